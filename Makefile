@@ -278,7 +278,7 @@ $(CUDA)/lib: $(PACKAGED) $(CUDA_CORE)
 # In 16 bits a prompt by the tensor cores and the same by steps differ in the last one. Attention over
 # rows wider than the kernels' 256 is for torch's operations; tests/cuda has steps over such.
 CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py tests/core/test_shared.py \
-	tests/core/test_numbered_rows.py tests/torch/test_merge.py tests/torch/test_rolled.py \
+	tests/core/test_numbered_rows.py tests/torch/test_rolled.py \
 	tests/torch/test_heads.py tests/torch/test_precision.py tests/torch/test_numbered_rows.py \
 	tests/torch/test_paged_rows.py tests/torch/test_heavy_tails.py
 # To emulate them takes a hundred times as long as the CPU does. What no kernel for GPUs knows of is

@@ -7,7 +7,7 @@ The levels that valgrind can execute (it has no AVX-512) run under callgrind, wh
 its files for callgrind_annotate in the output folder; the others are single-stepped
 through ptrace, which takes minutes. The work: one thread, 4 query heads to 1 key head, D = 128;
 a prompt of 96 tokens, its cut to 64 keys, a decode step over 64 keys, the simulation of such a
-text with a prompt of 64; "-merging" where evicted keys go into others.
+text with a prompt of 64.
 """
 
 from __future__ import annotations

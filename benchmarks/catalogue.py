@@ -83,10 +83,6 @@ TABLES = (
         cpu="P14: a decode step over keys and values in eight and four bits, against bfloat16",
     ),
     Table(
-        "merging", store_tables.merging,
-        cpu="P15: what merging adds to a decode step, the cut of a prompt and a simulation",
-    ),
-    Table(
         "uneven", store_tables.uneven,
         cpu="P16: a decode step over heads of uneven size, against even ones",
     ),

@@ -34,21 +34,17 @@ typedef struct {
     h2o_operation operation;
     h2o_dtype dtype;
     h2o_dtype stored; /* in the slots */
-    bool merging;
 } variant;
 
 static const variant variants[] = {
-    {"attend", H2O_ATTEND, H2O_F32, H2O_F32, false},
-    {"attend-bf16", H2O_ATTEND, H2O_BF16, H2O_BF16, false},
-    {"evict", H2O_EVICT, H2O_F32, H2O_F32, false},
-    {"evict-merging", H2O_EVICT, H2O_F32, H2O_F32, true},
-    {"step", H2O_STEP, H2O_F32, H2O_F32, false},
-    {"step-bf16", H2O_STEP, H2O_BF16, H2O_BF16, false},
-    {"step-int8", H2O_STEP, H2O_BF16, H2O_Q8, false},
-    {"step-merging", H2O_STEP, H2O_F32, H2O_F32, true},
-    {"simulate", H2O_SIMULATE, H2O_F32, H2O_F32, false},
-    {"simulate-bf16", H2O_SIMULATE, H2O_BF16, H2O_BF16, false},
-    {"simulate-merging", H2O_SIMULATE, H2O_F32, H2O_F32, true},
+    {"attend", H2O_ATTEND, H2O_F32, H2O_F32},
+    {"attend-bf16", H2O_ATTEND, H2O_BF16, H2O_BF16},
+    {"evict", H2O_EVICT, H2O_F32, H2O_F32},
+    {"step", H2O_STEP, H2O_F32, H2O_F32},
+    {"step-bf16", H2O_STEP, H2O_BF16, H2O_BF16},
+    {"step-int8", H2O_STEP, H2O_BF16, H2O_Q8},
+    {"simulate", H2O_SIMULATE, H2O_F32, H2O_F32},
+    {"simulate-bf16", H2O_SIMULATE, H2O_BF16, H2O_BF16},
 };
 enum { VARIANTS = sizeof variants / sizeof *variants };
 
@@ -64,7 +60,7 @@ static h2o_view filled(int64_t heads, int64_t rows, test_random *random) {
 }
 
 static h2o_policy policy(void) {
-    return (h2o_policy){.decay = 1.0f, .merge = chosen->merging ? 0.05f : 0.0f};
+    return (h2o_policy){.decay = 1.0f};
 }
 
 static void clear(const h2o_slots *slots) {
@@ -81,8 +77,7 @@ static int prepare(h2o_error *error) {
     const h2o_view query = filled(H, N, &random);
     const h2o_view out = make_tensor(chosen->dtype, 4, B, N, H, D);
     const h2o_view scores = make_tensor(H2O_F32, 3, B, G, N, 1);
-    h2o_slots slots =
-        make_slots(DENSE, &dims, chosen->stored, HEAVY, RECENT, false, chosen->merging);
+    h2o_slots slots = make_slots(DENSE, &dims, chosen->stored, HEAVY, RECENT, false);
     switch (chosen->operation) {
     case H2O_ATTEND:
         params.attend = (h2o_attend_params){.query = query, .keys = keys, .values = values, .out = out,

@@ -1,4 +1,4 @@
-"""P14 to P16: stores of fewer bits, keys that are merged, heads of uneven size."""
+"""P14 and P16: stores of fewer bits, heads of uneven size."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from .timing import Contender, Row, race
 
 KV_DTYPES = ("int8", "int8-int4")
 """Those that are not a dtype of torch, fewest bits last."""
-
-MERGE = 0.85
-"""The least cosine at which an evicted key goes into another."""
 
 
 def bits(options: Options) -> Iterator[Row]:
@@ -49,45 +46,6 @@ def bits(options: Options) -> Iterator[Row]:
             )  # fmt: skip
 
 
-def merging(options: Options) -> Iterator[Row]:
-    """P15: what merging adds to a decode step, to the cut of a prompt and to a simulation."""
-    B, H, G, D, n = (1, 4, 2, 64, 96) if options.quick else (1, 32, 8, 128, 4096)
-    k = n // 5
-    case = f"n={n}, k={k}, H={H}, G={G}, D={D}"
-    for name, dtype in options.wanted("float32", "bfloat16"):
-        text = inputs.text(B, H, G, n, D, dtype)
-        out, scores = h2o.ops.attend(*text)
-        one = text[0].new_empty(B, 1, H, D)
-        prompt = torch.ones(B, dtype=torch.int32)
-        budget = torch.tensor([[k - k // 2, k // 2]], dtype=torch.int32).expand(B, 2).contiguous()
-
-        def attend(x=text, out=out, scores=scores) -> None:
-            h2o.ops.attend(*x, out=out, scores=scores)
-
-        error = check(text, n - 33, k, merge=MERGE)
-        contenders = [Contender("prefill", attend)]
-        for merge in (None, MERGE):
-            cut = cutting(text, scores, k, merge)
-            simulation = simulating(text, out, prompt, budget, merge)
-            contenders += [
-                Contender(f"step {merge}", steps(text, n - 33, k, one, 1, merge=merge)),
-                Contender(f"cut {merge}", cut),
-                Contender(f"simulate {merge}", simulation),
-            ]
-        times = race(contenders, options.rounds)
-        for what, label in (("step", "decode step"), ("simulate", "simulation")):
-            yield Row(
-                "P15", f"{label}, merging / dropping", f"{name}, {case}",
-                ours=times[f"{what} {MERGE}"], peer=times[f"{what} None"], error=error,
-            )  # fmt: skip
-        added = times[f"cut {MERGE}"].median - times["cut None"].median
-        yield Row(
-            "P15", "cut of a prompt, merging / dropping", f"{name}, {case}",
-            ours=times[f"cut {MERGE}"], peer=times["cut None"], error=error,
-            facts={"added, fraction of the prefill": added / times["prefill"].median},
-        )  # fmt: skip
-
-
 def uneven(options: Options) -> Iterator[Row]:
     """P16: the decode step over heads of 0.3 to 1.7 times the mean, against even ones."""
     B, H, G, D, k = (1, 4, 2, 64, 24) if options.quick else (1, 32, 8, 128, 1024)
@@ -111,33 +69,32 @@ def uneven(options: Options) -> Iterator[Row]:
 
 def steps(
     text: Sequence[Tensor], n: int, budget: int | list[int], out: Tensor, layers: int,
-    *, kv_dtype: str | None = None, merge: float | None = None,
+    *, kv_dtype: str | None = None,
 ) -> Callable[[], None]:  # fmt: skip
     """Decode steps of `layers` stores in turn, after a prompt of n tokens with random scores."""
-    slots = filled(text, n, budget, kv_dtype, merge)
+    slots = filled(text, n, budget, kv_dtype)
     stores = cycle([slots, *(inputs.copy_slots(slots) for _ in range(layers - 1))])
     tokens = cycle([token(text, i) for i in range(n, n + 32)])
 
     def run() -> None:
-        h2o.ops.step(*next(tokens), next(stores), merge=merge, out=out)
+        h2o.ops.step(*next(tokens), next(stores), out=out)
 
     return run
 
 
 def filled(
-    text: Sequence[Tensor], n: int, budget: int | list[int], kv_dtype: str | None,
-    merge: float | None,
+    text: Sequence[Tensor], n: int, budget: int | list[int], kv_dtype: str | None
 ) -> Any:  # fmt: skip
     """Slots after a prompt of n tokens; `budget`: keys of every head, or of each."""
     _, keys, values = text
     each = [budget] if isinstance(budget, int) else budget
     slots = h2o.ops.new_slots(
         keys, budget + 1 if isinstance(budget, int) else [x + 1 for x in each],
-        kv_dtype=kv_dtype, merge=merge is not None,
+        kv_dtype=kv_dtype,
     )  # fmt: skip
     slots.budget.copy_(torch.tensor([[x - x // 2, x // 2] for x in each], dtype=torch.int32))
     scores = torch.rand(keys[:, :, :n, 0].shape, generator=torch.Generator().manual_seed(1))
-    h2o.ops.evict(keys[:, :, :n], values[:, :, :n], scores, slots, merge=merge)
+    h2o.ops.evict(keys[:, :, :n], values[:, :, :n], scores, slots)
     return slots
 
 
@@ -147,37 +104,16 @@ def token(text: Sequence[Tensor], i: int) -> list[Tensor]:
 
 def check(
     text: Sequence[Tensor], n: int, budget: int | list[int], *,
-    kv_dtype: str | None = None, merge: float | None = None,
+    kv_dtype: str | None = None,
 ) -> str:  # fmt: skip
     """Some steps against the reference."""
-    ours = filled(text, n, budget, kv_dtype, merge)
+    ours = filled(text, n, budget, kv_dtype)
     truth = inputs.copy_slots(ours)
     error = 0.0
     for i in range(n, n + 4):
-        out = h2o.ops.step(*token(text, i), ours, merge=merge)
-        true = reference.step(*token(text, i), truth, merge=merge).double()
+        out = h2o.ops.step(*token(text, i), ours)
+        true = reference.step(*token(text, i), truth).double()
         error = max(error, ((out.double() - true).norm() / true.norm()).item())
         if not error < (1e-4 if out.dtype == torch.float32 else 1e-2):
             raise correctness.WrongResult(f"out differs by {error:.1e}")
     return f"out differs by {error:.0e}, {correctness.check_kept(ours, truth, 4)}"
-
-
-def cutting(
-    text: Sequence[Tensor], scores: Tensor, k: int, merge: float | None
-) -> Callable[[], None]:
-    _, keys, values = text
-
-    def run() -> None:
-        slots = h2o.ops.new_slots(keys, k + 1, k - k // 2, k // 2, merge=merge is not None)
-        h2o.ops.evict(keys, values, scores, slots, merge=merge)
-
-    return run
-
-
-def simulating(
-    text: Sequence[Tensor], out: Tensor, prompt: Tensor, budget: Tensor, merge: float | None
-) -> Callable[[], None]:
-    def run() -> None:
-        h2o.ops.simulate(*text, prompt, budget, merge=merge, out=out)
-
-    return run

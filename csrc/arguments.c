@@ -62,16 +62,6 @@ int h2o_parse_choice(const char *name, PyObject *object, const char *const *choi
 
 /* ---- Records ----------------------------------------------------------- */
 
-/* A float or None: None becomes 0, so a number has to be above 0. */
-static int parse_option(const h2o_policy_field *field, PyObject *object, float *number) {
-    *number = 0.0f;
-    if (object == Py_None) return 0;
-    if (parse_float(field->name, object, number) < 0) return -1;
-    if (*number > 0.0f) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: is %.100R, wanted %s", field->name, object, field->wanted);
-    return -1;
-}
-
 static int parse_field(const h2o_policy_field *field, PyObject *object, h2o_policy *policy) {
     void *const at = (char *)policy + field->offset;
     int answer = 0;
@@ -80,8 +70,6 @@ static int parse_field(const h2o_policy_field *field, PyObject *object, h2o_poli
         return h2o_parse_int32(field->name, object, at);
     case H2O_FIELD_FLOAT:
         return parse_float(field->name, object, at);
-    case H2O_FIELD_OPTION:
-        return parse_option(field, object, at);
     case H2O_FIELD_BOOL:
         answer = PyObject_IsTrue(object);
         *(bool *)at = answer > 0;

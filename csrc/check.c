@@ -358,7 +358,6 @@ static double policy_number(const h2o_policy *policy, const h2o_policy_field *fi
     case H2O_FIELD_INT32:
         return *(const int32_t *)at;
     case H2O_FIELD_FLOAT:
-    case H2O_FIELD_OPTION:
         return (double)*(const float *)at;
     default:
         return field->least;
@@ -369,9 +368,8 @@ static int check_policy(const h2o_policy *policy, h2o_error *error) {
     for (int i = 0; i < H2O_POLICY_COUNT; i++) {
         const h2o_policy_field *const field = &h2o_policy_fields[i];
         const double number = policy_number(policy, field);
-        const bool low = number >= field->least;
-        const bool high = field->below ? number < field->most : number <= field->most;
-        if (!(low && high) && field->wanted != NULL) {
+        const bool within = number >= field->least && number <= field->most;
+        if (!within && field->wanted != NULL) {
             return h2o_fail(error, H2O_EVALUE, "%s: is %.*g, wanted %s", field->name,
                             field->kind == H2O_FIELD_INT32 ? 10 : 6, number, field->wanted);
         }
@@ -424,25 +422,16 @@ int h2o_share_values(h2o_view *values, const h2o_view *keys, h2o_slots *slots, h
         return h2o_fail(error, H2O_ETYPE, "%s: is None, wanted a tensor like %s", none->name,
                         shared ? slots->values.name : values->name);
     }
-    if (slots != NULL && shared && h2o_given(&slots->bias)) {
-        return h2o_fail(error, H2O_EVALUE,
-                        "%s: is given, but keys that are the values too cannot be merged",
-                        slots->bias.name);
-    }
     if (shared) *values = *keys;
     if (shared && slots != NULL) slots->values = slots->keys;
     return H2O_OK;
 }
 
 int h2o_check_needed(const h2o_slots *slots, const h2o_policy *policy, h2o_error *error) {
-    const bool weighted = policy->value_weighted, merges = h2o_merges(policy);
+    const bool weighted = policy->value_weighted;
     if (h2o_given(&slots->norms) != weighted) {
         return h2o_fail(error, H2O_EVALUE, "%s: is %s, but value_weighted is %s", slots->norms.name,
                         weighted ? "None" : "given", weighted ? "true" : "false");
-    }
-    if (h2o_given(&slots->bias) != merges) {
-        return h2o_fail(error, H2O_EVALUE, "%s: is %s, but merge is %s", slots->bias.name,
-                        merges ? "None" : "given", merges ? "given" : "None");
     }
     return H2O_OK;
 }

@@ -127,8 +127,6 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
     X(norms, "ZGS", H2O_F32, H2O_PER_SLOT | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)                \
     /* where the slots of each head begin, and where the last one's end */                         \
     X(starts, "+", H2O_I32, H2O_ATTENDED | H2O_OPTIONAL)                                           \
-    /* log of a slot's number of keys; given if keys merge only */                                 \
-    X(bias, "ZGS", H2O_F32, H2O_PER_SLOT | H2O_ATTENDED | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)  \
     /* which row of the fields above each row of the batch is */                                   \
     X(rows, "B", H2O_I32, H2O_ATTENDED | H2O_OPTIONAL)
 
@@ -146,7 +144,6 @@ typedef struct {
     h2o_rank_by rank_by;
     float decay; /* in [0, 1] */
     bool value_weighted;
-    float merge; /* a cosine above which an evicted key goes into another, < 1; 0: none does */
 } h2o_policy;
 
 /* ---- What the small tensors say ---------------------------------------- */

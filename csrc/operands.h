@@ -52,7 +52,7 @@ int h2o_check_logits(float scale, float softcap, h2o_error *error);
  * both are quantised or neither is. */
 int h2o_check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h2o_error *error);
 
-/* Whether norms and bias come exactly when they are needed. */
+/* Whether norms come exactly when they are needed. */
 int h2o_check_needed(const h2o_slots *slots, const h2o_policy *policy, h2o_error *error);
 
 /* Where the slots have no values (latent attention), their keys are the values too, and new tokens

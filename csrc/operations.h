@@ -25,7 +25,7 @@ typedef struct {
     h2o_view out;         /* [B,Q,H,D], 0 where the query is a pad */
     h2o_view scores;      /* [B,G,Q] f32, 0 where the key is a pad */
     h2o_view sink_logits; /* [H] f32, optional */
-    float scale;          /* logits = softcap(scale * q.k) + bias */
+    float scale;          /* logits = softcap(scale * q.k) */
     float softcap;        /* 0: none; else cap * tanh(logit / cap) */
     h2o_policy policy;    /* of which it reads rank_by and decay */
     h2o_dims dims;
@@ -33,7 +33,7 @@ typedef struct {
 } h2o_attend_params;
 
 /* evict: takes the new keys with the scores that attend gave them into the
- * slots; what the budget has no room for, stored or new, is dropped, or merged.
+ * slots; what the budget has no room for, stored or new, is dropped.
  * A stored key that is kept keeps its slot, unless that lies beyond the last one
  * in use. Advances lengths, adds the dropped scores to lost, sets free. S must
  * be at least min(k, held + new) for every row. */

@@ -4,13 +4,12 @@
  * one key/value head at a time:
  *
  *   budget   k = sinks + heavy + recent keys are kept;
- *   spared   the positions below sinks, and the recent highest ones;
- *   score    the attention that a key has received: the sum over queries, or the largest;
+ *   spared   the positions below sinks, the recent highest ones, and pinned keys;
+ *   score    the attention that a key has received: the sum over queries, or the largest, always
+ *            finite or NaN. Infinity is what a caller gives a key to pin it;
  *   rank     of the others the highest ranked are kept: the score, on request per
  *            query that has seen the key and weighted by the norm of its value;
- *   ties     the lower position is kept; NaN ranks below every number;
- *   merge    on request an evicted key goes into a kept one like it, by weights that follow
- *            from the mean scores of the two, or from their largest ones.
+ *   ties     the lower position is kept; NaN ranks below every number.
  *
  * Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference
  * of Large Language Models" (NeurIPS 2023), section 4, Algorithm 1.
@@ -51,8 +50,6 @@ H2O_INLINE bool h2o_scores_largest(const h2o_policy *policy) {
 }
 
 H2O_INLINE float h2o_larger(float a, float b) { return a > b || a != a ? a : b; } /* or NaN */
-
-H2O_INLINE bool h2o_merges(const h2o_policy *policy) { return policy->merge > 0.0f; }
 
 /* k; 64 bits, since each part may be "unlimited" by itself. */
 H2O_INLINE int64_t h2o_policy_budget(const h2o_policy *policy, int32_t heavy, int32_t recent) {
@@ -155,52 +152,19 @@ H2O_INLINE float h2o_policy_rank(const h2o_ranking *ranking, h2o_rank_kind kind,
     return weighted ? rank * norm : rank;
 }
 
-/* How many queries have made up a key's score, decayed as scores are: all that have seen the key,
- * or the one that gave the most. */
-H2O_INLINE float h2o_policy_queries(const h2o_ranking *ranking, int32_t position) {
-    if (ranking->largest) return 1.0f;
-    const int32_t queries = (int32_t)((uint32_t)ranking->length - (uint32_t)position);
-    const float age = (float)(queries > 1 ? queries : 1);
-    return ranking->all_ages < 0.0f ? h2o_policy_decayed_ages(ranking, age) : age;
-}
-
-/* What merging asks of a key. */
-typedef struct {
-    float score, bias;
-    int32_t position;
-} h2o_member;
-
-/* The weights of the kept and the evicted key in their merged row, and what the slot then has. */
-typedef struct {
-    float kept_weight, evicted_weight, score, bias;
-    bool possible; /* the weights are numbers */
-} h2o_merged;
-
-H2O_INLINE h2o_merged h2o_policy_merge(const h2o_ranking *ranking, h2o_member kept,
-                                       h2o_member evicted) {
-    const float floor = 1e-9f; /* keys without attention have weights as well */
-    const float kept_queries = h2o_policy_queries(ranking, kept.position);
-    const float evicted_queries = h2o_policy_queries(ranking, evicted.position);
-    const float a = kept.score / kept_queries + floor, b = evicted.score / evicted_queries + floor;
-    const float most = kept.bias > evicted.bias ? kept.bias : evicted.bias;
-    h2o_merged merged = {.kept_weight = a / (a + b), .evicted_weight = b / (a + b)};
-    const float sum = merged.kept_weight + merged.evicted_weight;
-    merged.possible = sum - sum == 0.0f;
-    merged.score = ranking->largest ? h2o_larger(kept.score, evicted.score)
-                                    : kept.score + evicted.score * (kept_queries / evicted_queries);
-    merged.bias = most + logf(expf(kept.bias - most) + expf(evicted.bias - most));
-    return merged;
-}
+/* Attention never makes such a score: a query adds at most the number of its heads, by which a float
+ * stops growing long before infinity. */
+H2O_INLINE bool h2o_policy_is_pinned(float score) { return score == INFINITY; }
 
 H2O_INLINE bool h2o_policy_is_evictable(const h2o_ranking *ranking, int32_t position) {
     return (uint32_t)position - (uint32_t)ranking->first < ranking->span;
 }
 
-/* The key of a rank, the highest one for a spared position. */
+/* The key of a rank, the highest one for a key that is spared. */
 H2O_INLINE uint32_t h2o_policy_slot_key(const h2o_ranking *ranking, h2o_rank_kind kind,
                                         bool weighted, float score, int32_t position, float norm) {
     const float rank = h2o_policy_rank(ranking, kind, weighted, score, position, norm);
-    const bool spared = !h2o_policy_is_evictable(ranking, position);
+    const bool spared = !h2o_policy_is_evictable(ranking, position) | h2o_policy_is_pinned(score);
     return h2o_policy_key(rank) | (0u - spared);
 }
 

@@ -26,9 +26,9 @@ static const h2o_operand operands[] = {
 /* Where a text comes without values, its keys are the values too (h2o_share_values). */
 static int share_text_values(h2o_simulate_params *p, h2o_error *error) {
     if (h2o_given(&p->values)) return H2O_OK;
-    if (h2o_merges(&p->policy) || h2o_given(&p->stored_values)) {
+    if (h2o_given(&p->stored_values)) {
         return h2o_fail(error, H2O_EVALUE, "%s: is None, which does not go with %s", p->values.name,
-                        h2o_merges(&p->policy) ? "merge" : p->stored_values.name);
+                        p->stored_values.name);
     }
     p->stored_values = p->stored_keys;
     return h2o_share_values(&p->values, &p->keys, NULL, error);

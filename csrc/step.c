@@ -21,14 +21,8 @@ static const h2o_operand operands[] = {
     H2O_TENSOR(step, sink_logits, "H", H2O_F32, H2O_OPTIONAL),
 };
 
-/* Whether table and ranks come together, and the table's angles fit into a row. A merged key
- * has no rank of its own. */
-static int check_rotary(const h2o_rotary *rotary, const h2o_slots *slots, const h2o_dims *dims,
-                        h2o_error *error) {
-    if (h2o_given(&rotary->table) && h2o_given(&slots->bias)) {
-        return h2o_fail(error, H2O_EVALUE, "%s: is given, but keys that are merged cannot roll",
-                        rotary->table.name);
-    }
+/* Whether table and ranks come together, and the table's angles fit into a row. */
+static int check_rotary(const h2o_rotary *rotary, const h2o_dims *dims, h2o_error *error) {
     if (h2o_given(&rotary->table) != h2o_given(&rotary->ranks)) {
         return h2o_fail(error, H2O_EVALUE, "%s: is %s, but %s is %s", rotary->ranks.name,
                         h2o_given(&rotary->ranks) ? "given" : "None", rotary->table.name,
@@ -63,7 +57,7 @@ static int check_step(void *parameters, h2o_error *error) {
         (status = h2o_share_values(&params->value, &params->key, &params->slots, error)) ||
         (status =
              h2o_check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error)) ||
-        (status = check_rotary(rotary, &params->slots, &params->dims, error)) ||
+        (status = check_rotary(rotary, &params->dims, error)) ||
         (status = check_rotated(rotary, &params->slots.keys, params->dims.D, error))) {
         return status;
     }

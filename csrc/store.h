@@ -1,5 +1,5 @@
 /* store.h - the slots of one key/value head of one row: addresses, strides and types of its S rows
- * of keys and values [D], and of its scores, norms, biases and positions [S]. */
+ * of keys and values [D], and of its scores, norms and positions [S]. */
 #ifndef H2O_STORE_H
 #define H2O_STORE_H
 
@@ -10,7 +10,7 @@ typedef struct {
     char *keys, *values;              /* [S] rows of D elements, ... */
     int64_t key_stride, value_stride; /* ... so many bytes apart */
     h2o_dtype key_type, value_type;   /* of H2O_ROWS */
-    float *scores, *norms, *bias;     /* [S]; norms and bias may be NULL */
+    float *scores, *norms;            /* [S]; norms may be NULL */
     int32_t *positions;               /* [S] */
     int64_t slots;                    /* S */
 } slot_store;
@@ -24,7 +24,7 @@ H2O_INLINE int64_t row_pitch(const h2o_view *view) {
 
 H2O_INLINE slot_store open_store(const h2o_slots *slots, const h2o_head *head, int64_t D) {
     const int64_t row = head->row;
-    const bool norms = h2o_given(&slots->norms), bias = h2o_given(&slots->bias);
+    const bool norms = h2o_given(&slots->norms);
     const slot_store store = {
         .keys = (char *)h2o_at(&slots->keys, row, head->offset, 0),
         .values = (char *)h2o_at(&slots->values, row, head->offset, 0),
@@ -34,7 +34,6 @@ H2O_INLINE slot_store open_store(const h2o_slots *slots, const h2o_head *head, i
         .value_type = h2o_stored_type(&slots->values, D),
         .scores = (float *)h2o_at(&slots->scores, row, head->offset, 0),
         .norms = norms ? (float *)h2o_at(&slots->norms, row, head->offset, 0) : NULL,
-        .bias = bias ? (float *)h2o_at(&slots->bias, row, head->offset, 0) : NULL,
         .positions = (int32_t *)h2o_at(&slots->positions, row, head->offset, 0),
         .slots = head->slots,
     };

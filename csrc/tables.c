@@ -36,12 +36,6 @@ const h2o_policy_field h2o_policy_fields[H2O_POLICY_COUNT] = {
     {.name = "value_weighted",
      .kind = H2O_FIELD_BOOL,
      .offset = offsetof(h2o_policy, value_weighted)},
-    {.name = "merge",
-     .kind = H2O_FIELD_OPTION,
-     .offset = offsetof(h2o_policy, merge),
-     .most = 1,
-     .below = true,
-     .wanted = "a cosine between 0 and 1, or None"},
 };
 
 /* ---- Operations -------------------------------------------------------- */

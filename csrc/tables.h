@@ -37,7 +37,7 @@ typedef struct {
     size_t present; /* slots that are H2O_OPTIONAL: where the bool lies that says they are there */
 } h2o_operand;
 
-enum { H2O_SLOTS_COUNT = 12, H2O_MOST_TENSORS = 21 /* of a call, its workspace included */ };
+enum { H2O_SLOTS_COUNT = 11, H2O_MOST_TENSORS = 20 /* of a call, its workspace included */ };
 extern const h2o_operand h2o_slots_fields[H2O_SLOTS_COUNT];
 
 /* The same address in a call's parameters. */
@@ -52,7 +52,6 @@ typedef enum {
     H2O_FIELD_FLOAT,
     H2O_FIELD_BOOL,
     H2O_FIELD_CHOICE, /* the index of a name */
-    H2O_FIELD_OPTION, /* float above 0, which stands for none */
 } h2o_field_kind;
 
 typedef struct {
@@ -60,12 +59,11 @@ typedef struct {
     h2o_field_kind kind;
     size_t offset; /* in h2o_policy */
     double least, most;
-    bool below;                 /* it must be less than most */
     const char *wanted;         /* these limits, for messages */
     const char *const *choices; /* NULL-ended */
 } h2o_policy_field;
 
-enum { H2O_POLICY_COUNT = 5 };
+enum { H2O_POLICY_COUNT = 4 };
 extern const h2o_policy_field h2o_policy_fields[H2O_POLICY_COUNT]; /* as in h2o.policy.Policy */
 
 /* ---- Operations -------------------------------------------------------- */

@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.hf.request import Result as Result
     from h2o.hf.simulation import simulated as simulated
     from h2o.hf.support import supports as supports
+    from h2o.hf.system_turn import system_span as system_span
     from h2o.models import load as load
     from h2o.published_masks import simulation_mask as simulation_mask
 
@@ -71,6 +72,7 @@ _LAZY = {
     "simulated": "h2o.hf.simulation",
     "simulation_mask": "h2o.published_masks",
     "supports": "h2o.hf.support",
+    "system_span": "h2o.hf.system_turn",
 }
 
 __all__ = ["H2OConfig", "Profile", "Unsupported", "__version__", "ops", *_LAZY]

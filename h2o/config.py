@@ -79,11 +79,6 @@ class H2OConfig(Presets):
     query alone."""
     value_weighted: bool = False
     """Multiply the rank by the L2 norm of the key's value."""
-    merge: float | None = None
-    """A cosine between 0 and 1. An evicted key goes into the kept key whose cosine with it is the
-    highest and higher than this, instead of being dropped; a slot then stands for several
-    keys (compare Wan et al., "D2O", 2024). 0.8 and 0.85 are measured in docs/results.md,
-    "Merging". None: all are dropped."""
     kv_dtype: KvDtype | None = None
     """What slots hold: None, keys and values as they are; "int8", both as bytes with a scale of 16
     bits; "int8-int4", values in four bits, in groups of 32 with scale and minimum of 16 bits
@@ -95,7 +90,7 @@ class H2OConfig(Presets):
     `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
     h2o for this model. "echo", with `rank_by="mean-echo"`: the places for heavy hitters of a prompt
     go to the keys of the highest echo in all layers and heads. Until all have read it an eighth
-    more than that is held, and a layer; with `merge`, a mean that decays or layers of unlike heads
+    more than that is held, and a layer; with a mean that decays or layers of unlike heads
     all of it. None: all the same."""
     of: Of = "keys"
     """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
@@ -149,10 +144,6 @@ class H2OConfig(Presets):
         self._check_shared()
         if self.positions not in ("original", "rolled"):
             raise ValueError(f'positions must be "original" or "rolled", not {self.positions!r}')
-        if self.positions == "rolled" and self.merge is not None:
-            raise ValueError(
-                'merge needs positions="original": keys whose angles change cannot be added up'
-            )
         self._check_total()
 
     @classmethod
@@ -215,8 +206,7 @@ class H2OConfig(Presets):
         if kv_dtype == "auto":
             kv_dtype = fewest_bits(None if latent_row(config) else describe(config).get("head_dim"))
         if self.of == "bytes":
-            merges = self.merge is not None
-            slot = per_token(*key_size(config), kv_dtype, self.value_weighted, merges)
+            slot = per_token(*key_size(config), kv_dtype, self.value_weighted)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
     def _with_preset(self) -> H2OConfig:
@@ -253,16 +243,16 @@ class H2OConfig(Presets):
             shares = LayerShares(self.shares, layer)
         return dataclasses.replace(self, heavy=heavy, recent=recent, shares=shares)
 
-    def head_tokens(self, n: int) -> list[tuple[int, int]]:
+    def head_tokens(self, n: int, pinned: int = 0) -> list[tuple[int, int]]:
         """(heavy, recent) of each key/value head of one layer's config; a single one if all have
-        the same. `n` as of `tokens`."""
+        the same. `n` as of `tokens`; `pinned` as of `LayerShares.apportioned`."""
         if not isinstance(self.shares, LayerShares):
             return [head.tokens(n) for head in self._heads]
         heavy, recent = self.tokens(n)
         if self.sinks + heavy + recent >= UNLIMITED:
             return [(heavy, recent)]
         fraction = (self.sinks + heavy + recent) / n if self.needs_prompt_length and n else None
-        return self.shares.apportioned(heavy, recent, self.sinks, fraction, self.floor)
+        return self.shares.apportioned(heavy, recent, self.sinks, fraction, self.floor, pinned)
 
     def tokens(self, n: int) -> tuple[int, int]:
         """(heavy, recent) in tokens, for a row whose prompt has n tokens, pads not counted.

@@ -9,7 +9,7 @@ from h2o.budgets import Amount, Budget, Of
 from h2o.kv_dtype import KvDtype
 from h2o.policy import PolicyFields
 
-__all__ = ["CacheFields", "ConfigFields", "Positions", "PromptLength"]
+__all__ = ["CacheFields", "ConfigFields", "Pinned", "Positions", "PromptLength"]
 
 Positions = Literal["original", "rolled"]
 
@@ -22,6 +22,9 @@ class Numbers(Protocol):
 
 PromptLength = int | Sequence[int] | Numbers | None
 """Of all rows, or one for each."""
+
+Pinned = Literal["prompt"] | Sequence[Any] | Numbers | None
+"""Spans (start, stop) of all rows, lists of these for each row, or a bool mask"""
 
 
 class ConfigFields(PolicyFields, total=False):
@@ -42,5 +45,6 @@ class CacheFields(ConfigFields, total=False):
     """What an `H2OCache` takes by name."""
 
     prompt_length: PromptLength
+    pinned: Pinned
     trace: bool
     compileable: bool

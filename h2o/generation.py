@@ -9,12 +9,14 @@ takes the times: all up to the first new token is the prefill.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from h2o import backends
 from h2o.config import H2OConfig
+from h2o.config_fields import Pinned
 from h2o.errors import Unsupported, UserError
 from h2o.progress import Progress
 
@@ -58,6 +60,7 @@ def generate(
     max_new_tokens: int,
     progress: Progress,
     document: int | None = None,
+    pinned: Pinned = None,
     compile: bool = False,
     stream: Callable[[str], None] | None = None,
 ) -> tuple[Run, list[int]]:
@@ -69,6 +72,7 @@ def generate(
         ids: int64 [1, n], the prompt.
         document: how many tokens of the prompt `h2o.read` reads first, which makes the H2OCache;
             None: it does not.
+        pinned: as of `H2OCache`.
         compile: compile the decode step of an H2OCache, before the clock starts.
         stream: is called with the text piece by piece as it grows; without it the progress line
             shows the text's end.
@@ -76,7 +80,7 @@ def generate(
     Returns:
         (what it took, the new tokens)
 
-    Raises: UserError for a cache that is to be compiled and cannot.
+    Raises: UserError for a cache that is to be compiled and cannot, and for pins that do not fit.
     """
     import torch
 
@@ -84,10 +88,11 @@ def generate(
 
     compiled = compile and config is not None
     begin = time.perf_counter()
-    cache = _new_cache(model, config, ids.shape[1], compiled)
+    cache = _new_cache(model, config, ids.shape[1], compiled, pinned)
     reading = 0.0
     if document is not None and config is not None:
-        cache = _read(model, tokenizer, ids[:, :document], config, mode, progress)
+        with _pins_fit(pinned):
+            cache = _read(model, tokenizer, ids[:, :document], config, mode, progress, pinned)
         reading = time.perf_counter() - begin
     how: dict[str, Any] = {"do_sample": False}
     if compiled:
@@ -99,14 +104,15 @@ def generate(
     streamer = Streamer(mode, tokenizer, progress, stream, max_new_tokens)
     hooks = [] if compiled else watch_layers(model, streamer.prefilling)
     try:
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            **with_cache(cache),
-            streamer=streamer,
-            max_new_tokens=max_new_tokens,
-            **how,
-        )
+        with _pins_fit(pinned):
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                **with_cache(cache),
+                streamer=streamer,
+                max_new_tokens=max_new_tokens,
+                **how,
+            )
     finally:
         progress.update("")
         for hook in hooks:
@@ -127,11 +133,13 @@ def generate(
     return run, streamer.tokens
 
 
-def _new_cache(model: Any, config: H2OConfig | None, tokens: int, compiled: bool) -> Any:
+def _new_cache(
+    model: Any, config: H2OConfig | None, tokens: int, compiled: bool, pinned: Pinned = None
+) -> Any:
     from h2o.hf.new_cache import new_cache
 
     try:
-        return new_cache(model, config, tokens, compiled)
+        return new_cache(model, config, tokens, compiled, pinned)
     except Unsupported as error:
         if compiled:
             raise UserError(f"--compile: {error}") from error
@@ -139,14 +147,31 @@ def _new_cache(model: Any, config: H2OConfig | None, tokens: int, compiled: bool
 
 
 def _read(
-    model: Any, tokenizer: Any, ids: Any, config: H2OConfig, mode: str, progress: Progress
+    model: Any,
+    tokenizer: Any,
+    ids: Any,
+    config: H2OConfig,
+    mode: str,
+    progress: Progress,
+    pinned: Pinned,
 ) -> Any:
     from h2o.hf.reading import read
 
     def say(done: int, columns: int) -> None:
         progress.update(f"{mode}: reading, {done} of {columns} tokens")
 
-    return read(model, ids, config, tokenizer=tokenizer, progress=say)
+    return read(model, ids, config, tokenizer=tokenizer, pinned=pinned, progress=say)
+
+
+@contextmanager
+def _pins_fit(pinned: Pinned) -> Iterator[None]:
+    """Raises UserError in the place of a ValueError, where something is pinned."""
+    try:
+        yield
+    except ValueError as error:
+        if pinned is None:
+            raise
+        raise UserError(f"--pin: {error}") from error
 
 
 def compiling() -> dict[str, Any]:

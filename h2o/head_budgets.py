@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -26,6 +27,7 @@ __all__ = [
     "check_shares",
     "levelled",
     "table",
+    "with_room",
 ]
 
 NAMED = ("shipped", "echo")
@@ -144,6 +146,35 @@ def levelled(
     return [row * entries if len(row) == 1 else row for row in rows]
 
 
+def with_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tuple[int, int]]:
+    """(heavy, recent) of a row's heads, each with room for so many pinned keys beyond the sinks.
+    Heads that have more give what the others lack, so that the sum stays.
+
+    Raises: ValueError where all heads together have too little.
+    """
+    lacking = sum(max(0, pinned - heavy) for heavy, _ in heads)
+    if not lacking:
+        return heads
+    spare = [max(0, heavy - pinned) for heavy, _ in heads]
+    if lacking > sum(spare):
+        heavy, recent = min(heads)
+        at_least = sinks + pinned + recent
+        if heavy:  # the recent part grows with the budget
+            at_least = sinks + math.ceil(pinned * (heavy + recent) / heavy)
+        raise ValueError(
+            f"{pinned} pinned keys, {sinks} sinks and {recent} recent keys do not fit in a budget "
+            f"of {sinks + heavy + recent} tokens, of which {heavy} are neither sinks nor recent: "
+            f"give budget={at_least} or more, or heavy={pinned} or more where you give heavy and "
+            "recent, or pin fewer tokens"
+        )
+    ends = [0, *itertools.accumulate(spare)]
+    given = [lacking * end // ends[-1] for end in ends]
+    return [
+        (max(heavy, pinned) - (after - before), recent)
+        for (heavy, recent), before, after in zip(heads, given, given[1:], strict=False)
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerShares:
     """One layer's part of `shares`, as the config of that layer has it."""
@@ -158,13 +189,20 @@ class LayerShares:
             self.shares.check_attention(attention, self.layer)
 
     def apportioned(
-        self, heavy: int, recent: int, sinks: int, fraction: float | None, min_tokens: int
+        self,
+        heavy: int,
+        recent: int,
+        sinks: int,
+        fraction: float | None,
+        min_tokens: int,
+        pinned: int = 0,
     ) -> list[tuple[int, int]]:
         """(heavy, recent) of each head; the arguments are those of equal budgets for all heads.
 
         Every head keeps the sinks; the rest of its part is divided as heavy to recent are.
         `fraction`: the budget as a fraction of the text; None for one in tokens, which is taken
         as a fraction of what the shares were made from. `min_tokens`: as of `H2OConfig`.
+        `pinned`: keys beyond the sinks for which each head has room, if the mean has.
         """
         k = sinks + heavy + recent
         if heavy + recent == 0:
@@ -173,8 +211,11 @@ class LayerShares:
         if isinstance(shares, HasShares):
             shares = shares.shares_for(k / shares.window if fraction is None else fraction)
         least = max(LEAST, sinks + 1, min_tokens)
-        heads = allotted(k, shares, least)[self.layer]
         least_recent = recent_part(min_tokens)
+        if pinned and heavy:
+            in_proportion = math.ceil(pinned * (heavy + recent) / heavy)
+            least = max(least, sinks + max(in_proportion, pinned + least_recent))
+        heads = allotted(k, shares, least)[self.layer]
         recents = [
             max((keys - sinks) * recent // (heavy + recent), min(least_recent, keys - sinks))
             for keys in heads

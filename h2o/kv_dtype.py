@@ -61,16 +61,16 @@ def fitting(budget: int, slot: tuple[int, int], sinks: int) -> int:
 
 
 def per_token(
-    D: int, element: int, rows: float, kv_dtype: str | None, value_weighted: bool, merges: bool
+    D: int, element: int, rows: float, kv_dtype: str | None, value_weighted: bool
 ) -> tuple[int, int]:
     """Bytes of a token for one key/value head: in a full cache, whose elements have `element`
-    bytes each, and in a slot with score, position, norm and bias. `rows`: 2, key and value, or 1
+    bytes each, and in a slot with score, position and norm. `rows`: 2, key and value, or 1
     that is both; between them where a value is less than a key, which is stored as one.
     """
     stored_rows = math.ceil(rows)
     stored = stored_bytes(kv_dtype, D)
     held = stored_rows * D * element if stored is None else sum(stored[:stored_rows])
-    return round(rows * D * element), held + 8 + 4 * (value_weighted + merges)
+    return round(rows * D * element), held + 8 + 4 * value_weighted
 
 
 def in_elements(

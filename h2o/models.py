@@ -115,8 +115,14 @@ def torch_device(name: str) -> Any:
     return device
 
 
-def encode(tokenizer: Any, text: str, chat: bool) -> Any:
-    """Token ids [1, n] of a text, or of a chat with this as its first turn.
+def messages(text: str, system: str | None = None) -> list[dict[str, str]]:
+    """A chat with a text as the user's first turn, after what the system says."""
+    user = {"role": "user", "content": text}
+    return [user] if system is None else [{"role": "system", "content": system}, user]
+
+
+def encode(tokenizer: Any, text: str, chat: bool, system: str | None = None) -> Any:
+    """Token ids [1, n] of a text, or of the chat that `messages` makes of it.
 
     Raises: UserError for a chat without a template.
     """
@@ -124,9 +130,8 @@ def encode(tokenizer: Any, text: str, chat: bool) -> Any:
         return tokenizer(text, return_tensors="pt")["input_ids"]
     if tokenizer.chat_template is None:
         raise UserError("--chat: this model's tokenizer has no chat template")
-    message = {"role": "user", "content": text}
     return tokenizer.apply_chat_template(
-        [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        messages(text, system), add_generation_prompt=True, return_tensors="pt", return_dict=True
     )["input_ids"]
 
 

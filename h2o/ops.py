@@ -172,7 +172,8 @@ def evict(
 
     Args:
         keys, values: [B, G, Q, D] new tokens, as given to `attend`.
-        scores: [B, G, Q] float32, as returned by `attend`.
+        scores: [B, G, Q] float32, as returned by `attend`. Infinity, which `attend` never returns,
+            pins a key: it is never evicted, and takes the place of one of the `heavy`.
         slots: updated in place: the survivors with scores and positions,
             `lengths`, `lost` (of what is dropped), `free`. S must be at least min(k, stored + new).
         mask: [B, Q] bool or uint8, 0 is a pad.
@@ -181,15 +182,6 @@ def evict(
         rank_by: "mean" is, with decay, per sum of decay^age over the queries; "max" goes by the
             scores that `attend` gives with the same.
         decay: what `attend` was given.
-        merge: a cosine between 0 and 1, with slots that have a `bias`. An evicted key goes into the
-            key most like it, where their cosine is higher: of those that are kept at positions from
-            `sinks` on, keys as they are stored, of equal cosines the lower position; one after
-            the other by position, each against what the slots then hold. With a and b the scores
-            per query of the kept key and the evicted one, scaled to a + b = 1, its key
-            becomes a k + b k', its value a v + b v', its bias log(exp bias + exp bias'), and its
-            score grows by the other's score over the other's queries times its own (compare Wan
-            et al., "D2O", 2024). With "max" a and b are the scores, and the larger becomes the
-            score of both. None: evicted keys are dropped.
     """
     if grad_enabled():
         _refuse_grad(slots, keys=keys, values=values, scores=scores)
@@ -275,8 +267,7 @@ def simulate(
     Equal to feeding the first `prompt[b]` tokens of each row through `attend` and
     `evict`, and each later one through `step`. A dropped key never returns, so
     the whole history is one number per key: row i sees key j exactly when
-    j <= i < evicted_at[j] and j is no pad. With `merge` that is when a key loses its own slot: the
-    rows after see what it has become part of.
+    j <= i < evicted_at[j] and j is no pad.
 
     Args:
         query: [B, H, Q, D], all Q tokens of the text.

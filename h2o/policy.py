@@ -39,7 +39,7 @@ BEFORE = 4
 
 
 class Policy(NamedTuple):
-    """How the keys that a budget has room for are chosen, and what becomes of the others."""
+    """How the keys that a budget has room for are chosen."""
 
     sinks: int = 0
     """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
@@ -52,11 +52,6 @@ class Policy(NamedTuple):
     query alone."""
     value_weighted: bool = False
     """Multiply the rank by the L2 norm of the key's value."""
-    merge: float | None = None
-    """A cosine between 0 and 1. An evicted key goes into the kept key whose cosine with
-    it is the highest and higher than this, instead of being dropped; a slot then stands for several
-    keys (compare Wan et al., "D2O", 2024). 0.8 and 0.85 are measured in docs/results.md,
-    "Merging". None: all are dropped."""
 
     @property
     def scores_largest(self) -> bool:
@@ -65,11 +60,10 @@ class Policy(NamedTuple):
         return self.rank_by == "max"
 
     def queries_of(self, positions: Any, lengths: Any) -> Any:
-        """How many queries have made up each score, float32: all that have seen the key, decay^0 +
-        ... + decay^(age - 1), or the one that gave the most. Integer tensors of torch, positions
-        of keys and tokens that their rows have seen."""
+        """How many queries have seen each key, float32: decay^0 + ... + decay^(age - 1). Integer
+        tensors of torch, positions of keys and tokens that their rows have seen."""
         age = (lengths - positions).clamp(min=1).float()
-        if self.scores_largest or self.decay == 0.0:
+        if self.decay == 0.0:
             return age.new_ones(age.shape)
         if self.decay == 1.0:
             return age
@@ -83,7 +77,6 @@ class PolicyFields(TypedDict, total=False):
     rank_by: Ranking
     decay: float
     value_weighted: bool
-    merge: float | None
 
 
 class Field(NamedTuple):
@@ -117,11 +110,6 @@ FIELDS: dict[str, Field] = {
         float, None, "D", "what remains of a score after one more token, 0 to 1 (%(default)s)"
     ),
     "value_weighted": Field(_truth, None, None, "rank times the norm of the value", flag=True),
-    "merge": Field(
-        float, None, "C",
-        "an evicted key goes into a kept one whose cosine with it is above C (0.85 is a good "
-        "start) instead of being dropped",
-    ),
 }  # fmt: skip
 """By the names, and in the order, of the fields of `Policy`."""
 
@@ -132,7 +120,7 @@ def checked(policy: Policy, choices: Sequence[str] = get_args(RankBy)) -> Policy
     Raises: TypeError for a thing that is no number (a bool is none), ValueError for a number out
     of range.
     """
-    _, rank_by, decay, value_weighted, merge = policy
+    _, rank_by, decay, value_weighted = policy
     sinks = tokens_of("sinks", policy.sinks)
     if rank_by not in choices:
         *others, last = (f'"{name}"' for name in choices)
@@ -143,17 +131,7 @@ def checked(policy: Policy, choices: Sequence[str] = get_args(RankBy)) -> Policy
         raise ValueError(f"decay must be in [0, 1], not {decay!r}")
     if not isinstance(value_weighted, bool):
         raise TypeError(f"value_weighted must be True or False, not {value_weighted!r}")
-    if merge is not None:
-        merge = _cosine(merge)
-    return Policy(sinks, rank_by, float(decay), value_weighted, merge)
-
-
-def _cosine(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"merge must be a cosine between 0 and 1, or None, not {value!r}")
-    if not 0 < value < 1:  # refuses NaN as well
-        raise ValueError(f"merge must be a cosine between 0 and 1, or None, not {value!r}")
-    return float(value)
+    return Policy(sinks, rank_by, float(decay), value_weighted)
 
 
 PAPER = Policy()

@@ -13,8 +13,8 @@ accumulated scores and a part of the budget reserved for recent tokens:
    queries and over the query heads of its group; with `rank_by="max"` the largest of any.
 3. Evict. Beyond the budget of k = sinks + heavy + recent keys, the first `sinks`
    positions are kept, the `recent` highest positions, and of the others the `heavy`
-   highest scores. The rest is evicted: dropped for good, or with `merge` merged into
-   similar keys (`h2o.reference_merging`).
+   highest scores. The rest is evicted: dropped for good. A key is pinned by the score infinity,
+   which attention never gives: it takes the place of one of the `heavy`.
 
 With rolled positions, for texts without end (Xiao et al., "Efficient Streaming Language Models with
 Attention Sinks", ICLR 2024, section 3.2), keys are stored before their rotary embedding, and each
@@ -36,7 +36,6 @@ from torch import Tensor
 
 from h2o.policy import PAPER, Policy, PolicyFields, one_policy
 from h2o.quantisation import dequantised, stored_like
-from h2o.reference_merging import merge_evicted
 from h2o.rotary_embedding import rotated
 from h2o.sink_logits import softmax
 from h2o.slots import PER_SLOT, new_slots
@@ -84,7 +83,6 @@ def attend(
         for g in range(G):
             key, value = keys[b, g, new], values[b, g, new]
             score = torch.zeros_like(scores[b, g, new])
-            bias = torch.zeros_like(score)
             if slots is not None:
                 store = _store(slots, row, g)
                 held = _held_slots(store)
@@ -92,9 +90,7 @@ def attend(
                 key = torch.cat([dequantised(store.keys[held], D), key])
                 value = torch.cat([dequantised(stored_values[held], D), value])
                 score = torch.cat([store.scores[held], score])
-                stored = torch.zeros_like(score[: len(held)])
-                bias = torch.cat([stored if store.bias is None else store.bias[held], bias])
-            key, value, score, bias = (x.double() for x in (key, value, score, bias))
+            key, value, score = (x.double() for x in (key, value, score))
             if rotary is not None:
                 key = rotated(key, rotary[: len(key)].double())
             group = slice(g * R, (g + 1) * R)
@@ -103,7 +99,7 @@ def attend(
                 queries = query[b, group, column].double()
                 if rotary is not None:
                     queries = rotated(queries, rotary[seen - 1].double())
-                p = _probabilities(queries, key[:seen], bias[:seen], scale, softcap, sinks)
+                p = _probabilities(queries, key[:seen], scale, softcap, sinks)
                 out[b, column, group] = (p @ value[:seen]).to(out.dtype)
                 received = p.amax(0) if policy.scores_largest else p.sum(0)
                 both = torch.maximum if policy.scores_largest else torch.add
@@ -119,14 +115,14 @@ def _policy(policy: Policy, fields: Any) -> Policy:
 
 
 def _probabilities(
-    query: Tensor, keys: Tensor, bias: Tensor, scale: float, softcap: float, sinks: Tensor | None
+    query: Tensor, keys: Tensor, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
     """[R, seen]: the attention of one token's queries [R, D] to the keys [seen, D] it sees. Beside
     their logits each head has one that belongs to no key, if there are sinks [R]."""
     logits = scale * (query @ keys.T)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    return softmax(logits + bias, None if sinks is None else sinks[:, None])
+    return softmax(logits, None if sinks is None else sinks[:, None])
 
 
 def ranks(slots: Any) -> Tensor:
@@ -150,8 +146,7 @@ def evict(
 ) -> None:
     """Step 3. Arguments and effect as in `h2o.ops.evict`; kept keys lie in order of position."""
     policy = _policy(policy, fields)
-    sinks, rank_by, decay, value_weighted, merge = policy
-    B, G, Q, D = keys.shape
+    B, G, Q, _ = keys.shape
     values = keys if values is None else values
     for b in range(B):
         new, row = _real_columns(mask, b, Q, keys.device), _row(slots, b)
@@ -162,26 +157,23 @@ def evict(
             candidates = _candidates(
                 store, keys[b, g, new], values[b, g, new], scores[b, g, new], seen
             )
-            candidates.queries = _queries(seen - 1 - candidates.positions.long(), decay)
-            if policy.scores_largest:  # one query has made the score
-                candidates.queries = torch.ones_like(candidates.queries)
             rank = candidates.scores.double()
-            if rank_by == "mean":
-                rank = rank / candidates.queries
-            if value_weighted:
+            if policy.rank_by == "mean":
+                ages = seen - 1 - candidates.positions.long()
+                rank = rank / _queries(ages, policy.decay)
+            if policy.value_weighted:
                 rank = rank * candidates.norms
             positions = candidates.positions.tolist()
-            at_kept, at_evicted = _choose(positions, rank.tolist(), sinks, heavy, recent)
-            kept = _at(candidates, at_kept)
-            for i in at_evicted:
-                evicted = _at(candidates, i)
-                if merge is None or not merge_evicted(kept, evicted, policy, D):
-                    slots.lost[row, g] += evicted.scores.double()
+            is_pinned = (candidates.scores == torch.inf).tolist()
+            kept, evicted = _choose(
+                positions, rank.tolist(), is_pinned, policy.sinks, heavy, recent
+            )
+            slots.lost[row, g] += candidates.scores[evicted].double().sum()
             store.positions[:] = -1
             for name in PER_SLOT:
                 if getattr(store, name) is not None:
-                    getattr(store, name)[: len(at_kept)] = getattr(kept, name)
-            slots.free[row, g] = len(at_kept)
+                    getattr(store, name)[: len(kept)] = getattr(candidates, name)[kept]
+            slots.free[row, g] = len(kept)
         slots.lengths[row] = seen
 
 
@@ -195,7 +187,6 @@ def _candidates(
         "values": None if store.values is None else stored_like(values, store.values),
         "scores": scores,
         "positions": torch.arange(seen - n, seen, device=keys.device).int(),
-        "bias": torch.zeros_like(scores),
         "norms": values.double().norm(dim=-1).float(),
     }
     both = {}
@@ -205,32 +196,27 @@ def _candidates(
     return SimpleNamespace(**both)
 
 
-def _at(candidates: SimpleNamespace, index: Any) -> SimpleNamespace:
-    """The candidates at an index, or at several: copies."""
-    index = torch.tensor(index, device=candidates.keys.device, dtype=torch.long)
-    fields = vars(candidates).items()
-    return SimpleNamespace(**{name: None if x is None else x[index] for name, x in fields})
-
-
 def _read_back(x: Tensor | None, store: Tensor | None) -> Tensor | None:
     """[B, G, n, D] as they are read from the store, float32 if it is quantised."""
     return None if x is None or store is None else dequantised(stored_like(x, store), x.shape[-1])
 
 
 def _choose(
-    position: list[int], rank: list[float], sinks: int, heavy: int, recent: int
-) -> tuple[list[int], list[int]]:
+    position: list[int], rank: list[float], is_pinned: list[bool], sinks: int, heavy: int,
+    recent: int,
+) -> tuple[list[int], list[int]]:  # fmt: skip
     """Indices of the kept and of the evicted keys, both ascending; keys in ascending position."""
-    count = len(position)
-    if count <= sinks + heavy + recent:
-        return list(range(count)), []
-    candidates = [i for i in range(count - recent) if position[i] >= sinks]
+    count, k = len(position), sinks + heavy + recent
+    if count <= k:
+        return [*range(count)], []
+    candidates = [i for i in range(count - recent) if position[i] >= sinks and not is_pinned[i]]
+    places = k - (count - len(candidates))  # that sinks, recent and pinned keys leave
 
     def worst_last(i: int) -> tuple[bool, float, int]:
         nan = rank[i] != rank[i]
         return nan, 0.0 if nan else -rank[i], position[i]
 
-    evicted = sorted(sorted(candidates, key=worst_last)[heavy:])
+    evicted = sorted(sorted(candidates, key=worst_last)[places:])
     return [i for i in range(count) if i not in evicted], evicted
 
 
@@ -308,8 +294,7 @@ def simulate(
         evicted_at[b, :, real] = Q
         slots = new_slots(
             keys[:1], max(1, len(real)),
-            value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
-            merge=policy.merge is not None, shared=values is None,
+            value_weighted=policy.value_weighted, kv_dtype=kv_dtype, shared=values is None,
         )._replace(budget=budget[b : b + 1])  # fmt: skip
         start, first = 0, max(1, min(int(prompt[b]), len(real)))
         for stop in range(first, len(real) + 1):

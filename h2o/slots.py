@@ -56,9 +56,6 @@ class Slots(NamedTuple):
     """[Z, G, S] float32: L2 norm of each value; given exactly if value_weighted"""
     starts: Tensor | None = None
     """[G + 1] int32: head g has the slots starts[g] to starts[g + 1] - 1 of axis T"""
-    bias: Tensor | None = None
-    """[Z, G, S] float32: log of the number of keys that a slot stands for, which its logits grow
-    by; given exactly if keys are merged"""
     rows: Tensor | None = None
     """[B] int32: row b of the batch is row rows[b] of the fields above, each once; None: row b"""
 
@@ -87,7 +84,6 @@ KINDS: dict[str, Kind] = {
     "lost": Kind("ZG", dtype="float64"),
     "norms": Kind("ZGS", optional=True),
     "starts": Kind("+", written=False, optional=True, dtype="int32"),
-    "bias": Kind("ZGS", optional=True),
     "rows": Kind("B", written=False, optional=True, dtype="int32"),
 }
 """By the names, and in the order, of the fields of `Slots`; `csrc/h2o.h` has the same list
@@ -128,7 +124,6 @@ def new_slots(
     *,
     value_weighted: bool = False,
     kv_dtype: str | None = None,
-    merge: bool = False,
     shared: bool = False,
 ) -> Slots:
     """Empty slots for keys like `keys` [B, G, any, D], a torch tensor or NumPy array.
@@ -141,8 +136,8 @@ def new_slots(
 
     `kv_dtype`: None, keys and values are stored as they are; "int8", as bytes with a scale of 16
     bits for each; "int8-int4", values as four bits with scale and minimum (16 bits each) for
-    every 32 elements, of which D must then be a multiple. `merge`: whether keys will be merged.
-    `shared`: no `values`, since the keys are the values too; such keys cannot be merged.
+    every 32 elements, of which D must then be a multiple.
+    `shared`: no `values`, since the keys are the values too.
     """
     B, G, _, D = sizes_of_keys(keys)
     even = isinstance(capacity, numbers.Integral)
@@ -173,5 +168,4 @@ def new_slots(
         lost=full(keys, (B, G), 0, "float64"),
         norms=full(keys, shape, 0, "float32") if value_weighted else None,
         starts=starts,
-        bias=full(keys, shape, 0, "float32") if merge else None,
     )

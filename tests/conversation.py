@@ -66,7 +66,7 @@ class Conversation:
             capacity = np.minimum(most, N).tolist()
         self.slots = ops.new_slots(
             self.keys, capacity, value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
-            merge=policy.merge is not None, shared=shared,
+            shared=shared,
         )  # fmt: skip
         self.slots.budget[:] = engine.tensor(rows)
         self.slots = place(self.slots)

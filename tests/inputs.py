@@ -150,7 +150,6 @@ class Policy:
     rank_by: str = "sum"
     decay: float = 1.0
     value_weighted: bool = False
-    merge: float | None = None
 
     @property
     def k(self) -> int:
@@ -164,7 +163,6 @@ class Policy:
             "rank_by": self.rank_by,
             "decay": self.decay,
             "value_weighted": self.value_weighted,
-            "merge": self.merge,
         }
 
 

@@ -57,7 +57,6 @@ def quick(tmp_path, *arguments: str) -> dict:
         ("evict", ["P6", "P6"]),
         ("simulate", ["P7"] * 8),
         ("bits", ["P14"] * 4),
-        ("merging", ["P15"] * 6),
         ("uneven", ["P16"] * 2),
         ("latents", ["P23"] * 2),
         ("echo --dtypes float32", ["P24"] * 2),  # of a real model, whose bfloat16 is torch's own

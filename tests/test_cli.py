@@ -346,7 +346,7 @@ def test_a_config_is_what_the_options_say():
     assert cache_options.config_from(parser.parse_args([])) == H2OConfig()
     for name, text, value in (
         ("heavy", "7", 7), ("recent", "0.3", 0.3), ("sinks", "4", 4), ("rank_by", "mean", "mean"),
-        ("decay", "0.5", 0.5), ("merge", "0.8", 0.8), ("positions", "rolled", "rolled"),
+        ("decay", "0.5", 0.5), ("positions", "rolled", "rolled"),
         ("kv_dtype", "int8", "int8"), ("shares", "shipped", "shipped"),
         ("rank_by", "mean-echo", "mean-echo"),
     ):  # fmt: skip

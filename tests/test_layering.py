@@ -323,7 +323,6 @@ def test_nothing_that_serves_leans_on_the_oracle():
     """It is written to be read, and is what others are judged by."""
     assert importers("h2o.reference") == {"h2o/reference_echo.py"}
     assert not importers("h2o.reference_echo")
-    assert importers("h2o.reference_merging") == {"h2o/reference.py"}
 
 
 def test_the_torch_backend_waits_for_no_device():
@@ -403,7 +402,7 @@ SERVING = {
     "attention_blocks", "backends", "borrowed", "budgets", "config", "config_fields", "draw",
     "errors", "filesystem", "head_budgets", "hf", "kv_dtype", "model_identity",
     "models", "ops", "packages", "policy", "presets", "profile", "published_masks",
-    "quantisation", "rotary_embedding", "sink_logits", "slots", "tensors", "vllm",
+    "quantisation", "rotary_embedding", "sink_logits", "slots", "spans", "tensors", "vllm",
 }  # fmt: skip
 """The rooms that it takes to serve a model, or to simulate that in one forward pass; the others
 measure one, or are commands."""

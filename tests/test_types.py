@@ -37,14 +37,14 @@ h2o.H2OCash
 h2o.H2OCache(model.config, heavey=1)
 h2o.H2OCache(model.config, rank_by="maks")
 h2o.enable(model, of="bites")
-h2o.simulated(model, merge="0.8")
+h2o.simulated(model, decay="0.8")
 h2o.analyze(model, kv_dtype="int9")
 h2o.H2OConfig(positions="roled")
 h2o.H2OConfig.robust(0.1, of="bites")
 h2o.H2OCache(model.config, prompt_length="20")
 """
 SAID = (
-    'has no attribute "H2OCash"', '"heavey"', '"rank_by"', '"of"', '"merge"', '"kv_dtype"',
+    'has no attribute "H2OCash"', '"heavey"', '"rank_by"', '"of"', '"decay"', '"kv_dtype"',
     '"positions"', '"of"', '"prompt_length"',
 )  # fmt: skip
 

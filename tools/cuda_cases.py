@@ -19,7 +19,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "sum": {},
     "max": {"rank_by": "max"},
     "values": {"value_weighted": True},
-    "merge": {"merge": 0.8},
 }
 
 
@@ -73,9 +72,8 @@ def cases(prompts: list[int], held: list[int], middle: list[int]) -> list[Case]:
     listed += [Case("attend", n, policy="max") for n in middle]
     listed += [Case("simulate", n, "float16") for n in prompts]
     listed += [Case("simulate", n, t) for t, n in product(("float32", "bfloat16"), middle)]
-    listed += [Case("simulate", min(middle), policy="merge")]
     listed += [Case("evict", n, stored=s) for s, n in product(both, prompts)]
-    listed += [Case("evict", n, policy=p) for p, n in product(("values", "merge"), middle)]
+    listed += [Case("evict", n, policy="values") for n in middle]
     for s, n in product(both, held):
         listed += [Case("step", n, stored=s), Case("chunk", n, stored=s)]
     listed += [Case("step", n, t) for t, n in product(("bfloat16", "float32"), held)]
@@ -84,7 +82,7 @@ def cases(prompts: list[int], held: list[int], middle: list[int]) -> list[Case]:
     listed += [Case("step", n, t, None, d) for t, d, n in product(FLOATS[1:], (64, 256), held)]
     listed += [Case("step", min(held), "float32", "int8")]
     listed += [Case("step", min(held), t, "int8", d) for t, d in product(FLOATS[1:], (64, 256))]
-    return listed + [Case("step", min(held), policy=p) for p in ("max", "values", "merge")]
+    return listed + [Case("step", min(held), policy=p) for p in ("max", "values")]
 
 
 def needs_new_products(case: Case) -> bool:
@@ -119,7 +117,7 @@ def run(case: Case) -> None:
     kept = case.kept if prunes else case.tokens - 1
     slots = ops.new_slots(
         keys, kept + 1, kept - kept // 2, kept // 2, kv_dtype=case.stored,
-        value_weighted=case.policy == "values", merge=case.policy == "merge",
+        value_weighted=case.policy == "values",
     )  # fmt: skip
     ops.evict(keys, values, torch.rand(1, 1, case.tokens) ** 8 * 10, slots, **fields)
     if prunes:

@@ -59,10 +59,4 @@ static inline float row_norm(row_ref row, int64_t D) {
 /* 0 where all of what was added up is finite, else NaN. */
 VEC vf add_unfinite(vf sum, vf x) { return vf_add(sum, vf_sub(x, x)); }
 
-static inline bool row_is_finite(row_ref row, int64_t D) {
-    vf sum = vf_zero();
-    for (int64_t i = 0; i < D; i += VL) sum = add_unfinite(sum, row_load(row, i, D));
-    return vf_hsum(sum) == 0.0f;
-}
-
 #endif

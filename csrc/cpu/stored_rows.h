@@ -103,18 +103,6 @@ static inline void store_row(char *row, h2o_dtype stored, row_ref from, int64_t 
 #undef WRITE
 }
 
-/* The same from floats, x [D]. */
-static inline void store_floats(char *row, h2o_dtype stored, const float *x, int64_t D) {
-    if (h2o_row_is_quantised(stored)) {
-        store_row(row, stored, float_row(x), D);
-        return;
-    }
-    for (int64_t d = 0; d < D; d += VL) {
-        const int n = D - d < VL ? (int)(D - d) : VL;
-        vf_store_as_n(row + d * h2o_dtype_size(stored), stored, vf_load_n(x + d, n), n);
-    }
-}
-
 /* ---- Reading ----------------------------------------------------------- */
 
 #define LOAD_FLOATS(name, ...)                                                                     \

@@ -51,22 +51,14 @@ DEVICE attend_item open_attend(const h2o_attend_params *p, char *workspace, int6
     return item;
 }
 
-/* The bias of each of `count` keys from `first` on, +infinity (which no key has) where there is no
- * key. Returns whether there is any key. */
-DEVICE bool load_bias(const attend_item *item, bool stored, int64_t first, int count,
-                      float *biases) {
+/* Whether each of `count` slots, or new tokens, from `first` on has a key; returns whether any has. */
+DEVICE bool load_presence(const attend_item *item, bool stored, int64_t first, int count,
+                          uint32_t *is_key) {
     bool any = false;
     if (threadIdx.x < (unsigned)count) {
         const int64_t i = first + threadIdx.x;
-        float bias = INFINITY;
-        if (stored && i < item->slots && item->store.positions[i] >= 0) {
-            bias = item->store.bias ? item->store.bias[i] : 0.0f;
-            TAKEN(bias_of_merged, bias != 0.0f);
-        } else if (!stored && i < item->tokens) {
-            bias = 0.0f;
-        }
-        any = bias != INFINITY;
-        biases[threadIdx.x] = bias;
+        any = stored ? i < item->slots && item->store.positions[i] >= 0 : i < item->tokens;
+        is_key[threadIdx.x] = any;
     }
     return block_any(any);
 }
@@ -110,9 +102,8 @@ DEVICE float decay_after(float decay, int64_t rows) {
 
 /* The score of a key from its column sum, which is the column's maximum where scores are the
  * largest attention: a new key's is the sum, a stored one's decays first. */
-DEVICE void write_score(const attend_item *item, bool stored, int64_t i, float bias, float sum) {
+DEVICE void write_score(const attend_item *item, bool stored, int64_t i, float sum) {
     const h2o_attend_params *const p = item->p;
-    if (bias == INFINITY) return;
     TAKEN(score_of_stored, stored);
     if (!stored) {
         *(float *)h2o_at(&p->scores, item->b, item->g, item->columns[i]) = sum;
@@ -153,7 +144,7 @@ template <int DEPTH> struct tile_buffer {
     float rows[ATTEND_TILE][PITCH];              /* forward: queries; sums: keys */
     float columns[ATTEND_TILE][PITCH];           /* forward: keys, then values; sums: queries */
     float weights[ATTEND_TILE][ATTEND_TILE + 4]; /* forward: exponentials, -1: masked */
-    float bias[ATTEND_TILE];                     /* of keys, see load_bias */
+    uint32_t is_key[ATTEND_TILE];                /* see load_presence */
 };
 
 /* A token's row of a tensor [B,.,Q,D]; data is NULL past the last token. Tokens are counted without
@@ -171,7 +162,7 @@ DEVICE element_ref slot_row(const attend_item *item, const char *rows, int64_t s
     return element_ref{slot < item->slots ? rows + slot * stride : NULL, type, 1};
 }
 
-/* The row of a stored or new key; also of an empty slot, whose bias masks it. */
+/* The row of a stored or new key; also of an empty slot, which is masked. */
 DEVICE element_ref key_row(const attend_item *item, bool stored, int64_t i) {
     const slot_store *const s = &item->store;
     return stored ? slot_row(item, s->keys, s->key_stride, s->key_type, i)

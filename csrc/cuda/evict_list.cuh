@@ -10,7 +10,6 @@
 #ifndef H2O_CUDA_EVICT_LIST_CUH
 #define H2O_CUDA_EVICT_LIST_CUH
 
-#include "merge.cuh"
 #include "select.cuh"
 
 enum { EMPTY, EVICTED, KEPT }; /* marks of candidates */
@@ -27,35 +26,17 @@ typedef struct {
     int32_t *free_slot;
     uint32_t *rank_keys; /* see evict_layout, from here on */
     uint8_t *marks;
-    int32_t *token_index, *destinations, *sources, *moves, *evicted;
+    int32_t *token_index, *destinations, *sources, *moves;
     float *norms;
-    h2o_member *members;
-    char *saved;
-    int64_t row;
-    bool rows_wait; /* for the kernel that moves them */
-    char *shared;   /* memory for evict_buffers */
+    bool rows_wait;        /* for the kernel that moves them, if there is one */
+    select_buffer *buffer; /* in shared memory */
 } evict_item;
-
-/* In shared memory. */
-typedef struct {
-    float *rows; /* [4][CUDA_DEPTH]: an evicted key and value as floats, and two of scratch */
-    char *bytes; /* the same two as stored */
-    nearest_key *warps; /* [warps] */
-    select_buffer *select;
-} evict_buffers;
-
-DEVICE evict_buffers buffers_of(const evict_item *item) {
-    float *const rows = (float *)item->shared;
-    char *const bytes = (char *)(rows + 4 * CUDA_DEPTH);
-    char *const rest = bytes + 2 * CUDA_DEPTH * sizeof(float);
-    return evict_buffers{rows, bytes, (nearest_key *)rest, (select_buffer *)(rest + 256)};
-}
 
 /* ---- Opening ------------------------------------------------------------- */
 
 DEVICE void lay_out_workspace(evict_item *item, const evict_layout *at, char *workspace,
                               int64_t head_index) {
-    const int64_t S = at->slots, candidates = S + item->Q, stored = lower(S, item->Q);
+    const int64_t S = at->slots, candidates = S + item->Q;
     item->rank_keys = (uint32_t *)(workspace + at->rank_keys) + head_index * candidates;
     item->marks = (uint8_t *)(workspace + at->marks) + head_index * candidates;
     item->token_index = (int32_t *)(workspace + at->token_index) + head_index * item->Q;
@@ -63,10 +44,6 @@ DEVICE void lay_out_workspace(evict_item *item, const evict_layout *at, char *wo
     item->destinations = (int32_t *)(workspace + at->destinations) + head_index * S;
     item->sources = (int32_t *)(workspace + at->sources) + head_index * candidates;
     item->moves = (int32_t *)(workspace + at->moves) + head_index;
-    item->evicted = (int32_t *)(workspace + at->evicted) + head_index * candidates;
-    item->members = (h2o_member *)(workspace + at->members) + head_index * stored;
-    item->saved = workspace + at->saved + head_index * stored * at->row;
-    item->row = at->row;
 }
 
 /* What moving rows has to know. */
@@ -86,7 +63,7 @@ DEVICE evict_item open_rows(const h2o_evict_params *p, char *workspace, int64_t 
 }
 
 DEVICE evict_item open_evict(const h2o_evict_params *p, char *workspace, int64_t b, int64_t g,
-                             char *shared) {
+                             select_buffer *buffer) {
     evict_item item = open_rows(p, workspace, b, g);
     item.policy = &p->policy;
     item.scores = &p->scores;
@@ -97,7 +74,7 @@ DEVICE evict_item open_evict(const h2o_evict_params *p, char *workspace, int64_t
     item.lost = (double *)h2o_at(&p->slots.lost, item.head.row, g, 0);
     item.free_slot = (int32_t *)h2o_at(&p->slots.free, item.head.row, g, 0);
     item.rows_wait = cuda_move_blocks(p) > 0;
-    item.shared = shared;
+    item.buffer = buffer;
     return item;
 }
 

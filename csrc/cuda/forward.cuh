@@ -3,7 +3,7 @@
  * FlashAttention with an online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). A block
  * has ATTEND_TILE queries of one head and goes through the keys they see, a tile at a time:
  *
- *   1. S = Q K^T for the tile, scaled, capped and biased; masked keys are left out;
+ *   1. S = Q K^T for the tile, scaled and capped; masked keys are left out;
  *   2. running row max m; P = exp(S - m); row sum l and accumulated outputs O are rescaled by
  *      exp(old m - m);
  *   3. O += P V, with P in shared memory.
@@ -34,9 +34,8 @@ DEVICE void update_softmax(const attend_item *item, bool stored, int64_t first, 
         UNROLL
         for (int j = 0; j < THREAD_COLUMNS; j++) {
             const int at = column + j * ROW_THREADS;
-            const float bias = buffer->bias[at];
-            visible[j] = bias != INFINITY && (stored || first + at <= query + row + i);
-            logit[j] = logit_of(dots[i][j], item->p->scale, item->p->softcap, bias);
+            visible[j] = buffer->is_key[at] && (stored || first + at <= query + row + i);
+            logit[j] = logit_of(dots[i][j], item->p->scale, item->p->softcap);
             if (visible[j]) row_max = fmaxf(row_max, logit[j]);
         }
         row_max = row_threads_max(row_max);
@@ -86,7 +85,7 @@ DEVICE void forward_tile(const attend_item *item, bool stored, int64_t first, in
     const int row = threadIdx.x / ROW_THREADS * THREAD_ROWS, column = threadIdx.x % ROW_THREADS;
     const int64_t D = item->p->dims.D;
     float dots[THREAD_ROWS][THREAD_COLUMNS];
-    if (!load_bias(item, stored, first, ATTEND_TILE, buffer->bias)) return;
+    if (!load_presence(item, stored, first, ATTEND_TILE, buffer->is_key)) return;
     TAKEN(forward_of_stored, stored);
     TAKEN(forward_second_tile, first > 0);
     load_tile<DEPTH>(buffer->columns, D, [&](int i) { return key_row(item, stored, first + i); });

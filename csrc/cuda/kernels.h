@@ -132,7 +132,8 @@ H2O_INLINE attend_layout cuda_attend_layout(const h2o_dims *d) {
     return at;
 }
 
-H2O_INLINE unsigned cuda_prepare_shared(void) { return 4096; }
+/* Bytes of a block's shared memory where it selects: see select_buffer. */
+H2O_INLINE unsigned cuda_select_shared(void) { return 4096; }
 
 /* Columns of a tile of logits that the tensor cores compute, MATRIX_ROWS x so many. */
 #define CUDA_MATRIX_COLUMNS(depth) ((depth) > 128 ? 32 : 64)
@@ -165,25 +166,13 @@ typedef struct {
     size_t norms;        /* [B][G][Q] f32: of new values; if the policy is value-weighted */
     size_t destinations; /* [B][G][slots] i32: slots that are written, ... */
     size_t sources;      /* [B][G][slots + Q] i32: ... and the candidate moved into each */
-    size_t evicted;      /* [B][G][slots + Q] i32: evicted candidates by position, ... */
-    size_t members;      /* [B][G][slots] h2o_member: ... scores and the like of stored ones, ... */
-    size_t saved;        /* [B][G][slots] rows: ... and their bytes; if the policy merges */
-    int64_t row;         /* bytes of such a row, key and value */
     size_t bytes;
 } evict_layout;
 
-/* Bytes of a row of keys and one of values. */
-H2O_INLINE int64_t cuda_row_bytes(const h2o_view *keys, const h2o_view *values, int64_t D) {
-    return h2o_row_bytes(h2o_stored_type(keys, D), D) +
-           h2o_row_bytes(h2o_stored_type(values, D), D);
-}
-
-/* S: slots of a head at most; row: as of cuda_row_bytes. */
-H2O_INLINE evict_layout cuda_evict_layout(const h2o_dims *d, int64_t S, int64_t row,
-                                          const h2o_policy *policy) {
+/* S: slots of a head at most. */
+H2O_INLINE evict_layout cuda_evict_layout(const h2o_dims *d, int64_t S, const h2o_policy *policy) {
     evict_layout at = {};
-    const int64_t heads = d->B * d->G, Q = d->Q, stored = S < Q ? S : Q;
-    const bool merges = policy->merge > 0.0f;
+    const int64_t heads = d->B * d->G, Q = d->Q;
     at.slots = S;
     at.moves = cuda_take(&at.bytes, heads, sizeof(int32_t));
     at.rank_keys = cuda_take(&at.bytes, heads * (S + Q), sizeof(uint32_t));
@@ -192,32 +181,21 @@ H2O_INLINE evict_layout cuda_evict_layout(const h2o_dims *d, int64_t S, int64_t 
     at.norms = cuda_take(&at.bytes, policy->value_weighted ? heads * Q : 0, sizeof(float));
     at.destinations = cuda_take(&at.bytes, heads * S, sizeof(int32_t));
     at.sources = cuda_take(&at.bytes, heads * (S + Q), sizeof(int32_t));
-    at.evicted = cuda_take(&at.bytes, merges ? heads * (S + Q) : 0, sizeof(int32_t));
-    at.members = cuda_take(&at.bytes, merges ? heads * stored : 0, 12);
-    at.row = cuda_ceil(row, 16) * 16;
-    at.saved = cuda_take(&at.bytes, merges ? heads * stored : 0, (size_t)at.row);
     return at;
 }
 
 /* The layout of a call of evict. */
 H2O_INLINE evict_layout cuda_evict_call(const h2o_evict_params *p) {
-    const int64_t row = cuda_row_bytes(&p->slots.keys, &p->slots.values, p->dims.D);
-    return cuda_evict_layout(&p->dims, cuda_slots(&p->slots), row, &p->policy);
+    return cuda_evict_layout(&p->dims, cuda_slots(&p->slots), &p->policy);
 }
 
 /* Blocks that share the keys that move into a head's slots, and so many again for the values.
- * 0: the head's own block moves both. It does so where few can move, and where evicted keys are
- * merged into what has been moved. */
+ * 0: the head's own block moves both, where few can move. */
 H2O_INLINE int64_t cuda_move_blocks(const h2o_evict_params *p) {
     const int64_t axis = cuda_slots(&p->slots), Q = p->dims.Q;
     const int64_t slots = h2o_given(&p->slots.starts) ? cuda_ceil(axis, p->dims.G) : axis;
     const int64_t blocks = cuda_ceil(slots < Q ? slots : Q, MOVE_ROWS);
-    return p->policy.merge > 0.0f || blocks < 2 ? 0 : blocks;
-}
-
-/* Bytes of a block's shared memory: evict_buffers of evict_list.cuh. */
-H2O_INLINE unsigned cuda_evict_shared(void) {
-    return (unsigned)((2 + 4) * CUDA_DEPTH * sizeof(float)) + 4096;
+    return blocks < 2 ? 0 : blocks;
 }
 
 #endif

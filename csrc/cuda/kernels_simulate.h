@@ -32,83 +32,49 @@ H2O_INLINE int64_t cuda_window(int64_t R) {
     return tokens > WINDOW_MOST ? WINDOW_MOST : tokens < WINDOW_LEAST ? WINDOW_LEAST : tokens;
 }
 
-/* Whether a text goes by windows. Where keys are merged it goes by tokens: a merged key is none of
- * those that a window has multiplied with its queries. */
-H2O_INLINE bool cuda_has_windows(const h2o_simulate_params *p) { return p->policy.merge <= 0.0f; }
-
 /* Workspaces of attend and of evict; then what each head knows of the keys that it holds, for all
- * tokens of a text and one more. By tokens a head has a private store, and the arrays of
- * step_layout with one part; by windows of W tokens what window.cuh says. */
+ * tokens of a text and one more, and about its window of W tokens (window.cuh). */
 typedef struct {
-    int64_t slots, window;                 /* W */
-    int64_t pitch;                         /* slots, rounded up to multiples of 16 bytes */
-    size_t evict;                          /* begin of evict's workspace; attend's is at 0 */
-    size_t scores, positions, norms, bias; /* [B][G][slots] */
-    size_t lost, free;                     /* [B][G] f64, i32 */
-    size_t keys, values;                   /* [B][G][slots] rows, ... */
-    int64_t key_bytes, value_bytes;        /* ... so many bytes apart */
-    size_t weights;                        /* [B][G][R][slots] f32: logits of a step */
-    size_t row_max, row_sum;               /* [B][G][R] f32 */
-    size_t outputs;                        /* [B][G][R][D] f32 */
-    size_t windows;                        /* [B][G] i32: windows that are over */
-    size_t tokens;                         /* [2][B][G][slots] i32: of odd and even windows */
-    size_t new_cells;                      /* [B][G][W] i32 */
-    size_t logits;                         /* [B][G][W][R][pitch] f32, then exponentials */
-    size_t inverse;                        /* [B][G][W][R] f32: 1 / sum of the exponentials */
-    int64_t depth;                         /* D, rounded up to whole parts of a block */
-    size_t products;   /* [B][G][VALUES_PARTS][W][R][depth] f32: of exponentials and values */
-    size_t parts_done; /* [B][G][tiles] u32: finished blocks of a tile of products */
-    int64_t tiles;     /* at most */
+    int64_t slots, window;           /* W */
+    int64_t pitch;                   /* slots, rounded up to multiples of 16 bytes */
+    size_t evict;                    /* begin of evict's workspace; attend's is at 0 */
+    size_t scores, positions, norms; /* [B][G][slots] */
+    size_t lost, free;               /* [B][G] f64, i32 */
+    size_t windows;                  /* [B][G] i32: windows that are over */
+    size_t tokens;                   /* [2][B][G][slots] i32: of odd and even windows */
+    size_t new_cells;                /* [B][G][W] i32 */
+    size_t logits;                   /* [B][G][W][R][pitch] f32, then exponentials */
+    size_t inverse;                  /* [B][G][W][R] f32: 1 / sum of the exponentials */
+    int64_t depth;                   /* D, rounded up to whole parts of a block */
+    size_t products;                 /* [B][G][VALUES_PARTS][W][R][depth] f32: weights by values */
+    size_t parts_done;               /* [B][G][tiles] u32: finished blocks of a tile of products */
+    int64_t tiles;                   /* at most */
     size_t bytes;
 } simulate_layout;
 
-/* The view whose dtype the private store has: the quantised rows of the call if there are any. */
-H2O_INLINE const h2o_view *cuda_stored_like(const h2o_view *tensor, const h2o_view *stored) {
-    return h2o_given(stored) ? stored : tensor;
-}
-
 H2O_INLINE simulate_layout cuda_simulate_layout(const h2o_simulate_params *p) {
     const h2o_dims *const d = &p->dims;
-    const h2o_view *const keys = cuda_stored_like(&p->keys, &p->stored_keys);
-    const h2o_view *const values = cuda_stored_like(&p->values, &p->stored_values);
-    const int64_t heads = d->B * d->G, windows = cuda_has_windows(p) ? heads : 0;
-    const int64_t stores = heads - windows;
+    const int64_t heads = d->B * d->G;
     simulate_layout at = {};
     const int64_t S = at.slots = d->Q + 1, W = at.window = cuda_window(d->R);
     at.pitch = cuda_ceil(S, 4) * 4;
     at.bytes = cuda_attend_layout(d).bytes;
-    at.evict = cuda_take(
-        &at.bytes,
-        (int64_t)cuda_evict_layout(d, S, cuda_row_bytes(keys, values, d->D), &p->policy).bytes, 1);
+    at.evict = cuda_take(&at.bytes, (int64_t)cuda_evict_layout(d, S, &p->policy).bytes, 1);
     at.scores = cuda_take(&at.bytes, heads * S, sizeof(float));
     at.positions = cuda_take(&at.bytes, heads * S, sizeof(int32_t));
     at.norms = cuda_take(&at.bytes, heads * S, sizeof(float));
-    at.bias = cuda_take(&at.bytes, stores * S, sizeof(float));
     at.lost = cuda_take(&at.bytes, heads, sizeof(double));
     at.free = cuda_take(&at.bytes, heads, sizeof(int32_t));
-    at.key_bytes = cuda_ceil(h2o_row_bytes(h2o_stored_type(keys, d->D), d->D), 16) * 16;
-    at.value_bytes = cuda_ceil(h2o_row_bytes(h2o_stored_type(values, d->D), d->D), 16) * 16;
-    at.keys = cuda_take(&at.bytes, stores * S, (size_t)at.key_bytes);
-    at.values = cuda_take(&at.bytes, stores * S, (size_t)at.value_bytes);
-    at.weights = cuda_take(&at.bytes, stores * S * d->R, sizeof(float));
-    at.row_max = cuda_take(&at.bytes, stores * d->R, sizeof(float));
-    at.row_sum = cuda_take(&at.bytes, stores * d->R, sizeof(float));
-    at.outputs = cuda_take(&at.bytes, stores * d->R * d->D, sizeof(float));
-    at.windows = cuda_take(&at.bytes, windows, sizeof(int32_t));
-    at.tokens = cuda_take(&at.bytes, 2 * windows * S, sizeof(int32_t));
-    at.new_cells = cuda_take(&at.bytes, windows * W, sizeof(int32_t));
-    at.logits = cuda_take(&at.bytes, windows * W * d->R * at.pitch, sizeof(float));
-    at.inverse = cuda_take(&at.bytes, windows * W * d->R, sizeof(float));
+    at.windows = cuda_take(&at.bytes, heads, sizeof(int32_t));
+    at.tokens = cuda_take(&at.bytes, 2 * heads * S, sizeof(int32_t));
+    at.new_cells = cuda_take(&at.bytes, heads * W, sizeof(int32_t));
+    at.logits = cuda_take(&at.bytes, heads * W * d->R * at.pitch, sizeof(float));
+    at.inverse = cuda_take(&at.bytes, heads * W * d->R, sizeof(float));
     at.depth = cuda_ceil(d->D, WINDOW_DEPTH) * WINDOW_DEPTH;
-    at.products = cuda_take(&at.bytes, windows * VALUES_PARTS * W * d->R * at.depth, sizeof(float));
+    at.products = cuda_take(&at.bytes, heads * VALUES_PARTS * W * d->R * at.depth, sizeof(float));
     at.tiles = cuda_ceil(W * d->R, ATTEND_TILE) * cuda_ceil(d->D, VALUES_DEPTH);
-    at.parts_done = cuda_take(&at.bytes, windows * at.tiles, sizeof(uint32_t));
+    at.parts_done = cuda_take(&at.bytes, heads * at.tiles, sizeof(uint32_t));
     return at;
-}
-
-H2O_INLINE unsigned cuda_simulate_shared(void) {
-    const unsigned step = cuda_step_shared(0), evict = cuda_evict_shared();
-    return step > evict ? step : evict;
 }
 
 /* Of window_rows: window_buffer, and for each head its own softmax and those of the warps; in the

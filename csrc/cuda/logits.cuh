@@ -1,6 +1,6 @@
 /* logits.cuh - from a dot product q.k to a logit, and from logits to exponentials.
  *
- *     logit = softcap(scale * q.k) + bias        softcap(x) = cap * tanh(x / cap), or x
+ *     logit = softcap(scale * q.k)        softcap(x) = cap * tanh(x / cap), or x
  *     weight = exp(logit - row max)
  *
  * by the GPU's approximate 2^x and 1/x; common.cuh has their errors. The relative error of a
@@ -36,12 +36,12 @@ DEVICE float capped_large(float x, float softcap, float inverse) {
     return size < 0.1495f ? x : large;
 }
 
-DEVICE float logit_of(float dot, float scale, float softcap, float bias) {
+DEVICE float logit_of(float dot, float scale, float softcap) {
     const float x = scale * dot;
     TAKEN(softcap, softcap > 0.0f);
-    if (softcap <= 0.0f) return x + bias;
+    if (softcap <= 0.0f) return x;
     const float inverse = inverse_cap(softcap);
-    return capped_large(capped_small(x, inverse), softcap, inverse) + bias;
+    return capped_large(capped_small(x, inverse), softcap, inverse);
 }
 
 /* What is taken away from the logits of a row: its max, if there is any. */

@@ -97,8 +97,8 @@ DEVICE bool fetch_keys(const attend_item *item, key_tile *at, matrix_buffer<DEPT
     for (;; at->first += columns) {
         if (at->stored && at->first >= item->slots) open_keys(item, false, at);
         if (!at->stored && at->first >= at->end) return false;
-        if (is_past(at, columns)) break; /* nobody asks for its bias */
-        if (load_bias(item, at->stored, at->first, columns, buffer->bias)) break;
+        if (is_past(at, columns)) break; /* nobody asks which of them are keys */
+        if (load_presence(item, at->stored, at->first, columns, buffer->is_key)) break;
     }
     if (!h2o_row_is_quantised(at->keys.type)) {
         fetch_matrix<DEPTH, columns>(buffer->columns[0], item, &at->keys, at->stored, at->first,
@@ -115,10 +115,10 @@ DEVICE void fetch_values(const attend_item *item, const key_tile *at,
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
     if (h2o_row_is_quantised(at->values.type)) {
         load_rounded<DEPTH, TYPE, columns>(buffer->columns[1], item, &at->values, at->first,
-                                           buffer->bias);
+                                           buffer->is_key);
     } else {
         fetch_matrix<DEPTH, columns>(buffer->columns[1], item, &at->values, at->stored, at->first,
-                                     at->stored ? buffer->bias : NULL);
+                                     at->stored ? buffer->is_key : NULL);
     }
     close_copies();
 }
@@ -139,7 +139,7 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, bool careful,
         const bool numbers = h2o_row_is_quantised(at.keys.type);
         if (numbers)
             load_numbers<DEPTH, TYPE, columns>(buffer->columns[0], item, &at.keys, at.first,
-                                               buffer->bias, buffer->scales);
+                                               buffer->is_key, buffer->scales);
         wait_copies<0>();
         sync_block(); /* the previous values have been used */
         fetch_values<DEPTH, TYPE>(item, &at, buffer);

@@ -16,7 +16,7 @@ typedef struct {
     row_source keys, values;
 } key_tile;
 
-/* Whether every query sees every key of a tile, and none has a bias. */
+/* Whether every query sees every key of a tile. */
 DEVICE bool is_past(const key_tile *at, int columns) {
     return !at->stored && at->first + columns <= at->past;
 }
@@ -56,8 +56,7 @@ DEVICE void raise_row_max(int i, float largest, float unit, matrix_softmax<DEPTH
     for (int k = 0; k < DEPTH / 4; k++) softmax->output[k / 2][2 * i + k % 2] *= rescale;
 }
 
-/* Step 2: c from logits to exponentials, -1 where the key is masked. UNMASKED: no key is, and none
- * has a bias. */
+/* Step 2: c from logits to exponentials, -1 where the key is masked. UNMASKED: no key is. */
 template <int DEPTH, bool UNMASKED>
 DEVICE void update_matrix_softmax(const key_tile *at, int64_t query, float unit,
                                   const matrix_buffer<DEPTH> *buffer,
@@ -65,7 +64,6 @@ DEVICE void update_matrix_softmax(const key_tile *at, int64_t query, float unit,
                                   matrix_softmax<DEPTH> *softmax) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
     const int ahead = at->stored ? -columns : at->first - (int)query; /* keys, of the queries */
-    const float biases = bias_unit(unit);
     UNROLL
     for (int i = 0; i < 2; i++) {
         const int row = warp_row() + lane_row() + 8 * i;
@@ -76,9 +74,7 @@ DEVICE void update_matrix_softmax(const key_tile *at, int64_t query, float unit,
             const int column = k / 2 * 8 + lane_column() + k % 2;
             float *const x = &c[k / 2][2 * i + k % 2];
             if (!UNMASKED) {
-                const float bias = buffer->bias[column];
-                if (bias == INFINITY || column + ahead > row) continue;
-                *x = fmaf(bias, biases, *x);
+                if (!buffer->is_key[column] || column + ahead > row) continue;
                 visible |= 1u << k;
             }
             largest = fmaxf(largest, *x);

@@ -17,12 +17,13 @@ template <h2o_dtype TYPE> DEVICE void clip_run(float x[RUN]) {
     for (int i = 0; i < RUN; i++) x[i] = fminf(fmaxf(x[i], -largest), largest);
 }
 
-/* Loads the tile of quantised rows from slot `first` on, zeros where a row's bias says that there
+/* Loads the tile of quantised rows from slot `first` on, zeros where is_key says that there
  * is no key. load(row, d, D, x) reads elements d..d+RUN-1 of N rows at once: neighbours, so that
  * all lanes find the same alignment, as not every row of Q8 is aligned to words. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS, int N, typename LOAD>
 DEVICE void load_quantised(uint16_t (*tile)[DEPTH], const attend_item *item,
-                           const row_source *source, int64_t first, const float *bias, LOAD load) {
+                           const row_source *source, int64_t first, const uint32_t *is_key,
+                           LOAD load) {
     const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs;
     const int d = threadIdx.x % runs * RUN;
     const int64_t D = item->p->dims.D;
@@ -33,14 +34,14 @@ DEVICE void load_quantised(uint16_t (*tile)[DEPTH], const attend_item *item,
         UNROLL
         for (int i = 0; i < N; i++) {
             const int k = top + i;
-            row[i] = source->data + (bias[k] == INFINITY ? first : first + k) * source->pitch;
+            row[i] = source->data + (is_key[k] ? first + k : first) * source->pitch;
         }
         if (d < D) load(row, d, D, x);
         UNROLL
         for (int i = 0; i < N; i++) {
             const int k = top + i;
             vec16 run = {};
-            if (bias[k] != INFINITY) {
+            if (is_key[k]) {
                 clip_run<TYPE>(x[i]);
                 UNROLL
                 for (int j = 0; j < 4; j++) run.w[j] = pack<TYPE>(x[i][2 * j], x[i][2 * j + 1]);
@@ -53,27 +54,26 @@ DEVICE void load_quantised(uint16_t (*tile)[DEPTH], const attend_item *item,
 /* The numbers of keys of Q8, and their scales. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS>
 DEVICE void load_numbers(uint16_t (*tile)[DEPTH], const attend_item *item, const row_source *source,
-                         int64_t first, const float *bias, float *scales) {
+                         int64_t first, const uint32_t *is_key, float *scales) {
     const int k = threadIdx.x;
     load_quantised<DEPTH, TYPE, ROWS, NUMBERS_LOADED>(
-        tile, item, source, first, bias,
+        tile, item, source, first, is_key,
         [](const char *const row[], int64_t d, int64_t D, float x[][RUN]) {
             q8_rows{}.template numbers<NUMBERS_LOADED>(row, d, D, x);
         });
     if (k < ROWS) {
         const char *const row = source->data + (first + k) * source->pitch;
-        const bool is_key = bias[k] != INFINITY;
-        scales[k] = is_key ? q8_rows{}.scale(row, item->p->dims.D) : 0.0f;
+        scales[k] = is_key[k] ? q8_rows{}.scale(row, item->p->dims.D) : 0.0f;
     }
 }
 
 /* Values of Q8 or Q4, rounded. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS>
 DEVICE void load_rounded(uint16_t (*tile)[DEPTH], const attend_item *item, const row_source *source,
-                         int64_t first, const float *bias) {
+                         int64_t first, const uint32_t *is_key) {
     by_stored_dtype<false>(source->type, [&](auto rows) {
         load_quantised<DEPTH, TYPE, ROWS, VALUES_LOADED>(
-            tile, item, source, first, bias,
+            tile, item, source, first, is_key,
             [&](const char *const row[], int64_t d, int64_t D, float x[][RUN]) {
                 rows.template load<VALUES_LOADED>(row, d, D, x);
             });

@@ -16,7 +16,8 @@ template <int DEPTH> struct sums_buffer {
     enum { COLUMNS = CUDA_MATRIX_COLUMNS(DEPTH), STAGES = CUDA_SUMS_STAGES(DEPTH) };
     uint16_t columns[STAGES][COLUMNS][DEPTH];       /* two of queries, keys in the last */
     float row_max[2][COLUMNS], factors[2][COLUMNS]; /* of these queries */
-    float bias[MATRIX_ROWS], scales[MATRIX_ROWS];   /* of keys, as in matrix_buffer */
+    uint32_t is_key[MATRIX_ROWS];                   /* as in matrix_buffer, ... */
+    float scales[MATRIX_ROWS];                      /* ... likewise */
     float sums[MATRIX_ROWS];                        /* over the second half of the columns */
 };
 
@@ -55,7 +56,7 @@ DEVICE void load_keys(const attend_item *item, bool stored, int64_t first,
     const row_source source = key_source(item, stored);
     keys->rows = (uint16_t (*)[DEPTH])buffer->columns[sums_buffer<DEPTH>::STAGES - stages];
     if (h2o_row_is_quantised(source.type)) {
-        load_numbers<DEPTH, TYPE, MATRIX_ROWS>(keys->rows, item, &source, first, buffer->bias,
+        load_numbers<DEPTH, TYPE, MATRIX_ROWS>(keys->rows, item, &source, first, buffer->is_key,
                                                buffer->scales);
     } else {
         fetch_matrix<DEPTH, MATRIX_ROWS>(keys->rows, item, &source, stored, first, NULL);
@@ -99,8 +100,7 @@ DEVICE void key_dots(key_matrices<DEPTH> *keys, const uint16_t (*tile)[DEPTH],
 }
 
 /* Adds what such a tile, of which c has the logits in a unit (dots_to_exponents), gives to a lane's
- * keys. UNMASKED: every query sees every key, and no key has a bias. LARGEST: maxima instead of
- * sums. */
+ * keys. UNMASKED: every query sees every key. LARGEST: maxima instead of sums. */
 template <int DEPTH, bool UNMASKED, bool LARGEST>
 DEVICE void add_column_sums_of(const attend_item *item, bool stored, int64_t first, int64_t query,
                                int stage, const sums_buffer<DEPTH> *buffer,
@@ -116,12 +116,9 @@ DEVICE void add_column_sums_of(const attend_item *item, bool stored, int64_t fir
         const float row_max = buffer->row_max[stage][at], factor = buffer->factors[stage][at];
         UNROLL
         for (int i = 0; i < LANE_KEYS; i++) {
-            float logit = c[i / 2 * (columns / 16) + k / 2][i % 2 * 2 + k % 2];
-            if (!UNMASKED) {
-                const float bias = buffer->bias[lane_key() + 8 * i];
-                if (bias == INFINITY || lane_key() + 8 * i + ahead > at) continue;
-                logit = fmaf(bias, bias_unit(unit), logit);
-            }
+            const float logit = c[i / 2 * (columns / 16) + k / 2][i % 2 * 2 + k % 2];
+            const int key = lane_key() + 8 * i;
+            if (!UNMASKED && (!buffer->is_key[key] || key + ahead > at)) continue;
             const float e = fast_exp2((logit - row_max) * unit);
             sum[i] = LARGEST ? h2o_larger(sum[i], e * factor) : fmaf(e, factor, sum[i]);
         }
@@ -215,7 +212,8 @@ DEVICE void write_scores(const attend_item *item, bool stored, int64_t first,
     for (int i = 0; i < LANE_KEYS; i++) {
         const int row = lane_key() + 8 * i;
         const float other = buffer->sums[row];
-        write_score(item, stored, first + row, buffer->bias[row],
+        if (!buffer->is_key[row]) continue;
+        write_score(item, stored, first + row,
                     largest ? h2o_larger(half[i], other) : half[i] + other);
     }
 }
@@ -226,7 +224,7 @@ DEVICE void matrix_sums_block(const h2o_attend_params *p, char *workspace, unsig
     static_assert(sizeof(sums_buffer<DEPTH>) == CUDA_SUMS_SHARED(DEPTH));
     sums_buffer<DEPTH> *const buffer = (sums_buffer<DEPTH> *)shared;
     const attend_item item = open_attend(p, workspace, blockIdx.z, blockIdx.y);
-    each_key_tile<MATRIX_ROWS>(&item, buffer->bias, [&](bool stored, int64_t first, bool any) {
+    each_key_tile<MATRIX_ROWS>(&item, buffer->is_key, [&](bool stored, int64_t first, bool any) {
         float sum[LANE_KEYS] = {};
         if (any) sum_over_queries<DEPTH, TYPE>(&item, stored, first, buffer, sum);
         write_scores<DEPTH>(&item, stored, first, buffer, sum);

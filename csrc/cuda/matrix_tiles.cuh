@@ -26,7 +26,7 @@ template <int DEPTH> struct matrix_buffer {
     enum { COLUMNS = CUDA_MATRIX_COLUMNS(DEPTH) };
     uint16_t rows[MATRIX_ROWS][DEPTH];   /* queries */
     uint16_t columns[2][COLUMNS][DEPTH]; /* keys, and their values */
-    float bias[MATRIX_ROWS];             /* of keys, see load_bias */
+    uint32_t is_key[MATRIX_ROWS];        /* see load_presence */
     float scales[MATRIX_ROWS];           /* of quantised keys */
 };
 
@@ -104,12 +104,12 @@ DEVICE row_source value_source(const attend_item *item, bool stored) {
                   : token_source(item, &item->p->values, item->g);
 }
 
-/* Loads the tile of slots, or of tokens, from `first` on, zeros where there is none, or where the
- * row's bias, if that is given, says that there is no key: aligned runs by copies that the caller
+/* Loads the tile of slots, or of tokens, from `first` on, zeros where there is none, or where
+ * is_key, if that is given, says that there is no key: aligned runs by copies that the caller
  * waits for, others at once. */
 template <int DEPTH, int ROWS>
 DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH], const attend_item *item, const row_source *source,
-                         bool stored, int64_t first, const float *bias) {
+                         bool stored, int64_t first, const uint32_t *is_key) {
     const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs, each = ROWS / step;
     const int top = threadIdx.x / runs, d = threadIdx.x % runs * RUN;
     /* Devices whose copies wait hold the rows of a turn in registers, and have few left. */
@@ -124,12 +124,12 @@ DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH], const attend_item *item, const
         for (int k = top; k < ROWS; k += step) {
             const int64_t i = first + k;
             element_ref row = {NULL, H2O_F16, source->stride != 0 ? source->stride : 1};
-            if (i < count && !(bias && bias[k] == INFINITY)) {
+            if (i < count && (!is_key || is_key[k])) {
                 row.data = source->data + (listed ? item->columns[i] : i) * source->pitch;
             }
             store16(tile_at(tile, k, d), row.data ? load_halves(row, d, D) : vec16{});
         }
-    } else if (first + ROWS <= count && !listed && !bias && d < D) {
+    } else if (first + ROWS <= count && !listed && !is_key && d < D) {
         TAKEN(matrix_fetch_all, true);
         from += (first + top) * source->pitch;
         NO_UNROLL
@@ -145,7 +145,7 @@ DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH], const attend_item *item, const
             UNROLL
             for (int k = begin; k < begin + turn; k++) {
                 const int64_t i = first + top + k * step;
-                const bool empty = bias && bias[top + k * step] == INFINITY;
+                const bool empty = is_key && !is_key[top + k * step];
                 TAKEN(matrix_fetch_some, i >= count || empty);
                 if (i < count && d < D && !empty) {
                     const int64_t row = listed ? item->columns[i] : i;
@@ -268,7 +268,7 @@ template <int TILES, typename SCALE> DEVICE void scale_dots(float c[TILES][4], S
     for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] *= scale(i);
 }
 
-/* Products with keys to logits, but for the keys' bias. */
+/* Products with keys to logits. */
 template <int TILES> DEVICE void dots_to_logits(float c[TILES][4], float scale, float softcap) {
     UNROLL
     for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] *= scale;
@@ -293,8 +293,5 @@ DEVICE void dots_to_exponents(float c[TILES][4], float scale, float softcap) {
 DEVICE float exponent_unit(float scale, float softcap) {
     return softcap > 0.0f || !(scale > 0.0f) ? LOG2_E : scale * LOG2_E;
 }
-
-/* What turns a bias into that unit. */
-DEVICE float bias_unit(float unit) { return LOG2_E * fast_reciprocal(fmaxf(unit, 1e-30f)); }
 
 #endif

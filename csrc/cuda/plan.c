@@ -10,7 +10,6 @@ enum {
     MOVE,
     STEP,
     SIMULATE_PREPARE,
-    SIMULATE,
     SIMULATE_OPEN,
     SIMULATE_ROWS,
     SIMULATE_LOGITS,
@@ -29,7 +28,6 @@ const char *const cuda_kernel_names[CUDA_KERNELS] = {
     "h2o_cuda_move",
     "h2o_cuda_step",
     "h2o_cuda_simulate_prepare",
-    "h2o_cuda_simulate",
     "h2o_cuda_simulate_open",
     "h2o_cuda_simulate_rows",
     "h2o_cuda_simulate_logits",
@@ -125,22 +123,16 @@ static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
 static void plan_attend(const h2o_attend_params *params, cuda_plan *plan) {
     *plan = (cuda_plan){.workspace = cuda_attend_layout(&params->dims).bytes, .depth = CUDA_DEPTH};
     add_launch(plan, PREPARE, params, sizeof *params, params->dims.B, 1, 1, EVICT_THREADS,
-               cuda_prepare_shared());
+               cuda_select_shared());
     add_attention(plan, params);
-}
-
-/* The largest head dimension where rows are moved, or multiplied by one query: latents are wide, and
- * none of them merge. */
-static int64_t depth_of_rows(const h2o_policy *policy) {
-    return h2o_merges(policy) ? CUDA_DEPTH : CUDA_WIDE;
 }
 
 static void plan_evict(const h2o_evict_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
     const evict_layout at = cuda_evict_call(params);
-    *plan = (cuda_plan){.workspace = at.bytes, .depth = depth_of_rows(&params->policy)};
+    *plan = (cuda_plan){.workspace = at.bytes, .depth = CUDA_WIDE};
     add_launch(plan, EVICT, params, sizeof *params, d->G, d->B, 1, EVICT_THREADS,
-               cuda_evict_shared());
+               cuda_select_shared());
     add_launch(plan, MOVE, params, sizeof *params, 2 * cuda_move_blocks(params), d->G, d->B,
                MOVE_THREADS, 0);
 }
@@ -163,7 +155,7 @@ static bool is_step_of_matrices(const h2o_step_params *p) {
     const unsigned words = h2o_row_has_scale(of_values) ? 2 : 4;
     if (!is_half(type) || p->dims.D % RUN != 0 || p->dims.D > CUDA_DEPTH) return false;
     if (!has_aligned_rows(&p->query, 16)) return false;
-    if (h2o_given(&p->rotary.table) || h2o_given(&p->slots.bias)) return false;
+    if (h2o_given(&p->rotary.table)) return false;
     if (of_keys == type && of_values == type)
         return has_aligned_rows(keys, 16) && has_aligned_rows(values, 16);
     return h2o_row_has_scale(of_keys) && h2o_row_is_quantised(of_values) &&
@@ -178,7 +170,7 @@ static void plan_step(const h2o_step_params *params, cuda_plan *plan) {
     const bool floats = h2o_stored_type(&params->slots.keys, d->D) == type;
     const int kind = kind_of(type, true) - 1; /* among those of matrices */
     const int first = (floats ? STEP_MATRICES : STEP_BYTES) + kind * SIZES;
-    *plan = (cuda_plan){.workspace = at.bytes, .depth = depth_of_rows(&params->policy)};
+    *plan = (cuda_plan){.workspace = at.bytes, .depth = CUDA_WIDE};
     add_launch(plan, matrices ? first + size_of(d->D) : STEP, params, sizeof *params, at.parts,
                d->G, d->B, STEP_THREADS, cuda_step_shared(matrices ? depth_of(d->D) : 0));
 }
@@ -226,15 +218,10 @@ static void plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
     *plan = (cuda_plan){.workspace = cuda_simulate_layout(params).bytes, .depth = CUDA_DEPTH};
     plan->dense = dense_part(params);
     add_launch(plan, SIMULATE_PREPARE, params, sizeof *params, d->B, 1, 1, EVICT_THREADS,
-               cuda_prepare_shared());
+               cuda_select_shared());
     add_attention(plan, &plan->dense);
-    if (!cuda_has_windows(params)) {
-        add_launch(plan, SIMULATE, params, sizeof *params, d->G, d->B, 1, STEP_THREADS,
-                   cuda_simulate_shared());
-        return;
-    }
     add_launch(plan, SIMULATE_OPEN, params, sizeof *params, d->G, d->B, 1, EVICT_THREADS,
-               cuda_evict_shared());
+               cuda_select_shared());
     add_windows(plan, params);
 }
 

@@ -4,14 +4,13 @@
  *     attend        prepare, forward, sums
  *     evict         evict, move (where many rows can move)
  *     step          one kernel
- *     simulate      prepare, forward, sums, open, then for each window: logits, rows, values; or,
- *                   where keys are merged, prepare, forward, sums, simulate */
+ *     simulate      prepare, forward, sums, open, then for each window: logits, rows, values */
 #ifndef H2O_CUDA_PLAN_H
 #define H2O_CUDA_PLAN_H
 
 #include "kernels_simulate.h"
 
-enum { CUDA_MOST_LAUNCHES = 7, CUDA_KERNELS = 44 };
+enum { CUDA_MOST_LAUNCHES = 7, CUDA_KERNELS = 43 };
 
 /* The names of all kernels. Those for tensor cores in bfloat16 are there from compute capability 8.0
  * on only. */

@@ -29,10 +29,9 @@ typedef struct {
     int32_t *free_slot;
 } simulate_head;
 
-/* spare: slots in use beyond the budget. */
+/* Its store has no rows: keys and values are read where the tensors have them. */
 DEVICE simulate_head open_head(const h2o_simulate_params *p, const simulate_layout *at,
-                               char *workspace, int64_t b, int64_t g, int64_t spare) {
-    const int64_t D = p->dims.D;
+                               char *workspace, int64_t b, int64_t g) {
     const attend_layout attend = cuda_attend_layout(&p->dims);
     simulate_head h = {};
     h.p = p;
@@ -43,19 +42,12 @@ DEVICE simulate_head open_head(const h2o_simulate_params *p, const simulate_layo
     h.dense = ((const int32_t *)(workspace + attend.tokens))[b];
     h.columns = (const int32_t *)(workspace + attend.columns) + b * p->dims.Q;
     read_budget(&p->budget, b, g, &p->policy, &h.head);
-    h.head.slots = lower(h.head.budget + spare, h.tokens + 1);
+    h.head.slots = lower(h.head.budget + at->window, h.tokens + 1);
     const int64_t first = h.index * at->slots;
     slot_store *const store = &h.store;
-    store->keys = workspace + at->keys + first * at->key_bytes;
-    store->values = workspace + at->values + first * at->value_bytes;
-    store->key_stride = at->key_bytes;
-    store->value_stride = at->value_bytes;
-    store->key_type = h2o_stored_type(cuda_stored_like(&p->keys, &p->stored_keys), D);
-    store->value_type = h2o_stored_type(cuda_stored_like(&p->values, &p->stored_values), D);
     store->scores = (float *)(workspace + at->scores) + first;
     store->positions = (int32_t *)(workspace + at->positions) + first;
     if (p->policy.value_weighted) store->norms = (float *)(workspace + at->norms) + first;
-    if (!cuda_has_windows(p)) store->bias = (float *)(workspace + at->bias) + first;
     store->slots = h.head.slots;
     h.lost = (double *)(workspace + at->lost) + h.index;
     h.free_slot = (int32_t *)(workspace + at->free) + h.index;
@@ -102,15 +94,12 @@ DEVICE void clear_head(const simulate_head *h) {
     sync_block();
 }
 
-/* Selects among the keys of the dense part, of which a private store takes the rows; those that are
- * not kept then were evicted. */
+/* Selects among the keys of the dense part; those that are not kept then were evicted. */
 DEVICE void prune_prompt(const simulate_head *h, const simulate_layout *at, char *workspace,
-                         char *shared) {
+                         select_buffer *buffer) {
     const h2o_simulate_params *const p = h->p;
     const slot_store *const store = &h->store;
-    const int64_t row = cuda_row_bytes(cuda_stored_like(&p->keys, &p->stored_keys),
-                                       cuda_stored_like(&p->values, &p->stored_values), p->dims.D);
-    const evict_layout evict = cuda_evict_layout(&p->dims, at->slots, row, &p->policy);
+    const evict_layout evict = cuda_evict_layout(&p->dims, at->slots, &p->policy);
     evict_item item = {};
     item.policy = &p->policy;
     item.keys = &p->keys;
@@ -126,8 +115,8 @@ DEVICE void prune_prompt(const simulate_head *h, const simulate_layout *at, char
     item.store = *store;
     item.lost = h->lost;
     item.free_slot = h->free_slot;
-    item.rows_wait = cuda_has_windows(p);
-    item.shared = shared;
+    item.rows_wait = true;
+    item.buffer = buffer;
     lay_out_workspace(&item, &evict, workspace + at->evict, h->index);
     evict_head(&item);
     const int32_t first_row = h->columns[h->dense - 1] + 1; /* without them */

@@ -8,7 +8,7 @@
  *   2. the last block of a head to finish: factors exp(part's max - max) / row sum and outputs,
  *      always in the order of the parts, so that results do not depend on which block that is;
  *   3. scores = decay * scores + softmax weights of the R heads, or the largest of these; the
- *      lowest rank is evicted, its score goes to lost [B,G], or its key into the nearest one;
+ *      lowest rank is evicted, its score goes to lost [B,G];
  *   4. the last head of a row to finish advances lengths [B], which all of them read at first.
  *
  * Finished blocks are counted in the store: see CUDA_FREE_BITS. */
@@ -38,15 +38,15 @@ DEVICE void clear_outputs(const h2o_step_params *p, int64_t b, int64_t g) {
 
 /* What one thread has found: the others need not look for it, and what only the end wants takes no
  * registers before. */
-template <typename PARAMS> DEVICE step_item item_of(const PARAMS *p, const step_kept *kept) {
+DEVICE step_item item_of(const h2o_step_params *p, const step_kept *kept) {
     step_item item = kept->item;
     item.policy = &p->policy;
     item.sink_logits = &p->sink_logits;
     return item;
 }
 
-/* part(item, index) does what step 1 says; MERGES: see step_finish. Grid: parts, G, B. */
-template <bool MERGES, typename PART>
+/* part(item, index) does what step 1 says. Grid: parts, G, B. */
+template <typename PART>
 DEVICE void step_block(const h2o_step_params *p, char *workspace, unsigned char *shared,
                        step_kept *kept, PART part) {
     const int64_t g = blockIdx.y, b = blockIdx.z;
@@ -62,7 +62,7 @@ DEVICE void step_block(const h2o_step_params *p, char *workspace, unsigned char 
     TAKEN(step_of_several_parts, gridDim.x > 1);
     uint32_t *const counter = (uint32_t *)kept->item.free_slot;
     if (!arrive_last(counter, 1u << CUDA_FREE_BITS, gridDim.x)) return;
-    step_finish<MERGES, SCORES_LOADED>(open, (float *)shared, kept->reduction);
+    step_finish(open, (float *)shared, kept->reduction);
     const int64_t row = kept->item.head.row;
     if (!is_last_head(&p->slots.lengths, row, p->dims.G)) return;
     if (threadIdx.x == 0) *(int64_t *)h2o_at(&p->slots.lengths, row, 0, 0) = kept->item.length + 1;
@@ -74,10 +74,8 @@ DEVICE step_kept *kept_in(unsigned char *shared, int depth) {
 
 /* Any rows. */
 DEVICE void step_any(const h2o_step_params *p, char *workspace, unsigned char *shared, int depth) {
-    step_block<true>(p, workspace, shared, kept_in(shared, depth),
-                     [&](const step_item *item, int part) {
-                         step_part(item, part, (float *)shared);
-                     });
+    step_block(p, workspace, shared, kept_in(shared, depth),
+               [&](const step_item *item, int part) { step_part(item, part, (float *)shared); });
 }
 
 BOUNDED_KERNEL(h2o_cuda_step, h2o_step_params, STEP_THREADS, 3) {
@@ -92,10 +90,10 @@ DEVICE void step_matrices(const h2o_step_params *p, char *workspace, unsigned ch
     if constexpr (CAPABILITY < 80 && TYPE == H2O_BF16) {
         step_any(p, workspace, shared, DEPTH);
     } else {
-        step_block<false>(p, workspace, shared, kept_in(shared, DEPTH),
-                          [&](const step_item *item, int part) {
-                              matrix_part<DEPTH, TYPE, BYTES>(item, part, shared);
-                          });
+        step_block(p, workspace, shared, kept_in(shared, DEPTH),
+                   [&](const step_item *item, int part) {
+                       matrix_part<DEPTH, TYPE, BYTES>(item, part, shared);
+                   });
     }
 }
 

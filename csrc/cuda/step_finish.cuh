@@ -197,35 +197,14 @@ DEVICE h2o_candidate step_scores(const step_item *item, const h2o_ranking *ranki
     return block_candidate<THREADS>(worst, warps);
 }
 
-/* Merges a slot's key into the nearest other one, if any is near enough; returns whether. rows:
- * shared, four of floats. */
-DEVICE bool step_merge(const step_item *item, const h2o_ranking *ranking, int64_t slot, float *rows,
-                       nearest_key *warps) {
-    const slot_store *const store = &item->store;
-    const int64_t depth = cuda_depth(item->D);
-    const evicted_key e = {
-        rows, rows + depth, {store->scores[slot], store->bias[slot], store->positions[slot]}};
-    load_floats(store->keys + slot * store->key_stride, store->key_type, item->D, rows);
-    load_floats(store->values + slot * store->value_stride, store->value_type, item->D,
-                rows + depth);
-    sync_block();
-    const nearest_key nearest = find_nearest(store, &e, item->D, item->policy->sinks, item->slots,
-                                             slot, item->policy->merge, warps);
-    return merge_into(store, nearest, &e, ranking, item->D, rows + 2 * depth);
-}
-
 /* Empties the slot if the head exceeds its budget, and makes it the free one. Returns the evicted
- * key, position -1 where none is. merge(): merges it, and returns whether. */
-template <typename MERGE>
-DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking, int64_t slot,
-                               MERGE merge) {
+ * key, position -1 where none is. */
+DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking, int64_t slot) {
     const slot_store *const store = &item->store;
     const bool evicts = item->head.held >= ranking->budget;
     h2o_eviction eviction = {-1, 0.0f};
     if (evicts) eviction = h2o_eviction{store->positions[slot], store->scores[slot]};
     TAKEN(step_evicts_none, !evicts);
-    bool merged = false;
-    if (evicts && h2o_merges(item->policy)) merged = merge();
     const int32_t rank = evicts && item->ranks ? item->ranks[slot] : 0;
     sync_block(); /* all threads have read what changes below */
     NO_UNROLL
@@ -235,10 +214,9 @@ DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking
     }
     if (threadIdx.x == 0) {
         if (evicts) {
-            if (!merged) *item->lost += (double)eviction.score;
+            *item->lost += (double)eviction.score;
             store->scores[slot] = 0.0f;
             store->positions[slot] = -1;
-            if (store->bias) store->bias[slot] = 0.0f;
             if (item->ranks) item->ranks[slot] = -1;
         }
         *item->free_slot = (int32_t)(evicts ? slot : item->slots);
@@ -252,28 +230,24 @@ DEVICE h2o_ranking ranking_of(const step_item *item) {
 
 /* Steps 2 and 3 of step.cuh, when all parts are there. open() reads the item from shared memory:
  * once more for the end, so that what only that wants takes no registers before. reduction: shared
- * memory too. MERGES: whether the policy may merge evicted keys. LOADS: see step_scores. */
-template <bool MERGES, int LOADS, typename OPEN>
-DEVICE h2o_eviction step_finish(OPEN open, float *shared, char *reduction) {
+ * memory too. */
+template <typename OPEN> DEVICE void step_finish(OPEN open, float *shared, char *reduction) {
     h2o_candidate worst;
     {
         const step_item item = open();
         const step_softmax softmax = combine_parts(&item, shared);
         sync_block();
-        step_outputs<LOADS / 2>(&item, softmax.factors);
+        step_outputs<SCORES_LOADED / 2>(&item, softmax.factors);
         const h2o_ranking ranking = ranking_of(&item);
-        worst = step_scores<STEP_THREADS, LOADS>(
+        worst = step_scores<STEP_THREADS, SCORES_LOADED>(
             &item, &ranking, (h2o_candidate *)reduction,
             [&](const int32_t *slot, const int32_t *, int64_t r, float *sum) {
-                add_weights<LOADS>(&item, softmax.rows, slot, r, sum);
+                add_weights<SCORES_LOADED>(&item, softmax.rows, slot, r, sum);
             });
     }
     const step_item item = open();
     const h2o_ranking ranking = ranking_of(&item);
-    return step_evict(&item, &ranking, worst.index, [&] {
-        return MERGES &&
-               step_merge(&item, &ranking, worst.index, shared, (nearest_key *)(reduction + 256));
-    });
+    step_evict(&item, &ranking, worst.index);
 }
 
 #endif

@@ -6,7 +6,7 @@
 #ifndef H2O_CUDA_STEP_ITEM_CUH
 #define H2O_CUDA_STEP_ITEM_CUH
 
-#include "merge.cuh"
+#include "team.cuh"
 
 /* One key/value head of one row at a step. */
 typedef struct {
@@ -21,8 +21,8 @@ typedef struct {
     int32_t *ranks;
     h2o_head head;
     slot_store store;
-    int64_t length, slots; /* tokens before this one; slots in use with it */
-    int64_t parts, part_slots; /* of each but the last ones */
+    int64_t length, slots;                       /* tokens before this one; slots in use with it */
+    int64_t parts, part_slots;                   /* of each but the last ones */
     float *logits, *row_max, *row_sum, *outputs; /* see step_layout; logits [R, head.slots] */
     double *lost;
     int32_t *free_slot;
@@ -106,7 +106,6 @@ template <int DEPTH> DEVICE void store_token(const step_item *item) {
     } else if (threadIdx.x == 96) {
         store->scores[slot] = 0.0f;
         store->positions[slot] = (int32_t)item->length;
-        if (store->bias) store->bias[slot] = 0.0f;
         if (item->ranks) item->ranks[slot] = (int32_t)item->head.held;
     }
 }

@@ -71,13 +71,12 @@ DEVICE void load_queries(const step_item *item, int64_t r, float *query) {
 DEVICE void write_logit(const step_item *item, int64_t r, int64_t slot,
                         const float sum[STEP_HEADS]) {
     const int head = index_in_team();
-    const float bias = item->store.bias ? item->store.bias[slot] : 0.0f;
     float dot = sum[0];
     UNROLL
     for (int i = 1; i < STEP_HEADS; i++) dot = head == i ? sum[i] : dot;
     if (head < STEP_HEADS && r + head < item->R) {
         item->logits[(r + head) * item->head.slots + slot] =
-            logit_of(dot, item->scale, item->softcap, bias);
+            logit_of(dot, item->scale, item->softcap);
     }
 }
 

@@ -12,7 +12,7 @@
  *
  * At the end the warps' O, m and l are combined in order. As in a prompt, products are exact and
  * sums those of floats, but for P, which is rounded to 16 bits (pack_weights). plan.c says which steps these are:
- * those over aligned rows of floats, or quantised ones, without biases: no keys are merged. */
+ * those over aligned rows of floats, or quantised ones. */
 #ifndef H2O_CUDA_STEP_MATRIX_CUH
 #define H2O_CUDA_STEP_MATRIX_CUH
 
@@ -71,7 +71,7 @@ DEVICE void write_logits(const step_item *item, int count, float x[4], step_stat
     UNROLL
     for (int k = 0; k < 4; k++) {
         const bool is_key = lane_slot(k) < count;
-        x[k] = logit_of(x[k], item->scale, item->softcap, 0.0f);
+        x[k] = logit_of(x[k], item->scale, item->softcap);
         if (is_key && state->is_head) state->logits[k / 2 * 8 + k % 2] = x[k];
         x[k] = is_key ? x[k] : -INFINITY;
     }
@@ -178,8 +178,7 @@ DEVICE void mend_outputs(const step_item *item, int r, int d, int part, int head
 /* Row max, row sum and O of the part, for heads r.. of the group: of two heads two elements by a
  * thread, as they lie together. */
 template <int DEPTH>
-DEVICE void combine_warps(const step_item *item, int r, int part,
-                          const warp_outputs<DEPTH> *left) {
+DEVICE void combine_warps(const step_item *item, int r, int part, const warp_outputs<DEPTH> *left) {
     const int more = (int)item->R - r, D = (int)item->D;
     const int count = more < STEP_COLUMNS ? more : STEP_COLUMNS;
     const int d = threadIdx.x % (DEPTH / 2) * 2;

@@ -11,7 +11,6 @@
  *   element(row, d, D)        element d; if it rotates
  *   store(row, from, D)       a token's key or value as the row of a slot; from has the store's
  *                             dtype if that is one of floats
- *   store_floats(row, x, D)   floats x [D] as the row of a slot
  *
  * by_stored_dtype chooses among the structs, and nothing else does: a new stored dtype is a struct
  * here and a line there. */
@@ -63,13 +62,6 @@ struct float_rows {
             } else {
                 ((uint16_t *)row)[d] = *(const uint16_t *)(from.data + d * step);
             }
-        }
-    }
-
-    DEVICE_METHOD void store_floats(char *row, const float *x, int64_t D) const {
-        NO_UNROLL
-        for (int64_t d = threadIdx.x % 32; d < D; d += 32) {
-            set_element(element_ref{row, type, 1}, d, x[d]);
         }
     }
 };
@@ -140,10 +132,6 @@ struct q8_rows {
                      [&](int64_t d, float x) { row[d] = (char)(int8_t)q8_quantised(q, x); });
         if (threadIdx.x % 32 == 0) store_half(row + D, q.scale);
     }
-
-    DEVICE_METHOD void store_floats(char *row, const float *x, int64_t D) const {
-        store(row, element_ref{(const char *)x, H2O_F32, 1}, D);
-    }
 };
 
 /* Rows of D half bytes, and a scale and a minimum for each group; D is a multiple of a group. */
@@ -192,10 +180,6 @@ struct q4_rows {
                 store_half(scale_minimum + 2, q.minimum);
             }
         });
-    }
-
-    DEVICE_METHOD void store_floats(char *row, const float *x, int64_t D) const {
-        store(row, element_ref{(const char *)x, H2O_F32, 1}, D);
     }
 };
 
@@ -259,10 +243,6 @@ DEVICE void store_loaded(char *row, h2o_dtype stored, element_ref from, int64_t 
         if (d < D && stored == H2O_F32) ((uint32_t *)row)[d] = bits.x[i];
         if (d < D && stored != H2O_F32) ((uint16_t *)row)[d] = (uint16_t)bits.x[i];
     }
-}
-
-DEVICE void store_floats(char *row, h2o_dtype stored, const float *x, int64_t D) {
-    by_stored_dtype(stored, [&](auto rows) { rows.store_floats(row, x, D); });
 }
 
 /* The L2 norm of a row, an element_ref or lane_elements, the same for all lanes. */

@@ -35,9 +35,8 @@ DEVICE void add_column_sums(const attend_item *item, bool stored, int64_t first,
         const float row_max = item->row_max[at], factor = item->factors[at];
         UNROLL
         for (int i = 0; i < THREAD_ROWS; i++) {
-            const float bias = buffer->bias[row + i];
-            if (bias == INFINITY || (!stored && first + row + i > token)) continue;
-            const float logit = logit_of(dots[i][j], p->scale, p->softcap, bias);
+            if (!buffer->is_key[row + i] || (!stored && first + row + i > token)) continue;
+            const float logit = logit_of(dots[i][j], p->scale, p->softcap);
             const float e = fast_exp(logit - row_max);
             sum[i] = LARGEST ? h2o_larger(sum[i], e * factor) : fmaf(e, factor, sum[i]);
         }
@@ -48,7 +47,7 @@ DEVICE void add_column_sums(const attend_item *item, bool stored, int64_t first,
  * and the last but one, and so on, since the earlier a key the more queries see it.
  * use(stored, first, any) gets whether the tile has a key that a query sees. */
 template <int ROWS, typename USE>
-DEVICE void each_key_tile(const attend_item *item, float *bias, USE use) {
+DEVICE void each_key_tile(const attend_item *item, uint32_t *is_key, USE use) {
     const int64_t tiles = cuda_ceil(item->p->dims.Q, ROWS);
     const int64_t stored_tiles = gridDim.x - cuda_ceil(tiles, 2);
     const bool stored = blockIdx.x < stored_tiles;
@@ -59,10 +58,10 @@ DEVICE void each_key_tile(const attend_item *item, float *bias, USE use) {
         const int64_t first = tile * ROWS;
         TAKEN(sums_second_tile_of_keys, tile != early);
         if (!stored) clear_pad_scores(item->p, item->b, item->g, first, ROWS);
-        const bool any = load_bias(item, stored, first, ROWS, bias);
+        const bool any = load_presence(item, stored, first, ROWS, is_key);
         use(stored, first, any && item->tokens > 0);
         if (tile == late) return;
-        sync_block(); /* the first tile's bias has been read */
+        sync_block(); /* what is known of the first tile has been read */
     }
 }
 
@@ -97,7 +96,7 @@ DEVICE void sums_block(const h2o_attend_params *p, char *workspace, unsigned cha
     tile_buffer<DEPTH> *const buffer = (tile_buffer<DEPTH> *)shared;
     const attend_item item = open_attend(p, workspace, blockIdx.z, blockIdx.y);
     const int row = threadIdx.x / ROW_THREADS * THREAD_ROWS, column = threadIdx.x % ROW_THREADS;
-    each_key_tile<ATTEND_TILE>(&item, buffer->bias, [&](bool stored, int64_t first, bool any) {
+    each_key_tile<ATTEND_TILE>(&item, buffer->is_key, [&](bool stored, int64_t first, bool any) {
         float sum[THREAD_ROWS] = {};
         if (any) sum_tile<DEPTH>(&item, stored, first, buffer, sum);
         UNROLL
@@ -105,8 +104,8 @@ DEVICE void sums_block(const h2o_attend_params *p, char *workspace, unsigned cha
             const float column_sum = h2o_scores_largest(&p->policy)
                                          ? largest_of_lanes<ROW_THREADS>(sum[i])
                                          : row_threads_sum(sum[i]);
-            if (column == 0)
-                write_score(&item, stored, first + row + i, buffer->bias[row + i], column_sum);
+            if (column == 0 && buffer->is_key[row + i])
+                write_score(&item, stored, first + row + i, column_sum);
         }
     });
 }

@@ -7,7 +7,6 @@
 
 #include "counts.cuh"
 
-DEVICE int teams(void) { return blockDim.x / TEAM; }
 DEVICE int team_of_thread(void) { return threadIdx.x / TEAM; }
 DEVICE int index_in_team(void) { return threadIdx.x % TEAM; }
 

@@ -39,7 +39,7 @@ DEVICE text_window open_window(const h2o_simulate_params *p, char *workspace, in
     const simulate_layout at = cuda_simulate_layout(p);
     const int64_t R = p->dims.R, heads = p->dims.B * p->dims.G;
     text_window w = {};
-    w.head = open_head(p, &at, workspace, b, g, at.window);
+    w.head = open_head(p, &at, workspace, b, g);
     const int64_t i = w.head.index;
     w.windows = (int32_t *)(workspace + at.windows) + i;
     w.number = *w.windows - over;
@@ -92,19 +92,18 @@ DEVICE void choose_cells(const simulate_head *h, int64_t first, int64_t W, int32
 }
 
 /* Before the first window: prunes the prompt. */
-DEVICE void open_windows(const h2o_simulate_params *p, char *workspace, char *shared) {
+DEVICE void open_windows(const h2o_simulate_params *p, char *workspace, select_buffer *buffer) {
     const simulate_layout at = cuda_simulate_layout(p);
-    const simulate_head h = open_head(p, &at, workspace, blockIdx.y, blockIdx.x, at.window);
+    const simulate_head h = open_head(p, &at, workspace, blockIdx.y, blockIdx.x);
     clear_head(&h);
     if (threadIdx.x == 0) ((int32_t *)(workspace + at.windows))[h.index] = 0;
     NO_UNROLL
     for (int64_t i = threadIdx.x; i < at.tiles; i += blockDim.x)
         ((uint32_t *)(workspace + at.parts_done))[h.index * at.tiles + i] = 0;
     if (h.tokens == 0) return;
-    prune_prompt(&h, &at, workspace, shared);
+    prune_prompt(&h, &at, workspace, buffer);
     choose_cells(&h, h.dense, at.window, (int32_t *)(workspace + at.tokens) + h.index * at.slots,
-                 (int32_t *)(workspace + at.new_cells) + h.index * at.window,
-                 (select_buffer *)shared);
+                 (int32_t *)(workspace + at.new_cells) + h.index * at.window, buffer);
 }
 
 #endif

@@ -212,7 +212,7 @@ DEVICE void window_row(const text_window *w, step_item *item, h2o_ranking *ranki
         [&](const int32_t *cell, const int32_t *held, int64_t r, float *sum) {
             weigh_cells(w, x, softmax, cell, held, r, sum);
         });
-    const h2o_eviction evicted = step_evict(item, ranking, worst.index, [] { return false; });
+    const h2o_eviction evicted = step_evict(item, ranking, worst.index);
     if (threadIdx.x == 0) {
         buffer->evictions[i] = evicted;
         hold_key(w, buffer, i + 1);

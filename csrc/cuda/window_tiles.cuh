@@ -33,7 +33,7 @@ typedef struct {
 DEVICE token_rows open_tokens(const text_window *w, const h2o_view *tensor,
                               const h2o_view *stored) {
     const simulate_head *const h = &w->head;
-    const h2o_view *const like = cuda_stored_like(tensor, stored);
+    const h2o_view *const like = h2o_given(stored) ? stored : tensor;
     token_rows rows = {};
     rows.row = row_of(like, h->b, h->g, 0);
     rows.pitch = like->stride[2] * h2o_dtype_size(like->dtype);
@@ -135,7 +135,7 @@ DEVICE void logits_tile(const text_window *w, const token_rows *keys, int64_t fi
         const int64_t cell = first + column + i % THREAD_COLUMNS * ROW_THREADS;
         if (at >= window_rows_of(w) || cell >= w->head.head.slots) continue;
         w->logits[at * w->ld + cell] =
-            logit_of(dots[i / THREAD_COLUMNS][i % THREAD_COLUMNS], p->scale, p->softcap, 0.0f);
+            logit_of(dots[i / THREAD_COLUMNS][i % THREAD_COLUMNS], p->scale, p->softcap);
     }
 }
 

@@ -285,7 +285,7 @@ class MeasuredText:
         """float32 [H] or, with `per_token`, [H, n]: share of a full cache's attention that is kept.
 
         Of each token the softmax over all keys before, summed over those that a cache of this
-        config would hold when the token comes; merged keys count as evicted. Another config, as for
+        config would hold when the token comes. Another config, as for
         `analyze`, takes another forward pass.
         """
         chosen = one_config(h2o_config, parameters) if h2o_config or parameters else None

@@ -213,13 +213,11 @@ def observations(a: MeasuredText) -> list[tuple[str, str, str]]:
             )
         )
     mass = np.stack([a.retained_mass(layer) for layer in a.layers]).mean(1)
-    note = "" if a.config.merge is None else "; keys that were merged count as evicted"
     table.append(
         (
             f"What does a cache of {budget(a)} retain of the attention?",
             "a fifth of the keys is enough",
-            f"{100 * mass.mean():.1f}% (layers {100 * mass.min():.1f}% to {100 * mass.max():.1f}%)"
-            + note,
+            f"{100 * mass.mean():.1f}% (layers {100 * mass.min():.1f}% to {100 * mass.max():.1f}%)",
         )
     )
     return table

@@ -62,7 +62,6 @@ class Case:
     rank_by: RankBy = Policy().rank_by
     kv_dtype: str | None = None
     value_weighted: bool = False
-    merge: float | None = None
     ragged: bool = False
     """heads with numbers of slots of their own"""
     shared: bool = False
@@ -85,7 +84,7 @@ class Case:
         facts += [self.kv_dtype] if self.kv_dtype else []
         facts += [f"softcap = {self.softcap:g}"] if self.softcap else []
         flags = (
-            "value_weighted", "merge", "ragged", "shared", "rolled", "numbered", "pads",
+            "value_weighted", "ragged", "shared", "rolled", "numbered", "pads",
             "learned_sinks",
         )  # fmt: skip
         return ", ".join(facts + [flag for flag in flags if getattr(self, flag)])
@@ -96,7 +95,6 @@ CASES = (
     Case(80, torch.float16, kv_dtype="int8", pads=True, numbered=True),
     Case(128, torch.bfloat16, value_weighted=True, ragged=True),
     Case(256, torch.bfloat16, kv_dtype="int8-int4"),
-    Case(64, torch.bfloat16, merge=0.3, numbered=True),
     Case(64, torch.bfloat16, R=11, softcap=2.0),
     Case(128, torch.float32, softcap=1e6),  # which changes nothing, but may cost digits
     Case(84, torch.bfloat16, rank_by="max", learned_sinks=True),
@@ -225,14 +223,13 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         mask[1, : prompt // 4] = False
     sinks = torch.linspace(-2, 3, H, dtype=torch.float32, device=device)
     sinks = sinks if case.learned_sinks else None
-    policy = Policy(SINKS, case.rank_by, 0.97, case.value_weighted, case.merge)
+    policy = Policy(SINKS, case.rank_by, 0.97, case.value_weighted)
     numbers = (D**-0.5, case.softcap, policy)
     capacity = SINKS + heavy + recent + chunk + room
     slots = new_slots(
         torch.cat([keys, keys])[: B + case.numbered],
         [capacity, capacity + 3] if case.ragged else capacity, heavy, recent,
-        value_weighted=case.value_weighted, kv_dtype=case.kv_dtype, merge=case.merge is not None,
-        shared=case.shared,
+        value_weighted=case.value_weighted, kv_dtype=case.kv_dtype, shared=case.shared,
     )  # fmt: skip
     angles = torch.linspace(0, 2, D // 4, dtype=torch.float32, device=device) * torch.arange(
         capacity, dtype=torch.float32, device=device

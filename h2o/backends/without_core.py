@@ -160,15 +160,10 @@ class _Check:
             shape = shape if slots.rows is not None else shape.replace("Z", "B")
             needs = (shape, kind.dtype, kind.written, attends or kind.optional)
             tensors[name] = self.tensor(f"slots.{name}", tensor, *needs)
-        for name, wanted, why in (
-            ("norms", policy.value_weighted, "value_weighted"),
-            ("bias", policy.merge is not None, "merge"),
-        ):
-            if not attends and (tensors[name] is not None) != wanted:
-                presence = "given" if tensors[name] is not None else "None"
-                raise ValueError(
-                    f"slots.{name}: is {presence}, but {why} is {getattr(policy, why)}"
-                )
+        weighted = policy.value_weighted
+        if not attends and (tensors["norms"] is not None) != weighted:
+            presence = "None" if weighted else "given"
+            raise ValueError(f"slots.norms: is {presence}, but value_weighted is {weighted}")
         return Slots(**tensors)
 
     def tensor(

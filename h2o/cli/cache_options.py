@@ -17,6 +17,7 @@ from h2o.evaluate.setting import Setting, from_config, parse_all, shares_of, wit
 from h2o.kv_dtype import QUANTISED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
+from h2o.spans import Row, parsed
 
 __all__ = [
     "OPTIONS",
@@ -26,6 +27,7 @@ __all__ = [
     "add_dtype",
     "add_model",
     "add_option",
+    "add_pin",
     "asked",
     "config_from",
     "described",
@@ -107,6 +109,22 @@ def add_device(add: Callable[..., Any]) -> None:
     """--device."""
     add("--device", default="cpu", metavar="NAME",
         help="where the model runs: cpu, cuda, cuda:1, mps, ... (%(default)s)")  # fmt: skip
+
+
+def add_pin(add: Callable[..., Any]) -> None:
+    """--pin and --system, which chats begin with."""
+    add("--system", metavar="TEXT", help="what a chat's system message says (with --chat)")
+    add("--pin", type=parse_pins, metavar="WHAT", help="keys that are never evicted and count in "
+        "the budget: system, a chat's system turn; prompt, all of it; or spans of its tokens, "
+        "such as 0:40,100:120")  # fmt: skip
+
+
+def parse_pins(text: str) -> str | Row:
+    """As `h2o.spans.parsed`, for an option."""
+    try:
+        return parsed(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_compare(add: Callable[..., Any], default: str | None = None, more: str = "") -> None:

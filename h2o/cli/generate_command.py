@@ -13,6 +13,7 @@ from h2o.cli.cache_options import (
     add_device,
     add_dtype,
     add_model,
+    add_pin,
     config_from,
 )
 from h2o.cli.comparison import Result
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reread", action="store_true", help="read --prompt-file twice before anything of it is "
         "evicted (h2o.read); --prompt, a question about it, comes after it")  # fmt: skip
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    add_pin(add)
     add_cache_options(parser.add_argument_group("what the cache keeps"))
     add = parser.add_argument_group("how").add_argument
     add_dtype(add)
@@ -71,6 +73,10 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     for setting in options.settings:
         if not setting.dropping:
             parser.error(f"argument --compare: {setting.why_not_dropping}")
+    if options.system is not None and not options.chat:
+        parser.error("argument --system: goes with --chat")
+    if options.pin == "system" and options.system is None and options.prompts is None:
+        parser.error("argument --pin: system wants --chat and --system TEXT")
     options.document = None
     prompts_file.check(parser, options)
     if options.prompt_file is not None:
@@ -104,6 +110,7 @@ def generate(options: argparse.Namespace) -> Result:
     """Generates greedily with an H2OCache, or with each of `caches`."""
     from h2o import generation, models
     from h2o.evaluate.fitting import check_fit
+    from h2o.hf.system_turn import system_span
     from h2o.progress import Progress
 
     shipped, progress = is_shipped(options), Progress(quiet=options.json)
@@ -120,7 +127,7 @@ def generate(options: argparse.Namespace) -> Result:
         options.model, **how, attn_implementation=None, say=progress.say, check=fit
     )
     chat = options.chat or (shipped and tokenizer.chat_template is not None)
-    ids = models.encode(tokenizer, text, chat).to(model.device)
+    ids = models.encode(tokenizer, text, chat, options.system).to(model.device)
     tokens = ids.shape[1]
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit and tokens + options.max_new_tokens > limit:
@@ -131,8 +138,15 @@ def generate(options: argparse.Namespace) -> Result:
     progress.say(f"reading a prompt of {tokens} tokens")
     document = None
     if options.reread:
-        start = models.encode(tokenizer, parts[0], chat)
+        start = models.encode(tokenizer, parts[0], chat, options.system)
         document = generation.leading_agreement(start[0].tolist(), ids[0].tolist())
+    pinned = options.pin
+    if pinned == "system":
+        chat_messages = models.messages(text, options.system)
+        try:
+            pinned = [system_span(tokenizer, chat_messages, ids[0].tolist())]
+        except ValueError as error:
+            raise UserError(f"--pin: {error}") from error
     generation.warm_up(model, ids)
     config = options.config
     runs: list[Run] = []
@@ -150,6 +164,7 @@ def generate(options: argparse.Namespace) -> Result:
             max_new_tokens=options.max_new_tokens,
             progress=progress,
             document=document,
+            pinned=pinned,
             compile=options.compile,
             stream=None if options.json or options.compare else write,
         )  # fmt: skip
@@ -182,9 +197,7 @@ def caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OCo
     """
     fitted = config.for_model(model)
     heavy, recent = fitted.tokens(prompt_tokens)
-    local = replace(
-        fitted, heavy=0, recent=heavy + recent, of="keys", shares=None, kv_dtype=None, merge=None
-    )
+    local = replace(fitted, heavy=0, recent=heavy + recent, of="keys", shares=None, kv_dtype=None)
     profile = config.shares if isinstance(config.shares, Profile) else Profile.shipped(model)
     if profile is None:
         name, preset = "robust", H2OConfig.robust(TENTH, of="bytes")

@@ -1,7 +1,8 @@
 """`h2o generate --prompts FILE --output FILE`: the prompts of a file of JSON Lines, many at a time.
 
 A line of the file is a text, a list of messages (a chat), or an object with `prompt` or `messages`
-and, as it likes, `id`, `max_new_tokens` and `seed`. A line of the output is an object with `id` (by
+and, as it likes, `id`, `max_new_tokens`, `seed` and `pinned` (spans [[start, stop], ...],
+"prompt" or "system"). A line of the output is an object with `id` (by
 default the number of the line, from 0), `text`, `finish_reason` and numbers, in the order in which
 answers are complete. A second run goes on where the first one was killed: an id that has its line
 is not answered again. A line carries digests of its prompt and of the settings; an answer to
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "check", "run"]
 
-FIELDS = {"id", "prompt", "messages", "max_new_tokens", "seed"}
+FIELDS = {"id", "prompt", "messages", "max_new_tokens", "seed", "pinned"}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 ROWS = 16
 """At a time, where neither --rows nor --bytes says how many."""
@@ -40,17 +41,18 @@ class Line(NamedTuple):
     prompt: Any
     max_new_tokens: int | None
     seed: int | None
+    pinned: Any
 
     @property
     def digest(self) -> str:
         """What the answer depends on beside the settings."""
-        return _sha256([self.prompt, self.max_new_tokens, self.seed])
+        return _sha256([self.prompt, self.max_new_tokens, self.seed, self.pinned])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("many prompts").add_argument
     add("--prompts", metavar="FILE", help="JSON Lines: texts, lists of messages, or objects with "
-        "prompt or messages, id, max_new_tokens, seed")  # fmt: skip
+        "prompt or messages, id, max_new_tokens, seed, pinned")  # fmt: skip
     add("--output", metavar="FILE", help="answers as JSON Lines, as they are complete; what it "
         "has already is not answered again")  # fmt: skip
     add("--rows", type=int, metavar="N", help=f"prompts at a time ({ROWS})")
@@ -119,11 +121,12 @@ def run(options: argparse.Namespace) -> int:
     )
     requests = [
         Request(
-            [{"role": "user", "content": line.prompt}]
+            models.messages(line.prompt, options.system)
             if options.chat and isinstance(line.prompt, str)
             else line.prompt,
             max_new_tokens=line.max_new_tokens,
             seed=numbers[line.id] if line.seed is None else line.seed,
+            pinned=line.pinned,
         )
         for line in lines
     ]
@@ -140,6 +143,7 @@ def run(options: argparse.Namespace) -> int:
                     bytes=options.bytes,
                     max_new_tokens=options.max_new_tokens,
                     tokenizer=tokenizer,
+                    pinned=options.pin,
                     as_completed=True,
                     compileable=options.compile,
                 ),
@@ -191,7 +195,7 @@ def _line(number: int, content: Any) -> Line:
         limit is not None and limit < 1
     ):
         raise ValueError("max_new_tokens and seed are integers, the first at least 1")
-    return Line(number if name is None else name, prompt, limit, seed)
+    return Line(number if name is None else name, prompt, limit, seed, content.get("pinned"))
 
 
 def _digest(options: argparse.Namespace) -> str:
@@ -199,7 +203,7 @@ def _digest(options: argparse.Namespace) -> str:
     path."""
     lying = of_files([options.model]) if options.model else ""
     facts = [asdict(options.config), options.model, lying, options.dtype, options.max_new_tokens]
-    return _sha256([*facts, options.chat])
+    return _sha256([*facts, options.chat, options.system, options.pin])
 
 
 def _sha256(facts: Any) -> str:

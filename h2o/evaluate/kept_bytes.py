@@ -40,7 +40,7 @@ def bytes_share(setting: Setting, model: Any, kept: int, seen: int, texts: int =
         size = key_size(getattr(model, "config", model))
     except ValueError:
         return None
-    full, slot = per_token(*size, config.kv_dtype, config.value_weighted, config.merge is not None)
+    full, slot = per_token(*size, config.kv_dtype, config.value_weighted)
     return 100 * (FIXED * texts + (kept + texts) * slot) / (seen * full)
 
 

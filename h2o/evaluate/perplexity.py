@@ -122,10 +122,9 @@ def compare(
 
 MASS = {"simulate": "retained_mass", "drop": "share_held"}
 """What is measured of attention, by layer. In simulation: the share of a full cache's
-attention that falls on keys still held (`h2o.Simulation.retained_mass`), mean over heads; a merged
-key counts as evicted, which the table says. By the real cache, which no longer has the others: the
-share of the attention paid that went to keys held at the end (1 - `share_evicted` of
-`H2OCache.report`)."""
+attention that falls on keys still held (`h2o.Simulation.retained_mass`), mean over heads. By the
+real cache, which no longer has the others: the share of the attention paid that went to keys held
+at the end (1 - `share_evicted` of `H2OCache.report`)."""
 
 
 def measured(
@@ -291,6 +290,4 @@ def as_table(
         )
     header = ["setting", "kept", "bytes", "tokens", "perplexity", "nats lost", name]
     header += ["lowest layer", "time"]
-    merges = protocol == "simulate" and any(setting.config.merge for setting in results)
-    notes = [f"{name}: keys that were merged count as evicted"] if merges else []
-    return "\n".join([table(header, rows), *footnote(results), *notes])
+    return "\n".join([table(header, rows), *footnote(results)])

@@ -6,16 +6,22 @@ import bisect
 import re
 from typing import Any
 
-__all__ = ["question_tokens"]
+__all__ = ["question_start", "question_tokens"]
 
 QUESTION = re.compile(r"^[ \t]*(?:Question|Q)\b.*", re.MULTILINE)
+
+
+def question_start(text: str) -> int:
+    """The index in a request at which its question begins: the last line that begins with
+    "Question" or "Q", or else the last line of all. 0 where that is the only line."""
+    starts = [match.start() for match in QUESTION.finditer(text)]
+    return starts[-1] if starts else text.rstrip().rfind("\n") + 1
 
 
 def question_tokens(tokens: list[int], tokenizer: Any) -> int:
     """How many tokens at the end of a request ask about what stands before them.
 
-    They begin with the last line that begins with "Question" or "Q", or else with the last line of
-    all. Of a single line it is the last token.
+    They begin at `question_start`. Of a single line it is the last token.
 
     Args:
         tokens: of the request, at least two.
@@ -37,8 +43,7 @@ def question_tokens(tokens: list[int], tokenizer: Any) -> int:
         return tokenizer.decode(part, clean_up_tokenization_spaces=False)
 
     whole_text = text(len(tokens)).rstrip()
-    starts = [match.start() for match in QUESTION.finditer(whole_text)]
-    begin = starts[-1] if starts else whole_text.rfind("\n") + 1
+    begin = question_start(whole_text)
     if begin == 0:
         return 1
     question = whole_text[begin:].strip()

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from h2o import ops
+from h2o.quantisation import dequantised, stored_like
+
 __all__ = [
     "CACHE_HAS_NO_GRADIENT",
     "AttentionCall",
@@ -21,6 +24,7 @@ __all__ = [
     "Undifferentiable",
     "as_autocast",
     "as_operand",
+    "as_stored",
 ]
 
 
@@ -106,6 +110,19 @@ class NewTokens(NamedTuple):
         value = None if self.value is None else self.value[:, :, begin:end]
         mask = None if self.mask is None else self.mask[:, begin:end]
         return self._replace(query=query, key=key, value=value, mask=mask)
+
+
+def as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
+    """New tokens as they are read from the slots."""
+    if slots.keys.dtype != torch.uint8:
+        return tokens
+
+    def read_back(x: Tensor | None, store: Tensor | None) -> Tensor | None:
+        return x if x is None else dequantised(stored_like(x, store), x.shape[-1]).to(x.dtype)
+
+    return tokens._replace(
+        key=read_back(tokens.key, slots.keys), value=read_back(tokens.value, slots.values)
+    )
 
 
 def as_operand(sink_logits: Tensor | None) -> Tensor | None:

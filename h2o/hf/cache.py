@@ -35,17 +35,19 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_types import layers_of
 from h2o.hf.pass_state import PassState, columns_left, refuse_broken
+from h2o.hf.pins import Pins
 from h2o.hf.prompt_echo import served_as
 from h2o.hf.readable_cache import ReadableCache
 from h2o.hf.rope_deltas import RopeDeltas
 from h2o.hf.shared_keys import reusing
 from h2o.hf.support import config_of, rereads_after, transformers_layers
+from h2o.hf.tuned_prompts import check_pins
 from h2o.model_identity import describe
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from h2o.config_fields import CacheFields, ConfigFields, PromptLength
+    from h2o.config_fields import CacheFields, ConfigFields, Pinned, PromptLength
 
 __all__ = ["H2OCache", "H2OLayer", "Unsupported"]
 
@@ -69,12 +71,16 @@ class H2OCache(ReadableCache):
         config: a model, or its config (`model.config`), by which a fine-tuned model cannot be told
             from the one that it was.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `budget`, or `heavy`,
-            `recent`, `sinks`, `min_tokens`, `rank_by`, `decay`, `value_weighted`, `merge`,
+            `recent`, `sinks`, `min_tokens`, `rank_by`, `decay`, `value_weighted`,
             `positions`, `shares`, `kv_dtype`, `of`.
         prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only
             needed where fractions meet a prompt that is fed in chunks
             (`generate(prefill_chunk_size=...)`): else the first forward pass is the prompt, and
             later ones of several tokens are turns of a chat. Forgotten by `reset()`.
+        pinned: keys that are never evicted and count in the budget: spans `[(start, stop), ...]` of
+            token positions in a row, pads not counted, or such a list for each row; `"prompt"`, the
+            whole first prompt; or a bool mask [B, K] of the padded prompt's columns. A position
+            that is yet to come is pinned when it comes. `reset()` keeps what was given here.
         trace: remember when each key was evicted; see `evicted_at`.
         compileable: give torch.compile one graph for all decode steps. `generate()` compiles by
             itself on CUDA, and where a `CompileConfig` says so. Slots are made for the whole
@@ -82,6 +88,8 @@ class H2OCache(ReadableCache):
 
     Raises:
         Unsupported: (a ValueError) a model that h2o cannot serve, naming the reason.
+        ValueError: pins that are none, or with `decay=0`. In the first forward pass: a budget too
+            small for sinks, pinned and recent keys.
     """
 
     def __init__(
@@ -90,12 +98,14 @@ class H2OCache(ReadableCache):
         h2o_config: H2OConfig | None = None,
         *,
         prompt_length: PromptLength = None,
+        pinned: Pinned = None,
         trace: bool = False,
         compileable: bool = False,
         **parameters: Unpack[ConfigFields],
     ) -> None:
         packages.warn_without_core()
         h2o_config = one_config(h2o_config, parameters)
+        check_pins(config, pinned)
         model, config = config, config_of(config)
         full_layers = transformers_layers(config)
         h2o_config, echo, self.not_dealt = served_as(config, h2o_config.for_model(model))
@@ -105,6 +115,8 @@ class H2OCache(ReadableCache):
             config, full_layers, h2o_config, pass_state,
             echo=echo, trace=trace, compileable=compileable,
         )  # fmt: skip
+        pass_state.pins = Pins.of(pinned, h2o_config.decay)
+        pass_state.configs = [x.config for x in layers if isinstance(x, H2OLayer)]
         pass_state.rereads_after = rereads_after(config)
         pass_state.rope_deltas = RopeDeltas.of(config)
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
@@ -227,21 +239,14 @@ class H2OCache(ReadableCache):
             OSError: there is no file.
         """
         content, tensors = cache_file.read(Path(path), model)
-        settings = content["settings"]
-        loaded = cls(
-            model,
-            settings["config"],
-            prompt_length=content["prompt_length"],
-            trace=settings["trace"],
-            compileable=settings["compileable"],
-        )
+        loaded = cls(model, **cache_file.arguments(content))
         where = cache_file.device_of(model) if device is None else device
         cache_file.fill(loaded.layers, content, {name: x.to(where) for name, x in tensors.items()})
         try:
             loaded._refuse_broken()
         except RuntimeError as error:
             raise ValueError(f"{path}: {error}") from error
-        cache_file.put_rope_deltas(loaded.pass_state.rope_deltas, content)
+        cache_file.put_pass_state(loaded.pass_state, content)
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -25,12 +25,14 @@ from h2o.hf import tensor_parallel
 from h2o.hf.compiled import CompileableLayer
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_state import State, restore, state_of
+from h2o.hf.pass_state import PassState
+from h2o.hf.pins import Pins
 from h2o.hf.rope_deltas import RopeDeltas
 from h2o.model_identity import describe, difference, record, record_difference
 from h2o.packages import version
 from h2o.profile import Profile
 
-__all__ = ["device_of", "fill", "put_rope_deltas", "read", "write"]
+__all__ = ["arguments", "device_of", "fill", "put_pass_state", "read", "write"]
 
 KIND = "h2o cache"
 LAYOUT = 2
@@ -51,6 +53,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             "record": record(model) if hasattr(model, "named_parameters") else None,
             "settings": _settings(cache),
             "prompt_length": cache.pass_state.prompt_length,
+            "pins": cache.pass_state.pins.as_dict(),
             "layers": [state.numbers for state in states],
             **_rope_deltas(cache.pass_state.rope_deltas),
         }
@@ -140,8 +143,23 @@ def _rope_deltas(deltas: RopeDeltas) -> dict[str, Any]:
     return {"rope_deltas": None if deltas.number is None else deltas.number.tolist()}
 
 
-def put_rope_deltas(deltas: RopeDeltas, content: dict[str, Any]) -> None:
-    """Gives a loaded cache the number that its model kept beside it; unknown in an early file."""
+def arguments(content: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `H2OCache` for an empty cache like the one that was written."""
+    settings = content["settings"]
+    return {
+        "h2o_config": settings["config"],
+        "prompt_length": content["prompt_length"],
+        "trace": settings["trace"],
+        "compileable": settings["compileable"],
+    }
+
+
+def put_pass_state(pass_state: PassState, content: dict[str, Any]) -> None:
+    """Gives a loaded cache its pins, and the number that its model kept beside it. An early file
+    has no pins, and one before it does not know the number."""
+    if "pins" in content:
+        pass_state.pins = Pins.from_dict(content["pins"])
+    deltas = pass_state.rope_deltas
     deltas.is_known = "rope_deltas" in content
     if (number := content.get("rope_deltas")) is not None:
         deltas.number = torch.tensor(number, dtype=torch.long, device="cpu")
@@ -253,6 +271,11 @@ def _amounts(budget: Any) -> Any:
 def _config(fields: dict[str, Any]) -> H2OConfig:
     """The `H2OConfig` that `_settings` gave the fields of."""
     fields = dict(fields)
+    if fields.pop("merge", None) is not None:  # a field of early versions, None by default
+        raise ValueError(
+            "was written with merge, which h2o no longer has. Read the text again with a budget "
+            "(H2OConfig.echo) and save it anew"
+        )
     if isinstance(fields["shares"], dict):
         fields["shares"] = Profile.from_dict(fields["shares"])
     if fields["slot"] is not None:

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from h2o import borrowed, ops
 from h2o.config import UNLIMITED
+from h2o.errors import Unsupported
 from h2o.hf import slot_layout
+from h2o.hf.attend_and_evict import attention, evicting
 from h2o.hf.attention_call import NewTokens
-from h2o.hf.layer import H2OLayer, attention, evicting
+from h2o.hf.layer import H2OLayer
 from h2o.hf.slot_layout import Capacity
 from h2o.policy import Policy, RankBy
 from h2o.slots import KINDS, empty_row
@@ -65,6 +67,11 @@ class CompileableLayer(H2OLayer):
         return self._captured(torch.ops.h2o.chunk, tokens)
 
     def _captured(self, operator: Any, tokens: NewTokens) -> Tensor:
+        if self.waits_for_pins:
+            raise Unsupported(
+                "compiled steps cannot pin the tokens that they read: give pinned spans that end "
+                "within the prompt, or leave out compileable=True"
+            )
         out: Tensor = operator(
             tokens.query,
             tokens.key,

@@ -1,7 +1,8 @@
-"""`h2o.hf.simulation` where echo makes scores: what a layer's cache does with a text.
+"""`h2o.hf.simulation` where not attention alone makes scores: what a cache does with a text.
 
-With `rank_by="mean-echo"` the scores of a prompt are not what attention gives. So the prompts are
-read at once and all later tokens one after the other, by the operations that a layer goes by.
+With `rank_by="mean-echo"` the scores of a prompt are not what attention gives, and pinned keys have
+a score of their own. So the prompts are read at once and all later tokens one after the other, by
+the operations that a layer goes by.
 
 Shape letters: B batch rows, H query heads, G key/value heads, N columns of the text.
 """
@@ -18,7 +19,8 @@ from h2o.config import H2OConfig
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
 from h2o.hf.model_rotary import Rotary
-from h2o.hf.prompt_echo import PromptEcho
+from h2o.hf.pins import Pins
+from h2o.hf.prompt_echo import PromptAttention, PromptEcho
 from h2o.hf.trace import by_column, not_held
 from h2o.policy import Policy
 
@@ -35,9 +37,10 @@ def simulate(
     text: NewTokens,
     prompts: Sequence[int],
     by_row: list[list[tuple[int, int]]],
-    reader: PromptEcho,
+    reader: PromptAttention,
     policy: Policy,
     kv_dtype: str | None,
+    pins: Pins,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `h2o.ops.simulate`.
 
@@ -47,6 +50,7 @@ def simulate(
         by_row: (heavy, recent) of each row and each head, or one for all heads.
         reader: what makes the scores.
         policy: `H2OConfig.policy`.
+        pins: which know the prompts.
 
     Returns:
         Output [B, N, H, D], evicted_at int32 [B, G, N], scores float32 [B, G, N].
@@ -56,12 +60,13 @@ def simulate(
     real = text.key.new_ones(B, N) if text.mask is None else text.mask
     real = real.bool()
     order = real.cumsum(1) - 1
+    positions = order.masked_fill(~real, -1)[:, None]
     early = real & (order < torch.tensor(prompts, dtype=torch.long, device=device)[:, None])
     widest = [policy.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
     sizes = slot_layout.capacities(widest, N)
     slots = slot_layout.with_capacities(
         text.key, sizes, value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
-        merge=policy.merge is not None,
+        shared=text.value is None,
     )  # fmt: skip
     slots.budget.copy_(slots.budget.new_tensor(by_row).squeeze(1))
     evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
@@ -80,9 +85,9 @@ def simulate(
         """When rows [B] have seen so many columns."""
         evicted = not_held(slots, sizes, N) & (evicted_after < 0)
         evicted_after.copy_(torch.where(evicted, seen[:, None, None].int(), evicted_after))
-        note_held()  # what was merged has added to a score
 
     out, scores = reader.prompt(text._replace(mask=early))
+    scores = pins.score(scores, positions)
     note(order.masked_fill(~early, N)[:, None], scores)
     ops.evict(text.key, text.value, scores, slots, mask=early, policy=policy)
     columns = torch.arange(1, N + 1, device=device)
@@ -92,6 +97,7 @@ def simulate(
     for i in late.any(0).nonzero()[:, 0].tolist():
         one = text.columns(i, i + 1)._replace(mask=late[:, i : i + 1])
         answer, score = reader.step(one, slots)
+        score = pins.score(score, positions[..., i : i + 1])
         note_held()
         note(order[:, i : i + 1].masked_fill(~late[:, i : i + 1], N)[:, None], score)
         ops.evict(one.key, one.value, score, slots, mask=one.mask, policy=policy)

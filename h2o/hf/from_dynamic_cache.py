@@ -47,6 +47,11 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
             'positions="rolled" cannot go on from a DynamicCache, whose keys are rotated at '
             "positions that it does not tell: read the text with an H2OCache instead"
         )
+    if any(isinstance(layer, H2OLayer) and layer.pass_state.pins.are_columns for layer in layers):
+        raise ValueError(
+            "pinned is a mask, and a DynamicCache does not tell which columns its keys had: give "
+            "spans (start, stop) of tokens"
+        )
     B, n = _sizes(cache, layers)
     mask = _mask(attention_mask, B, n)
     for index, (source, layer) in enumerate(zip(cache.layers, layers, strict=True)):

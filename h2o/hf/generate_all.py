@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
@@ -27,7 +27,7 @@ from h2o.hf.row_batch import RowBatch, row_bytes
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from h2o.config_fields import ConfigFields
+    from h2o.config_fields import ConfigFields, Pinned
 
 __all__ = ["Request", "Result", "generate_all", "serves"]
 
@@ -48,6 +48,7 @@ def generate_all(
     tokenizer: Any = None,
     prefix: H2OCache | None = None,
     seed: int = 0,
+    pinned: Pinned | Literal["system"] = None,
     on_token: Callable[[int, int], Any] | None = None,
     as_completed: bool = False,
     compileable: bool = False,
@@ -82,13 +83,15 @@ def generate_all(
         prefix: what every prompt begins with, read before: a cache of one row of the same settings,
             such as a document's (`H2OCache.load`). Prompts contain its tokens.
         seed: request i samples as `generate()` does after `torch.manual_seed(seed + i)`.
+        pinned: as of `H2OCache`, of each prompt whose `Request` has no pins of its own; "system" is
+            the system turn of prompts that are chats.
         on_token: called with the index of a request and each new token.
         as_completed: results as they finish, not in the order of prompts.
         compileable: torch.compile takes the step of all rows, one graph for all steps, and prompts
             after the first one, one graph for all lengths. Each needs a minute at first, and
             budgets in tokens: under fractions longer prompts make rows wider, hence other graphs,
-            and prompts are read eagerly, as after a prefix and with a request's own budget. A model
-            that cannot be compiled is served eagerly, with a warning.
+            and prompts are read eagerly, as after a prefix, with pins or a request's own budget. A
+            model that cannot be compiled is served eagerly, with a warning.
 
     Yields:
         A `Result` for each prompt. One that cannot be answered has `finish_reason="error"`; the
@@ -115,7 +118,7 @@ def generate_all(
     if prefix is not None:
         prefix = _checked(prefix, config).fork()  # its owner may go on with it
     settings = Settings(
-        model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, on_token
+        model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, pinned, on_token
     )
     if rows is not None and isinstance(prompts, Sized):
         rows = max(1, min(rows, len(prompts)))
@@ -143,7 +146,7 @@ def serves(model: Any, h2o_config: H2OConfig, request: Request, tokenizer: Any =
         ValueError: what no way of decoding could answer.
     """
     config = h2o_config.for_model(model)
-    settings = Settings(model, config, None, None, tokenizer, None, 0, None)
+    settings = Settings(model, config, None, None, tokenizer, None, 0, None, None)
     try:
         RowBatch(model, config, 1)
         Running(0, request, settings)
@@ -221,7 +224,10 @@ class _Engine:
             if self.bytes is not None and request.config is not None:
                 raise ValueError("a budget of its own in rows of so many bytes: give rows instead")
             self.reading = Running(index, request, self.settings)
-            if self.reader and request.config is None:
+            pins = self.reading.cache.pass_state.pins
+            if self.bytes is not None and pins and self.settings.config.shares is not None:
+                raise ValueError("pinned keys change the shares of heads: give rows, not bytes")
+            if self.reader and request.config is None and not pins:
                 self.reading.read_by(self.reader)
         except Unsupported:
             raise

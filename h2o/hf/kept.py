@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from h2o.spans import PINNED
+
 __all__ = ["Kept", "KeptToken"]
 
 
@@ -21,7 +23,7 @@ class KeptToken(NamedTuple):
     position: int
     text: str
     score: float
-    """Attention received while it was held; over several heads the sum"""
+    """Attention received while it was held; over several heads the sum; infinity if pinned"""
     heads: list[int]
     """The key/value heads that hold it"""
 
@@ -37,7 +39,7 @@ class Kept(NamedTuple):
     positions: Tensor
     """int64 [B, G, K], ascending; -1 where a row or head holds less than others"""
     scores: Tensor
-    """float32 [B, G, K]; 0 at -1"""
+    """float32 [B, G, K]; 0 at -1, infinity where a key is pinned"""
 
     def columns(self, attention_mask: Any = None) -> Tensor:
         """int64 [B, G, K]: `positions` as columns of the padded batch, -1 where there is none.
@@ -98,7 +100,11 @@ class Kept(NamedTuple):
         held = self._held(row, head)
         texts = self._texts(tokenizer, input_ids, row, attention_mask, max(held, default=-1))
         scores = [sum(held[j].values()) if j in held else 0.0 for j in range(len(texts))]
-        return shaded(texts, scores, [j in held for j in range(len(texts))])
+        return shaded(
+            texts,
+            _drawn(torch.tensor(scores, device="cpu")).tolist(),
+            [j in held for j in range(len(texts))],
+        )
 
     def plot(self, ax: Any = None, *, row: int = 0) -> Any:
         """A heat map on matplotlib axes (new ones by default): a line for each head, a column for
@@ -146,7 +152,7 @@ class Kept(NamedTuple):
 
     def _matrix(self, row: int) -> Tensor:
         """float32 [G, highest position + 1] on the CPU, NaN where nothing is held."""
-        positions, scores = self.positions[row].cpu(), self.scores[row].cpu()
+        positions, scores = self.positions[row].cpu(), _drawn(self.scores[row].cpu())
         n = int(positions.max()) + 1 if positions.numel() else 0
         matrix = scores.new_full((len(positions), n + 1), torch.nan)
         matrix.scatter_(1, positions % (n + 1), scores)  # what is empty goes to the last column
@@ -174,6 +180,14 @@ class Kept(NamedTuple):
                 f"{last}: give the ids of everything it has seen, such as generate()'s result"
             )
         return pieces(tokenizer, ids.tolist())
+
+
+def _drawn(scores: Tensor) -> Tensor:
+    """Scores with a pinned key's as high as the highest of all others."""
+    is_pinned = scores == PINNED
+    if bool(is_pinned.all()):
+        return is_pinned.float()
+    return scores.masked_fill(is_pinned, float(scores[~is_pinned].nan_to_num(0).max()))
 
 
 ROWS = 8

@@ -25,6 +25,7 @@ from h2o import ops
 from h2o.config import H2OConfig
 from h2o.head_budgets import LayerShares
 from h2o.hf import prompt_budget, slot_layout, tensor_parallel
+from h2o.hf.attend_and_evict import attention, evicting
 from h2o.hf.attention_call import (
     CACHE_HAS_NO_GRADIENT,
     AttentionCall,
@@ -32,14 +33,14 @@ from h2o.hf.attention_call import (
     Undifferentiable,
     as_autocast,
     as_operand,
+    as_stored,
 )
 from h2o.hf.crop import NO_RECORD, LastPass
 from h2o.hf.layer_contents import LayerContents
 from h2o.hf.layer_state import restore, state_of
-from h2o.hf.one_budget import Budgets, OneBudget, Prompt
+from h2o.hf.one_budget import Budgets, OneBudget, Prompt, positions_in
 from h2o.hf.pass_state import WITHOUT_CACHE, PassState, columns_left
 from h2o.hf.slot_layout import Capacity
-from h2o.policy import Policy
 
 __all__ = ["H2OLayer"]
 
@@ -193,6 +194,8 @@ class H2OLayer(LayerContents):
 
     def _attend_one(self, tokens: NewTokens) -> Tensor:
         """A decode step."""
+        if self.waits_for_pins:  # a new key's score is not in the hands of a step
+            return self._attend_chunk(tokens)
         slots = self.slots
         if self.capacity.tokens <= self.longest:
             slots = self._with_capacity(self.longest + 1)
@@ -213,10 +216,11 @@ class H2OLayer(LayerContents):
         counts = prompt_budget.counted(tokens.mask, B, Q, self.config, self.pass_state)
         if unscored is not None:
             counts = [x + y for x, y in zip(counts, unscored.lengths.tolist(), strict=True)]
+        row_size, pins = (*self.row_size, self.rows_per_token), self.pass_state.pins
+        prompt_budget.begin_pins(self.pass_state, counts, tokens.mask, Q, row_size)
         budget = prompt_budget.budget_of(
-            self.config, self.pass_state.prompt_length, counts, G, self.part,
-            (*self.row_size, self.rows_per_token),
-        )  # fmt: skip
+            self.config, self.pass_state, counts, G, self.part, row_size
+        )
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
             out, scores = self._attention(tokens, unscored)
@@ -225,12 +229,15 @@ class H2OLayer(LayerContents):
                 scores, claims = self.prompt_scores(tokens, scores)
             prompt = Prompt(
                 tokens.key, tokens.value, tokens.mask, scores, claims, counts, Q, tokens.mask,
-                budget.by_row, budget.raised, budget.floored,
+                budget.by_row, pins.counts(B, self.config.sinks), budget.raised, budget.floored,
             )  # fmt: skip
             if unscored is not None:
                 keys, values, mask = slot_layout.together(unscored, *prompt[:3])
                 scores = torch.cat([unscored.scores, scores], dim=2)
                 prompt = prompt._replace(keys=keys, values=values, mask=mask, scores=scores)
+            if pins:
+                positions, _ = positions_in(prompt.mask, prompt.scores)
+                prompt = prompt._replace(scores=pins.score(prompt.scores, positions))
             if self.one_budget is None or claims is None:
                 self.store(prompt, budget.by_row)
             else:
@@ -247,6 +254,7 @@ class H2OLayer(LayerContents):
         self._keep(*tensors, by_row, max(prompt.counts))
         self.raised, self.floored, self.unscored = prompt.raised, prompt.floored, False
         self.prompt_columns = self.seen + prompt.columns
+        self.waits_for_pins = bool(self.pass_state.pins)
         self._count(prompt.columns, prompt.column_mask)
 
     def _attend_chunk(self, tokens: NewTokens) -> Tensor:
@@ -260,7 +268,17 @@ class H2OLayer(LayerContents):
     def _attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attends over the slots and the new tokens, and keeps what the budget has room for of
         both."""
-        return evicting(lambda: self._attention(tokens, slots), tokens, slots, self.policy)
+
+        def attend() -> tuple[Tensor, Tensor]:
+            read = as_stored(tokens, slots) if tokens.query.shape[2] == 1 else tokens
+            out, scores = self._attention(read, slots)
+            if self.waits_for_pins:
+                positions, _ = positions_in(tokens.mask, scores)
+                after = (positions + slots.lengths[:, None, None]).masked_fill(positions < 0, -1)
+                scores = self.pass_state.pins.score(scores, after)
+            return out, scores
+
+        return evicting(attend, tokens, slots, self.policy)
 
     def hold(
         self, keys: Tensor, values: Tensor | None, mask: Tensor, scores: Tensor,
@@ -271,6 +289,8 @@ class H2OLayer(LayerContents):
         self._keep(keys, values, mask, scores, by_row, keys.shape[2])
         self.row_size, self.seen = source.row_size, source.seen
         self.prompt_columns = source.seen
+        self.waits_for_pins = bool(self.pass_state.pins)
+        self._count(0, None)
 
     def _keep(
         self, keys: Tensor, values: Tensor | None, mask: Tensor | None, scores: Tensor,
@@ -291,7 +311,6 @@ class H2OLayer(LayerContents):
             sizes,
             value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype,
-            merge=self.config.merge is not None,
             shared=self.shared,
         )
         budget = torch.tensor(by_row, dtype=torch.int32, device="cpu")
@@ -356,34 +375,3 @@ class H2OLayer(LayerContents):
     def activate_past_recording(self) -> None:
         """See `H2OCache.activate_past_recording`."""
         self.record_past = True
-
-
-def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tuple[Tensor, Tensor]:
-    """Output [B, Q, H, D] of new tokens over slots and each other, and scores [B, G, Q] of their
-    keys."""
-    return ops.attend(
-        tokens.query,  # not tokens[:3]: torch 2.6 cannot compile slices of named tuples
-        tokens.key,
-        tokens.value,
-        slots,
-        mask=tokens.mask,
-        scale=tokens.scale,
-        softcap=tokens.softcap,
-        sink_logits=tokens.sink_logits,
-        policy=policy,
-    )
-
-
-def evicting(
-    attend: Callable[[], tuple[Tensor, Tensor]], tokens: NewTokens, slots: ops.Slots, policy: Policy
-) -> Tensor:
-    """The output of `attend`, by whose scores then the slots keep what their budget has room for.
-    When it raises, the slots are as they were."""
-    scores_before = slots.scores.clone()
-    try:
-        out, scores = attend()
-        ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
-    except Exception:  # the scores are all that attend has touched
-        slots.scores.copy_(scores_before)
-        raise
-    return out

@@ -101,6 +101,8 @@ class LayerContents(CacheLayerMixin):
     def _count(self, Q: int, mask: Tensor | None) -> None:
         """Q more columns have been seen."""
         self.seen += Q
+        if self.waits_for_pins:
+            self.waits_for_pins = self.pass_state.pins.wait(self.slots.lengths)
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
@@ -198,6 +200,7 @@ class LayerContents(CacheLayerMixin):
         self.holds_new = True  # else a pass gives what is held scores, and nothing is stored
         self.raised = False  # whether a budget below one token was rounded up to one
         self.floored = False  # whether a head has `min_tokens` keys, more than its fraction
+        self.waits_for_pins = False  # whether tokens that are pinned are still to come
         self.trace = Trace() if self.traced else None
         self.last: Any = None  # where passes are recorded: a LastPass, see H2OLayer.crop
         self.pass_state.waiting = None

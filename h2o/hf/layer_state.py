@@ -22,6 +22,7 @@ __all__ = ["State", "keys_of", "restore", "restore_keys", "state_of"]
 
 _NUMBERS = (
     "seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "floored", "part",
+    "waits_for_pins",
 )  # fmt: skip
 """Of an `H2OLayer`, beside its slots, their capacity and the trace."""
 
@@ -103,7 +104,8 @@ def restore_keys(layer: Any, state: State) -> None:
     if slots is not None:  # what was held elsewhere may go on with a step
         ops.open_device(slots.keys)
     layer._hold(slots, Capacity(list(state.numbers["widest"]), sizes(slots) if slots else []))
-    numbers = {"part": WHOLE, "floored": False, **state.numbers}  # early files have neither
+    early = {"part": WHOLE, "floored": False, "waits_for_pins": False}  # files have none of these
+    numbers = early | state.numbers
     for name in _NUMBERS:
         setattr(layer, name, numbers[name])
     layer.row_size, layer.part = tuple(layer.row_size), tuple(layer.part)

@@ -131,9 +131,6 @@ def _alike(config: Any, layers: list[int]) -> bool:
 def _refuse_latents(h2o_config: H2OConfig, compileable: bool) -> None:
     """Raises `Unsupported` for what does not go with rows that are key and value at once."""
     reasons = {
-        "merge: a merged latent would be another key and another value for each head": (
-            h2o_config.merge is not None
-        ),
         f'kv_dtype="{h2o_config.kv_dtype}": keys and values are one row there; use "int8"': (
             len(set(stored_bytes(h2o_config.kv_dtype, 32) or ())) > 1
         ),

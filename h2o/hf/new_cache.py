@@ -7,13 +7,18 @@ from typing import Any
 from transformers import DynamicCache
 
 from h2o.config import H2OConfig
+from h2o.config_fields import Pinned
 from h2o.hf.cache import H2OCache
 
 __all__ = ["bytes_of_keys", "new_cache"]
 
 
 def new_cache(
-    model: Any, config: H2OConfig | None, prompt_tokens: int, compileable: bool = False
+    model: Any,
+    config: H2OConfig | None,
+    prompt_tokens: int,
+    compileable: bool = False,
+    pinned: Pinned = None,
 ) -> DynamicCache | H2OCache:
     """An empty cache, of all keys without a config, after telling the model which attention goes
     with it.
@@ -21,6 +26,7 @@ def new_cache(
     Args:
         prompt_tokens: length of the prompt, which fractions in the config refer to.
         compileable: whether the decode step is to be compiled.
+        pinned: as of `H2OCache`.
 
     Raises: `Unsupported` for a model that h2o cannot serve, or whose step cannot be compiled.
     """
@@ -28,8 +34,13 @@ def new_cache(
     if config is None:
         cache = DynamicCache(config=model.config)
     else:
-        how = {"prompt_length": prompt_tokens, "compileable": compileable}
-        cache = H2OCache(model.config, config.for_model(model), **how)
+        cache = H2OCache(
+            model.config,
+            config.for_model(model),
+            prompt_length=prompt_tokens,
+            pinned=pinned,
+            compileable=compileable,
+        )
     model.set_attn_implementation("sdpa" if config is None else "h2o")
     return cache
 

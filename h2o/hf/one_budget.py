@@ -13,8 +13,8 @@ head wins at most as many places as it has claims above the bar. Of the keys bey
 so many of the highest rank; the others' keys and values are forgotten at once, and their scores
 stay, since what is evicted counts. So while a prompt is read there are held, of the layers read
 before, at most N keys of each row and what ties with the last, and an eighth more (`ROOM`), besides
-what each head keeps anyway. Where keys merge, a mean decays or layers differ in heads or sizes all
-of the prompt is held.
+what each head keeps anyway. Where a mean decays, or layers differ in heads or sizes, all of the
+prompt is held.
 
 Shape letters: B batch rows, G key/value heads of a layer, K tokens of the prompt, D head dimension,
 M keys of all rows and heads of a layer that are held.
@@ -32,6 +32,7 @@ from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf import prompt_budget, tensor_parallel
 from h2o.policy import Policy
+from h2o.spans import PINNED
 
 __all__ = [
     "Budgets",
@@ -68,6 +69,8 @@ class Prompt(NamedTuple):
     """[B, columns] bool"""
     by_row: Budgets
     """Equal budgets of the heads: an entry for each, or one for all"""
+    pinned: list[int]
+    """Keys of each row, beyond the sinks, that every head keeps"""
     raised: bool
     floored: bool
     """Both as of `h2o.hf.prompt_budget.PromptBudget`"""
@@ -132,10 +135,11 @@ class OneBudget:
         self.best = [prompt.scores.new_empty(0)] * B
         for config in self.configs.values():
             budget = prompt_budget.budget_of(
-                config, layer.pass_state.prompt_length, prompt.counts, G, layer.part,
+                config, layer.pass_state, prompt.counts, G, layer.part,
                 (*layer.row_size, layer.rows_per_token),
             )  # fmt: skip
-            _, left = parted(each_head(budget.by_row, G), config.sinks, config.floor)
+            by_row = each_head(budget.by_row, G)
+            _, left = parted(by_row, config.sinks, config.floor, prompt.pinned)
             self.places = [x + y for x, y in zip(self.places, left, strict=True)]
 
     def _drop(self, new: _Waiting) -> None:
@@ -177,8 +181,8 @@ class _Waiting:
     def __init__(self, layer: Any, prompt: Prompt) -> None:
         self.layer, self.prompt = layer, prompt
         G, sinks = prompt.scores.shape[1], layer.policy.sinks
-        least = layer.config.floor
-        self.floor, self.spare = parted(each_head(prompt.by_row, G), sinks, least)
+        by_row = each_head(prompt.by_row, G)
+        self.floor, self.spare = parted(by_row, sinks, layer.config.floor, prompt.pinned)
         positions, tokens = positions_in(prompt.mask, prompt.scores)
         self.ranks = _ranks(prompt, positions, tokens, layer.policy)
         assert prompt.claims is not None
@@ -201,10 +205,9 @@ class _Waiting:
 
     @property
     def is_ranked_alone(self) -> bool:
-        """Whether a key's rank is all that decides on it: none is merged into another one, and what
-        stores them makes the same ranks, but for `_ROUNDED`."""
+        """Whether what stores the keys makes the same ranks, but for `_ROUNDED`."""
         policy = self.layer.policy
-        return policy.merge is None and (policy.rank_by != "mean" or policy.decay == 1)
+        return policy.rank_by != "mean" or policy.decay == 1
 
     @property
     def keys_held(self) -> int:
@@ -282,15 +285,16 @@ def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) -> Tensor:
-    """[B, G, K]: the score, or what the policy makes of it. NaN is the lowest: such a key
-    is evicted first."""
+    """[B, G, K]: the score, or what the policy makes of it, but for pinned keys, which are the
+    highest. NaN is the lowest: such a key is evicted first."""
     ranks = prompt.scores
     if policy.rank_by == "mean":
         ranks = ranks / policy.queries_of(positions, tokens)
     if policy.value_weighted:
         values = prompt.keys if prompt.values is None else prompt.values
         ranks = ranks * values.float().norm(dim=-1)
-    return ranks.masked_fill(ranks.isnan(), -math.inf)
+    ranks = ranks.masked_fill(ranks.isnan(), -math.inf)
+    return ranks.masked_fill(prompt.scores == PINNED, PINNED)
 
 
 def _spared(positions: Tensor, tokens: Tensor, sinks: int, budgets: Budgets) -> Tensor:
@@ -308,6 +312,7 @@ def parted(
     budgets: Budgets,
     sinks: int,
     least: int,
+    pinned: list[int],
     of_head: float = 0.0,
     most_recent: int | None = None,
 ) -> tuple[Budgets, list[int]]:
@@ -315,15 +320,18 @@ def parted(
 
     Args:
         least: keys that each head keeps at least, sinks included, if its budget is as many.
+        pinned: keys of each row for which each head keeps room, likewise.
         of_head: part of what follows sinks and recent keys that stays each head's own, in [0, 1].
         most_recent: at most so many of the recent keys that the budgets have; None: all of these.
     """
     first, left = [], []
-    for row in budgets:
+    for row, pins in zip(budgets, pinned, strict=True):
         recents = [r if most_recent is None else min(r, most_recent) for _, r in row]
         rest = [h + r - recent for (h, r), recent in zip(row, recents, strict=True)]
         heavies = [
-            max(int(n * of_head), min(n, max(least, 1) - sinks - recent))  # none without a key
+            min(
+                n, max(int(n * of_head), max(least, 1) - sinks - recent, pins)
+            )  # none without a key
             for n, recent in zip(rest, recents, strict=True)
         ]
         first.append(list(zip(heavies, recents, strict=True)))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from h2o.borrowed import CROPS_TO_LENGTH, calls_a_module
 from h2o.hf.layer_kinds import has_states, kind_of
+from h2o.hf.pins import Pins
 from h2o.hf.rope_deltas import RopeDeltas
 
 __all__ = ["WITHOUT_CACHE", "PassState", "columns_left", "refuse_broken"]
@@ -56,6 +57,9 @@ class PassState:
         leaves it set, since how far the layer got is then unknown."""
         self.prompt_length: int | Sequence[int] | None = prompt_length
         """Tokens of the whole prompt, where it is known to come in chunks."""
+        self.pins = Pins()
+        self.configs: Sequence[Any] = ()
+        """Those of the H2O layers"""
         kinds = [kind_of(layer) for layer in layers] or ["h2o"]
         storing = [index for index, kind in enumerate(kinds) if kind not in ("none", "cross")]
         self.first, self.last = storing[0], max(storing[-1], last)
@@ -73,6 +77,10 @@ class PassState:
 
     def repeat(self, rows: int) -> None:
         """Each row has become so many, also of what no pass has read yet."""
+        self.pins.each_row(lambda pinned: [row for row in pinned for _ in range(rows)])
+        self._repeat_lengths(rows)
+
+    def _repeat_lengths(self, rows: int) -> None:
         if isinstance(self.prompt_length, Sequence):
             self.prompt_length = [n for n in self.prompt_length for _ in range(rows)]
 
@@ -81,10 +89,11 @@ class PassState:
         `num_return_sequences`."""
         given = self.prompt_length
         if isinstance(given, Sequence) and len(given) < rows and rows % len(given) == 0:
-            self.repeat(rows // len(given))
+            self._repeat_lengths(rows // len(given))
 
     def select(self, rows: Tensor) -> None:
         """The batch has become these rows of it."""
+        self.pins.each_row(lambda pinned: [pinned[row] for row in rows.tolist()])
         if isinstance(self.prompt_length, Sequence):
             self.repeat_to(int(rows.max()) + 1)
             self.prompt_length = [self.prompt_length[row] for row in rows.tolist()]
@@ -159,6 +168,7 @@ class PassState:
         self.leave()
         self.rope_deltas.reset()
         self.prompt_length = None
+        self.pins.reset()
 
     @property
     def under_way(self) -> bool:

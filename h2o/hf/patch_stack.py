@@ -102,7 +102,7 @@ class PatchStack:
             return None
         latest = patches[-1]
         for patch in patches[:-1]:
-            if patch.config != latest.config and patch.lock.beside(latest.lock):
+            if patch.settings != latest.settings and patch.lock.beside(latest.lock):
                 raise RuntimeError(
                     "several tasks have this model in h2o.patched() with different settings, and "
                     "this call is in none of their contexts, so it cannot be told which of them "

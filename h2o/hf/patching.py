@@ -15,11 +15,12 @@ from h2o.config import H2OConfig, one_config
 from h2o.hf.cache import H2OCache
 from h2o.hf.patch_lock import PatchLock, unwrapped
 from h2o.hf.patch_stack import PatchStack
+from h2o.hf.tuned_prompts import check_pins
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from h2o.config_fields import ConfigFields
+    from h2o.config_fields import ConfigFields, Pinned
 
 __all__ = ["Patch", "disable", "enable", "patched"]
 
@@ -35,10 +36,17 @@ class Patch:
     """
 
     def __init__(
-        self, model: Any, config: H2OConfig, *, trace: bool = False, is_block: bool = False
+        self,
+        model: Any,
+        config: H2OConfig,
+        *,
+        pinned: Pinned = None,
+        trace: bool = False,
+        is_block: bool = False,
     ) -> None:
         self.model = model
         self.config = config
+        self.pinned = pinned
         self.traced = trace
         self.is_block = is_block
         self.cache: H2OCache | None = None
@@ -54,7 +62,11 @@ class Patch:
     def make_cache(self, prompt_length: Any = None) -> H2OCache:
         """A fresh cache for the model."""
         cache = H2OCache(
-            self.model.config, self.config, prompt_length=prompt_length, trace=self.traced
+            self.model.config,
+            self.config,
+            prompt_length=prompt_length,
+            pinned=self.pinned,
+            trace=self.traced,
         )
         self.cache = cache
         return cache
@@ -68,8 +80,9 @@ class Patch:
     def apply(self) -> None:
         """Raises `Unsupported`, with the model as it was."""
         model = self.model
-        H2OCache(model.config, self.config)  # refuses what cannot be served
-        self.lock = PatchLock("patched", model, "h2o", (self.config, self.traced))
+        pins = H2OCache(model.config, self.config, pinned=self.pinned).pass_state.pins  # or refuses
+        self.settings = self.config, pins, self.traced
+        self.lock = PatchLock("patched", model, "h2o", self.settings)
         self.lock.acquire(model)
         try:
             _warn_of_no_cache(model)
@@ -109,6 +122,7 @@ def enable(
     model: Any,
     h2o_config: H2OConfig | None = None,
     *,
+    pinned: Pinned = None,
     trace: bool = False,
     **parameters: Unpack[ConfigFields],
 ) -> Patch:
@@ -122,7 +136,7 @@ def enable(
     Args:
         model: a causal language model of transformers, or a PEFT model around one.
         h2o_config, parameters: as for `H2OCache`.
-        trace: as for `H2OCache`.
+        pinned, trace: as for `H2OCache`, of each call's prompt.
 
     Raises:
         Unsupported: (a ValueError) a model that h2o cannot serve, naming the reason. generate()
@@ -130,7 +144,7 @@ def enable(
         RuntimeError: another thread has this model enabled with other settings, or another thread
             or task has it simulated.
     """
-    return _applied(model, one_config(h2o_config, parameters), trace=trace)
+    return _applied(model, one_config(h2o_config, parameters), pinned=pinned, trace=trace)
 
 
 def disable(model: Any) -> None:
@@ -151,6 +165,7 @@ def patched(
     model: Any,
     h2o_config: H2OConfig | None = None,
     *,
+    pinned: Pinned = None,
     trace: bool = False,
     **parameters: Unpack[ConfigFields],
 ) -> Iterator[Patch]:
@@ -168,7 +183,8 @@ def patched(
     block of their own, as the handlers of a server do, if the settings are the same. Two generators
     that take turns in one task have the latest in common.
     """
-    patch = _applied(model, one_config(h2o_config, parameters), trace=trace, is_block=True)
+    config = one_config(h2o_config, parameters)
+    patch = _applied(model, config, pinned=pinned, trace=trace, is_block=True)
     try:
         yield patch
     finally:
@@ -176,8 +192,9 @@ def patched(
             patch.undo()
 
 
-def _applied(model: Any, config: H2OConfig, **how: bool) -> Patch:
+def _applied(model: Any, config: H2OConfig, **how: Any) -> Patch:
     base = _base(model)
+    check_pins(model, how["pinned"])
     patch = Patch(base, config.for_model(base), **how)
     patch.apply()
     return patch

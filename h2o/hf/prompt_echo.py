@@ -28,25 +28,25 @@ from torch import Tensor
 from h2o import ops
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
-from h2o.hf.attention_call import NewTokens
+from h2o.hf.attention_call import NewTokens, as_stored
 from h2o.hf.echo import largest
-from h2o.hf.layer_kinds import full_layers
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.one_budget import positions_in
-from h2o.model_identity import describe, latent_row
+from h2o.model_identity import latent_row
 from h2o.policy import Policy
-from h2o.quantisation import dequantised, stored_like
 
-__all__ = ["PART", "PromptEcho", "Served", "not_dealt", "rotary_for", "served_as"]
+__all__ = [
+    "PART",
+    "PromptAttention",
+    "PromptEcho",
+    "Served",
+    "not_dealt",
+    "rotary_for",
+    "served_as",
+]
 
 PART = 0.75
 """Of the attention; chosen on texts and facts of their own (docs/results.md)."""
-
-
-FEWEST_HEADS = 16
-"""Key/value heads with full attention from which places are dealt over all of them. Gemma 3 270M,
-which has three, loses more by echo than by `robust`; SmolLM2, which has 90, loses less. Where the
-bound lies in between was not measured."""
 
 
 class Served(NamedTuple):
@@ -68,7 +68,7 @@ def served_as(config: Any, h2o_config: H2OConfig) -> Served:
     elif h2o_config.rank_by == "mean-echo":
         rotary = _rotary(config)
     reason = rotary if isinstance(rotary, str) else ""
-    if h2o_config.shares_by_echo and (reason := reason or _few_heads(config)):
+    if h2o_config.shares_by_echo and reason:
         as_robust = dataclasses.replace(h2o_config, rank_by="mean", shares=None)
         return Served(as_robust, None, reason)
     return Served(h2o_config, None if isinstance(rotary, str) else rotary, "")
@@ -77,20 +77,12 @@ def served_as(config: Any, h2o_config: H2OConfig) -> Served:
 def not_dealt(config: Any) -> str:
     """Why the places of a model's prompts are not dealt by echo; "" where they are."""
     rotary = _rotary(config)
-    return rotary if isinstance(rotary, str) else _few_heads(config)
+    return rotary if isinstance(rotary, str) else ""
 
 
 def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:
     """The rotary embedding of a model whose prompts are ranked by echo; None for any other."""
     return served_as(config, h2o_config).rotary
-
-
-def _few_heads(config: Any) -> str:
-    text = config.get_text_config(decoder=True)
-    heads = len(full_layers(text)) * describe(config).get("num_key_value_heads", 1)
-    if heads >= FEWEST_HEADS:
-        return ""
-    return f"it has {heads} key/value heads with full attention, and {FEWEST_HEADS} are needed"
 
 
 def _rotary(config: Any) -> Rotary | str:
@@ -103,12 +95,38 @@ def _rotary(config: Any) -> Rotary | str:
         return str(error).partition(": ")[2] or str(error)
 
 
-class PromptEcho:
-    """Makes the scores of a prompt in one layer."""
+class PromptAttention:
+    """Makes the scores of a prompt, and of the tokens that follow it, by attention."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def received(self, tokens: NewTokens) -> Tensor:
+        """[B, G, Q] float32, the attention that the tokens of a first pass receive."""
+        return self._attention(tokens, None)[1]
+
+    def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
+        """What a first pass makes: [B, Q, H, D], and [B, G, Q] float32 of the new keys."""
+        return self._attention(tokens, None)
+
+    def step(self, token: NewTokens, slots: ops.Slots) -> tuple[Tensor, Tensor]:
+        """The same of one later token, whose attention is added to the scores of the slots."""
+        return self._attention(as_stored(token, slots), slots)
+
+    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
+        return ops.attend(
+            *tokens[:3], slots, mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap,
+            sink_logits=tokens.sink_logits, policy=self.policy,
+        )  # fmt: skip
+
+
+class PromptEcho(PromptAttention):
+    """Makes the scores of a prompt in one layer by echo."""
 
     def __init__(self, rotary: Rotary, layer: int, policy: Policy) -> None:
         """`rotary`: the model's. `policy`: `H2OConfig.policy`, whose `rank_by` is "mean"."""
-        self.rotary, self.is_rotated, self.policy = rotary, rotary.turns(layer), policy
+        super().__init__(policy)
+        self.rotary, self.is_rotated = rotary, rotary.turns(layer)
 
     def scores(self, tokens: NewTokens, received: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and echo of the tokens of a first pass, each [B, G, Q] float32, from the attention
@@ -147,34 +165,7 @@ class PromptEcho:
             return 0
         return tokens.key.shape[2] if tokens.mask is None else int(tokens.mask.sum(1).max())
 
-    def received(self, tokens: NewTokens) -> Tensor:
-        """[B, G, Q] float32, the attention that the tokens of a first pass receive."""
-        return self._attention(tokens, None)[1]
-
     def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
-        """What a first pass makes: [B, Q, H, D], and [B, G, Q] float32 of the new keys."""
-        out, received = self._attention(tokens, None)
+        """As of `PromptAttention`."""
+        out, received = super().prompt(tokens)
         return out, self.scores(tokens, received)[0]
-
-    def step(self, token: NewTokens, slots: ops.Slots) -> tuple[Tensor, Tensor]:
-        """The same of one later token, whose attention is added to the scores of the slots."""
-        return self._attention(as_stored(token, slots), slots)
-
-    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
-        return ops.attend(
-            *tokens[:3], slots, mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap,
-            sink_logits=tokens.sink_logits, policy=self.policy,
-        )  # fmt: skip
-
-
-def as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
-    """New tokens as they are read from the slots."""
-    if slots.keys.dtype != torch.uint8 or tokens.value is None:
-        return tokens
-
-    def read_back(x: Tensor, store: Any) -> Tensor:
-        return dequantised(stored_like(x, store), x.shape[-1]).to(x.dtype)
-
-    return tokens._replace(
-        key=read_back(tokens.key, slots.keys), value=read_back(tokens.value, slots.values)
-    )

@@ -6,7 +6,7 @@ dimension.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from h2o.config import H2OConfig
 from h2o.hf import prompt_budget, slot_layout, tensor_parallel
 from h2o.hf.cache import H2OCache
 from h2o.hf.layer import H2OLayer
-from h2o.hf.one_budget import Budgets, each_head, parted, won
+from h2o.hf.one_budget import Budgets, each_head, parted, positions_in, won
+from h2o.hf.pins import Pins
 from h2o.policy import Policy
 
 __all__ = ["LATER_RECENT", "RECENT", "pruned"]
@@ -34,13 +35,13 @@ lost 0.406 nats a token, 4 and 8 31 and 0.409, 4 and 4 32 and 0.448, 8 and 4 29 
 
 def pruned(
     full_cache: H2OCache,
-    model_config: Any,
+    cache: H2OCache,
     config: H2OConfig,
     attention: list[Tensor],
     largest: list[Tensor],
     by_attention: float,
 ) -> H2OCache:
-    """What the budget keeps of `full_cache`, which is empty afterwards.
+    """What the budget keeps of `full_cache`, which is empty afterwards, in `cache`.
 
     Of each head's budget sinks and the newest `RECENT` keys come first; `by_attention` of the rest
     goes to the highest ranks by the config's own policy. What all heads of all layers have left
@@ -48,12 +49,13 @@ def pruned(
 
     Args:
         full_cache: without a budget.
+        cache: an empty one with the config for what follows. Its pins know the document.
         config: budgets, storage, and the policy of `attention`.
         attention, largest: [B, G, K] float32 of each of its H2O layers: scores by that policy, and
             the largest attention of any one query, which is the score from then on.
         by_attention: in [0, 1].
     """
-    cache = H2OCache(model_config, config.after_reading)
+    pins = cache.pass_state.pins
     layers = [
         (source, layer)
         for source, layer in zip(full_cache.layers, cache.layers, strict=True)
@@ -63,9 +65,11 @@ def pruned(
     for (source, layer), scores in zip(layers, attention, strict=True):
         held = _Held.of(source)
         budgets = _budgets_of(layer, source, held.mask)
-        first_budget, left = parted(budgets, config.sinks, config.floor, by_attention, RECENT)
+        own = [n and n + LATER_RECENT - RECENT for n in pins.counts(len(budgets), config.sinks)]
+        first_budget, left = parted(budgets, config.sinks, config.floor, own, by_attention, RECENT)
         wanted.append(budgets)
         first.append(first_budget)
+        scores = _with_pins(pins, held.mask, scores)
         kept.append(_kept(held, scores, config.policy, first_budget))
         spare.append(left)
     if not layers:
@@ -80,11 +84,17 @@ def pruned(
             for heads in zip(first_budget, counts, strict=True)
         ]
         # What is kept by attention ranks above all others, whose scores are at most 1.
-        layer.hold(*_Held.of(source), scores + 2.0 * chosen, budget, source)
+        held = _Held.of(source)
+        ranks = _with_pins(pins, held.mask, scores + 2.0 * chosen)
+        layer.hold(*held, ranks, budget, source)
         layer.slots.scores.sub_(2.0 * (layer.slots.scores >= 2.0))
         _set_budgets(layer.slots, _later(budget, budgets))
         source.empty()
     return cache
+
+
+def _with_pins(pins: Pins, mask: Tensor, scores: Tensor) -> Tensor:
+    return pins.score(scores, positions_in(mask, scores)[0])
 
 
 class _Held(NamedTuple):
@@ -109,7 +119,7 @@ def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
     """As the layer's prompt would get them, with an entry for each head."""
     heads = source.slots.free.shape[1]
     rows = prompt_budget.budget_of(
-        layer.config, None, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
+        layer.config, layer.pass_state, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
         (*source.row_size, layer.rows_per_token),
     ).by_row  # fmt: skip
     return each_head(rows, heads)
@@ -140,7 +150,7 @@ def _kept(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tens
         keys, sizes, value_weighted=policy.value_weighted, shared=values is None
     )
     _set_budgets(slots, budgets)
-    ops.evict(keys, values, scores, slots, mask=mask, policy=policy._replace(merge=None))
+    ops.evict(keys, values, scores, slots, mask=mask, policy=policy)
     positions = slot_layout.by_head(slots, sizes, "positions", -1).long()
     kept = scores.new_zeros(*scores.shape[:2], 1 + scores.shape[2], dtype=torch.bool)
     return kept.scatter_(2, positions + 1, True)[..., 1:] | ~mask[:, None]

@@ -2,7 +2,7 @@
 
 A key's rank is a hash of its layer, head and position. The rank is therefore the same in a cache,
 in a simulation, in chunks and in any batch, and keys are kept with equal probability. Attention
-changes no rank.
+changes no rank; a pinned key keeps its own.
 
 Shape letters: B batch rows, G key/value heads, S slots, N columns of a text, D head dimension.
 """
@@ -19,12 +19,15 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.errors import Unsupported
+from h2o.hf.attend_and_evict import evicting
 from h2o.hf.attention_call import NewTokens
-from h2o.hf.layer import H2OLayer, evicting
+from h2o.hf.layer import H2OLayer
 from h2o.hf.one_budget import positions_in
+from h2o.hf.pins import Pins
 from h2o.hf.prompt_echo import as_stored
 from h2o.hf.report import LayerReport
 from h2o.hf.visible_keys import VisibleKeys
+from h2o.spans import PINNED
 
 __all__ = ["RandomLayer", "drawn", "simulate"]
 
@@ -68,7 +71,8 @@ class RandomLayer(H2OLayer):
             of_slots = heads[:, None]
             if slots.starts is not None:  # the slots of all heads lie on one axis
                 of_slots = heads.repeat_interleave(slots.starts.diff())
-            slots.scores.copy_(drawn(slots.positions, of_slots, self.layer_idx))
+            ranks = drawn(slots.positions, of_slots, self.layer_idx)
+            slots.scores.copy_(ranks.masked_fill(slots.scores == PINNED, PINNED))
         return out, drawn(positions, heads[:, None], self.layer_idx)
 
     def _step(
@@ -88,6 +92,7 @@ def simulate(
     kv_dtype: str | None,
     layer: int,
     part: tuple[int, int],
+    pins: Pins,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a `RandomLayer` does with a text. As `h2o.ops.simulate`.
 
@@ -96,6 +101,7 @@ def simulate(
         prompts: tokens of each row that are read before the first eviction, at least 1.
         by_row: (heavy, recent) of each row and each head, or one for all heads.
         part: which part of the model's heads this process has.
+        pins: which know the prompts.
 
     Returns:
         Output [B, N, H, D], evicted_at int32 [B, G, N], ranks float32 [B, G, N].
@@ -105,6 +111,7 @@ def simulate(
     B, G, N, _ = text.key.shape
     positions, _count = positions_in(text.mask, text.key[..., 0])
     ranks = drawn(positions, _heads(G, part, text.key.device)[:, None], layer)
+    ranks = pins.score(ranks, positions)
     evicted_at = torch.zeros(B, G, N, dtype=torch.int32, device=text.key.device)
     for b, prompt in enumerate(prompts):
         columns = (positions[b, 0] >= 0).nonzero()[:, 0]

@@ -119,7 +119,7 @@ class ReadableCache(Cache):
             forward pass that evicted the key, all columns of this pass counted, also pads on the
             right; N for a key that is still held, and for one that the last pass evicted; 0 for
             a pad. The token in column i saw key j exactly when j <= i < evicted_at[j] and j is
-            no pad. With `merge`: as itself; later ones see what it has become part of.
+            no pad.
 
         Raises:
             IndexError, ValueError: as `kept`; without trace.

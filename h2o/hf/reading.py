@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from h2o import borrowed
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
-from h2o.hf import slot_layout, states, tensor_parallel
+from h2o.hf import prompt_budget, slot_layout, states, tensor_parallel
 from h2o.hf.angles import AnglesByLength
 from h2o.hf.cache import H2OCache
 from h2o.hf.layer import H2OLayer
@@ -36,7 +36,7 @@ from h2o.policy import Policy
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from h2o.config_fields import ConfigFields
+    from h2o.config_fields import ConfigFields, Pinned
 
 __all__ = ["CHUNK", "REPEAT", "read"]
 
@@ -58,6 +58,7 @@ def read(
     attention_mask: Tensor | None = None,
     repeat: str | Tensor = REPEAT,
     by_attention: float = 0.5,
+    pinned: Pinned = None,
     progress: Callable[[int, int], Any] | None = None,
     **parameters: Unpack[ConfigFields],
 ) -> H2OCache:
@@ -89,6 +90,7 @@ def read(
         by_attention: part of the budget, in [0, 1], for the config's own policy. Less of it finds
             more and loses more of the next words: at 4% of the bytes 0.5, 0.25 and 0 found .58, .65
             and .69 of 26 facts, and lost .32, .35 and .46 nats a token after other texts.
+        pinned: as for `H2OCache`, of the document.
         progress: called with the columns read so far and the columns to read.
 
     Returns:
@@ -115,12 +117,15 @@ def read(
         )
     ids, mask = input_ids.to(input_device(model)), mask.bool().to(input_device(model))
     reader = _Reader(model, ids, mask, progress)
+    empty = H2OCache(model.config, config.after_reading, pinned=pinned)
+    lengths, N = mask.sum(1).tolist(), mask.shape[1]
+    prompt_budget.begin_pins(empty.pass_state, lengths, mask, N)  # which may refuse
     at_once = reader.tokens_repeated(request.shape[1])  # which may refuse
     reader.check_angles(request)
     attention = reader.document(config.policy)
     others = _other_layers(reader.cache)
     largest = reader.repetition(request, at_once, others)
-    cache = pruned(reader.cache, model.config, config, attention, largest, by_attention)
+    cache = pruned(reader.cache, empty, config, attention, largest, by_attention)
     _put_other_layers(cache, others)
     return cache
 
@@ -169,7 +174,7 @@ class _Reader:
     def document(self, policy: Policy) -> list[Tensor]:
         """Reads it; scores [B, G, K] of each layer by this policy."""
         for layer in self.layers:
-            layer.policy = policy._replace(value_weighted=False, merge=None)
+            layer.policy = policy._replace(value_weighted=False)
         N = self.ids.shape[1]
         for begin in range(0, N, CHUNK):
             piece = slice(begin, begin + CHUNK)

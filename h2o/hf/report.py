@@ -25,6 +25,8 @@ class LayerReport:
     """Tokens seen."""
     kept_by_head: list[list[int]] = dataclasses.field(default_factory=list)
     """Tokens held now, by each key/value head."""
+    pinned_by_head: list[list[int]] = dataclasses.field(default_factory=list)
+    """Those of them that are pinned (`H2OCache(..., pinned=...)`)."""
     budget_by_head: list[list[int]] = dataclasses.field(default_factory=list)
     """k = sinks + heavy + recent of each key/value head."""
     bytes_held: int = 0
@@ -35,14 +37,12 @@ class LayerReport:
     """Bytes of scores, positions and counters."""
     bytes_states: int = 0
     """Bytes of convolution and recurrent states, which a full cache would hold as well."""
-    merged: int = 0
-    """Evicted keys that were merged into kept ones, summed over rows and heads."""
     mass_evicted: float = 0.0
     """Attention that evicted keys had received by then, summed over rows and heads."""
     mass_kept: float = 0.0
-    """Attention that the kept keys have received. With decay 1, and where none are merged, both
-    together are the number of queries times query heads. With rank_by="max" both are sums of the
-    largest that each key has received."""
+    """Attention that the kept keys have received, but for pinned ones, of which it is not known.
+    With decay 1, and where none are pinned, both together are the number of queries times query
+    heads. With rank_by="max" both are sums of the largest that each key has received."""
 
     raised: bool = False
     """Whether, in some row, a fraction of its prompt was less than one token, and was made one."""
@@ -61,6 +61,11 @@ class LayerReport:
         return [round(sum(heads) / len(heads)) for heads in self.kept_by_head]
 
     @property
+    def pinned(self) -> list[int]:
+        """Tokens pinned in each key/value head; the mean, rounded, where heads differ."""
+        return [round(sum(heads) / len(heads)) for heads in self.pinned_by_head]
+
+    @property
     def budget(self) -> list[int]:
         """k of each key/value head; the mean, rounded, where heads differ."""
         return [round(sum(heads) / len(heads)) for heads in self.budget_by_head]
@@ -72,7 +77,8 @@ class LayerReport:
 
     @property
     def share_evicted(self) -> float:
-        """Share of the attention mass that went to keys evicted since, 0 to 1."""
+        """Share of the attention mass that went to keys evicted since, 0 to 1; attention to pinned
+        keys counts nowhere."""
         total = self.mass_evicted + self.mass_kept
         return self.mass_evicted / total if total else 0.0
 
@@ -81,6 +87,7 @@ class LayerReport:
         return {
             **dataclasses.asdict(self),
             "kept": self.kept,
+            "pinned": self.pinned,
             "budget": self.budget,
             "evicted": self.evicted,
             "share_evicted": self.share_evicted,
@@ -118,12 +125,12 @@ class Report:
             kind="total",
             seen=rows("seen"),
             kept_by_head=[rows("kept")],
+            pinned_by_head=[rows("pinned")],
             budget_by_head=[rows("budget")],
             bytes_held=all_layers("bytes_held"),
             bytes_full=all_layers("bytes_full"),
             bytes_bookkeeping=all_layers("bytes_bookkeeping"),
             bytes_states=all_layers("bytes_states"),
-            merged=all_layers("merged"),
             mass_evicted=all_layers("mass_evicted"),
             mass_kept=all_layers("mass_kept"),
             raised=any(layer.raised for layer in h2o_layers),
@@ -163,6 +170,8 @@ class Report:
             short += "The prompt is short: heads keep min_tokens keys, more than their fraction. "
         elif total.raised:
             short += "A fraction of a prompt so short was less than one token: one was kept. "
+        if any(total.pinned):
+            short += f"{total.pinned[0] / total.kept[0]:.1%} of what is held is pinned. "
         if not any(total.evicted):
             return short + "The budget was never reached: every token is held, as in a full cache."
         share = total.bytes_held / total.bytes_full
@@ -170,7 +179,7 @@ class Report:
             f"{short}{total.kept[0] / total.seen[0]:.1%} of the tokens are held, in {share:.1%} "
             f"of the bytes of a full cache; the evicted ones had received "
             f"{total.share_evicted:.1%} of the attention"
-            + (f", without the {total.merged} that live on in others." if total.merged else ".")
+            + (" that pinned ones did not get." if any(total.pinned) else ".")
         )
 
     def __str__(self) -> str:
@@ -235,18 +244,24 @@ class Report:
         return Group(table, self.note)
 
     def _table(self) -> list[tuple[str, ...]]:
-        """Head, layers and total; a column for states where there are any."""
-        table = [_HEAD, *map(_row, self.layers), _row(self.total)]
-        if not self.total.bytes_states:
-            return table
-        states = [f"{x.bytes_states:,}" for x in [*self.layers, self.total]]
-        return [
-            (*row[:-1], cell, row[-1])
-            for row, cell in zip(table, ["state bytes", *states], strict=True)
-        ]
+        """Head, layers and total; columns for pinned keys and states where there are any."""
+        layers = [*self.layers, self.total]
+        table = [_HEAD, *map(_row, layers)]
+        if any(self.total.pinned):
+            table = _with_column(table, 3, ["pinned", *(_span(x.pinned) for x in layers)])
+        if self.total.bytes_states:
+            states = [f"{x.bytes_states:,}" for x in layers]
+            table = _with_column(table, -1, ["state bytes", *states])
+        return table
 
     def _h2o_layers(self) -> list[LayerReport]:
         return [layer for layer in self.layers if layer.kind == "h2o"]
+
+
+def _with_column(
+    table: list[tuple[str, ...]], at: int, cells: Sequence[str]
+) -> list[tuple[str, ...]]:
+    return [(*row[:at], cell, *row[at:]) for row, cell in zip(table, cells, strict=True)]
 
 
 _CELL = "text-align:right;padding:2px 8px"

@@ -28,9 +28,11 @@ from h2o.errors import Unsupported
 from h2o.hf.angles import AnglesByLength
 from h2o.hf.cache import H2OCache
 from h2o.hf.patch_lock import input_device
+from h2o.hf.pins import Pins
 from h2o.hf.positions import positions_after
 from h2o.hf.prompt_reader import PromptReader
-from h2o.hf.tuned_prompts import continuing, virtual_tokens
+from h2o.hf.system_turn import system_span
+from h2o.hf.tuned_prompts import check_pins, continuing, virtual_tokens
 
 __all__ = ["Prompt", "Request", "Result", "Running", "Settings", "decoding_arguments"]
 
@@ -49,6 +51,8 @@ class Request:
     generation_config: Any = None
     config: H2OConfig | None = None
     """Budgets of its own. Policy, positions and storage must be those of the call."""
+    pinned: Any = None
+    """Its pins, as of `H2OCache`; or "system", of a chat: its system turn"""
     stopping_criteria: Sequence[StoppingCriteria] = ()
     """Of transformers, beside those of the generation config; they get ids [1, n], prompt
     included"""
@@ -85,10 +89,29 @@ class Settings:
     tokenizer: Any
     prefix: H2OCache | None
     seed: int
+    pinned: Any
     on_token: Callable[[int, int], Any] | None
 
     def __post_init__(self) -> None:
         self.angles = AnglesByLength(self.model)
+
+    def pins_of(self, request: Request, ids: Tensor) -> Any:
+        """What `H2OCache` is told to pin of a request with token ids [1, n]."""
+        pinned = self.pinned if request.pinned is None else request.pinned
+        if pinned is None:
+            return None
+        if self.prefix is not None:
+            raise ValueError(
+                "pinned after a prefix, which is read already: give pinned to the prefix' H2OCache"
+            )
+        check_pins(self.model, pinned)
+        if isinstance(pinned, str) and pinned == "system":
+            if not _is_chat(request.prompt):
+                raise ValueError('pinned="system" needs a chat, as a list of messages')
+            return [system_span(self.tokenizer, request.prompt, ids[0].tolist())]
+        if (last := Pins.of(pinned).last) > ids.shape[1]:
+            raise ValueError(f"pinned ends at token {last}, and the prompt has {ids.shape[1]}")
+        return pinned
 
     def prompt_ids(self, prompt: Prompt) -> Tensor:
         """Token ids [1, n]."""
@@ -138,8 +161,9 @@ class Settings:
         )
         return arguments
 
-    def cache_for(self, request: Request, tokens: int) -> H2OCache:
-        """An empty cache, or a copy of the prefix."""
+    def cache_for(self, request: Request, ids: Tensor) -> H2OCache:
+        """An empty cache for a request with token ids [1, n], or a copy of the prefix."""
+        pinned = self.pins_of(request, ids)
         config = self.config
         if request.config is not None:
             config = request.config.for_model(self.model)
@@ -150,8 +174,8 @@ class Settings:
                     f"{config} beside {self.config}"
                 )
         if self.prefix is None:
-            tokens += virtual_tokens(self.model)
-            return H2OCache(self.model.config, config, prompt_length=tokens)
+            tokens = ids.shape[1] + virtual_tokens(self.model)
+            return H2OCache(self.model.config, config, prompt_length=tokens, pinned=pinned)
         if config != self.config:
             raise ValueError("a request after a prefix has the prefix' budget: config=None")
         return self.prefix.fork()
@@ -175,7 +199,7 @@ class Running:
         self.settings = settings
         self.ids = settings.prompt_ids(request.prompt)
         self.prompt_tokens = self.ids.shape[1]
-        self.cache = settings.cache_for(request, self.prompt_tokens)
+        self.cache = settings.cache_for(request, self.ids)
         self.forward = settings.model
         self.virtual = virtual_tokens(settings.model)
         """Before the text, in the cache only"""

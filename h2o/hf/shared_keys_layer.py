@@ -3,8 +3,8 @@
 It scores and evicts by its own queries, as any layer. Later layers attend to what it attended to in
 that pass: the keys held before it, and the new ones. So the eviction, which comes first, must not
 take anything from them. A prompt meets an empty cache; a decode step overwrites nothing but the
-free slot, by the new key, so that the state of the slots before it is enough. Only a chunk, and a
-step that merges, overwrite keys: of these the layer keeps a copy until the last layer has attended.
+free slot, by the new key, so that the state of the slots before it is enough. Only a chunk
+overwrites keys: of these the layer keeps a copy until the last layer has attended.
 
 Scores of later layers do not count: while a prompt is read, models may leave out all queries of
 these layers but the last.
@@ -52,14 +52,9 @@ class _Attended(NamedTuple):
     in_step: bool
     """Whether by `ops.step`, whose token reads itself as it is stored"""
 
-    @property
-    def _merges(self) -> bool:
-        """Whether attention, by a step, changes keys that are held."""
-        return self.in_step and self.slots is not None and self.slots.bias is not None
-
     def to(self, device: torch.device) -> _Attended:
         """For a later layer: its own copies of all that attention writes to."""
-        slots = None if self.slots is None else _copy(self.slots, rows=self._merges)
+        slots = None if self.slots is None else _copy(self.slots, rows=False)
         if device == self.tokens.key.device:
             return self._replace(slots=slots)
         if slots is not None:
@@ -152,7 +147,7 @@ class SharedKeysLayer(H2OLayer):
     def _step(
         self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
     ) -> Tensor:
-        before = _copy(slots, rows=slots.bias is not None)
+        before = _copy(slots, rows=False)
         self._attended = _Attended(tokens, before, in_step=True)
         return super()._step(tokens, slots, out, **rotary)
 

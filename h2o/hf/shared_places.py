@@ -22,7 +22,8 @@ from h2o.config import H2OConfig
 from h2o.hf import tensor_parallel
 from h2o.hf.attention_call import NewTokens
 from h2o.hf.model_rotary import Rotary
-from h2o.hf.one_budget import Budgets, OneBudget, Prompt
+from h2o.hf.one_budget import Budgets, OneBudget, Prompt, positions_in
+from h2o.hf.pins import Pins
 from h2o.hf.prompt_echo import PromptEcho
 from h2o.policy import Policy
 
@@ -79,7 +80,9 @@ class SharedPlaces:
         finally:
             hook.remove()
 
-    def take(self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets) -> None:
+    def take(
+        self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets, pins: Pins
+    ) -> None:
         """Gather what the keys of the prompts claim, of a layer whose heads have equal budgets."""
         config = self._configs[layer]
         real = text.key.new_ones(text.key.shape[0], text.key.shape[2], dtype=torch.bool)
@@ -90,9 +93,11 @@ class SharedPlaces:
         tokens = text._replace(mask=mask)
         reader = PromptEcho(self._rotary, layer, config.policy)
         scores, echo = reader.scores(tokens, reader.received(tokens))
+        scores = pins.score(scores, positions_in(mask, scores)[0])
+        pinned = pins.counts(len(prompts), config.sinks)
         prompt = Prompt(
             tokens.key, tokens.value, mask, scores, echo, mask.sum(1).tolist(), mask.shape[1], mask,
-            by_row, raised=False, floored=False,
+            by_row, pinned, raised=False, floored=False,
         )  # fmt: skip
         stored = _Stored(layer, config, self._here.budgets)
         self._here.one_budget.take(stored, prompt)

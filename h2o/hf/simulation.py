@@ -3,13 +3,14 @@
 Log-likelihoods and perplexities need the output at every token. A real cache gives them token
 by token; `simulated` gives the same from a single forward pass, because an evicted key never
 returns: every row attends to the keys that the cache would have held at that row
-(`h2o.ops.simulate`), and with `merge` to the merged keys. No memory is saved; it is for measuring.
+(`h2o.ops.simulate`). No memory is saved; it is for measuring.
 
 Shape letters: B batch rows, H query heads, G key/value heads, N columns of the padded batch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,18 +21,19 @@ import torch
 from torch import Tensor
 
 from h2o import ops, published_masks
-from h2o.attention_blocks import retained_mass
 from h2o.config import VARIANTS, H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.head_budgets import levelled
-from h2o.hf import echo_simulation, random_layer, tensor_parallel
+from h2o.hf import echo_simulation, prompt_budget, random_layer, tensor_parallel
 from h2o.hf.attention_call import NewTokens, Undifferentiable
 from h2o.hf.attention_hook import Call, attending
 from h2o.hf.latent_attention import latents_traced, over_latents
 from h2o.hf.layer_kinds import kind_of
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.patch_lock import unwrapped
-from h2o.hf.prompt_echo import served_as
+from h2o.hf.pins import Pins
+from h2o.hf.prompt_echo import PromptAttention, served_as
+from h2o.hf.retained import columns, retained
 from h2o.hf.shared_keys import reusing
 from h2o.hf.shared_places import SharedPlaces
 from h2o.hf.support import transformers_layers
@@ -41,7 +43,7 @@ from h2o.policy import Policy
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from h2o.config_fields import ConfigFields
+    from h2o.config_fields import ConfigFields, Pinned
 
 __all__ = ["Simulation", "check", "simulated"]
 
@@ -54,6 +56,7 @@ def simulated(
     variant: str = "h2o",
     prompt_length: int | Sequence[int] = 1,
     ratio_of: str = "text",
+    pinned: Pinned = None,
     trace: bool = False,
     mass: bool = False,
     **parameters: Unpack[ConfigFields],
@@ -72,7 +75,7 @@ def simulated(
     Args:
         model: any that an `H2OCache` can serve; layers without full attention stay as they are.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
-            `sinks`, `rank_by`, `decay`, `value_weighted`, `merge`, `kv_dtype`, `shares`,
+            `sinks`, `rank_by`, `decay`, `value_weighted`, `kv_dtype`, `shares`,
             `min_tokens`, or one `budget`.
         variant: "h2o", or "local", "global", "flexgen" for the authors' other masks, which take
             only `heavy` and `recent`, without `min_tokens` (`h2o.simulation_mask` describes them).
@@ -82,6 +85,8 @@ def simulated(
             Algorithm 1). "h2o" and "flexgen" only.
         ratio_of: what fractional budgets are fractions of, in each row: its "text", or its
             "prompt" (prompt_length; "h2o" and "flexgen" only), as in `H2OCache`.
+        pinned: as of `H2OCache`; "prompt" are the first `prompt_length` tokens. Texts are then read
+            token by token within each layer, which is slower. "h2o" only.
         trace: keep the last forward's evictions and scores, see `Simulation`.
         mass: keep the last forward's retained attention mass; costs about as much again.
 
@@ -95,17 +100,21 @@ def simulated(
     """
     config = one_config(h2o_config, parameters).for_model(unwrapped(model))
     config, rotary, _ = served_as(model.config, config)
-    check(config, variant, prompt_length, ratio_of)
+    pins = Pins.of(pinned, config.decay)
+    check(config, variant, prompt_length, ratio_of, pins)
     layers = transformers_layers(model.config)
     budgets = [
         config.for_layer(i, len(layers)) if kind_of(layer) == "h2o" else None
         for i, layer in enumerate(layers)
     ]
     shared = reusing(model.config)
-    if shared and (variant != "h2o" or config.merge is not None):
-        what = f"variant {variant!r}" if variant != "h2o" else "merge"
-        raise Unsupported(f"{what}: not simulated where layers attend to the keys of others")
-    simulation = Simulation(budgets, variant, prompt_length, ratio_of, trace, mass, shared, rotary)
+    if shared and variant != "h2o":
+        raise Unsupported(
+            f"variant {variant!r}: not simulated where layers attend to the keys of others"
+        )
+    simulation = Simulation(
+        budgets, variant, prompt_length, ratio_of, trace, mass, shared, rotary, pins
+    )
     tracing = latents_traced(unwrapped(model))
     attended = [*simulation.layers(), *itertools.chain(*shared.values())]
     with attending(model, attended, simulation.attend), tracing, simulation.dealing(model):
@@ -129,6 +138,7 @@ class Simulation:
         mass: bool,
         shared: dict[int, tuple[int, ...]],
         rotary: Rotary | None,
+        pins: Pins,
     ) -> None:
         """`rotary`: of a config that ranks prompts by echo."""
         self._budgets, self._variant = budgets, variant
@@ -137,7 +147,7 @@ class Simulation:
         self._scores: dict[int, Tensor] | None = {} if trace else None
         self._mass: dict[int, Tensor] | None = {} if mass else None
         self._reuses = {layer: of for of, layers in shared.items() for layer in layers}
-        self._rotary = rotary
+        self._rotary, self._pins = rotary, pins
         self._places = SharedPlaces.of(budgets, prompt_length, rotary)
         self._here = threading.local()  # of layers whose keys others attend to, their VisibleKeys
 
@@ -173,8 +183,7 @@ class Simulation:
 
         The mean over the row's tokens of the softmax over all tokens before, summed over those
         that were seen; see `h2o.attention_blocks.retained_mass`. With `per_token` [B, H, N]: what
-        each token retains, NaN for a pad. A key that was merged counts as evicted, though a part
-        of it lives on: with `merge` this says too little.
+        each token retains, NaN for a pad.
         """
         mass = _asked_for(self._mass, "mass", layer_idx)
         return mass if per_token else mass.nanmean(-1)
@@ -201,7 +210,8 @@ class Simulation:
         if mask is not None and (config.needs_prompt_length or mask.is_cpu):  # else all the same
             lengths = mask.sum(1).tolist()
         config = config.for_keys(key.shape[-1], key.element_size(), 1 if shared else 2)
-        prompts, budgets = self._resolve(config, lengths)
+        pins = dataclasses.replace(self._pins)  # of this call: several threads may run
+        prompts, budgets = self._resolve(config, lengths, pins, mask)
         q, k, v = query.detach(), key.detach(), value.detach()
         if self._variant == "h2o":
             part = tensor_parallel.part(call.module)
@@ -211,11 +221,11 @@ class Simulation:
             )
             if self._places is not None:
                 if self._places.is_reading:
-                    self._places.take(call.layer, text, prompts, by_row)
+                    self._places.take(call.layer, text, prompts, by_row, pins)
                     return call.full()
                 by_row = self._places.budgets(call.layer)
             out, evicted_at, scores = self._through_cache(
-                text, prompts, by_row, config, call.layer, part
+                text, prompts, by_row, config, call.layer, part, pins
             )
             if self._scores is not None:
                 self._scores[call.layer] = scores
@@ -228,32 +238,35 @@ class Simulation:
             raise Unsupported(f"variant {self._variant!r} has no learned sinks")
         else:
             pairs = [heads[0] for heads in budgets]
-            rows = _columns(mask, B, N, q.device)
+            rows = columns(mask, B, N, q.device)
             out, evicted_at = published_masks.attend_rows(
                 self._variant, q, k, v, rows, prompts, pairs, call.scale
             )
         if self._evicted_at is not None:
             self._evicted_at[call.layer] = evicted_at
         if self._mass is not None:
-            self._mass[call.layer] = _retained(q, k, mask, evicted_at, call.scale, call.softcap)
+            self._mass[call.layer] = retained(q, k, mask, evicted_at, call.scale, call.softcap)
         return _undifferentiable(out, call)
 
     def _through_cache(
         self, text: NewTokens, prompts: list[int], by_row: list[list[tuple[int, int]]],
-        config: H2OConfig, layer: int, part: tuple[int, int],
+        config: H2OConfig, layer: int, part: tuple[int, int], pins: Pins,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`h2o.ops.simulate` of the tokens of a whole text."""
         if config.rank_by == "random":
             return random_layer.simulate(
-                text, prompts, by_row, config.sinks, config.kv_dtype, layer, part
+                text, prompts, by_row, config.sinks, config.kv_dtype, layer, part, pins
             )
+        reader: PromptAttention | None = None
         if self._rotary is not None:
             longest = max(prompts, default=0)
             reader = echo_simulation.reader_of(self._rotary, layer, config, longest)
-            if reader is not None:
-                return echo_simulation.simulate(
-                    text, prompts, by_row, reader, config.policy, config.kv_dtype
-                )
+        if reader is None and pins:
+            reader = PromptAttention(config.policy)
+        if reader is not None:
+            return echo_simulation.simulate(
+                text, prompts, by_row, reader, config.policy, config.kv_dtype, pins
+            )
         device = text.query.device
         simulated: tuple[Tensor, Tensor, Tensor] = ops.simulate(
             *text[:3],
@@ -269,9 +282,10 @@ class Simulation:
         return simulated
 
     def _resolve(
-        self, config: H2OConfig, lengths: list[int]
+        self, config: H2OConfig, lengths: list[int], pins: Pins, mask: Tensor | None
     ) -> tuple[list[int], list[list[tuple[int, int]]]]:
-        """Each row's prompt length and, in tokens, each head's (heavy, recent), or all heads'."""
+        """Each row's prompt length and, in tokens, each head's (heavy, recent), or all heads'.
+        Tells the pins of the prompts."""
         prompts = self._prompt_length
         if isinstance(prompts, int):
             prompts = [prompts] * len(lengths)
@@ -284,7 +298,9 @@ class Simulation:
             for prompt, n in zip(prompts, lengths, strict=True)
         ]
         if self._variant == "h2o":
-            return list(prompts), [config.head_tokens(n) for n in bases]
+            first = [min(prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
+            pins.begin(first, mask, max(lengths) if mask is None else mask.shape[1])
+            return list(prompts), prompt_budget.of_rows(config, bases, pins)
         budgets = [[config.truncated(n)] for n in bases]
         if self._variant == "flexgen" and [(0, 0)] in budgets and min(lengths) > 0:
             raise ValueError(
@@ -295,7 +311,11 @@ class Simulation:
 
 
 def check(
-    config: H2OConfig, variant: str, prompt_length: int | Sequence[int], ratio_of: str
+    config: H2OConfig,
+    variant: str,
+    prompt_length: int | Sequence[int],
+    ratio_of: str,
+    pins: Pins | None = None,
 ) -> None:
     """ValueError for arguments of `simulated` that do not go together, whatever the model."""
     if variant not in ("h2o", *VARIANTS):
@@ -306,10 +326,10 @@ def check(
             'positions="original", or the real cache (h2o.patched, --protocol drop)'
         )
     plain = (config.policy, config.shares, config.kv_dtype) == (Policy(), None, None)
-    if variant != "h2o" and not plain:
+    if variant != "h2o" and (pins or not plain):
         raise ValueError(
             f"variant {variant!r} takes heavy and recent only, no sinks, rank_by, decay, "
-            "value_weighted, merge, shares or kv_dtype"
+            "value_weighted, shares, kv_dtype or pinned"
         )
     prompts = prompt_length if isinstance(prompt_length, Sequence) else [prompt_length]
     if not all(isinstance(prompt, int) and prompt >= 1 for prompt in prompts):
@@ -358,29 +378,3 @@ def _asked_for(values: dict[int, Tensor] | None, argument: str, layer: int) -> T
             + (f"there is {sorted(values)}" if values else "call the model within the block first")
         )
     return values[layer]
-
-
-def _retained(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    evicted_at: Tensor,
-    scale: float | None,
-    softcap: float,
-) -> Tensor:
-    """[B, H, N], NaN for pads"""
-    B, H, N, _ = query.shape
-    mass = torch.full((B, H, N), torch.nan, dtype=torch.float32, device=query.device)
-    for b, columns in enumerate(_columns(mask, B, N, query.device)):
-        left = torch.searchsorted(columns, evicted_at[b, :, columns].long())
-        mass[b, :, columns] = retained_mass(
-            query[b, :, columns], key[b, :, columns], left, scale=scale, softcap=softcap
-        )
-    return mass
-
-
-def _columns(mask: Tensor | None, B: int, N: int, device: torch.device) -> list[Tensor]:
-    """Of each row the columns that are no pads."""
-    if mask is None:
-        return [torch.arange(N, device=device)] * B
-    return [row.nonzero()[:, 0] for row in mask]

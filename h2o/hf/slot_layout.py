@@ -19,6 +19,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.slots import PER_ROW, PER_SLOT, empty_value
+from h2o.spans import PINNED
 
 __all__ = [
     "Capacity",
@@ -132,15 +133,19 @@ def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
     filled = slots.positions >= 0
     budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None].expand(B, G, 2)
     stored = [0 if x is None else x.numel() * x.element_size() for x in slots]
+    is_pinned = by_head(slots, sizes, "scores") == PINNED
+    scores = slots.scores[filled]
     return {
         "seen": slots.lengths.tolist(),
         "kept_by_head": (by_head(slots, sizes, "positions", -1) >= 0).sum(-1).tolist(),
+        "pinned_by_head": (is_pinned & (by_head(slots, sizes, "positions", -1) >= 0))
+        .sum(-1)
+        .tolist(),
         "budget_by_head": (budget.sum(-1) + sinks).tolist(),
         "bytes_held": sum(stored[:2]),
         "bytes_bookkeeping": sum(stored[2:]),
-        "merged": 0 if slots.bias is None else round(slots.bias[filled].expm1().sum().item()),
         "mass_evicted": slots.lost.sum().item(),
-        "mass_kept": slots.scores[filled].cpu().double().sum().item(),
+        "mass_kept": scores[scores < PINNED].cpu().double().sum().item(),
     }
 
 

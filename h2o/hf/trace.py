@@ -19,8 +19,6 @@ __all__ = ["Trace", "by_column", "not_held"]
 class Trace:
     """The history of one layer: one number per key, because an evicted key never returns.
 
-    A key that was merged into another counts as evicted.
-
     Columns are indices in the padded batch, positions count a row's real tokens.
     """
 

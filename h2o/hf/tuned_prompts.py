@@ -12,7 +12,7 @@ from h2o import borrowed
 from h2o.errors import Unsupported
 from h2o.hf.patch_lock import unwrapped
 
-__all__ = ["check_no_tuned_prompt", "check_passes", "continuing", "virtual_tokens"]
+__all__ = ["check_no_tuned_prompt", "check_passes", "check_pins", "continuing", "virtual_tokens"]
 
 
 def continuing(model: Any) -> Any:
@@ -41,6 +41,19 @@ def check_no_tuned_prompt(model: Any, what: str) -> None:
         raise Unsupported(
             f"{what} cannot serve prompt tuning: PEFT puts its embeddings before the text in each "
             "forward pass. Use h2o.generate_all, or model.generate() with an H2OCache"
+        )
+
+
+def check_pins(model: Any, pinned: Any) -> None:
+    """Checks that pinned positions are those of the text.
+
+    Raises:
+        Unsupported: prompt tuning, whose embeddings are tokens of the row.
+    """
+    if pinned is not None and (n := virtual_tokens(model)):
+        raise Unsupported(
+            f"pinned counts the tokens of a row, and prompt tuning puts {n} before the text: call "
+            f"model.generate() with H2OCache(model.config, pinned=[(start + {n}, stop + {n})])"
         )
 
 

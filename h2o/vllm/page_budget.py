@@ -18,9 +18,13 @@ from h2o.budgets import amount_of
 from h2o.config import H2OConfig, one_config
 from h2o.head_budgets import levelled
 from h2o.profile import Profile
+from h2o.spans import Row, count, merged, parsed
 from h2o.vllm.page_store import page_bytes
 
-__all__ = ["PageBudget", "config_of", "places_of", "with_budget"]
+__all__ = ["PageBudget", "config_of", "places_of", "with_budget", "with_pins"]
+
+PINS = "h2o_pinned"
+"""Of `vllm_xargs`: spans as text, 0:40,100:120, or as pairs of numbers; or "prompt" """
 
 PLACES = 2
 """Prompts that are kept whole at a time. vLLM reads one prompt in pieces after the other, unless
@@ -111,12 +115,44 @@ def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | Non
     Raises: TypeError, ValueError for a wrong one, which name what is wrong.
     """
     wanted = {name: x for name, x in arguments.items() if name.startswith("h2o_")}
-    if unknown := sorted({*wanted} - {"h2o_heavy", "h2o_recent"}):
-        raise ValueError(f"{unknown[0]}: a request has h2o_heavy and h2o_recent")
+    if unknown := sorted({*wanted} - {"h2o_heavy", "h2o_recent", PINS}):
+        raise ValueError(f"{unknown[0]}: a request has h2o_heavy, h2o_recent and {PINS}")
+    wanted.pop(PINS, None)
     if not wanted:
         return None
     amounts = {name.removeprefix("h2o_"): amount_of(name, x) for name, x in wanted.items()}
     return dataclasses.replace(config, **amounts)
+
+
+def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None = None) -> Row:
+    """The spans that a request's `vllm_xargs` pin, `h2o_pinned`, of a prompt of so many tokens, if
+    that is known.
+
+    Raises: TypeError, ValueError for a wrong one, which name what is wrong.
+    """
+    pinned = arguments.get(PINS)
+    if pinned is None:
+        return []
+    if config.decay < 1:
+        raise ValueError(f"{PINS}: of the server's scores nothing may fade, give decay=1")
+    pinned = parsed(pinned) if isinstance(pinned, str) else merged(pinned)
+    if pinned == "system":
+        raise ValueError(
+            f"{PINS}: this process does not see chats, so give the system turn as a span, such as "
+            "0:40, which h2o.system_span(tokenizer, messages) finds"
+        )
+    if pinned == "prompt":
+        return [(0, prompt)] if prompt else []
+    if prompt is not None and pinned[-1][1] > prompt:
+        raise ValueError(f"{PINS} ends at token {pinned[-1][1]}, and the prompt has {prompt}")
+    return pinned
+
+
+def _fitted(heavy: int, recent: int, room: int, pins: int) -> tuple[int, int]:
+    """(heavy, recent) for which there is room, with so many pinned keys among the heavy ones."""
+    recent = min(recent, room)
+    heavy = min(heavy, room - recent)
+    return (heavy, recent) if heavy >= pins else (pins, min(recent, room - pins))
 
 
 def _plain(value: Any) -> Any:
@@ -138,26 +174,42 @@ class PageBudget:
     """(i, n): the i-th of n equal parts of each layer's key/value heads is here"""
 
     def by_head(
-        self, layer: int, keys: torch.Tensor, prompt: int, config: H2OConfig | None = None
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        prompt: int,
+        config: H2OConfig | None = None,
+        pinned: Row | None = None,
     ) -> list[tuple[int, int]]:
         """(heavy, recent) of each head of a layer, or one for all; never more than a page holds.
+        Where pinned keys do not fit beside recent ones, fewer are recent.
 
         Args:
             keys: like [B, G, any, D].
             prompt: tokens of the request's prompt.
             config: of the request, by default the server's.
+            pinned: of the request, for which there is room (`check_room`).
 
         Raises: ValueError for another number of layers or heads.
         """
+        pins = count(pinned or [], self.config.sinks)
         kept = self._kept(layer, keys)
         budgets = self._by_head(config or self.config, layer, keys, prompt)
         if len(budgets) < len(kept):
             budgets = budgets * len(kept)
         rooms = [k - self.config.sinks for k in kept]
-        return [
-            (min(heavy, room - min(recent, room)), min(recent, room))
-            for (heavy, recent), room in zip(budgets, rooms, strict=True)
-        ]
+        return [_fitted(*x, room, pins) for x, room in zip(budgets, rooms, strict=True)]
+
+    def check_room(self, keys: torch.Tensor, pinned: Row) -> None:
+        """Raises ValueError where a page has no room for so many pinned keys and a newest one."""
+        pins = count(pinned, self.config.sinks)
+        least = min(k for layer in range(self.layers) for k in self._kept(layer, keys))
+        if pinned and self.config.sinks + pins >= least:
+            raise ValueError(
+                f"{pins} pinned keys do not fit in a page, of which a head holds {least} keys, "
+                f"{self.config.sinks} sinks among them: pin fewer tokens, or give the server a "
+                f"budget of {self.config.sinks + pins + 1} or more"
+            )
 
     def _by_head(
         self, config: H2OConfig, layer: int, keys: torch.Tensor, prompt: int
@@ -179,7 +231,6 @@ class PageBudget:
             sizes[0] if len(sizes) == 1 else sizes,
             value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype,
-            merge=self.config.merge is not None,
         )
 
     def whole(self, keys: torch.Tensor) -> ops.Slots:

@@ -16,6 +16,7 @@ import torch
 
 from h2o import ops
 from h2o.slots import PER_ROW, empty_row
+from h2o.spans import PINNED
 
 __all__ = ["Eviction", "PageStore", "page_bytes"]
 
@@ -42,7 +43,7 @@ class Eviction(NamedTuple):
     lost: float
     """attention that those had received"""
     kept: float
-    """attention that the others have received"""
+    """attention that the others have received, but for pinned keys"""
 
 
 def _countable(x: torch.Tensor) -> Any:
@@ -103,7 +104,8 @@ class PageStore:
         library: Any = np if pages.scores.is_cpu else torch
         with self.lock:
             scores, positions, lost = map(_countable, (pages.scores, pages.positions, pages.lost))
-            kept = library.where(positions >= 0, scores, 0).sum(dtype=library.float64)
+            is_known = (positions >= 0) & (scores < PINNED)
+            kept = library.where(is_known, scores, 0).sum(dtype=library.float64)
             keys = self.evicted + self._evicted(slice(None))
             return Eviction(int(keys), float(lost.sum()), float(kept))
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from h2o import ops
 from h2o.config import H2OConfig
 from h2o.slots import empty_row
+from h2o.spans import PINNED, Row
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore
 
@@ -37,6 +38,8 @@ class Request(NamedTuple):
     """tokens of the prompt"""
     config: H2OConfig | None = None
     """its own, where the request says one"""
+    pinned: Row = []  # noqa: RUF012 - never changed
+    """within the prompt"""
 
 
 class Piece(NamedTuple):
@@ -170,6 +173,16 @@ def _number(row: int, like: Tensor) -> Tensor:
     return torch.full((1,), row, dtype=torch.int32, device=like.device)
 
 
+def _with_pins(piece: Piece, scores: Tensor) -> Tensor:
+    """Scores [1, G, Q] of the last Q tokens of a piece, with those of pinned keys."""
+    if not piece.request.pinned:
+        return scores
+    scores, begin = scores.clone(), piece.length - scores.shape[2]
+    for start, stop in piece.request.pinned:
+        scores[..., max(0, start - begin) : max(0, stop - begin)] = PINNED
+    return scores
+
+
 class PagedLayer:
     """One layer: its pages, and beside them the prompts that are kept whole."""
 
@@ -217,10 +230,11 @@ class PagedLayer:
             scores = self._attend(tokens, None, out)
             if self.prompt_scores is not None:
                 scores = self.prompt_scores(*tokens, scores)
+            scores = _with_pins(piece, scores)
             ops.evict(key, value, scores, self._new_page(piece, key), policy=self.policy)
         else:  # of a prompt that has been cut
             page = self.store.rows(_number(piece.page, key))
-            scores = self._attend(tokens, page, out)
+            scores = _with_pins(piece, self._attend(tokens, page, out))
             ops.evict(key, value, scores, page, policy=self.policy)
 
     def _keep_whole(self, piece: Piece, tokens: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
@@ -233,7 +247,7 @@ class PagedLayer:
             empty_row(self.whole, place)
         held = self.whole._replace(rows=_number(place, key))
         scores = self._attend(tokens, held, out)
-        ops.evict(key, value, scores, held, policy=self.policy._replace(merge=None))
+        ops.evict(key, value, scores, held, policy=self.policy)
         if self.queries is not None:
             self.queries[place, :, piece.length - query.shape[2] : piece.length] = query[0]
         if piece.ends:
@@ -255,7 +269,9 @@ class PagedLayer:
 
     def _new_page(self, piece: Piece, keys: Tensor) -> ops.Slots:
         request = piece.request
-        budgets = self.budget.by_head(self.layer, keys, request.prompt, request.config)
+        budgets = self.budget.by_head(
+            self.layer, keys, request.prompt, request.config, request.pinned
+        )
         self.store.empty(piece.page, budgets)
         return self.store.rows(_number(piece.page, keys))
 
@@ -269,6 +285,7 @@ class PagedLayer:
         if self.prompt_scores is not None:
             assert self.queries is not None
             scores = self.prompt_scores(self.queries[place, :, :n][None], keys, values, scores)
+        scores = _with_pins(piece, scores)
         ops.evict(keys, values, scores, self._new_page(piece, keys), policy=self.policy)
 
     def _step(self, steps: Steps, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:

@@ -15,7 +15,7 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsPro
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from h2o.config import H2OConfig
-from h2o.vllm.page_budget import PageBudget, config_of, places_of, with_budget
+from h2o.vllm.page_budget import PageBudget, config_of, places_of, with_budget, with_pins
 from h2o.vllm.paged_rows import Request
 
 __all__ = [
@@ -60,6 +60,13 @@ def budget_of(vllm_config: VllmConfig) -> PageBudget:
     part = parallel.rank % ranks, ranks
     layers, places = model.get_num_layers(parallel), places_of(entry_of(vllm_config))
     return PageBudget(served_config(vllm_config), layers, model.max_model_len, places, part)
+
+
+def one_key(vllm_config: VllmConfig) -> Tensor:
+    """[1, G, 1, D] that stands for the keys of a layer of this model."""
+    model = vllm_config.model_config
+    shape = (1, model.get_num_kv_heads(vllm_config.parallel_config), 1, model.get_head_size())
+    return torch.empty(shape, dtype=model.dtype, device="cpu")
 
 
 def has_windows(vllm_config: VllmConfig) -> bool:
@@ -134,8 +141,9 @@ class Requests(LogitsProcessor):
         self.rows: dict[int, Request] = {}
         self.config: H2OConfig | None = None
         if entry_of(vllm_config) is not None:
-            refuse(vllm_config)  # for models whose layers never ask for this module's backend
-            self.config = served_config(vllm_config)
+            self.budget = budget_of(vllm_config)  # which refuses, also for models whose layers
+            self.config = self.budget.config  # never ask for this module's backend
+            self.keys = one_key(vllm_config)
             self.of_config[vllm_config.instance_id] = self
 
     def update_state(self, batch_update: Any) -> None:
@@ -150,11 +158,18 @@ class Requests(LogitsProcessor):
         """
         if prompt is None or self.config is None:
             return None
+        arguments, config, pinned = params.extra_args or {}, None, []
         try:
-            return Request(len(prompt), with_budget(self.config, params.extra_args or {}))
+            config = with_budget(self.config, arguments)
         except (TypeError, ValueError) as error:  # here it would end the server
             logger.warning("h2o: a request gets the server's budget: %s", error)
-            return Request(len(prompt))
+        try:
+            asked = with_pins(self.config, arguments, len(prompt))
+            self.budget.check_room(self.keys, asked)
+            pinned = asked
+        except (TypeError, ValueError) as error:
+            logger.warning("h2o: a request is served without the pins that it asks for: %s", error)
+        return Request(len(prompt), config, pinned)
 
     def apply(self, logits: Tensor) -> Tensor:
         return logits
@@ -170,9 +185,11 @@ class Budgets(Requests):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raises ValueError for a wrong budget."""
+        """Raises ValueError for a wrong budget or pin."""
         try:
-            with_budget(H2OConfig(), sampling_params.extra_args or {})
+            arguments = sampling_params.extra_args or {}
+            with_budget(H2OConfig(), arguments)
+            with_pins(H2OConfig(), arguments)
         except TypeError as error:
             raise ValueError(str(error)) from error
 

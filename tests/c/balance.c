@@ -66,31 +66,27 @@ typedef struct {
     int64_t H, G, D;
     int64_t tokens; /* new ones */
     int64_t held;   /* keys stored, or that stay */
-    float merge;    /* as in h2o_policy */
     double bound;   /* wanted on 64 workers: a promise, or what there is to lose */
 } balance_case;
 
 static const balance_case cases[] = {
-    {PREFILL, "prefill", 32, 8, 128, 2048, 0, 0, 0.85},
-    {PREFILL, "prefill", 32, 8, 128, 4096, 0, 0, 0.85},
-    {PREFILL, "prefill", 9, 3, 64, 2048, 0, 0, 0.85},
-    {CHUNK, "chunk", 32, 8, 128, 2, 8192, 0, 0.70},
-    {CHUNK, "chunk", 32, 8, 128, 8, 8192, 0, 0.70},
-    {CHUNK, "chunk", 32, 8, 128, 12, 8192, 0, 0.70},
-    {CHUNK, "chunk", 32, 8, 128, 16, 8192, 0, 0.70},
-    {CHUNK, "chunk", 32, 8, 128, 64, 8192, 0, 0.70},
-    {STEP, "decode step", 32, 8, 128, 1, 410, 0, 0.45},
-    {STEP, "decode step", 32, 8, 128, 1, 820, 0, 0.75},
-    {STEP, "decode step", 32, 8, 128, 1, 1024, 0, 0.70},
-    {STEP, "decode step", 32, 8, 128, 1, 4096, 0, 0.70},
-    {STEP, "decode step", 9, 3, 64, 1, 1024, 0, 0.30},
-    {STEP, "decode step", 16, 1, 576, 1, 2048, 0, 0.10},
-    {STEP, "decode step", 128, 1, 576, 1, 2048, 0, 0.70},
-    {STEP, "decode step that merges", 32, 8, 128, 1, 1024, 0.05f, 0.70},
-    {EVICT, "evict", 32, 8, 128, 4096, 818, 0, 0.65},
-    {EVICT, "evict that merges", 32, 8, 128, 4096, 818, 0.05f, 0.45},
-    {SIMULATE, "simulate", 32, 8, 128, 2048, 410, 0, 0.50},
-    {SIMULATE, "simulate that merges", 32, 8, 128, 2048, 410, 0.05f, 0.38},
+    {PREFILL, "prefill", 32, 8, 128, 2048, 0, 0.85},
+    {PREFILL, "prefill", 32, 8, 128, 4096, 0, 0.85},
+    {PREFILL, "prefill", 9, 3, 64, 2048, 0, 0.85},
+    {CHUNK, "chunk", 32, 8, 128, 2, 8192, 0.70},
+    {CHUNK, "chunk", 32, 8, 128, 8, 8192, 0.70},
+    {CHUNK, "chunk", 32, 8, 128, 12, 8192, 0.70},
+    {CHUNK, "chunk", 32, 8, 128, 16, 8192, 0.70},
+    {CHUNK, "chunk", 32, 8, 128, 64, 8192, 0.70},
+    {STEP, "decode step", 32, 8, 128, 1, 410, 0.45},
+    {STEP, "decode step", 32, 8, 128, 1, 820, 0.75},
+    {STEP, "decode step", 32, 8, 128, 1, 1024, 0.70},
+    {STEP, "decode step", 32, 8, 128, 1, 4096, 0.70},
+    {STEP, "decode step", 9, 3, 64, 1, 1024, 0.30},
+    {STEP, "decode step", 16, 1, 576, 1, 2048, 0.10},
+    {STEP, "decode step", 128, 1, 576, 1, 2048, 0.70},
+    {EVICT, "evict", 32, 8, 128, 4096, 818, 0.65},
+    {SIMULATE, "simulate", 32, 8, 128, 2048, 410, 0.50},
 };
 
 static h2o_view filled(int64_t heads, int64_t rows, int64_t D, bool empty) {
@@ -114,7 +110,7 @@ static outcome run_case(const balance_case *c, int workers, bool only_workspace)
     const float scale = 1.0f / sqrtf((float)c->D);
     const h2o_dims dims = make_dims(1, c->G, c->H / c->G, c->tokens, c->held + 1, c->D);
     const int32_t heavy = (int32_t)(c->held / 2), recent = (int32_t)(c->held - heavy);
-    const h2o_policy policy = {.decay = 1.0f, .merge = c->merge};
+    const h2o_policy policy = {.decay = 1.0f};
     const bool empty = only_workspace;
     const h2o_view query = filled(c->H, c->tokens, c->D, empty);
     const h2o_view keys = filled(c->G, c->tokens, c->D, empty);
@@ -131,7 +127,7 @@ static outcome run_case(const balance_case *c, int workers, bool only_workspace)
     FILL(float, scores, random_float(&random));
     h2o_slots slots = {0};
     if (c->what == CHUNK || c->what == STEP || c->what == EVICT) {
-        slots = make_slots(DENSE, &dims, H2O_F32, heavy, recent, false, c->merge > 0.0f);
+        slots = make_slots(DENSE, &dims, H2O_F32, heavy, recent, false);
         if (c->what != EVICT) fill_slots(&slots, c->held, &random);
         slots_data[0] = slots.keys, slots_data[1] = slots.values;
     }

@@ -92,8 +92,7 @@ static answer make_answer(const scene *s) {
     h2o_dims slots = *d;
     slots.B += s->spare;
     answer a = {make_layout(s->how, s->dtype, 4, d->B, d->Q, d->H, d->D, 2),
-                make_slots(s->how, &slots, stored, s->heavy, s->recent, s->policy.value_weighted,
-                           h2o_merges(&s->policy))};
+                make_slots(s->how, &slots, stored, s->heavy, s->recent, s->policy.value_weighted)};
     if (s->spare > 0) {
         a.slots.rows = make_layout(s->how, H2O_I32, 1, d->B, 1, 1, 1, 2);
         for (int64_t b = 0; b < d->B; b++) {
@@ -121,7 +120,6 @@ static void for_each_tensor(const answer *a, const answer *b,
     f(&a->slots.budget, &b->slots.budget);
     f(&a->slots.lost, &b->slots.lost);
     if (h2o_given(&a->slots.norms)) f(&a->slots.norms, &b->slots.norms);
-    if (h2o_given(&a->slots.bias)) f(&a->slots.bias, &b->slots.bias);
     if (h2o_given(&a->slots.rows)) f(&a->slots.rows, &b->slots.rows);
 }
 
@@ -378,22 +376,6 @@ static void check_unit(const scene *s, const text *t, const answers *a, int64_t 
 
 /* ---- Judging ----------------------------------------------------------- */
 
-/* Some slot of each head stands for several keys; empty slots for none. */
-static void check_merged(const scene *s, const answer *a) {
-    const h2o_slots *const slots = &a->slots;
-    for (int64_t i = 0; i < s->dims.B * s->dims.G; i++) {
-        const int64_t row = row_of(slots, i / s->dims.G), g = i % s->dims.G;
-        int64_t merged = 0;
-        for (int64_t slot = 0; slot < s->dims.S; slot++) {
-            const float bias = AT(float, slots->bias, row, g, slot);
-            CHECK(bias >= 0.0f &&
-                  (bias == 0.0f || AT(int32_t, slots->positions, row, g, slot) >= 0));
-            merged += bias > 0.0f;
-        }
-        CHECK(merged > 0);
-    }
-}
-
 /* Rows of the slots that no row of the batch is are still empty. */
 static void check_spare(const scene *s, const answer *a) {
     const h2o_slots *const slots = &a->slots;
@@ -407,10 +389,8 @@ static void check_spare(const scene *s, const answer *a) {
     }
 }
 
-/* Not for ThreadSanitizer: plain loops have no threads, and take minutes. They do not merge:
- * tests/torch/test_merge.py judges what does. */
+/* Not for ThreadSanitizer: plain loops have no threads, and take minutes. */
 static void check_units(const scene *s, const text *t, const answers *a) {
-    if (h2o_merges(&s->policy)) return;
     for (int64_t i = 0; !THREAD_SANITIZER && i < s->dims.B * s->dims.G; i++) {
         check_unit(s, t, a, i / s->dims.G, i % s->dims.G);
     }
@@ -433,7 +413,6 @@ static void test_scene(const h2o_ops *const *ops, size_t count, const scene *s, 
     answers a = {.count = 0};
     for (size_t l = 0; l < count; l++) {
         const answer conversation = play(ops[l], s, &t, converse);
-        if (h2o_merges(&s->policy)) check_merged(s, &conversation);
         check_spare(s, &conversation);
         a.by[a.count++] = conversation;
     }

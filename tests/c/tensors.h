@@ -85,10 +85,10 @@ static inline void fill_tensor(const h2o_view *view, float drift, test_random *r
 
 /* ---- Slots ------------------------------------------------------------- */
 
-/* An empty store of rows of that type, H2O_Q8 or H2O_Q4 for rows of bytes. Scores and biases of
- * empty slots are NaN, as they may not be read. */
+/* An empty store of rows of that type, H2O_Q8 or H2O_Q4 for rows of bytes. Scores of empty
+ * slots are NaN, as they may not be read. */
 static inline h2o_slots make_slots(layout how, const h2o_dims *d, h2o_dtype stored, int32_t heavy,
-                                   int32_t recent, bool weighted, bool merging) {
+                                   int32_t recent, bool weighted) {
     const h2o_dtype dtype = stored > H2O_U8 ? H2O_U8 : stored;
     const int64_t width = h2o_row_bytes(stored, d->D) / h2o_dtype_size(dtype);
     h2o_slots slots = {
@@ -102,10 +102,6 @@ static inline h2o_slots make_slots(layout how, const h2o_dims *d, h2o_dtype stor
         .lost = make_layout(how, H2O_F64, 2, d->B, d->G, 1, 1, 2),
     };
     if (weighted) slots.norms = make_layout(how, H2O_F32, 3, d->B, d->G, d->S, 1, 1);
-    if (merging) {
-        slots.bias = make_layout(how, H2O_F32, 3, d->B, d->G, d->S, 1, 1);
-        FILL(float, slots.bias, NAN);
-    }
     FILL(float, slots.scores, NAN);
     FILL(int32_t, slots.positions, -1);
     FILL(int32_t, slots.free, 0);
@@ -135,7 +131,6 @@ static inline void fill_slots(h2o_slots *slots, int64_t held, test_random *rando
             for (int64_t s = 0; s < held; s++) {
                 AT(int32_t, slots->positions, b, g, s) = (int32_t)s;
                 AT(float, slots->scores, b, g, s) = random_float(random);
-                if (h2o_given(&slots->bias)) AT(float, slots->bias, b, g, s) = 0.0f;
             }
         }
     }

@@ -16,7 +16,7 @@ typedef struct {
 
 /* Slots that are filled with holes between them. */
 static h2o_slots make_store(const shape *s, const h2o_dims *d, test_random *random) {
-    h2o_slots slots = make_slots(SPREAD, d, s->dtype, 1, 1, false, false);
+    h2o_slots slots = make_slots(SPREAD, d, s->dtype, 1, 1, false);
     fill_tensor(&slots.keys, 0.01f, random);
     fill_tensor(&slots.values, 0.0f, random);
     for (int64_t b = 0; b < d->B; b++) {

@@ -25,9 +25,8 @@ static answer play(const h2o_ops *ops, const scene *s, const text *t, passage th
 int main(void) {
     static const h2o_dtype dtypes[] = {H2O_F32, H2O_F16, H2O_BF16};
     const h2o_policy plain = {.decay = 1.0f};
-    const h2o_policy all = {4, H2O_RANK_MEAN, 0.99f, true, 0.0f};
-    const h2o_policy merging = {4, H2O_RANK_MEAN, 0.99f, true, 0.25f};
-    const h2o_policy largest = {4, H2O_RANK_MAX, 0.99f, false, 0.0f};
+    const h2o_policy all = {4, H2O_RANK_MEAN, 0.99f, true};
+    const h2o_policy largest = {4, H2O_RANK_MAX, 0.99f, false};
     const scene scenes[] = {
         /* several chunks of slots, fewer units than workers like */
         {.dims = make_dims(2, 1, 3, 780, 700, 64),
@@ -59,29 +58,8 @@ int main(void) {
          .recent = 30,
          .policy = plain,
          .scale = -0.1f},
-        /* keys that leave are merged: chunks of slots that workers search together, and many heads;
-         * no multiple of a vector is kept */
-        {.dims = make_dims(2, 1, 3, 660, 620, 60),
-         .prompt = 640,
-         .chunk_at = 645,
-         .chunk = 8,
-         .heavy = 381,
-         .recent = 180,
-         .policy = merging,
-         .scale = 0.1f},
-        {.dims = make_dims(2, 16, 2, 130, 100, 8),
-         .spare = 2,
-         .prompt = 90,
-         .chunk_at = 95,
-         .chunk = 20,
-         .heavy = 30,
-         .recent = 29,
-         .policy = merging,
-         .softcap = 5.0f,
-         .scale = 0.1f,
-         .how = SPREAD},
-        /* so few heads that workers share a head's eviction: without merging, and with groups of
-         * merged keys, some of them stored ones */
+        /* so few heads that workers share a head's eviction: of a few new keys, and of more than there
+         * are slots */
         {.dims = make_dims(1, 31, 1, 190, 100, 8),
          .prompt = 170,
          .chunk_at = 175,
@@ -96,7 +74,7 @@ int main(void) {
          .chunk = 460,
          .heavy = 60,
          .recent = 31,
-         .policy = merging,
+         .policy = all,
          .scale = 0.1f,
          .how = SPREAD},
         /* scores that are maxima: rows in several items, ragged vectors, chunks of slots */
@@ -137,7 +115,7 @@ int main(void) {
          .chunk = 8,
          .heavy = 150,
          .recent = 121,
-         .policy = merging,
+         .policy = all,
          .scale = -0.1f,
          .how = SPREAD},
         /* heads of latents, one vector of them: an odd number of pairs, the last tile not full */

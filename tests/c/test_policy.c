@@ -129,6 +129,18 @@ static void ranks_follow_their_formulas(void) {
     CHECK(h2o_scores_largest(&max) && !h2o_scores_largest(&mean) && !h2o_scores_largest(&sum));
 }
 
+static void infinity_spares_a_key(void) {
+    const h2o_policy policy = {.rank_by = H2O_RANK_MEAN, .decay = 0.5f, .value_weighted = true};
+    const h2o_ranking ranking = h2o_policy_ranking(&policy, 1, 1, 12);
+    for (int i = 0; i < 2; i++) { /* whose norm may be 0 */
+        CHECK(h2o_policy_slot_key(&ranking, ranking.kind, true, infinity, 5, (float)i) ==
+              UINT32_MAX);
+        CHECK(h2o_policy_slot_key(&ranking, ranking.kind, true, FLT_MAX, 5, (float)i) < UINT32_MAX);
+        CHECK(h2o_policy_slot_key(&ranking, ranking.kind, true, -infinity, 5, 1) < UINT32_MAX);
+        CHECK(h2o_policy_slot_key(&ranking, ranking.kind, true, not_a_number, 5, 1) == 0);
+    }
+}
+
 static void the_larger_is_nan_where_either_is(void) {
     CHECK(h2o_larger(1.0f, 2.0f) == 2.0f && h2o_larger(2.0f, 1.0f) == 2.0f);
     CHECK(isnan(h2o_larger(not_a_number, 1.0f)) && isnan(h2o_larger(1.0f, not_a_number)));
@@ -249,41 +261,12 @@ static void repeated_positions_stay_within_the_budget(void) {
     CHECK(victim >= 0 && victim < 6);
 }
 
-/* Weights are the scores per query, scaled to 1; what cannot be weighed is not merged. */
-static void merging_weighs_by_mean_scores(void) {
-    const h2o_policy policy = {.decay = 1.0f}, fading = {.decay = 0.5f};
-    const h2o_ranking ranking = h2o_policy_ranking(&policy, 4, 4, 10);
-    const h2o_merged m =
-        h2o_policy_merge(&ranking, (h2o_member){1.0f, 0.0f, 8}, (h2o_member){1.5f, logf(2.0f), 0});
-    CHECK(m.possible);
-    CHECK_CLOSE(m.kept_weight, 0.5f / 0.65f, 1e-6);
-    CHECK_CLOSE(m.evicted_weight, 0.15f / 0.65f, 1e-6);
-    CHECK_CLOSE(m.score, 1.0f + 1.5f * 2.0f / 10.0f, 1e-6);
-    CHECK_CLOSE(m.bias, logf(3.0f), 1e-6);
-    const h2o_ranking faded = h2o_policy_ranking(&fading, 4, 4, 10);
-    CHECK_CLOSE(h2o_policy_queries(&faded, 8), 1.5f, 1e-6);
-    const h2o_merged unseen =
-        h2o_policy_merge(&ranking, (h2o_member){0.0f, 0.0f, 8}, (h2o_member){0.0f, 0.0f, 0});
-    CHECK_CLOSE(unseen.kept_weight, 0.5f, 1e-6);
-    const h2o_policy max = {.rank_by = H2O_RANK_MAX, .decay = 0.5f};
-    const h2o_ranking largest = h2o_policy_ranking(&max, 4, 4, 10);
-    const h2o_merged both =
-        h2o_policy_merge(&largest, (h2o_member){0.25f, 0.0f, 8}, (h2o_member){0.75f, 0.0f, 0});
-    CHECK_CLOSE(both.kept_weight, 0.25f, 1e-6);
-    CHECK(both.score == 0.75f);
-    const float odd[] = {not_a_number, infinity};
-    for (int i = 0; i < 2; i++) {
-        const h2o_member strange = {odd[i], 0.0f, 3}, plain = {1.0f, 0.0f, 4};
-        CHECK(!h2o_policy_merge(&ranking, strange, plain).possible);
-        CHECK(!h2o_policy_merge(&ranking, plain, strange).possible);
-    }
-}
-
 int main(void) {
     test_random random = {.state = 1};
     keys_order_floats();
     ranks_follow_their_formulas();
     the_larger_is_nan_where_either_is();
+    infinity_spares_a_key();
     select_equals_a_sort(&random);
     victim_equals_a_sort(&random);
     ties_leave_the_lower_position();
@@ -291,6 +274,5 @@ int main(void) {
     unlimited_budgets_keep_all();
     sinks_may_overlap_the_recent();
     repeated_positions_stay_within_the_budget();
-    merging_weighs_by_mean_scores();
     return 0;
 }

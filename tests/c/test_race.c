@@ -10,9 +10,9 @@
 
 enum { B = 3, G = 2, R = 2, S = 40, D = 12, F = 4, Q = 70, ROUNDS = 80 };
 
-/* What is stored: nothing in particular, values' norms, keys that stand for several, bytes, keys
- * before their rotation, heads with slots of their own, rows that are found by number. */
-typedef enum { PLAIN, WEIGHTED, MERGING, BYTES, ROLLED, UNEVEN, NUMBERED, KINDS } kind;
+/* What is stored: nothing in particular, values' norms, bytes, keys before their rotation, heads with
+ * slots of their own, rows that are found by number. */
+typedef enum { PLAIN, WEIGHTED, BYTES, ROLLED, UNEVEN, NUMBERED, KINDS } kind;
 
 typedef struct {
     kind kind;
@@ -44,9 +44,8 @@ static h2o_view joined(const h2o_view *view) {
 
 static void make_slots_of(stage *st, const h2o_dims *d) {
     h2o_slots *const slots = &st->slots;
-    *slots = make_slots(DENSE, d, st->kind == BYTES ? H2O_Q8 : H2O_F32, 12, 8, st->kind == WEIGHTED,
-                        st->kind == MERGING);
-    if (st->kind == MERGING) FILL(float, slots->bias, 0.0f);
+    *slots =
+        make_slots(DENSE, d, st->kind == BYTES ? H2O_Q8 : H2O_F32, 12, 8, st->kind == WEIGHTED);
     if (st->kind == BYTES) {
         st->stored = make_tensor(H2O_U8, 4, B, G, Q, h2o_row_bytes(H2O_Q8, D));
     }
@@ -92,10 +91,9 @@ static void free_stage(const stage *st) {
                                      &st->slots.scores, &st->slots.positions,
                                      &st->slots.free,   &st->slots.lengths,
                                      &st->slots.budget, &st->slots.lost,
-                                     &st->slots.norms,  &st->slots.bias,
-                                     &st->slots.starts, &st->slots.rows,
-                                     &st->rotary.table, &st->rotary.ranks,
-                                     &st->stored};
+                                     &st->slots.norms,  &st->slots.starts,
+                                     &st->slots.rows,   &st->rotary.table,
+                                     &st->rotary.ranks, &st->stored};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) free(views[i]->data);
 }
 
@@ -111,7 +109,6 @@ static void disturb_slot(stage *st, int64_t b, int64_t g, int64_t s, int64_t any
     DISTURB(int32_t, slots->positions, b, g, s, any);
     DISTURB(int32_t, slots->scores, b, g, s, any == 0 ? no_number : large);
     if (st->kind == WEIGHTED) DISTURB(int32_t, slots->norms, b, g, s, no_number);
-    if (st->kind == MERGING) DISTURB(int32_t, slots->bias, b, g, s, large);
     if (st->kind == ROLLED) DISTURB(int32_t, st->rotary.ranks, b, g, s, any % 2 ? any : large);
 }
 
@@ -181,8 +178,7 @@ static void *call_all(void *argument) {
     const h2o_policy policy = {.sinks = 2,
                                .decay = 0.9f,
                                .rank_by = H2O_RANK_MEAN,
-                               .value_weighted = st->kind == WEIGHTED,
-                               .merge = st->kind == MERGING ? 0.05f : 0.0f};
+                               .value_weighted = st->kind == WEIGHTED};
     for (int i = 0; i < ROUNDS; i++) {
         const int64_t n = random_int(&random, 1, Q);
         h2o_attend_params attend = {.query = first_columns(&st->query, n),

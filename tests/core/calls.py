@@ -97,7 +97,6 @@ def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
     out = np.zeros((B, n, H, D), dtype)
     scores = rng.uniform(0, 1, (B, G, n)).astype(np.float32)
     policy = {"sinks": 0, "rank_by": "mean", "decay": 0.9, "value_weighted": weighted}
-    policy |= {"merge": None}
     sinks = np.linspace(-2, 2, H, dtype=np.float32)
     logits = {"scale": 0.3, "softcap": 2.0, "sink_logits": sinks}
     state = slots(dtype=dtype, norms=weighted)

@@ -39,9 +39,7 @@ def pages(slots: ops.Slots, rows: np.ndarray = ROWS) -> Pages:
     return Pages(np.empty((Z, Pages.bytes_of(slots)), np.uint8), rows)
 
 
-MERGED = inputs.Policy(10, 6, 2, merge=0.3)
 CASES = [(POLICIES[x], y) for x in ("h2o", "everything", "decayed-max") for y in STORES]
-CASES += [(MERGED, y) for y in STORES if y != "shared"]
 
 
 @pytest.mark.parametrize(("policy", "store"), CASES)

@@ -109,14 +109,6 @@ def test_either_both_have_values_or_none(name, refused):
         )
 
 
-@pytest.mark.parametrize("name", ["evict", "step", "simulate"])
-def test_such_keys_cannot_be_merged(name, refused):
-    call = without_values(name).put("merge", 0.5)
-    if name != "simulate":
-        call = call.put("slots.bias", np.zeros_like(call.get("slots.scores")))
-    refused(call, ValueError, "merge")
-
-
 def test_no_stored_values_without_values(refused):
     """`ops.simulate` makes both; who calls the core could give one."""
     from h2o import _core

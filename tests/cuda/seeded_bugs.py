@@ -152,7 +152,6 @@ def small_cases() -> tuple:
         Case(80, torch.float16, kv_dtype="int8", pads=True),
         Case(128, torch.bfloat16, value_weighted=True, ragged=True),
         Case(256, torch.bfloat16, kv_dtype="int8-int4"),
-        Case(64, torch.bfloat16, merge=0.3),
         Case(64, torch.bfloat16, softcap=2.0),
         Case(64, torch.float32, softcap=1e6),
     )

@@ -57,7 +57,7 @@ typedef struct {
     h2o_policy policy;
     float softcap;
     layout how;
-    bool pads, bias;
+    bool pads;
     bool extreme; /* values of the size of the largest float16, and one of NaN */
 } chunk;
 
@@ -111,7 +111,7 @@ static h2o_view copy_of(const h2o_view *x) {
 
 static h2o_slots make_chunk_slots(const chunk *c, test_random *random) {
     const h2o_dims *const d = &c->dims;
-    h2o_slots slots = make_slots(c->how, d, H2O_Q8, 1, 1, false, c->bias);
+    h2o_slots slots = make_slots(c->how, d, H2O_Q8, 1, 1, false);
     free(slots.values.data);
     slots.values =
         make_layout(c->how, H2O_U8, 4, d->B, d->G, d->S, h2o_row_bytes(c->values, d->D), 1);
@@ -127,7 +127,6 @@ static h2o_slots make_chunk_slots(const chunk *c, test_random *random) {
         }
         AT(int32_t, slots.positions, b, g, s) = (int32_t)s;
         AT(float, slots.scores, b, g, s) = random_float(random);
-        if (c->bias) AT(float, slots.bias, b, g, s) = random_float(random);
         if (c->extreme && s == 3) { /* beyond float16 by 28, as its largest number is stored */
             memset(value, 0, (size_t)d->D);
             value[d->D - 1] = 127;
@@ -208,27 +207,11 @@ static void test_chunk(const chunk *c, h2o_dtype dtype) {
         CHECK(is_near(got, (double)wanted, 1e-5));
     }
     const h2o_slots *const s = &p.slots;
-    const h2o_view *const all[] = {&p.query,
-                                   &p.keys,
-                                   &p.values,
-                                   &p.out,
-                                   &p.scores,
-                                   &p.mask,
-                                   &s->keys,
-                                   &s->values,
-                                   &s->scores,
-                                   &s->positions,
-                                   &s->free,
-                                   &s->lengths,
-                                   &s->budget,
-                                   &s->lost,
-                                   &s->bias,
-                                   &floats.scores,
-                                   &floats.slots.scores,
-                                   &before,
-                                   &first[0],
-                                   &first[1],
-                                   &first[2]};
+    const h2o_view *const all[] = {&p.query,   &p.keys,       &p.values,      &p.out,
+                                   &p.scores,  &p.mask,       &s->keys,       &s->values,
+                                   &s->scores, &s->positions, &s->free,       &s->lengths,
+                                   &s->budget, &s->lost,      &floats.scores, &floats.slots.scores,
+                                   &before,    &first[0],     &first[1],      &first[2]};
     for (size_t i = 0; i < sizeof in / sizeof *in; i++) free(in[i]->data);
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]->data);
 }
@@ -264,7 +247,7 @@ static h2o_step_params make_step(const one_step *s, h2o_dtype dtype, test_random
         .key = make_tensor(dtype, 4, d->B, d->G, 1, d->D),
         .value = make_tensor(dtype, 4, d->B, d->G, 1, d->D),
         .slots = make_slots(DENSE, d, dtype, (int32_t)d->S / 2, (int32_t)(d->S - 1 - d->S / 2),
-                            s->policy.value_weighted, false),
+                            s->policy.value_weighted),
         .out = make_tensor(dtype, 4, d->B, 1, d->H, d->D),
         .scale = 0.2f,
         .softcap = s->softcap,
@@ -387,9 +370,8 @@ static void test_step(const one_step *s, h2o_dtype dtype) {
 int main(void) {
     static const h2o_dtype dtypes[] = {H2O_F32, H2O_F16, H2O_BF16};
     const h2o_policy plain = {.decay = 1.0f};
-    const h2o_policy all = {4, H2O_RANK_MEAN, 0.99f, true, 0.0f};
-    const h2o_policy merging = {4, H2O_RANK_MEAN, 0.99f, true, 0.25f};
-    const h2o_policy largest = {4, H2O_RANK_MAX, 0.99f, false, 0.0f};
+    const h2o_policy all = {4, H2O_RANK_MEAN, 0.99f, true};
+    const h2o_policy largest = {4, H2O_RANK_MAX, 0.99f, false};
     const scene scenes[] = {
         {.dims = make_dims(2, 1, 3, 480, 420, 64),
          .prompt = 420,
@@ -430,15 +412,6 @@ int main(void) {
          .policy = plain,
          .scale = -1.0f,
          .sinks = true},
-        {.dims = make_dims(2, 2, 2, 90, 60, 24),
-         .spare = 1,
-         .prompt = 60,
-         .chunk_at = 65,
-         .chunk = 10,
-         .heavy = 20,
-         .recent = 20,
-         .policy = merging,
-         .scale = 0.1f},
         {.dims = make_dims(2, 2, 2, 120, 60, 24),
          .prompt = 40,
          .chunk_at = 50,
@@ -482,7 +455,7 @@ int main(void) {
     /* several tiles of queries and of slots, the last ones not whole */
     const chunk chunks[] = {
         {make_dims(1, 2, 2, 70, 150, 128), H2O_Q8, plain, .how = DENSE, .extreme = true},
-        {make_dims(2, 2, 1, 80, 140, 96), H2O_Q4, all, .pads = true, .bias = true, .how = SPREAD},
+        {make_dims(2, 2, 1, 80, 140, 96), H2O_Q4, all, .pads = true, .how = SPREAD},
         {make_dims(1, 2, 3, 30, 190, 50), H2O_Q8, largest, 5.0f, SPREAD, .pads = true},
         {make_dims(1, 2, 1, 66, 100, 192), H2O_Q4, plain, .how = DENSE},
     };
@@ -513,8 +486,7 @@ int main(void) {
     }
     test_quantised(H2O_Q8, 50, plain); /* rows of 52 bytes, ... */
     test_quantised(H2O_Q8, 31, all);   /* ... of 33, ... */
-    test_quantised(H2O_Q8, 24, merging);
-    test_quantised(H2O_Q4, 96, all); /* ... and of 60 */
+    test_quantised(H2O_Q4, 96, all);   /* ... and of 60 */
     /* ThreadSanitizer, which takes a hundred times as long, does without the largest. */
     for (size_t i = THREAD_SANITIZER ? 1 : 0; i < sizeof scenes / sizeof *scenes; i++) {
         for (size_t type = 0; type < 3; type++) {

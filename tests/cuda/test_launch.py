@@ -23,7 +23,7 @@ from tests.cuda.device import CUDA, IMAGE, DeviceTensor, carried, to_device
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def step_arguments(D: int = 32, seed: int = 0, held: int = 6, merge: float | None = None) -> list:
+def step_arguments(D: int = 32, seed: int = 0, held: int = 6) -> list:
     """Arguments of a step on the CPU, into slots whose budget is full."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -31,9 +31,9 @@ def step_arguments(D: int = 32, seed: int = 0, held: int = 6, merge: float | Non
         return torch.randn(shape, generator=generator)
 
     keys = normal(1, 2, held, D)
-    slots = new_slots(keys, held + 1, held // 2, held - held // 2, merge=merge is not None)
+    slots = new_slots(keys, held + 1, held // 2, held - held // 2)
     text = (keys, normal(1, 2, held, D), normal(1, 2, held).abs())
-    policy = Policy(merge=merge)
+    policy = Policy()
     _core.call("evict", "run", *text, None, slots, policy)
     query, key, value = normal(1, 4, 1, D), normal(1, 2, 1, D), normal(1, 2, 1, D)
     out = torch.zeros(1, 1, 4, D)
@@ -376,8 +376,6 @@ def test_rows_as_wide_as_latents_are_served_in_steps(driver, kernels, D):
 
 
 def test_what_no_kernel_serves_goes_elsewhere(driver, kernels):
-    merging = to_device(driver, step_arguments(D=264, merge=0.5))
-    assert _core.call("step", "measure", *merging, 1) is None
     there = to_device(driver, step_arguments(D=1032))
     assert _core.call("step", "measure", *there, 1) is None
     with pytest.raises(NotImplementedError):

@@ -178,14 +178,6 @@ def test_compare(folder, text, tmp_path, capsys, tokenizer):
     assert printed["cells"] == [c for c in measured if c["facts"]["setting"] == name]
 
 
-def test_merged_keys_are_said_to_count_as_gone(folder, text, tmp_path, capsys):
-    note = "retained mass: keys that were merged count as evicted"
-    sizes = ["--window", 100, "--limit", 1]
-    for settings, said in (("h2o:0.1+0.1", False), ("h2o:0.1+0.1/merge=0.3", True)):
-        assert run(folder, text, tmp_path, "--compare", f"full,{settings}", *sizes) == 0
-        assert (note in capsys.readouterr().out.splitlines()) is said
-
-
 @pytest.mark.parametrize("protocol", ["simulate", "drop"])
 def test_an_interrupted_run_goes_on(folder, text, tmp_path, capsys, monkeypatch, protocol):
     name = "by_simulation" if protocol == "simulate" else "by_cache"

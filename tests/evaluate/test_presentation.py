@@ -21,9 +21,9 @@ CURVES = {
     "h2o:4+5": "h2o",
     "h2o:0.2+0": "h2o 100% heavy",
     "h2o:0.15+0.05": "h2o 75% heavy",
-    "h2o:0.1+0.1/merge=0.3": "h2o/merge=0.3",
-    "h2o:0.1+0.1/decay=0.5/merge=0.3": "h2o/decay=0.5/merge=0.3",
-    "h2o:0.2+0.2/merge=0.3/decay=0.5": "h2o/decay=0.5/merge=0.3",
+    "h2o:0.1+0.1/sinks=3": "h2o/sinks=3",
+    "h2o:0.1+0.1/sinks=3/decay=0.5": "h2o/decay=0.5/sinks=3",
+    "h2o:0.2+0.2/decay=0.5/sinks=3": "h2o/decay=0.5/sinks=3",
     "robust:0.2": "robust",
     "robust:0.2/kv_dtype=int8": "robust/kv_dtype=int8",
     "robust-bytes:0.2": "robust-bytes",
@@ -44,7 +44,7 @@ def test_a_line_is_of_settings_that_differ_by_budget(name, curve):
     "name",
     [
         "h2o:0.1+0.1", "h2o:6+6", "robust:0.3", "robust-bytes:0.5", "authors-bytes:0.4",
-        "h2o:0.2+0.2/merge=0.5", "h2o:0.2+0.2/kv_dtype=int8",
+        "h2o:0.2+0.2/value_weighted", "h2o:0.2+0.2/kv_dtype=int8",
     ],
 )  # fmt: skip
 def test_bytes_are_those_that_a_cache_holds(name):

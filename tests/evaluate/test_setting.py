@@ -160,11 +160,16 @@ def test_every_field_of_a_config_can_be_written():
     before, by_kind = {"budget", "heavy", "recent"}, {"slot"}
     assert {*OPTIONS} == {*fields} - before - by_kind
     assert OPTIONS[: len(Policy._fields)] == Policy._fields
-    written = "h2o:4+5/decay=0.5/merge=0.8/kv_dtype=int8"
-    config = H2OConfig(heavy=4, recent=5, decay=0.5, merge=0.8, kv_dtype="int8", min_tokens=0)
+    written = "h2o:4+5/decay=0.5/value_weighted=True/kv_dtype=int8"
+    config = H2OConfig(
+        heavy=4, recent=5, decay=0.5, value_weighted=True, kv_dtype="int8", min_tokens=0
+    )
     assert parse(written).config == config
     assert from_config(config).name == written
-    assert from_options(heavy=4, recent=5, decay=0.5, merge=0.8, kv_dtype="int8").name == written
+    assert (
+        from_options(heavy=4, recent=5, decay=0.5, value_weighted=True, kv_dtype="int8").name
+        == written
+    )
     assert parse("h2o:4+5/positions=rolled").config.positions == "rolled"
     written = "h2o:4+5/rank_by=mean-echo/shares=echo"
     config = exact(H2OConfig(heavy=4, recent=5, rank_by="mean-echo", shares="echo"))

@@ -175,7 +175,7 @@ static h2o_view choose_rows(bench *w) {
 }
 
 /* A store that holds what it says, mostly: the first slots of each head. */
-static h2o_slots choose_slots(bench *w, bool weighted, bool merges) {
+static h2o_slots choose_slots(bench *w, bool weighted) {
     input *const in = &w->in;
     const int64_t held = choose(in, w->dims.S + 1);
     const bool uneven = choose(in, 3) == 0, bytes = choose(in, 3) == 0;
@@ -194,11 +194,9 @@ static h2o_slots choose_slots(bench *w, bool weighted, bool merges) {
         .lost = choose_tensor(w, "lost", "BG", H2O_F64),
         .norms = {.name = "norms"},
         .starts = {.name = "starts"},
-        .bias = {.name = "bias"},
         .rows = {.name = "rows"},
     };
     if (weighted) s.norms = choose_tensor(w, "norms", numbers, H2O_F32);
-    if (merges) s.bias = choose_tensor(w, "bias", numbers, H2O_F32);
     const bool sound = !rarely(in);
     if (uneven) s.starts = choose_starts(w, sound);
     choose_numbers(w, &s.free, w->dims.S + 1);
@@ -258,8 +256,7 @@ static h2o_policy choose_policy(input *in) {
     return (h2o_policy){.sinks = (int32_t)(rarely(in) ? choose(in, 256) - 128 : choose(in, 4)),
                         .rank_by = (h2o_rank_by)choose(in, 3),
                         .decay = choose(in, 4) ? 1.0f : choose_float(in),
-                        .value_weighted = choose(in, 4) == 3,
-                        .merge = choose(in, 4) == 3 ? choose_float(in) : 0.0f};
+                        .value_weighted = choose(in, 4) == 3};
 }
 
 /* ---- Calls ------------------------------------------------------------- */
@@ -316,7 +313,7 @@ static void call_operation(bench *w) {
                                .softcap = softcap,
                                .policy = policy};
         p.has_slots = choose(in, 2);
-        if (p.has_slots) p.slots = choose_slots(w, false, choose(in, 4) == 3);
+        if (p.has_slots) p.slots = choose_slots(w, false);
         p.sink_logits = choose_sinks(w);
         if (p.has_slots) p.slots.rows = choose_rows(w);
         call_with(H2O_ATTEND, &p, call);
@@ -328,7 +325,7 @@ static void call_operation(bench *w) {
                               .scores = scores,
                               .mask = mask,
                               .policy = policy,
-                              .slots = choose_slots(w, policy.value_weighted, h2o_merges(&policy))};
+                              .slots = choose_slots(w, policy.value_weighted)};
         p.slots.rows = choose_rows(w);
         call_with(H2O_EVICT, &p, call);
         break;
@@ -342,7 +339,7 @@ static void call_operation(bench *w) {
                              .policy = policy,
                              .scale = scale,
                              .softcap = softcap,
-                             .slots = choose_slots(w, policy.value_weighted, h2o_merges(&policy)),
+                             .slots = choose_slots(w, policy.value_weighted),
                              .rotary = choose_rotary(w)};
         p.sink_logits = choose_sinks(w);
         p.slots.rows = choose_rows(w);

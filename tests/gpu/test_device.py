@@ -60,7 +60,6 @@ STORES = {
     "plain": {},
     "value-weighted": {"value_weighted": True},
     "int8": {"kv_dtype": "int8"},
-    "merging": {"merge": True},
 }
 
 
@@ -70,10 +69,7 @@ class Talk:
     def __init__(self, kind: str, capacity: int | list[int], dtype: torch.dtype) -> None:
         text = drifting(3, B=2, H=4, G=2, N=40 + STEPS, D=64)
         self.text = [torch.from_numpy(x).to(DEVICE, dtype) for x in text]
-        self.policy = {
-            "value_weighted": kind == "value-weighted",
-            "merge": 0.3 if kind == "merging" else None,
-        }
+        self.policy = {"value_weighted": kind == "value-weighted"}
         prompt = [x[:, :, :40] for x in self.text]
         self.slots = ops.new_slots(prompt[1], capacity, 6, 6, **STORES[kind])
         _, scores = ops.attend(*prompt)
@@ -182,9 +178,7 @@ class Decoding:
         ]
 
 
-@pytest.mark.parametrize(
-    "chosen", ["h2o", "sinks, mean", "value-weighted", "shares", "int8", "merge"]
-)
+@pytest.mark.parametrize("chosen", ["h2o", "sinks, mean", "value-weighted", "shares", "int8"])
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 def test_one_captured_pass_of_a_model_serves_a_generation(name, chosen):
     eager, captured = Decoding(name, chosen), Decoding(name, chosen)

@@ -39,7 +39,6 @@ CACHES = {
     "heads": {"heavy": [[3, 9, 5, 1], [4, 4, 8, 2]], "recent": 6},
     "int8": {"heavy": 10, "recent": 8, "shares": SHARES, "kv_dtype": "int8"},
     "rolled": {"heavy": 10, "recent": 8, "shares": SHARES, "positions": "rolled"},
-    "merged": {"heavy": 10, "recent": 8, "shares": SHARES, "merge": 0.5},
 }
 
 

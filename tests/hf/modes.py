@@ -130,7 +130,6 @@ POLICIES: dict[str, H2OConfig] = {
     "per layer": H2OConfig(heavy=lambda layer, layers: 2 * (layers - layer), recent=4),
     "shares": H2OConfig(heavy=6, recent=4, sinks=1, shares=[[1.0]]),
     "int8": H2OConfig(heavy=5, recent=4, sinks=1, rank_by="mean", kv_dtype="int8"),
-    "merge": H2OConfig(heavy=6, recent=4, sinks=1, merge=0.3),
     "max": H2OConfig(heavy=6, recent=4, sinks=1, rank_by="max"),
 }
 """Small budgets: every prompt of more than 12 tokens is cut."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import h2o
-from h2o.analysis import measures, page
+from h2o.analysis import measures
 from h2o.borrowed import with_cache
 from h2o.draw import pieces
 from h2o.packages import install_command
@@ -105,23 +105,6 @@ def test_retained_mass_of_each_token(both):
     if first == 0:
         np.testing.assert_allclose(a.retained_mass(0, per_token=True), want, atol=1e-4)
         assert want.mean() < 0.99
-
-
-def test_merged_keys_count_as_gone():
-    """And the page says so: a part of them lives on, which cannot be measured by the key."""
-    model = tiny.model("llama", "eager")
-    ids = text(tokens=N)
-    parameters = {"heavy": 6, "recent": 6, "merge": 0.2}
-    a = h2o.analyze(model, ids, **parameters)
-    seen = np.arange(N)[:, None] < a.evicted_at(0)[:, None].repeat(a.heads // a.groups, axis=0)
-    want = (matrices("llama", ids)[0] * seen).sum(-1)  # of the first layer, which reads the same
-    np.testing.assert_allclose(a.retained_mass(0, per_token=True), want, atol=1e-4)
-    assert want.mean() < 0.99
-    said = [answer for *_, answer in page.observations(a)]
-    assert said[-1].endswith("; keys that were merged count as evicted")
-    plain = h2o.analyze(model, ids, heavy=6, recent=6)
-    assert "merged" not in str(page.observations(plain))
-    assert not np.array_equal(a.evicted_at(1), plain.evicted_at(1))  # some keys were merged
 
 
 def test_tokens_are_those_of_a_cache():

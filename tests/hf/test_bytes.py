@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -26,11 +24,11 @@ def filled(config: H2OConfig, tokens: int = 600, family: str = "llama"):
 
 @pytest.mark.parametrize("part", [0.05, 0.1, 0.3])
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize(("value_weighted", "merge"), [(False, None), (True, None), (True, 0.5)])
-def test_all_that_is_allocated_fits(part, kv_dtype, value_weighted, merge):
+@pytest.mark.parametrize("value_weighted", [False, True])
+def test_all_that_is_allocated_fits(part, kv_dtype, value_weighted):
     config = H2OConfig(
         heavy=part * 0.75, recent=part * 0.25, sinks=2, min_tokens=0,
-        of="bytes", kv_dtype=kv_dtype, value_weighted=value_weighted, merge=merge,
+        of="bytes", kv_dtype=kv_dtype, value_weighted=value_weighted,
     )  # fmt: skip
     total = filled(config).total
     taken = total.bytes_held + total.bytes_bookkeeping
@@ -44,9 +42,7 @@ def test_values_take_the_bits_that_go_with_the_head_dimension():
         config = LlamaConfig(head_dim=D)
         sized = H2OConfig.robust(0.1, of="bytes").for_model(config)
         assert sized.kv_dtype == kv_dtype
-        assert sized.slot == per_token(
-            *key_size(config), kv_dtype, value_weighted=True, merges=False
-        )
+        assert sized.slot == per_token(*key_size(config), kv_dtype, value_weighted=True)
         assert sized.for_model(config) == sized
     total = filled(exact(H2OConfig.robust(0.1, of="bytes"))).total
     assert total.bytes_held + total.bytes_bookkeeping <= 0.1 * total.bytes_full
@@ -87,23 +83,6 @@ def test_a_short_prompt_keeps_what_fits():
     config = H2OConfig(heavy=0.06, recent=0.04, sinks=2, min_tokens=0, of="bytes")
     total = filled(config, tokens=12).total
     assert total.kept == [2 * 3]  # two sinks and one more, in two layers
-
-
-def test_the_report_counts_who_lives_on():
-    config = H2OConfig(heavy=20, recent=10, sinks=2, merge=0.3)
-    report = filled(config)
-    twin = model("llama")
-    cache = H2OCache(twin.config, config)
-    with torch.no_grad():
-        twin(prompts(600)[0], **with_cache(cache))
-    merged = [
-        round(layer.slots.bias.exp().sum().item()) - layer.slots.bias.numel()
-        for layer in cache.layers
-    ]
-    assert [layer.merged for layer in report.layers] == merged
-    assert min(merged) > 100
-    assert f"without the {sum(merged)} that live on in others" in report.note
-    assert filled(dataclasses.replace(config, merge=None)).total.merged == 0
 
 
 def test_bytes_need_fractions():

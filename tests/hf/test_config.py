@@ -23,9 +23,7 @@ PROFILE = next((Path(h2o.__file__).parent / "data").glob("*.profile.json"))
 def test_defaults_are_the_authors():
     config = H2OConfig()
     assert (config.heavy, config.recent) == (0.1, 0.1)
-    assert config.policy == Policy(
-        sinks=0, rank_by="sum", decay=1.0, value_weighted=False, merge=None
-    )
+    assert config.policy == Policy(sinks=0, rank_by="sum", decay=1.0, value_weighted=False)
 
 
 def test_fractions_are_of_the_prompt_and_truncated():
@@ -131,18 +129,6 @@ def test_imports_nothing_heavy():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
-
-
-def test_merge_is_a_cosine():
-    assert H2OConfig(merge=0.85).policy.merge == 0.85
-    for wrong in (0, 1, -0.5, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="merge must be a cosine between 0 and 1"):
-            H2OConfig(merge=wrong)
-    for wrong in (True, "0.85"):
-        with pytest.raises(TypeError, match="merge must be a cosine between 0 and 1"):
-            H2OConfig(merge=wrong)
-    with pytest.raises(ValueError, match='merge needs positions="original"'):
-        H2OConfig(merge=0.85, positions="rolled")
 
 
 def test_presets_by_name():

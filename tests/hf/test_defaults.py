@@ -27,7 +27,6 @@ CACHES = {
     "h2o": {},
     "shares": {},
     "int8": {},
-    "merge": {},
     "fractions": {},
     "rolled": {"positions": "rolled"},
     "compileable": {},

@@ -165,8 +165,7 @@ def test_patched(name):
     "parameters",
     [
         {"kv_dtype": "int8", "sinks": 2, "decay": 0.9},
-        {"merge": 0.5},
-        slow_if(True, {}),  # of which the two above do all
+        slow_if(True, {}),  # of which the one above does all
         slow_if(True, {"kv_dtype": "int8"}),
     ],
 )

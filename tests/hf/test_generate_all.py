@@ -30,7 +30,6 @@ CONFIGS = {
     "mean, sinks": H2OConfig(heavy=6, recent=6, sinks=2, rank_by="mean", decay=0.9),
     "rolled": H2OConfig(heavy=6, recent=6, positions="rolled"),
     "int8": H2OConfig(heavy=6, recent=6, kv_dtype="int8"),
-    "merged": H2OConfig(heavy=6, recent=6, merge=0.3),
     "value norms": H2OConfig(heavy=6, recent=6, value_weighted=True),
     "uneven heads": H2OConfig(heavy=6, recent=6, shares=[[1.4, 0.6], [0.5, 1.5]]),
     "everything": H2OConfig.full(),
@@ -520,9 +519,7 @@ def compiled_and_eager(ours, config, requests=None, **how):
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "name", ["int8", "uneven heads", slow_if(True, "mean, sinks"), slow_if(True, "merged")]
-)
+@pytest.mark.parametrize("name", ["int8", "uneven heads", slow_if(True, "mean, sinks")])
 def test_one_graph_serves_all_steps_and_another_all_prompts(name, dynamo):
     """Rows that run, rows that are idle, and rows that are taken again; of prompts also pieces."""
     for more in ({}, {"generation_config": GenerationConfig(prefill_chunk_size=8)}):

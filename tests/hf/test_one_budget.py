@@ -145,9 +145,8 @@ def test_what_is_held_while_a_prompt_is_read():
     assert rows == [2 * held * 8 * 4 for held in heads]
 
 
-@pytest.mark.parametrize("more", [{"merge": 0.5}, {"decay": 0.9}], ids=str)
-def test_all_is_held_where_more_than_ranks_decides(more):
-    held, of = as_if_all_were_held(deep(), prompts(60), **SMALL, **more)
+def test_all_is_held_where_the_mean_decays():
+    held, of = as_if_all_were_held(deep(), prompts(60), **SMALL, decay=0.9)
     assert held == of == 5 * 2 * 60
 
 

@@ -22,7 +22,7 @@ from tests.hf.test_echo import echo_of
 from tests.hf.test_families import KEPT_ALIKE
 from tests.hf.test_hybrids import prove_stepwise
 from tests.hf.test_reading import positions
-from tests.hf.test_simulation import PROMPT, fitted, prove, text, text_of_all_words
+from tests.hf.test_simulation import PROMPT, fitted, prove, text
 from tests.hf.tiny import ROTARY, TWINS, batch, greedy, model, prompts, shared, slow_if
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "rank_by": "mean-echo"}
@@ -182,7 +182,6 @@ POLICIES = {
     "shares": SMALL | {"heavy": 9, "shares": [[0.4, 2.5, 1.0, 0.9]] * 2},
     "decay": SMALL | {"decay": 0.95},
     "int8": SMALL | {"kv_dtype": "int8", "value_weighted": True},
-    "merge": SMALL | {"merge": 0.4},
     "large": SMALL | {"heavy": 40, "recent": 30},
 }
 
@@ -191,8 +190,7 @@ POLICIES = {
 def test_simulation_equals_the_cache(chosen, prompt_length):
     ours = tiny.model("llama", "sdpa")
     settings = fitted(POLICIES[chosen], ours)
-    ids = text_of_all_words() if chosen == "merge" else text(1)
-    swaps = prove(ours, ids, prompt_length, 2e-2 if chosen == "int8" else 2e-4, **settings)
+    swaps = prove(ours, text(1), prompt_length, 2e-2 if chosen == "int8" else 2e-4, **settings)
     assert swaps >= 3 or chosen == "large" or prompt_length == 96
 
 

@@ -33,7 +33,7 @@ STORES = {
         {"heavy": 0.3, "recent": 0.2, "min_tokens": 0, "of": "bytes", "kv_dtype": "int8"},
     ),
     "norms": ("llama", {"value_weighted": True, "decay": 0.9}),
-    "max": ("llama", {"rank_by": "max", "merge": 0.4}),
+    "max": ("llama", {"rank_by": "max"}),
     "rolled": ("llama", {"positions": "rolled", "sinks": 2}),
     "rolled, own budgets": ("llama", {"positions": "rolled", "shares": uneven}),
     "trace": ("llama", {"trace": True, "shares": uneven}),
@@ -251,7 +251,7 @@ EDITS = {
     "a shape": lambda text, tensors: (
         tensors.update({"0.slots.keys": tensors["0.slots.keys"][..., :4].contiguous()}), text)[1],
     "a name": lambda text, tensors: (
-        tensors.update({"1.slots.bias": tensors.pop("1.slots.scores")}), text)[1],
+        tensors.update({"1.slots.weights": tensors.pop("1.slots.scores")}), text)[1],
     "a budget": lambda text, tensors: text.replace('"recent": 6', '"recent": 7'),
     "a number": lambda text, tensors: text.replace('"seen": 40', '"seen": 41'),
 }  # fmt: skip
@@ -308,6 +308,26 @@ def test_files_that_do_not_tell_their_heads(written):
     text, tensors = rewritten(path, without)
     save_file(tensors, path, {"h2o": text, "sha256": cache_file._checksum(text, tensors)})
     assert_same(H2OCache.load(path, ours), expected)
+
+
+@pytest.mark.parametrize("merge", [None, 0.8])
+def test_files_of_configs_with_merge(written, merge):
+    """A field of early versions. None is what their files say where no key was merged."""
+    path, ours = written
+    expected = H2OCache.load(path, ours)
+
+    def with_merge(text, _):
+        content = json.loads(text)
+        content["settings"]["config"]["merge"] = merge
+        return json.dumps(content)
+
+    text, tensors = rewritten(path, with_merge)
+    save_file(tensors, path, {"h2o": text, "sha256": cache_file._checksum(text, tensors)})
+    if merge is None:
+        assert_same(H2OCache.load(path, ours), expected)
+    else:
+        with pytest.raises(ValueError, match=r"written with merge.*save it anew"):
+            H2OCache.load(path, ours)
 
 
 def broken_off(ours, cache):

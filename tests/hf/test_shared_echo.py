@@ -198,7 +198,6 @@ def test_every_way_to_generate(mode):
     "more",
     [
         {"kv_dtype": "int8"},
-        {"merge": 0.5},
         {"positions": "rolled"},
         {"compileable": True},
         {"trace": True},

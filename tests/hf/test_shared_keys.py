@@ -30,7 +30,7 @@ SMALL = {"heavy": 6, "recent": 6}
 NAMES = ["gemma3n_text", "gemma4_text"]
 SHARED, PLAIN = 2, 0
 """The layers by h2o: one whose keys layers 4 and 5 attend to, and one with keys of its own."""
-SIMULATED = [name for name in POLICIES if name not in ("merge", "shares")]
+SIMULATED = [name for name in POLICIES if name != "shares"]
 
 
 def stepwise(ours, ids, cache, pieces):
@@ -179,13 +179,13 @@ def test_a_budget_for_all_gives_the_full_caches_tokens(name):
     assert len(expected.unique()) > 10
 
 
-@pytest.mark.parametrize("chosen", ["h2o", "merge", "int8"])
+@pytest.mark.parametrize("chosen", ["h2o", "int8"])
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_rows_alone_and_the_budget_holds(name, chosen):
     ours, rows = model(name), prompts(17, 30)
     cache = H2OCache(ours.config, POLICIES[chosen])
     tokens = greedy(ours, batch(rows), 12, **with_cache(cache))
-    budget = 11 if chosen == "merge" else 12 if chosen == "h2o" else 10
+    budget = 12 if chosen == "h2o" else 10
     for b, row in enumerate(rows):
         alone = H2OCache(ours.config, POLICIES[chosen])
         expected = greedy(ours, {"input_ids": row}, 12, **with_cache(alone))
@@ -229,12 +229,11 @@ def test_rows_of_a_simulation_are_the_rows_alone(chosen, side):
 
 
 def test_what_is_not_simulated():
-    for more in ({"merge": 0.3}, {"variant": "local"}):
-        with (
-            pytest.raises(Unsupported, match="keys of others"),
-            simulated(model("gemma4_text"), **SMALL, **more),
-        ):
-            pass
+    with (
+        pytest.raises(Unsupported, match="keys of others"),
+        simulated(model("gemma4_text"), **SMALL, variant="local"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("pieces", [[36], [20, 16], [9, 9, 9, 9], [20, *[1] * 16], [1] * 36])

@@ -101,5 +101,5 @@ def test_the_sliding_window_of_a_comparison_is_plain():
     from h2o.cli.generate_command import caches
     from tests.hf import tiny
 
-    config = H2OConfig(heavy=8, recent=8, merge=0.8, kv_dtype="int8")
+    config = H2OConfig(heavy=8, recent=8, kv_dtype="int8")
     assert caches(config, tiny.model("llama"), 40)["local"] == H2OConfig.local(16)

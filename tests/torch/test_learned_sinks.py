@@ -12,14 +12,13 @@ from h2o import ops, reference
 from tests import inputs
 from tests.cases import pairs
 from tests.conversation import Conversation
-from tests.inputs import POLICIES, Policy
+from tests.inputs import POLICIES
 from tests.torch.engines import assert_same, core, one_thread, oracle, portable
 
 CALLS = [24, *[1] * 12, 7, 1, 1]
 N, D = sum(CALLS), 32
 SINKS = inputs.sink_logits(3, 6)
 CHOSEN = {name: POLICIES[name] for name in ("h2o", "decay", "everything", "max")}
-CHOSEN["merge"] = Policy(8, 5, sinks=1, merge=0.7)
 
 ENGINES = {"core": core(), "torch": portable()}
 every_engine = pytest.mark.parametrize("engine", ENGINES)

@@ -20,7 +20,6 @@ STORES = {
     "bytes": (POLICIES["h2o"], {"kv_dtype": "int8-int4"}),
     "heads": (POLICIES["everything"], {"budget": UNEVEN, "kv_dtype": "int8"}),
     "shared": (POLICIES["decayed-max"], {"shared": True}),
-    "merged": (inputs.Policy(10, 6, 2, merge=0.3), {}),
 }
 
 

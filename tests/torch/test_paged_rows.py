@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from h2o import H2OConfig, ops
+from h2o.hf import slot_layout
 from h2o.vllm import metrics
-from h2o.vllm.page_budget import PageBudget, config_of, places_of, with_budget
+from h2o.vllm.page_budget import PageBudget, config_of, places_of, with_budget, with_pins
 from h2o.vllm.page_store import PageStore, page_bytes
 from h2o.vllm.paged_rows import Begun, PagedLayer, Request, plan
 from tests import inputs
@@ -40,7 +41,6 @@ CONFIGS = {
         value_weighted=True,
         kv_dtype="int8-int4",
     ),
-    "merged": H2OConfig(heavy=9, recent=7, sinks=2, merge=0.3),
     "of heads": H2OConfig(heavy=[[4, 12]] * LAYERS, recent=[[9, 3]] * LAYERS, kv_dtype="int8"),
     "of layers": H2OConfig(heavy=[30, 6, 2], recent=[3, 8, 1]),
     "all keys": H2OConfig.full(),
@@ -53,6 +53,7 @@ class Talk:
 
     text: inputs.Text
     prompt: int
+    pinned: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     page: int = -1
     seen: int = 0
     answer: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -100,7 +101,7 @@ def feed(layer: PagedLayer, begun: Begun, rows: list[tuple[Talk, int]]) -> None:
         starts,
         [each.seen for each, _ in rows],
         [each.page for each, _ in rows],
-        lambda row: Request(rows[row][0].prompt),
+        lambda row: Request(rows[row][0].prompt, None, rows[row][0].pinned),
         begun,
     )
     out = torch.full(query.shape, torch.nan)
@@ -114,12 +115,14 @@ def alone(config: H2OConfig, each: Talk, prompt_scores=None) -> tuple[torch.Tens
     query, keys, values = map(torch.from_numpy, each.text)
     budget = PageBudget(config, LAYERS, LONGEST)
     slots = budget.empty_page(LAYER, keys)
-    wanted = budget.by_head(LAYER, keys, each.prompt)
+    wanted = budget.by_head(LAYER, keys, each.prompt, pinned=each.pinned)
     slots.budget.copy_(torch.tensor(wanted, dtype=torch.int32).view_as(slots.budget))
     q, k, v = (x[:, :, : each.prompt] for x in (query, keys, values))
     out, scores = ops.attend(q, k, v, scale=SCALE, policy=config.policy)
     if prompt_scores is not None:
         scores = prompt_scores(q, k, v, scores)
+    for start, stop in each.pinned:
+        scores[..., start:stop] = torch.inf
     ops.evict(k, v, scores, slots, policy=config.policy)
     answer = [out[0]]
     for i in range(each.prompt, each.seen):
@@ -213,6 +216,67 @@ def test_scores_of_prompts_that_are_not_their_attention(room):
         )
 
 
+@pytest.mark.parametrize("name", ["tokens", "of heads", "fractions"])
+@pytest.mark.parametrize("room", [1000, 16])
+def test_pinned_keys_stay(name, room):
+    """Of some requests, beside others, whether their prompts come whole or in pieces."""
+    layer, served, spans = paged(CONFIGS[name]), talks(), [(3, 6), (8, 9)]
+    for each in served[::2]:
+        each.pinned = [span for span in spans if span[1] <= each.prompt]
+    traffic(layer, served, seed=3, room=room)
+    assert sum(map(len, (each.pinned for each in served))) >= 4
+    for each in served:
+        wanted, slots = alone(CONFIGS[name], each)
+        torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-4, atol=2e-4)
+        assert torch.equal(each.kept, slots.positions)
+        (heads,) = slot_layout.by_head(slots, slot_layout.sizes(slots), "positions", -1).tolist()
+        for span in each.pinned:
+            assert all(set(range(*span)) <= set(head) for head in heads)
+    assert math.isfinite(layer.store.eviction().kept)
+
+
+def test_pinned_keys_where_prompts_are_cut_after_each_piece():
+    layer, begun, each = paged(CONFIGS["tokens"]), Begun(0), talk(7, 40, 70)
+    each.page, each.pinned = 3, [(6, 10), (25, 29)]
+    for tokens in [16, 8, 16, *[1] * 30]:
+        feed(layer, begun, [(each, tokens)])
+    positions = held(layer, 3)[0]
+    assert all({*range(6, 10), *range(25, 29)} <= {*head.tolist()} for head in positions)
+
+
+def test_room_for_pinned_keys():
+    """Recent keys make room, a newest one stays; beyond that there is none."""
+    keys, config = torch.empty(1, G, 1, D), CONFIGS["tokens"]
+    budget = PageBudget(config, LAYERS, LONGEST)
+    for pins, wanted in ((5, (9, 7)), (12, (12, 4)), (15, (15, 1))):
+        assert budget.by_head(LAYER, keys, 40, pinned=[(2, 2 + pins)]) == [wanted]
+        budget.check_room(keys, [(2, 2 + pins)])
+    with pytest.raises(ValueError, match=r"16 pinned keys do not fit in a page, .* 16 keys"):
+        budget.check_room(keys, [(2, 18)])
+
+
+def test_pins_that_requests_ask_for():
+    config = CONFIGS["tokens"]
+    for asked, wanted in (
+        ("0:4,9:12", [(0, 4), (9, 12)]),
+        ([[0, 4], [9, 12]], [(0, 4), (9, 12)]),
+        ("prompt", [(0, 20)]),
+    ):
+        assert with_pins(config, {"h2o_pinned": asked}, 20) == wanted
+    assert with_pins(config, {"other": 1}, 20) == []
+    assert with_budget(config, {"h2o_pinned": "0:4"}) is None
+    for asked, word in (
+        ("system", "does not see chats"),
+        ("4", "spans of tokens"),
+        ([[4, 4]], "span"),
+        ("0:21", "the prompt has 20"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=word):
+            with_pins(config, {"h2o_pinned": asked}, 20)
+    with pytest.raises(ValueError, match="decay=1"):
+        with_pins(CONFIGS["everything"], {"h2o_pinned": "0:4"}, 20)
+
+
 def test_a_request_that_left_in_its_prompt_leaves_nothing():
     """Neither in the page that another request takes, nor, after some more, in memory."""
     layer, begun = paged(CONFIGS["tokens"]), Begun(2)
@@ -272,7 +336,7 @@ def test_without_room_each_piece_is_an_end():
         assert torch.equal(torch.cat(each.answer[:3]), torch.cat(answers))
 
 
-@pytest.mark.parametrize("name", ["tokens", "everything", "merged"])
+@pytest.mark.parametrize("name", ["tokens", "everything"])
 def test_a_request_that_is_read_again_with_its_answer(name):
     """As vLLM does with one that it had put off: more tokens come than the prompt has."""
     layer, begun, each = paged(CONFIGS[name]), Begun(1), talk(7, 40, 80)

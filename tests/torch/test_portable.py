@@ -6,7 +6,6 @@ H2O_BACKEND=torch.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import itertools
@@ -22,9 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from h2o import backends, ops
-from h2o.backends.portable import attend, merging, slot_rows, step
+from h2o.backends.portable import attend, slot_rows, step
 from tests import inputs
-from tests.cases import pairs
 from tests.conversation import Conversation
 from tests.core.calls import EVERY_TENSOR, Call
 from tests.inputs import POLICIES, Policy
@@ -176,10 +174,7 @@ def test_blocks_of_any_size(size, monkeypatch):
 @pytest.mark.parametrize(("name", "pads", "budget", "kv_dtype"), CROSSED[::2])
 @pytest.mark.parametrize("prompt", [(1, 1), (24, 9), (90, 30)], ids=str)
 def test_simulation_as_with_the_core(name, pads, budget, kv_dtype, prompt):
-    simulated_alike(POLICIES[name], pads, budget, kv_dtype, prompt)
-
-
-def simulated_alike(policy, pads, budget, kv_dtype, prompt):
+    policy = POLICIES[name]
     text = inputs.drifting(21, B=2, H=6, G=2, N=N, D=32, sink=True)
     rows = np.array([[policy.heavy, policy.recent]] * 2) if budget is None else budget
     answers = [
@@ -194,39 +189,6 @@ def simulated_alike(policy, pads, budget, kv_dtype, prompt):
     assert torch.equal(*evicted_at)
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(*out, rtol=2e-5, atol=2e-5)
-
-
-MERGING = {
-    "merge": Policy(10, 6, sinks=1, merge=0.8),
-    "max": Policy(10, 6, sinks=1, rank_by="max", merge=0.8),
-    "everything": dataclasses.replace(POLICIES["everything"], merge=0.8),
-}
-MERGED = [("merge", True, None, None), *(("everything", *layout) for layout in LAYOUTS[::2])]
-MERGED += [("merge", False, UNEVEN, "int8"), ("max", True, UNEVEN, None)]
-
-
-@pytest.mark.parametrize(("name", "pads", "budget", "kv_dtype"), MERGED)
-def test_merging_as_the_oracle(name, pads, budget, kv_dtype, monkeypatch):
-    """More keys leave at once than are compared together."""
-    monkeypatch.setattr(merging, "BLOCK", 5)
-    text = inputs.drifting(5, B=2, H=6, G=2, N=N, D=32, sink=True)
-    mask = padded() if pads else None
-    talks = [
-        Conversation(
-            engine, text, MERGING[name], mask=mask, budget=budget, kv_dtype=kv_dtype
-        ).feed_all(CALLS)
-        for engine in (torch_engine(), oracle())
-    ]
-    assert_same_history(*talks)
-    counts = [torch.expm1(talk.slots.bias).sum() for talk in talks]
-    assert counts[1] > 10
-    torch.testing.assert_close(*counts)
-
-
-@pytest.mark.parametrize(("name", "pads", "budget", "kv_dtype"), MERGED)
-@pytest.mark.parametrize("prompt", [(1, 1), (24, 9)], ids=str)
-def test_simulated_merging_as_with_the_core(name, pads, budget, kv_dtype, prompt):
-    simulated_alike(MERGING[name], pads, budget, kv_dtype, prompt)
 
 
 ranks = arrays(
@@ -283,10 +245,9 @@ def test_values_that_are_not_finite_show_where_they_are_seen():
     assert torch.equal(*(x.isfinite() for x in outs))
 
 
-@pytest.mark.parametrize(
-    ("kv_dtype", "merge", "size"), pairs([None, "int8"], [None, 0.5], [None, 8])
-)
-def test_simulated_infinities_are_the_oracles(merge, kv_dtype, size, monkeypatch):
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("size", [None, 8])
+def test_simulated_infinities_are_the_oracles(kv_dtype, size, monkeypatch):
     """With their signs, for as long as they are held; two of them of different signs are NaN."""
     if size is not None:
         monkeypatch.setattr(attend, "BLOCK", size)
@@ -305,19 +266,18 @@ def test_simulated_infinities_are_the_oracles(merge, kv_dtype, size, monkeypatch
     got, want = (
         engine.module.simulate(
             *map(engine.tensor, text), prompt, budget, mask=torch.from_numpy(mask),
-            merge=merge, kv_dtype=kv_dtype,
+            kv_dtype=kv_dtype,
         )[0].numpy()
         for engine in (torch_engine(), oracle())
     )  # fmt: skip
     kinds = np.isnan(want), np.isposinf(want), np.isneginf(want)
     assert all(kind.any() for kind in kinds[: 2 if kv_dtype else 3])
-    assert merge or np.isfinite(want[:, -1]).any(), "nothing of it was evicted"
+    assert np.isfinite(want[:, -1]).any(), "nothing of it was evicted"
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize("policy", [Policy(8, 8), Policy(6, 6, merge=0.5)], ids=["drop", "merge"])
-def test_values_that_are_not_finite_stay_in_their_heads(policy, kv_dtype):
+def test_values_that_are_not_finite_stay_in_their_heads(kv_dtype):
     """The slots of all heads lie on one axis; one of two has such values, stored and new."""
     text = inputs.drifting(8, B=2, H=6, G=3, N=N, D=32)
     budget = np.array([[[9, 5], [2, 7], [9, 3]], [[4, 8], [12, 6], [3, 9]]])
@@ -326,7 +286,7 @@ def test_values_that_are_not_finite_stay_in_their_heads(policy, kv_dtype):
         text.values[b, g, column + 2, 5] = bad
         text.keys[b, g, column + 1, 4] = np.nan
     talks = [
-        Conversation(engine, text, policy, budget=budget, kv_dtype=kv_dtype).feed_all(CALLS)
+        Conversation(engine, text, Policy(8, 8), budget=budget, kv_dtype=kv_dtype).feed_all(CALLS)
         for engine in (torch_engine(), oracle())
     ]
     wanted = talks[1].answer.reshape(2, N, 3, 2, 32)
@@ -399,11 +359,11 @@ def test_torch_compile_takes_a_step_whole(capacity, dtype):
     text = [torch.from_numpy(x).to(dtype) for x in inputs.drifting(4, B=2, H=4, G=2, N=20, D=32)]
     held, answers = [], []
     for run in (step.step_by(counted), step.step_by("")):
-        slots = ops.new_slots(text[1], capacity, 4, 4, merge=True)
+        slots = ops.new_slots(text[1], capacity, 4, 4)
         out = torch.zeros(20, 2, 1, 4, 32, dtype=dtype)
         for t in range(20):
             tokens = [x[:, :, t : t + 1] for x in text]
-            policy = ops.Policy(merge=0.3, decay=0.9)
+            policy = ops.Policy(decay=0.9)
             run(*tokens, None, slots, out[t], 0.2, 0.0, policy, None, None, None)
         held.append(slots.positions)
         answers.append(out)
@@ -413,9 +373,9 @@ def test_torch_compile_takes_a_step_whole(capacity, dtype):
     written = [x for x in graphs[0].graph.nodes if x.target in ("scatter_", "index_put_")]
     assert {x.target for x in written} == {"index_put_"}, "in place, see `Store._put`"
     rows = [x for x in written if x.args[0].meta["example_value"].shape[-1] == 32]
-    assert len(rows) == 4, "new and merged keys and values"
+    assert len(rows) == 2, "new keys and values"
     kept = [x for x in graphs[0].graph.nodes if x.target == "as_strided"]
-    assert len(kept) == 3, "queries, weights and the merged key are converted once, see `products`"
+    assert len(kept) == 2, "queries and weights are converted once, see `products`"
     digits = 1e-5 if dtype == torch.float32 else 2**-7  # sums in another order round otherwise
     torch.testing.assert_close(*answers, rtol=digits, atol=1e-5)
     assert torch.equal(*held)

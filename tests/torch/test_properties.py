@@ -252,15 +252,14 @@ def test_simulation_is_the_cache(engine, name):
         )
 
 
-@pytest.mark.parametrize("merge", [None, 0.6])
-def test_a_prompt_that_is_the_whole_text_is_cut(engine, merge):
+def test_a_prompt_that_is_the_whole_text_is_cut(engine):
     """Who leaves at its end has left for the pads behind it, however long the other rows are."""
     text = inputs.drifting(57, B=3, H=2, G=2, N=40)
     tensors = [engine.tensor(x) for x in text]
     mask = torch.from_numpy(inputs.right([25, 40, 8], 40))
     budget = torch.tensor([[6, 4], [20, 20], [6, 4]], dtype=torch.int32)
     numbers = torch.tensor([40, 12, 40], dtype=torch.int32), budget
-    _, evicted_at, _ = engine.module.simulate(*tensors, *numbers, mask=mask, merge=merge)
+    _, evicted_at, _ = engine.module.simulate(*tensors, *numbers, mask=mask)
     assert ((evicted_at[0, :, :25] == 25).sum(1) == 15).all()
     assert (evicted_at[1:][mask[1:, None].expand(2, 2, 40)] == 40).all()
     assert not evicted_at[0, :, 25:].any()

@@ -77,13 +77,15 @@ def served(llm: LLM, requests: list[list[int]], new: int = NEW, **params: Any) -
     return [list(out.outputs[0].token_ids) for out in outs]
 
 
-def alone(model: Any, requests: list[list[int]], config: H2OConfig, new: int = NEW) -> list:
+def alone(
+    model: Any, requests: list[list[int]], config: H2OConfig, new: int = NEW, pinned: Any = None
+) -> list:
     """The tokens of `generate()` with an H2OCache, each request by itself."""
     model.set_attn_implementation("h2o")
     answers = []
     for request in requests:
         ids = torch.tensor([request])
-        cache = H2OCache(model.config, config, prompt_length=len(request))
+        cache = H2OCache(model.config, config, prompt_length=len(request), pinned=pinned)
         out = model.generate(ids, **with_cache(cache), max_new_tokens=new, do_sample=False)
         answers.append(out[0, len(request) :].tolist())
     return answers

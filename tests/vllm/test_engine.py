@@ -45,6 +45,22 @@ def test_tokens_are_those_of_an_h2o_cache(name, tmp_path):
             assert served(llm, requests) == wanted
 
 
+@pytest.mark.parametrize("chunk", [256, 16])
+def test_pins_of_requests(chunk, llama, monkeypatch, caplog):
+    """Also of prompts that are read in chunks. Pins that do not fit are a line of the log."""
+    monkeypatch.setattr(logging.getLogger("vllm.h2o"), "handlers", [caplog.handler])
+    folder, model = llama
+    config, requests = H2OConfig(heavy=20, recent=8), prompts((100, 40, 17, 60))
+    wanted = alone(model, requests, config, pinned=[(3, 9)])
+    assert wanted != alone(model, requests, config)
+    with engine(folder, {"heavy": 20, "recent": 8}, max_num_batched_tokens=chunk) as llm:
+        assert served(llm, requests, extra_args={"h2o_pinned": "3:9"}) == wanted
+        assert "without the pins" not in caplog.text
+        unpinned = served(llm, requests, extra_args={"h2o_pinned": "0:40"})
+        assert unpinned == alone(model, requests, config)
+        assert "without the pins" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 @pytest.mark.parametrize("entry", [SMALL, {"heavy": 60, "recent": 40, "kv_dtype": "int8"}])
 def test_full_attention_beside_sliding_windows(name, entry, tmp_path):
@@ -102,7 +118,6 @@ POLICIES = {
     "robust": {"preset": "robust", "budget": 20},
     "fractions": {"heavy": 0.2, "recent": 0.1, "min_tokens": 0, "sinks": 2},
     "bytes": {"preset": "robust", "budget": 0.2, "of": "bytes"},
-    "merged": {"heavy": 10, "recent": 6, "merge": 0.3},
     "faded": {"heavy": 10, "recent": 6, "decay": 0.9, "rank_by": "max"},
     "of heads": {"heavy": [[4, 12], [9, 3]], "recent": 4, "kv_dtype": "int8"},
     "shares": {"heavy": 12, "recent": 12, "shares": [[1, 2], [3, 1]]},

@@ -5,9 +5,8 @@ core's own checks. They work on any device that torch has and never wait for it:
 reads a tensor's numbers on the host, and shapes follow from shapes alone. What the checks cannot
 read on such a device (lengths, budgets, free slots) is taken as it is.
 
-Which keys are kept is decided in the order of `csrc/policy.h` (`ranking`), and evicted ones may be
-merged into them (`merging`). Scores and logits are float32, memory is O(n): no matrix of queries
-and keys is ever whole.
+Which keys are kept is decided in the order of `csrc/policy.h` (`ranking`). Scores and logits are
+float32, memory is O(n): no matrix of queries and keys is ever whole.
 
 A value that is infinite is so in the answers of `attend` and `simulate` whatever its weight; in
 those of `step` it is NaN instead where the weight is 0 in the numbers that are multiplied, which

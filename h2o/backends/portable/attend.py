@@ -39,8 +39,6 @@ class Stored(NamedTuple):
     """[B, G, 1, D], the sums of what is not"""
     held: Tensor
     """[B, G, S] bool"""
-    bias: Tensor | None
-    """[B, G, S] float32, what logits grow by; None: 0"""
 
 
 def attend(
@@ -75,8 +73,7 @@ def attend(
         stored_values = store.values(D)
         empty = ~(held if store.first is None else held.any(1, keepdim=True))
         finite, beyond = store.split(stored_values.masked_fill(empty[..., None], 0))
-        bias = None if slots.bias is None else store.by_head(slots.bias, 0)
-        stored = Stored(store.rows("keys", D).float(), finite, beyond, held, bias)
+        stored = Stored(store.rows("keys", D).float(), finite, beyond, held)
     values = keys if values is None else values
     largest = policy.scores_largest
     new, old = dense(
@@ -164,8 +161,6 @@ def dense(
         if stored is not None:
             logits = torch.cat([products(scaled, stored.keys.mT), logits], -1)
         logits = capped(logits, softcap)
-        if stored is not None and stored.bias is not None:
-            logits[..., :S] += stored.bias[:, :, None]
         hide(logits, -torch.inf)
         sinks = sink_logits
         if sinks is not None:

@@ -1,5 +1,5 @@
 """`h2o.ops.evict` in plain torch: of the stored and the new keys of each head, S + Q candidates,
-the policy keeps k, which are written to the lowest slots; the others are evicted, or merged.
+the policy keeps k, which are written to the lowest slots; the others are evicted.
 
 Shape letters as in `h2o.ops`.
 """
@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.backends.portable.merging import EvictedKeys, MergeTargets, merge_all
 from h2o.backends.portable.ranking import budget_of, highest, rank_keys
 from h2o.backends.portable.slot_rows import Store, row_norms
 from h2o.policy import Policy
-from h2o.quantisation import dequantised, stored_like
+from h2o.quantisation import stored_like
 
 __all__ = ["evict"]
 
@@ -41,61 +40,19 @@ def evict(
     new = (before + order[:, None]).masked_fill(order[:, None] < 0, -1).int()  # [B, 1, Q]
     positions = torch.cat([store.by_head(slots.positions, -1), new.expand(B, G, Q)], -1)
     held_scores = store.by_head(slots.scores, 0)
-    norms = bias = None
+    norms = None
     if policy.value_weighted:
         norms = torch.cat([store.by_head(slots.norms, 0), row_norms(values)], -1)
-    if policy.merge is not None:
-        bias = torch.cat([store.by_head(slots.bias, 0), torch.zeros_like(scores)], -1)
     all_scores = torch.cat([held_scores, scores], -1) + 0.0  # -0 becomes 0
     seen = before + tokens[..., None]
     budget = budget_of(slots.budget, policy.sinks)
     ranks = rank_keys(policy, all_scores, positions, norms, seen, budget)
     is_kept = highest(ranks, positions, budget.k)
-    is_evicted = (positions >= 0) & ~is_kept
-    if policy.merge is None or bias is None:
-        lost = all_scores.masked_fill(~is_evicted, 0)
-        _write_kept(keys, values, slots, store, is_kept, positions, all_scores, norms, bias)
-    else:
-        queries = policy.queries_of(positions, seen)
-        evicted = _evicted_keys(
-            keys, values, store, is_evicted, positions, all_scores, bias, queries
-        )
-        _write_kept(keys, values, slots, store, is_kept, positions, all_scores, norms, bias)
-        kept = store.by_head(slots.positions, -1)
-        targets = MergeTargets.of(store, kept, policy, policy.queries_of(kept, seen))
-        merged = merge_all(store, evicted, targets, policy.merge)
-        lost = evicted.scores.masked_fill(merged | ~evicted.is_key, 0)
+    lost = all_scores.masked_fill(is_kept | (positions < 0), 0)
+    _write_kept(keys, values, slots, store, is_kept, positions, all_scores, norms)
     slots.lost.add_(lost.sum(-1, dtype=slots.lost.dtype))
     slots.free.copy_(is_kept.sum(-1))
     slots.lengths.add_(tokens[:, 0])
-
-
-def _evicted_keys(
-    keys: Tensor,
-    values: Tensor,
-    store: Store,
-    is_evicted: Tensor,
-    positions: Tensor,
-    scores: Tensor,
-    bias: Tensor,
-    queries: Tensor,
-) -> EvictedKeys:
-    """Of the candidates [B, G, S + Q] those that `is_evicted` names, read before their slots are
-    written: Q at most, since a store holds no more than its budget."""
-    Q, D = keys.shape[2:]
-    S = is_evicted.shape[-1] - Q
-    last = torch.iinfo(torch.int32).max
-    which = torch.where(is_evicted, positions, last).argsort(-1)[..., :Q]  # [B, G, Q]
-    index = (which - S).clamp(min=0)[..., None].expand(-1, -1, -1, D)
-
-    def rows(stored: Tensor, incoming: Tensor) -> Tensor:
-        fresh = stored_like(incoming.gather(2, index), stored)
-        held = store.read_rows(stored, which.clamp(max=S - 1))
-        return dequantised(torch.where((which >= S)[..., None], fresh, held), D).float()
-
-    numbers = (x.gather(-1, which) for x in (scores, bias, queries, is_evicted))
-    slots = store.slots
-    return EvictedKeys(rows(slots.keys, keys), rows(slots.values, values), *numbers)
 
 
 def _write_kept(
@@ -107,7 +64,6 @@ def _write_kept(
     positions: Tensor,
     scores: Tensor,
     norms: Tensor | None,
-    bias: Tensor | None,
 ) -> None:
     """Writes the candidates [B, G, S + Q] that are kept into the lowest slots of their heads; the
     rest of these becomes empty."""
@@ -127,7 +83,6 @@ def _write_kept(
         (slots.positions, positions, -1),
         (slots.scores, scores, 0),
         (slots.norms, norms, 0),
-        (slots.bias, bias, 0),
     ):
         if values_by_key is not None:
             store.write_by_head(

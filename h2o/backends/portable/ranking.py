@@ -44,8 +44,8 @@ def rank_keys(
     lengths: Tensor,
     budget: Budget,
 ) -> Tensor:
-    """int32 [B, G, C] in the order of ranks; the highest for what is kept by its position, and
-    for what is no key (position -1).
+    """int32 [B, G, C] in the order of ranks; the highest for what is kept by its position or
+    pinned by a score of infinity, and for what is no key (position -1).
 
     Args:
         scores, positions, norms: [B, G, C]; no score is -0. None: norms do not count.
@@ -63,7 +63,7 @@ def rank_keys(
     keys.masked_fill_(rank != rank, _NAN)
     # Of one dtype, so that not all positions are converted to compare them with one number.
     recent = positions >= (lengths - budget.recent).to(positions.dtype)
-    spared = recent.logical_or_(positions < policy.sinks)
+    spared = recent.logical_or_(positions < policy.sinks).logical_or_(scores == torch.inf)
     return keys.masked_fill_(spared, _SPARED)
 
 

@@ -6,20 +6,17 @@ Shape letters as in `h2o.ops`: B rows, Q columns of the text.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o.backends.portable.attend import capped, dense, rows_of
-from h2o.backends.portable.evict import evict
 from h2o.backends.portable.ranking import Budget, budget_of, highest, lowest, rank_keys
 from h2o.backends.portable.slot_rows import row_norms
-from h2o.backends.portable.step import eager_step
 from h2o.policy import Policy
 from h2o.quantisation import dequantised
 from h2o.sink_logits import softmax
-from h2o.slots import new_slots
 
 __all__ = ["simulate"]
 
@@ -65,8 +62,7 @@ def simulate(
     together.
 
     As nothing may wait for the device, the host does not know where a prompt ends: the loop goes
-    over all columns, and those within a row's prompt change nothing in it. A merged key is not
-    among the given keys: where keys are merged, slots hold them as in a cache.
+    over all columns, and those within a row's prompt change nothing in it.
     """
     B, _, Q, D = query.shape
     G = keys.shape[1]
@@ -98,16 +94,6 @@ def simulate(
     text = Text(
         query, keys, values, later, scale, softcap, policy, sink_logits, out, evicted_at, scores
     )
-    if policy.merge is not None:
-        S = Q + 1  # a step looks at a free slot, also in a row that is all prompt and keeps it
-        slots = new_slots(keys, S, value_weighted=policy.value_weighted, merge=True)
-        slots = slots._replace(budget=budget)
-        if stored_keys is not None and stored_values is not None:
-            stored = [x.new_zeros(B, G, S, x.shape[-1]) for x in (stored_keys, stored_values)]
-            slots = slots._replace(keys=stored[0], values=stored[1])
-        evict(keys, values, scores, early, slots, policy)
-        _through_slots(text, position, slots)
-        return
     if stored_keys is not None and stored_values is not None:
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
         keys, values = (dequantised(x, D).gather(2, index) for x in (stored_keys, stored_values))
@@ -182,35 +168,3 @@ def _beyond(values: Tensor, evicted_at: Tensor) -> Tensor:
         change = torch.nn.functional.pad(begins, (0, 0, 0, 1)).scatter_add_(2, end, -begins)
         total += torch.where(change.cumsum(2)[:, :, :-1] > 0, infinity, 0.0)
     return total
-
-
-def _through_slots(text: Text, position: Tensor, slots: Any) -> None:
-    """As `_one_by_one`, by `step` over slots, which can hold merged keys.
-
-    position: int64 [B, Q], -1 at a pad. slots: what is kept of the prompts, with room for all.
-    """
-    later, out, evicted_at, scores = text.later, text.out, text.evicted_at, text.scores
-    B, G, Q = scores.shape
-    columns = torch.arange(Q, device=position.device).expand(B, Q)
-    # By position the column; Q, which is none, for what has no position.
-    column = columns.new_zeros(B, Q + 1).scatter_(1, position.where(position >= 0, Q), columns)
-    column[:, Q] = Q
-    column = column[:, None].expand(B, G, Q + 1)
-    answer = torch.empty_like(out[:, :1])
-    for i in range(Q):
-        query, key, value = (x[:, :, i : i + 1] for x in (text.query, text.keys, text.values))
-        now = later[:, i : i + 1]
-        eviction = eager_step(
-            query, key, value, now, slots, answer, text.scale, text.softcap, text.policy,
-            None, None, text.sink_logits,
-        )  # fmt: skip
-        part = out[:, i : i + 1]
-        part.copy_(torch.where(now[..., None, None], answer, part))
-        columns_at = column.gather(-1, eviction.position.clamp(min=0).long())
-        for record, number in ((evicted_at, i + 1), (scores, eviction.score)):
-            before = record.gather(-1, columns_at)
-            record.scatter_(-1, columns_at, torch.where(eviction.is_any, number, before))
-    held = slots.positions.long()
-    columns_at = column.gather(-1, held.where(held >= 0, Q))
-    padded = torch.cat([scores, scores[..., :1]], -1)
-    scores.copy_(padded.scatter_(-1, columns_at, slots.scores)[..., :Q])

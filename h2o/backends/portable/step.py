@@ -6,34 +6,21 @@ Shape letters as in `h2o.ops`, R = H / G.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2o.backends.portable.attend import capped
-from h2o.backends.portable.merging import merge_one
 from h2o.backends.portable.ranking import budget_of, lowest, rank_keys
 from h2o.backends.portable.slot_rows import Store, as_stored, products, row_norms
 from h2o.policy import Policy
 from h2o.rotary_embedding import rotated
 from h2o.sink_logits import softmax
 
-__all__ = ["Eviction", "eager_step", "step", "step_by"]
-
-
-class Eviction(NamedTuple):
-    """The key that each head evicts in a step, which `simulate` records."""
-
-    is_any: Tensor
-    """[B, 1 or G, 1] bool: whether there is one"""
-    position: Tensor
-    """[B, G, 1] int32"""
-    score: Tensor
-    """[B, G, 1] float32"""
+__all__ = ["eager_step", "step", "step_by"]
 
 
 def eager_step(
@@ -49,7 +36,7 @@ def eager_step(
     table: Tensor | None,
     ranks: Tensor | None,
     sink_logits: Tensor | None,
-) -> Eviction:
+) -> None:
     """See `h2o.ops.step`. All shapes are fixed by those of the slots."""
     B, H, _, D = query.shape
     G = key.shape[1]
@@ -63,16 +50,12 @@ def eager_step(
         store.write_rows(rows, index, new, real)
     store.write(slots.positions, index, lengths, real)
     store.write(slots.scores, index, 0.0, real)
-    if policy.merge is not None:
-        store.write(slots.bias, index, 0.0, real)
     norms = None
     if policy.value_weighted:
         store.write(slots.norms, index, row_norms(key if value is None else value), real)
         norms = store.by_head(slots.norms, 0)
 
     keys = store.rows("keys", D)
-    if policy.merge is not None:
-        keys = keys.float()  # once, for logits and likenesses
     queries = query.reshape(B, G, H // G, D).float()
     if table is not None and ranks is not None:
         before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] keys held
@@ -82,8 +65,6 @@ def eager_step(
     positions = store.by_head(slots.positions, -1)
     # Scores are to be float32, and so must logits [B, G, R, S] be.
     logits = capped(products(queries, keys.mT, exact=True) * scale, softcap)
-    if policy.merge is not None:
-        logits = logits + store.by_head(slots.bias, 0)[:, :, None]
     sinks = None if sink_logits is None else sink_logits.view(1, G, H // G, 1)
     p = softmax(logits.masked_fill_((positions < 0)[:, :, None], -torch.inf), sinks)
     answer = store.answers_stored(p, D).view(B, 1, H, D)
@@ -105,12 +86,7 @@ def eager_step(
     if real is not None:
         evicts = evicts & real
     score = scores.gather(-1, last)
-    dropped = evicts
-    if policy.merge is not None:
-        counts = policy.queries_of(positions, seen)
-        merged = merge_one(store, last, evicts, score, positions, counts, keys, policy)
-        dropped = evicts & ~merged
-    slots.lost.add_(torch.where(dropped, score, 0)[..., 0])
+    slots.lost.add_(torch.where(evicts, score, 0)[..., 0])
     store.write(slots.positions, last, position.masked_fill(evicts, -1))
     if ranks is not None:
         rank = store.read(ranks, last)
@@ -120,24 +96,18 @@ def eager_step(
     free = torch.where(evicts, store.counted(last), seen)[..., 0]
     slots.free.copy_(free if real is None else torch.where(real[..., 0], free, slots.free))
     slots.lengths.add_(1 if real is None else real[:, 0, 0])
-    return Eviction(evicts, position, score)
 
 
-def step_by(compiler: Any) -> Callable[..., Any]:
-    """`eager_step`, compiled by that backend of torch.compile's, which then returns nothing; "": as
-    it is."""
+def step_by(compiler: Any) -> Callable[..., None]:
+    """`eager_step`, compiled by that backend of torch.compile's; "": as it is."""
     if not compiler:
         return eager_step
-
-    @functools.wraps(eager_step)
-    def run(*operands: Any) -> None:
-        eager_step(*operands)
 
     # No checks of its own buffers' sizes, a tenth of a small step's time; and what becomes float16
     # is rounded to it, or scales of quantised rows would not be those that are stored.
     inductor = {"size_asserts": False, "emulate_precision_casts": True}
     options = inductor if compiler == "inductor" else None
-    return torch.compile(run, backend=compiler, options=options)
+    return torch.compile(eager_step, backend=compiler, options=options)
 
 
 step = step_by(os.environ.get("H2O_COMPILE", ""))

@@ -1,0 +1,315 @@
+"""RULER and MATH-500 with evicting caches: the table of kvpress' leaderboard, for h2o's settings.
+
+    python -m benchmarks.leaderboard ruler --data ruler_4096.jsonl --model Qwen/Qwen3-8B \\
+        --device cuda --dtype bfloat16 --rows 8
+    python -m benchmarks.leaderboard math --data math500.jsonl --model Qwen/Qwen3-8B \\
+        --device cuda --dtype bfloat16 --rows 32
+
+In RULER a cache reads the context and is cut to its budget before the question comes; question and
+answer then have to fit into the same budget. A removed share of 0.75 is a budget of 0.25: of keys,
+or of bytes for settings that end in "-bytes". In MATH-500 the problem is the prompt, and the cache
+has 512, 1024 or 2048 slots for it and for all that the model writes. Decoding is greedy.
+
+Each answer is a line of the output file as soon as it is there. The same command goes on where an
+interrupted run ended, and prints the table. Without --data, `ruler` makes the items of the six
+tasks that need no download, by lm-eval, for the model's tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import json
+import os
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks.hendrycks_math.utils import is_equiv, last_boxed_only_string, remove_boxed
+from tqdm import tqdm
+
+from h2o import models
+from h2o.borrowed import with_cache
+from h2o.errors import UserError
+from h2o.evaluate.answers import by_rows, in_rows
+from h2o.evaluate.fitting import check_fit
+from h2o.evaluate.presentation import table
+from h2o.evaluate.protocols import documents, padded
+from h2o.evaluate.questions import question_start
+from h2o.evaluate.setting import Setting, parse_all
+from h2o.hf.request import Request
+from h2o.result_cells import fingerprint, provenance
+
+GENERATED = (
+    "niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe",
+)  # fmt: skip
+"""Tasks of RULER that lm-eval makes up without a download."""
+COMPARED = {
+    "ruler": "full,authors,robust,echo,echo-bytes",
+    "math": "full,authors,robust,echo",
+}
+"""Settings by benchmark; slots are numbers of keys, of which no bytes are a fraction"""
+REMOVED = "0.25,0.5,0.75,0.875"
+SLOTS = "512,1024,2048"
+MARK = "<the context ends here>"
+WANTED = "\nReason step by step, and put the final answer within \\boxed{}."
+
+Prompt = tuple[list[int], list[int]]
+"""Tokens of the context, before the cut, and of what follows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A question and its right answers."""
+
+    task: str
+    context: str
+    """Read before the cut"""
+    question: str
+    """Follows after the cut"""
+    prefix: str
+    """The first words of the answer, which the model is given"""
+    answers: tuple[str, ...]
+    tokens: int
+    """Longest answer"""
+
+    def score(self, text: str) -> float:
+        """0 to 1: the share of RULER's answers that a text has, or in its tasks of questions
+        ("qa") whether it has one; whether a solution of MATH has the right result in a box."""
+        if self.task == "math":
+            boxed = last_boxed_only_string(text)
+            return float(boxed is not None and is_equiv(unboxed(boxed), self.answers[0]))
+        found = [answer.lower() in text.lower() for answer in self.answers]
+        return float(any(found)) if self.task.startswith("qa") else statistics.fmean(found)
+
+
+def unboxed(boxed: str) -> str | None:
+    """The content of a LaTeX box, None for one that is not closed."""
+    with contextlib.suppress(AssertionError):
+        return remove_boxed(boxed)
+    return None
+
+
+def rows_of(path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines. Raises: UserError for a line that lacks a field."""
+    for number, line in enumerate(path.read_text("utf-8").split("\n"), start=1):
+        if line.strip():
+            row = json.loads(line)
+            if missing := [name for name in wanted if name not in row]:
+                raise UserError(
+                    f"{path}, line {number}: has no {missing[0]!r}; a line is an object with "
+                    + ", ".join(wanted)
+                )
+            yield row
+
+
+def ruler_items(path: Path) -> Iterator[Item]:
+    """The rows of kvpress' data set, saved as JSON lines."""
+    wanted = ("task", "context", "question", "answer_prefix", "answer", "max_new_tokens")
+    for row in rows_of(path, wanted):
+        task, context, question, prefix, answers, tokens = (row[name] for name in wanted)
+        yield Item(task, context, question, prefix, tuple(answers), tokens)
+
+
+def generated_items(tokenizer: str, length: int, tasks: Sequence[str]) -> Iterator[Item]:
+    """Items of RULER that lm-eval makes up; `tokenizer` is a name or a folder."""
+    manager = TaskManager(metadata={"tokenizer": tokenizer, "max_seq_lengths": [length]})
+    for name in tasks:
+        (task,) = manager.load([name])["tasks"].values()
+        tokens = task.config.generation_kwargs["max_gen_toks"]
+        for row in task.eval_docs:
+            text, answers = row["input"], tuple(row["outputs"])
+            begin = question_start(text)
+            prefix = row["gen_prefix"]
+            yield Item(name, text[:begin], text[begin:], f" {prefix}", answers, tokens)
+
+
+def math_items(path: Path, tokens: int) -> Iterator[Item]:
+    """The problems of MATH-500, saved as JSON lines."""
+    for row in rows_of(path, ("problem", "answer")):
+        yield Item("math", row["problem"] + WANTED, "", "", (row["answer"],), tokens)
+
+
+def limited(items: Iterable[Item], limit: int | None) -> list[Item]:
+    """The first items of each task."""
+    by_task: dict[str, list[Item]] = {}
+    for item in items:
+        by_task.setdefault(item.task, []).append(item)
+    return [item for task in by_task.values() for item in task[:limit]]
+
+
+def encode(tokenizer: Any, item: Item, thinking: bool) -> Prompt:
+    """Tokens of an item, as a turn of a chat where the tokenizer has a template."""
+    before, after = item.context, ""
+    if has_template := tokenizer.chat_template is not None:
+        turn = {"role": "user", "content": item.context + MARK}
+        text = tokenizer.apply_chat_template(
+            [turn], tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+        )
+        before, after = text.split(MARK)
+    document = tokenizer(before, add_special_tokens=not has_template)["input_ids"]
+    rest = tokenizer(item.question + after + item.prefix, add_special_tokens=False)["input_ids"]
+    return (document, rest) if rest else (document[:-1], document[-1:])
+
+
+def written(
+    model: Any, tokenizer: Any, setting: Setting, prompts: Sequence[Prompt], tokens: int,
+    rows: int, cut: bool,
+) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
+    """(index, new tokens) of each prompt, as they come.
+
+    Args:
+        rows: prompts at a time.
+        cut: whether the cache is cut before the second part of a prompt is read.
+    """
+    how = copy.deepcopy(model.generation_config)
+    how.update(max_new_tokens=tokens, do_sample=False, temperature=None, top_p=None, top_k=None)
+    if how.pad_token_id is None:
+        how.pad_token_id = tokenizer.eos_token_id
+    whole = [Request(torch.tensor(a + b), generation_config=how) for a, b in prompts]
+    if not cut and in_rows(model, setting, whole[0], tokenizer):
+        yield from by_rows(model, setting, whole, rows, tokenizer)
+        return
+    for start in range(0, len(prompts), rows):
+        batch = batch_written(model, tokenizer, setting, prompts[start : start + rows], how)
+        yield from enumerate(batch, start)
+
+
+@torch.no_grad()
+def batch_written(
+    model: Any, tokenizer: Any, setting: Setting, prompts: Sequence[Prompt], how: Any
+) -> list[list[int]]:
+    """New tokens of a batch, whose cache reads the first parts and is cut before the second."""
+
+    def forward(_: int, ids: Any, mask: Any, position_ids: Any, **more: Any) -> None:
+        ids, mask, position_ids = (x.to(model.device) for x in (ids, mask, position_ids))
+        model.base_model(ids, attention_mask=mask, position_ids=position_ids, **more)
+
+    first, rest = (padded(part, pad=how.pad_token_id) for part in zip(*prompts, strict=True))
+    cache = documents(forward, model, setting, *first, tokenizer)
+    ids, mask = (torch.cat(x, dim=1).to(model.device) for x in zip(first, rest, strict=True))
+    out = model.generate(ids, attention_mask=mask, generation_config=how, **with_cache(cache))
+    return [without_pads(row.tolist(), how.pad_token_id) for row in out[:, ids.shape[1] :]]
+
+
+def without_pads(tokens: list[int], pad: int) -> list[int]:
+    """The tokens before those that fill up the row of a batch."""
+    while tokens and tokens[-1] == pad:
+        tokens = tokens[:-1]
+    return tokens
+
+
+class Records:
+    """Answers in a file of JSON lines, each with the key of all that it depends on."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        *lines, unfinished = path.read_bytes().split(b"\n")
+        if unfinished:  # by a run that was killed
+            os.truncate(path, path.stat().st_size - len(unfinished))
+        self.path = path
+        self.by_key = {record["key"]: record for record in map(json.loads, lines)}
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.by_key[record["key"]] = record
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def measure(
+    model: Any, tokenizer: Any, settings: Sequence[Setting], items: Sequence[Item],
+    records: Records, facts: dict[str, Any], *, rows: int, thinking: bool,
+) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
+    """The records of each setting, after what the file lacks has been answered."""
+    results: dict[str, list[dict[str, Any]]] = {}
+    for setting in settings:
+        about = facts | setting.describe() | {"thinking": thinking}
+        keys = [fingerprint(about | {"item": dataclasses.asdict(item)}) for item in items]
+        missing = [i for i, key in enumerate(keys) if key not in records.by_key]
+        with tqdm(total=len(missing), desc=setting.name, disable=not missing) as bar:
+            for task in dict.fromkeys(items[i].task for i in missing):
+                part = [i for i in missing if items[i].task == task]
+                prompts = [encode(tokenizer, items[i], thinking) for i in part]
+                tokens, cut = items[part[0]].tokens, task != "math"
+                for j, ids in written(model, tokenizer, setting, prompts, tokens, rows, cut):
+                    item, key = items[part[j]], keys[part[j]]
+                    text = tokenizer.decode(ids, skip_special_tokens=True)
+                    about_it = {"setting": setting.name, "task": task, "right": item.answers}
+                    score = {"score": item.score(text), "tokens": len(ids), "text": text}
+                    records.add({"key": key} | about_it | score)
+                    bar.update()
+        results[setting.name] = [records.by_key[key] for key in keys]
+    return results
+
+
+def as_table(results: dict[str, list[dict[str, Any]]]) -> str:
+    """Settings down; the mean over tasks, and the tasks, in per cent, across."""
+    tasks = list(dict.fromkeys(row["task"] for rows in results.values() for row in rows))
+    lines = []
+    for setting, rows in results.items():
+        scores = [statistics.fmean(x["score"] for x in rows if x["task"] == task) for task in tasks]
+        tokens = statistics.fmean(row["tokens"] for row in rows)
+        shown = [f"{100 * score:.1f}" for score in (statistics.fmean(scores), *scores)]
+        lines.append([setting, len(rows), *shown, f"{tokens:.0f}"])
+    return table(["setting", "items", "mean", *tasks, "tokens written"], lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.leaderboard", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("benchmark", choices=["ruler", "math"])
+    parser.add_argument("--data", type=Path, help="JSON lines; see benchmarks/README.md")
+    parser.add_argument("--model", help="default: the embedded SmolLM2-135M")
+    parser.add_argument("--dtype", default="auto", choices=models.DTYPES)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compare", help=f"settings of h2o eval ({COMPARED['ruler']})")
+    parser.add_argument("--removed", default=REMOVED, help=f"ruler: shares ({REMOVED})")
+    parser.add_argument("--slots", default=SLOTS, help=f"math: keys of a head ({SLOTS})")
+    parser.add_argument("--length", type=int, default=4096, help="ruler without --data (4096)")
+    parser.add_argument("--tasks", default=",".join(GENERATED), help="ruler without --data")
+    parser.add_argument("--tokens", type=int, default=4096, help="math: longest answer (4096)")
+    parser.add_argument("--thinking", action="store_true", help="for templates that ask")
+    parser.add_argument("--limit", type=int, help="items of each task (all)")
+    parser.add_argument("--rows", type=int, default=1, help="items at a time (1)")
+    parser.add_argument("--output", type=Path, default=Path("leaderboard.jsonl"))
+    options = parser.parse_args(arguments)
+
+    budgets = options.slots
+    if options.benchmark == "ruler":
+        budgets = ",".join(f"{1 - float(share):.6g}" for share in options.removed.split(","))
+    settings = parse_all(options.compare or COMPARED[options.benchmark], budgets)
+    for setting in settings:
+        if not setting.has_cache:
+            parser.error(f"{setting.why_not_dropping}; it cannot answer")
+    if options.benchmark == "math" and options.data is None:
+        parser.error("math needs --data: MATH-500 as JSON lines, see benchmarks/README.md")
+    model, tokenizer = models.load(
+        options.model, dtype=options.dtype, device=options.device, say=models.say,
+        check=check_fit(settings, full_cache=True),
+    )  # fmt: skip
+    if options.benchmark == "math":
+        items = math_items(options.data, options.tokens)
+    elif options.data:
+        items = ruler_items(options.data)
+    else:
+        name = options.model or str(models.embedded_folder(models.say))
+        items = generated_items(name, options.length, options.tasks.split(","))
+    facts = provenance(model, tokenizer, options.model or models.DEFAULT_MODEL)
+    results = measure(
+        model, tokenizer, settings, limited(items, options.limit), Records(options.output), facts,
+        rows=options.rows, thinking=options.thinking,
+    )  # fmt: skip
+    print(f"{facts['model']}, {facts['dtype']}, {options.benchmark}")
+    print(as_table(results))
+    print(f"written: {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Which keys a long answer needs: presets against random eviction, on a model trained here.
+
+    python examples/long_answers.py model.pt
+
+A tiny Llama learns to write down, step by step, who holds what. The prompt has the objects that 16
+people hold, a hundred numbered steps in which one person's object goes to a new person, and eight
+questions. The answer repeats each step with the object in it, which the model has to look up where
+its own text last named the giver. The prompt is pinned, so evictions hit that text alone.
+
+In texts of the first kind a giver has nothing left, and each fact is needed once. In those of the
+second kind both have it afterwards, and what was often passed on is passed on more often. The table
+has the share of the questions that are answered rightly, by the number of keys for the model's own
+text.
+
+Training saves its state to the file, and goes on with it when started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import h2o
+
+OBJECTS, NAMES, NUMBERS = 32, 128, 120
+BEGIN, ASK = 0, 1
+FIRST_OBJECT = 2
+FIRST_NAME = FIRST_OBJECT + OBJECTS
+FIRST_NUMBER = FIRST_NAME + NAMES
+KINDS = ("needed once", "needed often")
+TOKENS, RATE, SAVED = 2000, 1e-3, 25
+"""Of training: tokens of a batch, learning rate, updates from one saved state to the next"""
+WIDTH, HEADS, HEAD = 256, 8, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How much happens in a text."""
+
+    steps: int
+
+    @property
+    def holders(self) -> int:
+        return min(16, self.steps)
+
+    @property
+    def questions(self) -> int:
+        return min(8, self.steps)
+
+
+def text(size: Size, often: bool, rng: random.Random) -> tuple[list[int], list[int]]:
+    """A prompt and its answer, as token ids. Questions are steps whose receiver is ASK."""
+    names = rng.sample(range(FIRST_NAME, FIRST_NUMBER), size.holders + size.steps)
+    objects = rng.sample(range(FIRST_OBJECT, FIRST_NAME), size.holders)
+    holds = dict(zip(names, objects, strict=False))
+    prompt = [BEGIN, *itertools.chain(*holds.items())]
+    givers, steps = list(holds), []
+    for receiver in names[size.holders :]:
+        at = rng.randrange(len(givers))
+        giver = givers[at] if often else givers.pop(at)
+        givers += [giver, receiver] if often else [receiver]
+        holds[receiver] = holds[giver]
+        steps.append((giver, receiver))
+    steps += [(name, ASK) for name in rng.sample(sorted(set(givers)), size.questions)]
+    first = FIRST_NUMBER + rng.randint(0, NUMBERS - len(steps))
+    answer = []
+    for number, (giver, receiver) in enumerate(steps, first):
+        prompt += [number, giver, receiver]
+        answer += [number, giver, holds[giver], receiver, holds[giver]]
+    return [*prompt, answer[0]], answer[1:]
+
+
+def batch(size: Size, rows: int, rng: random.Random) -> tuple[Tensor, int]:
+    """Rows of both kinds in turn, int64 [rows, tokens], and the tokens of a prompt."""
+    texts = [text(size, bool(row % 2), rng) for row in range(rows)]
+    return torch.tensor([prompt + answer for prompt, answer in texts]), len(texts[0][0])
+
+
+def new_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=FIRST_NUMBER + NUMBERS,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH // 2,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=HEAD,
+        attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        initializer_range=0.04,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        begin_with_induction(model)
+    return model
+
+
+def begin_with_induction(model: LlamaForCausalLM) -> None:
+    """Starts with the heads that training would otherwise have to find first, for thousands of
+    steps without progress: in the first layer those that copy the token one, two or four places
+    before, in the second those that look for a key whose previous token is the current one
+    (induction heads; Olsson et al., 2022)."""
+    half, std = WIDTH // 2, model.config.initializer_range
+    first, second = (layer.self_attn for layer in model.model.layers)
+    for name, weight in model.named_parameters():
+        if "proj" in name:  # the MLPs begin as nothing, attention near to it
+            weight *= 0 if "down" in name else 0.05
+    model.model.embed_tokens.weight[:, half:] = 0  # where copies of previous tokens go
+
+    def rotation() -> Tensor:
+        return torch.linalg.qr(torch.randn(half, half))[0]
+
+    pairs = HEAD // 2
+    angle = model.config.rope_parameters["rope_theta"] ** -(torch.arange(pairs) / pairs)
+    for head, (places, part) in enumerate(
+        [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (4, 0), (4, 1)]
+    ):
+        own = slice(HEAD * head, HEAD * (head + 1))
+        copied = torch.eye(half)[HEAD * part : HEAD * (part + 1)]
+        first.k_proj.bias[own] = 6 * torch.cat([torch.ones(pairs), torch.zeros(pairs)])
+        first.q_proj.bias[own] = 6 * torch.cat([(places * angle).cos(), -(places * angle).sin()])
+        first.v_proj.weight[own, :half] += copied
+        if places == 1:
+            first.o_proj.weight[half:, own] += std * copied.T
+        else:
+            first.o_proj.weight[:half, own] += std / 2 * rotation() @ copied.T
+    slow = torch.tensor([i for i in range(HEAD) if i % pairs >= pairs // 2])
+    for head in range(HEADS):
+        own, looked_for, copied = slice(HEAD * head, HEAD * (head + 1)), rotation(), rotation()
+        second.q_proj.weight[HEAD * head + slow, :half] += 1.8 * looked_for[:pairs]
+        second.k_proj.weight[HEAD * head + slow, half:] += 1.8 * looked_for[:pairs]
+        second.v_proj.weight[own, :half] += copied[:HEAD]
+        second.o_proj.weight[:half, own] += std * copied[:HEAD].T
+
+
+def train(model: LlamaForCausalLM, path: Path, longest: int, updates: int, least: float) -> None:
+    """Trains on longer and longer texts until the loss of the longest is below `least`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98))
+    stages = [*(steps for steps in (8, 16, 32, 64) if steps < longest), longest]
+    state: dict[str, Any] = {"update": 0, "stage": 0, "loss": 1.0}
+    if path.exists():
+        saved = torch.load(path)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        state = saved["state"]
+    start = time.perf_counter()
+    while state["stage"] < len(stages) and state["update"] < updates:
+        is_last = state["stage"] == len(stages) - 1
+        optimizer.param_groups[0]["lr"] = RATE / 4 if is_last else RATE
+        size = Size(stages[state["stage"]])
+        tokens = 2 * size.holders + 8 * (size.steps + size.questions)
+        ids, n = batch(size, max(2, TOKENS // tokens), random.Random(state["update"]))
+        logits = model.lm_head(model.model(ids).last_hidden_state[:, n - 1 : -1])
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, n:])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        state["update"] += 1
+        state["loss"] = 0.9 * state["loss"] + 0.1 * loss.item()
+        if state["loss"] < (least if is_last else 0.06):
+            state |= {"stage": state["stage"] + 1, "loss": 1.0}
+        ends = state["stage"] == len(stages) or state["update"] == updates
+        if ends or state["update"] % SAVED == 0:
+            seconds = time.perf_counter() - start
+            print(
+                f"{seconds:5.0f} s, update {state['update']}, {size.steps} steps, "
+                f"loss {loss:.4f}", flush=True,
+            )  # fmt: skip
+            weights, moments = model.state_dict(), optimizer.state_dict()
+            torch.save({"model": weights, "optimizer": moments, "state": state}, path)
+
+
+def configs(keys: int, prompt: int) -> dict[str, h2o.H2OConfig]:
+    """What is compared, with so many keys of a head for what follows the pinned prompt."""
+    robust = h2o.H2OConfig.robust(keys)
+    made = {
+        "authors": h2o.H2OConfig.authors(keys),
+        "robust": robust,
+        "echo": h2o.H2OConfig.echo(keys),
+        "recent": h2o.H2OConfig.local(keys),
+        "random": dataclasses.replace(robust, rank_by="random", value_weighted=False),
+    }
+    return {name: dataclasses.replace(x, heavy=x.heavy + prompt) for name, x in made.items()}
+
+
+def right(model: Any, ids: Tensor, n: int, config: h2o.H2OConfig) -> list[float]:
+    """Shares of the questions answered rightly, by kind."""
+    cache = h2o.H2OCache(model, config, pinned="prompt")
+    with torch.no_grad():
+        out = model.generate(
+            ids[:, :n],
+            attention_mask=torch.ones(len(ids), n, dtype=torch.long),
+            cache=cache,
+            max_new_tokens=ids.shape[1] - n,
+            do_sample=False,
+        )
+    wanted, given = (list(map(answered, rows[:, n:].tolist())) for rows in (ids, out))
+    shares = []
+    for kind in range(len(KINDS)):
+        pairs = zip(wanted[kind :: len(KINDS)], given[kind :: len(KINDS)], strict=True)
+        found = [
+            answers.get(name) == thing for real, answers in pairs for name, thing in real.items()
+        ]
+        shares.append(sum(found) / len(found))
+    return shares
+
+
+def answered(tokens: list[int]) -> dict[int, int]:
+    """The objects that an answer says are held, by name: what stands before and after each ASK."""
+    return {tokens[i - 2]: tokens[i + 1] for i in range(2, len(tokens) - 1) if tokens[i] == ASK}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, help="the trained model; training goes on with it")
+    parser.add_argument("--steps", type=int, default=100, help="of a text")
+    parser.add_argument("--updates", type=int, default=2000, help="of the weights, at most")
+    parser.add_argument("--loss", type=float, default=0.005, help="that ends the training")
+    parser.add_argument("--texts", type=int, default=32, help="to answer")
+    parser.add_argument("--budgets", default="0.05,0.1,0.2,0.4,0.8", help="parts of an answer")
+    options = parser.parse_args()
+    model = new_model()
+    print(f"{sum(x.numel() for x in model.parameters()):,} parameters")
+    train(model, options.path, options.steps, options.updates, options.loss)
+    model.eval().set_attn_implementation("h2o")
+    ids, n = batch(Size(options.steps), options.texts, random.Random("questions"))
+    tokens = ids.shape[1] - n
+    print(f"prompt: {n} tokens, pinned; answer: {tokens} tokens")
+    print(f"{'policy':8s} {'keys':>5s}  " + "  ".join(KINDS))
+    rows = [("full", tokens, h2o.H2OConfig.full())]
+    for share in map(float, options.budgets.split(",")):
+        keys = round(share * tokens)
+        rows += [(name, keys, config) for name, config in configs(keys, n).items()]
+    for name, keys, config in rows:
+        shares = right(model, ids, n, config)
+        cells = "  ".join(
+            f"{share:{len(kind)}.2f}" for share, kind in zip(shares, KINDS, strict=True)
+        )
+        print(f"{name:8s} {keys:5d}  {cells}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

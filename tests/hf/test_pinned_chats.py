@@ -1,0 +1,228 @@
+"""Pins of requests, of documents and of the system turns of chats."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+import h2o
+from h2o import H2OCache, Request, cli
+from h2o.borrowed import with_cache
+from h2o.hf.generate_all import _Engine
+from tests.hf.test_one_budget import deep
+from tests.hf.test_pinned import SMALL, SPAN, held, survives
+from tests.hf.tiny import batch, needs_compiler, prompts, shared
+from tests.test_cli import tiny  # noqa: F401
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+ASKS = "{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATES = {
+    "turns": PLAIN + ASKS,
+    "folded into the user's turn": (
+        "[INST] {% if messages[0].role == 'system' %}<<SYS>>{{ messages[0].content }}<</SYS>>"
+        "{% endif %}{% for m in messages if m.role == 'user' %}{{ m.content }}{% else %}"
+        "{{ raise_exception('no user') }}{% endfor %} [/INST]"
+    ),
+}
+WITHOUT = {
+    "refused": "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    + PLAIN,
+    "left out": "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+    "in the last turn": "{% for m in messages if m.role == 'user' %}"
+    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    "{{ m.content }}{% endfor %}",
+}
+SYSTEM = {"role": "system", "content": "Answer in one word."}
+CHAT = [
+    SYSTEM,
+    *({"role": "user", "content": x} for x in ("Where is the pier?", "And who built it?")),
+]
+
+
+@pytest.fixture
+def tokenizer():
+    """Of bytes, each a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_ = Tokenizer(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_system_turn(name, tokenizer):
+    tokenizer.chat_template = TEMPLATES[name]
+    start, stop = h2o.system_span(tokenizer, CHAT)
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert start == 0
+    assert text[:stop].count(SYSTEM["content"]) == 1
+    assert text[stop:].startswith(("<user>Where", "Where"))
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_templates_without_a_system_turn(name, tokenizer):
+    tokenizer.chat_template = WITHOUT[name]
+    with pytest.raises(ValueError, match="chat template"):
+        h2o.system_span(tokenizer, CHAT)
+
+
+def test_chats_without_a_system_message(tokenizer):
+    tokenizer.chat_template = TEMPLATES["turns"]
+    with pytest.raises(ValueError, match="no system message"):
+        h2o.system_span(tokenizer, CHAT[1:])
+
+
+# ---- generate_all ------------------------------------------------------------------------------
+
+
+def rows_at_their_ends(monkeypatch):
+    """What each request holds when it has its last token, by its index."""
+    ends = {}
+    leave = _Engine._leave
+
+    def watching(self, row):
+        ends[self.running[row].index] = held(self.batch.cache, row)
+        leave(self, row)
+
+    monkeypatch.setattr(_Engine, "_leave", watching)
+    return ends
+
+
+@pytest.mark.parametrize("more", [{}, {"shares": [[0.3, 1.7], [1.0, 0.6]]}, {"kv_dtype": "int8"}])
+def test_pins_of_requests(more, monkeypatch):
+    """Each its own, or those of all; as `generate()` alone."""
+    ours, ends = shared("llama"), rows_at_their_ends(monkeypatch)
+    spans = {1: [(20, 27)], 3: [(1, 4), (30, 33)]}
+    texts = [x[0].tolist() for x in prompts(40, 30, 25, 37, 29)]
+    requests = [Request(x, pinned=spans.get(i)) for i, x in enumerate(texts)]
+    how = {"rows": 2, "max_new_tokens": 20, "pinned": [SPAN]}
+    for result in [*h2o.generate_all(ours, requests, **SMALL | more, **how)]:
+        pins = spans.get(result.index, [SPAN])
+        for span in pins:
+            assert all(set(range(*span)) <= head for head in ends[result.index])
+        alone = H2OCache(ours, **SMALL | more, pinned=pins)
+        ids = torch.tensor([texts[result.index]], device=ours.device)
+        out = ours.generate(ids, max_new_tokens=20, do_sample=False, **with_cache(alone))
+        assert out[0, ids.shape[1] :].tolist() == result.ids
+
+
+def test_the_system_turn_of_requests(tokenizer, monkeypatch):
+    """Of a model with many heads, by echo; and an error of its own for a prompt without one."""
+    tokenizer.chat_template, ends = TEMPLATES["turns"], rows_at_their_ends(monkeypatch)
+    ours = deep(vocab_size=256)
+    how = {"rows": 2, "max_new_tokens": 30, "tokenizer": tokenizer, "pinned": "system"}
+    results = [*h2o.generate_all(ours, [CHAT, CHAT[1:], CHAT[:2]], budget=60, **how)]
+    assert [x.finish_reason for x in results] == ["length", "error", "length"]
+    assert "no system message" in str(results[1].error)
+    _, stop = h2o.system_span(tokenizer, CHAT)
+    for index in (0, 2):
+        assert all(set(range(stop)) <= head for head in ends[index])
+
+
+def test_pins_of_a_prefix(monkeypatch):
+    """Requests after it keep them."""
+    ours, ends, (text,) = shared("llama"), rows_at_their_ends(monkeypatch), prompts(40)
+    prefix = H2OCache(ours, **SMALL, pinned=[SPAN])
+    with torch.no_grad():
+        ours(text[:, :16], **with_cache(prefix))
+    how = {"rows": 2, "max_new_tokens": 20, "prefix": prefix}
+    assert len([*h2o.generate_all(ours, [text[0].tolist()] * 3, prefix.config, **how)]) == 3
+    assert all(set(range(*SPAN)) <= head for heads in ends.values() for head in heads)
+
+
+@needs_compiler
+def test_compiled_rows(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    ours, ends = shared("llama"), rows_at_their_ends(monkeypatch)
+    texts = [x[0].tolist() for x in prompts(40, 30, 25)]
+    how = {"rows": 2, "max_new_tokens": 12, "pinned": [SPAN], "compileable": True}
+    assert len([*h2o.generate_all(ours, texts, **SMALL, **how)]) == 3
+    assert all(set(range(*SPAN)) <= head for heads in ends.values() for head in heads)
+
+
+def test_requests_that_cannot_be_pinned():
+    ours, text = shared("llama"), prompts(20)[0]
+    cache = H2OCache(ours, **SMALL)
+    with torch.no_grad():
+        ours(text[:, :8], **with_cache(cache))
+    settings = {**SMALL, "rows": 1, "max_new_tokens": 2}
+    for prompt, more, word in [
+        (Request(text, pinned=[(15, 25)]), {}, "ends at token 25, and the prompt has 20"),
+        (Request(text, pinned="system"), {}, "needs a chat"),
+        (Request(text, pinned=[(0, 18)]), {}, "give budget="),
+        (Request(text, pinned=[SPAN]), {"prefix": cache}, "after a prefix"),
+    ]:
+        (result,) = h2o.generate_all(ours, [prompt], **settings, **more)
+        assert result.finish_reason == "error"
+        assert word in str(result.error)
+    shares = {"shares": [[0.3, 1.7], [1.0, 0.6]], "bytes": 10**6, "rows": None}
+    (result,) = h2o.generate_all(ours, [Request(text, pinned=[SPAN])], **settings | shares)
+    assert "give rows" in str(result.error)
+
+
+# ---- Documents, commands -----------------------------------------------------------------------
+
+
+def test_a_document_that_is_read_twice():
+    ours, spans = shared("llama"), [[SPAN], [(20, 27)]]
+    inputs = batch(prompts(40, 61))
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    how = {"attention_mask": mask, "repeat": torch.tensor([7, 8, 9])}
+    cache = h2o.read(ours, ids, **SMALL | {"recent": 6}, **how, pinned=spans)
+    bare = h2o.read(ours, ids, **SMALL | {"recent": 6}, **how)
+    question = torch.arange(10, 30).view(1, -1).expand(2, -1).to(ids.device)
+    for _ in range(2):
+        for row, [span] in enumerate(spans):
+            assert survives(cache, [row], span)
+            assert not survives(bare, [row], span)
+        assert sum(map(len, held(cache))) == sum(map(len, held(bare)))
+        mask = torch.cat([mask, torch.ones_like(question)], 1)
+        for each in (cache, bare):
+            with torch.no_grad():
+                ours(question, attention_mask=mask, **with_cache(each))
+    with pytest.raises(ValueError, match="give budget="):
+        h2o.read(ours, ids, **SMALL, **how, pinned="prompt")
+
+
+def test_commands(tiny, tmp_path, capsys):  # noqa: F811
+    """A prompt, and a file of prompts whose lines have pins of their own."""
+    command = [
+        "generate",
+        "--model",
+        tiny,
+        "--heavy",
+        "12",
+        "--recent",
+        "4",
+        "--max-new-tokens",
+        "4",
+    ]
+    text = ["--prompt", "Where is the pier? " * 3, "--json"]
+    assert cli.main([*command, *text, "--pin", "5:12"]) == 0
+    capsys.readouterr()
+    assert cli.main([*command, *text, "--pin", "0:40"]) == 1
+    assert "40 pinned keys" in capsys.readouterr().err
+    lines = [{"prompt": text[1], "pinned": [[3, 9]]}, {"prompt": text[1], "pinned": [[0, 30]]}]
+    file, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    assert cli.main([*command, "--prompts", str(file), "--output", str(answers)]) == 1
+    first, second = sorted(
+        map(json.loads, answers.read_text("utf-8").splitlines()), key=lambda x: x["id"]
+    )
+    assert first["finish_reason"] == "length"
+    assert "30 pinned keys" in second["error"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--pin", "5"], ["--pin", "9:3"], ["--pin", "system"], ["--system", "Be brief."]]
+)
+def test_wrong_options(wrong, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--prompt", "a", *wrong])
+    assert f"argument {wrong[0]}" in capsys.readouterr().err
