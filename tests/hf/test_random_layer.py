@@ -135,9 +135,7 @@ def test_attention_is_not_reported():
     assert "nan%" in str(cache.report())
 
 
-@pytest.mark.parametrize(
-    "more", [{"decay": 0.9}, {"value_weighted": True}, {"rank_by": "random", "merge": 0.8}]
-)
+@pytest.mark.parametrize("more", [{"decay": 0.9}, {"value_weighted": True}])
 def test_other_policies_are_refused(more):
     with pytest.raises(ValueError, match='rank_by="random" takes sinks alone: leave the rest'):
         H2OConfig(**SMALL | more)
