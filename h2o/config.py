@@ -125,7 +125,7 @@ class H2OConfig(Presets):
         for name, value in checked(policy, get_args(Ranking))._asdict().items():
             put(self, name, value)
         if self.rank_by == "random" and policy != Policy(self.sinks, "random"):
-            raise ValueError(f'rank_by="random" takes sinks and no other policy, not {policy}')
+            raise ValueError(f'rank_by="random" takes sinks alone: leave the rest out of {policy}')
         if self.kv_dtype not in (None, "auto", *QUANTISED):
             names = '", "'.join(("auto", *QUANTISED[:-1]))
             raise ValueError(

@@ -22,9 +22,7 @@ LABELS = {
     "authors": "as published (authors)",
     "robust": "robust, 8 and 4 bits",
     "calibrated": "calibrated, 8 and 4 bits",
-    "retrieval": "retrieval, 8 and 4 bits",
     "reread": "read twice, 8 and 4 bits",
-    "calibrated-reread": "read twice, with a profile",
 }
 FULL = "full cache"
 

@@ -86,7 +86,10 @@ def layers_of(
             layer_class = functools.partial(SharedKeysLayer, reused_by=shared[index])
         if h2o_config.rank_by == "random":
             if layer_class is not H2OLayer:
-                raise Unsupported(f'rank_by="random" does not go with {_named(layer_class)}')
+                raise Unsupported(
+                    f'rank_by="random", a baseline, does not go with {_named(layer_class)}: choose '
+                    "another ranking"
+                )
             layer_class = RandomLayer
         if has_states(layer):
             layer_class = with_states(layer_class, layer.number_of_states)

@@ -19,6 +19,7 @@ CONFIGS = POLICIES | {
     "echo int8": H2OConfig(heavy=6, recent=4, rank_by="mean-echo", kv_dtype="int8"),
     "rolled": H2OConfig(heavy=6, recent=4, positions="rolled"),
     "rolled int8": H2OConfig(heavy=6, recent=4, positions="rolled", kv_dtype="int8"),
+    "random int8": H2OConfig(heavy=6, recent=4, rank_by="random", kv_dtype="int8"),
     "by rank": H2OConfig(heavy=6, recent=4, rank_by="mean-echo", shares="echo"),
 }
 OTHERS = [x for x in ("gemma3n_text", "deepseek_v3", "gemma2")
