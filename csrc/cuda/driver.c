@@ -329,14 +329,11 @@ void cuda_leave(const cuda_scope *scope) {
 
 int cuda_start(const cuda_scope *scope, const cuda_launch *launch, void *workspace, void *stream,
                h2o_error *error) {
-    const cuda_loaded *const from = scope->kernels;
+    const CUfunction function = scope->kernels->functions[launch->kernel];
+    const char *const name = cuda_kernel_names[launch->kernel];
     void *params[] = {(void *)(uintptr_t)launch->params, &workspace};
-    int i = 0;
-    while (i < CUDA_KERNELS && strcmp(cuda_kernel_names[i], launch->kernel) != 0) i++;
-    if (i == CUDA_KERNELS || from->functions[i] == NULL) {
-        return h2o_fail(error, H2O_EBACKEND, "%s: no such kernel", launch->kernel);
-    }
-    TRY(cuLaunchKernel, launch->kernel, from->functions[i], launch->grid[0], launch->grid[1],
-        launch->grid[2], launch->block, 1, 1, launch->shared, stream, params, NULL);
+    if (function == NULL) return h2o_fail(error, H2O_EBACKEND, "%s: no such kernel", name);
+    TRY(cuLaunchKernel, name, function, launch->grid[0], launch->grid[1], launch->grid[2],
+        launch->block, 1, 1, launch->shared, stream, params, NULL);
     return H2O_OK;
 }

@@ -2,13 +2,10 @@
  *
  * Nothing waits for the device, nothing is allocated, and no tensor is read; so a graph can
  * capture all of it. */
-#include "launch.h"
-
 #include <string.h>
 
 #include "../tables.h"
 #include "driver.h"
-#include "plan.h"
 
 /* Opens the driver and loads all kernels for a device; else its first call would do so. */
 static int load(const void *image, size_t size, int32_t device, h2o_error *error) {
