@@ -1,6 +1,8 @@
 /* devices.c - the list of devices: see devices.h. */
 #include "devices.h"
 
+#include "cuda/launch.h"
+
 static const h2o_device *const devices[] = {&h2o_device_cuda, NULL};
 
 const h2o_device *const *h2o_devices(void) { return devices; }

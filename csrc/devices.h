@@ -1,6 +1,6 @@
 /* devices.h - the devices beside the CPU that the core has kernels for: each is a folder, which
- * defines a record of type h2o_device, declared here and listed in devices.c. What such a device is
- * given is queued on a stream of its own, with a workspace that the caller lends. */
+ * defines a record of this kind, and an entry of the list in devices.c. What such a device is given
+ * is queued on a stream of its own, with a workspace that the caller lends. */
 #ifndef H2O_DEVICES_H
 #define H2O_DEVICES_H
 
@@ -22,8 +22,6 @@ typedef struct {
     /* Loads the kernels, a file of them in memory, for a device; the first file stands for all. */
     int (*load)(const void *image, size_t size, int32_t index, h2o_error *error);
 } h2o_device;
-
-extern const h2o_device h2o_device_cuda; /* cuda/launch.c */
 
 const h2o_device *const *h2o_devices(void); /* NULL-ended */
 

@@ -13,7 +13,6 @@
  *   vf_set1 vf_zero
  *   vf_load vf_store        from and to any address
  *   vf_load_n vf_store_n    the first n lanes; the others read as 0, touch nothing
- *   vf_add _sub _mul _div
  *   vf_fma(a, b, c)         a * b + c, fused where the machine can
  *   vf_max(a, b)            b where either is NaN
  *   vf_abs vf_copysign(magnitude, sign)
@@ -72,6 +71,11 @@
 #include "vec_generic.h"
 #include "vec_four.h"
 #endif
+
+VEC vf vf_add(vf a, vf b) { return a + b; }
+VEC vf vf_sub(vf a, vf b) { return a - b; }
+VEC vf vf_mul(vf a, vf b) { return a * b; }
+VEC vf vf_div(vf a, vf b) { return a / b; }
 
 /* Whether this level multiplies bf16 without widening it. */
 #ifdef H2O_DOT_BF16

@@ -2,6 +2,8 @@
  *
  * Nothing waits for the device, nothing is allocated, and no tensor is read; so a graph can
  * capture all of it. */
+#include "launch.h"
+
 #include <string.h>
 
 #include "../tables.h"

@@ -148,23 +148,6 @@ static void plan_step(const h2o_step_params *params, cuda_plan *plan) {
                d->G, d->B, STEP_THREADS, cuda_step_shared(matrices ? depth_of(d->D) : 0));
 }
 
-/* The tokens before any is evicted, as a call of attend; a kernel says how many they are. */
-static h2o_attend_params dense_part(const h2o_simulate_params *p) {
-    return (h2o_attend_params){
-        .query = p->query,
-        .keys = p->keys,
-        .values = p->values,
-        .mask = p->mask,
-        .out = p->out,
-        .scores = p->scores,
-        .sink_logits = p->sink_logits,
-        .scale = p->scale,
-        .softcap = p->softcap,
-        .policy = p->policy,
-        .dims = p->dims,
-    };
-}
-
 /* The tokens after the dense part, a window after the other. At least one token is in that part. */
 static void add_windows(cuda_plan *plan, const h2o_simulate_params *params) {
     const h2o_dims *const d = &params->dims;
@@ -189,7 +172,7 @@ static void add_windows(cuda_plan *plan, const h2o_simulate_params *params) {
 static void plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
     *plan = (cuda_plan){.workspace = cuda_simulate_layout(params).bytes, .depth = CUDA_DEPTH};
-    plan->dense = dense_part(params);
+    plan->dense = h2o_dense_part(params);
     add_launch(plan, SIMULATE_PREPARE, params, sizeof *params, d->B, 1, 1, EVICT_THREADS,
                cuda_select_shared());
     add_attention(plan, &plan->dense);
