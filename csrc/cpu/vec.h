@@ -77,11 +77,15 @@ VEC vf vf_sub(vf a, vf b) { return a - b; }
 VEC vf vf_mul(vf a, vf b) { return a * b; }
 VEC vf vf_div(vf a, vf b) { return a / b; }
 
-/* Whether this level multiplies bf16 without widening it. */
+/* Whether this level multiplies bf16 without widening it. Where it does not, the functions for that
+ * are there for compilers only: what would call them is behind a condition with PAIRS. */
 #ifdef H2O_DOT_BF16
 enum { PAIRS = 1 };
 #else
 enum { PAIRS = 0 };
+VEC vf vf_dot_bf16(vf a, vf b, vf c) { return (void)a, (void)b, c; }
+VEC vf vf_pair_bf16(vf a, vf b) { return (void)b, a; }
+VEC void vf_zip_bf16(vf a, vf b, vf *lo, vf *hi) { *lo = a, *hi = b; }
 #endif
 
 #ifndef H2O_VEC_AVX512
