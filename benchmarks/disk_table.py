@@ -20,7 +20,7 @@ from .throughput_tables import MB, Work, answer_batch, passages, token_bytes
 from .timing import Row, Times
 
 CONFIG = h2o.H2OConfig(
-    heavy=78, recent=26, sinks=4, rank_by="mean", value_weighted=True, kv_dtype="int8-int4"
+    heavy=78, recent=26, sinks=4, score_by="mean", value_weighted=True, kv_dtype="int8-int4"
 )
 """`H2OConfig.robust(108)`: a fifth of the keys, in eight and four bits."""
 

@@ -21,7 +21,7 @@ from .timing import Contender, Row, race
 ROBUST = parse("robust-bytes:0.1").config
 CONFIGS = {
     "robust": ROBUST,
-    "mean-echo": replace(ROBUST, rank_by="mean-echo"),
+    "mean-echo": replace(ROBUST, score_by="mean-echo"),
     "echo": parse("echo-bytes:0.1").config,
 }
 """The first is what the others are held against."""

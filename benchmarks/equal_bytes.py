@@ -82,7 +82,9 @@ def main() -> None:
     options = parser.parse_args()
     prompt = options.window - options.rest
 
-    model, tokenizer = models.load(None, attn_implementation=None, dtype="bfloat16", say=models.say)
+    model, tokenizer = models.load_model(
+        None, attn_implementation=None, dtype="bfloat16", say=models.say
+    )
     limit = options.skip + options.limit
     windows, _ = perplexity.read_windows(
         options.text, tokenizer, model.config, options.window, limit

@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"{setting.why_not_dropping}; it cannot answer")
     if options.benchmark == "math" and options.data is None:
         parser.error("math needs --data: MATH-500 as JSON lines, see benchmarks/README.md")
-    model, tokenizer = models.load(
+    model, tokenizer = models.load_model(
         options.model, dtype=options.dtype, device=options.device, say=models.say,
         check=check_fit(settings, full_cache=True),
     )  # fmt: skip

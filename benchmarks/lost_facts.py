@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=models.DTYPES)
     options = parser.parse_args()
     settings = parse_all(options.compare)
-    model, tokenizer = models.load(
+    model, tokenizer = models.load_model(
         options.model, attn_implementation=None, dtype=options.dtype, say=models.say
     )
     model.set_attn_implementation("h2o")

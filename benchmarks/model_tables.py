@@ -33,7 +33,7 @@ BUDGET = 0.2
 
 
 def load(dtype: str) -> tuple[Any, Any]:
-    return models.load(dtype=dtype, attn_implementation=None)
+    return models.load_model(dtype=dtype, attn_implementation=None)
 
 
 def prompt(tokenizer: Any, tokens: int) -> Tensor:

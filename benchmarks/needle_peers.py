@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--output-path", type=Path, default=Path("h2o-eval"))
     options = parser.parse_args()
-    model, tokenizer = models.load(
+    model, tokenizer = models.load_model(
         None, attn_implementation=None, dtype=options.dtype, say=models.say
     )
     origin = provenance(model, tokenizer, models.DEFAULT_MODEL)

@@ -31,7 +31,7 @@ from .timing import Row, Times
 
 BUDGET = 256
 CONFIG = h2o.H2OConfig(
-    heavy=189, recent=63, sinks=4, rank_by="mean", value_weighted=True, kv_dtype="int8-int4"
+    heavy=189, recent=63, sinks=4, score_by="mean", value_weighted=True, kv_dtype="int8-int4"
 )
 """`H2OConfig.robust(256)`, with keys in eight bits and values in four."""
 
@@ -281,7 +281,7 @@ def continuous_batching(model: Any, work: Work) -> tuple[float, Answers]:
     return seconds, [ids[:n] for ids, n in zip(outs, work.new, strict=True)]
 
 
-_NAMES = ("heavy", "recent", "sinks", "rank_by", "value_weighted", "kv_dtype")
+_NAMES = ("heavy", "recent", "sinks", "score_by", "value_weighted", "kv_dtype")
 H2O_ENTRY = {"additional_config": {"h2o": {name: getattr(CONFIG, name) for name in _NAMES}}}
 """The option of vLLM's engine that makes it h2o's."""
 

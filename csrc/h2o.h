@@ -140,7 +140,7 @@ typedef enum { H2O_RANK_SUM = 0, H2O_RANK_MEAN = 1, H2O_RANK_MAX = 2 } h2o_rank_
  * spelt and what it may be, h2o_policy_fields of tables.h. */
 typedef struct {
     int32_t sinks;
-    h2o_rank_by rank_by;
+    h2o_rank_by score_by;
     float decay; /* in [0, 1] */
     bool value_weighted;
 } h2o_policy;

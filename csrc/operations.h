@@ -27,7 +27,7 @@ typedef struct {
     h2o_view sink_logits; /* [H] f32, optional */
     float scale;          /* logits = softcap(scale * q.k) */
     float softcap;        /* 0: none; else cap * tanh(logit / cap) */
-    h2o_policy policy;    /* of which it reads rank_by and decay */
+    h2o_policy policy;    /* of which it reads score_by and decay */
     h2o_dims dims;
     h2o_counts counts;
 } h2o_attend_params;

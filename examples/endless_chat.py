@@ -83,11 +83,11 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=512, help="budget of each head (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="of an answer")
     options = parser.parse_args()
-    model, tokenizer = h2o.load(options.model)
+    model, tokenizer = h2o.load_model(options.model)
     half = options.keys // 2
     config = h2o.H2OConfig(
-        heavy=options.keys - half - 4, recent=half, sinks=4, rank_by="mean", positions="rolled",
-        min_tokens=0,
+        heavy=options.keys - half - 4, recent=half, sinks=4, score_by="mean",
+        positions="cache_relative", min_tokens=0,
     )  # fmt: skip
     chat = Chat(model, tokenizer, config)
     print("> ", end="", flush=True)

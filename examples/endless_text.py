@@ -27,12 +27,12 @@ def configs(tokens: int) -> dict[str, h2o.H2OConfig]:
     """Caches of equal size, which is `tokens` keys of each KV head."""
     half = tokens // 2
     budgets = {
-        "heavy hitters": {"heavy": half, "recent": tokens - half, "sinks": 4, "rank_by": "mean"},
+        "heavy hitters": {"heavy": half, "recent": tokens - half, "sinks": 4, "score_by": "mean"},
         "sinks": {"heavy": 0, "recent": tokens - 4, "sinks": 4},
         "window": {"heavy": 0, "recent": tokens},
     }
     return {
-        name: h2o.H2OConfig(**budget, positions="rolled", min_tokens=0)
+        name: h2o.H2OConfig(**budget, positions="cache_relative", min_tokens=0)
         for name, budget in budgets.items()
     }
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=1, help="tokens of a forward pass")
     parser.add_argument("--every", type=int, default=500, help="tokens of a stretch (%(default)s)")
     options = parser.parse_args()
-    model, tokenizer = h2o.load(options.model)
+    model, tokenizer = h2o.load_model(options.model)
     readers = {name: Reader(model, config) for name, config in configs(options.keys).items()}
     print("tokens", *(f"{name:>14}" for name in readers))
     count = since = 0

@@ -200,7 +200,7 @@ def configs(keys: int, prompt: int) -> dict[str, h2o.H2OConfig]:
         "authors": h2o.H2OConfig.authors(keys),
         "robust": robust,
         "echo": h2o.H2OConfig.echo(keys),
-        "random": dataclasses.replace(robust, rank_by="random", value_weighted=False),
+        "random": dataclasses.replace(robust, score_by="random", value_weighted=False),
     }
     return {name: dataclasses.replace(x, heavy=x.heavy + prompt) for name, x in made.items()}
 

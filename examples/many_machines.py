@@ -31,7 +31,7 @@ class Answers:
     """A model and its rows, kept by one process of a machine."""
 
     def __init__(self, model: str | None, rows: int, tokens: int) -> None:
-        self.model, self.tokenizer = models.load(model)
+        self.model, self.tokenizer = models.load_model(model)
         self.limits = {"rows": rows, "max_new_tokens": tokens}
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:

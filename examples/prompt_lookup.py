@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--draft", type=int, default=8, help="tokens looked up at a time")
     parser.add_argument("--tokens", type=int, default=160)
     options = parser.parse_args()
-    model, tokenizer = h2o.load()
+    model, tokenizer = h2o.load_model()
     model.set_attn_implementation("h2o")
     turn = {"role": "user", "content": f"Repeat this list word by word, twice.\n\n{LIST}"}
     inputs = tokenizer.apply_chat_template(

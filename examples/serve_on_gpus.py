@@ -74,7 +74,7 @@ def alone(name: str, options: Any, prompts: list[list[int]]) -> list[list[int]]:
     from transformers import GenerationConfig
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, _ = h2o.load(name, dtype=options.dtype, device=device)
+    model, _ = h2o.load_model(name, dtype=options.dtype, device=device)
     config, answers = h2o.H2OConfig.robust(options.kept), []
     greedy = GenerationConfig(
         max_new_tokens=options.tokens, do_sample=False, eos_token_id=None, pad_token_id=0

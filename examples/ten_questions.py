@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="of each answer")
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
-    model, tokenizer = h2o.load(dtype=options.dtype)
+    model, tokenizer = h2o.load_model(dtype=options.dtype)
     text = resources.files("h2o").joinpath("data/lighthouse.txt").read_text("utf-8")
     document = tokenizer(f"<|im_start|>user\n{text}\n", return_tensors="pt").input_ids
     asked = []
@@ -71,7 +71,7 @@ def main() -> None:
         model.set_attn_implementation("h2o" if isinstance(cache, h2o.H2OCache) else "sdpa")
         return timed(lambda: model(document, cache=cache, logits_to_keep=1))[0]
 
-    config = h2o.H2OConfig.calibrated(options.budget, of="bytes")
+    config = h2o.H2OConfig.calibrated(options.budget, budget_unit="bytes")
 
     def ours_read() -> tuple[float, h2o.H2OCache]:
         if options.read:

@@ -31,7 +31,7 @@ except (ImportError, ValueError) as error:  # ValueError: the variables H2O_CPU 
     raise
 
 from h2o.config import H2OConfig
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.profile import Profile
 
 if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.hf.simulation import simulated as simulated
     from h2o.hf.support import supports as supports
     from h2o.hf.system_turn import system_span as system_span
-    from h2o.models import load as load
+    from h2o.models import load_model as load_model
     from h2o.published_masks import simulation_mask as simulation_mask
 
 __version__: str = backends.VERSION
@@ -66,7 +66,7 @@ _LAZY = {
     "disable": "h2o.hf.patching",
     "enable": "h2o.hf.patching",
     "generate_all": "h2o.hf.generate_all",
-    "load": "h2o.models",
+    "load_model": "h2o.models",
     "packed_weights": "h2o.hf.packed_weights",
     "patched": "h2o.hf.patching",
     "simulated": "h2o.hf.simulation",
@@ -75,7 +75,7 @@ _LAZY = {
     "system_span": "h2o.hf.system_turn",
 }
 
-__all__ = ["H2OConfig", "Profile", "Unsupported", "__version__", "ops", *_LAZY]
+__all__ = ["H2OConfig", "Profile", "UnsupportedError", "__version__", "ops", *_LAZY]
 
 
 def _get(name: str) -> Any:

@@ -16,7 +16,7 @@ __all__ = [
     "UNLIMITED",
     "Amount",
     "Budget",
-    "Of",
+    "BudgetUnit",
     "amount_of",
     "at_least",
     "budget_of",
@@ -42,7 +42,7 @@ Budget = Amount | Sequence[OfLayer] | Callable[[int, int], OfLayer]
 """The same for every layer, one per layer, or a function (layer, layers) -> that layer's."""
 
 
-Of = Literal["keys", "bytes"]
+BudgetUnit = Literal["keys", "bytes"]
 """What fractions are of."""
 
 

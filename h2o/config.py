@@ -13,7 +13,7 @@ from h2o.budgets import (
     UNLIMITED,
     Amount,
     Budget,
-    Of,
+    BudgetUnit,
     amount_of,
     at_least,
     budget_of,
@@ -27,7 +27,7 @@ from h2o.config_fields import ConfigFields, Positions
 from h2o.head_budgets import NAMED, LayerShares, check_shares, table
 from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, in_elements, per_token
 from h2o.model_identity import describe, key_size, latent_row
-from h2o.policy import OPERATIONS_RANK_BY, Policy, Ranking, checked
+from h2o.policy import OPERATIONS_SCORE_BY, Policy, Ranking, checked
 from h2o.presets import PRESETS, Presets
 from h2o.profile import Profile
 
@@ -68,7 +68,7 @@ class H2OConfig(Presets):
     sinks: int = 0
     """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
     Language Models with Attention Sinks", ICLR 2024)."""
-    rank_by: Ranking = "sum"
+    score_by: Ranking = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
     age is no advantage. "max": the largest attention of any one query and head. "mean-echo": the
     mean, most of a prompt's given out anew to the keys that the prompt's own queries find when they
@@ -88,11 +88,11 @@ class H2OConfig(Presets):
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
     `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
-    h2o for this model. "echo", with `rank_by="mean-echo"`: the places for heavy hitters of a prompt
-    go to the keys of the highest echo in all layers and heads. Until all have read it an eighth
-    more than that is held, and a layer; with a mean that decays or layers of unlike heads
+    h2o for this model. "echo", with `score_by="mean-echo"`: the places for heavy hitters of a
+    prompt go to the keys of the highest echo in all layers and heads. Until all have read it an
+    eighth more than that is held, and a layer; with a mean that decays or layers of unlike heads
     all of it. None: all the same."""
-    of: Of = "keys"
+    budget_unit: BudgetUnit = "keys"
     """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
     that may be taken of what the prompt would take in a full cache in the model's dtype, everything
     that a slot needs counted, sinks included; as many keys are kept as fit."""
@@ -102,9 +102,9 @@ class H2OConfig(Presets):
     """Where `heavy` or `recent` is a fraction, no head keeps fewer keys than this, sinks included
     and at least a quarter of them recent; a prompt that is shorter stays whole. 0: no limit."""
     positions: Positions = "original"
-    """"original": a key stays at the position that it came at, as in the paper. "rolled": a key's
-    rotary position is its rank among the keys held, the query's the number of keys held before it,
-    so that no position exceeds the budget however long the text. Rotary models only."""
+    """"original": a key stays at the position that it came at, as in the paper. "cache_relative": a
+    key's rotary position is its rank among the keys held, the query's the number of keys held
+    before it, so that no position exceeds the budget however long the text. Rotary models only."""
 
     def __new__(cls, *amounts: Any, **fields: Any) -> H2OConfig:
         if amounts:
@@ -124,26 +124,32 @@ class H2OConfig(Presets):
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
         for name, value in checked(policy, get_args(Ranking))._asdict().items():
             put(self, name, value)
-        if self.rank_by == "random" and policy != Policy(self.sinks, "random"):
-            raise ValueError(f'rank_by="random" takes sinks alone: leave the rest out of {policy}')
+        if self.score_by == "random" and policy != Policy(self.sinks, "random"):
+            raise ValueError(f'score_by="random" takes sinks alone: leave the rest out of {policy}')
         if self.kv_dtype not in (None, "auto", *QUANTISED):
             names = '", "'.join(("auto", *QUANTISED[:-1]))
             raise ValueError(
                 f'kv_dtype must be None, "{names}" or "{QUANTISED[-1]}", not {self.kv_dtype!r}'
             )
-        if self.of not in ("keys", "bytes"):
-            raise ValueError(f'of must be "keys" or "bytes", not {self.of!r}')
-        if self.of == "bytes" and not all(isinstance(x, float) for x in (self.heavy, self.recent)):
-            wanted = 'of="bytes" takes fractions, one heavy and one recent for all layers and heads'
-            raise ValueError(f"{wanted}, not heavy={self.heavy!r} and recent={self.recent!r}")
+        if self.budget_unit not in ("keys", "bytes"):
+            raise ValueError(f'budget_unit must be "keys" or "bytes", not {self.budget_unit!r}')
+        if self.budget_unit == "bytes" and not all(
+            isinstance(x, float) for x in (self.heavy, self.recent)
+        ):
+            raise ValueError(
+                'budget_unit="bytes" takes fractions, one heavy and one recent for all layers and '
+                f"heads, not heavy={self.heavy!r} and recent={self.recent!r}"
+            )
         named = isinstance(self.shares, str) and self.shares in NAMED
         if not named and self.shares is not None and not isinstance(self.shares, LayerShares):
             put(self, "shares", table(self.shares))
-        if self.shares_by_echo and self.rank_by != "mean-echo":
-            raise ValueError(f'shares="echo" goes with rank_by="mean-echo", not {self.rank_by!r}')
+        if self.shares_by_echo and self.score_by != "mean-echo":
+            raise ValueError(f'shares="echo" goes with score_by="mean-echo", not {self.score_by!r}')
         self._check_shared()
-        if self.positions not in ("original", "rolled"):
-            raise ValueError(f'positions must be "original" or "rolled", not {self.positions!r}')
+        if self.positions not in ("original", "cache_relative"):
+            raise ValueError(
+                f'positions must be "original" or "cache_relative", not {self.positions!r}'
+            )
         self._check_total()
 
     @classmethod
@@ -156,7 +162,7 @@ class H2OConfig(Presets):
     def policy(self) -> Policy:
         """What the operations of `h2o.ops` are given."""
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
-        return policy._replace(rank_by=OPERATIONS_RANK_BY.get(self.rank_by, policy.rank_by))
+        return policy._replace(score_by=OPERATIONS_SCORE_BY.get(self.score_by, policy.score_by))
 
     @property
     def shares_by_echo(self) -> bool:
@@ -168,7 +174,7 @@ class H2OConfig(Presets):
         """What the cache of `h2o.compress_document` goes on with."""
         shares = None if self.shares_by_echo else self.shares  # dealt by repetition
         return dataclasses.replace(
-            self, rank_by="max", decay=1.0, value_weighted=False, shares=shares
+            self, score_by="max", decay=1.0, value_weighted=False, shares=shares
         )
 
     @property
@@ -205,7 +211,7 @@ class H2OConfig(Presets):
             shares.check(model)
         if kv_dtype == "auto":
             kv_dtype = fewest_bits(None if latent_row(config) else describe(config).get("head_dim"))
-        if self.of == "bytes":
+        if self.budget_unit == "bytes":
             slot = per_token(*key_size(config), kv_dtype, self.value_weighted)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
@@ -263,7 +269,7 @@ class H2OConfig(Presets):
             heads = self.head_tokens(n)
             return sum(h for h, _ in heads) // len(heads), sum(r for _, r in heads) // len(heads)
         heavy, recent = self.truncated(n)
-        if self.of == "keys":
+        if self.budget_unit == "keys":
             one = [int(fraction > 0) for fraction in self._fractions]
             heavy, recent = max(heavy, one[0]), max(recent, one[1])
         least = self.min_tokens - self.sinks
@@ -272,7 +278,7 @@ class H2OConfig(Presets):
     def truncated(self, n: int) -> tuple[int, int]:
         """As `tokens`, with fractions that may come to 0 tokens, as in the authors' code, and
         without `min_tokens`."""
-        if self.of == "bytes":
+        if self.budget_unit == "bytes":
             return self._of_bytes(n)
         heavy, recent = (
             int(amount * n) if isinstance(amount, float) else amount for amount in self._amounts
@@ -293,7 +299,7 @@ class H2OConfig(Presets):
     def _of_bytes(self, n: int) -> tuple[int, int]:
         """(heavy, recent) that fit, with the sinks and a free slot, into a part of the bytes."""
         if self.slot is None:
-            raise ValueError('of="bytes": ask config.for_model(model) first')
+            raise ValueError('budget_unit="bytes": ask config.for_model(model) first')
         heavy, recent = self._amounts
         part = heavy + recent
         if part == 0:  # sinks alone

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from h2o.budgets import Amount, Budget, Of
+from h2o.budgets import Amount, Budget, BudgetUnit
 from h2o.kv_dtype import KvDtype
 from h2o.policy import PolicyFields
 
 __all__ = ["CacheFields", "ConfigFields", "Pinned", "Positions", "PromptLength"]
 
-Positions = Literal["original", "rolled"]
+Positions = Literal["original", "cache_relative"]
 
 
 class Numbers(Protocol):
@@ -35,7 +35,7 @@ class ConfigFields(PolicyFields, total=False):
     recent: Budget
     kv_dtype: KvDtype | None
     shares: Any
-    of: Of
+    budget_unit: BudgetUnit
     slot: tuple[int, int] | None
     min_tokens: int
     positions: Positions

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["Unsupported", "UserError"]
+__all__ = ["UnsupportedError", "UserError"]
 
 
 class UserError(Exception):
     """Something that the user of a command can put right; its text, one line, says how."""
 
 
-class Unsupported(ValueError):
+class UnsupportedError(ValueError):
     """A model asks for something that h2o cannot do; the message names it and a remedy."""

@@ -17,7 +17,7 @@ from typing import Any
 from h2o import backends
 from h2o.config import H2OConfig
 from h2o.config_fields import Pinned
-from h2o.errors import Unsupported, UserError
+from h2o.errors import UnsupportedError, UserError
 from h2o.progress import Progress
 
 __all__ = ["Run", "Streamer", "generate", "leading_agreement", "versions"]
@@ -140,7 +140,7 @@ def _new_cache(
 
     try:
         return new_cache(model, config, tokens, compiled, pinned)
-    except Unsupported as error:
+    except UnsupportedError as error:
         if compiled:
             raise UserError(f"--compile: {error}") from error
         raise

@@ -34,7 +34,7 @@ LAYOUT = 1
 """Raised whenever what convert() writes changes, so that older caches are not used."""
 
 
-def load(
+def load_model(
     name: str | None = None,
     *,
     dtype: Any = "auto",

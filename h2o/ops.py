@@ -119,7 +119,7 @@ def attend(
             and has no value. What it takes is no key's score, so a query gives its keys less than
             1 in all. -inf: none; +inf: it takes all. Not the policy's `sinks`, which are tokens.
         policy, fields: as in `evict`; attention goes by its `decay`, in [0, 1], and by whether
-            `rank_by` is "max".
+            `score_by` is "max".
 
     Returns:
         (out, scores). The score of a new key j is the sum over new queries i >= j
@@ -179,7 +179,7 @@ def evict(
         mask: [B, Q] bool or uint8, 0 is a pad.
         policy: a `Policy`; or its fields as keywords, of which what stands here says how they are
             computed:
-        rank_by: "mean" is, with decay, per sum of decay^age over the queries; "max" goes by the
+        score_by: "mean" is, with decay, per sum of decay^age over the queries; "max" goes by the
             scores that `attend` gives with the same.
         decay: what `attend` was given.
     """

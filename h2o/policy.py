@@ -17,7 +17,7 @@ from h2o.budgets import tokens_of
 __all__ = [
     "BEFORE",
     "FIELDS",
-    "OPERATIONS_RANK_BY",
+    "OPERATIONS_SCORE_BY",
     "PAPER",
     "Field",
     "Policy",
@@ -32,7 +32,7 @@ RankBy = Literal["sum", "mean", "max"]
 """What the operations rank by: how attention makes the score of a key."""
 Ranking = Literal["sum", "mean", "max", "mean-echo", "random"]
 """What a cache can rank by: its layers make scores of a prompt ("mean-echo") or all ("random")."""
-OPERATIONS_RANK_BY: dict[str, RankBy] = {"mean-echo": "mean", "random": "sum"}
+OPERATIONS_SCORE_BY: dict[str, RankBy] = {"mean-echo": "mean", "random": "sum"}
 """What the operations are told, where that is not the same."""
 BEFORE = 4
 """How many tokens before a key echo looks at, beside its own."""
@@ -44,7 +44,7 @@ class Policy(NamedTuple):
     sinks: int = 0
     """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
     Language Models with Attention Sinks", ICLR 2024)."""
-    rank_by: RankBy = "sum"
+    score_by: RankBy = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
     age is no advantage. "max": the largest attention that any one query and head has given it."""
     decay: float = 1.0
@@ -57,7 +57,7 @@ class Policy(NamedTuple):
     def scores_largest(self) -> bool:
         """Whether a score is the largest attention that any one query gave, rather than the sum.
         Both fade alike: attention counts decay^age."""
-        return self.rank_by == "max"
+        return self.score_by == "max"
 
     def queries_of(self, positions: Any, lengths: Any) -> Any:
         """How many queries have seen each key, float32: decay^0 + ... + decay^(age - 1). Integer
@@ -74,7 +74,7 @@ class PolicyFields(TypedDict, total=False):
     """The fields of a `Policy` as keyword arguments of a function."""
 
     sinks: int
-    rank_by: Ranking
+    score_by: Ranking
     decay: float
     value_weighted: bool
 
@@ -100,7 +100,7 @@ def _truth(text: str) -> bool:
 
 FIELDS: dict[str, Field] = {
     "sinks": Field(int, None, "N", "first tokens (%(default)s)"),
-    "rank_by": Field(
+    "score_by": Field(
         str, get_args(Ranking), None,
         "accumulated attention, the same per query that has seen the key, the largest that one "
         "query gave, the mean with most of a prompt's attention given out by echo, or chance, a "
@@ -120,18 +120,18 @@ def checked(policy: Policy, choices: Sequence[str] = get_args(RankBy)) -> Policy
     Raises: TypeError for a thing that is no number (a bool is none), ValueError for a number out
     of range.
     """
-    _, rank_by, decay, value_weighted = policy
+    _, score_by, decay, value_weighted = policy
     sinks = tokens_of("sinks", policy.sinks)
-    if rank_by not in choices:
+    if score_by not in choices:
         *others, last = (f'"{name}"' for name in choices)
-        raise ValueError(f"rank_by must be {', '.join(others)} or {last}, not {rank_by!r}")
+        raise ValueError(f"score_by must be {', '.join(others)} or {last}, not {score_by!r}")
     if isinstance(decay, bool) or not isinstance(decay, numbers.Real):
         raise TypeError(f"decay must be a number in [0, 1], not {decay!r}")
     if not 0 <= decay <= 1:  # refuses NaN as well
         raise ValueError(f"decay must be in [0, 1], not {decay!r}")
     if not isinstance(value_weighted, bool):
         raise TypeError(f"value_weighted must be True or False, not {value_weighted!r}")
-    return Policy(sinks, rank_by, float(decay), value_weighted)
+    return Policy(sinks, score_by, float(decay), value_weighted)
 
 
 PAPER = Policy()

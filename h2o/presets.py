@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from h2o.budgets import UNLIMITED, Amount, Budget, Of, amount_of, parted
+from h2o.budgets import UNLIMITED, Amount, Budget, BudgetUnit, amount_of, parted
 from h2o.head_budgets import HasShares
 from h2o.kv_dtype import KvDtype
 
@@ -27,7 +27,11 @@ class Presets:
 
     @classmethod
     def preset(
-        cls, name: str, budget: Amount, of: Of = "keys", profile: HasShares | None = None
+        cls,
+        name: str,
+        budget: Amount,
+        budget_unit: BudgetUnit = "keys",
+        profile: HasShares | None = None,
     ) -> Self:
         """One of `PRESETS` by its name; `profile` is for `calibrated`.
 
@@ -35,62 +39,66 @@ class Presets:
         if name not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, not {name!r}")
         if name == "calibrated":
-            return cls.calibrated(budget, profile, of)
+            return cls.calibrated(budget, profile, budget_unit)
         if profile is not None:
             raise ValueError(f"a profile goes with the preset calibrated, not with {name}")
-        made: Self = getattr(cls, name)(budget, of)
+        made: Self = getattr(cls, name)(budget, budget_unit)
         return made
 
     @classmethod
-    def authors(cls, budget: Amount, of: Of = "keys") -> Self:
+    def authors(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
         """The published algorithm at this budget: half heavy hitters, half recent tokens, and no
         `min_tokens`."""
         heavy, recent = parted(amount_of("budget", budget), 0.5)
-        return cls(heavy=heavy, recent=recent, of=of, min_tokens=0)
+        return cls(heavy=heavy, recent=recent, budget_unit=budget_unit, min_tokens=0)
 
     @classmethod
-    def robust(cls, budget: Amount, of: Of = "keys") -> Self:
+    def robust(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
         """What lost least in our own measurements (docs/results.md), small budgets above all.
 
         Four sinks, and three heavy hitters to one recent token, ranked by the mean attention that
         they received, times the norm of their value. A budget in tokens includes the sinks; to
-        a fraction they are added. With of="bytes" the budget is a fraction of a full cache's
-        bytes, and keys are stored in eight bits, values in four, which keeps 2.2 times as many
-        (values in eight bits too where the head dimension is no multiple of 32).
+        a fraction they are added. With budget_unit="bytes" the budget is a fraction of a full
+        cache's bytes, and keys are stored in eight bits, values in four, which keeps 2.2 times as
+        many (values in eight bits too where the head dimension is no multiple of 32).
         """
         budget = amount_of("budget", budget)
         sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
         heavy, recent = parted(budget if isinstance(budget, float) else budget - sinks, 0.75)
-        stored: KvDtype | None = "auto" if of == "bytes" else None
+        stored: KvDtype | None = "auto" if budget_unit == "bytes" else None
         return cls(
             heavy=heavy,
             recent=recent,
             sinks=sinks,
-            rank_by="mean",
+            score_by="mean",
             value_weighted=True,
-            of=of,
+            budget_unit=budget_unit,
             kv_dtype=stored,
         )
 
     @classmethod
-    def calibrated(cls, budget: Amount, profile: HasShares | None = None, of: Of = "keys") -> Self:
+    def calibrated(
+        cls, budget: Amount, profile: HasShares | None = None, budget_unit: BudgetUnit = "keys"
+    ) -> Self:
         """`robust`, with the budget shared among the heads as a profile says (`h2o calibrate`), and
-        with echo in the prompt (`rank_by="mean-echo"`).
+        with echo in the prompt (`score_by="mean-echo"`).
 
         Without a profile the one that comes with h2o for the model, or a ValueError of the cache.
         """
-        ranked = {"rank_by": "mean-echo", "shares": profile or "shipped"}
-        return dataclasses.replace(cls.robust(budget, of), **ranked)
+        ranked = {"score_by": "mean-echo", "shares": profile or "shipped"}
+        return dataclasses.replace(cls.robust(budget, budget_unit), **ranked)
 
     @classmethod
-    def echo(cls, budget: Amount, of: Of = "keys") -> Self:
+    def echo(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
         """`robust` with the prompt read by echo: keeps facts that no question has asked for yet,
         and what the next words need, in one reading (docs/policies.md).
 
-        In each head echo decides most of a key's score (`rank_by="mean-echo"`), and the places of
+        In each head echo decides most of a key's score (`score_by="mean-echo"`), and the places of
         all layers and heads go to the highest echo (`shares="echo"`). Steps are those of `robust`.
         """
-        return dataclasses.replace(cls.robust(budget, of), rank_by="mean-echo", shares="echo")
+        return dataclasses.replace(
+            cls.robust(budget, budget_unit), score_by="mean-echo", shares="echo"
+        )
 
     @classmethod
     def full(cls) -> Self:

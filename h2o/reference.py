@@ -10,7 +10,7 @@ accumulated scores and a part of the budget reserved for recent tokens:
 
 1. Attend. A new query sees every stored key, and the new keys up to its own.
 2. Score. A key's score is the attention that it has received, summed over
-   queries and over the query heads of its group; with `rank_by="max"` the largest of any.
+   queries and over the query heads of its group; with `score_by="max"` the largest of any.
 3. Evict. Beyond the budget of k = sinks + heavy + recent keys, the first `sinks`
    positions are kept, the `recent` highest positions, and of the others the `heavy`
    highest scores. The rest is evicted: dropped for good. A key is pinned by the score infinity,
@@ -158,7 +158,7 @@ def evict(
                 store, keys[b, g, new], values[b, g, new], scores[b, g, new], seen
             )
             rank = candidates.scores.double()
-            if policy.rank_by == "mean":
+            if policy.score_by == "mean":
                 ages = seen - 1 - candidates.positions.long()
                 rank = rank / _queries(ages, policy.decay)
             if policy.value_weighted:

@@ -147,7 +147,7 @@ class Policy:
     heavy: int = 4
     recent: int = 4
     sinks: int = 0
-    rank_by: str = "sum"
+    score_by: str = "sum"
     decay: float = 1.0
     value_weighted: bool = False
 
@@ -160,7 +160,7 @@ class Policy:
         """Keyword arguments of `evict` and `step`."""
         return {
             "sinks": self.sinks,
-            "rank_by": self.rank_by,
+            "score_by": self.score_by,
             "decay": self.decay,
             "value_weighted": self.value_weighted,
         }
@@ -174,15 +174,15 @@ POLICIES = {
     "streaming": Policy(0, 9, sinks=4),
     "one-heavy": Policy(1, 0),
     "one-recent": Policy(0, 1),
-    "mean": Policy(10, 6, rank_by="mean"),
+    "mean": Policy(10, 6, score_by="mean"),
     "decay": Policy(10, 6, decay=0.9),
     "last-query": Policy(10, 6, decay=0.0),
-    "decayed-mean": Policy(9, 5, sinks=2, rank_by="mean", decay=0.8),
+    "decayed-mean": Policy(9, 5, sinks=2, score_by="mean", decay=0.8),
     "value-weighted": Policy(10, 6, value_weighted=True),
-    "everything": Policy(11, 3, sinks=1, rank_by="mean", decay=0.95, value_weighted=True),
+    "everything": Policy(11, 3, sinks=1, score_by="mean", decay=0.95, value_weighted=True),
     "full": Policy(1000, 0),
-    "max": Policy(10, 6, rank_by="max"),
-    "decayed-max": Policy(9, 5, sinks=2, rank_by="max", decay=0.8, value_weighted=True),
+    "max": Policy(10, 6, score_by="max"),
+    "decayed-max": Policy(9, 5, sinks=2, score_by="max", decay=0.8, value_weighted=True),
 }
 
 

@@ -63,7 +63,7 @@ NETS = {
 
 #: The tests in Python, those first that find something soonest.
 TESTS = [f"tests/core/test_{x}.py" for x in ("exchange", "errors", "hostile", "levels", "ops")]
-TESTS += ["tests/core", *(f"tests/torch/test_{x}.py" for x in ("rolled", "heads"))]
+TESTS += ["tests/core", *(f"tests/torch/test_{x}.py" for x in ("cache_relative", "heads"))]
 TESTS += ["tests/torch/test_properties.py::test_results_do_not_depend_on_threads"]
 
 #: What changes no answer by its meaning: counts of work for `make balance`, memory asked for early.

@@ -89,7 +89,7 @@ def test_page_has_the_text_and_the_numbers(written, content, tiny):  # noqa: F81
     import h2o
     from h2o import models
 
-    model, tokenizer = models.load(tiny)
+    model, tokenizer = models.load_model(tiny)
     inputs = tokenizer(TEXT, return_tensors="pt")
     a = h2o.analyze(model, **inputs, heavy=12, recent=0.1, min_tokens=0)
     n = len(a)

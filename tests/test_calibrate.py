@@ -104,7 +104,7 @@ def test_the_shipped_profile_is_of_the_default_model():
 def test_the_shipped_profile_knows_its_weights(dtype):
     import h2o
 
-    model, _ = h2o.load(dtype=dtype, attn_implementation="h2o")
+    model, _ = h2o.load_model(dtype=dtype, attn_implementation="h2o")
     profile = Profile.shipped(model)
     assert profile is not None
     for parameter in model.parameters():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o import H2OConfig, Profile, cli, compress_document, load
+from h2o import H2OConfig, Profile, cli, compress_document, load_model
 from h2o.borrowed import with_cache
 from h2o.cli import cache_options
 from h2o.config import PRESETS
@@ -135,7 +135,7 @@ def test_info_for_readers(capsys):
 
 def test_info_about_a_model(tiny, tmp_path, capsys):
     assert cli.main(["info", "--model", tiny]) == 0
-    said = "llama: supported, 2 of 2 layers by h2o; echo: as robust, it has 4 key/value heads"
+    said = "llama: supported, 2 of 2 layers by h2o; in place of H2OConfig.echo: equal budgets"
     assert capsys.readouterr().out.startswith(said)
     (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
     assert cli.main(["info", "--model", str(tmp_path), "--json"]) == 1
@@ -159,7 +159,7 @@ def test_info_about_a_model(tiny, tmp_path, capsys):
         (["generate", "--heavy", "0", "--recent", "0"], "budget"),
         (["generate", "--sinks", "-4"], "sinks"),
         (["generate", "--decay", "2"], "decay"),
-        (["generate", "--rank-by", "age"], "--rank-by"),
+        (["generate", "--score-by", "age"], "--score-by"),
         (["generate", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["generate", "--dtype", "int8"], "--dtype"),
         (["generate", "--prompt-file", "no/such/file"], "no/such/file"),
@@ -190,7 +190,7 @@ def test_binary_prompt_file(tmp_path, capsys):
         (["--prompt", ""], "empty"),
         (["--prompt", "x" * 1990], "2000"),
         (["--prompt", "x", "--chat"], "chat template"),
-        (["--compile", "--positions", "rolled", "--prompt", PROMPT], "--compile"),
+        (["--compile", "--positions", "cache_relative", "--prompt", PROMPT], "--compile"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(tiny, arguments, word, capsys):
@@ -295,7 +295,7 @@ def test_policy_options_reach_the_cache(tiny, capsys):
     base = ["--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "40",
             "--heavy", "6", "--recent", "2"]  # fmt: skip
     plain = generated(capsys, *base)["runs"][0]
-    for options in (["--rank-by", "mean"], ["--decay", "0.5"], ["--value-weighted"],
+    for options in (["--score-by", "mean"], ["--decay", "0.5"], ["--value-weighted"],
                     ["--sinks", "3"], ["--heavy", "0.2"], ["--dtype", "bfloat16"]):  # fmt: skip
         other = generated(capsys, *base, *options)["runs"][0]
         names = ("text", "mass_evicted", "kv_bytes_held")
@@ -305,8 +305,8 @@ def test_policy_options_reach_the_cache(tiny, capsys):
 @pytest.mark.parametrize("name", ["authors", "robust"])
 def test_presets_reach_the_cache(tiny, capsys, name):
     text = ["--model", tiny, "--max-new-tokens", "4", "--prompt", PROMPT]
-    budget = generated(capsys, *text, "--preset", name, "--budget", "0.5", "--of", "bytes")
-    wanted = H2OConfig.preset(name, 0.5, of="bytes")
+    budget = generated(capsys, *text, "--preset", name, "--budget", "0.5", "--budget-unit", "bytes")
+    wanted = H2OConfig.preset(name, 0.5, budget_unit="bytes")
     assert budget["budget"] == dataclasses.asdict(wanted)
     (run,) = budget["runs"]
     assert run["kv_bytes_held"] <= 0.5 * run["kv_bytes_full"]
@@ -345,10 +345,10 @@ def test_a_config_is_what_the_options_say():
     cache_options.add_cache_options(parser)
     assert cache_options.config_from(parser.parse_args([])) == H2OConfig()
     for name, text, value in (
-        ("heavy", "7", 7), ("recent", "0.3", 0.3), ("sinks", "4", 4), ("rank_by", "mean", "mean"),
-        ("decay", "0.5", 0.5), ("positions", "rolled", "rolled"),
+        ("heavy", "7", 7), ("recent", "0.3", 0.3), ("sinks", "4", 4), ("score_by", "mean", "mean"),
+        ("decay", "0.5", 0.5), ("positions", "cache_relative", "cache_relative"),
         ("kv_dtype", "int8", "int8"), ("shares", "shipped", "shipped"),
-        ("rank_by", "mean-echo", "mean-echo"),
+        ("score_by", "mean-echo", "mean-echo"),
     ):  # fmt: skip
         options = parser.parse_args([cache_options.spelled(name), text])
         assert cache_options.config_from(options) == H2OConfig(**{name: value})
@@ -368,31 +368,33 @@ def test_a_preset_is_what_the_options_say(tmp_path):
     for name in PRESETS:
         assert said(f"--preset {name}") == H2OConfig.preset(name, 0.2)
         assert said(f"--preset {name} --budget 64") == H2OConfig.preset(name, 64)
-        in_bytes = H2OConfig.preset(name, 0.1, of="bytes")
-        assert said(f"--preset {name} --budget 0.1 --of bytes") == in_bytes
+        in_bytes = H2OConfig.preset(name, 0.1, budget_unit="bytes")
+        assert said(f"--preset {name} --budget 0.1 --budget-unit bytes") == in_bytes
         one = cache_options.described(
-            settings.parse_args(f"--preset {name} --budget 0.1 --of bytes --sinks 2".split())
+            settings.parse_args(
+                f"--preset {name} --budget 0.1 --budget-unit bytes --sinks 2".split()
+            )
         )
         assert one == setting.parse(one.name)
         assert one.config == dataclasses.replace(in_bytes, sinks=2, min_tokens=0)
-        words = f"--preset {name} --budget 0.1 --of bytes --positions rolled"
-        assert said(words) == dataclasses.replace(in_bytes, positions="rolled")
+        words = f"--preset {name} --budget 0.1 --budget-unit bytes --positions cache_relative"
+        assert said(words) == dataclasses.replace(in_bytes, positions="cache_relative")
     for name in sorted((ROOT.parent / "data").glob("*.profile.json")):
         profile = Profile.load(name)
         calibrated = said(f"--preset calibrated --profile {name}")
         assert calibrated == H2OConfig.calibrated(0.2, profile)
-    assert said("--preset robust --rank-by mean-echo --profile echo") == H2OConfig.echo(0.2)
-    authors = H2OConfig.authors(0.1, of="bytes")
-    assert said("--heavy 0.05 --recent 0.05 --of bytes --min-tokens 0") == authors
+    assert said("--preset robust --score-by mean-echo --profile echo") == H2OConfig.echo(0.2)
+    authors = H2OConfig.authors(0.1, budget_unit="bytes")
+    assert said("--heavy 0.05 --recent 0.05 --budget-unit bytes --min-tokens 0") == authors
     assert said("--budget 0.1") == H2OConfig(budget=0.1)
     assert said("--budget 64 --sinks 2") == H2OConfig(budget=64, sinks=2)
     one = cache_options.described(settings.parse_args(["--budget", "0.1"]))
     assert one == setting.parse(one.name) == setting.parse("budget:0.1")
     for wrong in (
-        "--budget 0.1 --recent 4", "--budget 0.1 --of keys", "--preset robust --heavy 0.1",
+        "--budget 0.1 --recent 4", "--budget 0.1 --budget-unit keys", "--preset robust --heavy 0.1",
         "--preset authors --profile shipped",
         "--preset calibrated --profile echo",
-        "--preset robust --budget 64 --of bytes", "--preset robust --budget 2.0",
+        "--preset robust --budget 64 --budget-unit bytes", "--preset robust --budget 2.0",
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"^[^\n]+$"):
             said(wrong)
@@ -416,7 +418,7 @@ def test_a_document_is_read_first(tiny, tmp_path, capsys):
     asked = [*options, "--prompt", "Now?", "--prompt-file", str(tmp_path / "document")]
     run = generated(capsys, *asked, "--reread")["runs"][0]
 
-    model, tokenizer = load(tiny)
+    model, tokenizer = load_model(tiny)
     model.set_attn_implementation("h2o")
     ids = tokenizer(f"{PROMPT}\n\nNow?", return_tensors="pt").input_ids
     document = ids[:, : len(PROMPT)]
@@ -454,7 +456,7 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
     assert re.fullmatch(r"full +\| h2o +\| robust +\| local", lines[0])
     table = text[text.index("prompt of") :].splitlines()[1:]
     assert table[0].split() == ["full", "h2o", "robust", "local"]
-    assert table[-1] == 'robust: H2OConfig.robust(0.1, of="bytes"), a tenth of the bytes'
+    assert table[-1] == 'robust: H2OConfig.robust(0.1, budget_unit="bytes"), a tenth of the bytes'
     rows = {line[:30].strip(): line[30:].split() for line in table[1:-1]}
     assert rows["attention mass evicted"][0] == "0.0%"
     assert rows["leading tokens as with full"][0] == "60"

@@ -53,7 +53,7 @@ def default():
     from h2o import models
 
     try:
-        model, tokenizer = models.load(attn_implementation="h2o")
+        model, tokenizer = models.load_model(attn_implementation="h2o")
     except models.UserError as error:
         pytest.skip(str(error))
     model.model.layers = model.model.layers[:LAYERS]
@@ -66,7 +66,7 @@ def names(default, tmp_path, monkeypatch):
     """What the text around a block has spoken of, in a folder of its own."""
     model, tokenizer = default
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(h2o, "load", lambda **how: default)
+    monkeypatch.setattr(h2o, "load_model", lambda **how: default)
     table = torch.rand(LAYERS, GROUPS, generator=torch.Generator().manual_seed(0)) + 0.5
     profile = h2o.Profile((0.1,), (tuple(map(tuple, table.tolist())),), 1024)
     monkeypatch.setattr(h2o.Profile, "shipped", classmethod(lambda cls, model: profile))
@@ -126,7 +126,7 @@ def test_python(name, names, monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # of other packages
 @pytest.mark.parametrize("name", ["README 0", "which 0"])
 def test_the_first_call_that_a_page_shows_answers_a_short_question(name, capsys):
-    model, tokenizer = h2o.load()
+    model, tokenizer = h2o.load_model()
     question = "What is the capital of France?"
     code = PYTHON[name].replace(
         '"Briefly summarize the following article.\\n\\n" + text', repr(question)

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from h2o import H2OConfig, load  # noqa: E402
+from h2o import H2OConfig, load_model  # noqa: E402
 from tests.evaluate.conftest import tokenizer  # noqa: E402, F401
 from tests.hf.tiny import model  # noqa: E402
 from tests.test_cli import tiny  # noqa: E402, F401
@@ -45,7 +45,7 @@ def test_perplexity_is_that_of_each_stretch(monkeypatch):
     """The losses of one cache that reads the tokens in the same chunks."""
     endless = example("endless_text", monkeypatch)
     ours = model("llama")
-    config = H2OConfig(heavy=6, recent=6, positions="rolled")
+    config = H2OConfig(heavy=6, recent=6, positions="cache_relative")
     ids = torch.randint(2, 90, (80,), generator=torch.Generator().manual_seed(1)).tolist()
     one, other = endless.Reader(ours, config), endless.Reader(ours, config)
     for begin in range(0, 80, 5):
@@ -62,7 +62,7 @@ def test_perplexity_is_that_of_each_stretch(monkeypatch):
 def test_a_chat_needs_a_template(monkeypatch, tokenizer):  # noqa: F811
     """The second turn is what the template adds, and the answer's end goes into the cache."""
     endless = example("endless_chat", monkeypatch)
-    config = H2OConfig(heavy=6, recent=6, positions="rolled")
+    config = H2OConfig(heavy=6, recent=6, positions="cache_relative")
     with pytest.raises(ValueError, match="no chat template"):
         endless.Chat(model("llama"), tokenizer, config)
 
@@ -70,9 +70,11 @@ def test_a_chat_needs_a_template(monkeypatch, tokenizer):  # noqa: F811
 @pytest.mark.slow
 def test_a_chat_goes_on_beyond_its_budget(monkeypatch):
     endless = example("endless_chat", monkeypatch)
-    ours, tokens = load()
+    ours, tokens = load_model()
     talk = endless.Chat(
-        ours, tokens, H2OConfig(heavy=24, recent=40, sinks=4, positions="rolled", min_tokens=0)
+        ours,
+        tokens,
+        H2OConfig(heavy=24, recent=40, sinks=4, positions="cache_relative", min_tokens=0),
     )
     first = "".join(talk.reply("What is the capital of France?", 30))
     assert "Paris" in first

@@ -216,7 +216,7 @@ def test_the_policy_is_declared_once():
 def test_a_ranking_touches_few_files():
     """What names two rankings has to name a third, docstrings included; what computes it too."""
     names = get_args(RankBy)
-    by_layers = set(FIELDS["rank_by"].choices) - set(names)  # of which the kernels know nothing
+    by_layers = set(FIELDS["score_by"].choices) - set(names)  # of which the kernels know nothing
     assert by_layers == {"mean-echo", "random"}
     assert not [name for name, text in C.items() if quoted(text, by_layers)]
     files = {

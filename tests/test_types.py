@@ -35,17 +35,17 @@ h2o.H2OCache.from_dynamic_cache(cache, model.config, prompt_length=Lengths())
 MISTAKES = """
 h2o.H2OCash
 h2o.H2OCache(model.config, heavey=1)
-h2o.H2OCache(model.config, rank_by="maks")
-h2o.enable(model, of="bites")
+h2o.H2OCache(model.config, score_by="maks")
+h2o.enable(model, budget_unit="bites")
 h2o.simulated(model, decay="0.8")
 h2o.analyze(model, kv_dtype="int9")
 h2o.H2OConfig(positions="roled")
-h2o.H2OConfig.robust(0.1, of="bites")
+h2o.H2OConfig.robust(0.1, budget_unit="bites")
 h2o.H2OCache(model.config, prompt_length="20")
 """
 SAID = (
-    'has no attribute "H2OCash"', '"heavey"', '"rank_by"', '"of"', '"decay"', '"kv_dtype"',
-    '"positions"', '"of"', '"prompt_length"',
+    'has no attribute "H2OCash"', '"heavey"', '"score_by"', '"budget_unit"', '"decay"',
+    '"kv_dtype"', '"positions"', '"budget_unit"', '"prompt_length"',
 )  # fmt: skip
 
 # Their own types take a minute, and are not ours to test.

@@ -109,7 +109,7 @@ def test_memory_that_cannot_be_written_is_refused_and_that_to_be_read_is_not(ref
 
 @pytest.mark.parametrize(
     ("field", "value", "error"),
-    [("decay", 2.0, ValueError), ("sinks", -1, ValueError), ("rank_by", "summ", ValueError),
+    [("decay", 2.0, ValueError), ("sinks", -1, ValueError), ("score_by", "summ", ValueError),
      ("softcap", -1.0, ValueError), ("scale", float("nan"), ValueError),
      ("softcap", "1", TypeError), ("value_weighted", True, ValueError), ("slots", 3, TypeError)],
 )  # fmt: skip

@@ -17,7 +17,7 @@ STORES = "int8", "int8-int4"
 FLOATS = "float32", "float16", "bfloat16"
 POLICIES: dict[str, dict[str, Any]] = {
     "sum": {},
-    "max": {"rank_by": "max"},
+    "max": {"score_by": "max"},
     "values": {"value_weighted": True},
 }
 

@@ -52,7 +52,7 @@ def analyze(
             Fractions are of the text. `heavy` also says how many keys are called heavy hitters.
         prompt_length: tokens before the first eviction; 1 evicts from the very beginning.
 
-    Raises: `Unsupported` for a model that h2o cannot serve, TypeError and ValueError for
+    Raises: `UnsupportedError` for a model that h2o cannot serve, TypeError and ValueError for
     arguments that do not fit.
     """
     parameters.pop("token_type_ids", None)  # some tokenizers make them, decoders do without

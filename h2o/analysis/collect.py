@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o import borrowed, ops
 from h2o.attention_blocks import logit_blocks
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf.attention_hook import Call, attending
 from h2o.hf.layer_kinds import kind_of
 from h2o.hf.patch_lock import input_device
@@ -50,10 +50,10 @@ Visit = Callable[[int, Attention], Tensor]
 
 
 def full_layers(model: Any) -> list[int]:
-    """The layers with full attention. Raises: `Unsupported` for a model that h2o cannot serve, or
-    whose heads have no keys of their own to measure."""
+    """The layers with full attention. Raises: `UnsupportedError` for a model that h2o cannot serve,
+    or whose heads have no keys of their own to measure."""
     if latent_row(model.config) is not None:
-        raise Unsupported(
+        raise UnsupportedError(
             f"neither analysis nor calibration measures {model.config.model_type}: all heads of a "
             "layer share its latents (multi-head latent attention)"
         )

@@ -59,7 +59,7 @@ class Case:
     dtype: torch.dtype
     size: Size = SHORT
     R: int = 2
-    rank_by: RankBy = Policy().rank_by
+    score_by: RankBy = Policy().score_by
     kv_dtype: str | None = None
     value_weighted: bool = False
     ragged: bool = False
@@ -80,11 +80,11 @@ class Case:
         facts = [str(self.dtype).removeprefix("torch."), f"D = {self.D}"]
         facts += [f"{self.size.prompt} tokens"] if self.size.prompt > SHORT.prompt else []
         facts += [f"R = {self.R}"] if self.R != 2 else []
-        facts += [f"rank_by = {self.rank_by}"] if self.rank_by != Case.rank_by else []
+        facts += [f"score_by = {self.score_by}"] if self.score_by != Case.score_by else []
         facts += [self.kv_dtype] if self.kv_dtype else []
         facts += [f"softcap = {self.softcap:g}"] if self.softcap else []
         flags = (
-            "value_weighted", "ragged", "shared", "rolled", "numbered", "pads",
+            "value_weighted", "ragged", "shared", "cache_relative", "numbered", "pads",
             "learned_sinks",
         )  # fmt: skip
         return ", ".join(facts + [flag for flag in flags if getattr(self, flag)])
@@ -97,8 +97,8 @@ CASES = (
     Case(256, torch.bfloat16, kv_dtype="int8-int4"),
     Case(64, torch.bfloat16, R=11, softcap=2.0),
     Case(128, torch.float32, softcap=1e6),  # which changes nothing, but may cost digits
-    Case(84, torch.bfloat16, rank_by="max", learned_sinks=True),
-    Case(48, torch.float32, rank_by="max", learned_sinks=True, pads=True),
+    Case(84, torch.bfloat16, score_by="max", learned_sinks=True),
+    Case(48, torch.float32, score_by="max", learned_sinks=True, pads=True),
     Case(160, torch.float16, value_weighted=True, shared=True),
     Case(192, torch.float32, kv_dtype="int8-int4", pads=True),
     Case(576, torch.bfloat16, R=5, shared=True, numbered=True, simulated=False),  # latents
@@ -108,7 +108,7 @@ CASES = (
     Case(200, torch.float16, kv_dtype="int8", simulated=False),
     Case(256, torch.bfloat16, simulated=False),
     Case(104, torch.float16, simulated=False),
-    Case(64, torch.float16, ROOMY, rank_by="mean", simulated=False),
+    Case(64, torch.float16, ROOMY, score_by="mean", simulated=False),
     Case(64, torch.float32, ROOMY, R=5, simulated=False),  # steps without tensor cores
     Case(128, torch.bfloat16, LONG, ragged=True),
     Case(64, torch.float16, LONG, pads=True, softcap=20.0, simulated=False),
@@ -223,7 +223,7 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         mask[1, : prompt // 4] = False
     sinks = torch.linspace(-2, 3, H, dtype=torch.float32, device=device)
     sinks = sinks if case.learned_sinks else None
-    policy = Policy(SINKS, case.rank_by, 0.97, case.value_weighted)
+    policy = Policy(SINKS, case.score_by, 0.97, case.value_weighted)
     numbers = (D**-0.5, case.softcap, policy)
     capacity = SINKS + heavy + recent + chunk + room
     slots = new_slots(

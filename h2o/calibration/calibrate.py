@@ -103,7 +103,7 @@ def calibrate(
             and seed takes them from there. It is not removed.
         progress: called with (passes done, passes in all); what `resume` had is passed over.
 
-    Raises: `Unsupported` for a model that h2o cannot serve, TypeError and ValueError for
+    Raises: `UnsupportedError` for a model that h2o cannot serve, TypeError and ValueError for
     arguments that do not fit, UserError (`h2o.errors`) for a `resume` file of another kind.
     """
     full = full_layers(model)
@@ -120,7 +120,7 @@ def calibrate(
     grid = grid_of(window)
     settings = {
         "tokens": window, "draws": draws, "seed": seed, "grid": grid, "sinks": SINKS,
-        "heavy": HEAVY, "rank_by": "mean", "value_weighted": True,
+        "heavy": HEAVY, "score_by": "mean", "value_weighted": True,
     }  # fmt: skip
     processes = _processes(model)
     origin = provenance(model, None, str(getattr(model.config, "model_type", "")))
@@ -178,7 +178,7 @@ def policy(budget: int) -> H2OConfig:
     """The cache of a head that may hold so many keys: that of `H2OConfig.robust`."""
     heavy = int(HEAVY * (budget - SINKS))
     recent = budget - SINKS - heavy
-    return H2OConfig(heavy=heavy, recent=recent, sinks=SINKS, rank_by="mean", value_weighted=True)
+    return H2OConfig(heavy=heavy, recent=recent, sinks=SINKS, score_by="mean", value_weighted=True)
 
 
 def grid_of(window: int) -> list[int]:

@@ -5,7 +5,7 @@ Each command is a module that is imported when the command is asked for. It has
     add_arguments(parser)           its options, of which none but the standard library is needed
     check(parser, options)          if there is one: ends by `parser.error` for options that do not
                                     go together, before a library is imported
-    run(parser, options) -> int     the command, and its exit code; UserError or Unsupported
+    run(parser, options) -> int     the command, and its exit code; UserError or UnsupportedError
                                     (`h2o.errors`) for what the user can put right
 
 Only the standard library is imported until a command runs, so that --help and
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
     """Carries a parsed command out; its exit code."""
     if check := getattr(options.module, "check", None):
         check(options.parser, options)
-    from h2o.errors import Unsupported, UserError
+    from h2o.errors import UnsupportedError, UserError
     from h2o.models import quiet_libraries
 
     try:
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
                 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
             quiet_libraries()
         return options.module.run(options.parser, options)
-    except (UserError, Unsupported) as error:
+    except (UserError, UnsupportedError) as error:
         return failed(options.parser, error)
 
 

@@ -114,7 +114,7 @@ def measure(options: argparse.Namespace) -> None:
     config, settings = options.config, options.settings
     fit = check_fit([from_config(config), *settings])
     how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load(
+    model, tokenizer = models.load_model(
         options.model, **how, attn_implementation=None, say=say, check=fit
     )
     text = texts.article() if options.content is None else options.content

@@ -43,13 +43,13 @@ OPTIONS: dict[str, Field] = {
         "prompt or text (%(default)s)",
     ),
     "recent": Field(parse_amount, None, "K", "newest tokens (%(default)s)"),
-    "of": Field(
+    "budget_unit": Field(
         str, ("keys", "bytes"), None,
         "what fractions are of: the text's keys, or the bytes of a full cache (%(default)s)",
     ),
     **FIELDS,
     "positions": Field(
-        str, ("original", "rolled"), None,
+        str, ("original", "cache_relative"), None,
         "of keys: where they stood in the text, or their rank in the cache (%(default)s)",
     ),
     "kv_dtype": Field(
@@ -61,7 +61,7 @@ OPTIONS: dict[str, Field] = {
         str, None, "FILE",
         "share the budget among heads as `h2o calibrate` found it; shipped: the profile that "
         "comes with h2o for the model; echo: as a prompt's echo says, "
-        "with --rank-by mean-echo",
+        "with --score-by mean-echo",
     ),
     "min_tokens": Field(
         int, None, "N",
@@ -82,7 +82,7 @@ FIFTH = 0.2
 
 
 def spelled(name: str) -> str:
-    """The option of a field: --rank-by of rank_by."""
+    """The option of a field: --score-by of score_by."""
     return f"--{SPELLED.get(name, name).replace('_', '-')}"
 
 
@@ -167,7 +167,7 @@ def add_preset_options(group: Any, shown: Amount) -> None:
         "--budget", type=parse_amount, metavar="B",
         help="alone: one number for the preset that is recommended for the model, tokens or a "
         "share of a full cache's bytes; of --preset: tokens, or a fraction of the keys, or with "
-        f"--of bytes of the bytes ({shown})",
+        f"--budget-unit bytes of the bytes ({shown})",
     )  # fmt: skip
 
 
@@ -187,8 +187,8 @@ def config_from(options: argparse.Namespace) -> H2OConfig:
             raise ValueError(f"give a --budget or {spelled(name)}, not both")
     fields = {x: y for x, y in options.cache_defaults.items() if x == "min_tokens"} | fields
     if options.preset is None:
-        if "of" in fields:
-            raise ValueError("--of goes with --preset, or with --heavy and --recent")
+        if "budget_unit" in fields:
+            raise ValueError("--budget-unit goes with --preset, or with --heavy and --recent")
         return H2OConfig(budget=options.budget, **fields)
     shares = fields.pop("shares", None)
     if shares == "echo":
@@ -198,7 +198,9 @@ def config_from(options: argparse.Namespace) -> H2OConfig:
     if shares is not None and options.preset != "calibrated":
         raise ValueError(f"--profile goes with --preset calibrated, not with {options.preset}")
     profile = None if shares == "shipped" else shares
-    config = H2OConfig.preset(options.preset, budget_of(options), fields.pop("of", "keys"), profile)
+    config = H2OConfig.preset(
+        options.preset, budget_of(options), fields.pop("budget_unit", "keys"), profile
+    )
     return dataclasses.replace(config, **fields)
 
 
@@ -210,7 +212,11 @@ def described(options: argparse.Namespace) -> Setting | None:
     config, fields = config_from(options), asked(options, options.cache_fields)
     if options.preset is None:
         return from_config(config) if fields or has_budget(options) else None
-    kind = f"{options.preset}-bytes" if fields.pop("of", "keys") == "bytes" else options.preset
+    kind = (
+        f"{options.preset}-bytes"
+        if fields.pop("budget_unit", "keys") == "bytes"
+        else options.preset
+    )
     if fields.get("shares") != "echo":
         fields.pop("shares", None)
     name = "/".join([f"{kind}:{budget_of(options)}", *(f"{x}={y}" for x, y in fields.items())])

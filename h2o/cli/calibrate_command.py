@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     say = stopwatch()
     fit = check_fit([from_config(H2OConfig())])
     how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load(
+    model, tokenizer = models.load_model(
         options.model, **how, attn_implementation=None, say=say, check=fit
     )
     ids = {

@@ -100,7 +100,7 @@ def table(result: Result) -> list[str]:
         f"{name:<30}" + "".join(f"{of(run):>{width}}" for run in result.runs) for name, of in rows
     ]
     presets = [
-        f'{run.mode}: H2OConfig.{run.mode}(0.1, of="bytes"), a tenth of the bytes'
+        f'{run.mode}: H2OConfig.{run.mode}(0.1, budget_unit="bytes"), a tenth of the bytes'
         for run in result.runs
         if run.mode in PRESETS
     ]

@@ -123,7 +123,7 @@ def generate(options: argparse.Namespace) -> Result:
         raise UserError("the prompt is empty")
     fit = check_fit([from_config(options.config), *options.settings])
     how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load(
+    model, tokenizer = models.load_model(
         options.model, **how, attn_implementation=None, say=progress.say, check=fit
     )
     chat = options.chat or (shipped and tokenizer.chat_template is not None)
@@ -197,12 +197,14 @@ def caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OCo
     """
     fitted = config.for_model(model)
     heavy, recent = fitted.tokens(prompt_tokens)
-    local = replace(fitted, heavy=0, recent=heavy + recent, of="keys", shares=None, kv_dtype=None)
+    local = replace(
+        fitted, heavy=0, recent=heavy + recent, budget_unit="keys", shares=None, kv_dtype=None
+    )
     profile = config.shares if isinstance(config.shares, Profile) else Profile.shipped(model)
     if profile is None:
-        name, preset = "robust", H2OConfig.robust(TENTH, of="bytes")
+        name, preset = "robust", H2OConfig.robust(TENTH, budget_unit="bytes")
     else:
-        name, preset = "calibrated", H2OConfig.calibrated(TENTH, profile, of="bytes")
+        name, preset = "calibrated", H2OConfig.calibrated(TENTH, profile, budget_unit="bytes")
     preset = replace(preset, positions=config.positions, min_tokens=config.min_tokens)
     return {"full": None, "h2o": config, name: preset, "local": local}
 

@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     fit = check_fit([from_config(options.config)])
     how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load(
+    model, tokenizer = models.load_model(
         options.model, **how, attn_implementation=None, say=progress.say, check=fit
     )
     requests = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from h2o import models
 from h2o.config import H2OConfig
-from h2o.errors import Unsupported, UserError
+from h2o.errors import UnsupportedError, UserError
 from h2o.evaluate.setting import Setting
 from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import describe, latent_row
@@ -25,7 +25,7 @@ def load(
 ) -> tuple[Any, Any]:
     """Loads a model and its tokenizer once the settings are known to go with it (`check_fit`). The
     model has transformers' own attention, which the baseline with a full cache runs."""
-    return models.load(
+    return models.load_model(
         name,
         dtype=dtype,
         device=device,
@@ -36,7 +36,7 @@ def load(
 
 
 def check_fit(settings: Iterable[Setting], *, full_cache: bool = False) -> Callable[[Any], None]:
-    """What `h2o.models.load` calls with a model's config and then with the model.
+    """What `h2o.models.load_model` calls with a model's config and then with the model.
 
     Args:
         settings: to be tried one after the other.
@@ -61,8 +61,8 @@ def check_fit(settings: Iterable[Setting], *, full_cache: bool = False) -> Calla
 def try_on(model: Any, h2o_config: H2OConfig) -> None:
     """Makes what a cache of this config needs to know of a model, or of one with this config.
 
-    Raises: `Unsupported` for a model that h2o cannot serve, or not in this way; ValueError for a
-    profile of another model, or a `kv_dtype` that its head dimension does not go with; TypeError
+    Raises: `UnsupportedError` for a model that h2o cannot serve, or not in this way; ValueError for
+    a profile of another model, or a `kv_dtype` that its head dimension does not go with; TypeError
     for a model in float64.
     """
     from h2o import borrowed
@@ -72,11 +72,11 @@ def try_on(model: Any, h2o_config: H2OConfig) -> None:
     config = getattr(model, "config", model)
     if model is config:
         if not (support := supports(config)):
-            raise Unsupported(f"h2o cannot serve {support.model_type}: {support.reason}")
+            raise UnsupportedError(f"h2o cannot serve {support.model_type}: {support.reason}")
     elif str(model.dtype) == "torch.float64":
         raise TypeError("h2o computes in float32, float16 and bfloat16, not in float64")
     elif not borrowed.can_set_attention(model):
-        raise Unsupported(
+        raise UnsupportedError(
             f"h2o cannot serve {config.model_type}: it has attention code of its own instead of "
             "AttentionInterface"
         )

@@ -17,7 +17,8 @@ def by_bytes(settings: Iterable[Setting]) -> bool:
     in fewer bits."""
     configs = [x.config for x in settings]
     return any(
-        x.of == "bytes" or x.kv_dtype is not None or isinstance(x.budget, float) for x in configs
+        x.budget_unit == "bytes" or x.kv_dtype is not None or isinstance(x.budget, float)
+        for x in configs
     )
 
 

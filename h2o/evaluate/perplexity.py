@@ -191,7 +191,7 @@ def by_cache(
     ]
     evicting = [layer for layer in cache.report().layers if layer.kind == "h2o"]
     shares = {layer.layer: 1 - layer.share_evicted for layer in evicting}
-    held = {layer: x for layer, x in shares.items() if not math.isnan(x)}  # rank_by="random"
+    held = {layer: x for layer, x in shares.items() if not math.isnan(x)}  # score_by="random"
     return _loss(torch.cat(logits, dim=1), ids), held
 
 

@@ -25,7 +25,7 @@ def request_bytes(model_config: Any, setting: Setting, prompt: int, tokens: int)
         raise UserError(str(support))
     try:
         config = setting.holding.for_model(model_config)
-        in_bytes = replace(config, heavy=0.5, recent=0.5, shares=None, of="bytes")
+        in_bytes = replace(config, heavy=0.5, recent=0.5, shares=None, budget_unit="bytes")
         slot = in_bytes.for_model(model_config).slot
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from h2o.budgets import Of, parse_amount
+from h2o.budgets import BudgetUnit, parse_amount
 from h2o.config import PRESETS, VARIANTS, H2OConfig
 from h2o.head_budgets import NAMED
 from h2o.policy import FIELDS
@@ -26,7 +26,7 @@ __all__ = [
     "with_profile",
 ]
 
-OPTIONS = (*FIELDS, "positions", "kv_dtype", "of", "shares", "min_tokens")
+OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "shares", "min_tokens")
 """Fields of H2OConfig that may follow after slashes. Budgets stand before these, and a profile as
 `shares` is said by the kind."""
 
@@ -38,24 +38,24 @@ h2o:BUDGET              the same with half of the budget each
 local:RECENT            the recent keys only, a sliding window
 sink:SINKS+RECENT       the first keys and the recent ones (StreamingLLM)
 authors:BUDGET          H2OConfig.authors(BUDGET)
-authors-bytes:BUDGET    H2OConfig.authors(BUDGET, of="bytes")
+authors-bytes:BUDGET    H2OConfig.authors(BUDGET, budget_unit="bytes")
 robust:BUDGET           H2OConfig.robust(BUDGET)
-robust-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes")
+robust-bytes:BUDGET     H2OConfig.robust(BUDGET, budget_unit="bytes")
 echo:BUDGET             H2OConfig.echo(BUDGET)
-echo-bytes:BUDGET       H2OConfig.echo(BUDGET, of="bytes")
+echo-bytes:BUDGET       H2OConfig.echo(BUDGET, budget_unit="bytes")
 calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one that comes with h2o
-calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, of="bytes")
+calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, budget_unit="bytes")
 reread:BUDGET           H2OConfig.robust(BUDGET) after two readings of the document (needles, tasks)
-reread-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes") after two (needles and tasks)
+reread-bytes:BUDGET     H2OConfig.robust(BUDGET, budget_unit="bytes") after two (needles and tasks)
 random:BUDGET           sinks and recent keys of robust, the others drawn at random: a baseline
-random-bytes:BUDGET     the same with of="bytes"
+random-bytes:BUDGET     the same with budget_unit="bytes"
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
 mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
 A number with a point is a fraction of the text, one without is a number of tokens. Options
-follow after slashes, as in h2o:0.1+0.1/sinks=4/rank_by=mean/value_weighted=true; there are
+follow after slashes, as in h2o:0.1+0.1/sinks=4/score_by=mean/value_weighted=true; there are
 {", ".join(OPTIONS)}.
-Only real caches can have positions=rolled. shares is echo, with rank_by=mean-echo.
+Only real caches can have positions=cache_relative. shares is echo, with score_by=mean-echo.
 A setting keeps what it says: min_tokens is 0 where it is not given."""
 
 KINDS = (
@@ -267,7 +267,7 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
 def _built(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
     """Config and variant of a kind, with the `min_tokens` of H2OConfig."""
     name = kind.removesuffix("-bytes")
-    of: Of = "bytes" if kind.endswith("-bytes") else "keys"
+    unit: BudgetUnit = "bytes" if kind.endswith("-bytes") else "keys"
     match kind, amounts:
         case "h2o", [heavy, recent]:
             return H2OConfig(heavy=heavy, recent=recent), "h2o"
@@ -276,12 +276,12 @@ def _built(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
         case "budget", [budget]:
             return H2OConfig(budget=budget), "h2o"
         case _, [budget] if name in PRESETS:
-            return H2OConfig.preset(name, budget, of), "h2o"
+            return H2OConfig.preset(name, budget, unit), "h2o"
         case _, [budget] if name == "reread":
-            return H2OConfig.robust(budget, of), "reread"
+            return H2OConfig.robust(budget, unit), "reread"
         case _, [budget] if name == "random":
-            robust = H2OConfig.robust(budget, of)
-            return dataclasses.replace(robust, rank_by="random", value_weighted=False), "h2o"
+            robust = H2OConfig.robust(budget, unit)
+            return dataclasses.replace(robust, score_by="random", value_weighted=False), "h2o"
         case "local", [recent]:
             return H2OConfig.local(recent), "h2o"
         case "sink", [int() as sinks, recent]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o import models, packages
-from h2o.errors import Unsupported, UserError
+from h2o.errors import UnsupportedError, UserError
 from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.setting import Setting
 
@@ -39,7 +39,7 @@ class Request:
     prompts: Sequence[int] = (512, 2048, 4096)
     """lengths, in tokens"""
     model: str | None = None
-    """as for `h2o.models.load`"""
+    """as for `h2o.models.load_model`"""
     dtype: str = "auto"
     device: str = "cpu"
     """torch's name of it"""
@@ -141,7 +141,7 @@ class Contender:
                 f"{self.setting.name}: {device} has no memory for a prompt of "
                 f"{self.ids.shape[1]} tokens: name shorter --prompts"
             ) from None
-        except (Unsupported, ValueError) as error:
+        except (UnsupportedError, ValueError) as error:
             raise UserError(f"{self.setting.name}: {error}") from error
         start, first, *_, last = streamer.times
         self.prefill.append(first - start)
@@ -175,7 +175,7 @@ def measure(request: Request, say: Callable[[str], None]) -> Result:
     device = models.torch_device(request.device)
     fit = check_fit(request.settings)
     how = {"dtype": request.dtype, "device": request.device}
-    model, tokenizer = models.load(
+    model, tokenizer = models.load_model(
         request.model, **how, attn_implementation=None, say=say, check=fit
     )
     limit = getattr(model.config, "max_position_embeddings", None)

@@ -24,7 +24,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from h2o import borrowed
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf.attention_call import AttentionCall
 from h2o.hf.images import BOTH_WAYS, looks_both_ways_at_images
 from h2o.hf.layer import H2OLayer
@@ -79,7 +79,7 @@ def h2o_attention_forward(
         (output [B, Q, H, D], None).
 
     Raises:
-        Unsupported: a model asks for what h2o does not do.
+        UnsupportedError: a model asks for what h2o does not do.
         RuntimeError: an `H2OCache` in training.
     """
     attention_mask = pads_of(attention_mask)
@@ -124,7 +124,7 @@ def unsupported(
     attention_mask: Tensor | None,
     sliding_window: int | None,
     is_causal: bool | None,
-) -> Unsupported | None:
+) -> UnsupportedError | None:
     """What a model asks for beyond full causal attention, as an error to raise; None if nothing.
 
     `kwargs` are the attention function's further keyword arguments.
@@ -159,10 +159,10 @@ def _foreign(kwargs: dict[str, Any]) -> str:
     return ""
 
 
-def _unsupported(module: nn.Module, feature: str) -> Unsupported | None:
+def _unsupported(module: nn.Module, feature: str) -> UnsupportedError | None:
     if not feature:
         return None
-    return Unsupported(f"h2o attention ({type(module).__name__}) does not support {feature}")
+    return UnsupportedError(f"h2o attention ({type(module).__name__}) does not support {feature}")
 
 
 def h2o_mask(
@@ -185,12 +185,12 @@ def h2o_mask(
         "sdpa", which dense attention takes and an H2O layer refuses.
 
     Raises:
-        Unsupported: output_attentions=True, or a cache that lays its keys out otherwise
+        UnsupportedError: output_attentions=True, or a cache that lays its keys out otherwise
             (StaticCache).
         ValueError: a mask of the wrong length.
     """
     if borrowed.wants_attention_weights():
-        raise Unsupported(f"h2o attention does not support {_FOREIGN['output_attentions']}")
+        raise UnsupportedError(f"h2o attention does not support {_FOREIGN['output_attentions']}")
     if mask_function is not causal_mask_function:
         # None stands for plain causal attention here, so "everything is seen" must be said.
         kwargs["allow_is_bidirectional_skip"] = False
@@ -207,7 +207,7 @@ def h2o_mask(
     # Offsets are tensors where the cache is to be compiled: reading one would wait for its device.
     is_h2o = kv_length == q_length and (kv_offset is q_offset or kv_offset == q_offset)
     if not is_h2o and kv_offset + kv_length != q_offset + q_length:
-        raise Unsupported(
+        raise UnsupportedError(
             f"h2o attention was given a cache with {kv_length} places for {q_offset} + {q_length} "
             "tokens, such as StaticCache: use H2OCache or DynamicCache"
         )
@@ -317,8 +317,8 @@ def switch(model: Any, name: str) -> None:
     """Makes a model use the attention registered under a name.
 
     Raises:
-        Unsupported: a model with attention code of its own; transformers would only log a warning
-            and go on as before.
+        UnsupportedError: a model with attention code of its own; transformers would only log a
+            warning and go on as before.
     """
     if not borrowed.can_set_attention(model):
         # What reads images may have code of its own, and the language model within it none.
@@ -328,7 +328,7 @@ def switch(model: Any, name: str) -> None:
         if language is not None:
             switch(language, name)
             return
-        raise Unsupported(
+        raise UnsupportedError(
             f"h2o cannot serve {type(model).__name__}: it has attention code of its own instead "
             "of transformers' AttentionInterface"
         )

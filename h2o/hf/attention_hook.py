@@ -61,8 +61,8 @@ def attending(
     Other layers attend as before. After the block, also after an error, the model is unchanged.
 
     Raises:
-        Unsupported: a model with attention code of its own; in the model's forward, attention that
-            is not plain and causal.
+        UnsupportedError: a model with attention code of its own; in the model's forward, attention
+            that is not plain and causal.
         RuntimeError: another thread or task has the model in such a block.
     """
 

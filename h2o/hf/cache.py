@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from h2o import packages
 from h2o.config import H2OConfig, one_config
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf import cache_file, crop, states
 from h2o.hf.compiled_forward import warn_of_many_graphs
 from h2o.hf.continuation import check_text
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from h2o.config_fields import CacheFields, ConfigFields, Pinned, PromptLength
 
-__all__ = ["H2OCache", "H2OLayer", "Unsupported"]
+__all__ = ["H2OCache", "H2OLayer", "UnsupportedError"]
 
 
 class H2OCache(ReadableCache):
@@ -71,7 +71,7 @@ class H2OCache(ReadableCache):
         config: a model, or its config (`model.config`), by which a fine-tuned model cannot be told
             from the one that it was.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `budget`, or `heavy`,
-            `recent`, `sinks`, `min_tokens`, `rank_by`, `decay`, `value_weighted`,
+            `recent`, `sinks`, `min_tokens`, `score_by`, `decay`, `value_weighted`,
             `positions`, `shares`, `kv_dtype`, `of`.
         prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only
             needed where fractions meet a prompt that is fed in chunks
@@ -87,7 +87,7 @@ class H2OCache(ReadableCache):
             budget at once. Not with sliding windows, cache-relative positions or trace.
 
     Raises:
-        Unsupported: (a ValueError) a model that h2o cannot serve, naming the reason.
+        UnsupportedError: (a ValueError) a model that h2o cannot serve, naming the reason.
         ValueError: pins that are none, or with `decay=0`. In the first forward pass: a budget too
             small for sinks, pinned and recent keys.
     """
@@ -161,7 +161,7 @@ class H2OCache(ReadableCache):
             cache: a filled DynamicCache, made with `config` or without.
             config, h2o_config, parameters: as of `H2OCache`, also `prompt_length` and `trace`. A
                 fraction is one of the converted tokens and those of the next forward pass, unless
-                `prompt_length` says otherwise. With `rank_by="mean"` all that came after a key
+                `prompt_length` says otherwise. With `score_by="mean"` all that came after a key
                 counts, whether it gave scores or not.
             attention_mask: [B, n] for the n columns that the DynamicCache has seen, 0 at a pad;
                 needed where rows are padded, since a pad's keys look like a token's.

@@ -1,7 +1,7 @@
 """A layer with cache-relative positions: a key's position is its rank among the keys held.
 
-Users ask for it by `positions="rolled"`. No position ever exceeds the budget then, however long
-the text (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024,
+Users ask for it by `positions="cache_relative"`. No position ever exceeds the budget then, however
+long the text (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024,
 section 3.2). The model hands over keys and queries rotated at the positions that it counts; the
 rotation is taken off before anything is stored, and put on again by rank in every forward pass.
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from h2o import ops
 from h2o.borrowed import cache_in
 from h2o.config import H2OConfig
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import AttentionCall, NewTokens
 from h2o.hf.layer import H2OLayer
@@ -32,7 +32,7 @@ __all__ = ["CacheRelativeLayer", "at_zero", "attend", "ranks"]
 
 
 class CacheRelativeLayer(H2OLayer):
-    """An `H2OLayer` of a cache with `positions="rolled"`; its slots hold keys without rotation."""
+    """An `H2OLayer` with `positions="cache_relative"`; its slots hold keys without rotation."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class CacheRelativeLayer(H2OLayer):
     ) -> NewTokens:
         """Queries and keys as they were before the model rotated them."""
         if call.position_ids is None:
-            raise Unsupported(
-                'positions="rolled" needs a model that tells its attention position_ids, and '
-                'this one does not: use H2OConfig(positions="original")'
+            raise UnsupportedError(
+                'positions="cache_relative" needs a model that tells its attention position_ids, '
+                'and this one does not: use H2OConfig(positions="original")'
             )
         off = self.rotary.off(call.position_ids, query.dtype, self.layer_idx)
         query, key = self.rotary.halves(query), self.rotary.halves(key)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o import borrowed, ops
 from h2o.config import UNLIMITED
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf import slot_layout
 from h2o.hf.attend_and_evict import attention, evicting
 from h2o.hf.attention_call import NewTokens
@@ -68,7 +68,7 @@ class CompileableLayer(H2OLayer):
 
     def _captured(self, operator: Any, tokens: NewTokens) -> Tensor:
         if self.waits_for_pins:
-            raise Unsupported(
+            raise UnsupportedError(
                 "compiled steps cannot pin the tokens that they read: give pinned spans that end "
                 "within the prompt, or leave out compileable=True"
             )

@@ -80,8 +80,8 @@ def compress_document(
         The cache: save, fork and ask it as any other.
 
     Raises:
-        Unsupported: prompt tuning; with two readings cache-relative positions and a model that is
-            cut over several processes.
+        UnsupportedError: prompt tuning; with two readings cache-relative positions and a model that
+            is cut over several processes.
         ValueError: a mask of another shape; `by_attention` out of range; a second reading without a
             tokenizer, or of a document that leaves none of the model's positions for its
             repetition; arguments of a second reading where there is one.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from h2o.borrowed import NewText, new_text
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf.layer import H2OLayer
 from h2o.hf.pass_state import WITHOUT_CACHE, PassState
 
@@ -29,7 +29,7 @@ def check_text(cache: Any, seen: int, new: int) -> None:
     stores them; of a first pass notes how it counts positions.
 
     Raises:
-        Unsupported: a wrapper puts embeddings before each decode step.
+        UnsupportedError: a wrapper puts embeddings before each decode step.
         ValueError: the tokens stand before the end of what the cache has seen, or change the angles
             of earlier ones, or the mask says otherwise which columns were padding.
     """
@@ -48,7 +48,7 @@ def _check_continuation(
     layers: Sequence[Any], pass_state: PassState, seen: int, text: NewText, new: int
 ) -> None:
     if text.is_injected:
-        raise Unsupported(
+        raise UnsupportedError(
             "a wrapper puts embeddings before every decode step: from transformers 5.24 on PEFT's "
             "prompt tuning takes each step for a prompt, since the cache has another name. Use "
             "h2o.generate_all, or transformers before 5.24"
@@ -85,7 +85,7 @@ def _lengths(layers: Sequence[Any]) -> Tensor | None:
 
 
 def _is_rolled(layers: Sequence[Any]) -> bool:
-    return any(isinstance(x, H2OLayer) and x.config.positions == "rolled" for x in layers)
+    return any(isinstance(x, H2OLayer) and x.config.positions == "cache_relative" for x in layers)
 
 
 def _would_wait(text: NewText, new: int) -> bool:

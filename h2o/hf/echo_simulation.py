@@ -1,8 +1,8 @@
 """`h2o.hf.simulation` where not attention alone makes scores: what a cache does with a text.
 
-With `rank_by="mean-echo"` the scores of a prompt are not what attention gives, and pinned keys have
-a score of their own. So the prompts are read at once and all later tokens one after the other, by
-the operations that a layer goes by.
+With `score_by="mean-echo"` the scores of a prompt are not what attention gives, and pinned keys
+have a score of their own. So the prompts are read at once and all later tokens one after the other,
+by the operations that a layer goes by.
 
 Shape letters: B batch rows, H query heads, G key/value heads, N columns of the text.
 """

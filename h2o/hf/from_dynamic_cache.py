@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf import states
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.layer import H2OLayer
@@ -36,16 +36,16 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
         TypeError: another cache, dtype or mask.
         ValueError: a cache that is empty, of another model, or in the midst of a forward pass; a
             mask of another shape.
-        Unsupported: layers that are neither full nor sliding-window attention, and cache-relative
-            positions.
+        UnsupportedError: layers that are neither full nor sliding-window attention, and
+            cache-relative positions.
     """
     if not isinstance(cache, DynamicCache):
         hint = "; it is one already, fork() it" if hasattr(cache, "pass_state") else ""
         raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
     if any(isinstance(layer, CacheRelativeLayer) for layer in layers):
-        raise Unsupported(
-            'positions="rolled" cannot go on from a DynamicCache, whose keys are rotated at '
-            "positions that it does not tell: read the text with an H2OCache instead"
+        raise UnsupportedError(
+            'positions="cache_relative" cannot go on from a DynamicCache, whose keys are rotated '
+            "at positions that it does not tell: read the text with an H2OCache instead"
         )
     if any(isinstance(layer, H2OLayer) and layer.pass_state.pins.are_columns for layer in layers):
         raise ValueError(
@@ -56,7 +56,7 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
     mask = _mask(attention_mask, B, n)
     for index, (source, layer) in enumerate(zip(cache.layers, layers, strict=True)):
         if kind_of(source) is None:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"layer {index} of the DynamicCache is a {type(source).__name__}, which is neither "
                 "full nor sliding-window attention"
             )

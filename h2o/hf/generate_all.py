@@ -16,7 +16,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from h2o.config import H2OConfig, one_config
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf.cache import H2OCache
 from h2o.hf.layer import H2OLayer
 from h2o.hf.patch_lock import PatchLock, unwrapped
@@ -98,7 +98,7 @@ def generate_all(
         others go on. What `prompts` or `on_token` raise is raised.
 
     Raises:
-        Unsupported: beams and assisted decoding; a model with sliding windows, or for images.
+        UnsupportedError: beams and assisted decoding; a model with sliding windows, or for images.
         ValueError: neither `rows` nor `bytes`, or too few of them; a prefix of other settings.
     """
     config = one_config(h2o_config, parameters).for_model(model)
@@ -150,7 +150,7 @@ def serves(model: Any, h2o_config: H2OConfig, request: Request, tokenizer: Any =
     try:
         RowBatch(model, config, 1)
         Running(0, request, settings)
-    except Unsupported:
+    except UnsupportedError:
         return False
     return True
 
@@ -229,7 +229,7 @@ class _Engine:
                 raise ValueError("pinned keys change the shares of heads: give rows, not bytes")
             if self.reader and request.config is None and not pins:
                 self.reading.read_by(self.reader)
-        except Unsupported:
+        except UnsupportedError:
             raise
         except Exception as error:  # of this prompt; the others go on
             yield _failed(index, 0, error)
@@ -237,7 +237,7 @@ class _Engine:
     def _go_on(self, running: Running) -> Iterator[Result]:
         try:
             is_read = running.read()
-        except Unsupported:
+        except UnsupportedError:
             raise
         except Exception as error:
             self.reading = None

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf import tensor_parallel
 from h2o.hf.linear_matrix import made_of_matrix
 from h2o.hf.traced_tensor import TracedTensor, plain
@@ -71,16 +71,16 @@ class Expansion(NamedTuple):
         What is packed for the module is packed anew where `fresh`.
 
         Raises:
-            Unsupported: a projection with a bias, or of another shape.
+            UnsupportedError: a projection with a bias, or of another shape.
         """
         H, width = query.shape[1], query.shape[-1]
         C, V = width - (row.shape[-1] - L), value.shape[-1]
         if getattr(module.kv_b_proj, "bias", None) is not None:
-            raise Unsupported("h2o attention does not support a kv_b_proj with a bias")
+            raise UnsupportedError("h2o attention does not support a kv_b_proj with a bias")
 
         def split(weight: Tensor, remembered: bool) -> Expansion:
             if weight.shape != (H * (C + V), L):
-                raise Unsupported(
+                raise UnsupportedError(
                     f"h2o attention ({type(module).__name__}) does not support a kv_b_proj of "
                     f"shape {list(weight.shape)}, wanted [{H * (C + V)}, {L}]"
                 )
@@ -109,10 +109,10 @@ def over_latents(call: Any, latent: Tensor) -> tuple[Any, Expansion]:
     latents [B, 1, N, L] that they were made from.
 
     Raises:
-        Unsupported: a model that is cut over processes.
+        UnsupportedError: a model that is cut over processes.
     """
     if tensor_parallel.part(call.module) != tensor_parallel.WHOLE:
-        raise Unsupported(
+        raise UnsupportedError(
             "latent attention is not simulated where its heads are cut over processes: load the "
             "model whole, without tp_plan"
         )

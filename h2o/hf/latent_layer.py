@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf import tensor_parallel
 from h2o.hf.attention_call import AttentionCall, NewTokens
 from h2o.hf.latent_attention import Expansion
@@ -85,7 +85,7 @@ class LatentLayer(H2OLayer):
 
     def _joined(self, latents: Tensor, rotated: Tensor) -> Tensor:
         if latents.shape[:-1] != rotated.shape[:-1] or latents.shape[-1] != self.latent:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"layer {self.layer_idx} has latents of shape {tuple(latents.shape)} and rotated "
                 f"keys of {tuple(rotated.shape)}: its model's config tells of {self.latent} "
                 "elements of a latent, the same for all heads"
@@ -97,7 +97,7 @@ class LatentLayer(H2OLayer):
     ) -> NewTokens:
         self._mesh = tensor_parallel.mesh_of(call.module)
         if self._mesh is not None and self.config.kv_dtype is not None:
-            raise Unsupported(
+            raise UnsupportedError(
                 "h2o does not quantise latents of a model that is cut over processes: leave "
                 "kv_dtype out"
             )

@@ -118,7 +118,7 @@ class H2OLayer(LayerContents):
             [B, Q, H, D]. When it raises, the layer is as it was before `update`.
 
         Raises:
-            Unsupported, TypeError, ValueError: the call is one that h2o does not serve.
+            UnsupportedError, TypeError, ValueError: the call is one that h2o does not serve.
             RuntimeError: the model is in training, or attends twice to the same keys.
         """
         if call.wants_gradients():

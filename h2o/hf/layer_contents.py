@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o import ops
 from h2o.config import H2OConfig
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf import slot_layout
 from h2o.hf.kept import Kept
 from h2o.hf.pass_state import PassState
@@ -108,7 +108,7 @@ class LayerContents(CacheLayerMixin):
 
     def _refuse_shapes(self, keys: Tensor, values: Tensor | None) -> None:
         if values is not None and keys.shape != values.shape:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"layer {self.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
                 f"{tuple(values.shape)}: h2o needs one head dimension for both"
             )

@@ -14,7 +14,7 @@ from typing import Any
 from transformers.cache_utils import CacheLayerMixin
 
 from h2o.config import H2OConfig
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf import model_rotary
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.compiled import CompileableLayer
@@ -54,7 +54,7 @@ def layers_of(
         echo: the model's rotary embedding, where prompts are ranked by echo.
 
     Raises:
-        Unsupported: a setting that does not go with `compileable`, or a model whose positions
+        UnsupportedError: a setting that does not go with `compileable`, or a model whose positions
             cannot be made cache-relative.
     """
     kinds = {str(kind_of(layer)) for layer in layers}
@@ -65,11 +65,15 @@ def layers_of(
         _refuse_latents(h2o_config, compileable)
     shared = reusing(config)
     if shared and compileable:
-        raise Unsupported("compileable=True does not go with layers that attend to others' keys")
+        raise UnsupportedError(
+            "compileable=True does not go with layers that attend to others' keys"
+        )
     rotary = None
-    if h2o_config.positions == "rolled":
+    if h2o_config.positions == "cache_relative":
         if reason := model_rotary.refusal(config, windows="sliding" in kinds):
-            raise Unsupported(f'positions="rolled" cannot serve {config.model_type}: {reason}')
+            raise UnsupportedError(
+                f'positions="cache_relative" cannot serve {config.model_type}: {reason}'
+            )
         rotary = Rotary(config)
     placed = list(layers)
     for index, layer in enumerate(layers):
@@ -84,11 +88,11 @@ def layers_of(
             layer_class = functools.partial(LatentLayer, latent=latent)
         elif index in shared:
             layer_class = functools.partial(SharedKeysLayer, reused_by=shared[index])
-        if h2o_config.rank_by == "random":
+        if h2o_config.score_by == "random":
             if layer_class is not H2OLayer:
-                raise Unsupported(
-                    f'rank_by="random", a baseline, does not go with {_named(layer_class)}: choose '
-                    "another ranking"
+                raise UnsupportedError(
+                    f'score_by="random", a baseline, does not go with {_named(layer_class)}: '
+                    "choose another ranking"
                 )
             layer_class = RandomLayer
         if has_states(layer):
@@ -129,27 +133,30 @@ def _alike(config: Any, layers: list[int]) -> bool:
 
 
 def _refuse_latents(h2o_config: H2OConfig, compileable: bool) -> None:
-    """Raises `Unsupported` for what does not go with rows that are key and value at once."""
+    """Raises `UnsupportedError` for what does not go with rows that are key and value at once."""
     reasons = {
         f'kv_dtype="{h2o_config.kv_dtype}": keys and values are one row there; use "int8"': (
             len(set(stored_bytes(h2o_config.kv_dtype, 32) or ())) > 1
         ),
-        'positions="rolled": only a part of a row is rotated': h2o_config.positions != "original",
+        'positions="cache_relative": only a part of a row is rotated': h2o_config.positions
+        != "original",
         "compileable=True": compileable,
     }
     for reason, holds in reasons.items():
         if holds:
-            raise Unsupported(f"multi-head latent attention does not go with {reason}")
+            raise UnsupportedError(f"multi-head latent attention does not go with {reason}")
 
 
 def _refuse_compiling(kinds: set[str], h2o_config: H2OConfig, trace: bool) -> None:
-    """Raises `Unsupported` for what changes its shape from step to step. `kinds`: of the layers."""
+    """Raises `UnsupportedError` for what changes its shape from step to step. `kinds`: of the
+    layers."""
     reasons = {
         "layers with a sliding window, which grow as they go": "sliding" in kinds,
         "layers for images, whose keys are transformers' own": "cross" in kinds,
-        'positions="rolled", whose angles are looked up anew': h2o_config.positions != "original",
+        'positions="cache_relative", whose angles are looked up anew': h2o_config.positions
+        != "original",
         "trace=True, whose record grows": trace,
     }
     for reason, holds in reasons.items():
         if holds:
-            raise Unsupported(f"compileable=True does not go with {reason}")
+            raise UnsupportedError(f"compileable=True does not go with {reason}")

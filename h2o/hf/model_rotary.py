@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from h2o import borrowed
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf.angles import BY_LENGTH
 from h2o.hf.layer_kinds import full_layers
 from h2o.hf.rotary_parts import Parts, Probe, parts_of
@@ -33,8 +33,8 @@ ROLLED = frozenset(
     "cohere smollm3 starcoder2 qwen3_next qwen3_5_text olmo_hybrid bamba lfm2 lfm2_moe "
     "falcon_h1".split()
 )
-"""Model types whose keys can have cache-relative positions (`positions="rolled"`): tests show that
-the rotation of a key can be undone."""
+"""Model types whose keys can have cache-relative positions (`positions="cache_relative"`): tests
+show that the rotation of a key can be undone."""
 
 _HERE, _FURTHER = (0, 3, 11), 50
 """Positions of the proof's tokens, and how much further they are once more; a third time they are
@@ -105,10 +105,10 @@ class Rotary:
     that are made up, is run over the same tokens at three distances from the start.
 
     Raises:
-        Unsupported: naming the reason.
+        UnsupportedError: naming the reason.
     """
 
-    def __init__(self, config: Any, *, asked: str = 'positions="rolled"') -> None:
+    def __init__(self, config: Any, *, asked: str = 'positions="cache_relative"') -> None:
         """`asked`: what errors say was asked for."""
         self.asked = asked
         self.adjacent = False  # whether pairs are adjacent elements
@@ -136,8 +136,8 @@ class Rotary:
         if self.turning:
             self._find_pairs()
 
-    def _cannot(self, config: Any, reason: str) -> Unsupported:
-        return Unsupported(f"{self.asked} cannot serve {config.model_type}: {reason}")
+    def _cannot(self, config: Any, reason: str) -> UnsupportedError:
+        return UnsupportedError(f"{self.asked} cannot serve {config.model_type}: {reason}")
 
     def _embed_by(self, embedding: Any, text: Any) -> list[int]:
         """Makes the rotary module of a text config. The layers that it can be for."""
@@ -311,7 +311,7 @@ class Rotary:
         Computed for the first layer of a forward pass, and shared by the others.
 
         Raises:
-            Unsupported: the model's angles depend on more than its config and ids.
+            UnsupportedError: the model's angles depend on more than its config and ids.
         """
         if self._ids is not ids or layer <= self._layer:
             self._off = self._inverse(ids, dtype)
@@ -320,14 +320,14 @@ class Rotary:
 
     def _inverse(self, ids: Tensor, dtype: torch.dtype) -> Tensor | None:
         if ids.ndim != 2:
-            raise Unsupported(
-                f'positions="rolled" needs position_ids [B, Q], not of shape {list(ids.shape)}'
+            raise UnsupportedError(
+                f'positions="cache_relative" needs position_ids [B, Q], not {list(ids.shape)}'
             )
         if getattr(self.module, "attention_scaling", 1) == 1 and ids.is_cpu and not ids.any():
             return None  # elsewhere reading ids would wait for the device
         if self.by_length and int(ids.max()) >= self.most:
-            raise Unsupported(
-                f'positions="rolled": beyond {self.most} tokens the angles of this model '
+            raise UnsupportedError(
+                f'positions="cache_relative": beyond {self.most} tokens the angles of this model '
                 f"({self.module.rope_type}) depend on what it read before; use h2o.patched(), or "
                 "give position_ids of 0, which leave the keys as they are"
             )

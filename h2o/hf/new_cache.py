@@ -28,7 +28,7 @@ def new_cache(
         compileable: whether the decode step is to be compiled.
         pinned: as of `H2OCache`.
 
-    Raises: `Unsupported` for a model that h2o cannot serve, or whose step cannot be compiled.
+    Raises: `UnsupportedError` for a model that h2o cannot serve, or whose step cannot be compiled.
     """
     cache: DynamicCache | H2OCache
     if config is None:

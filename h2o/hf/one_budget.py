@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from h2o.config import H2OConfig
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf import prompt_budget, tensor_parallel
 from h2o.policy import Policy
 from h2o.spans import PINNED
@@ -107,12 +107,12 @@ class OneBudget:
         """The prompt of an `H2OLayer`, with claims. With the last one all are stored.
 
         Raises:
-            Unsupported: this process has a part of the heads only.
+            UnsupportedError: this process has a part of the heads only.
         """
         if layer.part != tensor_parallel.WHOLE:
-            raise Unsupported(
+            raise UnsupportedError(
                 'shares="echo" does not support a model that is cut over several processes: use '
-                'H2OConfig.robust(budget, of="bytes")'
+                'H2OConfig.robust(budget, budget_unit="bytes")'
             )
         new = _Waiting(layer, prompt)
         if layer.layer_idx == self.first:
@@ -207,7 +207,7 @@ class _Waiting:
     def is_ranked_alone(self) -> bool:
         """Whether what stores the keys makes the same ranks, but for `_ROUNDED`."""
         policy = self.layer.policy
-        return policy.rank_by != "mean" or policy.decay == 1
+        return policy.score_by != "mean" or policy.decay == 1
 
     @property
     def keys_held(self) -> int:
@@ -221,7 +221,7 @@ class _Waiting:
         places = ~((self.claims < self.ranks.new_tensor(bar)[:, None, None]) | self.spared)
         ranks = self.ranks.masked_fill(self.spared, -math.inf)
         lowest = _lowest_of(ranks, places.sum(-1)).minimum(self.lowest)
-        if policy.rank_by == "mean" or policy.value_weighted:
+        if policy.score_by == "mean" or policy.value_weighted:
             lowest = lowest * _ROUNDED
         held = ~(self.ranks < lowest) | self.spared
         if prompt.mask is not None:
@@ -288,7 +288,7 @@ def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) ->
     """[B, G, K]: the score, or what the policy makes of it, but for pinned keys, which are the
     highest. NaN is the lowest: such a key is evicted first."""
     ranks = prompt.scores
-    if policy.rank_by == "mean":
+    if policy.score_by == "mean":
         ranks = ranks / policy.queries_of(positions, tokens)
     if policy.value_weighted:
         values = prompt.keys if prompt.values is None else prompt.values

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from h2o import borrowed
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf.attention import switch
 
 __all__ = ["PatchLock", "configs_of", "unwrapped"]
@@ -56,7 +56,7 @@ class PatchLock:
 
         Raises:
             RuntimeError: a thread or task that still runs holds one that does not go with it.
-            Unsupported: a model with attention code of its own.
+            UnsupportedError: a model with attention code of its own.
 
         Whatever the error, the model is as it was.
         """
@@ -131,11 +131,11 @@ def unwrapped(model: Any) -> Any:
     """The model of transformers inside torch.compile's and PEFT's wrappers.
 
     Raises:
-        Unsupported: prefix tuning, whose keys belong to no token.
+        UnsupportedError: prefix tuning, whose keys belong to no token.
     """
     while True:
         if borrowed.peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
-            raise Unsupported(
+            raise UnsupportedError(
                 "h2o cannot serve prefix tuning: PEFT fills a cache of its own with keys that "
                 "belong to no token; LoRA and prompt tuning are served"
             )

@@ -19,7 +19,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from h2o import borrowed
 from h2o.borrowed import CACHE, PREPARE_CACHE, PREPARE_PROCESSORS
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf.cache_relative import at_zero
 from h2o.hf.patch_lock import unwrapped
 
@@ -123,13 +123,13 @@ class PatchStack:
         if patch is None:
             return self._original(PREPARE_CACHE)(generation_config, model_kwargs, *args, **kwargs)
         if getattr(generation_config, "is_assistant", False):
-            raise Unsupported(
+            raise UnsupportedError(
                 "the draft model of assisted decoding goes back over several of its forward "
                 "passes, which an H2OCache cannot: leave the draft model outside of h2o.patched()"
             )
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic"):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"cache_implementation={implementation!r} inside h2o.patched(): a model has one "
                 "cache, and this one would keep everything; drop the argument, or leave patched()"
             )
@@ -192,10 +192,10 @@ def _open_blocks() -> tuple[weakref.ref[Patch], ...]:
 
 
 def _refuse_early_exit(generation_config: Any) -> None:
-    """Raises `Unsupported` before the model drafts: until a draft ends, transformers has taken
+    """Raises `UnsupportedError` before the model drafts: until a draft ends, transformers has taken
     layers off the model's config."""
     if getattr(generation_config, "assistant_early_exit", None) is not None:
-        raise Unsupported(
+        raise UnsupportedError(
             "assistant_early_exit inside h2o.patched(): the model drafts with its own first "
             "layers and goes back over several forward passes, which an H2OCache cannot. Use "
             "prompt_lookup_num_tokens instead, or leave patched()"

@@ -78,7 +78,7 @@ class Patch:
         return self.asked
 
     def apply(self) -> None:
-        """Raises `Unsupported`, with the model as it was."""
+        """Raises `UnsupportedError`, with the model as it was."""
         model = self.model
         pins = H2OCache(model.config, self.config, pinned=self.pinned).pass_state.pins  # or refuses
         self.settings = self.config, pins, self.traced
@@ -139,8 +139,9 @@ def enable(
         pinned, trace: as for `H2OCache`, of each call's prompt.
 
     Raises:
-        Unsupported: (a ValueError) a model that h2o cannot serve, naming the reason. generate()
-            raises it for `cache_implementation="static"` and other caches that are not H2O.
+        UnsupportedError: (a ValueError) a model that h2o cannot serve, naming the reason.
+            generate() raises it for `cache_implementation="static"` and other caches that are not
+            H2O.
         RuntimeError: another thread has this model enabled with other settings, or another thread
             or task has it simulated.
     """

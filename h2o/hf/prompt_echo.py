@@ -1,4 +1,4 @@
-"""`rank_by="mean-echo"`: attention of a prompt is given out anew, to the keys that echo finds.
+"""`score_by="mean-echo"`: attention of a prompt is given out anew, to the keys that echo finds.
 
 The mean attention of a key tells what the next words will need, and nothing of what a later
 question will ask for; echo (`h2o.hf.echo`) tells of that, and less of the next words. So in
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import H2OConfig
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf.attention_call import NewTokens, as_stored
 from h2o.hf.echo import largest
 from h2o.hf.layer_kinds import full_layers
@@ -70,14 +70,14 @@ class Served(NamedTuple):
 def served_as(config: Any, h2o_config: H2OConfig) -> Served:
     """What a model with this config gets for an `H2OConfig`."""
     rotary: Rotary | str = "attention ranks its keys"
-    if h2o_config.positions == "rolled":
-        rotary = "its positions are rolled"
-    elif h2o_config.rank_by == "mean-echo":
+    if h2o_config.positions == "cache_relative":
+        rotary = "its positions are cache-relative"
+    elif h2o_config.score_by == "mean-echo":
         rotary = _rotary(config)
     instead = _instead(config, rotary) if h2o_config.shares_by_echo else ""
     if instead:
-        rank_by = "mean" if isinstance(rotary, str) else h2o_config.rank_by
-        h2o_config = dataclasses.replace(h2o_config, rank_by=rank_by, shares=None)
+        score_by = "mean" if isinstance(rotary, str) else h2o_config.score_by
+        h2o_config = dataclasses.replace(h2o_config, score_by=score_by, shares=None)
     return Served(h2o_config, None if isinstance(rotary, str) else rotary, instead)
 
 
@@ -111,8 +111,8 @@ def _rotary(config: Any) -> Rotary | str:
     if latent_row(config):
         return "its keys are latents, each one for all heads"
     try:
-        return Rotary(config, asked='rank_by="mean-echo"')
-    except Unsupported as error:
+        return Rotary(config, asked='score_by="mean-echo"')
+    except UnsupportedError as error:
         return str(error).partition(": ")[2] or str(error)
 
 
@@ -145,7 +145,7 @@ class PromptEcho(PromptAttention):
     """Makes the scores of a prompt in one layer by echo."""
 
     def __init__(self, rotary: Rotary, layer: int, policy: Policy) -> None:
-        """`rotary`: the model's. `policy`: `H2OConfig.policy`, whose `rank_by` is "mean"."""
+        """`rotary`: the model's. `policy`: `H2OConfig.policy`, whose `score_by` is "mean"."""
         super().__init__(policy)
         self.rotary, self.is_rotated = rotary, rotary.turns(layer)
 

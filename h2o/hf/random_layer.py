@@ -1,4 +1,4 @@
-"""`rank_by="random"`: the keys to keep are drawn, the baseline that every ranking has to beat.
+"""`score_by="random"`: the keys to keep are drawn, the baseline that every ranking has to beat.
 
 A key's rank is a hash of its layer, head and position. The rank is therefore the same in a cache,
 in a simulation, in chunks and in any batch, and keys are kept with equal probability. Attention
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf.attend_and_evict import evicting
 from h2o.hf.attention_call import NewTokens
 from h2o.hf.layer import H2OLayer
@@ -107,7 +107,7 @@ def simulate(
         Output [B, N, H, D], evicted_at int32 [B, G, N], ranks float32 [B, G, N].
     """
     if text.value is None:
-        raise Unsupported('rank_by="random" does not go with multi-head latent attention')
+        raise UnsupportedError('score_by="random" does not go with multi-head latent attention')
     B, G, N, _ = text.key.shape
     positions, _count = positions_in(text.mask, text.key[..., 0])
     ranks = drawn(positions, _heads(G, part, text.key.device)[:, None], layer)

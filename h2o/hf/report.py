@@ -42,7 +42,7 @@ class LayerReport:
     mass_kept: float = 0.0
     """Attention that the kept keys have received, but for pinned ones, of which it is not known.
     With decay 1, and where none are pinned, both together are the number of queries times query
-    heads. With rank_by="max" both are sums of the largest that each key has received."""
+    heads. With score_by="max" both are sums of the largest that each key has received."""
 
     raised: bool = False
     """Whether, in some row, a fraction of its prompt was less than one token, and was made one."""

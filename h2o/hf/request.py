@@ -24,7 +24,7 @@ from transformers.generation import (
 
 from h2o.borrowed import with_cache
 from h2o.config import H2OConfig
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf.angles import AnglesByLength
 from h2o.hf.cache import H2OCache
 from h2o.hf.patch_lock import input_device
@@ -167,7 +167,9 @@ class Settings:
         config = self.config
         if request.config is not None:
             config = request.config.for_model(self.model)
-            budgets = {name: getattr(self.config, name) for name in ("heavy", "recent", "of")}
+            budgets = {
+                name: getattr(self.config, name) for name in ("heavy", "recent", "budget_unit")
+            }
             if dataclasses.replace(config, **budgets) != self.config:
                 raise ValueError(
                     f"a request's config may have another budget than that of all, nothing else: "
@@ -211,11 +213,11 @@ class Running:
         self.last_logits = {k: v for k, v in prepared.items() if k == "logits_to_keep"}
         mode = self.generation_config.get_generation_mode(None)
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"{mode.value} in rows that are refilled: call model.generate() with an H2OCache"
             )
         if (self.generation_config.num_return_sequences or 1) > 1:
-            raise Unsupported("num_return_sequences: give the prompt several times instead")
+            raise UnsupportedError("num_return_sequences: give the prompt several times instead")
         self.generator = None
         if self.generation_config.do_sample:
             at = settings.seed + index if request.seed is None else request.seed

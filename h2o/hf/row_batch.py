@@ -17,7 +17,7 @@ from torch import Tensor
 
 from h2o.borrowed import with_cache
 from h2o.config import H2OConfig
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf import states
 from h2o.hf.angles import AnglesByLength
 from h2o.hf.cache import H2OCache
@@ -36,8 +36,8 @@ class RowBatch:
     compileable: torch.compile takes a step whole, in one graph for all of them.
 
     Raises:
-        Unsupported: a model with layers that have keys which are not H2O's; one with states and
-            rotary angles that depend on the length of the text.
+        UnsupportedError: a model with layers that have keys which are not H2O's; one with states
+            and rotary angles that depend on the length of the text.
     """
 
     def __init__(self, model: Any, config: H2OConfig, rows: int, compileable: bool = False) -> None:
@@ -48,7 +48,7 @@ class RowBatch:
         self.cache.pass_state.by_row = True
         for index, layer in enumerate(self.cache.layers):
             if kind_of(layer) in ("sliding", "cross"):
-                raise Unsupported(
+                raise UnsupportedError(
                     "rows that are refilled need full attention or states in all layers, and "
                     f"layer {index} is a {type(layer).__name__}: call model.generate() with an "
                     "H2OCache for each batch of prompts"
@@ -61,7 +61,7 @@ class RowBatch:
         self._has_states = any(map(has_states, self.cache.layers))
         self.angles = AnglesByLength(model)
         if self.angles and self._has_states:
-            raise Unsupported(
+            raise UnsupportedError(
                 "rows of a model with states whose rotary angles depend on the length of the text: "
                 "call model.generate() with an H2OCache for each prompt"
             )

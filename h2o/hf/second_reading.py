@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o.config import H2OConfig
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf import prompt_budget, slot_layout, states, tensor_parallel
 from h2o.hf.angles import AnglesByLength
 from h2o.hf.cache import H2OCache
@@ -63,7 +63,7 @@ def read_twice(
     if not 0 <= by_attention <= 1:
         raise ValueError(f"by_attention is {by_attention}, wanted a part of the budget in [0, 1]")
     if config.positions != "original":
-        raise Unsupported('positions="rolled" supports one reading: give readings=1')
+        raise UnsupportedError('positions="cache_relative" supports one reading: give readings=1')
     request = _request(repeat, tokenizer).to(ids.device)
     reader = _Reader(model, ids, mask, progress)
     empty = H2OCache(model.config, config.after_reading, pinned=pinned)
@@ -107,12 +107,12 @@ class _Reader:
         self.progress = progress
 
     def check_angles(self, request: Tensor) -> None:
-        """Raises Unsupported where the passes would not all have the same rotary angles."""
+        """Raises UnsupportedError where the passes would not all have the same rotary angles."""
         N, angles = self.ids.shape[1], AnglesByLength(self.model)
         ends = [min(N, begin + CHUNK) for begin in range(0, N, CHUNK)]
         ends.append(N + request.shape[1] + min(N, CHUNK + OVERLAP))
         if len({angles.regime(end) for end in ends}) > 1:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"the rotary angles of this model change within the {ends[-1]} tokens of two "
                 "readings: give readings=1"
             )
@@ -128,7 +128,7 @@ class _Reader:
             self._pass(self.ids[:, piece], self.mask[:, piece], self.mask[:, :begin])
             self.progress(min(N, begin + CHUNK), self.columns)
         if any(layer.part != tensor_parallel.WHOLE for layer in self.layers):
-            raise Unsupported(
+            raise UnsupportedError(
                 "readings=2 does not support a model that is cut over several processes"
             )
         return self._scores()
@@ -139,7 +139,7 @@ class _Reader:
         """Repeats it; the largest attention [B, G, K] that each key got, of each layer. `at_once`:
         tokens of each row in one forward pass, whatever other rows there are."""
         for layer in self.layers:
-            layer.policy = Policy(rank_by="max")
+            layer.policy = Policy(score_by="max")
             layer.slots.scores.zero_()
             layer.holds_new = False
         rows = [row[real] for row, real in zip(self.ids, self.mask, strict=True)]

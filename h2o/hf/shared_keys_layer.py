@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from h2o import ops
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf import tensor_parallel
 from h2o.hf.attention_call import (
     CACHE_HAS_NO_GRADIENT,
@@ -139,7 +139,7 @@ class SharedKeysLayer(H2OLayer):
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> NewTokens:
         if tensor_parallel.part(call.module) != tensor_parallel.WHOLE:
-            raise Unsupported(
+            raise UnsupportedError(
                 "h2o does not serve layers that attend to the keys of others, cut over processes"
             )
         return super()._in_form_of_store(query, plain(key), value, call)

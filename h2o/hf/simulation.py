@@ -22,7 +22,7 @@ from torch import Tensor
 
 from h2o import ops, published_masks
 from h2o.config import VARIANTS, H2OConfig, one_config
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.head_budgets import levelled
 from h2o.hf import echo_simulation, prompt_budget, random_layer, tensor_parallel
 from h2o.hf.attention_call import NewTokens, Undifferentiable
@@ -75,7 +75,7 @@ def simulated(
     Args:
         model: any that an `H2OCache` can serve; layers without full attention stay as they are.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
-            `sinks`, `rank_by`, `decay`, `value_weighted`, `kv_dtype`, `shares`,
+            `sinks`, `score_by`, `decay`, `value_weighted`, `kv_dtype`, `shares`,
             `min_tokens`, or one `budget`.
         variant: "h2o", or "local", "global", "flexgen" for the authors' other masks, which take
             only `heavy` and `recent`, without `min_tokens` (`h2o.simulation_mask` describes them).
@@ -94,7 +94,7 @@ def simulated(
     block; one model cannot be in blocks of two threads at a time, which is an error.
 
     Raises:
-        Unsupported: a model that h2o cannot serve.
+        UnsupportedError: a model that h2o cannot serve.
         ValueError, TypeError: arguments that do not fit, and in `model(...)` a call that is not a
             whole text.
     """
@@ -109,7 +109,7 @@ def simulated(
     ]
     shared = reusing(model.config)
     if shared and variant != "h2o":
-        raise Unsupported(
+        raise UnsupportedError(
             f"variant {variant!r}: not simulated where layers attend to the keys of others"
         )
     simulation = Simulation(
@@ -233,9 +233,9 @@ class Simulation:
                 visible = VisibleKeys(evicted_at, prompts, config.kv_dtype)
                 vars(self._here)[str(call.layer)] = visible
         elif call.softcap:
-            raise Unsupported(f"variant {self._variant!r} has no soft-capped logits")
+            raise UnsupportedError(f"variant {self._variant!r} has no soft-capped logits")
         elif call.sink_logits is not None:
-            raise Unsupported(f"variant {self._variant!r} has no learned sinks")
+            raise UnsupportedError(f"variant {self._variant!r} has no learned sinks")
         else:
             pairs = [heads[0] for heads in budgets]
             rows = columns(mask, B, N, q.device)
@@ -253,7 +253,7 @@ class Simulation:
         config: H2OConfig, layer: int, part: tuple[int, int], pins: Pins,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`h2o.ops.simulate` of the tokens of a whole text."""
-        if config.rank_by == "random":
+        if config.score_by == "random":
             return random_layer.simulate(
                 text, prompts, by_row, config.sinks, config.kv_dtype, layer, part, pins
             )
@@ -328,7 +328,7 @@ def check(
     plain = (config.policy, config.shares, config.kv_dtype) == (Policy(), None, None)
     if variant != "h2o" and (pins or not plain):
         raise ValueError(
-            f"variant {variant!r} takes heavy and recent only, no sinks, rank_by, decay, "
+            f"variant {variant!r} takes heavy and recent only, no sinks, score_by, decay, "
             "value_weighted, shares, kv_dtype or pinned"
         )
     prompts = prompt_length if isinstance(prompt_length, Sequence) else [prompt_length]

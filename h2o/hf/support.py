@@ -15,7 +15,7 @@ import transformers
 from transformers.cache_utils import CacheLayerMixin
 
 from h2o import borrowed
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf import latent_attention, model_rotary, prompt_echo, shared_keys
 from h2o.hf.images import BOTH_WAYS, looks_both_ways_at_images
 from h2o.hf.layer_kinds import has_states, kind_of, layers_of, type_refusal
@@ -60,8 +60,8 @@ class Support:
     layers: tuple[str, ...]
     """Of each layer "h2o", "sliding", "states", "cross" or "none" (`h2o.hf.layer_kinds`); empty if
     not supported."""
-    not_rolled: str = ""
-    """Why not with positions="rolled"; empty if supported with that too, or not at all."""
+    not_cache_relative: str = ""
+    """Why not with positions="cache_relative"; empty if supported with that too, or not at all."""
     not_images: str = ""
     """Why not with images, for a model that reads them, and what to do; empty otherwise."""
     not_echo: str = ""
@@ -79,7 +79,11 @@ class Support:
             for kind, what in _REST.items()
             if kind in self.layers
         )
-        rolled = f'; positions="rolled": not, {self.not_rolled}' if self.not_rolled else ""
+        rolled = (
+            f'; positions="cache_relative": not, {self.not_cache_relative}'
+            if self.not_cache_relative
+            else ""
+        )
         images = f"; images: not, {self.not_images}" if self.not_images else ""
         echo = f"; in place of H2OConfig.echo: {self.not_echo}" if self.not_echo else ""
         idle = "" if full else ", so that nothing is evicted"
@@ -109,7 +113,7 @@ def supports(model: Any) -> Support:
     model_type = config.model_type
     try:
         layers = transformers_layers(config)
-    except Unsupported as error:
+    except UnsupportedError as error:
         return Support(model_type, False, str(error).partition(": ")[2], ())
     classes = _model_classes(config)
     if not classes:
@@ -119,11 +123,11 @@ def supports(model: Any) -> Support:
             model_type, False, "it has attention code of its own instead of AttentionInterface", ()
         )
     kinds = tuple(str(kind_of(layer)) for layer in layers)
-    not_rolled = model_rotary.refusal(config, windows="sliding" in kinds) or ""
+    not_cache_relative = model_rotary.refusal(config, windows="sliding" in kinds) or ""
     reads_images = config.get_text_config(decoder=True) is not config
     not_images = BOTH_WAYS if reads_images and looks_both_ways_at_images(config) else ""
     not_echo = prompt_echo.not_dealt(config) if "h2o" in kinds else ""
-    return Support(model_type, True, "", kinds, not_rolled, not_images, not_echo)
+    return Support(model_type, True, "", kinds, not_cache_relative, not_images, not_echo)
 
 
 def _model_classes(config: Any) -> list[Any]:
@@ -166,7 +170,7 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
 
     Raises:
         TypeError: a thing that is no config.
-        Unsupported: h2o cannot serve the model.
+        UnsupportedError: h2o cannot serve the model.
     """
     if not hasattr(config, "get_text_config"):
         raise TypeError(
@@ -175,23 +179,23 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
         )
     text_config = config.get_text_config(decoder=True)
     if reason := refusal(config):
-        raise Unsupported(f"h2o cannot serve {config.model_type}: {reason}")
+        raise UnsupportedError(f"h2o cannot serve {config.model_type}: {reason}")
     layers = layers_of(text_config)
     if not layers:  # Gemma 4 without shared layers in transformers 5.10
-        raise Unsupported(
+        raise UnsupportedError(
             f"h2o cannot serve {config.model_type}: transformers caches no layer of it"
         )
     kinds = [kind_of(layer) for layer in layers]
     if None in kinds:
         index = kinds.index(None)
-        raise Unsupported(
+        raise UnsupportedError(
             f"h2o cannot serve {config.model_type}: layer {index} is cached as "
             f"{type(layers[index]).__name__}, which is neither full nor sliding-window attention"
         )
     if reason := _states_refusal(config, layers):
-        raise Unsupported(f"h2o cannot serve {config.model_type}: {reason}")
+        raise UnsupportedError(f"h2o cannot serve {config.model_type}: {reason}")
     if "states" in kinds and "h2o" not in kinds:
-        raise Unsupported(
+        raise UnsupportedError(
             f"h2o cannot serve {config.model_type}: none of its {len(kinds)} layers has full "
             "attention, so there is nothing to evict"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from h2o import borrowed
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf.patch_lock import unwrapped
 
 __all__ = ["check_no_tuned_prompt", "check_passes", "check_pins", "continuing", "virtual_tokens"]
@@ -25,10 +25,10 @@ def check_passes(model: Any, what: str) -> None:
     """Checks that a model's forward passes may follow each other; `what` is named in the error.
 
     Raises:
-        Unsupported: an adapter that tokens of the prompt switch on.
+        UnsupportedError: an adapter that tokens of the prompt switch on.
     """
     if borrowed.activates_by_tokens(borrowed.compiled_model(model)):
-        raise Unsupported(
+        raise UnsupportedError(
             f"{what} cannot serve aLoRA: PEFT looks for the invocation tokens in each forward "
             "pass, and a decode step has none of them. Call model.generate() with an H2OCache"
         )
@@ -38,7 +38,7 @@ def check_no_tuned_prompt(model: Any, what: str) -> None:
     """Checks what `check_passes` does, where all forward passes over a prompt must be alike."""
     check_passes(model, what)
     if virtual_tokens(model):
-        raise Unsupported(
+        raise UnsupportedError(
             f"{what} cannot serve prompt tuning: PEFT puts its embeddings before the text in each "
             "forward pass. Use h2o.generate_all, or model.generate() with an H2OCache"
         )
@@ -48,10 +48,10 @@ def check_pins(model: Any, pinned: Any) -> None:
     """Checks that pinned positions are those of the text.
 
     Raises:
-        Unsupported: prompt tuning, whose embeddings are tokens of the row.
+        UnsupportedError: prompt tuning, whose embeddings are tokens of the row.
     """
     if pinned is not None and (n := virtual_tokens(model)):
-        raise Unsupported(
+        raise UnsupportedError(
             f"pinned counts the tokens of a row, and prompt tuning puts {n} before the text: call "
             f"model.generate() with H2OCache(model.config, pinned=[(start + {n}, stop + {n})])"
         )

@@ -79,7 +79,7 @@ def key_size(config: Any) -> tuple[int, int, int]:
     latent = latent_row(config)
     D = latent or describe(config).get("head_dim")
     if not isinstance(D, int):
-        raise ValueError('of="bytes" needs a model whose config tells its head dimension')
+        raise ValueError('budget_unit="bytes" needs a model whose config tells its head dimension')
     dtype = str(getattr(_text_config(config), "dtype", None) or getattr(config, "dtype", None))
     return D, 2 if dtype.endswith(("float16", "half")) else 4, 1 if latent else 2
 

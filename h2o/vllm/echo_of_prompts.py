@@ -1,4 +1,4 @@
-"""`rank_by="mean-echo"` in vLLM: as of the first pass of an `H2OCache`, by the same code.
+"""`score_by="mean-echo"` in vLLM: as of the first pass of an `H2OCache`, by the same code.
 
 The only module here that knows what serves transformers: it asks that for the rotary embedding,
 which vLLM's layers have on queries and keys already.

@@ -33,9 +33,9 @@ PLACES = 2
 
 def config_of(entry: Any, model: Any = None) -> H2OConfig:
     """The config that the entry `h2o` of `--additional-config` says: fields of `H2OConfig`, or
-    {"preset": "robust", "budget": 256}, with "of" if wanted, and other fields; beside them what
-    `places_of` reads. {"budget": 0.2} alone is what is recommended for the model. With `model`, a
-    config of transformers, made for it.
+    {"preset": "robust", "budget": 256}, with "budget_unit" if wanted, and other fields; beside
+    what `places_of` reads. {"budget": 0.2} alone is what is recommended for the model. With
+    `model`, a config of transformers, made for it.
 
     Raises: TypeError, ValueError for what is no such thing, or is not served here.
     """
@@ -49,17 +49,17 @@ def config_of(entry: Any, model: Any = None) -> H2OConfig:
     if model is not None:
         config = _of_pages(config.for_model(model), model, places)
     refused = {
-        'positions="rolled"': (config.positions == "rolled", "keys come rotated"),
+        'positions="cache_relative"': (config.positions == "cache_relative", "keys come rotated"),
         f"shares={config.shares!r:.40}": (
             config.shares_by_echo,
             'a layer\'s page cannot grow by the echo of other layers; shares="shipped", or a '
             "profile of h2o calibrate, is served",
         ),
-        'rank_by="mean-echo" with prompts that are cut after each piece': (
-            config.rank_by == "mean-echo" and places == 0,
-            'a prompt\'s echo is known at its end; give rank_by="mean"',
+        'score_by="mean-echo" with prompts that are cut after each piece': (
+            config.score_by == "mean-echo" and places == 0,
+            'a prompt\'s echo is known at its end; give score_by="mean"',
         ),
-        'rank_by="random"': (config.rank_by == "random", "it is a baseline of h2o eval"),
+        'score_by="random"': (config.score_by == "random", "it is a baseline of h2o eval"),
     }
     for what, (present, reason) in refused.items():
         if present:
@@ -72,7 +72,7 @@ def _config(entry: Mapping[str, Any]) -> H2OConfig:
     fields = {name: _plain(x) for name, x in entry.items() if name not in ("cut", "whole_prompts")}
     if "preset" not in fields:
         return one_config(None, fields)
-    preset = {name: fields.pop(name) for name in ("budget", "of") if name in fields}
+    preset = {name: fields.pop(name) for name in ("budget", "budget_unit") if name in fields}
     config = H2OConfig.preset(fields.pop("preset"), **preset)
     known = [field.name for field in dataclasses.fields(H2OConfig)]
     if unknown := sorted({*fields} - {*known}):
@@ -85,8 +85,8 @@ def _of_pages(config: H2OConfig, model: Any, places: int) -> H2OConfig:
     heads share as the model's shipped profile says, or alike, and echo ranks within a head."""
     if config.shares != "echo":
         return config
-    rank_by = "mean-echo" if places else "mean"
-    return dataclasses.replace(config, shares=Profile.shipped(model), rank_by=rank_by)
+    score_by = "mean-echo" if places else "mean"
+    return dataclasses.replace(config, shares=Profile.shipped(model), score_by=score_by)
 
 
 def places_of(entry: Mapping[str, Any]) -> int:
@@ -245,7 +245,7 @@ class PageBudget:
             return 0
         slots = sum(x.nbytes for x in self.whole(keys.to("meta")) if x is not None)
         row = heads * keys.shape[-1] * keys.element_size()
-        return slots + (self.config.rank_by == "mean-echo") * self.places * self.longest * row
+        return slots + (self.config.score_by == "mean-echo") * self.places * self.longest * row
 
     def page_bytes(self, keys: torch.Tensor) -> int:
         """Bytes of a page: what the widest layer needs on any rank, since vLLM has all the same."""

@@ -143,7 +143,7 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
             "h2o: its attention on GPUs was tested in an emulation and has not run on a GPU: "
             "compare answers first, as examples/serve_on_gpus.py does"
         )
-    if budget.config.rank_by == "mean-echo":
+    if budget.config.score_by == "mean-echo":
         from h2o.vllm.echo_of_prompts import PromptEchoes  # and all that serves transformers
 
         echoes = PromptEchoes(vllm_config.model_config.hf_config, budget.config)

@@ -96,7 +96,7 @@ def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
     mask = np.ones((B, n), bool)
     out = np.zeros((B, n, H, D), dtype)
     scores = rng.uniform(0, 1, (B, G, n)).astype(np.float32)
-    policy = {"sinks": 0, "rank_by": "mean", "decay": 0.9, "value_weighted": weighted}
+    policy = {"sinks": 0, "score_by": "mean", "decay": 0.9, "value_weighted": weighted}
     sinks = np.linspace(-2, 2, H, dtype=np.float32)
     logits = {"scale": 0.3, "softcap": 2.0, "sink_logits": sinks}
     state = slots(dtype=dtype, norms=weighted)
@@ -114,7 +114,7 @@ def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
         case "step":
             arguments = {"query": query, "key": keys, "value": values, "slots": state}
             arguments |= {"mask": mask, "out": out, **policy, **logits}
-            if kind == "rolled":
+            if kind == "cache_relative":
                 table = rng.uniform(-1, 1, (S, 2, 3)).astype(np.float32)
                 arguments["rotary"] = ops.Rotary(table, ranks(state.positions))
                 in_slots += ("rotary.ranks",)

@@ -103,7 +103,7 @@ def answers(
         age = real[:, new][:, ::-1].cumsum(1)[:, ::-1] - 1
         score = score * np.where(held, policy.decay ** tokens[:, None, None], 1.0)
         decayed = p * (policy.decay ** np.maximum(age, 0.0))[:, None, None, :, None]
-        if policy.rank_by == "max":
+        if policy.score_by == "max":
             score = np.maximum(score, decayed.max((2, 3)))
         else:
             score = score + decayed.sum((2, 3))
@@ -139,7 +139,7 @@ def _stay(b, g, held, score, norm, position, seen, policy, budget, done):
         return here.copy()
     age = seen[b] - 1 - position[b]
     rank = score[b, g] * norm[b, g]
-    if policy.rank_by == "mean":
+    if policy.score_by == "mean":
         ages = np.maximum(age, 0)
         rank = rank / np.cumsum(policy.decay ** np.arange(ages.max() + 1.0))[ages]
     spared = here & ((position[b] < policy.sinks) | (age < recent))

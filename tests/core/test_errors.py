@@ -209,8 +209,8 @@ SCALARS = [
     *[("decay", wrong, TypeError) for wrong in ("1", None)],
     *[("sinks", wrong, ValueError) for wrong in (-1, -(2**31), 2**31, 2**63, 10**30)],
     *[("sinks", wrong, TypeError) for wrong in (1.5, "1", None)],
-    *[("rank_by", wrong, ValueError) for wrong in ("", "summ", "SUM", "\N{SNOWMAN}", "\ud800")],
-    *[("rank_by", wrong, TypeError) for wrong in (None, b"sum", 0)],
+    *[("score_by", wrong, ValueError) for wrong in ("", "summ", "SUM", "\N{SNOWMAN}", "\ud800")],
+    *[("score_by", wrong, TypeError) for wrong in (None, b"sum", 0)],
     *[("value_weighted", wrong, ValueError) for wrong in (np.ones(2),)],
 ]
 
@@ -280,7 +280,7 @@ def test_a_policy_is_a_record(wrong):
 
 @pytest.mark.parametrize("name", ["attend", "evict", "step", "simulate"])
 def test_a_policy_comes_whole_or_by_its_fields(name):
-    fields = ("sinks", "rank_by", "decay", "value_weighted")
+    fields = ("sinks", "score_by", "decay", "value_weighted")
     call = make(name)
     policy = ops.Policy(**{field: call.arguments.pop(field) for field in fields if field in
                            call.arguments})  # fmt: skip

@@ -466,7 +466,7 @@ def test_steps_over_nan_and_infinity(seed, steps, policy, weighted):
     slots.budget[...] = [[2, 3], [1, 2]]
     for _ in range(steps):
         call = make("step", seed=int(rng.integers(1 << 30)))
-        call = call.put("slots", slots).put("rank_by", policy).put("value_weighted", weighted)
+        call = call.put("slots", slots).put("score_by", policy).put("value_weighted", weighted)
         call.get("query").flat[rng.integers(64)] = rng.choice(ODD_FLOATS)
         call.get("value").flat[rng.integers(32)] = rng.choice(ODD_FLOATS)
         slots.scores.flat[rng.integers(slots.scores.size)] = rng.choice(ODD_FLOATS)
@@ -477,6 +477,6 @@ def test_steps_over_nan_and_infinity(seed, steps, policy, weighted):
         *(np.zeros((calls.B, calls.G, 1, calls.D), np.float32) for _ in range(2)),
         np.zeros((calls.B, calls.G, 1), np.float32),
         slots,
-        rank_by=policy,
+        score_by=policy,
         value_weighted=weighted,
     )

@@ -169,10 +169,10 @@ def test_every_command_with_a_model_goes_there(checkout, library, tiny, tmp_path
     ]  # fmt: skip
     program = (
         "import json, sys, h2o.models as models; from h2o.cli import main\n"
-        "load, devices = models.load, []\n"
+        "load, devices = models.load_model, []\n"
         "def noting(*names, **how):\n"
         "    devices.append(how['device']); return load(*names, **how)\n"
-        "models.load = noting\n"
+        "models.load_model = noting\n"
         "codes = [main([*line, '--device', 'cuda', '--model', sys.argv[1]])\n"
         "         for line in json.loads(sys.argv[2])]\n"
         "print(codes, devices)"

@@ -37,7 +37,7 @@ def run(tokenizer, tmp_path, monkeypatch, capsys):
     """Runs the benchmark on rows: (the table's lines, the records)."""
     model = build()
     model.set_attn_implementation("h2o")
-    monkeypatch.setattr(leaderboard.models, "load", lambda *a, **k: (model, tokenizer))
+    monkeypatch.setattr(leaderboard.models, "load_model", lambda *a, **k: (model, tokenizer))
 
     def call(benchmark, rows, *arguments):
         data, output = tmp_path / "data.jsonl", tmp_path / "out.jsonl"

@@ -180,7 +180,7 @@ def test_what_a_result_says(lm, tokenizer):
     assert facts["tokens_kept"] == sum(min(n, 3 + int(0.1 * n) + int(0.2 * n)) for n in lengths)
     want = {
         "protocol": "simulate", "variant": "h2o", "ratio_of": "text", "prompt_len": 1,
-        "heavy": 0.1, "recent": 0.2, "sinks": 3, "rank_by": "sum", "decay": 1.0,
+        "heavy": 0.1, "recent": 0.2, "sinks": 3, "score_by": "sum", "decay": 1.0,
         "value_weighted": False, "requests": 16, "truncated": 0,
     }  # fmt: skip
     assert want.items() <= facts.items()
@@ -249,7 +249,7 @@ def test_arguments_that_do_not_fit(tokenizer, arguments, words):
 
 def test_arguments_as_lm_eval_gives_them(tokenizer):
     lm = make(
-        tokenizer, protocol="drop", heavy=6, recent=0.25, sinks=2, rank_by="mean",
+        tokenizer, protocol="drop", heavy=6, recent=0.25, sinks=2, score_by="mean",
         decay=0.5, value_weighted=True,
     )  # fmt: skip
     assert lm.protocol == "drop"
@@ -257,7 +257,7 @@ def test_arguments_as_lm_eval_gives_them(tokenizer):
         heavy=6,
         recent=0.25,
         sinks=2,
-        rank_by="mean",
+        score_by="mean",
         decay=0.5,
         value_weighted=True,
         min_tokens=0,

@@ -66,7 +66,7 @@ def test_the_table_of_needles(tokenizer, tmp_path, monkeypatch, capsys):
             return {"found": found, "bytes": held, "loss": [1.0]}
 
     monkeypatch.setattr(needle_peers, "Peer", Answers)
-    monkeypatch.setattr(needle_peers.models, "load", lambda *a, **k: (model, tokenizer))
+    monkeypatch.setattr(needle_peers.models, "load_model", lambda *a, **k: (model, tokenizer))
     monkeypatch.setattr(needle_peers.models, "embedded_folder", lambda: tmp_path)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"Boat {i} came home with {i * i % 89} fish. " for i in range(40)))
@@ -109,7 +109,7 @@ def test_the_table(script, tokenizer, tmp_path, monkeypatch, capsys):
             return {"loss": [2.0] * 19, "bytes": {"cut": held, "end": held + full // 5}}
 
     monkeypatch.setattr(script, "Peer", Answers)
-    monkeypatch.setattr(script.models, "load", lambda *a, **k: (model, tokenizer))
+    monkeypatch.setattr(script.models, "load_model", lambda *a, **k: (model, tokenizer))
     monkeypatch.setattr(script.models, "embedded_folder", lambda: tmp_path)
     # No profile is shipped for a tiny model.
     wanted = [row for row in script.rows(100, 20) if "calibrated" not in row[0]]

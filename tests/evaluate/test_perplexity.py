@@ -205,10 +205,10 @@ def test_an_interrupted_run_goes_on(folder, text, tmp_path, capsys, monkeypatch,
 
 
 def test_one_setting_by_options(folder, text, tmp_path, capsys):
-    options = ["--heavy", 6, "--recent", 5, "--sinks", 2, "--rank-by", "mean", "--value-weighted"]
+    options = ["--heavy", 6, "--recent", 5, "--sinks", 2, "--score-by", "mean", "--value-weighted"]
     assert run(folder, text, tmp_path, *options, "--window", 80, "--limit", 1) == 0
     (cell,) = cells(tmp_path)
-    want = {"heavy": 6, "recent": 5, "sinks": 2, "rank_by": "mean", "value_weighted": True}
+    want = {"heavy": 6, "recent": 5, "sinks": 2, "score_by": "mean", "value_weighted": True}
     assert want.items() <= cell["facts"].items()
     assert cell["result"]["kept"] == 13
 

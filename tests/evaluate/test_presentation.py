@@ -58,7 +58,7 @@ def test_bytes_are_those_that_a_cache_holds(name):
     assert share == pytest.approx(100 * held / total.bytes_full, rel=0.02)
     rows = [{"kept": kept, "seen": n}, {"kept": kept, "prompt_tokens": n}]
     assert kept_bytes.of_rows(setting, ours, rows) == pytest.approx(share)
-    if setting.config.of == "bytes":
+    if setting.config.budget_unit == "bytes":
         assert share <= 100 * (setting.config.heavy + setting.config.recent)
 
 

@@ -31,7 +31,7 @@ TASKS = {
         "generation_kwargs": {"until": ["."], "max_gen_toks": 40},
         "metric_list": [{"metric": "chrf"}, {"metric": "exact_match"}],
     },
-    "rolled": {
+    "cache_relative": {
         "output_type": "loglikelihood_rolling",
         "doc_to_text": "",
         "doc_to_target": "{{text}}",
@@ -81,7 +81,7 @@ def compared(folder, tmp_path, arguments, **launchers):
 
 @pytest.mark.parametrize("protocol", ["simulate", "drop"])
 def test_tasks(folder, tmp_path, tasks, protocol):
-    names = ["choices", "rolled"] if protocol == "simulate" else ["choices", "written"]
+    names = ["choices", "cache_relative"] if protocol == "simulate" else ["choices", "written"]
     one, two = compared(
         folder, tmp_path, ["--tasks", ",".join(names), "--include_path", tasks, "--batch_size", "4",
         "--num_fewshot", "0", "--protocol", protocol, "--compare", "full,h2o:0.1+0.1"],

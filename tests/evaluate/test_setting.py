@@ -43,21 +43,21 @@ def exact(config: H2OConfig) -> H2OConfig:
         ("robust:0.3", "robust", "h2o", H2OConfig.robust(0.3)),
         ("robust:64", "robust", "h2o", H2OConfig.robust(64)),
         ("reread:0.3", "reread", "reread", H2OConfig.robust(0.3)),
-        ("reread-bytes:0.1", "reread-bytes", "reread", H2OConfig.robust(0.1, of="bytes")),
+        ("reread-bytes:0.1", "reread-bytes", "reread", H2OConfig.robust(0.1, budget_unit="bytes")),
         ("echo:64", "echo", "h2o", H2OConfig.echo(64)),
-        ("echo-bytes:0.1", "echo-bytes", "h2o", H2OConfig.echo(0.1, of="bytes")),
+        ("echo-bytes:0.1", "echo-bytes", "h2o", H2OConfig.echo(0.1, budget_unit="bytes")),
         (
             "random:64",
             "random",
             "h2o",
-            H2OConfig(heavy=45, recent=15, sinks=4, rank_by="random"),
+            H2OConfig(heavy=45, recent=15, sinks=4, score_by="random"),
         ),
         (
             "random-bytes:0.1",
             "random-bytes",
             "h2o",
             dataclasses.replace(
-                H2OConfig.robust(0.1, of="bytes"), rank_by="random", value_weighted=False
+                H2OConfig.robust(0.1, budget_unit="bytes"), score_by="random", value_weighted=False
             ),
         ),
         (
@@ -74,19 +74,19 @@ def exact(config: H2OConfig) -> H2OConfig:
         ),
         ("mask-flexgen:9+8", "mask-flexgen", "flexgen", H2OConfig(heavy=9, recent=8)),
         (
-            "h2o:0.1+0.1/sinks=4/rank_by=mean/decay=0.9/value_weighted=true",
+            "h2o:0.1+0.1/sinks=4/score_by=mean/decay=0.9/value_weighted=true",
             "h2o",
             "h2o",
             H2OConfig(
                 heavy=0.1,
                 recent=0.1,
                 sinks=4,
-                rank_by="mean",
+                score_by="mean",
                 decay=0.9,
                 value_weighted=True,
             ),
         ),
-        ("h2o:64/rank_by=max", "h2o", "h2o", H2OConfig(heavy=32, recent=32, rank_by="max")),
+        ("h2o:64/score_by=max", "h2o", "h2o", H2OConfig(heavy=32, recent=32, score_by="max")),
         (
             "local:0.2/sinks=2",
             "local",
@@ -109,7 +109,7 @@ def test_what_h2o_read_makes_is_for_needles():
         assert parse(text).reads_twice == reads_twice
     assert parse("reread:0.1/sinks=2").config.sinks == 2
     assert parse("reread:0.1").why_not_dropping == "reread:0.1: two readings, for needles and tasks"
-    assert parse("reread:0.1").holding.rank_by == "max"
+    assert parse("reread:0.1").holding.score_by == "max"
 
 
 def test_what_sees_the_future_is_marked():
@@ -140,10 +140,10 @@ def test_what_sees_the_future_is_marked():
         "mask-local:0.1+0.1/sinks=4",
         "h2o:0.2/sink=4",
         "h2o:0.2/sinks=few",
-        "h2o:0.2/rank_by=best",
+        "h2o:0.2/score_by=best",
         "h2o:0.2/decay=2",
         "h2o:0.2/shares=shipped",
-        "h2o:0.2/rank_by=echo",
+        "h2o:0.2/score_by=echo",
         "retrieval:0.2",
         "calibrated-reread:0.2",
         "h2o:0.2/value_weighted=perhaps",
@@ -170,23 +170,23 @@ def test_every_field_of_a_config_can_be_written():
         from_options(heavy=4, recent=5, decay=0.5, value_weighted=True, kv_dtype="int8").name
         == written
     )
-    assert parse("h2o:4+5/positions=rolled").config.positions == "rolled"
-    written = "h2o:4+5/rank_by=mean-echo/shares=echo"
-    config = exact(H2OConfig(heavy=4, recent=5, rank_by="mean-echo", shares="echo"))
+    assert parse("h2o:4+5/positions=cache_relative").config.positions == "cache_relative"
+    written = "h2o:4+5/score_by=mean-echo/shares=echo"
+    config = exact(H2OConfig(heavy=4, recent=5, score_by="mean-echo", shares="echo"))
     assert parse(written).config == config
     assert from_config(config).name == from_options(
-        heavy=4, recent=5, rank_by="mean-echo", shares="echo"
+        heavy=4, recent=5, score_by="mean-echo", shares="echo"
     ).name == written  # fmt: skip
 
 
 def test_budgets():
-    names = [s.name for s in parse_all("full, h2o,sink/rank_by=mean,mask-flexgen", "0.1,8")]
+    names = [s.name for s in parse_all("full, h2o,sink/score_by=mean,mask-flexgen", "0.1,8")]
     assert names == [
         "full",
         "h2o:0.1",
         "h2o:8",
-        "sink:4+0.1/rank_by=mean",
-        "sink:4+8/rank_by=mean",
+        "sink:4+0.1/score_by=mean",
+        "sink:4+8/score_by=mean",
         "mask-flexgen:0.05+0.05",
         "mask-flexgen:4+4",
     ]
@@ -217,8 +217,8 @@ def test_a_profile_is_named_by_its_path(tmp_path):
     setting = from_options(heavy=0.1, recent=0.1, shares=str(tmp_path / "profile.json"))
     assert setting.config.shares == profile
     assert setting.name == "h2o:0.1+0.1"
-    echo = from_options(rank_by="mean-echo", shares="echo")
-    assert echo.name == "h2o:0.1+0.1/rank_by=mean-echo/shares=echo"
+    echo = from_options(score_by="mean-echo", shares="echo")
+    assert echo.name == "h2o:0.1+0.1/score_by=mean-echo/shares=echo"
     with pytest.raises(FileNotFoundError):
         from_options(shares="nowhere.json")
 
@@ -238,7 +238,7 @@ def test_settings_keep_what_they_say():
 
 def test_presets():
     assert H2OConfig.authors(0.2) == H2OConfig(heavy=0.1, recent=0.1, min_tokens=0)
-    ranking = {"rank_by": "mean", "value_weighted": True}
+    ranking = {"score_by": "mean", "value_weighted": True}
     assert H2OConfig.robust(0.2) == H2OConfig(
         heavy=0.2 * 0.75, recent=0.2 * 0.25, sinks=4, **ranking
     )

@@ -572,7 +572,7 @@ def test_many_processes_write_at_once(tmp_path):
 )
 def test_a_folder_that_cannot_be_written_is_known_first(tmp_path, capsys, monkeypatch, arguments):
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(models, "load", None)  # would have been the next thing
+    monkeypatch.setattr(models, "load_model", None)  # would have been the next thing
     monkeypatch.setattr(lm_eval_tasks, "H2OLM", None)
     code = cli.main(["eval", *arguments, "-o", str(tmp_path / "file" / "out")])
     assert "name another output folder" in fails(capsys, code)

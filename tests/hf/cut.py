@@ -26,19 +26,19 @@ CACHES = {
         "recent": 0.1,
         "min_tokens": 0,
         "value_weighted": True,
-        "rank_by": "mean",
+        "score_by": "mean",
     },
     "shares": {"heavy": 10, "recent": 8, "sinks": 2, "shares": SHARES},
     "shares of bytes": {
         "heavy": 0.3,
         "recent": 0.1,
         "min_tokens": 0,
-        "of": "bytes",
+        "budget_unit": "bytes",
         "shares": SHARES,
     },
     "heads": {"heavy": [[3, 9, 5, 1], [4, 4, 8, 2]], "recent": 6},
     "int8": {"heavy": 10, "recent": 8, "shares": SHARES, "kv_dtype": "int8"},
-    "rolled": {"heavy": 10, "recent": 8, "shares": SHARES, "positions": "rolled"},
+    "cache_relative": {"heavy": 10, "recent": 8, "shares": SHARES, "positions": "cache_relative"},
 }
 
 
@@ -50,7 +50,7 @@ def everything(model, folder, profile):
     shared = {"heavy": 10, "recent": 8, "shares": profile}
     support = supports(model.config)
     for name, parameters in (CACHES | {"profile": shared}).items():
-        if name == "rolled" and support.not_rolled:
+        if name == "cache_relative" and support.not_cache_relative:
             continue
         cache = H2OCache(model.config, **parameters)
         results[name] = greedy(model, inputs, 20, **with_cache(cache)), kept(cache)

@@ -22,10 +22,10 @@ CACHES = {
         "recent": 0.1,
         "min_tokens": 0,
         "value_weighted": True,
-        "rank_by": "mean",
+        "score_by": "mean",
     },
     "decayed": {"heavy": 6, "recent": 6, "sinks": 2, "decay": 0.9},
-    "max": {"heavy": 6, "recent": 6, "rank_by": "max"},
+    "max": {"heavy": 6, "recent": 6, "score_by": "max"},
 }
 
 

@@ -124,13 +124,13 @@ POLICIES: dict[str, H2OConfig] = {
     "local": H2OConfig.local(9),
     "heavy-only": H2OConfig.heavy_only(9),
     "streaming": H2OConfig.streaming(5),
-    "sinks, mean": H2OConfig(heavy=4, recent=3, sinks=2, rank_by="mean"),
+    "sinks, mean": H2OConfig(heavy=4, recent=3, sinks=2, score_by="mean"),
     "decayed": H2OConfig(heavy=5, recent=4, decay=0.8),
     "value-weighted": H2OConfig(heavy=5, recent=4, value_weighted=True),
     "per layer": H2OConfig(heavy=lambda layer, layers: 2 * (layers - layer), recent=4),
     "shares": H2OConfig(heavy=6, recent=4, sinks=1, shares=[[1.0]]),
-    "int8": H2OConfig(heavy=5, recent=4, sinks=1, rank_by="mean", kv_dtype="int8"),
-    "max": H2OConfig(heavy=6, recent=4, sinks=1, rank_by="max"),
+    "int8": H2OConfig(heavy=5, recent=4, sinks=1, score_by="mean", kv_dtype="int8"),
+    "max": H2OConfig(heavy=6, recent=4, sinks=1, score_by="max"),
 }
 """Small budgets: every prompt of more than 12 tokens is cut."""
 

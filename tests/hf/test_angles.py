@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import h2o
-from h2o import H2OCache, H2OConfig, Unsupported, patched
+from h2o import H2OCache, H2OConfig, UnsupportedError, patched
 from h2o.borrowed import CACHE, CROPS_TO_LENGTH, with_cache
 from tests.hf.tiny import greedy, prompts
 
@@ -162,5 +162,5 @@ def test_a_document_that_grows_out_of_its_angles(kind):
         h2o.compress_document(ours, short, **SMALL, readings=2, repeat=repeat).get_seq_length()
         == 12
     )
-    with pytest.raises(Unsupported, match="angles"):
+    with pytest.raises(UnsupportedError, match="angles"):
         h2o.compress_document(ours, long, **SMALL, readings=2, repeat=repeat)

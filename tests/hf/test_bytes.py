@@ -28,7 +28,7 @@ def filled(config: H2OConfig, tokens: int = 600, family: str = "llama"):
 def test_all_that_is_allocated_fits(part, kv_dtype, value_weighted):
     config = H2OConfig(
         heavy=part * 0.75, recent=part * 0.25, sinks=2, min_tokens=0,
-        of="bytes", kv_dtype=kv_dtype, value_weighted=value_weighted,
+        budget_unit="bytes", kv_dtype=kv_dtype, value_weighted=value_weighted,
     )  # fmt: skip
     total = filled(config).total
     taken = total.bytes_held + total.bytes_bookkeeping
@@ -40,16 +40,18 @@ def test_all_that_is_allocated_fits(part, kv_dtype, value_weighted):
 def test_values_take_the_bits_that_go_with_the_head_dimension():
     for D, kv_dtype in ((8, "int8"), (32, "int8-int4"), (48, "int8"), (64, "int8-int4")):
         config = LlamaConfig(head_dim=D)
-        sized = H2OConfig.robust(0.1, of="bytes").for_model(config)
+        sized = H2OConfig.robust(0.1, budget_unit="bytes").for_model(config)
         assert sized.kv_dtype == kv_dtype
         assert sized.slot == per_token(*key_size(config), kv_dtype, value_weighted=True)
         assert sized.for_model(config) == sized
-    total = filled(exact(H2OConfig.robust(0.1, of="bytes"))).total
+    total = filled(exact(H2OConfig.robust(0.1, budget_unit="bytes"))).total
     assert total.bytes_held + total.bytes_bookkeeping <= 0.1 * total.bytes_full
     with pytest.raises(ValueError, match='use "int8"'):
         H2OCache(
             model("llama").config,
-            H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, of="bytes", kv_dtype="int8-int4"),
+            H2OConfig(
+                heavy=0.1, recent=0.1, min_tokens=0, budget_unit="bytes", kv_dtype="int8-int4"
+            ),
         )
 
 
@@ -59,7 +61,7 @@ def test_bytes_are_those_of_the_keys_that_come(way, kv_dtype):
     """Not those of the dtype that the model was loaded in."""
     ours = model("llama")
     assert ours.config.dtype is torch.float32 or ours.config.dtype is None
-    config = H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, of="bytes", kv_dtype=kv_dtype)
+    config = H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, budget_unit="bytes", kv_dtype=kv_dtype)
     cache = H2OCache(ours.config, config)
     (ids,) = prompts(600)
     reads = torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast")
@@ -80,25 +82,25 @@ def test_bytes_are_those_of_the_keys_that_come(way, kv_dtype):
 
 
 def test_a_short_prompt_keeps_what_fits():
-    config = H2OConfig(heavy=0.06, recent=0.04, sinks=2, min_tokens=0, of="bytes")
+    config = H2OConfig(heavy=0.06, recent=0.04, sinks=2, min_tokens=0, budget_unit="bytes")
     total = filled(config, tokens=12).total
     assert total.kept == [2 * 3]  # two sinks and one more, in two layers
 
 
 def test_bytes_need_fractions():
-    with pytest.raises(ValueError, match='of="bytes" takes fractions'):
-        H2OConfig(heavy=16, recent=0.1, of="bytes")
+    with pytest.raises(ValueError, match='budget_unit="bytes" takes fractions'):
+        H2OConfig(heavy=16, recent=0.1, budget_unit="bytes")
     with pytest.raises(ValueError, match='must be "keys" or "bytes"'):
-        H2OConfig(of="tokens")
+        H2OConfig(budget_unit="tokens")
     for preset in (H2OConfig.robust, H2OConfig.calibrated):
         with pytest.raises(ValueError, match='must be "keys" or "bytes"'):
-            preset(0.1, of="byte")
+            preset(0.1, budget_unit="byte")
     with pytest.raises(ValueError, match="for_model"):
-        H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, of="bytes").tokens(100)
+        H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, budget_unit="bytes").tokens(100)
 
 
 def test_no_bytes_beside_the_sinks():
-    assert filled(H2OConfig.robust(0.0, of="bytes")).layers[0].kept == [4]
+    assert filled(H2OConfig.robust(0.0, budget_unit="bytes")).layers[0].kept == [4]
 
 
 def test_no_profile_is_shipped_for_a_tiny_model():
@@ -131,10 +133,13 @@ def _shipped():
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0.04, 0.1])
 def test_a_part_of_the_default_model_s_bytes(part):
-    ours, _ = h2o.load(attn_implementation="h2o")
+    ours, _ = h2o.load_model(attn_implementation="h2o")
     assert isinstance(Profile.shipped(ours), Profile)
     ids = torch.randint(5, 5000, (1, 1024), generator=torch.Generator().manual_seed(0))
-    for config in (H2OConfig.robust(part, of="bytes"), H2OConfig.calibrated(part, of="bytes")):
+    for config in (
+        H2OConfig.robust(part, budget_unit="bytes"),
+        H2OConfig.calibrated(part, budget_unit="bytes"),
+    ):
         cache = H2OCache(ours.config, config)
         ours.set_attn_implementation("h2o")
         with torch.no_grad():
@@ -147,7 +152,7 @@ def test_a_part_of_the_default_model_s_bytes(part):
 def test_rows_of_a_batch_have_their_own_bytes():
     ours = model("llama")
     rows = prompts(200, 420)
-    config = H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, of="bytes", kv_dtype="int8")
+    config = H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, budget_unit="bytes", kv_dtype="int8")
     cache = H2OCache(ours.config, config)
     greedy(ours, batch(rows), 4, **with_cache(cache))
     for b, row in enumerate(rows):

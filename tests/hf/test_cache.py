@@ -300,7 +300,7 @@ def test_rows_move_with_their_state(change, index):
     lengths = [9, 20, 14]
     mask = np.concatenate([left(lengths, 20), np.ones((3, 20), bool)], axis=1)
     text = pad(drifting(8, B=3, N=40), mask)
-    parameters = {"heavy": 0.3, "recent": 0.2, "min_tokens": 0, "rank_by": "mean", "trace": True}
+    parameters = {"heavy": 0.3, "recent": 0.2, "min_tokens": 0, "score_by": "mean", "trace": True}
     cache = new_cache(**parameters)
     feed(cache, text.cut(0, 28), [20, *[1] * 8], mask)
     change(cache)

@@ -123,7 +123,7 @@ def test_worth_is_the_slope_of_the_divergence(name):
             for field in ("heavy", "recent")
         )  # fmt: skip
         config = h2o.H2OConfig(
-            heavy=heavy, recent=recent, sinks=4, rank_by="mean", value_weighted=True
+            heavy=heavy, recent=recent, sinks=4, score_by="mean", value_weighted=True
         )
         outputs = []
 

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
-from h2o import H2OCache, H2OConfig, Unsupported, ops
+from h2o import H2OCache, H2OConfig, UnsupportedError, ops
 from h2o.borrowed import with_cache
 from h2o.hf import compiled
 from tests.hf.modes import policy
@@ -165,7 +165,7 @@ def test_a_chunk_that_fails_leaves_the_slots_as_they_were(monkeypatch):
     query, keys, values = (torch.from_numpy(x).to(DEVICE) for x in text)
     slots = ops.new_slots(keys, 8, 2, 2)
     fields = {"mask": None, "scale": None, "softcap": 0.0}
-    policy = {"sinks": 0, "rank_by": "sum", "decay": 1.0, "value_weighted": False}
+    policy = {"sinks": 0, "score_by": "sum", "decay": 1.0, "value_weighted": False}
 
     def chunk(begin, end):
         new = (x[:, :, begin:end] for x in (query, keys, values))
@@ -198,7 +198,7 @@ def test_what_the_operations_say_of_themselves(operator, begin):
             getattr(torch.ops.h2o, operator).default,
             (*(x[:, :, begin:] for x in (query, keys, values)), *slots),
             {
-                "mask": None, "scale": None, "softcap": 0.0, "sinks": 0, "rank_by": "sum",
+                "mask": None, "scale": None, "softcap": 0.0, "sinks": 0, "score_by": "sum",
                 "decay": 1.0, **policy,
             },
             test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
@@ -210,12 +210,12 @@ def test_what_the_operations_say_of_themselves(operator, begin):
     [
         ("gemma3", {}, "sliding window"),
         ("mistral-window", {}, "sliding window"),
-        ("llama", {"positions": "rolled"}, "rolled"),
+        ("llama", {"positions": "cache_relative"}, "cache_relative"),
         ("llama", {"trace": True}, "trace=True"),
     ],
 )
 def test_what_changes_its_shape(name, parameters, words):
-    with pytest.raises(Unsupported, match=rf"compileable=True does not go with .*{words}"):
+    with pytest.raises(UnsupportedError, match=rf"compileable=True does not go with .*{words}"):
         H2OCache(model(name).config, **SMALL, **parameters, compileable=True)
 
 

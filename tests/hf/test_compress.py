@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import h2o
-from h2o import H2OCache, H2OConfig, Unsupported
+from h2o import H2OCache, H2OConfig, UnsupportedError
 from h2o.borrowed import with_cache
 from h2o.hf import second_reading as reading
 from h2o.hf.layer_kinds import HYBRIDS
@@ -155,7 +155,7 @@ def test_it_goes_on_as_any_other_cache(tmp_path):
     ours = model("llama")
     (document,) = prompts(70)
     cache = h2o.compress_document(ours, document, BUDGET, readings=2, repeat=REQUEST)
-    assert cache.layers[0].policy.rank_by == "max"
+    assert cache.layers[0].policy.score_by == "max"
     question = {"input_ids": torch.cat([document, *prompts(5, seed=3)], 1)}
     fork = cache.fork()
     answer = greedy(ours, question, **with_cache(fork))
@@ -237,9 +237,9 @@ def test_room_that_a_short_document_leaves_is_for_what_follows():
             "must both be",
         ),
         (
-            {"readings": 2, "repeat": REQUEST, "positions": "rolled"},
-            Unsupported,
-            'positions="rolled"',
+            {"readings": 2, "repeat": REQUEST, "positions": "cache_relative"},
+            UnsupportedError,
+            'positions="cache_relative"',
         ),
     ],
 )

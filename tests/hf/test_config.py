@@ -23,7 +23,7 @@ PROFILE = next((Path(h2o.__file__).parent / "data").glob("*.profile.json"))
 def test_defaults_are_the_authors():
     config = H2OConfig()
     assert (config.heavy, config.recent) == (0.1, 0.1)
-    assert config.policy == Policy(sinks=0, rank_by="sum", decay=1.0, value_weighted=False)
+    assert config.policy == Policy(sinks=0, score_by="sum", decay=1.0, value_weighted=False)
 
 
 def test_fractions_are_of_the_prompt_and_truncated():
@@ -88,9 +88,9 @@ def test_is_frozen_and_pickles():
         ({"heavy": -0.1}, ValueError, r"must be in \[0, 1\]"),
         ({"recent": float("nan")}, ValueError, r"must be in \[0, 1\]"),
         (
-            {"rank_by": "maks"},
+            {"score_by": "maks"},
             ValueError,
-            'rank_by must be "sum", "mean", "max", "mean-echo" or "random", not',
+            'score_by must be "sum", "mean", "max", "mean-echo" or "random", not',
         ),
         ({"decay": 1.1}, ValueError, "decay must be in"),
         ({"decay": float("nan")}, ValueError, "decay must be in"),
@@ -135,8 +135,8 @@ def test_presets_by_name():
     for name in PRESETS:
         make = getattr(H2OConfig, name)
         assert H2OConfig.preset(name, 0.2) == make(0.2)
-        assert H2OConfig.preset(name, 0.2, of="bytes") == make(0.2, of="bytes")
-        assert make(0.2, of="bytes").of == "bytes"
+        assert H2OConfig.preset(name, 0.2, budget_unit="bytes") == make(0.2, budget_unit="bytes")
+        assert make(0.2, budget_unit="bytes").budget_unit == "bytes"
     with pytest.raises(ValueError, match="authors, robust, echo, calibrated, not"):
         H2OConfig.preset("full", 0.2)
     with pytest.raises(ValueError, match="goes with the preset calibrated"):
@@ -147,18 +147,18 @@ def test_calibrated_is_robust_with_a_profile_and_echo_in_prompts():
     profile = Profile.load(PROFILE)
     for budget, of in ((0.2, "keys"), (0.1, "bytes"), (64, "keys")):
         robust, calibrated = H2OConfig.robust(budget, of), H2OConfig.calibrated(budget, profile, of)
-        assert (calibrated.rank_by, calibrated.shares) == ("mean-echo", profile)
+        assert (calibrated.score_by, calibrated.shares) == ("mean-echo", profile)
         assert calibrated.policy == robust.policy  # the operations go by the mean
-        assert dataclasses.replace(calibrated, rank_by="mean", shares=None) == robust
+        assert dataclasses.replace(calibrated, score_by="mean", shares=None) == robust
 
 
 def test_a_cache_tells_its_config():
     config = model("llama").config
     for config_given in (
-        H2OConfig(heavy=0.2, recent=4, sinks=2, min_tokens=0, rank_by="mean"),
+        H2OConfig(heavy=0.2, recent=4, sinks=2, min_tokens=0, score_by="mean"),
         H2OConfig(heavy=[4, 0.5], recent=[[1, 2], [3, 4]]),
         H2OConfig(shares=[[1, 2], [3, 4]]),
-        H2OConfig.robust(0.2, of="bytes"),
+        H2OConfig.robust(0.2, budget_unit="bytes"),
     ):
         cache = H2OCache(config, config_given)
         assert cache.config == config_given.for_model(config)
@@ -171,9 +171,9 @@ def test_a_cache_tells_its_config():
 def test_the_budget_of_a_cache_is_shown():
     config = model("llama").config
     assert repr(H2OCache(config, heavy=8, recent=4)) == "H2OCache(heavy=8, recent=4, layers=2)"
-    assert repr(H2OCache(config, H2OConfig.robust(0.4, of="bytes"))) == (
-        "H2OCache(heavy=0.3, recent=0.1, sinks=4, rank_by='mean', value_weighted=True, "
-        "kv_dtype='int8', of='bytes', layers=2)"
+    assert repr(H2OCache(config, H2OConfig.robust(0.4, budget_unit="bytes"))) == (
+        "H2OCache(heavy=0.3, recent=0.1, sinks=4, score_by='mean', value_weighted=True, "
+        "kv_dtype='int8', budget_unit='bytes', layers=2)"
     )
     shared = repr(H2OCache(config, shares=[[1, 2], [3, 4]]))
     assert shared == "H2OCache(heavy=0.1, recent=0.1, shares=..., layers=2)"

@@ -46,7 +46,7 @@ def test_the_same_prompt_again(name):
 
 
 @pytest.mark.parametrize("tokens", [33, 25, 18])
-@pytest.mark.parametrize("positions", ["original", "rolled"])
+@pytest.mark.parametrize("positions", ["original", "cache_relative"])
 def test_a_prompt_shorter_than_what_was_seen(tokens, positions):
     """As templates make it that strip earlier thoughts. 18 of 35 leave a single new token."""
     ours, (ids,) = shared("llama"), prompts(31)

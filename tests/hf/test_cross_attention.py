@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from h2o import H2OCache, H2OConfig, Unsupported, enable, generate_all, patched, supports
+from h2o import H2OCache, H2OConfig, UnsupportedError, enable, generate_all, patched, supports
 from h2o.borrowed import with_cache
 from h2o.hf.layer_kinds import CrossAttentionLayer
 from h2o.hf.layer_state import state_of
@@ -163,7 +163,7 @@ def test_a_pass_that_broke_off_is_noticed(monkeypatch):
 
 def test_what_does_not_go_with_images():
     ours = shared(NAME)
-    with pytest.raises(Unsupported, match="layers for images"):
+    with pytest.raises(UnsupportedError, match="layers for images"):
         H2OCache(ours.config, **SMALL, compileable=True)
-    with pytest.raises(Unsupported, match="full attention or states in all"):
+    with pytest.raises(UnsupportedError, match="full attention or states in all"):
         list(generate_all(ours, [[5, 6, 7]], rows=2, **SMALL))

@@ -32,7 +32,7 @@ def plain(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "config"),
     [
-        ({"budget": 0.3, "min_tokens": 0}, exact(H2OConfig.echo(0.3, of="bytes"))),
+        ({"budget": 0.3, "min_tokens": 0}, exact(H2OConfig.echo(0.3, budget_unit="bytes"))),
         ({"heavy": 4, "recent": 4, "sinks": 2}, H2OConfig(heavy=4, recent=4, sinks=2)),
         (
             {"h2o_config": H2OConfig(heavy=0.2, recent=0.1, min_tokens=0)},
@@ -41,8 +41,8 @@ def plain(tmp_path, monkeypatch):
         ({"min_tokens": 0}, exact(H2OConfig())),
         (ROBUST, H2OConfig.robust(32)),
         (
-            {"preset": "authors", "budget": 0.3, "of": "bytes"},
-            H2OConfig.authors(0.3, of="bytes"),
+            {"preset": "authors", "budget": 0.3, "budget_unit": "bytes"},
+            H2OConfig.authors(0.3, budget_unit="bytes"),
         ),
         ({"preset": "authors", "budget": 12}, H2OConfig.authors(12)),
     ],
@@ -73,7 +73,7 @@ def test_the_cache_can_be_asked_for(plain):
         {"preset": "robust"},
         {"preset": "best", "budget": 0.2},
         {**ROBUST, "heavy": 4},
-        {**ROBUST, "of": "bites"},
+        {**ROBUST, "budget_unit": "bites"},
     ],
     ids=str,
 )

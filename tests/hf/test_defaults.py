@@ -28,10 +28,10 @@ CACHES = {
     "shares": {},
     "int8": {},
     "fractions": {},
-    "rolled": {"positions": "rolled"},
+    "cache_relative": {"positions": "cache_relative"},
     "compileable": {},
-    "echo": {"rank_by": "mean-echo", "shares": "echo"},
-    "mean-echo": {"rank_by": "mean-echo"},
+    "echo": {"score_by": "mean-echo", "shares": "echo"},
+    "mean-echo": {"score_by": "mean-echo"},
 }
 OTHERS = ["deepseek_v3"] * bool(LATENT) + ["lfm2", "qwen3_next"] * HYBRIDS
 OTHERS += ["gemma4_text"] * SHARES_KEYS
@@ -130,10 +130,10 @@ def test_patched_simulated_and_copies(tmp_path):
     alike(answers)
 
 
-@pytest.mark.parametrize("rank_by", ["sum", "mean-echo"])
-def test_simulated(rank_by):
+@pytest.mark.parametrize("score_by", ["sum", "mean-echo"])
+def test_simulated(score_by):
     ours = shared("llama")
-    more = {"rank_by": rank_by, "value_weighted": rank_by == "sum", "prompt_length": 12}
+    more = {"score_by": score_by, "value_weighted": score_by == "sum", "prompt_length": 12}
 
     def answers():
         with torch.no_grad(), simulated(ours, **ECHO, **more, trace=True) as simulation:

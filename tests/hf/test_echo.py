@@ -113,7 +113,7 @@ def echo_of(ours, ids, mask=None):
         return made
 
     with mock.patch.object(PromptEcho, "scores", record), torch.no_grad():
-        cache = H2OCache(ours.config, heavy=500, recent=0, rank_by="mean-echo")
+        cache = H2OCache(ours.config, heavy=500, recent=0, score_by="mean-echo")
         ours(ids, attention_mask=mask, **with_cache(cache))
     layers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, H2OLayer)]
     return dict(zip(layers, found, strict=True))

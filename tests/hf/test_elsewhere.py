@@ -153,7 +153,7 @@ def test_beams():
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_patched(name):
     with there(name, "sdpa") as ours:
-        with h2o.patched(ours, heavy=6, recent=6, rank_by="mean", decay=0.9) as patch:
+        with h2o.patched(ours, heavy=6, recent=6, score_by="mean", decay=0.9) as patch:
             out = ours(ids(2, 20))
             for _ in range(3):
                 out = ours(ids(2, 1), **with_cache(out[CACHE]))

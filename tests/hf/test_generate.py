@@ -221,7 +221,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 @pytest.mark.slow
 def test_smollm2_with_every_token_kept_writes_what_sdpa_writes():
-    ours, tokenizer = models.load()
+    ours, tokenizer = models.load_model()
     text = "The heart of a lighthouse is its lens. Augustin Fresnel, who in 1822"
     inputs = tokenizer(text, return_tensors="pt")
     ours.set_attn_implementation("sdpa")

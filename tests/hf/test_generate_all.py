@@ -27,14 +27,14 @@ LENGTHS = (5, 17, 40, 9, 33, 21, 3, 28)
 CONFIGS = {
     "h2o": H2OConfig(heavy=6, recent=6),
     "fractions": H2OConfig(heavy=0.2, recent=0.2, min_tokens=0),
-    "mean, sinks": H2OConfig(heavy=6, recent=6, sinks=2, rank_by="mean", decay=0.9),
-    "rolled": H2OConfig(heavy=6, recent=6, positions="rolled"),
+    "mean, sinks": H2OConfig(heavy=6, recent=6, sinks=2, score_by="mean", decay=0.9),
+    "cache_relative": H2OConfig(heavy=6, recent=6, positions="cache_relative"),
     "int8": H2OConfig(heavy=6, recent=6, kv_dtype="int8"),
     "value norms": H2OConfig(heavy=6, recent=6, value_weighted=True),
     "uneven heads": H2OConfig(heavy=6, recent=6, shares=[[1.4, 0.6], [0.5, 1.5]]),
     "everything": H2OConfig.full(),
-    "random": H2OConfig(heavy=6, recent=6, rank_by="random", kv_dtype="int8"),
-    "echo": H2OConfig(heavy=6, recent=6, rank_by="mean-echo", shares="echo", kv_dtype="int8"),
+    "random": H2OConfig(heavy=6, recent=6, score_by="random", kv_dtype="int8"),
+    "echo": H2OConfig(heavy=6, recent=6, score_by="mean-echo", shares="echo", kv_dtype="int8"),
 }
 
 
@@ -442,7 +442,11 @@ def test_threads_that_share_a_model(is_patched):
         ({"rows": 2, "max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
         ({"rows": 2, "prompts": "a text"}, ValueError, "a single str: give a list"),
         ({"rows": 2, "prompts": {"input_ids": [[1, 2]]}}, ValueError, "a single dict"),
-        ({"rows": 2, "generation_config": GenerationConfig(num_beams=3)}, h2o.Unsupported, "beam"),
+        (
+            {"rows": 2, "generation_config": GenerationConfig(num_beams=3)},
+            h2o.UnsupportedError,
+            "beam",
+        ),
     ],
 )
 def test_refused(how, error, words):
@@ -466,7 +470,7 @@ def test_bytes_want_budgets_that_do_not_depend_on_the_prompt(config):
 @pytest.mark.parametrize(
     ("rows", "config", "words"),
     [
-        (1, H2OConfig(heavy=6, recent=6, rank_by="mean"), "rank_by='mean'.*'sum'"),
+        (1, H2OConfig(heavy=6, recent=6, score_by="mean"), "score_by='mean'.*'sum'"),
         (1, H2OConfig(heavy=5, recent=6), "heavy=5 and the call has 6"),
         (1, H2OConfig(heavy=6, recent=6, kv_dtype="int8"), "kv_dtype='int8'"),
         (2, CONFIGS["h2o"], "one row, not of 2"),
@@ -482,10 +486,10 @@ def test_a_prefix_that_was_read_otherwise(rows, config, words):
 
 
 def test_sliding_windows_are_refused():
-    with pytest.raises(h2o.Unsupported, match=r"layer 0 is a Dynamic.*Layer"):
+    with pytest.raises(h2o.UnsupportedError, match=r"layer 0 is a Dynamic.*Layer"):
         h2o.generate_all(model("gemma2"), texts(5), CONFIGS["h2o"], rows=2)
     cache = H2OCache(model("gemma2").config, CONFIGS["h2o"])
-    with pytest.raises(h2o.Unsupported, match=r"layer 0 is a Dynamic.*Layer"):
+    with pytest.raises(h2o.UnsupportedError, match=r"layer 0 is a Dynamic.*Layer"):
         h2o.generate_all(model("gemma2"), texts(5), CONFIGS["h2o"], rows=2, prefix=cache)
 
 
@@ -600,7 +604,7 @@ def test_memory_is_constant_over_a_thousand_requests():
 @pytest.mark.slow
 def test_the_default_model():
     """Texts, chats and stop strings, with the tokens of generate()."""
-    ours, tokenizer = models.load(attn_implementation="h2o")
+    ours, tokenizer = models.load_model(attn_implementation="h2o")
     ours.set_attn_implementation("h2o")
     asked = ["The capital of France is", [{"role": "user", "content": "Say hello."}]]
     settings = GenerationConfig(stop_strings=["."], max_new_tokens=30, eos_token_id=2)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, DynamicCache
 from h2o import (
     H2OCache,
     H2OConfig,
-    Unsupported,
+    UnsupportedError,
     analyze,
     calibrate,
     generate_all,
@@ -313,7 +313,7 @@ def test_prompt_lookup_where_states_go_back(name):
 def test_a_model_without_full_attention_has_nothing_to_evict(model_type):
     config = AutoConfig.for_model(model_type)
     assert "nothing to evict" in supports(config).reason
-    with pytest.raises(Unsupported, match="nothing to evict"):
+    with pytest.raises(UnsupportedError, match="nothing to evict"):
         H2OCache(config, **SMALL)
 
 
@@ -353,7 +353,9 @@ def test_rows_are_refilled_with_states(name):
 
 
 def test_rows_with_windows_are_not_refilled():
-    with pytest.raises(Unsupported, match="full attention or states in all layers, and layer 1"):
+    with pytest.raises(
+        UnsupportedError, match="full attention or states in all layers, and layer 1"
+    ):
         list(generate_all(model("lfm3"), [[5, 6]], rows=1, **SMALL))
 
 

@@ -74,7 +74,7 @@ def test_a_text_is_read_in_parts_at_rolled_positions(name):
     ours, (row,) = model(name), prompts(120)
     logits, sizes = [], set()
     for counts in (True, False):
-        cache = H2OCache(ours.config, **SMALL, positions="rolled")
+        cache = H2OCache(ours.config, **SMALL, positions="cache_relative")
         for i, part in enumerate(row.split(4, dim=1)):
             ids = torch.arange(4 * i, 4 * i + 4)[None] if counts else torch.zeros_like(part)
             with torch.no_grad():

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 import h2o
-from h2o import H2OCache, H2OConfig, Unsupported, supports
+from h2o import H2OCache, H2OConfig, UnsupportedError, supports
 from h2o.borrowed import with_cache
 from h2o.hf import linear_matrix
 from h2o.hf.latent_attention import Expansion
@@ -431,18 +431,18 @@ def test_a_language_model_within_one_that_reads_images():
     ("settings", "words"),
     [
         ({"kv_dtype": "int8-int4"}, 'use "int8"'),
-        ({"positions": "rolled"}, "rolled"),
+        ({"positions": "cache_relative"}, "cache_relative"),
     ],
 )
 def test_settings_that_do_not_go_with_latents(settings, words):
-    with pytest.raises(Unsupported, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         H2OCache(model("deepseek_v3").config, **SMALL, **settings)
 
 
 def test_heads_are_not_measured():
     ours = model("deepseek_v3")
     for measure in (h2o.calibrate, h2o.analyze):
-        with pytest.raises(Unsupported, match="all heads of a layer share its latents"):
+        with pytest.raises(UnsupportedError, match="all heads of a layer share its latents"):
             measure(ours, prompts(64)[0])
 
 
@@ -450,12 +450,12 @@ def test_heads_are_not_measured():
 def test_sparse_attention_is_refused(model_type):
     config = AutoConfig.for_model(model_type)
     assert "an indexer" in supports(config).reason
-    with pytest.raises(Unsupported, match="an indexer"):
+    with pytest.raises(UnsupportedError, match="an indexer"):
         H2OCache(config, **SMALL)
 
 
 def test_compiling_is_refused():
-    with pytest.raises(Unsupported, match="compileable"):
+    with pytest.raises(UnsupportedError, match="compileable"):
         H2OCache(model("deepseek_v3").config, **SMALL, compileable=True)
 
 
@@ -463,7 +463,9 @@ def test_compiling_is_refused():
 def test_a_part_of_the_bytes(kv_dtype):
     """As `h2o generate` has it, and with latents as they are."""
     ours = model("deepseek_v3")
-    config = exact(dataclasses.replace(H2OConfig.robust(0.3, of="bytes"), kv_dtype=kv_dtype))
+    config = exact(
+        dataclasses.replace(H2OConfig.robust(0.3, budget_unit="bytes"), kv_dtype=kv_dtype)
+    )
     cache = H2OCache(ours.config, config)
     with torch.no_grad():
         ours(prompts(200)[0], **with_cache(cache))

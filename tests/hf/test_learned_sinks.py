@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import h2o
-from h2o import H2OCache, H2OConfig, Unsupported, attention_blocks, ops, supports
+from h2o import H2OCache, H2OConfig, UnsupportedError, attention_blocks, ops, supports
 from h2o.analysis import collect, removal
 from h2o.borrowed import with_cache
 from h2o.calibration import head_costs, refine
@@ -164,7 +164,7 @@ def test_rolled_positions():
     query, keys, values = drifting(3, B=1, N=30, D=8)
     read = Text(rotate(query), rotate(keys), values)
     sinks, answers = torch.linspace(-1, 2, 4), []
-    for positions in ("original", "rolled"):
+    for positions in ("original", "cache_relative"):
         cache = new_cache(heavy=1000, recent=0, positions=positions)
         pieces = []
         for start, stop in ((0, 12), (12, 13), (13, 29), (29, 30)):
@@ -254,7 +254,7 @@ def test_the_authors_other_masks_know_no_sinks(variant):
     ours, (ids,) = made("gpt_oss"), prompts(20)
     with (
         h2o.simulated(ours, heavy=4, recent=4, variant=variant),
-        pytest.raises(Unsupported, match="has no learned sinks"),
+        pytest.raises(UnsupportedError, match="has no learned sinks"),
     ):
         ours(ids, use_cache=False)
 

@@ -14,13 +14,13 @@ from tests.hf.modes import POLICIES, policy
 from tests.hf.tiny import FAMILIES, LATENT, WITH_STATES, greedy, model, prompts, shared, slow_if
 
 CONFIGS = POLICIES | {
-    "robust bytes": H2OConfig.robust(0.3, of="bytes"),
-    "echo": H2OConfig(heavy=6, recent=4, rank_by="mean-echo"),
-    "echo int8": H2OConfig(heavy=6, recent=4, rank_by="mean-echo", kv_dtype="int8"),
-    "rolled": H2OConfig(heavy=6, recent=4, positions="rolled"),
-    "rolled int8": H2OConfig(heavy=6, recent=4, positions="rolled", kv_dtype="int8"),
-    "random int8": H2OConfig(heavy=6, recent=4, rank_by="random", kv_dtype="int8"),
-    "by rank": H2OConfig(heavy=6, recent=4, rank_by="mean-echo", shares="echo"),
+    "robust bytes": H2OConfig.robust(0.3, budget_unit="bytes"),
+    "echo": H2OConfig(heavy=6, recent=4, score_by="mean-echo"),
+    "echo int8": H2OConfig(heavy=6, recent=4, score_by="mean-echo", kv_dtype="int8"),
+    "cache_relative": H2OConfig(heavy=6, recent=4, positions="cache_relative"),
+    "rolled int8": H2OConfig(heavy=6, recent=4, positions="cache_relative", kv_dtype="int8"),
+    "random int8": H2OConfig(heavy=6, recent=4, score_by="random", kv_dtype="int8"),
+    "by rank": H2OConfig(heavy=6, recent=4, score_by="mean-echo", shares="echo"),
 }
 OTHERS = [x for x in ("gemma3n_text", "deepseek_v3", "gemma2")
           if x in FAMILIES | LATENT]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import h2o
-from h2o import H2OCache, Unsupported
+from h2o import H2OCache, UnsupportedError
 from h2o.borrowed import with_cache
 from h2o.hf.layer_state import state_of
 from h2o.hf.one_budget import ROOM, OneBudget
@@ -19,7 +19,7 @@ from tests.hf.test_compress import positions
 from tests.hf.test_prompt_echo import read
 from tests.hf.tiny import DEVICE, Family, prompts, shared
 
-SMALL = {"heavy": 8, "recent": 4, "sinks": 2, "rank_by": "mean-echo", "shares": "echo"}
+SMALL = {"heavy": 8, "recent": 4, "sinks": 2, "score_by": "mean-echo", "shares": "echo"}
 PLACES = 8 + 4 + 2
 
 
@@ -68,7 +68,7 @@ DROPPING = {
     "weighted": {"value_weighted": True},
     "heads that keep but one key": {"heavy": 2, "recent": 0, "sinks": 0},
     "int8": {"kv_dtype": "int8"},
-    "a part of the bytes": {"heavy": 0.3, "recent": 0.1, "min_tokens": 0, "of": "bytes"},
+    "a part of the bytes": {"heavy": 0.3, "recent": 0.1, "min_tokens": 0, "budget_unit": "bytes"},
     "layers of different budgets": {"heavy": [2, 12, 3, 9, 1, 5], "recent": [1, 2, 3, 1, 2, 3]},
     "parts": {"heavy": 0.1, "recent": 0.1, "min_tokens": 0},
     "no heavy hitters": {"heavy": 0},
@@ -179,5 +179,5 @@ def test_layers_that_have_more_places_than_were_foreseen(monkeypatch):
 
 def test_a_part_of_the_heads_cannot_choose(monkeypatch):
     monkeypatch.setattr(h2o.hf.tensor_parallel, "part", lambda module: (0, 2))
-    with pytest.raises(Unsupported, match="cut over several processes"):
+    with pytest.raises(UnsupportedError, match="cut over several processes"):
         read(shared("llama"), prompts(60), **SMALL)

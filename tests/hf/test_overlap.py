@@ -298,7 +298,7 @@ def test_attention_is_that_of_the_latest_that_is_left(llama, kinds, order):
 def test_a_cache_goes_on_after_its_block(llama):
     """Cache-relative positions, in a block of another kind: the cache decides."""
     (ids,) = prompts(20)
-    config = H2OConfig(**SMALL, positions="rolled")
+    config = H2OConfig(**SMALL, positions="cache_relative")
     twin = copy.deepcopy(llama)
     twin.set_attn_implementation("h2o")
     cache = H2OCache(twin.config, config)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeli
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import h2o
-from h2o import H2OCache, H2OConfig, Unsupported, disable, enable, patched
+from h2o import H2OCache, H2OConfig, UnsupportedError, disable, enable, patched
 from h2o.borrowed import CACHE, with_cache
 from h2o.hf.new_cache import new_cache
 from tests.hf.modes import MODES, POLICIES, policy
@@ -362,7 +362,7 @@ def test_other_caches_are_refused(llama, wanted):
     (ids,) = prompts(20)
     with (
         patched(llama, **SMALL),
-        pytest.raises(Unsupported, match=f"cache_implementation='{wanted}"),
+        pytest.raises(UnsupportedError, match=f"cache_implementation='{wanted}"),
     ):
         greedy(llama, {"input_ids": ids}, cache_implementation=wanted)
 
@@ -370,7 +370,7 @@ def test_other_caches_are_refused(llama, wanted):
 def test_a_static_cache_object_is_refused(llama):
     (ids,) = prompts(20)
     static = StaticCache(config=llama.config, max_cache_len=64)
-    with patched(llama, **SMALL), pytest.raises(Unsupported, match="StaticCache"):
+    with patched(llama, **SMALL), pytest.raises(UnsupportedError, match="StaticCache"):
         greedy(llama, {"input_ids": ids}, **with_cache(static))
 
 
@@ -411,7 +411,7 @@ def test_early_exit_is_refused_before_layers_are_taken_off(llama, given):
     expected = greedy(llama, inputs).tolist()
     with patched(llama, **SMALL):
         cache = with_cache(H2OCache(llama.config, **SMALL)) if given else {}
-        with pytest.raises(Unsupported, match="assistant_early_exit"):
+        with pytest.raises(UnsupportedError, match="assistant_early_exit"):
             greedy(llama, inputs, assistant_early_exit=1, **cache)
     assert llama.config.num_hidden_layers == 2
     assert greedy(llama, inputs).tolist() == expected
@@ -419,6 +419,8 @@ def test_early_exit_is_refused_before_layers_are_taken_off(llama, given):
 
 def test_a_cache_that_is_refused_leaves_the_attention():
     plain = model("llama", "sdpa")
-    with pytest.raises(ValueError, match="rolled"):
-        new_cache(plain, H2OConfig(heavy=4, recent=4, positions="rolled"), 20, compileable=True)
+    with pytest.raises(ValueError, match="cache_relative"):
+        new_cache(
+            plain, H2OConfig(heavy=4, recent=4, positions="cache_relative"), 20, compileable=True
+        )
     assert plain.config._attn_implementation == "sdpa"

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 import h2o
-from h2o import H2OCache, H2OConfig, Unsupported
+from h2o import H2OCache, H2OConfig, UnsupportedError
 from h2o.borrowed import with_cache
 from h2o.hf.layer import H2OLayer
 from tests.hf.modes import MODES
@@ -38,7 +38,7 @@ from tests.hf.tiny import (
 SPAN = (5, 12)
 INSTRUCTION = set(range(*SPAN))
 PINS = {"pinned": [SPAN]}
-SMALL = {"heavy": 9, "recent": 4, "sinks": 2, "rank_by": "mean", "value_weighted": True}
+SMALL = {"heavy": 9, "recent": 4, "sinks": 2, "score_by": "mean", "value_weighted": True}
 
 
 def held(cache, row: int = 0) -> list[set[int]]:
@@ -80,7 +80,7 @@ def test_forty_tokens_at_four_percent(preset, kv_dtype, long_reader):
     ours, document = long_reader
     uneven = [[3.0, 0.2], [1.0, 0.4], [0.3, 1.2], [2.0, 0.5], [0.4, 1.0], [1.0, 1.0]]
     if preset == "calibrated":
-        config = replace(H2OConfig.robust(0.04), rank_by="mean-echo", shares=uneven)
+        config = replace(H2OConfig.robust(0.04), score_by="mean-echo", shares=uneven)
     else:
         config = H2OConfig.preset(preset, 0.04)
     config, kept = replace(config, min_tokens=0, kv_dtype=kv_dtype), []
@@ -155,14 +155,14 @@ def test_spans_beyond_the_first_chunk(chunk, pins, more):
 @pytest.mark.parametrize(
     "more",
     [
-        {"rank_by": "mean-echo", "shares": "echo"},
+        {"score_by": "mean-echo", "shares": "echo"},
         {"shares": [[0.2, 3.0], [1.0, 0.3]]},
-        {"positions": "rolled"},
-        {"rank_by": "max", "decay": 0.9},
+        {"positions": "cache_relative"},
+        {"score_by": "max", "decay": 0.9},
         {"decay": 1e-6},
         {"kv_dtype": "int8"},
         {"recent": 0, "heavy": 20},
-        {"rank_by": "random", "value_weighted": False},
+        {"score_by": "random", "value_weighted": False},
     ],
     ids=str,
 )
@@ -282,7 +282,7 @@ def test_compiled_steps_that_would_have_to_pin():
 
 def test_dropping_early_changes_nothing():
     """While places are dealt by echo, keys that are pinned are not dropped with the others."""
-    echo = {"heavy": 12, "recent": 4, "sinks": 2, "rank_by": "mean-echo", "shares": "echo"}
+    echo = {"heavy": 12, "recent": 4, "sinks": 2, "score_by": "mean-echo", "shares": "echo"}
     for documents in (prompts(60, 25, 44), prompts(60)):
         held_, of = as_if_all_were_held(deep(), documents, **echo, pinned=[SPAN])
         assert held_ < 0.8 * of
@@ -297,8 +297,8 @@ def test_dropping_early_changes_nothing():
     [
         {},
         {"shares": [[0.4, 2.5], [1.0, 0.9]], "decay": 0.9, "kv_dtype": "int8"},
-        {"rank_by": "mean-echo", "shares": "echo"},
-        {"rank_by": "random", "value_weighted": False},
+        {"score_by": "mean-echo", "shares": "echo"},
+        {"score_by": "random", "value_weighted": False},
     ],
     ids=str,
 )
@@ -404,7 +404,7 @@ def test_prompt_tuning():
         lambda: h2o.enable(wrapped, **SMALL, **PINS),
         lambda: list(h2o.generate_all(wrapped, prompts(20), rows=1, **SMALL, **PINS)),
     ):
-        with pytest.raises(Unsupported, match=r"\(start \+ 4, stop \+ 4\)"):
+        with pytest.raises(UnsupportedError, match=r"\(start \+ 4, stop \+ 4\)"):
             refuse()
 
 

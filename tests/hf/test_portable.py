@@ -60,7 +60,7 @@ def test_rolled(kv_dtype):
     ours = model("llama", "sdpa")
 
     def run():
-        more = {"sinks": 1, "kv_dtype": kv_dtype, "positions": "rolled"}
+        more = {"sinks": 1, "kv_dtype": kv_dtype, "positions": "cache_relative"}
         with h2o.patched(ours, heavy=6, recent=6, **more):
             return greedy(ours, ROWS, 2 * TOKENS).tolist()
 

@@ -1,4 +1,4 @@
-"""rank_by="mean-echo": most of a prompt's attention is given out anew, to keys that echo finds."""
+"""score_by="mean-echo": most of a prompt's attention is given out anew, to keys that echo finds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.hf.test_hybrids import prove_stepwise
 from tests.hf.test_simulation import PROMPT, fitted, prove, text
 from tests.hf.tiny import ROTARY, TWINS, batch, greedy, model, prompts, shared, slow_if
 
-SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "rank_by": "mean-echo"}
+SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "score_by": "mean-echo"}
 ROOMY = {"heavy": 500, "recent": 0}
 
 
@@ -43,7 +43,7 @@ def read(ours, documents, **parameters):
 
 def wanted(ours, document, layer, sinks, decay=1.0):
     """The scores of a document's keys, [G, n], from those of attention alone and their echo."""
-    alone = read(ours, [document], **ROOMY, rank_by="mean", decay=decay)
+    alone = read(ours, [document], **ROOMY, score_by="mean", decay=decay)
     received, echo = alone.kept(layer).scores[0], echo_of(ours, document)[layer][0]
     return given_out_anew(received, echo, Policy(sinks=sinks, decay=decay))
 
@@ -54,7 +54,7 @@ def wanted(ours, document, layer, sinks, decay=1.0):
 def test_scores_of_a_prompt(name, sinks, decay):
     """And a row of a batch has those that it has alone."""
     ours, documents = shared(name), prompts(50, 23, 1)
-    cache = read(ours, documents, **ROOMY, sinks=sinks, rank_by="mean-echo", decay=decay)
+    cache = read(ours, documents, **ROOMY, sinks=sinks, score_by="mean-echo", decay=decay)
     for layer, report in enumerate(cache.report().layers):
         if report.kind != "h2o":
             continue
@@ -79,7 +79,7 @@ def test_other_keys_are_kept():
     """Than by the mean."""
     ours, (document,) = shared("llama"), prompts(60)
     mean, echo = (
-        positions(read(ours, [document], **SMALL | {"rank_by": name}))
+        positions(read(ours, [document], **SMALL | {"score_by": name}))
         for name in ("mean", "mean-echo")
     )
     assert mean != echo
@@ -228,7 +228,7 @@ def test_a_first_token_is_no_prompt():
     ours, ids = tiny.model("llama", "sdpa"), text(1)
     logits = []
     for name in ("mean", "mean-echo"):
-        with h2o.simulated(ours, **SMALL | {"rank_by": name}), torch.no_grad():
+        with h2o.simulated(ours, **SMALL | {"score_by": name}), torch.no_grad():
             logits.append(ours(ids, use_cache=False).logits)
     assert torch.equal(*logits)
 
@@ -240,16 +240,16 @@ def test_a_first_token_is_no_prompt():
 def test_models_that_echo_does_not_serve(name):
     ours, (document,) = shared(name), prompts(60)
     kept = [
-        positions(read(ours, [document], **SMALL | {"rank_by": x})) for x in ("mean", "mean-echo")
+        positions(read(ours, [document], **SMALL | {"score_by": x})) for x in ("mean", "mean-echo")
     ]
     assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("more", [{"positions": "rolled"}, {"compileable": True}], ids=str)
+@pytest.mark.parametrize("more", [{"positions": "cache_relative"}, {"compileable": True}], ids=str)
 def test_other_kinds_of_layers(more):
     ours, (document,) = shared("llama"), prompts(60)
     mean, plain, other = (
-        positions(read(ours, [document], **SMALL | {"rank_by": name} | change))
+        positions(read(ours, [document], **SMALL | {"score_by": name} | change))
         for name, change in (("mean", more), ("mean-echo", {}), ("mean-echo", more))
     )
     assert other == (plain if "compileable" in more else mean)
@@ -263,7 +263,7 @@ def test_a_dynamic_cache_goes_on():
         full = DynamicCache(config=ours.config)
         with torch.no_grad():
             ours(document[:, :50], **with_cache(full))
-            settings = SMALL | {"rank_by": name}
+            settings = SMALL | {"score_by": name}
             cache = H2OCache.from_dynamic_cache(full, ours.config, **settings)
             ours(document[:, 50:], **with_cache(cache))
         kept.append(positions(cache))
@@ -286,7 +286,7 @@ def test_forks_files_and_crops(tmp_path):
     assert positions(cache) == positions(read(ours, [document[:, :50]], **SMALL))
     cache.save(tmp_path / "cache", ours)
     copies = [cache, cache.fork(), H2OCache.load(tmp_path / "cache", ours)]
-    assert copies[2].config.rank_by == "mean-echo"
+    assert copies[2].config.score_by == "mean-echo"
     answers = [greedy(ours, {"input_ids": document}, **with_cache(copy)) for copy in copies]
     assert torch.equal(answers[0], answers[1])
     assert torch.equal(answers[0], answers[2])
@@ -300,6 +300,6 @@ def test_a_second_reading_goes_by_the_mean():
                 ours, document, H2OConfig(**SMALL | more), readings=2, repeat=[5, 9]
             )
         )
-        for more in ({"rank_by": "mean"}, {}, {"shares": "echo"})
+        for more in ({"score_by": "mean"}, {}, {"shares": "echo"})
     ]
     assert kept[0] == kept[1] == kept[2]

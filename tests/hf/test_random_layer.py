@@ -1,4 +1,4 @@
-"""rank_by="random": keys are kept by chance, the same ones in every way to read a text."""
+"""score_by="random": keys are kept by chance, the same ones in every way to read a text."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformers import DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.borrowed import with_cache
-from h2o.errors import Unsupported
+from h2o.errors import UnsupportedError
 from h2o.hf.random_layer import drawn
 from tests.hf import tiny
 from tests.hf.test_simulation import PROMPT, fitted, prove, text
 
-SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "rank_by": "random"}
+SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "score_by": "random"}
 POLICIES = {
     "sinks": SMALL,
-    "no recent keys": {"heavy": 9, "recent": 0, "rank_by": "random"},
+    "no recent keys": {"heavy": 9, "recent": 0, "score_by": "random"},
     "int8": SMALL | {"kv_dtype": "int8"},
     "by head": SMALL | {"heavy": [2, 9, 3, 7], "recent": lambda layer, layers: [3, 5, 2, 4]},
     "shares": SMALL | {"heavy": 9, "shares": [[0.4, 2.5, 1.0, 0.9]] * 4},
@@ -137,12 +137,12 @@ def test_attention_is_not_reported():
 
 @pytest.mark.parametrize("more", [{"decay": 0.9}, {"value_weighted": True}])
 def test_other_policies_are_refused(more):
-    with pytest.raises(ValueError, match='rank_by="random" takes sinks alone: leave the rest'):
+    with pytest.raises(ValueError, match='score_by="random" takes sinks alone: leave the rest'):
         H2OConfig(**SMALL | more)
 
 
 def test_other_layers_are_refused():
-    with pytest.raises(Unsupported, match="does not go with CompileableLayer"):
+    with pytest.raises(UnsupportedError, match="does not go with CompileableLayer"):
         H2OCache(tiny.model("llama").config, **SMALL, compileable=True)
-    with pytest.raises(Unsupported, match="does not go with LatentLayer"):
+    with pytest.raises(UnsupportedError, match="does not go with LatentLayer"):
         H2OCache(tiny.model("deepseek_v2").config, **SMALL)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.modeling_utils import AttentionInterface
 
-from h2o import H2OCache, Unsupported, patched, supports
+from h2o import H2OCache, UnsupportedError, patched, supports
 from h2o.borrowed import CACHE, with_cache
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.pass_state import CROPS_TO_LENGTH
@@ -57,7 +57,7 @@ def config_of(model_type: str, **more):
 )
 def test_models_that_cannot_be_served(model_type, more, words):
     config = config_of(model_type, **more)
-    with pytest.raises(Unsupported, match=f"h2o cannot serve {model_type}.*{words}"):
+    with pytest.raises(UnsupportedError, match=f"h2o cannot serve {model_type}.*{words}"):
         H2OCache(config, **SMALL)
     assert not supports(config)
     assert words in supports(config).reason
@@ -72,7 +72,10 @@ def test_models_with_attention_code_of_their_own(model_type):
     assert "attention code of its own" in supports(config).reason
     legacy = AutoModelForCausalLM.from_config(config).eval()
     before = legacy.config._attn_implementation
-    with pytest.raises(Unsupported, match="attention code of its own"), patched(legacy, **SMALL):
+    with (
+        pytest.raises(UnsupportedError, match="attention code of its own"),
+        patched(legacy, **SMALL),
+    ):
         pass
     assert legacy.config._attn_implementation == before
     assert "_h2o_patches" not in legacy.__dict__
@@ -123,9 +126,9 @@ def test_other_attention_of_a_single_layer_is_noticed_before_the_first_eviction(
 def test_static_cache():
     ours = model("llama")
     (ids,) = prompts(20)
-    with pytest.raises(Unsupported, match="such as StaticCache"):
+    with pytest.raises(UnsupportedError, match="such as StaticCache"):
         greedy(ours, {"input_ids": ids}, cache_implementation="static")
-    with pytest.raises(Unsupported, match="such as StaticCache"):
+    with pytest.raises(UnsupportedError, match="such as StaticCache"):
         ours(ids, **with_cache(StaticCache(config=ours.config, max_cache_len=64)))
 
 
@@ -140,12 +143,12 @@ def test_output_attentions(name):
     ours = model(name)
     (ids,) = prompts(20)
     for cache in (None, H2OCache(ours.config, **SMALL)):
-        with pytest.raises(Unsupported, match="output_attentions=True"):
+        with pytest.raises(UnsupportedError, match="output_attentions=True"):
             ours(ids, **with_cache(cache), output_attentions=True)
     twin = model(name, "eager")
     twin.config.output_attentions = True
     twin.set_attn_implementation("h2o")
-    with pytest.raises(Unsupported, match="output_attentions=True"):
+    with pytest.raises(UnsupportedError, match="output_attentions=True"):
         twin(ids)
 
 
@@ -167,7 +170,7 @@ def test_foreign_keywords_of_attention(keyword, words, cached):
     cache = new_cache(**SMALL)
     if cached:
         key, value = cache.update(key, value, 0)
-    with pytest.raises(Unsupported, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         attention(Attention(), query, key, value, None, scaling=0.25, **{keyword: argument})
     feed(cache, TEXT, [30])  # as if nothing had happened
     # None and False are how models say that they do not ask for it
@@ -179,7 +182,7 @@ def test_a_window_in_a_layer_of_ours():
     """A cache made from the config of a model without windows, used by one with."""
     windowed = model("mistral-window")
     cache = H2OCache(model("mistral").config, **SMALL)
-    with pytest.raises(Unsupported, match="sliding window of 10"):
+    with pytest.raises(UnsupportedError, match="sliding window of 10"):
         greedy(windowed, {"input_ids": prompts(20)[0]}, **with_cache(cache))
 
 
@@ -188,7 +191,7 @@ def test_masks_of_more_dimensions():
     (ids,) = prompts(20)
     cache = H2OCache(ours.config, **SMALL)
     mask = torch.zeros(1, 1, 20, 20)
-    with pytest.raises(Unsupported, match="4-D masks"):
+    with pytest.raises(UnsupportedError, match="4-D masks"):
         ours(ids, attention_mask=mask, **with_cache(cache))
     assert cache.get_seq_length() == 0
     greedy(ours, {"input_ids": ids}, **with_cache(cache))
@@ -210,7 +213,7 @@ def test_masks_of_the_wrong_length():
 def test_different_head_dimensions_of_keys_and_values():
     cache = new_cache(**SMALL)
     _, key, value = tensors(TEXT)
-    with pytest.raises(Unsupported, match="one head dimension for both"):
+    with pytest.raises(UnsupportedError, match="one head dimension for both"):
         cache.update(key, value[..., :8], 0)
 
 

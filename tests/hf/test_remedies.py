@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import h2o
-from h2o import H2OCache, H2OConfig, Unsupported, patched, simulated, supports
+from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.borrowed import SHARES_KEYS, with_cache
 from h2o.hf.slot_layout import by_head
 from tests.hf.tiny import FAMILIES, LATENT, batch, greedy, model, prompts, shared
@@ -75,9 +75,9 @@ def test_gemma_3_with_images():
     assert "both ways" in said.not_images
     assert "from_dynamic_cache" in str(said)
     for cache in (H2OCache(ours.config, **ALL), H2OCache(ours.config, **SMALL)):
-        with pytest.raises(Unsupported, match=r"from_dynamic_cache\(full"):
+        with pytest.raises(UnsupportedError, match=r"from_dynamic_cache\(full"):
             greedy(ours, inputs, 4, **with_cache(cache))
-    with pytest.raises(Unsupported, match="from_dynamic_cache"), patched(ours, **SMALL):
+    with pytest.raises(UnsupportedError, match="from_dynamic_cache"), patched(ours, **SMALL):
         greedy(ours, inputs, 4)
 
 
@@ -135,7 +135,7 @@ def test_which_models_look_both_ways_at_images(model_type, text, said):
 def test_language_models_that_look_both_ways():
     config = Gemma2Config(use_bidirectional_attention=True)
     assert "looks both ways" in supports(config).reason
-    with pytest.raises(Unsupported, match="looks both ways"):
+    with pytest.raises(UnsupportedError, match="looks both ways"):
         H2OCache(config, **SMALL)
 
 
@@ -343,7 +343,7 @@ def test_is_initialized(name):
         H2OConfig(heavy=6, recent=6),
         H2OConfig(heavy=6, recent=6, kv_dtype="int8"),
         H2OConfig(heavy=6, recent=6, shares=[[0.5, 1.5], [1.0, 1.0]]),
-        H2OConfig(heavy=6, recent=6, rank_by="mean-echo", shares="echo"),
+        H2OConfig(heavy=6, recent=6, score_by="mean-echo", shares="echo"),
     ],
     ids=["plain", "int8", "shares", "by rank"],
 )

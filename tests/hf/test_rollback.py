@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from h2o import H2OCache, H2OConfig, Unsupported, patched
+from h2o import H2OCache, H2OConfig, UnsupportedError, patched
 from h2o.borrowed import with_cache
 from h2o.hf import layer as layers
 from h2o.hf.layer import H2OLayer
@@ -327,7 +327,7 @@ def test_a_draft_model_with_such_a_cache():
     with (
         patched(ours, **SMALL),
         patched(draft, **SMALL),
-        pytest.raises(Unsupported, match="leave the draft model outside"),
+        pytest.raises(UnsupportedError, match="leave the draft model outside"),
     ):
         greedy(ours, repeated(), 24, assistant_model=draft, num_assistant_tokens=5)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from h2o import H2OCache, H2OConfig, Unsupported, patched, reference, simulated, supports
+from h2o import H2OCache, H2OConfig, UnsupportedError, patched, reference, simulated, supports
 from h2o.borrowed import with_cache
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.layer_kinds import HYBRIDS, kind_of
@@ -45,8 +45,8 @@ SCALED = {
         "original_max_position_embeddings": 128,
     },
 }
-SMALL = H2OConfig(heavy=6, recent=6, positions="rolled")
-FULL = H2OConfig(heavy=10**6, recent=0, positions="rolled")
+SMALL = H2OConfig(heavy=6, recent=6, positions="cache_relative")
+FULL = H2OConfig(heavy=10**6, recent=0, positions="cache_relative")
 
 
 def scaled(kind: str) -> Family:
@@ -177,7 +177,7 @@ def test_the_cache_is_the_authors(name):
     heads = {"num_attention_heads": H, "num_key_value_heads": H, "head_dim": D}
     config = Family("llama", heads, layers=("h2o",))
     cache = H2OCache(
-        config.build_config(), heavy=golden.heavy, recent=golden.recent, positions="rolled"
+        config.build_config(), heavy=golden.heavy, recent=golden.recent, positions="cache_relative"
     )
     out, start = [], 0
     for call, columns in enumerate(golden.calls):
@@ -241,7 +241,7 @@ def test_half_precision_answers_like_single(dtype):
                 out.append(made(input_ids=token.reshape(1, 1), **with_cache(cache)).logits)
         return torch.cat(out, dim=1).float()
 
-    config = H2OConfig(heavy=6, recent=6, positions="rolled")
+    config = H2OConfig(heavy=6, recent=6, positions="cache_relative")
     single = answers(ours, config)
     half = answers(ours.to(dtype), config)
     plain = answers(ours, H2OConfig(heavy=6, recent=6))
@@ -253,7 +253,7 @@ def test_half_precision_answers_like_single(dtype):
 def test_per_head_budgets_and_trace():
     ours = model("llama")
     shares = [[1.0, 3.0], [2.0, 1.0]]
-    config = H2OConfig(heavy=20, recent=12, shares=shares, positions="rolled")
+    config = H2OConfig(heavy=20, recent=12, shares=shares, positions="cache_relative")
     cache = H2OCache(ours.config, config, trace=True)
     greedy(ours, batch(prompts(60, 45)), 20, **with_cache(cache))
     evicted_at = cache.evicted_at(0)
@@ -269,37 +269,37 @@ def test_what_cannot_be_rolled_says_why():
         **dict.fromkeys(["jamba", "granitemoehybrid", "zamba2"] * HYBRIDS, "no rotary position"),
     }.items():
         config = FAMILIES[name].build_config()
-        with pytest.raises(Unsupported, match=reason):
+        with pytest.raises(UnsupportedError, match=reason):
             H2OCache(config, SMALL)
-        assert reason in supports(config).not_rolled
-        assert 'positions="rolled": not' in str(supports(config))
-    assert supports(model("llama").config).not_rolled == ""
+        assert reason in supports(config).not_cache_relative
+        assert 'positions="cache_relative": not' in str(supports(config))
+    assert supports(model("llama").config).not_cache_relative == ""
 
 
 def test_refusals():
     ours = model("llama")
-    with pytest.raises(ValueError, match='"original" or "rolled"'):
+    with pytest.raises(ValueError, match='"original" or "cache_relative"'):
         H2OConfig(positions="rolling")
     with pytest.raises(ValueError, match="cannot roll positions"), simulated(ours, SMALL):
         pass
     full = DynamicCache(config=ours.config)
     with torch.no_grad():
         ours(input_ids=prompts(20)[0], **with_cache(full))
-    with pytest.raises(Unsupported, match="cannot go on from a DynamicCache"):
+    with pytest.raises(UnsupportedError, match="cannot go on from a DynamicCache"):
         H2OCache.from_dynamic_cache(full, ours.config, SMALL)
     text = inputs.drifting(1, H=4, G=2, N=8, D=8)
-    cache = new_cache(heavy=4, recent=4, positions="rolled")
-    with pytest.raises(Unsupported, match="position_ids"):
+    cache = new_cache(heavy=4, recent=4, positions="cache_relative")
+    with pytest.raises(UnsupportedError, match="position_ids"):
         feed(cache, text, [8])
     feed(cache, text, [8], position_ids=torch.arange(8)[None])  # as it was before
-    with pytest.raises(Unsupported, match=r"position_ids \[B, Q\]"):
+    with pytest.raises(UnsupportedError, match=r"position_ids \[B, Q\]"):
         feed(cache, text.cut(0, 1), [1], position_ids=torch.zeros(3, 1, 1))
 
 
 def test_dynamic_angles_beyond_the_model_need_positions_of_zero():
     ours = scaled_model("dynamic")
     cache = H2OCache(ours.config, SMALL)
-    with pytest.raises(Unsupported, match=r"h2o\.patched"), torch.no_grad():
+    with pytest.raises(UnsupportedError, match=r"h2o\.patched"), torch.no_grad():
         ours(input_ids=prompts(20)[0], position_ids=torch.arange(20)[None] + 505,
              **with_cache(cache))  # fmt: skip
     with torch.no_grad():

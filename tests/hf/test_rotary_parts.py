@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_utils import AttentionInterface
 
-from h2o import Unsupported
+from h2o import UnsupportedError
 from h2o.hf import model_rotary, rotary_parts
 from h2o.hf.model_rotary import Rotary
 from tests.hf.tiny import FAMILIES, LATENT, ROTARY, WITHOUT_ROTARY, Family
@@ -24,7 +24,7 @@ def test_every_rotary_family_is_proven(name):
 
 @pytest.mark.parametrize("name", [name for name in WITHOUT_ROTARY if name in FAMILIES])
 def test_what_has_none(name):
-    with pytest.raises(Unsupported, match=r"no rotary position embedding|is not known"):
+    with pytest.raises(UnsupportedError, match=r"no rotary position embedding|is not known"):
         Rotary(FAMILIES[name].build_config())
 
 
@@ -54,7 +54,7 @@ def test_layers_without_positions():
     ],
 )
 def test_a_model_that_does_more_than_turn(name, more):
-    with pytest.raises(Unsupported, match="its rotation of keys is not known"):
+    with pytest.raises(UnsupportedError, match="its rotation of keys is not known"):
         Rotary(Family(name, more).build_config())
 
 
@@ -82,5 +82,7 @@ def test_what_is_not_as_expected_says_so(monkeypatch, other, words):
     parts = rotary_parts.parts_of(FAMILIES["llama"].build_config())
     monkeypatch.setattr(model_rotary, "_proofs", {})
     monkeypatch.setattr(model_rotary, "parts_of", lambda _: parts._replace(**other))
-    with pytest.raises(Unsupported, match=f"llama: its rotation of keys is not known: {words}"):
+    with pytest.raises(
+        UnsupportedError, match=f"llama: its rotation of keys is not known: {words}"
+    ):
         Rotary(FAMILIES["llama"].build_config())

@@ -26,16 +26,16 @@ STORES = {
     "fractions": ("llama", {"heavy": 0.2, "recent": 0.1, "min_tokens": 0}),
     "own budgets": ("qwen2", {"shares": uneven, "sinks": 1}),
     "by layer and head": ("llama", {"heavy": lambda i, n: [5 + i, 9], "recent": [3, 4]}),
-    "int8": ("llama", {"kv_dtype": "int8", "rank_by": "mean"}),
+    "int8": ("llama", {"kv_dtype": "int8", "score_by": "mean"}),
     "int8-int4": ("wide", {"kv_dtype": "int8-int4", "shares": uneven}),
     "bytes": (
         "wide",
-        {"heavy": 0.3, "recent": 0.2, "min_tokens": 0, "of": "bytes", "kv_dtype": "int8"},
+        {"heavy": 0.3, "recent": 0.2, "min_tokens": 0, "budget_unit": "bytes", "kv_dtype": "int8"},
     ),
     "norms": ("llama", {"value_weighted": True, "decay": 0.9}),
-    "max": ("llama", {"rank_by": "max"}),
-    "rolled": ("llama", {"positions": "rolled", "sinks": 2}),
-    "rolled, own budgets": ("llama", {"positions": "rolled", "shares": uneven}),
+    "max": ("llama", {"score_by": "max"}),
+    "cache_relative": ("llama", {"positions": "cache_relative", "sinks": 2}),
+    "rolled, own budgets": ("llama", {"positions": "cache_relative", "shares": uneven}),
     "trace": ("llama", {"trace": True, "shares": uneven}),
     "windows": ("gemma3", {}),
     "windows only": ("mistral-window", {}),
@@ -414,7 +414,7 @@ def test_states_are_whole():
         "_ranks",
         "pass_state",
     }
-    for positions in ("original", "rolled"):
+    for positions in ("original", "cache_relative"):
         config = H2OConfig(**SMALL, positions=positions)
         cache = H2OCache(ours.config, config, trace=True)
         before = [dict(vars(layer)) for layer in cache.layers]

@@ -18,7 +18,7 @@ from tests.hf.test_prompt_echo import read
 from tests.hf.test_simulation import prove, text
 from tests.hf.tiny import LATENT, batch, greedy, model, needs_compiler, prompts, shared
 
-SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "rank_by": "mean-echo", "shares": "echo"}
+SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "score_by": "mean-echo", "shares": "echo"}
 SMALL |= {"value_weighted": True}
 
 
@@ -26,7 +26,7 @@ def wanted(ours, document):
     """What the oracle keeps, by the attention, the echo and the values of caches without a
     budget."""
     roomy = {"heavy": 500, "recent": 0}
-    means, echoes = read(ours, [document], **roomy, rank_by="mean"), echo_of(ours, document)
+    means, echoes = read(ours, [document], **roomy, score_by="mean"), echo_of(ours, document)
     layers = [
         (
             means.kept(i).scores[0].double(),
@@ -198,10 +198,10 @@ def test_every_way_to_generate(mode):
     "more",
     [
         {"kv_dtype": "int8"},
-        {"positions": "rolled"},
+        {"positions": "cache_relative"},
         {"compileable": True},
         {"trace": True},
-        {"kv_dtype": "int8", "of": "bytes", "heavy": 0.3, "recent": 0.1, "min_tokens": 0},
+        {"kv_dtype": "int8", "budget_unit": "bytes", "heavy": 0.3, "recent": 0.1, "min_tokens": 0},
     ],
     ids=str,
 )
@@ -214,7 +214,7 @@ def test_settings_that_go_with_it(more, tmp_path):
     copies = [cache.fork(), H2OCache.load(tmp_path / "cache", ours)]
     answers = [greedy(ours, question, **with_cache(copy)) for copy in copies]
     assert torch.equal(*answers)
-    if more.get("of") != "bytes":  # fractions are of a prompt, and so a copy's only
+    if more.get("budget_unit") != "bytes":  # fractions are of a prompt, and so a copy's only
         assert torch.equal(greedy(ours, question, **with_cache(cache)), answers[0])
     if "trace" in more:
         assert cache.evicted_at(1).min() == 60
@@ -250,7 +250,7 @@ def test_tokens_of_a_prompt_are_taken_back():
     [
         ({"shares": "best"}, '"shipped" or "echo", not'),
         (SMALL | {"heavy": [[3, 4], [5, 6]]}, "shares divide"),
-        ({"shares": "echo"}, 'shares="echo" goes with rank_by="mean-echo"'),
+        ({"shares": "echo"}, 'shares="echo" goes with score_by="mean-echo"'),
     ],
 )
 def test_refusals(parameters, message):
@@ -259,9 +259,9 @@ def test_refusals(parameters, message):
 
 
 def test_the_preset():
-    config = H2OConfig.echo(0.2, of="bytes")
-    robust = H2OConfig.robust(0.2, of="bytes")
-    assert (config.rank_by, config.shares) == ("mean-echo", "echo")
+    config = H2OConfig.echo(0.2, budget_unit="bytes")
+    robust = H2OConfig.robust(0.2, budget_unit="bytes")
+    assert (config.score_by, config.shares) == ("mean-echo", "echo")
     assert (config.heavy, config.recent, config.sinks) == (robust.heavy, robust.recent, 4)
 
 

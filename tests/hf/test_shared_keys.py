@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, DynamicCache
 
 import h2o
-from h2o import H2OCache, H2OConfig, Unsupported, simulated, supports
+from h2o import H2OCache, H2OConfig, UnsupportedError, simulated, supports
 from h2o.borrowed import with_cache
 from h2o.hf import shared_keys_layer
 from h2o.hf.attention_call import AttentionCall
@@ -143,7 +143,7 @@ def test_what_is_said_of_them(name):
     support = supports(ours)
     assert str(support).startswith(
         f"{name}: supported, 2 of 6 layers by h2o, 1 keep their own sliding window, "
-        '3 store nothing; positions="rolled": not'
+        '3 store nothing; positions="cache_relative": not'
     )
     cache = H2OCache(ours.config, **SMALL)
     assert [type(cache.layers[i]) for i in (PLAIN, SHARED)] == [H2OLayer, SharedKeysLayer]
@@ -230,7 +230,7 @@ def test_rows_of_a_simulation_are_the_rows_alone(chosen, side):
 
 def test_what_is_not_simulated():
     with (
-        pytest.raises(Unsupported, match="keys of others"),
+        pytest.raises(UnsupportedError, match="keys of others"),
         simulated(model("gemma4_text"), **SMALL, variant="local"),
     ):
         pass
@@ -368,17 +368,20 @@ def test_layers_may_have_heads_of_another_size(name):
     """Where transformers would not tell which of the sizes is meant: those of full attention."""
     config = AutoConfig.for_model(name)
     assert supports(config)
-    cache = H2OCache(config, H2OConfig.robust(0.2, of="bytes"))
+    cache = H2OCache(config, H2OConfig.robust(0.2, budget_unit="bytes"))
     assert cache.model_shape["head_dim"] == 512
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"positions": "rolled"}, "keys of others"), ({"compileable": True}, "others' keys|sliding")],
+    [
+        ({"positions": "cache_relative"}, "keys of others"),
+        ({"compileable": True}, "others' keys|sliding"),
+    ],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_that_do_not_go_with_shared_keys(name, settings, words):
-    with pytest.raises(Unsupported, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         H2OCache(model(name).config, **SMALL, **settings)
 
 
@@ -388,7 +391,7 @@ def test_a_model_that_is_cut_over_processes_is_refused(monkeypatch):
     monkeypatch.setattr(H2OLayer, "_in_form_of_store", lambda self, q, k, v, call: 1 / 0)
     layer = H2OCache(ours.config, **SMALL).layers[SHARED]
     key, value = layer.update(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16))
-    with pytest.raises(Unsupported, match="cut over processes"):
+    with pytest.raises(UnsupportedError, match="cut over processes"):
         layer.attend(AttentionCall(OWN, torch.randn(1, 4, 5, 16), key, value))
 
 

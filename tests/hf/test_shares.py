@@ -220,5 +220,5 @@ def test_one_budget_is_foreseen_where_a_config_tells_of_equal_heads():
         assert layer_types._alike(config, [0])
         config.per_layer_config = None
     config.num_kv_heads = [1, 2]
-    cache = H2OCache(config, heavy=8, recent=4, rank_by="mean-echo", shares="echo")
+    cache = H2OCache(config, heavy=8, recent=4, score_by="mean-echo", shares="echo")
     assert not cache.layers[0].one_budget.alike

@@ -23,12 +23,12 @@ LEAST = 24
 UNEVEN = [[0.2, 1.8], [1.5, 0.5]]
 FLOORED = {
     "keys": {"heavy": 0.15, "recent": 0.05, "sinks": 2},
-    "bytes": {"heavy": 0.05, "recent": 0.02, "of": "bytes", "kv_dtype": "int8"},
+    "bytes": {"heavy": 0.05, "recent": 0.02, "budget_unit": "bytes", "kv_dtype": "int8"},
     "lists": {"heavy": [[0.1, 0.5], 0.01], "recent": [0.1, [0.1, 2]]},
     "shares": {"heavy": 0.3, "recent": 0.1, "shares": UNEVEN},
     "local": {"heavy": 0, "recent": 0.1},
     "heavy only": {"heavy": 0.1, "recent": 0},
-    "echo": {"heavy": 0.3, "recent": 0.06, "rank_by": "mean-echo", "shares": "echo"},
+    "echo": {"heavy": 0.3, "recent": 0.06, "score_by": "mean-echo", "shares": "echo"},
     "compileable": {"heavy": 0.1, "recent": 0.1},
 }
 
@@ -164,8 +164,8 @@ def test_one_number_is_a_share_of_the_bytes_or_a_number_of_tokens():
     config = model("llama").config
     assert H2OCache(config, budget=0.2).config == H2OConfig.echo(0.2, "bytes").for_model(config)
     assert H2OCache(config, budget=40).config == H2OConfig.echo(40)
-    own = H2OCache(config, budget=40, sinks=2, positions="rolled").config
-    assert own == dataclasses.replace(H2OConfig.robust(40), sinks=2, positions="rolled")
+    own = H2OCache(config, budget=40, sinks=2, positions="cache_relative").config
+    assert own == dataclasses.replace(H2OConfig.robust(40), sinks=2, positions="cache_relative")
     assert H2OCache(config, H2OConfig(budget=40)).config == H2OConfig.echo(40)
     for wrong in ({"heavy": 3}, {"recent": 0.2}):
         with pytest.raises(ValueError, match="either budget, or heavy and recent"):
@@ -213,16 +213,16 @@ def test_one_number_everywhere(budget):
 
 def test_what_one_number_stands_for(monkeypatch):
     """Echo; alike for heads where there are few; robust where positions are not rotary."""
-    assert H2OConfig.recommended(0.1) == H2OConfig.echo(0.1, of="bytes")
+    assert H2OConfig.recommended(0.1) == H2OConfig.echo(0.1, budget_unit="bytes")
     assert H2OConfig.recommended(64) == H2OConfig.echo(64)
     assert H2OCache(shared("llama"), budget=0.1).config.shares == "echo"
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 16)
     cache = H2OCache(shared("llama"), budget=0.1)
-    assert (cache.config.shares, cache.config.rank_by) == (None, "mean-echo")
+    assert (cache.config.shares, cache.config.score_by) == (None, "mean-echo")
     assert "it has 4 key/value heads" in cache.not_dealt
     assert "it has 4 key/value heads" in h2o.supports(shared("llama")).not_echo
     cache = H2OCache(shared("opt"), budget=0.1)
-    assert cache.config == H2OConfig.robust(0.1, of="bytes").for_model(shared("opt"))
+    assert cache.config == H2OConfig.robust(0.1, budget_unit="bytes").for_model(shared("opt"))
     words = "no rotary position embedding"
     assert words in cache.not_dealt
     assert words in h2o.supports(shared("opt")).not_echo
@@ -264,7 +264,7 @@ QUESTION = "What is the capital of France?"
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return h2o.load()
+    return h2o.load_model()
 
 
 def asked(tokenizer) -> dict:

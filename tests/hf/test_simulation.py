@@ -30,14 +30,14 @@ POLICIES = {
     "sinks": {"heavy": 3, "recent": 3, "sinks": 3},
     "decay": {"heavy": 5, "recent": 4, "decay": 0.8},
     "last-query": {"heavy": 5, "recent": 2, "decay": 0.0},
-    "mean": {"heavy": 5, "recent": 2, "rank_by": "mean"},
-    "decayed-mean": {"heavy": 5, "recent": 2, "rank_by": "mean", "decay": 0.9},
+    "mean": {"heavy": 5, "recent": 2, "score_by": "mean"},
+    "decayed-mean": {"heavy": 5, "recent": 2, "score_by": "mean", "decay": 0.9},
     "value-weighted": {"heavy": 5, "recent": 2, "value_weighted": True},
     "everything": {
         "heavy": 6,
         "recent": 3,
         "sinks": 2,
-        "rank_by": "mean",
+        "score_by": "mean",
         "decay": 0.95,
         "value_weighted": True,
     },
@@ -51,17 +51,17 @@ POLICIES = {
         "heavy": 9,
         "recent": 4,
         "sinks": 1,
-        "rank_by": "mean",
+        "score_by": "mean",
         "value_weighted": True,
         "kv_dtype": "int8",
         "shares": [[0.4, 2.5, 1.0, 0.9]] * 4,
     },
-    "max": {"heavy": 6, "recent": 3, "rank_by": "max"},
+    "max": {"heavy": 6, "recent": 3, "score_by": "max"},
     "decayed-max": {
         "heavy": 6,
         "recent": 3,
         "sinks": 1,
-        "rank_by": "max",
+        "score_by": "max",
         "decay": 0.97,
         "shares": [[0.4, 2.5, 1.0, 0.9]] * 4,
     },
@@ -69,7 +69,7 @@ POLICIES = {
         "heavy": 0.2,
         "recent": 0.1,
         "min_tokens": 0,
-        "rank_by": "mean",
+        "score_by": "mean",
         "value_weighted": True,
         "shares": [[1.5, 0.5, 0.4, 1.1], [0.5, 1.9, 2.0, 1.0]] * 2,
     },
@@ -190,7 +190,7 @@ def test_hybrids(family):
     [
         (1, {"heavy": 10, "recent": 10}),
         (1, {"heavy": 0, "recent": 12, "sinks": 4}),
-        (40, {"heavy": 16, "recent": 8, "sinks": 4, "rank_by": "mean", "value_weighted": True}),
+        (40, {"heavy": 16, "recent": 8, "sinks": 4, "score_by": "mean", "value_weighted": True}),
         (40, {"heavy": 12, "recent": 12, "decay": 0.9}),
         (60, {"heavy": 200, "recent": 0}),
     ],
@@ -218,7 +218,7 @@ def smollm2():
     from h2o import models
 
     try:
-        model, tokenizer = models.load(dtype="float32")
+        model, tokenizer = models.load_model(dtype="float32")
     except models.UserError as error:
         pytest.skip(str(error))
     return model, tokenizer
@@ -572,7 +572,7 @@ def test_calls_that_are_no_whole_text():
                 model(ids, **with_cache(h2o.H2OCache(model.config, heavy=2, recent=2)))
             with pytest.raises(ValueError, match="whole texts"):
                 model.generate(ids, max_new_tokens=3, do_sample=False)
-            with pytest.raises(h2o.Unsupported, match="4-D masks"):
+            with pytest.raises(h2o.UnsupportedError, match="4-D masks"):
                 model(ids, attention_mask=torch.ones(1, 1, TEXT, TEXT, dtype=torch.bool))
             with (
                 pytest.raises(ValueError, match="budget of 0"),
@@ -596,7 +596,7 @@ def test_models_that_cannot_be_served():
     from transformers import BloomConfig, BloomForCausalLM
 
     model = BloomForCausalLM(BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=2)).eval()
-    with pytest.raises(h2o.Unsupported, match="attention code of its own"):
+    with pytest.raises(h2o.UnsupportedError, match="attention code of its own"):
         with h2o.simulated(model, heavy=2, recent=2):
             pass
 

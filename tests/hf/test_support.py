@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from h2o import H2OCache, H2OConfig, Unsupported, patched, simulated, supports
+from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.borrowed import with_cache
 from h2o.hf.layer_kinds import HYBRIDS, kind_of
 from tests.hf import families
@@ -40,7 +40,7 @@ def test_encoders_are_refused_and_as_decoders_served(name):
     more = {"languages": ["en_XX"], "default_language": "en_XX"} if name == "xmod" else {}
     both_ways, decoder = encoder(name, **more), encoder(name, is_decoder=True, **more)
     assert "looks both ways" in supports(both_ways.config).reason
-    with pytest.raises(Unsupported, match=r"config\.is_decoder=True"):
+    with pytest.raises(UnsupportedError, match=r"config\.is_decoder=True"):
         H2OCache(both_ways.config, **SMALL)
     assert supports(decoder.config)
     inputs = batch(prompts(17, 23))
@@ -56,13 +56,13 @@ def test_attention_that_turns_out_to_look_both_ways():
     (ids,) = prompts(20)
     for ours in (both_ways, decoder):
         ours.set_attn_implementation("h2o")
-    with pytest.raises(Unsupported, match=r"looks both ways|4-D masks"):
+    with pytest.raises(UnsupportedError, match=r"looks both ways|4-D masks"):
         both_ways(ids, **with_cache(H2OCache(decoder.config, **SMALL)), use_cache=True)
     for layer in decoder.bert.encoder.layer:
         layer.attention.self.is_causal = False
-    with pytest.raises(Unsupported, match="looks both ways"):
+    with pytest.raises(UnsupportedError, match="looks both ways"):
         decoder(ids, **with_cache(H2OCache(decoder.config, **SMALL)))
-    with pytest.raises(Unsupported, match="looks both ways"), simulated(decoder, **SMALL):
+    with pytest.raises(UnsupportedError, match="looks both ways"), simulated(decoder, **SMALL):
         decoder(ids, use_cache=False)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
-from h2o import H2OCache, H2OConfig, Unsupported, ops, reference
+from h2o import H2OCache, H2OConfig, UnsupportedError, ops, reference
 from h2o.borrowed import with_cache
 from tests.cases import pairs
 from tests.hf.drive import forward, tensors
@@ -288,7 +288,8 @@ def states(dtype=torch.float32, *, D=8, n=6, B=2):
         (lambda: DynamicCache([(states(), states()), (states(B=1), states(B=1))]), ValueError,
          "different numbers"),
         (lambda: DynamicCache([(states(torch.float64),) * 2] * 2), TypeError, "in torch.float64"),
-        (lambda: DynamicCache([(states(), states(D=4))] * 2), Unsupported, "one head dimension"),
+        (lambda: DynamicCache([(states(), states(D=4))] * 2), UnsupportedError,
+         "one head dimension"),
         (lambda: filled(model("mistral-window", "sdpa"), {"input_ids": prompts(20)[0]}), ValueError,
          "holds 9 of 20 keys"),
         (lambda: StaticCache(config=model("llama").config, max_cache_len=9), TypeError,
@@ -323,5 +324,5 @@ def test_other_layers_are_named():
         pass
 
     full.layers[1].__class__ = Quantized
-    with pytest.raises(Unsupported, match="layer 1 of the DynamicCache is a Quantized"):
+    with pytest.raises(UnsupportedError, match="layer 1 of the DynamicCache is a Quantized"):
         H2OCache.from_dynamic_cache(full, model("llama").config, **SMALL)

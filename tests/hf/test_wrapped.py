@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig
 
 import h2o
-from h2o import H2OCache, H2OConfig, Unsupported, borrowed, disable, enable, patched
+from h2o import H2OCache, H2OConfig, UnsupportedError, borrowed, disable, enable, patched
 from h2o.borrowed import CACHE, with_cache
 from h2o.hf import compiled_forward
 from tests.hf.tiny import greedy, model, prompts
@@ -107,13 +107,15 @@ def test_prompts_that_were_tuned():
     full = greedy(wrapped, inputs, 8).tolist()
     with patched(wrapped, H2OConfig.full()) as patch:
         if borrowed.repeats_virtual_tokens(wrapped):
-            with pytest.raises(Unsupported, match="prompt tuning takes each step for a prompt"):
+            with pytest.raises(
+                UnsupportedError, match="prompt tuning takes each step for a prompt"
+            ):
                 greedy(wrapped, inputs, 8)
         else:
             assert greedy(wrapped, inputs, 8).tolist() == full
             assert patch.cache.report().layers[0].seen == [4 + 20 + 7]
     wrapped = peft.get_peft_model(model("llama", "h2o"), peft.PrefixTuningConfig(**tuned)).eval()
-    with pytest.raises(Unsupported, match="prefix tuning"):
+    with pytest.raises(UnsupportedError, match="prefix tuning"):
         enable(wrapped, **SMALL)
     if borrowed.repeats_virtual_tokens(wrapped):
         return  # such a PEFT leaves the prefix out, with a warning, beside any cache
@@ -169,7 +171,7 @@ def test_rows_with_prompts_that_were_tuned(kind, rows):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_tuned_prompt_where_each_pass_would_repeat_it():
     wrapped = tuned_prompt("PromptTuningConfig")
-    with pytest.raises(Unsupported, match="prompt tuning"):
+    with pytest.raises(UnsupportedError, match="prompt tuning"):
         h2o.compress_document(
             wrapped, prompts(20)[0], SMALL_CONFIG, readings=2, repeat=torch.tensor([5])
         )
@@ -185,9 +187,9 @@ def test_an_adapter_that_tokens_switch_on():
         alora_invocation_tokens=ids[0, 10:12].tolist(),
     )  # fmt: skip
     wrapped = peft.get_peft_model(model("llama", "h2o"), adapter).eval()
-    with pytest.raises(Unsupported, match="aLoRA"):
+    with pytest.raises(UnsupportedError, match="aLoRA"):
         next(h2o.generate_all(wrapped, [ids[0].tolist()], SMALL_CONFIG, rows=1, max_new_tokens=4))
-    with pytest.raises(Unsupported, match="aLoRA"):
+    with pytest.raises(UnsupportedError, match="aLoRA"):
         h2o.compress_document(wrapped, ids, SMALL_CONFIG, readings=2, repeat=torch.tensor([5]))
 
 

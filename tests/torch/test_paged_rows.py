@@ -36,7 +36,7 @@ CONFIGS = {
         heavy=9,
         recent=7,
         sinks=4,
-        rank_by="mean",
+        score_by="mean",
         decay=0.9,
         value_weighted=True,
         kv_dtype="int8-int4",
@@ -499,13 +499,19 @@ def test_a_page_is_as_large_as_its_fields():
         ({"heavy": "a lot"}, "heavy must be a number of tokens"),
         ({"heavy": 64, "window": 3}, "unknown parameter 'window'"),
         ({"heavy": 0, "recent": 0}, "keeps nothing"),
-        ({"heavy": 64, "positions": "rolled"}, "rolled.* is not served.* in vLLM: keys come"),
         (
-            {"heavy": 64, "rank_by": "mean-echo", "cut": "chunk"},
-            "mean-echo.* its end; give rank_by",
+            {"heavy": 64, "positions": "cache_relative"},
+            "cache_relative.* is not served.* in vLLM: keys come",
+        ),
+        (
+            {"heavy": 64, "score_by": "mean-echo", "cut": "chunk"},
+            "mean-echo.* its end; give score_by",
         ),
         ({"preset": "calibrated", "budget": 64, "cut": "chunk"}, "mean-echo.* is not served"),
-        ({"heavy": 64, "rank_by": "random"}, "random.* is not served by h2o in vLLM: it is a base"),
+        (
+            {"heavy": 64, "score_by": "random"},
+            "random.* is not served by h2o in vLLM: it is a base",
+        ),
         ({"preset": "robust", "budget": 64, "window": 3}, "unknown parameter 'window'"),
         ({"heavy": 64, "cut": "often"}, 'cut is "prompt" or "chunk", not "often"'),
         ({"heavy": 64, "whole_prompts": 0}, "whole_prompts is 0, wanted a number from 1 on"),
@@ -522,21 +528,21 @@ def test_wrong_entries_are_refused(entry, message):
 def test_entries_are_configs():
     assert config_of({"heavy": 8, "recent": [1, 2]}) == H2OConfig(heavy=8, recent=[1, 2])
     assert config_of({"preset": "robust", "budget": 64}) == H2OConfig.robust(64)
-    chunk = {"preset": "calibrated", "budget": 64, "rank_by": "mean", "cut": "chunk"}
+    chunk = {"preset": "calibrated", "budget": 64, "score_by": "mean", "cut": "chunk"}
     calibrated = H2OConfig.calibrated(64)
-    assert config_of(chunk) == dataclasses.replace(calibrated, rank_by="mean")
-    assert config_of({"preset": "calibrated", "budget": 64}).rank_by == "mean-echo"
+    assert config_of(chunk) == dataclasses.replace(calibrated, score_by="mean")
+    assert config_of({"preset": "calibrated", "budget": 64}).score_by == "mean-echo"
     assert [places_of(x) for x in ({}, {"whole_prompts": 5}, chunk)] == [2, 5, 0]
 
 
 def test_one_number_and_the_floor_of_fractions():
     transformers = pytest.importorskip("transformers")
     llama = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
-    by_echo = {"rank_by": "mean-echo"}  # within a head: pages are equal for all layers
+    by_echo = {"score_by": "mean-echo"}  # within a head: pages are equal for all layers
     assert config_of({"budget": 64}, llama) == dataclasses.replace(H2OConfig.robust(64), **by_echo)
     in_bytes = config_of({"budget": 0.2}, llama)
     assert in_bytes == dataclasses.replace(
-        H2OConfig.robust(0.2, of="bytes").for_model(llama), **by_echo
+        H2OConfig.robust(0.2, budget_unit="bytes").for_model(llama), **by_echo
     )
     assert config_of({"budget": 64, "cut": "chunk"}, llama) == H2OConfig.robust(64)
     keys = torch.empty(1, 2, 1, 16)

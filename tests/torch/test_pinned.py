@@ -12,9 +12,9 @@ PINNED = [7, 8, 20]
 POLICIES = {
     "sum": Policy(),
     "value-weighted": Policy(sinks=2, value_weighted=True),
-    "mean": Policy(sinks=2, rank_by="mean", value_weighted=True),
-    "decayed mean": Policy(rank_by="mean", decay=0.9, value_weighted=True),
-    "max": Policy(rank_by="max", decay=0.5),
+    "mean": Policy(sinks=2, score_by="mean", value_weighted=True),
+    "decayed mean": Policy(score_by="mean", decay=0.9, value_weighted=True),
+    "max": Policy(score_by="max", decay=0.5),
 }
 
 

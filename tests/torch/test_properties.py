@@ -129,7 +129,7 @@ def test_a_budget_for_everything_is_dense_attention(engine, policy, padding):
     np.testing.assert_array_equal(talk.answer, full.answer)
 
 
-UNITS = [name for name, p in POLICIES.items() if p.decay == 1.0 and p.rank_by != "max"]
+UNITS = [name for name, p in POLICIES.items() if p.decay == 1.0 and p.score_by != "max"]
 
 
 @pytest.mark.parametrize("name", UNITS)
@@ -192,7 +192,7 @@ def test_a_row_in_a_batch_is_the_row_alone(engine_of_any_dtype, padding, name):
     indirect=["engine"],
 )
 def test_chunks_are_one_prompt_while_nothing_is_evicted(engine, calls, decay):
-    policy = Policy(30, 10, rank_by="mean", decay=decay)
+    policy = Policy(30, 10, score_by="mean", decay=decay)
     text = inputs.drifting(43, B=2, N=60)
     mask = np.concatenate([inputs.holes(43, [40, 17], 40), np.ones((2, 20), bool)], axis=1)
     once, chunks = (

@@ -83,7 +83,7 @@ def test_tokens_of_smollm2(entry):
     """With its shipped profile too: heads of uneven budgets, prompts ranked by echo."""
     preset, budget = entry.get("preset"), entry.get("budget")
     config = H2OConfig.preset(preset, budget) if preset else H2OConfig(**entry)
-    model, tokenizer = models.load(dtype="float32", attn_implementation="h2o")
+    model, tokenizer = models.load_model(dtype="float32", attn_implementation="h2o")
     model.generation_config.eos_token_id = None
     ids = tokenizer(article())["input_ids"]
     requests = [ids[7 * n :][:n] for n in (5, 200, 64, 120, 1, 90, 170, 33)]
@@ -117,11 +117,11 @@ def test_requests_that_come_while_others_are_answered(llama):
 POLICIES = {
     "robust": {"preset": "robust", "budget": 20},
     "fractions": {"heavy": 0.2, "recent": 0.1, "min_tokens": 0, "sinks": 2},
-    "bytes": {"preset": "robust", "budget": 0.2, "of": "bytes"},
-    "faded": {"heavy": 10, "recent": 6, "decay": 0.9, "rank_by": "max"},
+    "bytes": {"preset": "robust", "budget": 0.2, "budget_unit": "bytes"},
+    "faded": {"heavy": 10, "recent": 6, "decay": 0.9, "score_by": "max"},
     "of heads": {"heavy": [[4, 12], [9, 3]], "recent": 4, "kv_dtype": "int8"},
     "shares": {"heavy": 12, "recent": 12, "shares": [[1, 2], [3, 1]]},
-    "echo": {"heavy": 10, "recent": 6, "sinks": 2, "rank_by": "mean-echo", "value_weighted": True},
+    "echo": {"heavy": 10, "recent": 6, "sinks": 2, "score_by": "mean-echo", "value_weighted": True},
 }
 
 
@@ -129,7 +129,8 @@ POLICIES = {
 def test_policies_and_stored_dtypes(name, llama):
     folder, model = llama
     entry = POLICIES[name]
-    config = H2OConfig.preset(entry["preset"], entry["budget"], entry.get("of", "keys")) if (
+    unit = entry.get("budget_unit", "keys")
+    config = H2OConfig.preset(entry["preset"], entry["budget"], unit) if (
         "preset" in entry
     ) else H2OConfig(**entry)  # fmt: skip
     with engine(folder, entry) as llm:
@@ -150,7 +151,7 @@ def test_the_echo_of_prompts_is_that_of_an_h2o_cache(name, tmp_path):
     wanted = alone(model, prompts(), H2OConfig(**POLICIES["echo"]))
     with engine(tmp_path, POLICIES["echo"]) as llm:
         assert served(llm, prompts()) == wanted
-    by_attention = alone(model, prompts(), H2OConfig(**POLICIES["echo"] | {"rank_by": "mean"}))
+    by_attention = alone(model, prompts(), H2OConfig(**POLICIES["echo"] | {"score_by": "mean"}))
     assert (wanted == by_attention) == (name == "opt")
 
 

@@ -21,7 +21,7 @@ def generate(model, preset=None, budget=None, **arguments):
     fields = {x: arguments.pop(x) for x in h2o.H2OConfig.__dataclass_fields__ if x in arguments}
     config = arguments.pop("h2o_config", None)
     if preset is not None:
-        config = h2o.H2OConfig.preset(preset, budget, of=fields.pop("of", "keys"))
+        config = h2o.H2OConfig.preset(preset, budget, budget_unit=fields.pop("budget_unit", "keys"))
     elif budget is not None:
         fields["budget"] = budget
     with h2o.patched(model, config, **fields):

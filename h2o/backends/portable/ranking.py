@@ -52,7 +52,7 @@ def rank_keys(
         lengths: [B, 1, 1] int32 or int64, tokens that the rows have seen, the newest included.
     """
     rank = scores
-    if policy.rank_by == "mean":
+    if policy.score_by == "mean":
         rank = rank / policy.queries_of(positions, lengths)
     if norms is not None:
         rank = rank * norms
