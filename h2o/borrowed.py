@@ -171,14 +171,16 @@ def _calls_under_way() -> Iterator[tuple[str, dict[str, Any]]]:
 # ---- Attention functions -------------------------------------------------------------------------
 
 
-def register_attention(name: str, function: Any, mask_function: Any) -> None:
-    """Make an attention function and its mask function known to transformers under a name."""
+def register_attention(name: str, function: Any, mask_function: Any = None) -> None:
+    """Make an attention function and its mask function known to transformers under a name. None: no
+    model runs it, only a module that is given its mask."""
     # Not at the top: importing this registers h2o's attention, by the hook in h2o/__init__.py.
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, mask_function)
+    if mask_function is not None:
+        AttentionMaskInterface.register(name, mask_function)
 
 
 def adds_to_causal(mask_function: Callable[..., bool]) -> bool:
@@ -193,8 +195,8 @@ def unregister_attention(name: str) -> None:
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    del AttentionInterface._global_mapping[name]
-    del AttentionMaskInterface._global_mapping[name]
+    AttentionInterface._global_mapping.pop(name, None)
+    AttentionMaskInterface._global_mapping.pop(name, None)
 
 
 def attention_name(config: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from h2o import borrowed
-from h2o.hf.patch_lock import unwrapped
+from h2o.hf.wrapped import unwrapped
 
 __all__ = ["BY_LENGTH", "AnglesByLength"]
 

@@ -9,6 +9,7 @@ Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, D h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from h2o.quantisation import dequantised, stored_like
 __all__ = [
     "CACHE_HAS_NO_GRADIENT",
     "AttentionCall",
+    "Call",
     "NewTokens",
     "Undifferentiable",
     "as_autocast",
@@ -158,3 +160,29 @@ class Undifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise RuntimeError(ctx.reason)
+
+
+class Call(NamedTuple):
+    """The arguments of one layer's attention, as `visit` gets them."""
+
+    module: nn.Module
+    layer: int
+    query: Tensor
+    """[B, H, n, D]"""
+    key: Tensor
+    """[B, G, n, D]"""
+    value: Tensor
+    """[B, G, n, D], all three of one dtype, also under autocast"""
+    mask: Tensor | None
+    """[B, n] bool, False at a pad; None without pads"""
+    scale: float | None
+    """None: 1 / sqrt(D)"""
+    softcap: float
+    """0: none"""
+    sink_logits: Tensor | None
+    """[H] float32, learned attention sinks without their gradient; None: none"""
+    dropout: float
+    cached: bool
+    """Whether keys and values come out of an `H2OCache`"""
+    full: Callable[[], Tensor]
+    """The output [B, n, H, D] with nothing evicted"""

@@ -13,43 +13,18 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from h2o import borrowed
 from h2o.hf import attention
-from h2o.hf.attention_call import as_autocast, as_operand
-from h2o.hf.patch_lock import PatchLock, unwrapped
+from h2o.hf.attention_call import Call, as_autocast, as_operand
+from h2o.hf.patch_lock import PatchLock
 from h2o.hf.shared_keys import pads_of
+from h2o.hf.wrapped import unwrapped
 
-__all__ = ["Call", "attending"]
-
-
-class Call(NamedTuple):
-    """The arguments of one layer's attention, as `visit` gets them."""
-
-    module: nn.Module
-    layer: int
-    query: Tensor
-    """[B, H, n, D]"""
-    key: Tensor
-    """[B, G, n, D]"""
-    value: Tensor
-    """[B, G, n, D], all three of one dtype, also under autocast"""
-    mask: Tensor | None
-    """[B, n] bool, False at a pad; None without pads"""
-    scale: float | None
-    """None: 1 / sqrt(D)"""
-    softcap: float
-    """0: none"""
-    sink_logits: Tensor | None
-    """[H] float32, learned attention sinks without their gradient; None: none"""
-    dropout: float
-    cached: bool
-    """Whether keys and values come out of an `H2OCache`"""
-    full: Callable[[], Tensor]
-    """The output [B, n, H, D] with nothing evicted"""
+__all__ = ["attending"]
 
 
 @contextmanager

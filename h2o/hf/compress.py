@@ -11,9 +11,9 @@ from torch import Tensor
 from h2o.config import H2OConfig, one_config
 from h2o.hf.cache import H2OCache
 from h2o.hf.document_pass import forward
-from h2o.hf.patch_lock import input_device
 from h2o.hf.second_reading import REPEAT, read_twice
 from h2o.hf.tuned_prompts import check_no_tuned_prompt
+from h2o.hf.wrapped import input_device
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -19,10 +19,11 @@ from h2o.config import H2OConfig, one_config
 from h2o.errors import UnsupportedError
 from h2o.hf.cache import H2OCache
 from h2o.hf.layer import H2OLayer
-from h2o.hf.patch_lock import PatchLock, unwrapped
+from h2o.hf.patch_lock import PatchLock
 from h2o.hf.prompt_reader import PromptReader
 from h2o.hf.request import Prompt, Request, Result, Running, Settings
 from h2o.hf.row_batch import RowBatch, row_bytes
+from h2o.hf.wrapped import unwrapped
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -14,13 +14,10 @@ import threading
 import weakref
 from typing import Any
 
-import torch
-
 from h2o import borrowed
-from h2o.errors import UnsupportedError
 from h2o.hf.attention import switch
 
-__all__ = ["PatchLock", "configs_of", "unwrapped"]
+__all__ = ["PatchLock", "configs_of"]
 
 _names = threading.RLock()
 """Held while names in configs and the list of patch locks change. The same thread may come again:
@@ -125,38 +122,6 @@ def _said_at_first(config: Any) -> str:
     said = [name for lock in _held for locked, name in lock.first if locked is config]
     name: str = said[0] if said else borrowed.attention_name(config)
     return name
-
-
-def unwrapped(model: Any) -> Any:
-    """The model of transformers inside torch.compile's and PEFT's wrappers.
-
-    Raises:
-        UnsupportedError: prefix tuning, whose keys belong to no token.
-    """
-    while True:
-        if borrowed.peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
-            raise UnsupportedError(
-                "h2o cannot serve prefix tuning: PEFT fills a cache of its own with keys that "
-                "belong to no token; LoRA and prompt tuning are served"
-            )
-        inner = borrowed.inner_model(model)
-        if inner is None:
-            return model
-        model = inner
-
-
-def input_device(model: Any) -> torch.device:
-    """Where a model takes its token ids. Of weights that accelerate keeps in a file or in the
-    host's memory it has no numbers between two passes: then where it computes with them."""
-    device: torch.device = model.device
-    if device.type != "meta":
-        return device
-    for module in model.modules():
-        for each in borrowed.accelerate_hooks(module):
-            where = getattr(each, "execution_device", None)
-            if where is not None:
-                return torch.device(where)
-    return device
 
 
 def configs_of(model: Any) -> list[Any]:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from h2o.borrowed import PREPARE_CACHE
 from h2o.config import H2OConfig, one_config
 from h2o.hf.cache import H2OCache
-from h2o.hf.patch_lock import PatchLock, unwrapped
+from h2o.hf.patch_lock import PatchLock
 from h2o.hf.patch_stack import PatchStack
 from h2o.hf.tuned_prompts import check_pins
+from h2o.hf.wrapped import unwrapped
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from h2o.borrowed import accepts
-from h2o.hf.patch_lock import unwrapped
+from h2o.hf.wrapped import unwrapped
 
 __all__ = ["positions_after"]
 

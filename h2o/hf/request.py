@@ -27,12 +27,12 @@ from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.angles import AnglesByLength
 from h2o.hf.cache import H2OCache
-from h2o.hf.patch_lock import input_device
 from h2o.hf.pins import Pins
 from h2o.hf.positions import positions_after
 from h2o.hf.prompt_reader import PromptReader
 from h2o.hf.system_turn import system_span
 from h2o.hf.tuned_prompts import check_pins, continuing, virtual_tokens
+from h2o.hf.wrapped import input_device
 
 __all__ = ["Prompt", "Request", "Result", "Running", "Settings", "decoding_arguments"]
 

@@ -28,7 +28,6 @@ from transformers.modeling_utils import PreTrainedModel
 
 from h2o import borrowed
 from h2o.borrowed import accepts
-from h2o.hf.attention import register
 from h2o.model_identity import describe
 
 __all__ = ["Parts", "Probe", "parts_of"]
@@ -204,7 +203,7 @@ class Probe:
             B, H, Q, _ = query.shape
             return value.new_zeros(B, Q, H, value.shape[-1]), None
 
-        register(self.name, hear)
+        borrowed.register_attention(self.name, hear)
         try:
             with torch.no_grad():
                 for ids, tables in positions:

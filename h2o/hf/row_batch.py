@@ -24,8 +24,8 @@ from h2o.hf.cache import H2OCache
 from h2o.hf.compiled_forward import CompiledForward
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
-from h2o.hf.patch_lock import input_device
 from h2o.hf.tuned_prompts import check_passes, continuing
+from h2o.hf.wrapped import input_device
 
 __all__ = ["RowBatch", "row_bytes"]
 

@@ -25,12 +25,11 @@ from h2o.config import VARIANTS, H2OConfig, one_config
 from h2o.errors import UnsupportedError
 from h2o.head_budgets import levelled
 from h2o.hf import echo_simulation, prompt_budget, random_layer, tensor_parallel
-from h2o.hf.attention_call import NewTokens, Undifferentiable
-from h2o.hf.attention_hook import Call, attending
+from h2o.hf.attention_call import Call, NewTokens, Undifferentiable
+from h2o.hf.attention_hook import attending
 from h2o.hf.latent_attention import latents_traced, over_latents
 from h2o.hf.layer_kinds import kind_of
 from h2o.hf.model_rotary import Rotary
-from h2o.hf.patch_lock import unwrapped
 from h2o.hf.pins import Pins
 from h2o.hf.prompt_echo import PromptAttention, served_as
 from h2o.hf.retained import columns, retained
@@ -38,6 +37,7 @@ from h2o.hf.shared_keys import reusing
 from h2o.hf.shared_places import SharedPlaces
 from h2o.hf.support import transformers_layers
 from h2o.hf.visible_keys import VisibleKeys
+from h2o.hf.wrapped import unwrapped
 from h2o.policy import Policy
 
 if TYPE_CHECKING:

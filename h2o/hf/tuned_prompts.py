@@ -10,7 +10,7 @@ from typing import Any
 
 from h2o import borrowed
 from h2o.errors import UnsupportedError
-from h2o.hf.patch_lock import unwrapped
+from h2o.hf.wrapped import unwrapped
 
 __all__ = ["check_no_tuned_prompt", "check_passes", "check_pins", "continuing", "virtual_tokens"]
 

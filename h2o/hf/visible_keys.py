@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.hf.attention_call import NewTokens
-from h2o.hf.attention_hook import Call
+from h2o.hf.attention_call import Call, NewTokens
 from h2o.kv_dtype import stored_bytes
 from h2o.quantisation import dequantised, quantised
 from h2o.sink_logits import softmax
