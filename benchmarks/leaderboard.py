@@ -42,7 +42,7 @@ from h2o.evaluate.presentation import table
 from h2o.evaluate.protocols import documents, padded
 from h2o.evaluate.questions import question_start
 from h2o.evaluate.setting import Setting, parse_all
-from h2o.hf.request import Request
+from h2o.hf.rows.request import Request
 from h2o.result_cells import fingerprint, provenance
 
 GENERATED = (

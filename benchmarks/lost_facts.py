@@ -31,7 +31,7 @@ from h2o.evaluate import needle
 from h2o.evaluate.facts import Fact
 from h2o.evaluate.presentation import table
 from h2o.evaluate.setting import parse_all
-from h2o.hf.layer import H2OLayer
+from h2o.hf.layers.layer import H2OLayer
 
 ABOVE_ALL = 1e30
 """A score that no attention reaches."""

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, D
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from h2o.evaluate.presentation import table
-from h2o.hf.shared_keys import reusing
+from h2o.hf.families.shared_keys import reusing
 
 NAME = "benchmarks_whose_queries"
 QUERIES = {

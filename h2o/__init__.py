@@ -37,42 +37,42 @@ from h2o.profile import Profile
 if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.analysis.analyze import analyze as analyze
     from h2o.calibration.calibrate import calibrate as calibrate
-    from h2o.hf.cache import H2OCache as H2OCache
-    from h2o.hf.compress import compress_document as compress_document
-    from h2o.hf.generate_all import generate_all as generate_all
-    from h2o.hf.layer import H2OLayer as H2OLayer
-    from h2o.hf.packed_weights import packed_weights as packed_weights
-    from h2o.hf.patching import disable as disable
-    from h2o.hf.patching import enable as enable
-    from h2o.hf.patching import patched as patched
-    from h2o.hf.request import Request as Request
-    from h2o.hf.request import Result as Result
-    from h2o.hf.simulation import simulated as simulated
+    from h2o.hf.cache.cache import H2OCache as H2OCache
+    from h2o.hf.document.compress import compress_document as compress_document
+    from h2o.hf.layers.layer import H2OLayer as H2OLayer
+    from h2o.hf.patch.patching import disable as disable
+    from h2o.hf.patch.patching import enable as enable
+    from h2o.hf.patch.patching import patched as patched
+    from h2o.hf.rows.generate_all import generate_all as generate_all
+    from h2o.hf.rows.packed_weights import packed_weights as packed_weights
+    from h2o.hf.rows.request import Request as Request
+    from h2o.hf.rows.request import Result as Result
+    from h2o.hf.rows.system_turn import system_span as system_span
+    from h2o.hf.simulation.simulation import simulated as simulated
     from h2o.hf.support import supports as supports
-    from h2o.hf.system_turn import system_span as system_span
     from h2o.models import load_model as load_model
     from h2o.published_masks import simulation_mask as simulation_mask
 
 __version__: str = backends.VERSION
 
 _LAZY = {
-    "H2OCache": "h2o.hf.cache",
-    "H2OLayer": "h2o.hf.layer",
-    "Request": "h2o.hf.request",
-    "Result": "h2o.hf.request",
+    "H2OCache": "h2o.hf.cache.cache",
+    "H2OLayer": "h2o.hf.layers.layer",
+    "Request": "h2o.hf.rows.request",
+    "Result": "h2o.hf.rows.request",
     "analyze": "h2o.analysis.analyze",
     "calibrate": "h2o.calibration.calibrate",
-    "compress_document": "h2o.hf.compress",
-    "disable": "h2o.hf.patching",
-    "enable": "h2o.hf.patching",
-    "generate_all": "h2o.hf.generate_all",
+    "compress_document": "h2o.hf.document.compress",
+    "disable": "h2o.hf.patch.patching",
+    "enable": "h2o.hf.patch.patching",
+    "generate_all": "h2o.hf.rows.generate_all",
     "load_model": "h2o.models",
-    "packed_weights": "h2o.hf.packed_weights",
-    "patched": "h2o.hf.patching",
-    "simulated": "h2o.hf.simulation",
+    "packed_weights": "h2o.hf.rows.packed_weights",
+    "patched": "h2o.hf.patch.patching",
+    "simulated": "h2o.hf.simulation.simulation",
     "simulation_mask": "h2o.published_masks",
     "supports": "h2o.hf.support",
-    "system_span": "h2o.hf.system_turn",
+    "system_span": "h2o.hf.rows.system_turn",
 }
 
 __all__ = ["H2OConfig", "Profile", "UnsupportedError", "__version__", "ops", *_LAZY]
@@ -107,7 +107,7 @@ def _register() -> None:
     """
     try:
         with packages.explained('attn_implementation="h2o"'):
-            importlib.import_module("h2o.hf.attention")  # registers when imported
+            importlib.import_module("h2o.hf.attention.attention")  # registers when imported
     except ImportError as error:
         _register_error(error)
 

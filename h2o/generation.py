@@ -136,7 +136,7 @@ def generate(
 def _new_cache(
     model: Any, config: H2OConfig | None, tokens: int, compiled: bool, pinned: Pinned = None
 ) -> Any:
-    from h2o.hf.new_cache import new_cache
+    from h2o.hf.cache.new_cache import new_cache
 
     try:
         return new_cache(model, config, tokens, compiled, pinned)
@@ -155,7 +155,7 @@ def _read(
     progress: Progress,
     pinned: Pinned,
 ) -> Any:
-    from h2o.hf.compress import compress_document
+    from h2o.hf.document.compress import compress_document
 
     def say(done: int, columns: int) -> None:
         progress.update(f"{mode}: reading, {done} of {columns} tokens")
@@ -198,7 +198,7 @@ def warm_up(model: Any, ids: Any) -> None:
 def holdings(cache: Any) -> dict[str, Any]:
     """The fields of a Run that tell what a cache holds."""
     if not hasattr(cache, "report"):
-        from h2o.hf.new_cache import bytes_of_keys
+        from h2o.hf.cache.new_cache import bytes_of_keys
 
         held = bytes_of_keys(cache)
         seen = cache.get_seq_length()

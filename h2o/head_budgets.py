@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 NAMED = ("shipped", "echo")
-"""`shares` by name: a profile that comes with h2o, and by a prompt's echo (`h2o.hf.one_budget`)."""
+"""`shares` by name: a profile that comes with h2o; a prompt's echo (`h2o.hf.prompt.one_budget`)"""
 
 LEAST = 8
 """Tokens that a head keeps at least, sinks included, where the budget allows it; `min_tokens` of
@@ -128,7 +128,8 @@ def levelled(
 ) -> list[list[tuple[int, int]]]:
     """Budgets of a layer's rows, each with an entry for every head or one for all, all in one way.
 
-    `part`: which of how many equal parts of the heads these are (`h2o.hf.tensor_parallel`).
+    `part`: which of how many equal parts of the heads these are
+    (`h2o.hf.families.tensor_parallel`).
 
     Raises: ValueError for another number of heads than the layer has.
     """

@@ -1,6 +1,6 @@
 """Rotary position embedding by a table of angles, in plain torch, for oracle and torch backend.
 
-The angles that a model makes are the matter of `h2o.hf.model_rotary`.
+The angles that a model makes are the matter of `h2o.hf.rotary.model_rotary`.
 """
 
 from __future__ import annotations

@@ -441,7 +441,11 @@ def test_the_api_pages_have_all_that_is_public():
     assert "h2o.errors.UserError" in things
     members = [thing for thing in things.values() if not inspect.ismodule(thing)]
     given = {name for thing in members for name in given_by(thing)}
-    assert {"h2o.hf.kept.Kept", "h2o.hf.patching.Patch", "h2o.hf.report.LayerReport"} <= given
+    assert {
+        "h2o.hf.store.kept.Kept",
+        "h2o.hf.patch.patching.Patch",
+        "h2o.hf.store.report.LayerReport",
+    } <= given
     code = "\n".join(PYTHON.values())
     given |= {name for name in re.findall(r"\bh2o(?:\.\w+)+\.[A-Z]\w+", code) if is_there(name)}
     classes = {name for name in given if inspect.isclass(found(name))}

@@ -76,7 +76,7 @@ def test_strict_types(tmp_path):
     assert code == 0, out
     assert [line.partition('type is "')[2].rstrip('"') for line in out.splitlines()[:4]] == [
         "float",
-        "h2o.hf.cache.H2OCache | None",
+        "h2o.hf.cache.cache.H2OCache | None",
         "list[int]",
         "h2o.hf.support.Support",
     ]

@@ -10,7 +10,7 @@ from h2o.analysis.collect import Attention, attend, full_layers, sparsity, watch
 from h2o.analysis.measured_text import THRESHOLD, Measured
 from h2o.analysis.result import Analysis
 from h2o.config import H2OConfig, one_config
-from h2o.hf import tensor_parallel
+from h2o.hf.families import tensor_parallel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -19,11 +19,11 @@ from torch import Tensor
 from h2o import borrowed, ops
 from h2o.attention_blocks import logit_blocks
 from h2o.errors import UnsupportedError
-from h2o.hf.attention_call import Call
-from h2o.hf.attention_hook import attending
-from h2o.hf.layer_kinds import kind_of
+from h2o.hf.attention.attention_hook import attending
+from h2o.hf.call.attention_call import Call
+from h2o.hf.families.layer_kinds import kind_of
+from h2o.hf.families.wrapped import input_device
 from h2o.hf.support import transformers_layers
-from h2o.hf.wrapped import input_device
 from h2o.model_identity import latent_row
 from h2o.waiting_threads import sleeping
 

@@ -13,7 +13,7 @@ from h2o.analysis import measures, removal
 from h2o.analysis.collect import Attention, attend, forward, sparsity, watch
 from h2o.config import H2OConfig, one_config
 from h2o.draw import pieces
-from h2o.hf.simulation import simulated
+from h2o.hf.simulation.simulation import simulated
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

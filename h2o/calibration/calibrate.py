@@ -20,7 +20,7 @@ from h2o.calibration.head_costs import costs, watch
 from h2o.calibration.refine import around, moved, worth
 from h2o.config import H2OConfig
 from h2o.head_budgets import LEAST
-from h2o.hf import tensor_parallel
+from h2o.hf.families import tensor_parallel
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
 from h2o.processes import ALONE, Processes

@@ -110,7 +110,7 @@ def generate(options: argparse.Namespace) -> Result:
     """Generates greedily with an H2OCache, or with each of `caches`."""
     from h2o import generation, models
     from h2o.evaluate.fitting import check_fit
-    from h2o.hf.system_turn import system_span
+    from h2o.hf.rows.system_turn import system_span
     from h2o.progress import Progress
 
     shipped, progress = is_shipped(options), Progress(quiet=options.json)

@@ -24,7 +24,7 @@ from h2o.filesystem import atomic_write, make_writable
 from h2o.model_identity import of_files
 
 if TYPE_CHECKING:
-    from h2o.hf.request import Result
+    from h2o.hf.rows.request import Result
 
 __all__ = ["add_arguments", "check", "run"]
 
@@ -100,8 +100,8 @@ def run(options: argparse.Namespace) -> int:
     from h2o import models
     from h2o.evaluate.fitting import check_fit
     from h2o.evaluate.setting import from_config
-    from h2o.hf.generate_all import generate_all
-    from h2o.hf.request import Request
+    from h2o.hf.rows.generate_all import generate_all
+    from h2o.hf.rows.request import Request
     from h2o.progress import Progress
 
     progress, output = Progress(), Path(options.output)

@@ -10,9 +10,9 @@ import torch
 
 from h2o.borrowed import with_cache
 from h2o.evaluate.setting import Setting
-from h2o.hf.generate_all import generate_all, serves
-from h2o.hf.new_cache import new_cache
-from h2o.hf.request import Request
+from h2o.hf.cache.new_cache import new_cache
+from h2o.hf.rows.generate_all import generate_all, serves
+from h2o.hf.rows.request import Request
 
 __all__ = ["answers", "by_rows", "in_rows"]
 

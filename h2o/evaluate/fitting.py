@@ -66,7 +66,7 @@ def try_on(model: Any, h2o_config: H2OConfig) -> None:
     for a model in float64.
     """
     from h2o import borrowed
-    from h2o.hf.cache import H2OCache
+    from h2o.hf.cache.cache import H2OCache
     from h2o.hf.support import supports
 
     config = getattr(model, "config", model)

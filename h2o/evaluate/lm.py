@@ -34,10 +34,10 @@ from h2o.evaluate.journal import Journal, Request
 from h2o.evaluate.protocols import PROTOCOLS, Tally, check, one_token_note
 from h2o.evaluate.questions import question_tokens
 from h2o.evaluate.setting import Setting, from_config, from_options
-from h2o.hf.angles import AnglesByLength
-from h2o.hf.attention import switch
-from h2o.hf.cache import H2OCache
-from h2o.hf.tuned_prompts import check_no_tuned_prompt
+from h2o.hf.attention.attention import switch
+from h2o.hf.cache.cache import H2OCache
+from h2o.hf.families.tuned_prompts import check_no_tuned_prompt
+from h2o.hf.rotary.angles import AnglesByLength
 from h2o.processes import ALONE, launched
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]

@@ -35,9 +35,9 @@ from h2o.evaluate.fitting import load
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
 from h2o.filesystem import read_text
-from h2o.hf.compress import compress_document
-from h2o.hf.new_cache import new_cache
-from h2o.hf.positions import positions_after
+from h2o.hf.cache.new_cache import new_cache
+from h2o.hf.document.compress import compress_document
+from h2o.hf.rotary.positions import positions_after
 from h2o.processes import launched
 from h2o.result_cells import Cells, fingerprint, provenance
 

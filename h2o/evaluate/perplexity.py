@@ -28,9 +28,9 @@ from h2o.evaluate.fitting import load
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting, footnote
 from h2o.filesystem import read_text
-from h2o.hf.cache import H2OCache
-from h2o.hf.positions import positions_after
-from h2o.hf.simulation import simulated
+from h2o.hf.cache.cache import H2OCache
+from h2o.hf.rotary.positions import positions_after
+from h2o.hf.simulation.simulation import simulated
 from h2o.processes import launched
 from h2o.result_cells import Cells, fingerprint, provenance
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from h2o.borrowed import with_cache
 from h2o.evaluate.setting import Setting
-from h2o.hf import simulation
-from h2o.hf.cache import H2OCache
-from h2o.hf.compress import compress_document
+from h2o.hf.cache.cache import H2OCache
+from h2o.hf.document.compress import compress_document
+from h2o.hf.simulation import simulation
 
 __all__ = [
     "PROTOCOLS",

@@ -117,7 +117,7 @@ class Contender:
         from transformers import GenerationConfig
 
         from h2o.borrowed import with_cache
-        from h2o.hf.new_cache import new_cache
+        from h2o.hf.cache.new_cache import new_cache
 
         device = self.model.device
         count = self.tokens + 1
@@ -231,7 +231,7 @@ def bytes_held(cache: Any) -> int:
     if hasattr(cache, "report"):
         total = cache.report().total
         return total.bytes_held + total.bytes_bookkeeping
-    from h2o.hf.new_cache import bytes_of_keys
+    from h2o.hf.cache.new_cache import bytes_of_keys
 
     return bytes_of_keys(cache)
 

@@ -29,7 +29,7 @@ from h2o.evaluate.fitting import load
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
 from h2o.filesystem import read_text
-from h2o.hf.request import Request
+from h2o.hf.rows.request import Request
 from h2o.packages import install_command
 from h2o.processes import launched
 from h2o.result_cells import Cells, fingerprint, provenance

@@ -25,8 +25,8 @@ from tqdm import tqdm
 from h2o.borrowed import with_cache
 from h2o.evaluate.answers import by_rows, in_rows
 from h2o.evaluate.setting import Setting
-from h2o.hf.cache import H2OCache
-from h2o.hf.request import Request, decoding_arguments
+from h2o.hf.cache.cache import H2OCache
+from h2o.hf.rows.request import Request, decoding_arguments
 
 __all__ = ["divided", "texts"]
 

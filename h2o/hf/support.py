@@ -16,10 +16,12 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o import borrowed
 from h2o.errors import UnsupportedError
-from h2o.hf import latent_attention, model_rotary, prompt_echo, shared_keys
-from h2o.hf.images import BOTH_WAYS, looks_both_ways_at_images
-from h2o.hf.layer_kinds import has_states, kind_of, layers_of, type_refusal
-from h2o.hf.shared_keys import reusing
+from h2o.hf.families import latent_attention, shared_keys
+from h2o.hf.families.images import BOTH_WAYS, looks_both_ways_at_images
+from h2o.hf.families.layer_kinds import has_states, kind_of, layers_of, type_refusal
+from h2o.hf.families.shared_keys import reusing
+from h2o.hf.prompt import prompt_echo
+from h2o.hf.rotary import model_rotary
 from h2o.model_identity import latent_row
 
 __all__ = ["Support", "config_of", "refusal", "rereads_after", "supports", "transformers_layers"]
@@ -58,8 +60,8 @@ class Support:
     reason: str
     """Why not; empty if it is."""
     layers: tuple[str, ...]
-    """Of each layer "h2o", "sliding", "states", "cross" or "none" (`h2o.hf.layer_kinds`); empty if
-    not supported."""
+    """Of each layer "h2o", "sliding", "states", "cross" or "none" (`h2o.hf.families.layer_kinds`);
+    empty if not supported."""
     not_cache_relative: str = ""
     """Why not with positions="cache_relative"; empty if supported with that too, or not at all."""
     not_images: str = ""

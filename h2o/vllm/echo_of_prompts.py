@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from h2o.config import H2OConfig
-from h2o.hf.attention_call import NewTokens
-from h2o.hf.prompt_echo import PromptEcho, rotary_for
+from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.prompt.prompt_echo import PromptEcho, rotary_for
 from h2o.vllm.paged_rows import PromptScores
 
 __all__ = ["PromptEchoes"]

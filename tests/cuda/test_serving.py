@@ -14,9 +14,9 @@ import torch
 
 from h2o import H2OConfig, _core, backends, cli, ops
 from h2o.backends import cuda, kernel_check
-from h2o.hf.attention_call import NewTokens
-from h2o.hf.layer import H2OLayer
-from h2o.hf.layer_state import restore, state_of
+from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.store.layer_state import restore, state_of
 from tests.cuda.device import IMAGE, carried
 from tests.devices import forget_default_device
 from tests.inputs import drifting

@@ -11,7 +11,7 @@ import torch
 from h2o import Profile, cli
 from h2o.evaluate import perplexity
 from h2o.evaluate.setting import parse
-from h2o.hf import simulation as simulating
+from h2o.hf.simulation import simulation as simulating
 from tests.cases import checkered
 from tests.evaluate import conftest
 

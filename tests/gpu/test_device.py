@@ -18,7 +18,7 @@ from torch import Tensor
 from h2o import H2OCache, backends, ops
 from h2o.backends import cuda
 from h2o.borrowed import with_cache
-from h2o.hf.layer_kinds import kind_of
+from h2o.hf.families.layer_kinds import kind_of
 from tests.hf.modes import POLICIES, TOKENS, policy
 from tests.hf.tiny import DEVICE, FAMILIES, TWINS, batch, greedy, model, prompts, slow_if
 from tests.inputs import drifting

@@ -2,7 +2,7 @@
 
 import pytest
 
-from h2o.hf import prompt_echo
+from h2o.hf.prompt import prompt_echo
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from h2o import H2OCache
-from h2o.hf.attention import h2o_attention_forward, h2o_mask
+from h2o.hf.attention.attention import h2o_attention_forward, h2o_mask
 from tests.inputs import Text
 
 

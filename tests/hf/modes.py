@@ -16,7 +16,7 @@ from transformers import TextStreamer
 
 from h2o import H2OCache, H2OConfig
 from h2o.borrowed import CACHE, with_cache
-from h2o.hf.layer import H2OLayer
+from h2o.hf.layers.layer import H2OLayer
 
 TOKENS = 12
 MakeCache = Callable[[], Any]

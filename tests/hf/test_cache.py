@@ -14,8 +14,8 @@ import torch
 
 from h2o import H2OConfig, ops, reference
 from h2o.config import UNLIMITED
-from h2o.hf.attention import h2o_attention_forward
-from h2o.hf.attention_call import AttentionCall
+from h2o.hf.attention.attention import h2o_attention_forward
+from h2o.hf.call.attention_call import AttentionCall
 from tests.cases import checkered
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
 from tests.inputs import (

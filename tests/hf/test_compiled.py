@@ -11,7 +11,7 @@ from transformers import CompileConfig
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, ops
 from h2o.borrowed import with_cache
-from h2o.hf import compiled
+from h2o.hf.layers import compiled
 from tests.hf.modes import policy
 from tests.hf.test_saved import assert_same
 from tests.hf.tiny import (

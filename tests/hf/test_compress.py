@@ -9,9 +9,9 @@ from transformers import DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError
 from h2o.borrowed import with_cache
-from h2o.hf import second_reading as reading
-from h2o.hf.layer_kinds import HYBRIDS
-from h2o.hf.pruning import LATER_RECENT, RECENT
+from h2o.hf.document import second_reading as reading
+from h2o.hf.document.pruning import LATER_RECENT, RECENT
+from h2o.hf.families.layer_kinds import HYBRIDS
 from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared
 
 REQUEST = torch.tensor([5, 9, 2])

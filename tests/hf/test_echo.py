@@ -16,10 +16,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from h2o import H2OCache, backends
 from h2o.borrowed import with_cache
-from h2o.hf import echo
-from h2o.hf.layer import H2OLayer
-from h2o.hf.model_rotary import Rotary
-from h2o.hf.prompt_echo import PromptEcho
+from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.prompt import echo
+from h2o.hf.prompt.prompt_echo import PromptEcho
+from h2o.hf.rotary.model_rotary import Rotary
 from tests.hf.test_rolled import SCALED, scaled
 from tests.hf.tiny import (
     DEVICE,

@@ -21,7 +21,7 @@ import h2o
 from h2o import H2OCache, ops
 from h2o.backends.portable import step
 from h2o.borrowed import CACHE, with_cache
-from h2o.hf.layer import H2OLayer
+from h2o.hf.layers.layer import H2OLayer
 from tests.devices import WAITS, elsewhere, moved
 from tests.hf.modes import POLICIES
 from tests.hf.test_families import KEPT_ALIKE
@@ -116,7 +116,7 @@ def test_slots_that_grow(shares, kv_dtype):
 def _texts_are_not_compared(monkeypatch):
     """Prompts and turns of several tokens wait once, to compare masks and positions with what was
     seen. Here are no numbers to compare."""
-    monkeypatch.setattr(h2o.hf.cache, "check_text", lambda *_: None)
+    monkeypatch.setattr(h2o.hf.cache.cache, "check_text", lambda *_: None)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gemma3"])

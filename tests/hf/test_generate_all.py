@@ -186,7 +186,7 @@ def test_rows_wait_for_so_many_tokens(monkeypatch):
         return tokens
 
     assert order() == [0, 1, 2] * 4
-    monkeypatch.setattr("h2o.hf.generate_all.TOKENS_A_STEP", 8)
+    monkeypatch.setattr("h2o.hf.rows.generate_all.TOKENS_A_STEP", 8)
     assert order() == [0, 0, 1, 0, 1, 2, 0, 1, 2, 1, 2, 2]
 
 

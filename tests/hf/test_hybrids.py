@@ -21,9 +21,9 @@ from h2o import (
     supports,
 )
 from h2o.borrowed import with_cache
-from h2o.hf import states
-from h2o.hf.layer_kinds import HYBRIDS, has_states, kind_of
-from h2o.hf.layer_state import state_of
+from h2o.hf.families.layer_kinds import HYBRIDS, has_states, kind_of
+from h2o.hf.store import states
+from h2o.hf.store.layer_state import state_of
 from tests.hf.tiny import (
     LATENT_AND_STATES,
     WITH_STATES,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from h2o import H2OCache, model_identity, patched, simulated
 from h2o.borrowed import with_cache
 from h2o.evaluate.setting import parse
-from h2o.hf.layer_kinds import HYBRIDS
+from h2o.hf.families.layer_kinds import HYBRIDS
 from tests.evaluate.conftest import tokenizer  # noqa: F401
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, slow_if
 

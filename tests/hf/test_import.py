@@ -34,7 +34,7 @@ def run(code: str, **kwargs) -> subprocess.CompletedProcess:
 ORDERS = (
     "import h2o, transformers",
     "import transformers.modeling_utils, h2o",
-    "import h2o.hf.attention",
+    "import h2o.hf.attention.attention",
     "import importlib.util, h2o; importlib.util.find_spec('transformers.modeling_utils')",
 )
 FORKS = """

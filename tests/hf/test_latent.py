@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, supports
 from h2o.borrowed import with_cache
-from h2o.hf import linear_matrix
-from h2o.hf.latent_attention import Expansion
+from h2o.hf.families import linear_matrix
+from h2o.hf.families.latent_attention import Expansion
 from tests.cases import checkered
 from tests.hf.modes import MODES, POLICIES
 from tests.hf.test_families import generation, held, one_in_three

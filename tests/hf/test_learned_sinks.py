@@ -11,7 +11,7 @@ from h2o import H2OCache, H2OConfig, UnsupportedError, attention_blocks, ops, su
 from h2o.analysis import collect, removal
 from h2o.borrowed import with_cache
 from h2o.calibration import head_costs, refine
-from h2o.hf import attention
+from h2o.hf.attention import attention
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
 from tests.hf.modes import policy
 from tests.hf.test_simulation import prove, text

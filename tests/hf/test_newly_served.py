@@ -16,9 +16,9 @@ from transformers import AutoModelForImageTextToText
 
 from h2o import H2OCache, H2OConfig, supports
 from h2o.borrowed import CACHE, with_cache
-from h2o.hf.latent_attention import expands_after_cache
-from h2o.hf.layer_kinds import HYBRIDS, kind_of
-from h2o.hf.shared_keys import SHARES_KEYS
+from h2o.hf.families.latent_attention import expands_after_cache
+from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
+from h2o.hf.families.shared_keys import SHARES_KEYS
 from tests.hf import families
 from tests.hf.test_hybrids import assert_same, prove_stepwise, rows_as_alone
 from tests.hf.tiny import (

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 import h2o
 from h2o import H2OCache, UnsupportedError
 from h2o.borrowed import with_cache
-from h2o.hf.layer_state import state_of
-from h2o.hf.one_budget import ROOM, OneBudget
-from h2o.hf.prompt_echo import PromptEcho
+from h2o.hf.prompt.one_budget import ROOM, OneBudget
+from h2o.hf.prompt.prompt_echo import PromptEcho
+from h2o.hf.store.layer_state import state_of
 from tests.hf.test_compress import positions
 from tests.hf.test_prompt_echo import read
 from tests.hf.tiny import DEVICE, Family, prompts, shared
@@ -178,6 +178,6 @@ def test_layers_that_have_more_places_than_were_foreseen(monkeypatch):
 
 
 def test_a_part_of_the_heads_cannot_choose(monkeypatch):
-    monkeypatch.setattr(h2o.hf.tensor_parallel, "part", lambda module: (0, 2))
+    monkeypatch.setattr(h2o.hf.families.tensor_parallel, "part", lambda module: (0, 2))
     with pytest.raises(UnsupportedError, match="cut over several processes"):
         read(shared("llama"), prompts(60), **SMALL)

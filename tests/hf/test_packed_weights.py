@@ -12,7 +12,7 @@ from torch import nn
 
 from h2o import H2OCache, packed_weights
 from h2o.borrowed import with_cache
-from h2o.hf.packed_weights import FEW
+from h2o.hf.rows.packed_weights import FEW
 from tests.hf.tiny import LATENT, batch, model, prompts
 
 pytestmark = pytest.mark.skipif(

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from h2o import H2OCache, Profile
 from h2o.borrowed import with_cache
 from h2o.head_budgets import levelled
-from h2o.hf import tensor_parallel
-from h2o.hf.layer_kinds import HYBRIDS
+from h2o.hf.families import tensor_parallel
+from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.model_identity import describe, sample
 from tests.hf import cut, cut_latents, gathered
 from tests.hf.tiny import LATENT, Family, prompts

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import h2o
 from h2o import H2OCache, Request, cli
 from h2o.borrowed import with_cache
-from h2o.hf.generate_all import _Engine
+from h2o.hf.rows.generate_all import _Engine
 from tests.hf.test_one_budget import deep
 from tests.hf.test_pinned import SMALL, SPAN, held, survives
 from tests.hf.tiny import batch, needs_compiler, prompts, shared

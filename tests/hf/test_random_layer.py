@@ -13,7 +13,7 @@ import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.borrowed import with_cache
 from h2o.errors import UnsupportedError
-from h2o.hf.random_layer import drawn
+from h2o.hf.layers.random_layer import drawn
 from tests.hf import tiny
 from tests.hf.test_simulation import PROMPT, fitted, prove, text
 

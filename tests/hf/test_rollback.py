@@ -11,8 +11,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched
 from h2o.borrowed import with_cache
-from h2o.hf import layer as layers
-from h2o.hf.layer import H2OLayer
+from h2o.hf.layers import layer as layers
+from h2o.hf.layers.layer import H2OLayer
 from tests.cases import checkered
 from tests.hf.drive import feed, new_cache
 from tests.hf.test_compiled import compiling, nothing_compiled  # noqa: F401

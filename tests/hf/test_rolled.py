@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, reference, simulated, supports
 from h2o.borrowed import with_cache
-from h2o.hf.cache_relative import CacheRelativeLayer
-from h2o.hf.layer_kinds import HYBRIDS, kind_of
-from h2o.hf.model_rotary import ROLLED, Rotary
+from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
+from h2o.hf.layers.cache_relative import CacheRelativeLayer
+from h2o.hf.rotary.model_rotary import ROLLED, Rotary
 from tests import inputs
 from tests.hf.drive import feed, new_cache
 from tests.hf.modes import MODES

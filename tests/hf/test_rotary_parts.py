@@ -8,8 +8,8 @@ from transformers import AutoConfig
 from transformers.modeling_utils import AttentionInterface
 
 from h2o import UnsupportedError
-from h2o.hf import model_rotary, rotary_parts
-from h2o.hf.model_rotary import Rotary
+from h2o.hf.rotary import model_rotary, rotary_parts
+from h2o.hf.rotary.model_rotary import Rotary
 from tests.hf.tiny import FAMILIES, LATENT, ROTARY, WITHOUT_ROTARY, Family
 
 

@@ -14,9 +14,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from h2o import H2OCache, H2OConfig, Profile
 from h2o.borrowed import with_cache
-from h2o.hf import cache_file
-from h2o.hf.layer import H2OLayer
-from h2o.hf.layer_state import state_of
+from h2o.hf.cache import cache_file
+from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.store.layer_state import state_of
 from tests.hf.modes import uneven
 from tests.hf.tiny import greedy, model, prompts
 

@@ -9,7 +9,7 @@ from transformers import CompileConfig, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, generate_all
 from h2o.borrowed import with_cache
-from h2o.hf.layer_kinds import HYBRIDS
+from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.reference_echo import shared_echo
 from tests.hf.modes import MODES
 from tests.hf.test_compress import positions
@@ -241,7 +241,7 @@ def test_tokens_of_a_prompt_are_taken_back():
     cache.activate_past_recording()
     with torch.no_grad():
         ours(document, **with_cache(cache))
-        cache.crop(50 if h2o.hf.pass_state.CROPS_TO_LENGTH else -10)
+        cache.crop(50 if h2o.hf.store.pass_state.CROPS_TO_LENGTH else -10)
     assert positions(cache) == positions(read(ours, [document[:, :50]], **SMALL))
 
 

@@ -16,11 +16,11 @@ from transformers import AutoConfig, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, simulated, supports
 from h2o.borrowed import with_cache
-from h2o.hf import shared_keys_layer
-from h2o.hf.attention_call import AttentionCall
-from h2o.hf.layer import H2OLayer
-from h2o.hf.shared_keys import SHARES_KEYS, reusing
-from h2o.hf.shared_keys_layer import SharedKeysLayer
+from h2o.hf.call.attention_call import AttentionCall
+from h2o.hf.families.shared_keys import SHARES_KEYS, reusing
+from h2o.hf.layers import shared_keys_layer
+from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.layers.shared_keys_layer import SharedKeysLayer
 from tests.cases import checkered
 from tests.hf.modes import POLICIES
 from tests.hf.tiny import batch, greedy, model, prompts

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from h2o import H2OCache, H2OConfig, Profile
 from h2o.borrowed import with_cache
 from h2o.head_budgets import LEAST, allotted
-from h2o.hf import layer_types
+from h2o.hf.layers import layer_types
 from h2o.model_identity import describe, sample
 from tests import inputs
 from tests.hf.drive import feed, forward, new_cache

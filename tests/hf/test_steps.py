@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from h2o import H2OCache, backends
-from h2o.hf.attention import h2o_attention_forward
+from h2o.hf.attention.attention import h2o_attention_forward
 from tests.hf.drive import Attention, forward, new_cache, tensors
 from tests.inputs import drifting
 from tests.torch.calls import TABLE

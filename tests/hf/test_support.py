@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.borrowed import with_cache
-from h2o.hf.layer_kinds import HYBRIDS, kind_of
+from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
 from tests.hf import families
 from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts
 

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, borrowed, disable, enable, patched
 from h2o.borrowed import CACHE, with_cache
-from h2o.hf import compiled_forward
+from h2o.hf.cache import compiled_forward
 from tests.hf.tiny import greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from h2o import H2OConfig, ops
-from h2o.hf import slot_layout
+from h2o.hf.store import slot_layout
 from h2o.vllm import metrics
 from h2o.vllm.page_budget import PageBudget, config_of, places_of, with_budget, with_pins
 from h2o.vllm.page_store import PageStore, page_bytes

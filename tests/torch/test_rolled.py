@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 
 from h2o import backends, ops, reference
-from h2o.hf import cache_relative, slot_layout
+from h2o.hf.layers import cache_relative
+from h2o.hf.store import slot_layout
 from tests import inputs
 from tests.conversation import Conversation
 from tests.inputs import POLICIES

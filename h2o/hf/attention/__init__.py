@@ -1,0 +1,1 @@
+"""What transformers runs for attn_implementation="h2o"."""

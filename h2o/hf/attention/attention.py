@@ -1,0 +1,338 @@
+"""What transformers runs for attn_implementation="h2o".
+
+Two functions are registered under that name: the attention, and the maker of
+its mask. Keys that come out of an `H2OCache` carry their layer, which is handed
+the whole call; all others (no cache, transformers' own caches, training) get
+dense attention, the same as under "sdpa".
+
+An H2O layer knows pads by a mask [B, Q] of the new tokens alone: whatever it
+holds is visible, and causality among new tokens follows from their order.
+
+Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
+N keys that attention sees, D head dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.modeling_utils import PreTrainedModel
+
+from h2o import borrowed
+from h2o.errors import UnsupportedError
+from h2o.hf.call.attention_call import AttentionCall
+from h2o.hf.families.images import BOTH_WAYS, looks_both_ways_at_images
+from h2o.hf.families.layer_kinds import cross_attention_layers
+from h2o.hf.families.shared_keys import Pads, pads_of
+from h2o.hf.layers.layer import H2OLayer
+from h2o.sink_logits import softmax
+
+__all__ = [
+    "h2o_attention_forward",
+    "h2o_mask",
+    "register",
+    "switch",
+    "unsupported",
+]
+
+_FOREIGN = {
+    "sinks": "attention sinks by another name than s_aux",
+    "position_bias": "an additive position bias",
+    "block_indices": "block-sparse attention",
+    "cache": (
+        "paged attention (continuous batching). If you gave the model cache=H2OCache(...): this "
+        "version of transformers calls that argument past_key_values"
+    ),
+    "output_attentions": "output_attentions=True (attention weights are never made whole)",
+}
+"""Keyword arguments of attention functions that change what attention is."""
+
+
+def h2o_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers' AttentionInterface.
+
+    Args:
+        query: [B, H, Q, D]; key, value: [B, G, N, D], with N = Q out of an `H2OCache`.
+        attention_mask: None, [B, Q] or [B, N] bool as `h2o_mask` makes it, or 4-D for dense
+            attention.
+        s_aux: [H], transformers' name for learned attention sinks (`h2o.ops.attend`).
+
+    Returns:
+        (output [B, Q, H, D], None).
+
+    Raises:
+        UnsupportedError: a model asks for what h2o does not do.
+        RuntimeError: an `H2OCache` in training.
+    """
+    attention_mask = pads_of(attention_mask)
+    layer: H2OLayer | None = getattr(key, "h2o_layer", None)
+    if layer is not None:
+        call = AttentionCall(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling,
+            softcap or 0.0,
+            dropout,
+            kwargs.get("position_ids"),
+            kwargs.get("use_cache"),
+            s_aux,
+            unsupported(module, kwargs, attention_mask, sliding_window, is_causal),
+        )
+        return layer.attend(call), None
+    if error := _unsupported(module, _foreign(kwargs)):
+        raise error
+    causal = _looks_back_only(module, is_causal)
+    mask = _dense_mask(query, key, attention_mask, causal)
+    how = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "dropout": dropout}
+    if s_aux is not None:
+        return _attention_with_sinks(query, key, value, mask, causal, **how), None
+    if softcap is not None:
+        Q, N = query.shape[2], key.shape[2]
+        if mask is None and causal and Q > 1:
+            mask = _causal(Q, N, query.device)
+        return _softmax_attention(query, key, value, mask, **how), None
+    return sdpa_attention_forward(
+        module, query, key, value, mask,
+        dropout=dropout, scaling=scaling, is_causal=is_causal if causal else False, **kwargs,
+    )  # fmt: skip
+
+
+def unsupported(
+    module: nn.Module,
+    kwargs: dict[str, Any],
+    attention_mask: Tensor | None,
+    sliding_window: int | None,
+    is_causal: bool | None,
+) -> UnsupportedError | None:
+    """What a model asks for beyond full causal attention, as an error to raise; None if nothing.
+
+    `kwargs` are the attention function's further keyword arguments.
+    """
+    feature = _foreign(kwargs)
+    if not feature and sliding_window is not None:
+        feature = (
+            f"a sliding window of {sliding_window} in a layer that the H2OCache takes for full "
+            "attention: make the cache from the config of this model"
+        )
+    if not feature and attention_mask is not None and attention_mask.ndim != 2:
+        feature = (
+            "4-D masks and other patterns (packed texts, prefix or block attention): give a 2-D "
+            "attention_mask, or use DynamicCache"
+        )
+        config = getattr(module, "config", None)
+        if config is not None and looks_both_ways_at_images(config):
+            feature += f". Or, if there are images: {BOTH_WAYS}"
+    if not feature and not _looks_back_only(module, is_causal):
+        feature = (
+            "attention that looks both ways (an encoder, is_causal=False): nothing can be evicted "
+            "that later tokens of the same text still see"
+        )
+    return _unsupported(module, feature)
+
+
+def _foreign(kwargs: dict[str, Any]) -> str:
+    """Which unsupported feature a keyword argument of an attention function asks for, or ""."""
+    for name, argument in kwargs.items():
+        if name in _FOREIGN and argument is not None and argument is not False:
+            return _FOREIGN[name]
+    return ""
+
+
+def _unsupported(module: nn.Module, feature: str) -> UnsupportedError | None:
+    if not feature:
+        return None
+    return UnsupportedError(f"h2o attention ({type(module).__name__}) does not support {feature}")
+
+
+def h2o_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """A mask function of transformers' AttentionMaskInterface.
+
+    Returns:
+        For plain causal attention the part of the 2-D mask that belongs to the keys: [B, Q] for
+        an `H2OCache`, which announces kv_length = q_length; [B, N] otherwise; None without
+        pads. For any other pattern (a window, packed texts, both directions) the 4-D mask of
+        "sdpa", which dense attention takes and an H2O layer refuses.
+
+    Raises:
+        UnsupportedError: output_attentions=True, or a cache that lays its keys out otherwise
+            (StaticCache).
+        ValueError: a mask of the wrong length.
+    """
+    if borrowed.wants_attention_weights():
+        raise UnsupportedError(f"h2o attention does not support {_FOREIGN['output_attentions']}")
+    if mask_function is not causal_mask_function:
+        # None stands for plain causal attention here, so "everything is seen" must be said.
+        kwargs["allow_is_bidirectional_skip"] = False
+        pattern = functools.partial(
+            sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+            q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask, **kwargs,
+        )  # fmt: skip
+        mask = pattern(mask_function=mask_function)
+        if not borrowed.adds_to_causal(mask_function) or torch.compiler.is_compiling():
+            return mask
+        if not torch.equal(mask, pattern(mask_function=causal_mask_function)):
+            return mask
+        # Plain after all, as of a text without images where a model has tokens of these look ahead.
+    # Offsets are tensors where the cache is to be compiled: reading one would wait for its device.
+    is_h2o = kv_length == q_length and (kv_offset is q_offset or kv_offset == q_offset)
+    if not is_h2o and kv_offset + kv_length != q_offset + q_length:
+        raise UnsupportedError(
+            f"h2o attention was given a cache with {kv_length} places for {q_offset} + {q_length} "
+            "tokens, such as StaticCache: use H2OCache or DynamicCache"
+        )
+    if attention_mask is None:
+        return None
+    length = attention_mask.shape[1]
+    if length != kv_length and length != q_offset + q_length:
+        raise ValueError(
+            f"attention_mask has {length} columns; {q_offset + q_length} are needed: "
+            f"{q_offset} tokens seen and {q_length} new ones"
+        )
+    mask = attention_mask[:, length - kv_length :]
+    if q_length > 1 and getattr(kwargs.get("config"), "num_kv_shared_layers", None):
+        return Pads.over(mask, q_length)
+    return mask
+
+
+def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """The mask that "sdpa" expects, from what `h2o_mask` gave."""
+    if mask is not None and mask.ndim != 2:
+        return mask
+    if mask is None and not causal:
+        return None
+    Q, N = query.shape[2], key.shape[2]
+    if mask is None and Q in (1, N):
+        return None  # sdpa_attention_forward is causal by itself here
+    return sdpa_mask(
+        batch_size=query.shape[0], q_length=Q, kv_length=N, q_offset=N - Q,
+        attention_mask=mask, device=query.device,
+    )  # fmt: skip
+
+
+def _looks_back_only(module: nn.Module, is_causal: bool | None) -> bool:
+    """Whether attention is causal, as the caller says, or else the module; none to images is."""
+    if is_causal is not None:
+        return is_causal
+    of_images = cross_attention_layers(getattr(module, "config", None))
+    if getattr(module, "layer_idx", None) in of_images:
+        return False
+    return getattr(module, "is_causal", True)
+
+
+def _softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Dense attention with what "sdpa" lacks: logits squeezed into (-softcap, softcap) if that is
+    not 0, and learned sinks [H]. `mask` is 4-D; None: all is seen."""
+    B, H, Q, D = query.shape
+    G = key.shape[1]
+    grouped = query.reshape(B, G, H // G, Q, D)
+    logits = grouped @ key[:, :, None].mT * (D**-0.5 if scale is None else scale)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        # The lowest number, not -inf: a query that sees nothing must not become NaN.
+        logits = logits.masked_fill(~mask[:, :, None], torch.finfo(logits.dtype).min)
+    elif mask is not None:
+        logits = logits + mask[:, :, None]
+    if sinks is not None:
+        sinks = sinks.view(G, H // G, 1, 1)
+    weights = softmax(logits, sinks, torch.float32).to(query.dtype)
+    if dropout:
+        weights = nn.functional.dropout(weights, dropout)
+    return (weights @ value[:, :, None]).reshape(B, H, Q, -1).transpose(1, 2).contiguous()
+
+
+ROWS = 512
+"""Queries whose logits are made at one time where there are learned sinks."""
+
+
+def _attention_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, **how: Any
+) -> Tensor:
+    """`_softmax_attention`, some rows at a time: models with learned sinks have no faster way, and
+    the logits of a long prompt would fill the memory."""
+    Q, N = query.shape[2], key.shape[2]
+    parts = []
+    for first in range(0, Q, ROWS):
+        last = min(first + ROWS, Q)
+        end = N - Q + last if mask is None and causal else N
+        seen = None if mask is None else mask.expand(-1, -1, Q, N)[:, :, first:last]
+        if mask is None and causal and last - first > 1:
+            seen = _causal(last - first, end, query.device)
+        rows = query[:, :, first:last], key[:, :, :end], value[:, :, :end]
+        parts.append(_softmax_attention(*rows, seen, **how))
+    return torch.cat(parts, dim=1)
+
+
+def _causal(Q: int, N: int, device: torch.device) -> Tensor:
+    """[1, 1, Q, N] bool, what the last Q of N tokens see."""
+    return torch.ones(Q, N, dtype=torch.bool, device=device).tril(N - Q)[None, None]
+
+
+def register(name: str, function: Any) -> None:
+    """Makes an attention function known to transformers, with the mask that h2o's layers take."""
+    borrowed.register_attention(name, function, h2o_mask)
+
+
+def switch(model: Any, name: str) -> None:
+    """Makes a model use the attention registered under a name.
+
+    Raises:
+        UnsupportedError: a model with attention code of its own; transformers would only log a
+            warning and go on as before.
+    """
+    if not borrowed.can_set_attention(model):
+        # What reads images may have code of its own, and the language model within it none.
+        text = model.config.get_text_config(decoder=True)
+        parts = (x for x in model.modules() if isinstance(x, PreTrainedModel) and x is not model)
+        language = next((x for x in parts if x.config is text is not model.config), None)
+        if language is not None:
+            switch(language, name)
+            return
+        raise UnsupportedError(
+            f"h2o cannot serve {type(model).__name__}: it has attention code of its own instead "
+            "of transformers' AttentionInterface"
+        )
+    model.set_attn_implementation(name)
+
+
+register("h2o", h2o_attention_forward)

@@ -1,0 +1,130 @@
+"""`attending`: a context manager that replaces the attention of a model's layers by a function.
+
+Simulation, analysis and calibration use it to see queries, keys and values of a forward pass over a
+whole text. It hides how transformers calls attention functions, and refuses calls that ask for more
+than plain causal attention.
+
+Shape letters: B batch rows, H query heads, G key/value heads, n tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from h2o import borrowed
+from h2o.hf.attention import attention
+from h2o.hf.attention.patch_lock import PatchLock
+from h2o.hf.call.attention_call import Call, as_autocast, as_operand
+from h2o.hf.families.shared_keys import pads_of
+from h2o.hf.families.wrapped import unwrapped
+
+__all__ = ["attending"]
+
+
+@contextmanager
+def attending(
+    model: Any, layers: Collection[int], visit: Callable[[Call], Tensor]
+) -> Iterator[None]:
+    """Within the block the attention output of these layers is `visit(call)`, [B, n, H, D].
+
+    Other layers attend as before. After the block, also after an error, the model is unchanged.
+
+    Raises:
+        UnsupportedError: a model with attention code of its own; in the model's forward, attention
+            that is not plain and causal.
+        RuntimeError: another thread or task has the model in such a block.
+    """
+
+    def function(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        layer = shared.layer(module)  # of what reads images: None
+        attention_mask = pads_of(attention_mask)
+
+        def full() -> Tensor:
+            return attention.h2o_attention_forward(
+                module, query, key, value, attention_mask, scaling, dropout, softcap,
+                sliding_window, is_causal, **kwargs,
+            )[0]  # fmt: skip
+
+        if layer not in layers:
+            return full(), None
+        if error := attention.unsupported(
+            module, kwargs, attention_mask, sliding_window, is_causal
+        ):
+            raise error
+        mask = None if attention_mask is None else attention_mask.bool()
+        tensors = as_autocast(query, key, value)
+        cached = hasattr(key, "h2o_layer")
+        logits = scaling, softcap or 0.0, as_operand(kwargs.get("s_aux"))
+        return visit(Call(module, layer, *tensors, mask, *logits, dropout, cached, full)), None
+
+    model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
+    shared = _SharedModules(type(model.config.get_text_config(decoder=True)))
+    name = f"h2o_simulated:{next(_numbers)}"
+    lock = PatchLock("simulated", model, name)
+    attention.register(name, function)
+    try:
+        lock.acquire(model)
+        try:
+            with shared.watched(model):
+                yield
+        finally:
+            lock.release()
+    finally:
+        borrowed.unregister_attention(name)
+
+
+class _SharedModules:
+    """Which layer an attention module is at work for: some models (Zamba) have one module for
+    several layers, and give its forward a `layer_idx`."""
+
+    def __init__(self, text_config: type) -> None:
+        """`text_config`: the class of the language model's config."""
+        self._here, self._text_config = threading.local(), text_config
+
+    def layer(self, module: nn.Module) -> int | None:
+        """The layer whose attention this module computes now; None: of another model within."""
+        if not isinstance(getattr(module, "config", None), self._text_config | None):
+            return None
+        layer: int | None = getattr(module, "layer_idx", None)
+        return vars(self._here).get(str(id(module)), layer)
+
+    @contextmanager
+    def watched(self, model: nn.Module) -> Iterator[None]:
+        """Notes what these modules are given, within the block."""
+
+        def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            vars(self._here)[str(id(module))] = kwargs["layer_idx"]
+
+        hooks = [
+            module.register_forward_pre_hook(note, with_kwargs=True)
+            for module in model.modules()
+            if hasattr(module, "layer_idx")
+            and borrowed.accepts(module.forward, "layer_idx")
+            and hasattr(module, "is_causal")
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+_numbers = itertools.count()

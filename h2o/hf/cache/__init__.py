@@ -1,0 +1,1 @@
+"""`H2OCache`: made, forked, saved, loaded, taken over."""

@@ -1,0 +1,393 @@
+"""`H2OCache`: H2O as a cache of Hugging Face transformers.
+
+It is a list of layers. A full-attention layer is an `H2OLayer`, which holds
+only the keys that its budget has room for, with their scores and positions; all
+others remain what transformers makes them. What is done to all
+layers together stands here: making a cache, copying, saving, cropping; what a cache can be
+asked in readable_cache.py.
+
+Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A
+column is an index in the padded batch; a position is a token's index in its own
+row, pads not counted.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from h2o import packages
+from h2o.config import H2OConfig, one_config
+from h2o.errors import UnsupportedError
+from h2o.hf.cache import cache_file
+from h2o.hf.cache.compiled_forward import warn_of_many_graphs
+from h2o.hf.cache.continuation import check_text
+from h2o.hf.cache.from_dynamic_cache import take_over
+from h2o.hf.cache.readable_cache import ReadableCache
+from h2o.hf.families.layer_kinds import has_states, kind_of
+from h2o.hf.families.shared_keys import reusing
+from h2o.hf.families.tuned_prompts import check_pins
+from h2o.hf.layers import crop
+from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.layers.layer_types import layers_of
+from h2o.hf.prompt.prompt_echo import served_as
+from h2o.hf.rotary.rope_deltas import RopeDeltas
+from h2o.hf.store import states
+from h2o.hf.store.pass_state import PassState, columns_left, refuse_broken
+from h2o.hf.store.pins import Pins
+from h2o.hf.support import config_of, rereads_after, transformers_layers
+from h2o.model_identity import describe
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from h2o.config_fields import CacheFields, ConfigFields, Pinned, PromptLength
+
+__all__ = ["H2OCache", "H2OLayer", "UnsupportedError"]
+
+
+class H2OCache(ReadableCache):
+    """A KV cache that keeps, per layer, row and key/value head, only what its budget allows.
+
+    ```python
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="h2o")
+    cache = h2o.H2OCache(model, budget=0.2)  # a fifth of the bytes; budget=512: tokens
+    model.generate(**inputs, cache=cache)
+    print(cache.report())
+    ```
+
+    One cache is one conversation, or one batch of them: used again it goes on, `reset()`
+    starts anew. A pipeline or a loop over prompts would therefore go on with the first prompt:
+    use `h2o.patched()` there, which makes a fresh cache each time. Layers with a sliding window,
+    with states, or for images keep transformers' own cache, all others are H2O.
+
+    Args:
+        config: a model, or its config (`model.config`), by which a fine-tuned model cannot be told
+            from the one that it was.
+        h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `budget`, or `heavy`,
+            `recent`, `sinks`, `min_tokens`, `score_by`, `decay`, `value_weighted`,
+            `positions`, `shares`, `kv_dtype`, `of`.
+        prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only
+            needed where fractions meet a prompt that is fed in chunks
+            (`generate(prefill_chunk_size=...)`): else the first forward pass is the prompt, and
+            later ones of several tokens are turns of a chat. Forgotten by `reset()`.
+        pinned: keys that are never evicted and count in the budget: spans `[(start, stop), ...]` of
+            token positions in a row, pads not counted, or such a list for each row; `"prompt"`, the
+            whole first prompt; or a bool mask [B, K] of the padded prompt's columns. A position
+            that is yet to come is pinned when it comes. `reset()` keeps what was given here.
+        trace: remember when each key was evicted; see `evicted_at`.
+        compileable: give torch.compile one graph for all decode steps. `generate()` compiles by
+            itself on CUDA, and where a `CompileConfig` says so. Slots are made for the whole
+            budget at once. Not with sliding windows, cache-relative positions or trace.
+
+    Raises:
+        UnsupportedError: (a ValueError) a model that h2o cannot serve, naming the reason.
+        ValueError: pins that are none, or with `decay=0`. In the first forward pass: a budget too
+            small for sinks, pinned and recent keys.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        h2o_config: H2OConfig | None = None,
+        *,
+        prompt_length: PromptLength = None,
+        pinned: Pinned = None,
+        trace: bool = False,
+        compileable: bool = False,
+        **parameters: Unpack[ConfigFields],
+    ) -> None:
+        packages.warn_without_core()
+        h2o_config = one_config(h2o_config, parameters)
+        check_pins(config, pinned)
+        model, config = config, config_of(config)
+        full_layers = transformers_layers(config)
+        h2o_config, echo, self.not_dealt = served_as(config, h2o_config.for_model(model))
+        last = max((later[-1] for later in reusing(config).values()), default=0)
+        pass_state = PassState(prompt_length, full_layers, last)
+        layers = layers_of(
+            config, full_layers, h2o_config, pass_state,
+            echo=echo, trace=trace, compileable=compileable,
+        )  # fmt: skip
+        pass_state.pins = Pins.of(pinned, h2o_config.decay)
+        pass_state.configs = [x.config for x in layers if isinstance(x, H2OLayer)]
+        pass_state.rereads_after = rereads_after(config)
+        pass_state.rope_deltas = RopeDeltas.of(config)
+        Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
+        self.pass_state, self.model_shape = pass_state, describe(config)
+        self.unused = None
+        if not any(isinstance(layer, H2OLayer) for layer in layers):
+            self.unused = h2o_config.for_layer(0, len(layers))
+            warnings.warn(
+                f"nothing is evicted: every layer of {config.model_type} has a sliding window and "
+                "keeps transformers' own cache",
+                stacklevel=2,
+            )
+
+    @classmethod
+    def from_dynamic_cache(
+        cls,
+        cache: DynamicCache,
+        config: Any,
+        h2o_config: H2OConfig | None = None,
+        *,
+        attention_mask: Any = None,
+        **parameters: Unpack[CacheFields],
+    ) -> H2OCache:
+        """A cache that goes on where a filled DynamicCache has got to.
+
+        ```python
+        full = DynamicCache(config=model.config)
+        model(**text, cache=full)  # under any attention, for example sdpa
+        cache = h2o.H2OCache.from_dynamic_cache(full, model.config, heavy=256, recent=256)
+        model.generate(**text_and_question, cache=cache)  # now under "h2o"
+        ```
+
+        A DynamicCache has no scores. So every key is kept until the next forward pass, whose
+        queries see all of them. The attention that they give is the score by which the converted
+        tokens and the new ones are then pruned to the budget, together, as one prompt would be:
+        rather that of a whole question than of a single token.
+
+        Keys and values are copied; of layers with a sliding window the last ones are. Until
+        that pass memory is that of the full cache, twice if you keep the DynamicCache.
+
+        Args:
+            cache: a filled DynamicCache, made with `config` or without.
+            config, h2o_config, parameters: as of `H2OCache`, also `prompt_length` and `trace`. A
+                fraction is one of the converted tokens and those of the next forward pass, unless
+                `prompt_length` says otherwise. With `score_by="mean"` all that came after a key
+                counts, whether it gave scores or not.
+            attention_mask: [B, n] for the n columns that the DynamicCache has seen, 0 at a pad;
+                needed where rows are padded, since a pad's keys look like a token's.
+
+        Raises:
+            TypeError: another cache, or float64.
+            ValueError: as `H2OCache`; a DynamicCache that is empty or another model's; a mask of
+                another shape.
+        """
+        converted = cls(config, h2o_config, **parameters)
+        take_over(cache, converted.layers, attention_mask)
+        converted.pass_state.rope_deltas.is_known = False
+        return converted
+
+    def fork(self, rows: int = 1) -> H2OCache:
+        """A copy that goes on by itself: read a document once, then ask a fork each question.
+
+        ```python
+        model(**document, cache=cache)
+        for question in questions:  # each with the document's ids before it
+            model.generate(question, cache=cache.fork())
+        ```
+
+        `copy.deepcopy(cache)` is the same. What a copy holds counts as a whole prompt, so that
+        fractions stay those of the document.
+
+        Args:
+            rows: what each row becomes, for questions in one batch; at least 1.
+
+        Raises:
+            RuntimeError: a forward pass broke off, or another thread's is under way.
+        """
+        if rows < 1:
+            raise ValueError(f"rows: is {rows}, wanted at least 1")
+        self._refuse_broken()
+        fork = copy.deepcopy(self)
+        if rows != 1:
+            fork.batch_repeat_interleave(rows)
+        return fork
+
+    def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
+        """Writes a safetensors file from which `load` goes on with identical tokens.
+
+        Args:
+            path: replaced as a whole or not at all.
+            model: the model that has read the text. With it the file knows a few numbers of its
+                weights, and `load` refuses another one of the same shape.
+
+        Raises:
+            OSError: the file cannot be written.
+            RuntimeError: another thread's forward pass is under way, or the last one broke off.
+            ValueError: a model that is not the cache's; no model, where some of its heads were
+                converted from a DynamicCache and it is not known which.
+        """
+        self._refuse_broken()
+        cache_file.write(Path(path), self, model)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Any, *, device: Any = None) -> H2OCache:
+        """What `save` wrote, with its settings. Like a fork it counts as a whole prompt.
+
+        ```python
+        cache = h2o.H2OCache.load("document.safetensors", model)
+        model.generate(document_and_question, cache=cache)
+        ```
+
+        Args:
+            model: the model that goes on, or its config, which has a shape but no weights.
+            device: where the tensors go; by default where the model is. In a forward pass they
+                follow each layer to where it computes, for a model that is spread or offloaded.
+
+        Raises:
+            ValueError: with the reason: a file that is truncated, edited, of a later version, of
+                another model, or of other heads of a tensor parallel model than are here.
+            OSError: there is no file.
+        """
+        content, tensors = cache_file.read(Path(path), model)
+        loaded = cls(model, **cache_file.arguments(content))
+        where = cache_file.device_of(model) if device is None else device
+        cache_file.fill(loaded.layers, content, {name: x.to(where) for name, x in tensors.items()})
+        try:
+            loaded._refuse_broken()
+        except RuntimeError as error:
+            raise ValueError(f"{path}: {error}") from error
+        cache_file.put_pass_state(loaded.pass_state, content)
+        return loaded
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Called once before a forward pass: the place to notice that the last one broke off."""
+        if torch.compiler.is_compiling():
+            if not self.is_compileable:
+                warn_of_many_graphs()
+            return super().get_mask_sizes(query_length, layer_idx)
+        self.pass_state.refuse_other_thread()
+        for layer in filter(has_states, self.layers):
+            states.make_writable(layer)
+        if not self.is_compileable or self.pass_state.under_way:
+            self._refuse_parted()
+        seen = int(self.get_seq_length())
+        if query_length == 0:
+            raise ValueError(
+                f"no new tokens: the cache has seen {seen}. generate() needs input_ids with these "
+                "and more; for another conversation reset() the cache"
+            )
+        check_text(self, seen, query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def reset(self) -> None:
+        """Forgets everything: the next forward pass is a new prompt.
+
+        Raises:
+            RuntimeError: another thread's layer is at work on it.
+        """
+        if self.pass_state.waiting is not None:
+            self.pass_state.refuse_other_thread()
+        super().reset()
+        for layer in self.layers:  # transformers' own may keep zeros
+            if kind_of(layer) in ("sliding", "cross"):
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+            if has_states(layer):
+                states.forget(layer)
+        self.pass_state.reset()
+
+    def crop(self, tokens: int) -> None:
+        """Takes back the last tokens; all of them is `reset()`.
+
+        `tokens` means what it means in this version of transformers: minus the number of tokens
+        to remove, and before 5.16 the number to keep. A part of them can be taken back where
+        passes are recorded (`activate_past_recording`), and of the last forward pass only. Then
+        the cache is as if they had never come: the rest of that pass is attended to once more.
+
+        Raises:
+            NotImplementedError: other tokens: what was evicted cannot come back.
+            RuntimeError: a forward pass broke off; then `reset()`, or all tokens, remains.
+
+        Whatever the error, all layers are what they were before.
+        """
+        self.pass_state.refuse_other_thread()
+        left = columns_left(tokens, seen := int(self.get_seq_length()))
+        if left == 0:
+            self.reset()
+            return
+        self._refuse_broken()
+        crop.crop(self.layers, tokens, seen, left)
+
+    def _refuse_broken(self) -> None:
+        """Raises RuntimeError where a forward pass broke off, or another thread's is under way."""
+        self.pass_state.refuse_other_thread()
+        self.pass_state.refuse_interrupted()
+        self._refuse_parted()
+
+    def _refuse_parted(self) -> None:
+        """Raises RuntimeError where layers have not come as far as others."""
+        refuse_broken(self._columns_seen())
+        self.pass_state.refuse_parted_states()
+
+    def activate_past_recording(self) -> None:
+        """From now on the last forward pass can be taken back by `crop`.
+
+        Assisted decoding and prompt lookup ask for it, from transformers 5.16 on by themselves.
+        Each layer then keeps, from a forward pass to the next one or to `crop`, a copy of what it
+        held before it and the pass' queries, keys and values. `layer.record_past = False` of each
+        layer ends it.
+        """
+        for layer in self.layers:
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by each attention layer. Raises as `H2OLayer.update`, and for a layer too many."""
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"layer {layer_idx} was given a cache of {len(self.layers)} layers: "
+                "make the H2OCache from the config of the model that it is used with"
+            )
+        pass_state, layer = self.pass_state, self.layers[layer_idx]
+        if kind_of(layer) == "cross":  # which comes amid the others, and not in every pass
+            image: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
+            return image
+        pass_state.enter()
+        try:
+            keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
+        except Exception:
+            if layer_idx == pass_state.first and pass_state.waiting is None:
+                pass_state.leave()  # nothing has begun
+            raise
+        if not isinstance(layer, H2OLayer):  # which has stored them by now
+            pass_state.attended(layer_idx)
+        return keys_and_values
+
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Called by each layer that has states, before it changes them."""
+        self.pass_state.states_of(layer_idx)
+        state: Tensor | None = super().get_conv_state(layer_idx, *args, **kwargs)
+        return state
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was, in every layer."""
+        self.pass_state.refuse_other_thread()
+        self.pass_state.select(beam_idx)
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
+        """Keeps these rows, in this order, in every layer: numbers [n], or [B] bool."""
+        rows = indices if isinstance(indices, Tensor) else torch.as_tensor(indices, device="cpu")
+        rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
+        self.pass_state.select(rows)
+        self._each_layer("batch_select_indices", rows, lambda x: x[rows.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows, in every layer."""
+        self.pass_state.repeat(repeats)
+        self._each_layer(
+            "batch_repeat_interleave", repeats, lambda x: x.repeat_interleave(repeats, dim=0)
+        )
+
+    def _each_layer(self, method: str, argument: Any, change: Callable[[Tensor], Tensor]) -> None:
+        """Changes the rows, of states too, which transformers forgets."""
+        self.pass_state.rope_deltas.change_rows(change)
+        for layer in self.layers:
+            if kind_of(layer) != "states":
+                getattr(layer, method)(argument)
+            if has_states(layer):
+                states.each(layer, change)

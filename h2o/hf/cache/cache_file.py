@@ -1,0 +1,307 @@
+"""The file of a saved cache: written and read, so that another process goes on with a text.
+
+A safetensors file. Its tensors are those of the layers' states (`h2o.hf.store.layer_state`), named
+`<layer>.<tensor>`; its metadata has one JSON text with the rest (settings, which model it was,
+numbers of each layer), and a checksum of all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from h2o.config import H2OConfig
+from h2o.filesystem import atomic_write
+from h2o.head_budgets import LayerShares
+from h2o.hf.families import tensor_parallel
+from h2o.hf.layers.compiled import CompileableLayer
+from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.rotary.rope_deltas import RopeDeltas
+from h2o.hf.store.layer_state import State, restore, state_of
+from h2o.hf.store.pass_state import PassState
+from h2o.hf.store.pins import Pins
+from h2o.model_identity import describe, difference, record, record_difference
+from h2o.packages import version
+from h2o.profile import Profile
+
+__all__ = ["arguments", "device_of", "fill", "put_pass_state", "read", "write"]
+
+KIND = "h2o cache"
+LAYOUT = 2
+"""Raised when a file is written that older versions cannot read."""
+
+
+def write(path: Path, cache: Any, model: Any = None) -> None:
+    """Writes what an `H2OCache` holds; see its `save`."""
+    if model is not None and (reason := difference(model, cache.model_shape, {})):
+        raise ValueError(f"this cache was made for another model: {reason}")
+    states = [_with_part(state_of(layer), cache, model) for layer in cache.layers]
+    text = json.dumps(
+        {
+            "kind": KIND,
+            "layout": LAYOUT,
+            "versions": {name: version(name) for name in ("h2o-kv", "torch", "transformers")},
+            "model": cache.model_shape,
+            "record": record(model) if hasattr(model, "named_parameters") else None,
+            "settings": _settings(cache),
+            "prompt_length": cache.pass_state.prompt_length,
+            "pins": cache.pass_state.pins.as_dict(),
+            "layers": [state.numbers for state in states],
+            **_rope_deltas(cache.pass_state.rope_deltas),
+        }
+    )
+    tensors = {
+        f"{index}.{name}": x.cpu().contiguous()
+        for index, state in enumerate(states)
+        for name, x in state.tensors.items()
+    }
+    metadata = {"format": "pt", "h2o": text, "sha256": _checksum(text, tensors)}
+    with atomic_write(path) as draft:
+        draft.touch()  # OSError as everywhere, where no file can be
+        try:
+            save_file(tensors, draft, metadata)
+        except SafetensorError as error:
+            reason = str(error).replace(str(draft), str(path))
+            raise OSError(f"{path} could not be written: {reason}") from error
+
+
+def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `write` wrote: `content`, with an `H2OConfig` as `settings["config"]`, and the tensors.
+
+    Raises:
+        ValueError: a file that is no cache, not whole, edited, written by a later version, of
+            another model than this one or one with this config, or of other heads than are here.
+        OSError: there is no file.
+    """
+    try:
+        metadata, tensors = _opened(path)
+        if "h2o" not in metadata:
+            raise ValueError("is a safetensors file, but none of H2OCache.save")
+        text = metadata["h2o"]
+        if metadata.get("sha256") != _checksum(text, tensors):
+            raise ValueError(
+                "its content is not what was written, by its checksum: it was edited or damaged. "
+                "Read the text again and save it anew"
+            )
+        content = json.loads(text)
+        if content["kind"] != KIND:
+            raise ValueError(f"is of the kind {content['kind']!r}, wanted {KIND!r}")
+        if content["layout"] != LAYOUT:
+            raise ValueError(
+                f"was written in layout {content['layout']}, this version of h2o reads {LAYOUT}"
+            )
+        reason = difference(model, content["model"], {})
+        if reason is None and content["record"] is not None:
+            reason = record_difference(model, content["record"])
+        if reason is not None:
+            raise ValueError(
+                f"this cache is of another model: {reason}. Load the model that read the text"
+            )
+        _refuse_other_part(content["layers"], tensors, model)
+        content["settings"]["config"] = _config(content["settings"]["config"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return content, tensors
+
+
+def device_of(model: Any) -> Any:
+    """The device to load tensors to: the model's, or the CPU for an offloaded model ("meta")."""
+    device = torch.device(getattr(model, "device", "cpu"))  # a config has none
+    return "cpu" if device.type == "meta" else device
+
+
+def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Restores new layers from what `read` returned, without copying the tensors.
+
+    Raises:
+        ValueError: a tensor or number is missing, or belongs to no layer.
+    """
+    if len(layers) != len(content["layers"]):
+        raise ValueError(f"the file has {len(content['layers'])} layers, the model {len(layers)}")
+    for index, (layer, numbers) in enumerate(zip(layers, content["layers"], strict=True)):
+        prefix = f"{index}."
+        of_layer = {
+            name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)
+        }
+        try:
+            restore(layer, State(of_layer, numbers))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"layer {index} was written by another version: {error}") from error
+
+
+def _rope_deltas(deltas: RopeDeltas) -> dict[str, Any]:
+    if not deltas.is_known:
+        return {}
+    return {"rope_deltas": None if deltas.number is None else deltas.number.tolist()}
+
+
+def arguments(content: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `H2OCache` for an empty cache like the one that was written."""
+    settings = content["settings"]
+    return {
+        "h2o_config": settings["config"],
+        "prompt_length": content["prompt_length"],
+        "trace": settings["trace"],
+        "compileable": settings["compileable"],
+    }
+
+
+def put_pass_state(pass_state: PassState, content: dict[str, Any]) -> None:
+    """Gives a loaded cache its pins, and the number that its model kept beside it. An early file
+    has no pins, and one before it does not know the number."""
+    if "pins" in content:
+        pass_state.pins = Pins.from_dict(content["pins"])
+    deltas = pass_state.rope_deltas
+    deltas.is_known = "rope_deltas" in content
+    if (number := content.get("rope_deltas")) is not None:
+        deltas.number = torch.tensor(number, dtype=torch.long, device="cpu")
+
+
+def _with_part(state: State, cache: Any, model: Any) -> State:
+    """The state of a layer with `part`, which of the model's heads it holds keys of. A layer filled
+    from a DynamicCache knows this from its first forward pass on; before that the model does.
+
+    Raises:
+        ValueError: the layer holds a part of the heads, and no model was given.
+    """
+    if not state.numbers.get("unscored"):
+        return state
+    if model is not None:
+        return State(state.tensors, state.numbers | {"part": tensor_parallel.part_of_heads(model)})
+    total, held = cache.model_shape.get("num_key_value_heads"), _heads(state.tensors, "")
+    if total not in (None, held) and tensor_parallel.several():
+        raise ValueError(
+            f"this cache holds {held} of {total} key/value heads, taken over from a DynamicCache, "
+            "and does not know which before its first forward pass: give save() the model"
+        )
+    return state
+
+
+def _heads(tensors: dict[str, Tensor], prefix: str) -> int | None:
+    """Number of key/value heads in a layer's slots; None for an empty or sliding-window layer."""
+    free = tensors.get(f"{prefix}slots.free")
+    return None if free is None else free.shape[1]
+
+
+def _refuse_other_part(
+    layers: list[dict[str, Any]], tensors: dict[str, Tensor], model: Any
+) -> None:
+    """Raises ValueError where the file holds other heads than this process of a tensor parallel
+    model has."""
+    parts = set()
+    for index, numbers in enumerate(layers):
+        held = _heads(tensors, f"{index}.")
+        if held is None:
+            continue
+        if "part" in numbers:
+            parts.add(tuple(numbers["part"]))
+        elif held == describe(model).get("num_key_value_heads"):  # early files have no part
+            parts.add(tensor_parallel.WHOLE)
+    for part in parts:
+        reason = f"holds the heads of {tensor_parallel.named(part)}"
+        if not hasattr(model, "config"):
+            if part == tensor_parallel.WHOLE and not tensor_parallel.several():
+                continue
+            raise ValueError(f"{reason}, and a config does not tell them: give load() the model")
+        if (here := tensor_parallel.part_of_heads(model)) != part:
+            raise ValueError(
+                f"{reason}, and this is {tensor_parallel.named(here)}: "
+                + (
+                    "load it in one process, or let each read the text again and save its own heads"
+                    if part == tensor_parallel.WHOLE
+                    else "have as many processes as then each load the file that it saved, at a "
+                    "path of its own"
+                )
+            )
+
+
+def _opened(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    path.open("rb").close()  # OSError as everywhere
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(
+            f"is truncated, damaged or no safetensors file at all ({error}): save the cache anew"
+        ) from error
+
+
+def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
+        digest.update(x.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _settings(cache: Any) -> dict[str, Any]:
+    """Arguments that make such a cache: fields of `H2OConfig` for JSON, and flags."""
+    h2o_layers = [layer if isinstance(layer, H2OLayer) else None for layer in cache.layers]
+    first = next(filter(None, h2o_layers), None)
+    config = cache.unused if first is None else first.config
+    fields = {x.name: getattr(config, x.name) for x in dataclasses.fields(H2OConfig)}
+    for name in ("heavy", "recent"):  # saved by layer if they differ
+        amounts = [_amounts(getattr(x.config if x else config, name)) for x in h2o_layers]
+        alike = len(set(map(repr, amounts))) == 1 and not isinstance(amounts[0], list)
+        fields[name] = amounts[0] if alike else amounts
+    shares = fields["shares"]
+    if isinstance(shares, LayerShares):
+        table = shares.shares
+        fields["shares"] = table.as_dict() if isinstance(table, Profile) else table
+    return {
+        "config": fields,
+        "trace": first is not None and first.traced,
+        "compileable": isinstance(first, CompileableLayer),
+    }
+
+
+def _amounts(budget: Any) -> Any:
+    """`heavy` or `recent` of one layer's config: an amount, or a list with one for each head."""
+    return list(budget[0]) if isinstance(budget, tuple) else budget
+
+
+def _config(fields: dict[str, Any]) -> H2OConfig:
+    """The `H2OConfig` that `_settings` gave the fields of."""
+    fields = dict(fields)
+    if fields.pop("merge", None) is not None:  # a field of early versions, None by default
+        raise ValueError(
+            "was written with merge, which h2o no longer has. Read the text again with a budget "
+            "(H2OConfig.echo) and save it anew"
+        )
+    if isinstance(fields["shares"], dict):
+        fields["shares"] = Profile.from_dict(fields["shares"])
+    if fields["slot"] is not None:
+        fields["slot"] = tuple(fields["slot"])
+    try:
+        return H2OConfig(**fields)
+    except TypeError as error:
+        raise ValueError(f"was written by a later version of h2o ({error})") from error
+
+
+def config_of(cache: Any) -> H2OConfig:
+    """The config, made for the model, that a cache goes by."""
+    return _config(_settings(cache)["config"])
+
+
+def brief(config: H2OConfig) -> str:
+    """Its budget, and the other fields that are not H2OConfig's defaults, as keywords.
+
+    A table of shares is named only, and of bytes no `slot` is.
+    """
+    default = H2OConfig()
+    shown = []
+    for field in dataclasses.fields(H2OConfig):
+        value = getattr(config, field.name)
+        if isinstance(value, float):
+            value = round(value, 6)
+        if field.name in ("heavy", "recent") or value != getattr(default, field.name):
+            shown.append((field.name, "..." if field.name == "shares" else repr(value)))
+    return ", ".join(f"{name}={value}" for name, value in shown if name != "slot")

@@ -1,0 +1,136 @@
+"""Whether new tokens continue what a cache has seen: what a caller says of the earlier ones must
+agree with the cache.
+
+A prompt that is given again, or one that is shorter than what was seen, is cut by `generate()` as
+if the cache had seen its beginning, and the rest would be attended to as new tokens after the old
+ones. Positions and masks show it.
+
+Shape letters: B batch rows, Q new tokens, n padded columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o.borrowed import NewText, new_text
+from h2o.errors import UnsupportedError
+from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.store.pass_state import WITHOUT_CACHE, PassState
+
+__all__ = ["check_text"]
+
+
+def check_text(cache: Any, seen: int, new: int) -> None:
+    """Checks what the forward pass under way says of its `new` tokens per row, before any layer
+    stores them; of a first pass notes how it counts positions.
+
+    Raises:
+        UnsupportedError: a wrapper puts embeddings before each decode step.
+        ValueError: the tokens stand before the end of what the cache has seen, or change the angles
+            of earlier ones, or the mask says otherwise which columns were padding.
+    """
+    pass_state = cache.pass_state
+    if pass_state.by_row:
+        return
+    pass_state.check_angles(seen, new)
+    text = new_text()
+    if text is not None and seen:
+        _check_continuation(cache.layers, pass_state, seen, text, new)
+    elif text is not None:
+        pass_state.skips_pads = _skips_pads(text, new)
+
+
+def _check_continuation(
+    layers: Sequence[Any], pass_state: PassState, seen: int, text: NewText, new: int
+) -> None:
+    if text.is_injected:
+        raise UnsupportedError(
+            "a wrapper puts embeddings before every decode step: from transformers 5.24 on PEFT's "
+            "prompt tuning takes each step for a prompt, since the cache has another name. Use "
+            "h2o.generate_all, or transformers before 5.24"
+        )
+    if _would_wait(text, new):
+        return
+    lengths = _lengths(layers)
+    if lengths is not None:
+        if text.mask is not None and text.mask.shape == (len(lengths), seen + new):
+            _check_mask(text.mask.bool(), lengths, seen)
+        elif text.mask is None and pass_state.skips_pads:
+            _check_no_pads(lengths, seen)
+    elif text.mask is None or bool(text.mask.all()):  # no row has pads
+        lengths = torch.tensor([seen], dtype=torch.long, device="cpu")
+    if lengths is not None and text.positions is not None and text.positions.shape[1] == new:
+        least = lengths + pass_state.rope_deltas.least
+        _check_positions(text, least, seen, new, zero_is_free=_is_rolled(layers))
+
+
+def _skips_pads(text: NewText, new: int) -> bool:
+    """Whether positions of a first pass over `new` columns are counted without its padding."""
+    if text.mask is None or text.positions is None or bool(text.mask.all()):
+        return False
+    return bool((text.positions.max(1).values < new - 1).any())
+
+
+def _lengths(layers: Sequence[Any]) -> Tensor | None:
+    """Tokens [B] of each row; None where all layers have a sliding window and do not know them."""
+    for layer in layers:
+        if isinstance(layer, H2OLayer) and layer.slots is not None:
+            lengths: Tensor = layer.slots.lengths
+            return lengths
+    return None
+
+
+def _is_rolled(layers: Sequence[Any]) -> bool:
+    return any(isinstance(x, H2OLayer) and x.config.positions == "cache_relative" for x in layers)
+
+
+def _would_wait(text: NewText, new: int) -> bool:
+    """Whether looking at a decode step's tensors would make every step wait for a GPU."""
+    tensors = [x for x in text[:2] if x is not None]
+    return new == 1 and not all(x.is_cpu for x in tensors)
+
+
+def _check_no_pads(lengths: Tensor, seen: int) -> None:
+    if lengths.tolist() != [seen] * len(lengths):
+        raise ValueError(
+            f"the cache has read {lengths.tolist()} tokens per row and padding up to {seen} "
+            "columns, and now there is no padding in attention_mask. Pass the mask of the earlier "
+            "columns as it was, followed by that of the new ones"
+        )
+
+
+def _check_mask(mask: Tensor, lengths: Tensor, seen: int) -> None:
+    said = mask[:, :seen].sum(1).tolist()
+    if said != lengths.tolist():
+        raise ValueError(
+            f"attention_mask counts {said} tokens per row among the {seen} columns that the cache "
+            f"has seen, and the cache has read {lengths.tolist()}. Pass the mask of the earlier "
+            "columns as it was, followed by that of the new ones"
+        )
+
+
+def _check_positions(
+    text: NewText, least: Tensor, seen: int, new: int, *, zero_is_free: bool
+) -> None:
+    """`least`: [B or 1], where new tokens may begin. `zero_is_free`: whether positions of 0 leave
+    it to the cache where tokens stand."""
+    B = max(len(least), len(text.positions))
+    positions, least = text.positions.expand(B, -1).to(least.device), least.expand(B)
+    late = positions >= least[:, None]
+    if text.mask is not None:
+        late |= ~text.mask[:, -new:].bool().to(late.device)
+    if bool(late.all()) or (zero_is_free and not positions.any()):
+        return
+    if new == seen + 1 and not positions[:, 0].any():
+        raise ValueError(WITHOUT_CACHE)
+    row = int((~late).any(1).nonzero()[0])
+    raise ValueError(
+        f"the cache has seen {seen} tokens, and the new ones begin at position "
+        f"{int(positions[row][~late[row]][0])} of row {row}, where {int(least[row])} were "
+        "expected at least. input_ids must be everything seen so far, followed by new tokens. To "
+        "ask something else call cache.reset(), or use a new H2OCache or h2o.patched()."
+    )

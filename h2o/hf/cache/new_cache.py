@@ -1,0 +1,51 @@
+"""An empty cache for a model: h2o's, or transformers' own, which keeps every key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DynamicCache
+
+from h2o.config import H2OConfig
+from h2o.config_fields import Pinned
+from h2o.hf.cache.cache import H2OCache
+
+__all__ = ["bytes_of_keys", "new_cache"]
+
+
+def new_cache(
+    model: Any,
+    config: H2OConfig | None,
+    prompt_tokens: int,
+    compileable: bool = False,
+    pinned: Pinned = None,
+) -> DynamicCache | H2OCache:
+    """An empty cache, of all keys without a config, after telling the model which attention goes
+    with it.
+
+    Args:
+        prompt_tokens: length of the prompt, which fractions in the config refer to.
+        compileable: whether the decode step is to be compiled.
+        pinned: as of `H2OCache`.
+
+    Raises: `UnsupportedError` for a model that h2o cannot serve, or whose step cannot be compiled.
+    """
+    cache: DynamicCache | H2OCache
+    if config is None:
+        cache = DynamicCache(config=model.config)
+    else:
+        cache = H2OCache(
+            model.config,
+            config.for_model(model),
+            prompt_length=prompt_tokens,
+            pinned=pinned,
+            compileable=compileable,
+        )
+    model.set_attn_implementation("sdpa" if config is None else "h2o")
+    return cache
+
+
+def bytes_of_keys(cache: DynamicCache) -> int:
+    """Of the keys and values that transformers' own cache holds; layers with states have none."""
+    tensors = (getattr(x, name, None) for x in cache.layers for name in ("keys", "values"))
+    return sum(x.nbytes for x in tensors if x is not None)

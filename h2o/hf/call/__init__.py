@@ -1,0 +1,1 @@
+"""What one call of attention brings, and the operations on it."""

@@ -1,0 +1,188 @@
+"""One attention call of one layer as a record: tensors, mask, scale and what the model asks for.
+
+`h2o.hf.attention.attention` fills an `AttentionCall` and passes it to the layer, which checks it,
+converts it to the dtype of its store (`NewTokens`) and attends. Also here: casting under autocast
+(`as_autocast`), and an output whose backward raises (`Undifferentiable`).
+
+Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from h2o import ops
+from h2o.quantisation import dequantised, stored_like
+
+__all__ = [
+    "CACHE_HAS_NO_GRADIENT",
+    "AttentionCall",
+    "Call",
+    "NewTokens",
+    "Undifferentiable",
+    "as_autocast",
+    "as_operand",
+    "as_stored",
+]
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of one call of an attention function, for a layer of an `H2OCache`."""
+
+    module: nn.Module
+    """The model's attention module"""
+    query: Tensor
+    """[B, H, Q, D]"""
+    key: Tensor
+    """[B, G, Q, D], as `H2OLayer.update` returned it"""
+    value: Tensor
+    """[B, G, Q, D]"""
+    mask: Tensor | None = None
+    """[B, Q] bool, False at a pad; None: no pads"""
+    scale: float | None = None
+    """Factor of q.k; None: 1 / sqrt(D)"""
+    softcap: float = 0.0
+    """c > 0 turns logits x into c * tanh(x / c)"""
+    dropout: float = 0.0
+    position_ids: Tensor | None = None
+    """[B or 1, Q] positions at which queries and keys were rotated; None where not passed on"""
+    use_cache: bool | None = None
+    """The model's argument of that name; None where it is not passed on to the layers"""
+    sink_logits: Tensor | None = None
+    """[H], learned attention sinks, see `h2o.ops.attend`; None: none"""
+    unsupported: Exception | None = None
+    """Error to raise for what transformers' arguments ask for beyond plain causal attention"""
+
+    def refuse(self) -> None:
+        """Raises `unsupported` if it is set, and TypeError for float64."""
+        if self.unsupported is not None:
+            raise self.unsupported
+        if self.query.dtype == torch.float64:
+            raise TypeError(
+                "h2o computes in float32, float16 and bfloat16, not in float64: call "
+                "model.float(), or use DynamicCache"
+            )
+
+    def refuse_training(self) -> None:
+        """Raises RuntimeError where the model is not in eval mode."""
+        if self.module.training or self.dropout:
+            raise RuntimeError(
+                "an H2OCache is for inference: call model.eval(), or train with use_cache=False"
+            )
+
+    def wants_gradients(self) -> bool:
+        """Whether autograd would record what is done with the tensors."""
+        tensors = (self.query, self.key, self.value, self.sink_logits)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+    def detached(self) -> AttentionCall:
+        """The same call outside of autograd's graph."""
+        query, key, value = self.query.detach(), self.key.detach(), self.value.detach()
+        sinks = None if self.sink_logits is None else self.sink_logits.detach()
+        return self._replace(query=query, key=key, value=value, sink_logits=sinks)
+
+
+class NewTokens(NamedTuple):
+    """Queries, keys and values of new tokens in the form in which a layer stores its own."""
+
+    query: Tensor
+    """[B, H, Q, D]"""
+    key: Tensor
+    """[B, G, Q, D]"""
+    value: Tensor | None
+    """[B, G, Q, D]; None where the keys are the values too"""
+    mask: Tensor | None
+    """[B, Q] bool, False at a pad; None: no pads"""
+    scale: float | None
+    softcap: float
+    sink_logits: Tensor | None = None
+    """[H] float32"""
+
+    def first(self, columns: int) -> NewTokens:
+        """The first of them."""
+        return self.columns(0, columns)
+
+    def columns(self, begin: int, end: int) -> NewTokens:
+        """Those that stand in columns `begin` to `end` - 1."""
+        query, key = (x[:, :, begin:end] for x in (self.query, self.key))
+        value = None if self.value is None else self.value[:, :, begin:end]
+        mask = None if self.mask is None else self.mask[:, begin:end]
+        return self._replace(query=query, key=key, value=value, mask=mask)
+
+
+def as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
+    """New tokens as they are read from the slots."""
+    if slots.keys.dtype != torch.uint8:
+        return tokens
+
+    def read_back(x: Tensor | None, store: Tensor | None) -> Tensor | None:
+        return x if x is None else dequantised(stored_like(x, store), x.shape[-1]).to(x.dtype)
+
+    return tokens._replace(
+        key=read_back(tokens.key, slots.keys), value=read_back(tokens.value, slots.values)
+    )
+
+
+def as_operand(sink_logits: Tensor | None) -> Tensor | None:
+    """A model's learned sinks [H] as the operations take them: float32, without a gradient."""
+    return None if sink_logits is None else sink_logits.detach().float()
+
+
+def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All three in autocast's dtype, if it is on: rotary embedding makes two of them float32."""
+    if query.dtype == key.dtype == value.dtype:
+        return query, key, value
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, key, value  # the operations raise for dtypes that differ
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+CACHE_HAS_NO_GRADIENT = (
+    "attention through an H2OCache has no gradient: train with use_cache=False, or run the model "
+    "under torch.no_grad()"
+)
+
+
+class Undifferentiable(torch.autograd.Function):
+    """An output where gradients are recorded: the error `reason` if they are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, reason: str, out: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.reason = reason
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(ctx.reason)
+
+
+class Call(NamedTuple):
+    """The arguments of one layer's attention, as `visit` gets them."""
+
+    module: nn.Module
+    layer: int
+    query: Tensor
+    """[B, H, n, D]"""
+    key: Tensor
+    """[B, G, n, D]"""
+    value: Tensor
+    """[B, G, n, D], all three of one dtype, also under autocast"""
+    mask: Tensor | None
+    """[B, n] bool, False at a pad; None without pads"""
+    scale: float | None
+    """None: 1 / sqrt(D)"""
+    softcap: float
+    """0: none"""
+    sink_logits: Tensor | None
+    """[H] float32, learned attention sinks without their gradient; None: none"""
+    dropout: float
+    cached: bool
+    """Whether keys and values come out of an `H2OCache`"""
+    full: Callable[[], Tensor]
+    """The output [B, n, H, D] with nothing evicted"""

@@ -1,0 +1,1 @@
+"""A document that is read once and asked often."""

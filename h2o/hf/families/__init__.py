@@ -1,0 +1,1 @@
+"""What differs between model families."""

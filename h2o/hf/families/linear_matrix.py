@@ -1,0 +1,115 @@
+"""The matrix of a linear module, also of one that is quantised, offloaded or has an adapter.
+
+Such a module is asked for it: what it makes of the unit vectors are its columns. That takes as long
+as hundreds of tokens do, so what is made of the matrix is remembered, beside all that it depends
+on: the tensors of the module, each with the number of its last change, and everything else that its
+parts are told by (an adapter's scale, which one is active). Where any of it has changed the module
+is asked again. What is written in place through a parameter's `.data` is not seen, as autograd does
+not see it; of a plain linear module it is once `fresh` asks. What is remembered takes the memory of
+a plain matrix.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from h2o import borrowed
+from h2o.hf.call.traced_tensor import plain
+
+__all__ = ["made_of_matrix"]
+
+Made = TypeVar("Made")
+
+
+class _Asked(NamedTuple):
+    state: list[Any]
+    tensors: list[Tensor]
+    """Of `state`, which knows them by their ids: as long as they live no other has one of these"""
+    made: Any
+
+
+_asked: weakref.WeakKeyDictionary[nn.Module, _Asked] = weakref.WeakKeyDictionary()
+
+
+def made_of_matrix(
+    module: nn.Module,
+    width: int,
+    like: Tensor,
+    make: Callable[[Tensor, bool], Made],
+    *,
+    fresh: bool = False,
+) -> Made:
+    """What `make` makes of [outputs, width], without gradient, of the dtype and device of `like`.
+
+    Args:
+        make: takes the matrix, and whether what it makes of it is remembered; always the same for
+            a module.
+        fresh: what is remembered of a plain linear module is made again.
+    """
+    plain_weight = _weight(module, like)
+
+    def matrix() -> Tensor:
+        return _ask(module, width, like) if plain_weight is None else plain_weight.to(like.dtype)
+
+    if torch.compiler.is_compiling() or borrowed.is_offloaded(module):  # whose weights do not stay
+        return make(matrix(), False)
+    tensors: list[Tensor] = []
+    parts = module if plain_weight is None else module.weight
+    try:
+        state = [like.dtype, like.device, width, *_state(parts, tensors)]
+    except RuntimeError:  # tensors of inference mode do not count their changes
+        return make(matrix(), False)
+    asked = _asked.get(module)
+    if asked is None or asked.state != state or (fresh and plain_weight is not None):
+        asked = _asked[module] = _Asked(state, tensors, make(matrix(), True))
+    made: Made = asked.made
+    return made
+
+
+def _weight(module: nn.Module, like: Tensor) -> Tensor | None:
+    """The weight of a plain linear module on the device of a tensor."""
+    if type(module) is nn.Linear and module.weight.is_floating_point():
+        weight = module.weight.detach()
+        if type(weight) is Tensor and not weight.is_meta and weight.device == like.device:
+            return weight
+    return None
+
+
+def _ask(module: nn.Module, width: int, like: Tensor) -> Tensor:
+    unit_vectors = torch.eye(width, dtype=like.dtype, device=like.device)
+    return plain(module(unit_vectors)).detach().to(like.dtype).T.contiguous()
+
+
+def _state(value: Any, tensors: list[Tensor], within: tuple[nn.Module, ...] = ()) -> Iterator[Any]:
+    """What differs from that of any other state of a module, as far as its attributes say.
+
+    `tensors` are added to; `within`: the modules that the value is a part of.
+    """
+    if isinstance(value, nn.Module):
+        yield id(value)
+        if value not in within:
+            yield from _state(vars(value), tensors, (*within, value))
+    elif isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+        yield id(value)
+        tensors.append(value)
+        names, _ = value.__tensor_flatten__()
+        for name in names:
+            yield from _state(getattr(value, name), tensors, within)
+    elif isinstance(value, Tensor):
+        tensors.append(value)
+        yield id(value), value.data_ptr(), borrowed.tensor_version(value)
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            yield name
+            yield from _state(part, tensors, within)
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield len(value)
+        for part in value:
+            yield from _state(part, tensors, within)
+    else:
+        yield value if isinstance(value, bool | int | float | str) else id(value)

@@ -1,0 +1,1 @@
+"""The layers of an `H2OCache`."""

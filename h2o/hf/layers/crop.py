@@ -1,0 +1,83 @@
+"""Cropping a cache: a layer's last forward pass is undone, and done again with fewer tokens.
+
+Evicted keys cannot come back, so a layer that records passes keeps a copy of its state before the
+last one, and the tokens of that pass. To remove some of these it restores the copy and runs the
+pass again with the remaining ones. Assisted decoding needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.families.layer_kinds import has_states, kind_of
+from h2o.hf.store.layer_state import keys_of, restore, restore_keys, state_of
+
+__all__ = ["NO_RECORD", "LastPass", "crop"]
+
+NO_RECORD = (
+    "an H2OCache cannot go back without a record: evicted keys cannot be restored. Call "
+    "cache.activate_past_recording() before the forward pass of which tokens are to be taken back"
+)
+
+
+class LastPass:
+    """State and tokens with which the last forward pass of a layer can be run again."""
+
+    def __init__(self, layer: Any, tokens: NewTokens) -> None:
+        """Before the pass over these tokens."""
+        self.before = keys_of(layer).each(Tensor.clone)
+        self.tokens = tokens._replace(key=tokens.key.detach())  # without its reference to the layer
+
+    def refuse(self, left: int, seen: int) -> None:
+        """Raises NotImplementedError where fewer columns are to be left than before the pass."""
+        if left < self.before.numbers["seen"]:
+            raise NotImplementedError(
+                f"an H2OCache goes back within its last forward pass, which began after "
+                f"{self.before.numbers['seen']} of {seen} tokens, and {left} were to be left"
+            )
+
+    def again(self, layer: Any, left: int) -> None:
+        """Restores the copy, then runs the pass again with `left` columns in all: possible once.
+
+        The tensors that the layer held before are not written to.
+        """
+        restore_keys(layer, self.before)
+        if columns := left - layer.seen:
+            layer.forward(self.tokens.first(columns))
+
+
+def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
+    """`H2OCache.crop` of layers that have all seen the same: they go back together or not at all.
+
+    Raises:
+        NotImplementedError: as `LastPass.refuse`, with nothing done. After another error, of
+            memory for example, or an interrupt, all is as it was, but the pass is no longer
+            remembered.
+    """
+    h2o_layers = [layer for layer in layers if kind_of(layer) == "h2o"]
+    other_layers = [layer for layer in layers if kind_of(layer) in ("sliding", "states")]
+    with_states = [layer for layer in layers if has_states(layer)]
+    shorter = left < seen
+    for layer in h2o_layers if shorter else []:
+        layer.refuse_crop(left)
+    for layer in with_states if shorter else []:
+        if any(layer.is_recurrent_states_initialized.values()):
+            raise NotImplementedError(
+                "this model's recurrent states are sums over all tokens seen, and none of these "
+                "can be taken out again: fork() the cache before the tokens that may be taken back"
+            )
+    before = [(layer, state_of(layer)) for layer in {*h2o_layers, *with_states}]
+    try:
+        for layer in h2o_layers:
+            layer.crop(tokens)
+        for layer in other_layers:  # which may refuse it
+            if shorter or getattr(layer, "record_past", False):
+                layer.crop(tokens)
+    except BaseException:
+        for layer, state in before:
+            restore(layer, state)
+        raise

@@ -1,0 +1,89 @@
+"""Attention over a whole text to the keys that a cache would have held at each of its tokens.
+
+`ops.simulate` finds out which these are by the queries of the layer that the cache belongs to. In
+some models (h2o.hf.families.shared_keys) later layers attend to the same keys with queries of their
+own.
+
+Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, N columns of the text, P
+queries, which are those of the last columns, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o.hf.call.attention_call import Call, NewTokens
+from h2o.kv_dtype import stored_bytes
+from h2o.quantisation import dequantised, quantised
+from h2o.sink_logits import softmax
+
+__all__ = ["VisibleKeys"]
+
+ROWS = 512
+"""Queries whose logits are made at one time."""
+
+
+class VisibleKeys(NamedTuple):
+    """Until when each key is seen."""
+
+    evicted_at: Tensor
+    """[B, G, N] int32, the first column that no longer sees the key"""
+    prompts: Sequence[int]
+    """Tokens of each row that see keys as the model made them, not as the cache stores them"""
+    kv_dtype: str | None
+
+    def attend(self, call: Call | NewTokens) -> Tensor:
+        """A layer's attention to them, [B, P, H, D]."""
+        P, N = call.query.shape[2], call.key.shape[2]
+        key, value = call.key.detach().float(), call.value.detach().float()
+        stored = None
+        if sizes := stored_bytes(self.kv_dtype, key.shape[-1]):
+            stored = _stored(key, sizes[0]), _stored(value, sizes[1])
+            in_prompt = self._in_prompt(call, N)
+        parts = []
+        for first in range(0, P, ROWS):
+            rows = slice(first, min(first + ROWS, P))
+            columns = torch.arange(N - P + rows.start, N - P + rows.stop, device=key.device)
+            out = self._rows(call, call.query[:, :, rows], key, value, columns)
+            if stored is not None:
+                later = self._rows(call, call.query[:, :, rows], *stored, columns)
+                out = torch.where(in_prompt[:, columns, None, None], out, later)
+            parts.append(out)
+        return torch.cat(parts, dim=1).to(call.query.dtype)
+
+    def _rows(
+        self, call: Call | NewTokens, query: Tensor, key: Tensor, value: Tensor, columns: Tensor
+    ) -> Tensor:
+        """Of the queries of some columns."""
+        B, H, n, D = query.shape
+        G, N = key.shape[1:3]
+        grouped = query.detach().float().reshape(B, G, H // G, n, D)
+        logits = grouped @ key[:, :, None].mT * (D**-0.5 if call.scale is None else call.scale)
+        if call.softcap:
+            logits = call.softcap * torch.tanh(logits / call.softcap)
+        seen = torch.arange(N, device=key.device) <= columns[:, None]  # [n, N]
+        seen = seen & (columns[:, None] < self.evicted_at[:, :, None])  # [B, G, n, N]
+        # The lowest number, not -inf: a pad sees nothing, and must not become NaN.
+        logits = logits.masked_fill(~seen[:, :, None], torch.finfo(logits.dtype).min)
+        sinks = call.sink_logits
+        sinks = None if sinks is None else sinks.detach().view(G, H // G, 1, 1)
+        out = softmax(logits, sinks) @ value[:, :, None]
+        return out.reshape(B, H, n, D).transpose(1, 2)
+
+    def _in_prompt(self, call: Call | NewTokens, N: int) -> Tensor:
+        """[B, N], whether a column's token is in its row's prompt."""
+        device = call.key.device
+        prompts = torch.tensor(self.prompts, dtype=torch.long, device=device).clamp(min=1)[:, None]
+        order = torch.arange(N, device=device)[None]
+        return (order if call.mask is None else call.mask.cumsum(1) - 1) < prompts
+
+
+def _stored(x: Tensor, size: int) -> Tensor:
+    """[B, G, N, D] as read from a store with so many bytes for each."""
+    D = x.shape[-1]
+    rows = quantised(x.reshape(-1, D), 8 if size == D + 2 else 4)
+    return dequantised(rows, D).view(x.shape)

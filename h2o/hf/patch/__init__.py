@@ -1,0 +1,1 @@
+"""H2O for code that only calls the model."""

@@ -1,0 +1,1 @@
+"""What is decided once a prompt is known: scores by echo, and budgets of heads."""

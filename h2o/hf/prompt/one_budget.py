@@ -1,0 +1,361 @@
+"""One budget for all heads: a prompt's slots go to the keys of the highest echo, of whichever head.
+
+With `shares="echo"` the places of all layers and heads of a row are dealt together (compare Feng et
+al., "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent keys. What
+all have room for beyond that goes to the keys of the highest echo (`h2o.hf.prompt.prompt_echo`),
+the keys' claims. How many places a head has got is its budget from then on, and the highest ranks
+of the head fill them. A prompt that comes in chunks is its first one here: with that the choice is
+made, and later chunks find the budgets as they have become.
+
+The choice needs the claims of all layers, but not all of their keys. A row has N places; of what is
+read, call its N-th highest claim the bar. It never falls, since later layers can only add claims. A
+head wins at most as many places as it has claims above the bar. Of the keys beyond its own it needs
+so many of the highest rank; the others' keys and values are forgotten at once, and their scores
+stay, since what is evicted counts. So while a prompt is read there are held, of the layers read
+before, at most N keys of each row and what ties with the last, and an eighth more (`ROOM`), besides
+what each head keeps anyway. Where a mean decays, or layers differ in heads or sizes, all of the
+prompt is held.
+
+Shape letters: B batch rows, G key/value heads of a layer, K tokens of the prompt, D head dimension,
+M keys of all rows and heads of a layer that are held.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o.config import H2OConfig
+from h2o.errors import UnsupportedError
+from h2o.hf.families import tensor_parallel
+from h2o.hf.prompt import prompt_budget
+from h2o.policy import Policy
+from h2o.spans import PINNED
+
+__all__ = [
+    "Budgets",
+    "OneBudget",
+    "Prompt",
+    "each_head",
+    "parted",
+    "positions_in",
+    "won",
+]
+
+Budgets = list[list[tuple[int, int]]]
+"""(heavy, recent) of each row and each head of a layer"""
+
+
+class Prompt(NamedTuple):
+    """What a layer has read and not stored yet."""
+
+    keys: Tensor
+    """[B, G, K, D]; [M, D] where some were dropped"""
+    values: Tensor | None
+    """Like keys; None where the keys are the values"""
+    mask: Tensor | None
+    """[B, K] bool, False at a pad"""
+    scores: Tensor
+    """[B, G, K] float32"""
+    claims: Tensor | None
+    """[B, G, K] float32, by which the places of all heads are dealt; None: each head has its own"""
+    counts: list[int]
+    """Tokens of each row"""
+    columns: int
+    """New ones in the pass"""
+    column_mask: Tensor | None
+    """[B, columns] bool"""
+    by_row: Budgets
+    """Equal budgets of the heads: an entry for each, or one for all"""
+    pinned: list[int]
+    """Keys of each row, beyond the sinks, that every head keeps"""
+    raised: bool
+    floored: bool
+    """Both as of `h2o.hf.prompt.prompt_budget.PromptBudget`"""
+
+
+ROOM = 1.125
+"""How many times what was left may be held again before the bar is applied to all layers: each time
+moves what they hold."""
+
+
+class OneBudget:
+    """Shared by the layers of a cache: takes their prompts, and gives them back with budgets."""
+
+    def __init__(self, configs: dict[int, H2OConfig], *, alike: bool) -> None:
+        """`configs`: of the layers that share, which are `alike` if they have as many heads of the
+        same size, so that the first one tells how many places all will have."""
+        self.configs, self.alike = configs, alike
+        self.first, self.last = min(configs, default=-1), max(configs, default=-1)
+        self.forget()
+
+    def forget(self) -> None:
+        """Of a pass that broke off."""
+        self.waiting: dict[int, _Waiting] = {}
+        self.places: list[int] = []  # that all layers of each row have for their highest claims
+        self.best: list[Tensor] = []  # of each row, so many of the claims read, or all
+        self.left = 0  # keys, after the bar was applied to all layers
+
+    @property
+    def keys_held(self) -> int:
+        """Of all rows and heads of the layers that wait, pads included where none was dropped."""
+        return sum(x.keys_held for x in self.waiting.values())
+
+    def take(self, layer: Any, prompt: Prompt) -> None:
+        """The prompt of an `H2OLayer`, with claims. With the last one all are stored.
+
+        Raises:
+            UnsupportedError: this process has a part of the heads only.
+        """
+        if layer.part != tensor_parallel.WHOLE:
+            raise UnsupportedError(
+                'shares="echo" does not support a model that is cut over several processes: use '
+                'H2OConfig.robust(budget, budget_unit="bytes")'
+            )
+        new = _Waiting(layer, prompt)
+        if layer.layer_idx == self.first:
+            self.forget()
+            if self.alike:
+                self._foresee(layer, prompt)
+        self.waiting[layer.layer_idx] = new
+        if layer.layer_idx == self.last:
+            waiting, places = list(self.waiting.values()), self.places
+            self.forget()
+            spare = [sum(row) for row in zip(*(x.spare for x in waiting), strict=True)]
+            _share(waiting, list(map(min, spare, places)) if self.alike else spare)
+        elif self.places and new.is_ranked_alone:
+            self._drop(new)
+
+    def _foresee(self, layer: Any, prompt: Prompt) -> None:
+        """Sets the places that the layers will have, by what is known of the first one."""
+        B, G, _ = prompt.scores.shape
+        self.places = [0] * B
+        self.best = [prompt.scores.new_empty(0)] * B
+        for config in self.configs.values():
+            budget = prompt_budget.budget_of(
+                config, layer.pass_state, prompt.counts, G, layer.part,
+                (*layer.row_size, layer.rows_per_token),
+            )  # fmt: skip
+            by_row = each_head(budget.by_row, G)
+            _, left = parted(by_row, config.sinks, config.floor, prompt.pinned)
+            self.places = [x + y for x, y in zip(self.places, left, strict=True)]
+
+    def _drop(self, new: _Waiting) -> None:
+        """Raises the bar by the claims of a layer, and drops what cannot be kept."""
+        claims = new.claims.masked_fill(new.spared, -math.inf).flatten(1)
+        bar = []
+        for b, places in enumerate(self.places):
+            best = torch.cat([self.best[b], claims[b].to(self.best[b].device)])
+            if len(best) > places:
+                best = best.topk(places, sorted=False).values
+            self.best[b] = best
+            bar.append(-math.inf if len(best) < places else _lowest(best))
+        if max(bar) == -math.inf:
+            return
+        new.drop_below(bar)
+        if self.keys_held > ROOM * self.left:
+            for waiting in self.waiting.values():
+                if waiting is not new:
+                    waiting.drop_below(bar)
+            self.left = self.keys_held
+
+
+def _lowest_of(ranks: Tensor, count: Tensor) -> Tensor:
+    """The count-th highest of the ranks [B, G, K] in each row and head, [B, G, 1]; infinity where
+    the count is 0."""
+    best = ranks.sort(-1, descending=True).values
+    best = torch.cat([torch.full_like(best[..., :1], math.inf), best], dim=-1)
+    return best.gather(-1, count.long().clamp(max=ranks.shape[-1])[..., None])
+
+
+def _lowest(best: Tensor) -> float:
+    """Infinity where there is none; NaN, below which nothing lies, where any rank is NaN."""
+    return float(best.min()) if len(best) else math.inf
+
+
+class _Waiting:
+    """The prompt of a layer until its budgets are known."""
+
+    def __init__(self, layer: Any, prompt: Prompt) -> None:
+        self.layer, self.prompt = layer, prompt
+        G, sinks = prompt.scores.shape[1], layer.policy.sinks
+        by_row = each_head(prompt.by_row, G)
+        self.floor, self.spare = parted(by_row, sinks, layer.config.floor, prompt.pinned)
+        positions, tokens = positions_in(prompt.mask, prompt.scores)
+        self.ranks = _ranks(prompt, positions, tokens, layer.policy)
+        assert prompt.claims is not None
+        self.claims = prompt.claims
+        self.spared = _spared(positions, tokens, sinks, self.floor)
+        self.lowest = self._spare_own()  # [B, G, 1], rank of the last key that is a head's own
+        self.held: Tensor | None = None  # [B, G, K], whose rows `prompt` has, [M, D]; None: all
+
+    def _spare_own(self) -> Tensor:
+        """Adds to `spared` the highest ranks that are each head's own; infinity where none is."""
+        own = self.ranks.new_tensor([[heavy for heavy, _ in row] for row in self.floor])[..., None]
+        ranks = self.ranks.masked_fill(self.spared, -math.inf)
+        best = ranks.topk(min(int(own.max()), ranks.shape[-1]))
+        is_own = torch.arange(best.indices.shape[-1], device=own.device) < own
+        self.spared = self.spared | torch.zeros_like(self.spared).expand_as(ranks).scatter(
+            -1, best.indices, is_own
+        )
+        lowest = best.values.masked_fill(~is_own, math.inf)
+        return torch.cat([lowest, torch.full_like(own, math.inf)], -1).amin(-1, keepdim=True)
+
+    @property
+    def is_ranked_alone(self) -> bool:
+        """Whether what stores the keys makes the same ranks, but for `_ROUNDED`."""
+        policy = self.layer.policy
+        return policy.score_by != "mean" or policy.decay == 1
+
+    @property
+    def keys_held(self) -> int:
+        """Of all rows and heads."""
+        return self.prompt.scores.numel() if self.held is None else len(self.prompt.keys)
+
+    def drop_below(self, bar: list[float]) -> None:
+        """Drop the keys that no budget can have room for once the places' bar is this high: a head
+        wins at most as many places as it has claims above the bar, beside those of its own."""
+        prompt, policy = self.prompt, self.layer.policy
+        places = ~((self.claims < self.ranks.new_tensor(bar)[:, None, None]) | self.spared)
+        ranks = self.ranks.masked_fill(self.spared, -math.inf)
+        lowest = _lowest_of(ranks, places.sum(-1)).minimum(self.lowest)
+        if policy.score_by == "mean" or policy.value_weighted:
+            lowest = lowest * _ROUNDED
+        held = ~(self.ranks < lowest) | self.spared
+        if prompt.mask is not None:
+            held &= prompt.mask.bool()[:, None]
+        if self.held is None:
+            where = held.nonzero(as_tuple=True)
+        else:
+            held &= self.held
+            where = held[self.held].nonzero(as_tuple=True)
+        values = None if prompt.values is None else prompt.values[where]
+        self.prompt, self.held = prompt._replace(keys=prompt.keys[where], values=values), held
+
+    def whole(self) -> Prompt:
+        """The prompt as it was read, with zeros in the places of what was dropped."""
+        prompt, held = self.prompt, self.held
+        if held is None:
+            return prompt
+
+        def spread(rows: Tensor) -> Tensor:
+            out = rows.new_zeros(*held.shape, rows.shape[-1])
+            out[held] = rows
+            return out
+
+        values = None if prompt.values is None else spread(prompt.values)
+        return prompt._replace(keys=spread(prompt.keys), values=values)
+
+
+_ROUNDED = 0.999
+"""Of the bar, where ranks are computed from scores: the operation that stores may round them
+otherwise than is done here."""
+
+
+def _share(waiting: list[_Waiting], places: list[int]) -> None:
+    """Stores the prompts of layers, of which each row has so many places for the highest claims.
+
+    The list is empty afterwards: what is stored is not held twice.
+    """
+    more = won(places, [x.spared for x in waiting], [x.claims for x in waiting])
+    for counts in more:
+        first = waiting.pop(0)
+        budgets = [
+            [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
+            for heads in zip(first.floor, counts, strict=True)
+        ]
+        prompt = first.whole()
+        won_none = any(n == 0 for heads in counts for n in heads)
+        if first.layer.config.floor and won_none:
+            prompt = prompt._replace(floored=True)
+        first.layer.store(prompt, budgets)
+
+
+def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a prompt's columns, with a mask [B, K] and scores [B, G, K]: [B, 1, K] int64, -1 at a pad;
+    and tokens [B, 1, 1] of each row."""
+    B, _, K = scores.shape
+    real = torch.ones(B, K, dtype=torch.bool, device=scores.device)
+    if mask is not None:
+        real = mask.bool()
+    count = real.cumsum(1)[:, None]
+    return (count - 1).masked_fill(~real[:, None], -1), count[..., -1:]
+
+
+def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) -> Tensor:
+    """[B, G, K]: the score, or what the policy makes of it, but for pinned keys, which are the
+    highest. NaN is the lowest: such a key is evicted first."""
+    ranks = prompt.scores
+    if policy.score_by == "mean":
+        ranks = ranks / policy.queries_of(positions, tokens)
+    if policy.value_weighted:
+        values = prompt.keys if prompt.values is None else prompt.values
+        ranks = ranks * values.float().norm(dim=-1)
+    ranks = ranks.masked_fill(ranks.isnan(), -math.inf)
+    return ranks.masked_fill(prompt.scores == PINNED, PINNED)
+
+
+def _spared(positions: Tensor, tokens: Tensor, sinks: int, budgets: Budgets) -> Tensor:
+    """[B, G, K] bool: what is kept whatever its rank, and what is no key."""
+    recent = positions.new_tensor([[r for _, r in row] for row in budgets])
+    return (positions < sinks) | (positions < 0) | (positions >= tokens - recent[..., None])
+
+
+def each_head(by_row: Budgets, heads: int) -> Budgets:
+    """With an entry for each head."""
+    return [row * heads if len(row) == 1 else row for row in by_row]
+
+
+def parted(
+    budgets: Budgets,
+    sinks: int,
+    least: int,
+    pinned: list[int],
+    of_head: float = 0.0,
+    most_recent: int | None = None,
+) -> tuple[Budgets, list[int]]:
+    """What each head has for itself, and how many places each row has left for the best of all.
+
+    Args:
+        least: keys that each head keeps at least, sinks included, if its budget is as many.
+        pinned: keys of each row for which each head keeps room, likewise.
+        of_head: part of what follows sinks and recent keys that stays each head's own, in [0, 1].
+        most_recent: at most so many of the recent keys that the budgets have; None: all of these.
+    """
+    first, left = [], []
+    for row, pins in zip(budgets, pinned, strict=True):
+        recents = [r if most_recent is None else min(r, most_recent) for _, r in row]
+        rest = [h + r - recent for (h, r), recent in zip(row, recents, strict=True)]
+        heavies = [
+            min(
+                n, max(int(n * of_head), max(least, 1) - sinks - recent, pins)
+            )  # none without a key
+            for n, recent in zip(rest, recents, strict=True)
+        ]
+        first.append(list(zip(heavies, recents, strict=True)))
+        left.append(sum(rest) - sum(heavies))
+    return first, left
+
+
+def won(places: list[int], kept: list[Tensor], claims: list[Tensor]) -> list[list[list[int]]]:
+    """How many more keys each layer keeps of each row and head, where a row has so many places.
+
+    `kept`, `claims`: [B, G, K] of each layer, what is kept or no key, and claims from 0 on.
+    """
+    counted = []
+    heads, device = [x.shape[1] for x in kept], kept[0].device  # layers may lie on several
+    for b, count in enumerate(places):
+        unkept = [
+            x[b].masked_fill(kept_of[b], -1.0).to(device)
+            for x, kept_of in zip(claims, kept, strict=True)
+        ]
+        waiting = torch.cat(unkept)
+        candidates = int((waiting >= 0).sum())
+        best = waiting.flatten().topk(min(count, candidates)).indices
+        counts = torch.bincount(best // waiting.shape[1], minlength=len(waiting))
+        counts += max(0, count - candidates) // len(waiting)  # for what comes later
+        counted.append([part.tolist() for part in counts.split(heads)])
+    return list(map(list, zip(*counted, strict=True)))

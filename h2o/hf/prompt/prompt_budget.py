@@ -1,0 +1,156 @@
+"""The budgets (heavy, recent) of each row and head of a layer in tokens, once a prompt is known.
+
+Budgets may be fractions of the prompt: of the length that the user gave, or else of the tokens of
+the first forward pass. Plain numbers; the only tensor read is the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from h2o import borrowed
+from h2o.config import H2OConfig
+from h2o.head_budgets import levelled, with_room
+from h2o.hf.store.pass_state import PassState
+from h2o.hf.store.pins import Pins
+
+__all__ = ["PromptBudget", "begin_pins", "budget_of", "counted", "of_rows", "refuse_chunks"]
+
+
+RowSize = tuple[int, int, float]
+"""Head dimension, bytes of an element as the model gives it, and rows of a token"""
+
+
+class PromptBudget(NamedTuple):
+    """The budgets of a layer for the rows of a batch."""
+
+    by_row: list[list[tuple[int, int]]]
+    """(heavy, recent) of each row and each head, or one for all heads"""
+    widest: list[int]
+    """The largest budget k = sinks + heavy + recent of any row; of each head, or of all"""
+    raised: bool
+    """Whether, in some row, a fraction came to less than one token and was raised to one"""
+    floored: bool
+    """Whether, in some row, a head has `min_tokens` keys, which is more than its fraction"""
+
+
+def counted(
+    mask: Tensor | None, B: int, Q: int, config: H2OConfig, pass_state: PassState
+) -> list[int]:
+    """Tokens of each of B rows of a first pass of Q columns, by their mask [B, Q].
+
+    Q for all where nothing but the room they may take depends on it, and counting them would have
+    to wait for the device.
+    """
+    unknown = pass_state.prompt_length is None
+    needed = (config.needs_prompt_length and unknown) or pass_state.pins
+    if mask is None or not (needed or mask.is_cpu):
+        return [Q] * B
+    tokens: list[int] = mask.sum(1).tolist()
+    return tokens
+
+
+def begin_pins(
+    pass_state: PassState,
+    counts: list[int],
+    mask: Tensor | None,
+    columns: int,
+    row_size: RowSize | None = None,
+) -> None:
+    """Tell the pins of a cache its prompt, before anything of that is stored.
+
+    Args:
+        counts, row_size: as of `budget_of`; None: as the model's config says.
+        mask, columns: as of `h2o.hf.store.pins.Pins.begin`.
+
+    Raises:
+        ValueError: some layer's budget has no room for them.
+    """
+    if not pass_state.pins:
+        return
+    lengths = _lengths(pass_state.prompt_length, counts)
+    pass_state.pins.begin(lengths, mask, columns)
+    for config in pass_state.configs:
+        config = config if row_size is None else config.for_keys(*row_size)
+        of_rows(config, lengths, pass_state.pins)
+
+
+def budget_of(
+    config: H2OConfig,
+    pass_state: PassState,
+    counts: list[int],
+    heads: int,
+    part: tuple[int, int],
+    row_size: RowSize,
+) -> PromptBudget:
+    """The budgets of a layer. Each head has room for sinks, pinned and recent keys.
+
+    Args:
+        config: the layer's.
+        pass_state: has the length of the whole prompt, where the user gave it, and the pins.
+        counts: tokens of each row as they are here, which are taken for the prompt otherwise.
+        heads: key/value heads of the layer that are here.
+        part: which part of the model's heads they are (`h2o.hf.families.tensor_parallel`).
+        row_size: as of `H2OConfig.for_keys`.
+
+    Raises:
+        ValueError: another number of rows or heads; no room for the pinned keys.
+    """
+    lengths = _lengths(pass_state.prompt_length, counts)
+    config = config.for_keys(*row_size)
+    by_row = levelled(of_rows(config, lengths, pass_state.pins), heads, part)
+    widest = [config.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
+    lengths = list(filter(None, lengths))
+    raised, floored = any(map(config.is_raised, lengths)), any(map(config.is_floored, lengths))
+    return PromptBudget(by_row, widest, raised, floored)
+
+
+def of_rows(config: H2OConfig, lengths: list[int], pins: Pins) -> list[list[tuple[int, int]]]:
+    """(heavy, recent) of each row and each head, or one for all heads; of prompts of these lengths.
+
+    Raises: ValueError for pins that have no room.
+    """
+    counts = pins.counts(len(lengths), config.sinks)
+    return [
+        with_room(config.head_tokens(length, pinned), pinned, config.sinks)
+        for length, pinned in zip(lengths, counts, strict=True)
+    ]
+
+
+def _lengths(prompt_length: int | Sequence[int] | None, counts: list[int]) -> list[int]:
+    """Tokens of each row's prompt."""
+    if isinstance(prompt_length, int):
+        return [prompt_length] * len(counts)
+    if prompt_length is not None:
+        if len(prompt_length) != len(counts):
+            raise ValueError(
+                f"prompt_length has {len(prompt_length)} entries for a batch of {len(counts)} rows"
+            )
+        return list(prompt_length)
+    return counts
+
+
+def refuse_chunks(config: H2OConfig, pass_state: PassState, columns: int) -> None:
+    """To be called at the first forward pass, which ends at so many columns.
+
+    Raises:
+        ValueError: `generate(prefill_chunk_size=...)` has more of the prompt, of which the budget
+            is a fraction, and its length was not given.
+    """
+    why = {
+        "the budget is a fraction of the whole prompt": config.needs_prompt_length,
+        'pinned="prompt" means the whole prompt': pass_state.pins.needs_prompt_length,
+    }
+    if not any(why.values()) or pass_state.prompt_length is not None:
+        return
+    if columns < borrowed.columns_in_chunks():
+        reason = next(reason for reason, holds in why.items() if holds)
+        raise ValueError(
+            f"generate() reads this prompt in chunks (prefill_chunk_size), and {reason}, whose "
+            "length an H2OCache cannot know from its first chunk. Use h2o.patched(), which tells "
+            "it. Or give H2OCache(..., prompt_length=the prompt's number of tokens), or budgets "
+            "and spans in tokens"
+        )

@@ -1,0 +1,192 @@
+"""`score_by="mean-echo"`: attention of a prompt is given out anew, to the keys that echo finds.
+
+The mean attention of a key tells what the next words will need, and nothing of what a later
+question will ask for; echo (`h2o.hf.prompt.echo`) tells of that, and less of the next words. So in
+the first forward pass of a cache the attention that the keys of a head have received, but for the
+sinks, is added up, and `PART` of it given out anew: each key's mean attention from that is
+proportional to its echo. The sum stays, and so do the units. What follows is added to these scores
+as to any others: keys that were found compete with new tokens by the mean, and fade as it does.
+
+Where queries cannot be rotated on the scores stay as they are: without rotary positions, with
+cache-relative ones, in keys that were taken over from a DynamicCache.
+
+Each query of a prompt of n tokens is asked again n positions later: it is the first one, rotated;
+where a layer has no rotary positions it is the first one itself.
+
+Shape letters: B batch rows, H query heads, G key/value heads, Q columns of the prompt, D head
+dimension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.config import H2OConfig
+from h2o.errors import UnsupportedError
+from h2o.hf.call.attention_call import NewTokens, as_stored
+from h2o.hf.families.layer_kinds import full_layers
+from h2o.hf.prompt.echo import largest
+from h2o.hf.prompt.one_budget import positions_in
+from h2o.hf.rotary.model_rotary import Rotary
+from h2o.model_identity import describe, latent_row
+from h2o.policy import Policy
+
+__all__ = [
+    "PART",
+    "PromptAttention",
+    "PromptEcho",
+    "Served",
+    "not_dealt",
+    "rotary_for",
+    "served_as",
+]
+
+PART = 0.75
+"""Of the attention; chosen on texts and facts of their own (docs/results.md)."""
+
+
+FEWEST_HEADS = 16
+"""Key/value heads with full attention from which places are dealt over all of them. With the three
+of Gemma 3 270M equal budgets lose less and find as much; with the 90 of SmolLM2 dealt places are
+better (docs/results.md). Where the bound lies in between was not measured."""
+
+
+class Served(NamedTuple):
+    """What a model gets for an `H2OConfig`."""
+
+    config: H2OConfig
+    """Without dealt places, where the model does not go with them"""
+    rotary: Rotary | None
+    """By which echo asks a prompt's queries again; None: prompts keep attention's scores"""
+    not_dealt: str
+    """What is done instead of dealing places by echo, where that was asked for, and why"""
+
+
+def served_as(config: Any, h2o_config: H2OConfig) -> Served:
+    """What a model with this config gets for an `H2OConfig`."""
+    rotary: Rotary | str = "attention ranks its keys"
+    if h2o_config.positions == "cache_relative":
+        rotary = "its positions are cache-relative"
+    elif h2o_config.score_by == "mean-echo":
+        rotary = _rotary(config)
+    instead = _instead(config, rotary) if h2o_config.shares_by_echo else ""
+    if instead:
+        score_by = "mean" if isinstance(rotary, str) else h2o_config.score_by
+        h2o_config = dataclasses.replace(h2o_config, score_by=score_by, shares=None)
+    return Served(h2o_config, None if isinstance(rotary, str) else rotary, instead)
+
+
+def not_dealt(config: Any) -> str:
+    """What `H2OConfig.echo` is for a model whose places are not dealt by echo, and why; "" for any
+    other."""
+    return _instead(config, _rotary(config))
+
+
+def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:
+    """The rotary embedding of a model whose prompts are ranked by echo; None for any other."""
+    return served_as(config, h2o_config).rotary
+
+
+def _instead(config: Any, rotary: Rotary | str) -> str:
+    """What is done instead of dealing places by echo, and why; "": they are dealt."""
+    if isinstance(rotary, str):
+        return f"as H2OConfig.robust, since {rotary}"
+    text = config.get_text_config(decoder=True)
+    heads = len(full_layers(text)) * describe(config).get("num_key_value_heads", 1)
+    if heads >= FEWEST_HEADS:
+        return ""
+    return (
+        f"equal budgets of heads, since it has {heads} key/value heads with full attention and "
+        f"{FEWEST_HEADS} are needed"
+    )
+
+
+def _rotary(config: Any) -> Rotary | str:
+    """A model's rotary embedding, or why its prompts have no echo."""
+    if latent_row(config):
+        return "its keys are latents, each one for all heads"
+    try:
+        return Rotary(config, asked='score_by="mean-echo"')
+    except UnsupportedError as error:
+        return str(error).partition(": ")[2] or str(error)
+
+
+class PromptAttention:
+    """Makes the scores of a prompt, and of the tokens that follow it, by attention."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def received(self, tokens: NewTokens) -> Tensor:
+        """[B, G, Q] float32, the attention that the tokens of a first pass receive."""
+        return self._attention(tokens, None)[1]
+
+    def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
+        """What a first pass makes: [B, Q, H, D], and [B, G, Q] float32 of the new keys."""
+        return self._attention(tokens, None)
+
+    def step(self, token: NewTokens, slots: ops.Slots) -> tuple[Tensor, Tensor]:
+        """The same of one later token, whose attention is added to the scores of the slots."""
+        return self._attention(as_stored(token, slots), slots)
+
+    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
+        return ops.attend(
+            *tokens[:3], slots, mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap,
+            sink_logits=tokens.sink_logits, policy=self.policy,
+        )  # fmt: skip
+
+
+class PromptEcho(PromptAttention):
+    """Makes the scores of a prompt in one layer by echo."""
+
+    def __init__(self, rotary: Rotary, layer: int, policy: Policy) -> None:
+        """`rotary`: the model's. `policy`: `H2OConfig.policy`, whose `score_by` is "mean"."""
+        super().__init__(policy)
+        self.rotary, self.is_rotated = rotary, rotary.turns(layer)
+
+    def scores(self, tokens: NewTokens, received: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and echo of the tokens of a first pass, each [B, G, Q] float32, from the attention
+        that they received, a tensor like it."""
+        positions, count = positions_in(tokens.mask, received)
+        is_sink = positions < self.policy.sinks  # or a pad
+        queries = self.policy.queries_of(positions, count)
+        echo = self.echo(tokens)
+        weights = (echo * queries).masked_fill(is_sink, 0.0)
+        pool = received.masked_fill(is_sink, 0.0).sum(-1, keepdim=True)
+        total = weights.sum(-1, keepdim=True)
+        anew = torch.where((total > 0) & ~is_sink, weights / total * pool, received)
+        return received + PART * (anew - received), echo
+
+    def echo(self, tokens: NewTokens) -> Tensor:
+        """[B, G, Q] float32 of the tokens of a first pass; 0 at a pad."""
+        B, G, Q, _ = tokens.key.shape
+        echo = torch.zeros(B, G, Q, dtype=torch.float32, device=tokens.key.device)
+        longest = self._longest(tokens)
+        for b in range(B):
+            real = slice(None) if tokens.mask is None else tokens.mask[b].bool()
+            query, key = tokens.query[b][:, real], tokens.key[b][:, real]
+            n = query.shape[1]
+            angles = None
+            if self.is_rotated and n:
+                angles = self.rotary.shift(n, longest).to(query.device)
+            echo[b, :, real] = largest(
+                self.rotary.halves(query), self.rotary.halves(key), angles,
+                scale=tokens.scale, softcap=tokens.softcap, sink_logits=tokens.sink_logits,
+            )  # fmt: skip
+        return echo
+
+    def _longest(self, tokens: NewTokens) -> int:
+        """Tokens of the longest row, where angles depend on them; else 0."""
+        if not (self.is_rotated and self.rotary.by_length):
+            return 0
+        return tokens.key.shape[2] if tokens.mask is None else int(tokens.mask.sum(1).max())
+
+    def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
+        """As of `PromptAttention`."""
+        out, received = super().prompt(tokens)
+        return out, self.scores(tokens, received)[0]

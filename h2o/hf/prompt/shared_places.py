@@ -1,0 +1,126 @@
+"""How the layers and heads of a simulated text share the places of its prompt (`shares="echo"`).
+
+A layer's budgets depend on the echo of all layers, later ones too. So each forward pass over a text
+is preceded by another one, in which nothing is evicted: it gathers what the prompts' keys claim,
+and deals the places as an `H2OCache` does (`h2o.hf.prompt.one_budget`).
+
+Shape letters: B batch rows, G key/value heads, N columns of the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from h2o.config import H2OConfig
+from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.families import tensor_parallel
+from h2o.hf.prompt.one_budget import Budgets, OneBudget, Prompt, positions_in
+from h2o.hf.prompt.prompt_echo import PromptEcho
+from h2o.hf.rotary.model_rotary import Rotary
+from h2o.hf.store.pins import Pins
+from h2o.policy import Policy
+
+__all__ = ["SharedPlaces"]
+
+
+class SharedPlaces:
+    """Budgets of each layer, row and head of the text that a thread simulates."""
+
+    def __init__(self, configs: dict[int, H2OConfig], rotary: Rotary) -> None:
+        """`configs`: of the layers that are simulated."""
+        self._configs, self._rotary = configs, rotary
+        self._here = threading.local()
+
+    @classmethod
+    def of(
+        cls,
+        budgets: Sequence[H2OConfig | None],
+        prompt_length: int | Sequence[int],
+        rotary: Rotary | None,
+    ) -> SharedPlaces | None:
+        """Makes one from the layers' configs; None where budgets do not depend on all layers. A
+        prompt of one token, or of sinks alone, has no places to deal."""
+        configs = {i: x for i, x in enumerate(budgets) if x is not None}
+        shares = [x for x in configs.values() if x.shares_by_echo]
+        longest = max(prompt_length) if isinstance(prompt_length, Sequence) else prompt_length
+        if rotary is None or not shares or longest <= max(1, shares[0].sinks):
+            return None
+        return cls(configs, rotary)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether this thread's forward pass gathers claims, and evicts nothing."""
+        return getattr(self._here, "one_budget", None) is not None
+
+    @contextmanager
+    def dealt_before(self, model: nn.Module) -> Iterator[None]:
+        """Within the block every forward pass of the model is preceded by one that deals."""
+
+        def read(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if self.is_reading:
+                return
+            self._here.budgets = {}
+            self._here.one_budget = OneBudget(self._configs, alike=False)
+            try:
+                with torch.no_grad():
+                    model(*args, **kwargs)
+            finally:
+                self._here.one_budget = None
+
+        hook = model.register_forward_pre_hook(read, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def take(
+        self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets, pins: Pins
+    ) -> None:
+        """Gather what the keys of the prompts claim, of a layer whose heads have equal budgets."""
+        config = self._configs[layer]
+        real = text.key.new_ones(text.key.shape[0], text.key.shape[2], dtype=torch.bool)
+        if text.mask is not None:
+            real = text.mask.bool()
+        lengths = torch.tensor(prompts, dtype=torch.long, device=real.device)[:, None]
+        mask = real & (real.cumsum(1) <= lengths)
+        tokens = text._replace(mask=mask)
+        reader = PromptEcho(self._rotary, layer, config.policy)
+        scores, echo = reader.scores(tokens, reader.received(tokens))
+        scores = pins.score(scores, positions_in(mask, scores)[0])
+        pinned = pins.counts(len(prompts), config.sinks)
+        prompt = Prompt(
+            tokens.key, tokens.value, mask, scores, echo, mask.sum(1).tolist(), mask.shape[1], mask,
+            by_row, pinned, raised=False, floored=False,
+        )  # fmt: skip
+        stored = _Stored(layer, config, self._here.budgets)
+        self._here.one_budget.take(stored, prompt)
+
+    def budgets(self, layer: int) -> Budgets:
+        """(heavy, recent) of each row and head, as the last pass has dealt them."""
+        budgets: Budgets = self._here.budgets[layer]
+        return budgets
+
+
+@dataclasses.dataclass
+class _Stored:
+    """Stands for an `H2OLayer` that a `OneBudget` gives its budgets to."""
+
+    layer_idx: int
+    config: H2OConfig
+    budgets: dict[int, Budgets]
+    part: tuple[int, int] = tensor_parallel.WHOLE
+
+    @property
+    def policy(self) -> Policy:
+        return self.config.policy
+
+    def store(self, prompt: Prompt, by_row: Budgets) -> None:
+        """Note the budgets."""
+        self.budgets[self.layer_idx] = by_row

@@ -1,0 +1,1 @@
+"""How a model turns queries and keys by their positions."""

@@ -1,0 +1,355 @@
+"""`h2o.generate_all`: many prompts through a fixed number of rows, refilled as they finish.
+
+In a static batch every row waits for the longest answer. Here a row whose answer is complete is
+taken by the next prompt at once: the prompt is read alone, in a cache of one row, between two
+decode steps of the others, and copied into the row (`h2o.hf.rows.row_batch`). The state of a row
+has a constant size under H2O, so no memory is moved or freed in between: this is continuous
+batching (Yu et al., Orca, OSDI 2022) without pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Literal
+
+from h2o.config import H2OConfig, one_config
+from h2o.errors import UnsupportedError
+from h2o.hf.attention.patch_lock import PatchLock
+from h2o.hf.cache.cache import H2OCache
+from h2o.hf.families.wrapped import unwrapped
+from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.rows.prompt_reader import PromptReader
+from h2o.hf.rows.request import Prompt, Request, Result, Running, Settings
+from h2o.hf.rows.row_batch import RowBatch, row_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from h2o.config_fields import ConfigFields, Pinned
+
+__all__ = ["Request", "Result", "generate_all", "serves"]
+
+TOKENS_A_STEP = 2048
+"""Of prompts that are read between two decode steps, as for `max_num_batched_tokens` of vLLM: fewer
+leave rows idle, more let those that run wait."""
+
+
+def generate_all(
+    model: Any,
+    prompts: Iterable[Prompt],
+    h2o_config: H2OConfig | None = None,
+    *,
+    rows: int | None = None,
+    bytes: int | None = None,
+    max_new_tokens: int | None = None,
+    generation_config: Any = None,
+    tokenizer: Any = None,
+    prefix: H2OCache | None = None,
+    seed: int = 0,
+    pinned: Pinned | Literal["system"] = None,
+    on_token: Callable[[int, int], Any] | None = None,
+    as_completed: bool = False,
+    compileable: bool = False,
+    **parameters: Unpack[ConfigFields],
+) -> Iterator[Result]:
+    """Answers any number of prompts, a fixed number of them at a time.
+
+    ```python
+    for result in h2o.generate_all(
+        model, prompts, heavy=128, recent=128, rows=16, max_new_tokens=256, tokenizer=tokenizer
+    ):
+        print(result.index, result.text)
+    ```
+
+    A request gets the tokens that `generate()` gives it alone with an `H2OCache` of the same
+    config, up to rounding: nothing depends on its neighbours but in which order float sums of a
+    larger matrix product are added. Prompts are read one at a time, in chunks with
+    `generation_config.prefill_chunk_size`; rows that run decode a token after each chunk, or after
+    prompts of 2,048 tokens. Several calls, also of threads, may share a model.
+
+    Args:
+        model: a causal language model of transformers, in eval mode.
+        prompts: texts, chats, token ids or a `Request` each; may be an endless iterator, of which
+            as many are taken as there are rows.
+        h2o_config, parameters: as for `H2OCache`. Fractions are of each prompt.
+        rows: how many requests at a time.
+        bytes: instead of `rows`, what all rows may take together, all tensors of the cache counted.
+            A prompt that is being read needs its own keys and values beside it. Not with budgets
+            that depend on the prompt, nor with those of a request.
+        max_new_tokens, generation_config: as for `generate()`.
+        tokenizer: for prompts that are texts or chats, stop strings, and `Result.text`.
+        prefix: what every prompt begins with, read before: a cache of one row of the same settings,
+            such as a document's (`H2OCache.load`). Prompts contain its tokens.
+        seed: request i samples as `generate()` does after `torch.manual_seed(seed + i)`.
+        pinned: as of `H2OCache`, of each prompt whose `Request` has no pins of its own; "system" is
+            the system turn of prompts that are chats.
+        on_token: called with the index of a request and each new token.
+        as_completed: results as they finish, not in the order of prompts.
+        compileable: torch.compile takes the step of all rows, one graph for all steps, and prompts
+            after the first one, one graph for all lengths. Each needs a minute at first, and
+            budgets in tokens: under fractions longer prompts make rows wider, hence other graphs,
+            and prompts are read eagerly, as after a prefix, with pins or a request's own budget. A
+            model that cannot be compiled is served eagerly, with a warning.
+
+    Yields:
+        A `Result` for each prompt. One that cannot be answered has `finish_reason="error"`; the
+        others go on. What `prompts` or `on_token` raise is raised.
+
+    Raises:
+        UnsupportedError: beams and assisted decoding; a model with sliding windows, or for images.
+        ValueError: neither `rows` nor `bytes`, or too few of them; a prefix of other settings.
+    """
+    config = one_config(h2o_config, parameters).for_model(model)
+    if (rows is None) == (bytes is None):
+        raise ValueError("give either rows, how many requests at a time, or the bytes for them")
+    for name, value in (("rows", rows), ("bytes", bytes), ("max_new_tokens", max_new_tokens)):
+        if value is not None and (not isinstance(value, Integral) or value < 1):
+            raise ValueError(f"{name} is {value!r}: wanted a whole number of at least 1")
+    if isinstance(prompts, str | Mapping):
+        raise ValueError(f"prompts is a single {type(prompts).__name__}: give a list of prompts")
+    if bytes is not None and (config.needs_prompt_length or config.shares_by_echo):
+        raise ValueError(
+            "a row's bytes depend on its prompt where budgets are fractions or shared by echo: "
+            "give heavy and recent as numbers of tokens, without such shares, or the number of rows"
+        )
+    RowBatch(model, config, 1, compileable)  # refuses what cannot be served
+    if prefix is not None:
+        prefix = _checked(prefix, config).fork()  # its owner may go on with it
+    settings = Settings(
+        model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, pinned, on_token
+    )
+    if rows is not None and isinstance(prompts, Sized):
+        rows = max(1, min(rows, len(prompts)))
+    results = _Engine(settings, prompts, rows, bytes, compileable).run()
+    return results if as_completed else _in_order(results)
+
+
+def _checked(prefix: H2OCache, config: H2OConfig) -> H2OCache:
+    if (rows := _h2o_layers(prefix)[0].batch_size) > 1:
+        raise ValueError(f"a prefix is a cache of one row, not of {rows}")
+    for name in (field.name for field in dataclasses.fields(config)):
+        read, wanted = getattr(prefix.config, name), getattr(config, name)
+        if read != wanted:
+            raise ValueError(
+                f"the prefix was read with {name}={read!r} and the call has {wanted!r}: give "
+                "h2o_config=prefix.config"
+            )
+    return prefix
+
+
+def serves(model: Any, h2o_config: H2OConfig, request: Request, tokenizer: Any = None) -> bool:
+    """Whether `generate_all` takes a request: the layers of its model, its way of decoding.
+
+    Raises:
+        ValueError: what no way of decoding could answer.
+    """
+    config = h2o_config.for_model(model)
+    settings = Settings(model, config, None, None, tokenizer, None, 0, None, None)
+    try:
+        RowBatch(model, config, 1)
+        Running(0, request, settings)
+    except UnsupportedError:
+        return False
+    return True
+
+
+class _Engine:
+    """The rows, what runs in them, and the prompts that wait."""
+
+    def __init__(
+        self, settings: Settings, prompts: Iterable[Prompt], rows: int | None, bytes: int | None,
+        compileable: bool,
+    ) -> None:  # fmt: skip
+        self.settings = settings
+        self.compileable = compileable
+        self.waiting = enumerate(prompts)
+        self.rows, self.bytes = rows, bytes
+        self.batch: RowBatch | None = None
+        self.graph_reads = (
+            compileable
+            and settings.prefix is None
+            and PromptReader.serves(settings.model, settings.config)
+        )
+        self.reader: PromptReader | None = None
+        """From the first prompt on, if a graph reads them"""
+        self.running: list[Running | None] = []
+        """By row; None: idle"""
+        self.reading: Running | None = None
+        """The request whose prompt is being read"""
+
+    def run(self) -> Iterator[Result]:
+        """Between two results, while the caller has its turn, the model has its own attention."""
+        with contextlib.closing(self._results()) as results:
+            while True:
+                lock = PatchLock("served", unwrapped(self.settings.model), "h2o")
+                lock.acquire(self.settings.model)
+                try:
+                    result = next(results, None)
+                finally:
+                    lock.release()
+                if result is None:
+                    return
+                yield result
+
+    def _results(self) -> Generator[Result, None, None]:
+        while True:
+            yield from self._read()
+            if any(self.running):
+                yield from self._step()
+            elif self.reading is None:
+                return
+
+    def _read(self) -> Iterator[Result]:
+        """Goes on with the prompt at hand, or begins the next one, if a row is idle: until a row
+        runs, and while the rows that run wait for no more than one piece or `TOKENS_A_STEP`."""
+        read = 0
+        while self.batch is None or not all(self.running):
+            if self.reading is None:
+                taken = next(self.waiting, None)
+                if taken is None:
+                    return
+                yield from self._begin(*taken)
+            if self.reading is not None:
+                limit = self.reading.generation_config.prefill_chunk_size or TOKENS_A_STEP
+                read += self.reading.piece
+                if any(self.running) and read > max(limit, self.reading.piece):
+                    return
+                yield from self._go_on(self.reading)
+
+    def _begin(self, index: int, prompt: Prompt) -> Iterator[Result]:
+        request = prompt if isinstance(prompt, Request) else Request(prompt)
+        try:
+            if self.bytes is not None and request.config is not None:
+                raise ValueError("a budget of its own in rows of so many bytes: give rows instead")
+            self.reading = Running(index, request, self.settings)
+            pins = self.reading.cache.pass_state.pins
+            if self.bytes is not None and pins and self.settings.config.shares is not None:
+                raise ValueError("pinned keys change the shares of heads: give rows, not bytes")
+            if self.reader and request.config is None and not pins:
+                self.reading.read_by(self.reader)
+        except UnsupportedError:
+            raise
+        except Exception as error:  # of this prompt; the others go on
+            yield _failed(index, 0, error)
+
+    def _go_on(self, running: Running) -> Iterator[Result]:
+        try:
+            is_read = running.read()
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            self.reading = None
+            yield _failed(running.index, running.prompt_tokens, error)
+            return
+        if not is_read:
+            return
+        self.reading = None
+        self._tell(running)
+        if running.finish_reason:
+            yield running.result(_figures(running.cache))
+        else:
+            self._join(running)
+
+    def _join(self, running: Running) -> None:
+        settings = self.settings
+        if self.batch is None:
+            rows = self.rows or _rows_in(self.bytes, row_bytes(running.cache))
+            self.batch = RowBatch(settings.model, settings.config, rows, self.compileable)
+            self.running = [None] * rows
+        row = self.running.index(None)
+        self.batch.join(row, running.cache)
+        if self.reader is None and self.graph_reads and running.cache.config == settings.config:
+            self.reader = PromptReader(settings.model, running.cache)
+        running.cache = None  # its tensors are in the row
+        self.running[row] = running
+
+    def _step(self) -> Iterator[Result]:
+        """One token for each row that runs."""
+        yield from self._end_at_other_angles()
+        if not any(self.running):
+            return
+        before = int(self.batch.cache.get_seq_length())  # of a tensor that steps change
+        try:
+            logits = self.batch.step([0 if x is None else x.new[-1] for x in self.running])
+        except IndexError as error:  # of a table of positions, which the longest row has left
+            if int(self.batch.cache.get_seq_length()) != before:
+                raise
+            row = max(range(len(self.running)), key=self.batch.tokens.__getitem__)
+            yield self._failed(row, error)
+            return
+        best = logits.float().argmax(-1).tolist()  # in 16 bits torch takes five times as long
+        for place, row in enumerate(self.batch.live):
+            running = self.running[row]
+            try:
+                if running.by_number:
+                    running.take(best[place])
+                else:
+                    running.accept(logits[place : place + 1])
+            except Exception as error:
+                yield self._failed(row, error)
+                continue
+            self._tell(running)
+            if running.finish_reason:
+                yield running.result(_figures(self.batch.cache, row))
+                self._leave(row)
+
+    def _end_at_other_angles(self) -> Iterator[Result]:
+        """Ends the rows whose text `generate()` would read anew now."""
+        for row in self.batch.live:
+            try:
+                self.batch.cache.pass_state.check_angles(self.batch.tokens[row], 1)
+            except ValueError as error:
+                yield self._failed(row, error)
+
+    def _tell(self, running: Running) -> None:
+        if self.settings.on_token is not None:
+            self.settings.on_token(running.index, running.new[-1])
+
+    def _failed(self, row: int, error: Exception) -> Result:
+        running = self.running[row]
+        self._leave(row)
+        return _failed(running.index, running.prompt_tokens, error)
+
+    def _leave(self, row: int) -> None:
+        self.batch.leave(row)
+        self.running[row] = None
+
+
+def _rows_in(bytes: int, each: int) -> int:
+    if bytes < each:
+        raise ValueError(f"bytes: {bytes:,} hold no row, which takes {each:,} under this config")
+    return bytes // each
+
+
+def _failed(index: int, prompt_tokens: int, error: Exception) -> Result:
+    return Result(index, [], None, prompt_tokens, "error", {}, error)
+
+
+def _figures(cache: H2OCache, row: int = 0) -> dict[str, int]:
+    """`Result.report` of a row."""
+    layers = _h2o_layers(cache)
+    kept = [float((layer.slots.positions[row] >= 0).sum()) for layer in layers]
+    heads = [layer.slots.free.shape[1] for layer in layers]
+    return {
+        "seen": int(layers[0].slots.lengths[row]),
+        "kept": round(sum(kept) / sum(heads)),
+        "bytes": row_bytes(cache),
+    }
+
+
+def _h2o_layers(cache: H2OCache) -> list[H2OLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, H2OLayer)]
+
+
+def _in_order(results: Iterator[Result]) -> Iterator[Result]:
+    """Results by their index, each as soon as all before it are there."""
+    early: dict[int, Result] = {}
+    wanted = 0
+    for result in results:
+        early[result.index] = result
+        while wanted in early:
+            yield early.pop(wanted)
+            wanted += 1

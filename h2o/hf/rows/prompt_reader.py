@@ -1,0 +1,68 @@
+"""`PromptReader`: reads prompts by a compiled graph, one after another in the same row.
+
+A cache makes its slots when it knows the prompt, which no graph can. Here are slots that stay: they
+are emptied before each prompt, which is then read as the chunk of a longer text would be, whatever
+its length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o import borrowed
+from h2o.config import H2OConfig
+from h2o.hf.cache.cache import H2OCache
+from h2o.hf.cache.compiled_forward import CompiledForward
+from h2o.hf.families.tuned_prompts import virtual_tokens
+from h2o.hf.layers.compiled import CompileableLayer
+
+__all__ = ["PromptReader"]
+
+
+class PromptReader:
+    """Called as the model is, with the cache of `emptied`.
+
+    like: a cache of one row that has read a prompt; its budgets are taken, and nothing else.
+    """
+
+    def __init__(self, model: Any, like: H2OCache) -> None:
+        self.model = model
+        self._cache = H2OCache(model.config, like.config, compileable=True)
+        for layer, other in zip(self._cache.layers, like.layers, strict=True):
+            layer.take_row(0, other, 1, other.seen)
+        self._forward = CompiledForward(model, "prompts")
+
+    @staticmethod
+    def serves(model: Any, config: H2OConfig) -> bool:
+        """Whether a graph takes all layers, and budgets do not depend on the prompt."""
+        if config.needs_prompt_length or virtual_tokens(model):
+            return False
+        return all(
+            type(layer) is CompileableLayer
+            and layer.one_budget is None
+            and layer.prompt_scores is None
+            for layer in H2OCache(model.config, config, compileable=True).layers
+        )
+
+    def __bool__(self) -> bool:
+        """Whether there is a graph, or there may be one."""
+        return bool(self._forward)
+
+    def emptied(self) -> H2OCache:
+        """The cache, for the next prompt."""
+        for layer in self._cache.layers:
+            layer.empty_in_place()
+        self._cache.pass_state.reset()
+        return self._cache
+
+    def __call__(self, *, input_ids: Tensor, **inputs: Any) -> Any:
+        if input_ids.shape[1] == 1:  # a step, of which there is no graph with one row
+            return self.model(input_ids=input_ids, **inputs)
+        ids = input_ids.clone(memory_format=torch.contiguous_format)  # of pieces: strides too
+        for tensor in (ids, inputs.get("position_ids")):
+            if tensor is not None:
+                borrowed.mark_dynamic(tensor, 1)
+        return self._forward(input_ids=ids, **inputs)

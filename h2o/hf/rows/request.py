@@ -1,0 +1,329 @@
+"""One request of `h2o.generate_all`: its prompt, how its tokens are chosen, and its answer.
+
+What decides on a token is transformers' own: `generate()` makes logits processors and stopping
+criteria for each request as for a call of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationMode,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from h2o.borrowed import with_cache
+from h2o.config import H2OConfig
+from h2o.errors import UnsupportedError
+from h2o.hf.cache.cache import H2OCache
+from h2o.hf.families.tuned_prompts import check_pins, continuing, virtual_tokens
+from h2o.hf.families.wrapped import input_device
+from h2o.hf.rotary.angles import AnglesByLength
+from h2o.hf.rotary.positions import positions_after
+from h2o.hf.rows.prompt_reader import PromptReader
+from h2o.hf.rows.system_turn import system_span
+from h2o.hf.store.pins import Pins
+
+__all__ = ["Prompt", "Request", "Result", "Running", "Settings", "decoding_arguments"]
+
+Prompt = Any  # a text, a chat, token ids, or a Request with one of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt with settings of its own, for `generate_all`; None: as of the whole call."""
+
+    prompt: Prompt
+    """A text; a chat, as a list of messages; or token ids [n], as a list, an array or a tensor"""
+    max_new_tokens: int | None = None
+    seed: int | None = None
+    """For sampling; by default `seed` of the call + the request's index"""
+    generation_config: Any = None
+    config: H2OConfig | None = None
+    """Budgets of its own. Policy, positions and storage must be those of the call."""
+    pinned: Any = None
+    """Its pins, as of `H2OCache`; or "system", of a chat: its system turn"""
+    stopping_criteria: Sequence[StoppingCriteria] = ()
+    """Of transformers, beside those of the generation config; they get ids [1, n], prompt
+    included"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The answer to one prompt."""
+
+    index: int
+    """Of the prompt among `prompts`"""
+    ids: list[int]
+    """The new tokens"""
+    text: str | None
+    """As text, without special tokens; None without a tokenizer"""
+    prompt_tokens: int
+    finish_reason: str
+    """"stop" (an end token, a stop string, a criterion), "length", or "error" """
+    report: dict[str, int]
+    """`seen` tokens, `kept` of each head on average, and the `bytes` of the row; {} after an
+    error"""
+    error: Exception | None = None
+    """Why it could not be answered"""
+
+
+@dataclasses.dataclass
+class Settings:
+    """What all requests of one call have in common."""
+
+    model: Any
+    config: H2OConfig
+    generation_config: Any
+    max_new_tokens: int | None
+    tokenizer: Any
+    prefix: H2OCache | None
+    seed: int
+    pinned: Any
+    on_token: Callable[[int, int], Any] | None
+
+    def __post_init__(self) -> None:
+        self.angles = AnglesByLength(self.model)
+
+    def pins_of(self, request: Request, ids: Tensor) -> Any:
+        """What `H2OCache` is told to pin of a request with token ids [1, n]."""
+        pinned = self.pinned if request.pinned is None else request.pinned
+        if pinned is None:
+            return None
+        if self.prefix is not None:
+            raise ValueError(
+                "pinned after a prefix, which is read already: give pinned to the prefix' H2OCache"
+            )
+        check_pins(self.model, pinned)
+        if isinstance(pinned, str) and pinned == "system":
+            if not _is_chat(request.prompt):
+                raise ValueError('pinned="system" needs a chat, as a list of messages')
+            return [system_span(self.tokenizer, request.prompt, ids[0].tolist())]
+        if (last := Pins.of(pinned).last) > ids.shape[1]:
+            raise ValueError(f"pinned ends at token {last}, and the prompt has {ids.shape[1]}")
+        return pinned
+
+    def prompt_ids(self, prompt: Prompt) -> Tensor:
+        """Token ids [1, n]."""
+        if isinstance(prompt, str) or _is_chat(prompt):
+            if self.tokenizer is None:
+                raise ValueError("prompts are texts: give the tokenizer, or prompts as token ids")
+            if isinstance(prompt, str):
+                prompt = self.tokenizer(prompt)["input_ids"]
+            else:
+                prompt = self.tokenizer.apply_chat_template(
+                    prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+        ids = torch.as_tensor(prompt, device="cpu")
+        if ids.numel() == 0:
+            raise ValueError("a prompt without tokens")
+        if ids.dtype.is_floating_point or ids.ndim not in (1, 2) or ids.numel() != ids.shape[-1]:
+            raise ValueError(
+                f"a prompt of shape {tuple(ids.shape)}, {ids.dtype}: wanted token ids [n]"
+            )
+        ids = ids.reshape(1, -1).to(torch.long)  # torch orders no uint16
+        known = getattr(self.model.config.get_text_config(decoder=True), "vocab_size", math.inf)
+        if int(ids.min()) < 0 or int(ids.max()) >= known:  # a GPU would take no call after that
+            raise ValueError(f"token ids {int(ids.min())} to {int(ids.max())} of {known}")
+        return ids.to(input_device(self.model))
+
+    def prepared(self, request: Request, ids: Tensor, cache: H2OCache) -> dict[str, Any]:
+        """What `generate()` hands to its decoding loop for a request."""
+        settings = request.generation_config or self.generation_config
+        limit = self.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+        more: dict[str, Any] = {} if limit is None else {"max_new_tokens": limit}
+        criteria = StoppingCriteriaList(request.stopping_criteria)
+        said = (getattr(x, "stop_strings", None) for x in (settings, self.model.generation_config))
+        strings = next((x for x in said if x is not None), None)
+        if strings is not None:  # for which a decoding loop of our own would be given no tokenizer
+            if self.tokenizer is None:
+                raise ValueError("stop_strings need the tokenizer")
+            criteria.append(StopStringCriteria(self.tokenizer, strings))
+            more["stop_strings"] = None
+        arguments: dict[str, Any] = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),  # a prompt's pad id is a token like any other
+            generation_config=settings,
+            **with_cache(cache),
+            stopping_criteria=criteria,
+            custom_generate=decoding_arguments,
+            **more,
+        )
+        return arguments
+
+    def cache_for(self, request: Request, ids: Tensor) -> H2OCache:
+        """An empty cache for a request with token ids [1, n], or a copy of the prefix."""
+        pinned = self.pins_of(request, ids)
+        config = self.config
+        if request.config is not None:
+            config = request.config.for_model(self.model)
+            budgets = {
+                name: getattr(self.config, name) for name in ("heavy", "recent", "budget_unit")
+            }
+            if dataclasses.replace(config, **budgets) != self.config:
+                raise ValueError(
+                    f"a request's config may have another budget than that of all, nothing else: "
+                    f"{config} beside {self.config}"
+                )
+        if self.prefix is None:
+            tokens = ids.shape[1] + virtual_tokens(self.model)
+            return H2OCache(self.model.config, config, prompt_length=tokens, pinned=pinned)
+        if config != self.config:
+            raise ValueError("a request after a prefix has the prefix' budget: config=None")
+        return self.prefix.fork()
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
+    return is_list and isinstance(prompt[0], Mapping)
+
+
+def decoding_arguments(model: Any, input_ids: Tensor, **arguments: Any) -> dict[str, Any]:
+    """In the place of a decoding loop of `generate()`: what it is called with."""
+    return arguments
+
+
+class Running:
+    """A request from its prompt to its last token."""
+
+    def __init__(self, index: int, request: Request, settings: Settings) -> None:
+        self.index = index
+        self.settings = settings
+        self.ids = settings.prompt_ids(request.prompt)
+        self.prompt_tokens = self.ids.shape[1]
+        self.cache = settings.cache_for(request, self.ids)
+        self.forward = settings.model
+        self.virtual = virtual_tokens(settings.model)
+        """Before the text, in the cache only"""
+        self.tokens_read = max(0, int(self.cache.get_seq_length()) - self.virtual)
+        prepared = settings.prepared(request, self.ids, self.cache)
+        self.processors = prepared["logits_processor"]
+        self.criteria = prepared["stopping_criteria"]
+        self.generation_config = prepared["generation_config"]
+        self.last_logits = {k: v for k, v in prepared.items() if k == "logits_to_keep"}
+        mode = self.generation_config.get_generation_mode(None)
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise UnsupportedError(
+                f"{mode.value} in rows that are refilled: call model.generate() with an H2OCache"
+            )
+        if (self.generation_config.num_return_sequences or 1) > 1:
+            raise UnsupportedError("num_return_sequences: give the prompt several times instead")
+        self.generator = None
+        if self.generation_config.do_sample:
+            at = settings.seed + index if request.seed is None else request.seed
+            self.generator = torch.Generator(input_device(settings.model)).manual_seed(at)
+        self.new: list[int] = []
+        self.finish_reason = ""
+        self.by_number = not self.processors and self.generator is None and self._ends_by_number()
+
+    def _ends_by_number(self) -> bool:
+        """Whether the end depends on the number of tokens and the latest one alone."""
+        self.limit, self.ends = self.generation_config.max_length, set[int]()
+        for criterion in self.criteria:
+            if type(criterion) is EosTokenCriteria:
+                self.ends |= set(criterion.eos_token_id.tolist())
+            elif type(criterion) is MaxLengthCriteria:
+                self.limit = criterion.max_length
+            else:
+                return False
+        return True
+
+    def read_by(self, reader: PromptReader) -> None:
+        """Has a prompt, of which nothing has been read, read in the reader's cache."""
+        self.cache, self.forward = reader.emptied(), reader
+
+    @property
+    def piece(self) -> int:
+        """Tokens of the prompt that are read at once, next."""
+        chunk: int = self.generation_config.prefill_chunk_size or self.prompt_tokens
+        return min(chunk, self.prompt_tokens - self.tokens_read)
+
+    def read(self) -> bool:
+        """Reads a piece of the prompt; at its end, whether it is reached, also the first token."""
+        if self.tokens_read >= self.prompt_tokens:
+            raise ValueError(
+                f"a prompt of {self.prompt_tokens} tokens after a prefix of {self.tokens_read}: it "
+                "contains the prefix and more"
+            )
+        begin, end = self.tokens_read, self.tokens_read + self.piece
+        logits = self._forward(begin, end)
+        self.tokens_read = end
+        if end < self.prompt_tokens:
+            return False
+        self.accept(logits)
+        return True
+
+    @torch.no_grad()
+    def _forward(self, begin: int, end: int) -> Tensor:
+        ids, forward = self.ids[:, begin:end], self.forward
+        where = {}
+        if begin:
+            forward = continuing(forward)
+        if begin or not self.virtual:
+            seen = begin + self.virtual + self.cache.pass_state.rope_deltas.offset
+            where = positions_after(self.settings.model, seen, ids)
+        self.settings.angles.forget()
+        output = forward(
+            input_ids=ids,
+            use_cache=True,
+            **where,
+            **with_cache(self.cache),
+            **self.last_logits,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def accept(self, logits: Tensor) -> None:
+        """Chooses the next token by logits [1, vocabulary]."""
+        if self.by_number:
+            self.take(int(logits.argmax(-1)))
+            return
+        scores = self.processors(self.ids, logits.to(dtype=torch.float32, copy=True))
+        if self.generator is None:
+            token = scores.argmax(-1, keepdim=True)
+        else:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
+        self.ids = torch.cat([self.ids, token], dim=1)
+        self.new.append(int(token))
+        # A criterion may say so for all rows of its batch at once.
+        answers = (x(self.ids, scores) for x in self.criteria)
+        hit = [bool(torch.as_tensor(answer, device="cpu").all()) for answer in answers]
+        by_length = [isinstance(criterion, MaxLengthCriteria) for criterion in self.criteria]
+        if any(hit):
+            stopped = any(x and not y for x, y in zip(hit, by_length, strict=True))
+            self.finish_reason = "stop" if stopped else "length"
+
+    def take(self, token: int) -> None:
+        """The next token, where nothing but its number and the length end the answer."""
+        self.new.append(token)
+        if token in self.ends:
+            self.finish_reason = "stop"
+        elif self.prompt_tokens + len(self.new) >= self.limit:
+            self.finish_reason = "length"
+
+    def result(self, report: dict[str, int]) -> Result:
+        return Result(
+            self.index,
+            self.new,
+            _text(self.settings.tokenizer, self.new),
+            self.prompt_tokens,
+            self.finish_reason,
+            report,
+        )
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str | None:
+    if tokenizer is None:
+        return None
+    text: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return text

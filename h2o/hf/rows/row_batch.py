@@ -1,0 +1,155 @@
+"""`RowBatch`: one `H2OCache` whose rows are conversations of their own, replaced one at a time.
+
+A row has a constant size, so the slots and states of a row that has come to its end are taken by
+the next conversation in place: nothing of the other rows is copied. A decode step is of the rows
+that are not idle, found by number. Where it is compiled, whose shapes stay, and where layers have
+states, which transformers updates as they lie, it is of all, and idle ones are masked.
+
+Shape letters: n rows that are not idle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o.borrowed import with_cache
+from h2o.config import H2OConfig
+from h2o.errors import UnsupportedError
+from h2o.hf.cache.cache import H2OCache
+from h2o.hf.cache.compiled_forward import CompiledForward
+from h2o.hf.families.layer_kinds import has_states, kind_of
+from h2o.hf.families.tuned_prompts import check_passes, continuing
+from h2o.hf.families.wrapped import input_device
+from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.rotary.angles import AnglesByLength
+from h2o.hf.store import states
+
+__all__ = ["RowBatch", "row_bytes"]
+
+
+class RowBatch:
+    """A cache of `rows` rows for a model, into which `join` puts caches of one row each.
+
+    compileable: torch.compile takes a step whole, in one graph for all of them.
+
+    Raises:
+        UnsupportedError: a model with layers that have keys which are not H2O's; one with states
+            and rotary angles that depend on the length of the text.
+    """
+
+    def __init__(self, model: Any, config: H2OConfig, rows: int, compileable: bool = False) -> None:
+        check_passes(model, "generate_all")
+        self.model = continuing(model)
+        self.compiled = CompiledForward(self.model, "steps") if compileable else None
+        self.cache = H2OCache(model.config, config, compileable=compileable)
+        self.cache.pass_state.by_row = True
+        for index, layer in enumerate(self.cache.layers):
+            if kind_of(layer) in ("sliding", "cross"):
+                raise UnsupportedError(
+                    "rows that are refilled need full attention or states in all layers, and "
+                    f"layer {index} is a {type(layer).__name__}: call model.generate() with an "
+                    "H2OCache for each batch of prompts"
+                )
+        self.tokens = [0] * rows
+        """Seen by each row; 0: idle"""
+        self.offsets = [0] * rows
+        """What each row's next position is beyond its number of tokens"""
+        self._chosen: list[int] = []
+        self._has_states = any(map(has_states, self.cache.layers))
+        self.angles = AnglesByLength(model)
+        if self.angles and self._has_states:
+            raise UnsupportedError(
+                "rows of a model with states whose rotary angles depend on the length of the text: "
+                "call model.generate() with an H2OCache for each prompt"
+            )
+
+    def join(self, row: int, joining: H2OCache) -> None:
+        """A row becomes what the one row of another cache of the same settings is.
+
+        Raises:
+            ValueError: a cache of several rows, or with another kind of slots.
+        """
+        self.tokens[row] = int(joining.get_seq_length())
+        self.offsets[row] = joining.pass_state.rope_deltas.offset
+        for layer, other in zip(self.cache.layers, joining.layers, strict=True):
+            if isinstance(layer, H2OLayer):
+                layer.take_row(row, other, len(self.tokens), max(self.tokens))
+            if has_states(layer):
+                states.take_row(layer, row, other, len(self.tokens))
+
+    def leave(self, row: int) -> None:
+        """A row is idle from now on."""
+        self.tokens[row] = 0
+
+    @property
+    def live(self) -> list[int]:
+        """The rows that are not idle."""
+        return [row for row, n in enumerate(self.tokens) if n]
+
+    @torch.no_grad()
+    def step(self, ids: list[int]) -> Tensor:
+        """The next token of the rows that are not idle; others' in `ids` are not looked at.
+
+        Returns:
+            Logits [n, vocabulary], in the order of `live`.
+        """
+        live, parts = self.live, []
+        groups = self.angles.groups(live, [n + 1 for n in self.tokens])
+        for rows in groups:
+            self.angles.forget()
+            parts.append(self._of_rows(rows, ids))
+        self.tokens = [n and n + 1 for n in self.tokens]
+        if len(groups) == 1:
+            return parts[0]
+        place = {row: i for i, row in enumerate(row for rows in groups for row in rows)}
+        return torch.cat(parts)[[place[row] for row in live]]
+
+    def _of_rows(self, rows: list[int], ids: list[int]) -> Tensor:
+        """Logits [len(rows), vocabulary] of the next token of these rows."""
+        if self.compiled:  # always with a mask: without one it would be another graph
+            return self._of_all(self.compiled, ids, rows, masked=True)[rows]
+        if self._has_states:
+            return self._of_all(self.model, ids, rows, masked=len(rows) < len(ids))[rows]
+        self._choose(rows if len(rows) < len(ids) else [])
+        return self._forward(self.model, [ids[row] for row in rows], rows)
+
+    def _forward(self, forward: Any, ids: list[int], rows: list[int], mask: Any = None) -> Tensor:
+        """Logits [len(rows), vocabulary]."""
+        device = input_device(self.model)
+        next_positions = [[self.tokens[row] + self.offsets[row]] for row in rows]
+        places = torch.tensor(next_positions, dtype=torch.long, device=device)
+        output = forward(
+            input_ids=torch.tensor([[i] for i in ids], dtype=torch.long, device=device),
+            attention_mask=mask,
+            position_ids=places if mask is None else places * mask,
+            **with_cache(self.cache),
+            use_cache=True,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _of_all(self, forward: Any, ids: list[int], rows: list[int], *, masked: bool) -> Tensor:
+        """Logits [all rows, vocabulary], where `masked` with a mask of the others than `rows`."""
+        here = [[row in rows] for row in range(len(ids))]
+        mask = torch.tensor(here, dtype=torch.bool, device=input_device(self.model))
+        return self._forward(forward, ids, [*range(len(ids))], mask if masked else None)
+
+    def _choose(self, rows: list[int]) -> None:
+        """Has steps be of these rows; []: of all."""
+        if rows == self._chosen:
+            return
+        self._chosen = rows
+        for layer in self.cache.layers:
+            numbers = torch.tensor(rows, dtype=torch.int32, device=layer.slots.keys.device)
+            layer.choose(numbers if rows else None)
+
+
+def row_bytes(cache: H2OCache) -> int:
+    """Bytes of all tensors that one row takes once its budget is full, by a cache of one row that
+    has read its prompt."""
+    h2o_layers = (layer for layer in cache.layers if isinstance(layer, H2OLayer))
+    with_states = (layer for layer in cache.layers if has_states(layer))
+    return sum(x.row_bytes() for x in h2o_layers) + sum(map(states.row_bytes, with_states))

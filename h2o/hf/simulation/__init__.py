@@ -1,0 +1,1 @@
+"""What a cache would answer, in one forward pass."""

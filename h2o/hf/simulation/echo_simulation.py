@@ -1,0 +1,107 @@
+"""Simulation where not attention alone makes scores: what a cache does with a text.
+
+With `score_by="mean-echo"` the scores of a prompt are not what attention gives, and pinned keys
+have a score of their own. So the prompts are read at once and all later tokens one after the other,
+by the operations that a layer goes by.
+
+Shape letters: B batch rows, H query heads, G key/value heads, N columns of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.config import H2OConfig
+from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.prompt.prompt_echo import PromptAttention, PromptEcho
+from h2o.hf.rotary.model_rotary import Rotary
+from h2o.hf.store import slot_layout
+from h2o.hf.store.pins import Pins
+from h2o.hf.store.trace import by_column, not_held
+from h2o.policy import Policy
+
+__all__ = ["reader_of", "simulate"]
+
+
+def reader_of(rotary: Rotary, layer: int, config: H2OConfig, prompt: int) -> PromptEcho | None:
+    """What `simulate` takes, of a layer of a model. `prompt`: tokens of the longest prompt. None
+    where they are all sinks or a single one, whose scores echo does not change."""
+    return PromptEcho(rotary, layer, config.policy) if prompt > max(1, config.sinks) else None
+
+
+def simulate(
+    text: NewTokens,
+    prompts: Sequence[int],
+    by_row: list[list[tuple[int, int]]],
+    reader: PromptAttention,
+    policy: Policy,
+    kv_dtype: str | None,
+    pins: Pins,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `h2o.ops.simulate`.
+
+    Args:
+        text: N tokens.
+        prompts: tokens of each row that are read before the first eviction, at least 1.
+        by_row: (heavy, recent) of each row and each head, or one for all heads.
+        reader: what makes the scores.
+        policy: `H2OConfig.policy`.
+        pins: which know the prompts.
+
+    Returns:
+        Output [B, N, H, D], evicted_at int32 [B, G, N], scores float32 [B, G, N].
+    """
+    B, _, N, _ = text.query.shape
+    G, device = text.key.shape[1], text.key.device
+    real = text.key.new_ones(B, N) if text.mask is None else text.mask
+    real = real.bool()
+    order = real.cumsum(1) - 1
+    positions = order.masked_fill(~real, -1)[:, None]
+    early = real & (order < torch.tensor(prompts, dtype=torch.long, device=device)[:, None])
+    widest = [policy.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
+    sizes = slot_layout.capacities(widest, N)
+    slots = slot_layout.with_capacities(
+        text.key, sizes, value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
+        shared=text.value is None,
+    )  # fmt: skip
+    slots.budget.copy_(slots.budget.new_tensor(by_row).squeeze(1))
+    evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
+    last = torch.zeros(B, G, N + 1, dtype=torch.float32, device=device)  # by position; of no key: N
+
+    def note(positions: Tensor, scores: Tensor) -> None:
+        last.scatter_(2, positions.expand_as(scores) % (N + 1), scores)
+
+    def note_held() -> None:
+        positions, scores = (
+            slot_layout.by_head(slots, sizes, x, -1) for x in ("positions", "scores")
+        )
+        note(positions.long(), scores)
+
+    def record(seen: Tensor) -> None:
+        """When rows [B] have seen so many columns."""
+        evicted = not_held(slots, sizes, N) & (evicted_after < 0)
+        evicted_after.copy_(torch.where(evicted, seen[:, None, None].int(), evicted_after))
+
+    out, scores = reader.prompt(text._replace(mask=early))
+    scores = pins.score(scores, positions)
+    note(order.masked_fill(~early, N)[:, None], scores)
+    ops.evict(text.key, text.value, scores, slots, mask=early, policy=policy)
+    columns = torch.arange(1, N + 1, device=device)
+    seen = (early * columns).amax(1)
+    record(seen)
+    late = real & ~early
+    for i in late.any(0).nonzero()[:, 0].tolist():
+        one = text.columns(i, i + 1)._replace(mask=late[:, i : i + 1])
+        answer, score = reader.step(one, slots)
+        score = pins.score(score, positions[..., i : i + 1])
+        note_held()
+        note(order[:, i : i + 1].masked_fill(~late[:, i : i + 1], N)[:, None], score)
+        ops.evict(one.key, one.value, score, slots, mask=one.mask, policy=policy)
+        out[:, i : i + 1] += answer  # 0 where it is of no row
+        record(seen.fill_(i + 1))
+    position = order.clamp(min=0)[:, None].expand(B, G, N)
+    return out, by_column(evicted_after, real), last.gather(2, position) * real[:, None]

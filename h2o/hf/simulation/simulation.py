@@ -1,0 +1,383 @@
+"""`h2o.simulated(model)`: a model's outputs with an H2O cache, from one pass over a whole text.
+
+Log-likelihoods and perplexities need the output at every token. A real cache gives them token
+by token; `simulated` gives the same from a single forward pass, because an evicted key never
+returns: every row attends to the keys that the cache would have held at that row
+(`h2o.ops.simulate`). No memory is saved; it is for measuring.
+
+Shape letters: B batch rows, H query heads, G key/value heads, N columns of the padded batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from h2o import ops, published_masks
+from h2o.config import VARIANTS, H2OConfig, one_config
+from h2o.errors import UnsupportedError
+from h2o.head_budgets import levelled
+from h2o.hf.attention.attention_hook import attending
+from h2o.hf.call.attention_call import Call, NewTokens, Undifferentiable
+from h2o.hf.families import tensor_parallel
+from h2o.hf.families.latent_attention import latents_traced, over_latents
+from h2o.hf.families.layer_kinds import kind_of
+from h2o.hf.families.shared_keys import reusing
+from h2o.hf.families.wrapped import unwrapped
+from h2o.hf.layers import random_layer
+from h2o.hf.layers.visible_keys import VisibleKeys
+from h2o.hf.prompt import prompt_budget
+from h2o.hf.prompt.prompt_echo import PromptAttention, served_as
+from h2o.hf.prompt.shared_places import SharedPlaces
+from h2o.hf.rotary.model_rotary import Rotary
+from h2o.hf.simulation import echo_simulation
+from h2o.hf.store.pins import Pins
+from h2o.hf.store.retained import columns, retained
+from h2o.hf.support import transformers_layers
+from h2o.policy import Policy
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from h2o.config_fields import ConfigFields, Pinned
+
+__all__ = ["Simulation", "check", "simulated"]
+
+
+@contextmanager
+def simulated(
+    model: Any,
+    h2o_config: H2OConfig | None = None,
+    *,
+    variant: str = "h2o",
+    prompt_length: int | Sequence[int] = 1,
+    ratio_of: str = "text",
+    pinned: Pinned = None,
+    trace: bool = False,
+    mass: bool = False,
+    **parameters: Unpack[ConfigFields],
+) -> Iterator[Simulation]:
+    """Within the block, `model(input_ids, attention_mask)` answers as with an H2O cache.
+
+    ```python
+    with h2o.simulated(model, heavy=0.1, recent=0.1), torch.no_grad():
+        logits = model(**inputs, use_cache=False).logits
+    ```
+
+    Each call must bring the whole text; batches may be padded on either side. Row i's output is
+    the one that `H2OCache` gives when it is fed the first `prompt_length` tokens at once and the
+    others one by one. The model is as before after the block, also after an error.
+
+    Args:
+        model: any that an `H2OCache` can serve; layers without full attention stay as they are.
+        h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
+            `sinks`, `score_by`, `decay`, `value_weighted`, `kv_dtype`, `shares`,
+            `min_tokens`, or one `budget`.
+        variant: "h2o", or "local", "global", "flexgen" for the authors' other masks, which take
+            only `heavy` and `recent`, without `min_tokens` (`h2o.simulation_mask` describes them).
+            "global" sees the future.
+        prompt_length: tokens before the first eviction, pads not counted, for all rows or one
+            number per row. 1 evicts from the very beginning (Zhang et al., NeurIPS 2023,
+            Algorithm 1). "h2o" and "flexgen" only.
+        ratio_of: what fractional budgets are fractions of, in each row: its "text", or its
+            "prompt" (prompt_length; "h2o" and "flexgen" only), as in `H2OCache`.
+        pinned: as of `H2OCache`; "prompt" are the first `prompt_length` tokens. Texts are then read
+            token by token within each layer, which is slower. "h2o" only.
+        trace: keep the last forward's evictions and scores, see `Simulation`.
+        mass: keep the last forward's retained attention mass; costs about as much again.
+
+    Threads: any number may simulate with models of their own, or call one model within one
+    block; one model cannot be in blocks of two threads at a time, which is an error.
+
+    Raises:
+        UnsupportedError: a model that h2o cannot serve.
+        ValueError, TypeError: arguments that do not fit, and in `model(...)` a call that is not a
+            whole text.
+    """
+    config = one_config(h2o_config, parameters).for_model(unwrapped(model))
+    config, rotary, _ = served_as(model.config, config)
+    pins = Pins.of(pinned, config.decay)
+    check(config, variant, prompt_length, ratio_of, pins)
+    layers = transformers_layers(model.config)
+    budgets = [
+        config.for_layer(i, len(layers)) if kind_of(layer) == "h2o" else None
+        for i, layer in enumerate(layers)
+    ]
+    shared = reusing(model.config)
+    if shared and variant != "h2o":
+        raise UnsupportedError(
+            f"variant {variant!r}: not simulated where layers attend to the keys of others"
+        )
+    simulation = Simulation(
+        budgets, variant, prompt_length, ratio_of, trace, mass, shared, rotary, pins
+    )
+    tracing = latents_traced(unwrapped(model))
+    attended = [*simulation.layers(), *itertools.chain(*shared.values())]
+    with attending(model, attended, simulation.attend), tracing, simulation.dealing(model):
+        yield simulation
+
+
+class Simulation:
+    """What the last forward pass within a `simulated` block did, with `trace` or `mass`.
+
+    The methods raise ValueError for what was not asked for, KeyError for a layer that has not
+    run. They are of no use while several threads call the model.
+    """
+
+    def __init__(
+        self,
+        budgets: list[H2OConfig | None],
+        variant: str,
+        prompt_length: int | Sequence[int],
+        ratio_of: str,
+        trace: bool,
+        mass: bool,
+        shared: dict[int, tuple[int, ...]],
+        rotary: Rotary | None,
+        pins: Pins,
+    ) -> None:
+        """`rotary`: of a config that ranks prompts by echo."""
+        self._budgets, self._variant = budgets, variant
+        self._prompt_length, self._ratio_of = prompt_length, ratio_of
+        self._evicted_at: dict[int, Tensor] | None = {} if trace else None
+        self._scores: dict[int, Tensor] | None = {} if trace else None
+        self._mass: dict[int, Tensor] | None = {} if mass else None
+        self._reuses = {layer: of for of, layers in shared.items() for layer in layers}
+        self._rotary, self._pins = rotary, pins
+        self._places = SharedPlaces.of(budgets, prompt_length, rotary)
+        self._here = threading.local()  # of layers whose keys others attend to, their VisibleKeys
+
+    def dealing(self, model: Any) -> AbstractContextManager[None]:
+        """The block within which passes are preceded by one that deals the places of prompts."""
+        places = self._places
+        return nullcontext() if places is None else places.dealt_before(unwrapped(model))
+
+    def layers(self) -> list[int]:
+        """The layers that are simulated: those with full attention."""
+        return [i for i, config in enumerate(self._budgets) if config is not None]
+
+    def evicted_at(self, layer_idx: int) -> Tensor:
+        """int32 [B, G, N]: the first column that no longer sees the key, N if none, 0 for a pad.
+
+        Columns count pads, on either side. The token that evicts a key still sees it, so the number
+        is one more than this token's column, even where a pad stands there: of a row that is padded
+        on the right, the key that its last token evicts has the column of the first pad, and the
+        keys held at the end have N. Without pads there both have N. `H2OCache.evicted_at` is the
+        same where each forward pass brought one column.
+
+        The other variants have a row for each query head, [B, H, N] ("flexgen" the same one for
+        all of a group), and N for what the last token evicts, wherever the pads are.
+        """
+        return _asked_for(self._evicted_at, "trace", layer_idx)
+
+    def scores(self, layer_idx: int) -> Tensor:
+        """float32 [B, G, N]: each key's score at the end, or at its eviction. "h2o" only."""
+        return _asked_for(self._scores, "trace", layer_idx)
+
+    def retained_mass(self, layer_idx: int, *, per_token: bool = False) -> Tensor:
+        """float32 [B, H]: the share of a full cache's attention that falls on keys still held.
+
+        The mean over the row's tokens of the softmax over all tokens before, summed over those
+        that were seen; see `h2o.attention_blocks.retained_mass`. With `per_token` [B, H, N]: what
+        each token retains, NaN for a pad.
+        """
+        mass = _asked_for(self._mass, "mass", layer_idx)
+        return mass if per_token else mass.nanmean(-1)
+
+    def attend(self, call: Call) -> Tensor:
+        """What an H2O cache's layer would give, [B, N, H, D]; for `attending`."""
+        if (of := self._reuses.get(call.layer)) is not None:
+            visible: VisibleKeys = vars(self._here)[str(of)]
+            _refuse(call, visible.evicted_at.shape[2])
+            return _undifferentiable(visible.attend(call), call)
+        if (latent := getattr(call.key, "latent", None)) is not None:
+            call, expansion = over_latents(call, latent)
+            return expansion.answers(self._attend(call, shared=True))
+        return self._attend(call)
+
+    def _attend(self, call: Call, *, shared: bool = False) -> Tensor:
+        """The same; `shared`: the keys are the values too."""
+        query, key, value, mask = call.query, call.key, call.value, call.mask
+        config = self._budgets[call.layer]
+        assert config is not None
+        B, _, N, _ = query.shape
+        _refuse(call, N)
+        lengths = [N] * B
+        if mask is not None and (config.needs_prompt_length or mask.is_cpu):  # else all the same
+            lengths = mask.sum(1).tolist()
+        config = config.for_keys(key.shape[-1], key.element_size(), 1 if shared else 2)
+        pins = dataclasses.replace(self._pins)  # of this call: several threads may run
+        prompts, budgets = self._resolve(config, lengths, pins, mask)
+        q, k, v = query.detach(), key.detach(), value.detach()
+        if self._variant == "h2o":
+            part = tensor_parallel.part(call.module)
+            by_row = levelled(budgets, k.shape[1], part)
+            text = NewTokens(
+                q, k, None if shared else v, mask, call.scale, call.softcap, call.sink_logits
+            )
+            if self._places is not None:
+                if self._places.is_reading:
+                    self._places.take(call.layer, text, prompts, by_row, pins)
+                    return call.full()
+                by_row = self._places.budgets(call.layer)
+            out, evicted_at, scores = self._through_cache(
+                text, prompts, by_row, config, call.layer, part, pins
+            )
+            if self._scores is not None:
+                self._scores[call.layer] = scores
+            if call.layer in self._reuses.values():
+                visible = VisibleKeys(evicted_at, prompts, config.kv_dtype)
+                vars(self._here)[str(call.layer)] = visible
+        elif call.softcap:
+            raise UnsupportedError(f"variant {self._variant!r} has no soft-capped logits")
+        elif call.sink_logits is not None:
+            raise UnsupportedError(f"variant {self._variant!r} has no learned sinks")
+        else:
+            pairs = [heads[0] for heads in budgets]
+            rows = columns(mask, B, N, q.device)
+            out, evicted_at = published_masks.attend_rows(
+                self._variant, q, k, v, rows, prompts, pairs, call.scale
+            )
+        if self._evicted_at is not None:
+            self._evicted_at[call.layer] = evicted_at
+        if self._mass is not None:
+            self._mass[call.layer] = retained(q, k, mask, evicted_at, call.scale, call.softcap)
+        return _undifferentiable(out, call)
+
+    def _through_cache(
+        self, text: NewTokens, prompts: list[int], by_row: list[list[tuple[int, int]]],
+        config: H2OConfig, layer: int, part: tuple[int, int], pins: Pins,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`h2o.ops.simulate` of the tokens of a whole text."""
+        if config.score_by == "random":
+            return random_layer.simulate(
+                text, prompts, by_row, config.sinks, config.kv_dtype, layer, part, pins
+            )
+        reader: PromptAttention | None = None
+        if self._rotary is not None:
+            longest = max(prompts, default=0)
+            reader = echo_simulation.reader_of(self._rotary, layer, config, longest)
+        if reader is None and pins:
+            reader = PromptAttention(config.policy)
+        if reader is not None:
+            return echo_simulation.simulate(
+                text, prompts, by_row, reader, config.policy, config.kv_dtype, pins
+            )
+        device = text.query.device
+        simulated: tuple[Tensor, Tensor, Tensor] = ops.simulate(
+            *text[:3],
+            torch.tensor(prompts, dtype=torch.int32, device=device),
+            torch.tensor(by_row, dtype=torch.int32, device=device).squeeze(1),
+            mask=text.mask,
+            scale=text.scale,
+            softcap=text.softcap,
+            sink_logits=text.sink_logits,
+            kv_dtype=config.kv_dtype,
+            policy=config.policy,
+        )
+        return simulated
+
+    def _resolve(
+        self, config: H2OConfig, lengths: list[int], pins: Pins, mask: Tensor | None
+    ) -> tuple[list[int], list[list[tuple[int, int]]]]:
+        """Each row's prompt length and, in tokens, each head's (heavy, recent), or all heads'.
+        Tells the pins of the prompts."""
+        prompts = self._prompt_length
+        if isinstance(prompts, int):
+            prompts = [prompts] * len(lengths)
+        elif len(prompts) != len(lengths):
+            raise ValueError(
+                f"prompt_length has {len(prompts)} entries for a batch of {len(lengths)} rows"
+            )
+        bases = [
+            min(prompt, n) if self._ratio_of == "prompt" else n
+            for prompt, n in zip(prompts, lengths, strict=True)
+        ]
+        if self._variant == "h2o":
+            first = [min(prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
+            pins.begin(first, mask, max(lengths) if mask is None else mask.shape[1])
+            return list(prompts), prompt_budget.of_rows(config, bases, pins)
+        budgets = [[config.truncated(n)] for n in bases]
+        if self._variant == "flexgen" and [(0, 0)] in budgets and min(lengths) > 0:
+            raise ValueError(
+                f"variant 'flexgen': heavy={config.heavy} and recent={config.recent} of a text of "
+                f"{min(lengths)} tokens leave a budget of 0 tokens"
+            )
+        return list(prompts), budgets
+
+
+def check(
+    config: H2OConfig,
+    variant: str,
+    prompt_length: int | Sequence[int],
+    ratio_of: str,
+    pins: Pins | None = None,
+) -> None:
+    """ValueError for arguments of `simulated` that do not go together, whatever the model."""
+    if variant not in ("h2o", *VARIANTS):
+        raise ValueError(f"variant must be h2o, {', '.join(VARIANTS)}, not {variant!r}")
+    if config.positions != "original":
+        raise ValueError(
+            "a simulation cannot roll positions: in one forward pass every key has one. Use "
+            'positions="original", or the real cache (h2o.patched, --protocol drop)'
+        )
+    plain = (config.policy, config.shares, config.kv_dtype) == (Policy(), None, None)
+    if variant != "h2o" and (pins or not plain):
+        raise ValueError(
+            f"variant {variant!r} takes heavy and recent only, no sinks, score_by, decay, "
+            "value_weighted, shares, kv_dtype or pinned"
+        )
+    prompts = prompt_length if isinstance(prompt_length, Sequence) else [prompt_length]
+    if not all(isinstance(prompt, int) and prompt >= 1 for prompt in prompts):
+        raise ValueError(
+            "prompt_length must be a number of tokens, at least 1, or one per row, "
+            f"not {prompt_length!r}"
+        )
+    if ratio_of not in ("text", "prompt"):
+        raise ValueError(f'ratio_of must be "text" or "prompt", not {ratio_of!r}')
+    if variant in ("local", "global") and (set(prompts) != {1} or ratio_of == "prompt"):
+        raise ValueError(
+            f'variant {variant!r} has no prompt: leave prompt_length at 1 and ratio_of at "text"'
+        )
+
+
+def _refuse(call: Call, tokens: int) -> None:
+    """Raises what keeps a call of so many tokens from being simulated."""
+    if call.cached or call.key.shape[2] != tokens:
+        raise ValueError(
+            "simulated() answers for whole texts: call model(input_ids, attention_mask) "
+            "without a cache of earlier tokens; to generate, use an H2OCache"
+        )
+    if call.module.training or call.dropout:
+        raise RuntimeError("simulated() is for inference: call model.eval()")
+
+
+def _undifferentiable(out: Tensor, call: Call) -> Tensor:
+    inputs = call.query, call.key, call.value
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        out = Undifferentiable.apply(_NO_GRADIENT, out, *inputs)
+    return out
+
+
+_NO_GRADIENT = (
+    "attention within h2o.simulated() has no gradient, since which keys are evicted has none: call "
+    "the model under torch.no_grad(), or train outside of the block"
+)
+
+
+def _asked_for(values: dict[int, Tensor] | None, argument: str, layer: int) -> Tensor:
+    if values is None:
+        raise ValueError(f"this was not recorded: call simulated(..., {argument}=True)")
+    if layer not in values:
+        raise ValueError(
+            f"nothing was recorded of layer {layer}: "
+            + (f"there is {sorted(values)}" if values else "call the model within the block first")
+        )
+    return values[layer]

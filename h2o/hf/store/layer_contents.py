@@ -1,0 +1,287 @@
+"""The contents of one layer of an `H2OCache` between forward passes: slots and token counts.
+
+`h2o.hf.layers.layer` adds the forward pass. Here is the rest of the interface of a cache layer: for
+transformers lengths, mask sizes and the selection of rows for beam search; for users the kept keys
+and the report.
+
+Shape letters: B batch rows, G key/value heads, S slots, n columns of another cache, D head
+dimension, K keys held. A column is an index in the padded batch; a position is a token's index in
+its own row, pads not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from h2o import ops
+from h2o.config import H2OConfig
+from h2o.errors import UnsupportedError
+from h2o.hf.store import slot_layout
+from h2o.hf.store.kept import Kept
+from h2o.hf.store.pass_state import PassState
+from h2o.hf.store.report import LayerReport
+from h2o.hf.store.slot_layout import Capacity
+from h2o.hf.store.trace import Trace
+from h2o.quantisation import dequantised
+from h2o.slots import PER_ROW
+
+__all__ = ["LayerContents"]
+
+
+class LayerContents(CacheLayerMixin):
+    """The store of an `H2OLayer`, without its forward pass."""
+
+    kind = "h2o"
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+    shared = False
+    """Whether the keys are the values too, so that the slots have no values."""
+
+    config: H2OConfig
+    layer_idx: int
+    pass_state: PassState
+    traced: bool
+
+    def take_over(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
+        """Holds keys and values [B, G, n, D] of another cache, pads (mask [B, n]) left out.
+
+        All of them, with scores of 0, until the next forward pass has scored and pruned them.
+        """
+        self._refuse_shapes(keys, values)
+        self.row_size = keys.shape[-1], keys.element_size()
+        slots = slot_layout.filled(keys, values, mask, value_weighted=self.config.value_weighted)
+        self._hold(slots, Capacity(self.capacity.widest, slot_layout.sizes(slots)))
+        self.unscored = True
+        self._count(keys.shape[2], mask)
+
+    def take_row(self, row: int, source: LayerContents, rows: int, longest: int) -> None:
+        """Row `row` of `rows` becomes what the one row of another layer is, in place.
+
+        Args:
+            source: of the same settings; what it holds is copied.
+            longest: tokens that the longest of all rows has seen.
+
+        Raises:
+            ValueError: a source of several rows, or with another kind of slots.
+        """
+        if source.batch_size != 1:
+            raise ValueError(f"a row is to be taken from a batch of {source.batch_size} rows")
+        if self.slots is None:
+            self.row_size, self.seen = source.row_size, source.seen
+            self._hold(slot_layout.rows_like(source.slots, rows), source.capacity)
+        capacity, others = self.capacity, source.capacity
+        widest = list(map(max, capacity.widest, others.widest))
+        needed = self._capacities(widest, longest)
+        sizes = list(map(max, needed, capacity.sizes, others.sizes))
+        slots = self.slots
+        if sizes != capacity.sizes:
+            slots = slot_layout.enlarged(slots, capacity.sizes, sizes)
+        joining = source.slots
+        if sizes != others.sizes:
+            joining = slot_layout.enlarged(joining, others.sizes, sizes)
+        slot_layout.put_row(slots, row, joining)
+        self._hold(slots, Capacity(widest, sizes))
+        self.longest = longest
+
+    def choose(self, rows: Tensor | None) -> None:
+        """From the next decode step on a batch is these rows, [n] int32, each once; None: all."""
+        self._hold(self.slots._replace(rows=rows), self.capacity)
+
+    def row_bytes(self) -> int:
+        """Bytes of all tensors that a row takes once its budget is full."""
+        widest = self.capacity.widest
+        return slot_layout.row_bytes(self.slots, slot_layout.capacities(widest, max(widest)))
+
+    def _count(self, Q: int, mask: Tensor | None) -> None:
+        """Q more columns have been seen."""
+        self.seen += Q
+        if self.waits_for_pins:
+            self.waits_for_pins = self.pass_state.pins.wait(self.slots.lengths)
+        if self.trace is not None:
+            self.trace.record(self.slots, self.capacity.sizes, Q, mask)
+
+    def _refuse_shapes(self, keys: Tensor, values: Tensor | None) -> None:
+        if values is not None and keys.shape != values.shape:
+            raise UnsupportedError(
+                f"layer {self.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
+                f"{tuple(values.shape)}: h2o needs one head dimension for both"
+            )
+
+    def _refuse_rows(self, given: int) -> None:
+        """Raises ValueError for a batch of another size than what is held."""
+        text = f"this cache holds a batch of {self.batch_size} rows and was given {given}"
+        if given % self.batch_size == 0:
+            raise ValueError(
+                f"{text}: give cache.fork(rows={given // self.batch_size}) to go on with each row "
+                "so many times (num_beams, num_return_sequences, questions about one document). "
+                "For other conversations use a new H2OCache, or cache.reset()"
+            )
+        raise ValueError(
+            f"{text}: one cache is one batch of conversations, so use a new H2OCache, or "
+            "cache.reset()"
+        )
+
+    def _with_capacity(self, tokens: int) -> ops.Slots:
+        """The slots, enlarged where rows of so many tokens and the next one might not fit."""
+        if tokens > self.capacity.tokens:
+            capacity = self.capacity.larger(tokens)
+            self._hold(
+                slot_layout.enlarged(self.slots, self.capacity.sizes, capacity.sizes), capacity
+            )
+        return self.slots
+
+    def _hold(self, slots: ops.Slots | None, capacity: Capacity) -> None:
+        """Sets the layer's slots."""
+        if slots is not None:
+            slots = ops.Slots(*(None if x is None else slot_layout.writable(x) for x in slots))
+        self.slots = slots
+        self.capacity = capacity
+        self.is_initialized = slots is not None
+        batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
+        self.batch_size = 0 if batch is None else len(batch)
+        self._out: Tensor | None = None  # the last decode step's output, in the query's dtype
+
+    # ---- For transformers --------------------------------------------------------------------
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """The key in each slot, [B, G, S, D], as the layers of a DynamicCache have theirs, however
+        they are stored, in no order and with empty slots; None before the prompt."""
+        return None if self.slots is None else self.by_slot()[0]
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """The value in each slot, as `keys`."""
+        return None if self.slots is None else self.by_slot()[1]
+
+    @keys.setter
+    def keys(self, nothing: None) -> None:
+        """Does nothing: transformers' constructor sets the attribute to None."""
+
+    @values.setter
+    def values(self, nothing: None) -> None:
+        """Does nothing, as for `keys`."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: slots are made when the prompt's length is known."""
+
+    def get_seq_length(self) -> int:
+        """Columns seen, pads and evicted tokens included: positions go on counting from here."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of the mask: the new tokens alone; what is held is always visible."""
+        return query_length, self.get_seq_length()
+
+    def get_max_length(self) -> int:
+        """-1: unbounded."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.16
+
+    def reset(self) -> None:
+        """Empties the layer and frees its memory."""
+        self.empty()
+
+    def empty(self) -> None:
+        """As `reset`; of a layer that has states beside its keys, these stay."""
+        self._hold(None, Capacity([0], []))
+        self.seen = 0
+        self.longest = 0  # upper bound of the tokens of the longest row
+        self.prompt_columns = 0
+        self.row_size = (0, 0)  # D, and bytes of an element as the model gives it
+        self.unscored = False  # whether all keys are a DynamicCache's, whose scores are still 0
+        self.holds_new = True  # else a pass gives what is held scores, and nothing is stored
+        self.raised = False  # whether a budget below one token was rounded up to one
+        self.floored = False  # whether a head has `min_tokens` keys, more than its fraction
+        self.waits_for_pins = False  # whether tokens that are pinned are still to come
+        self.trace = Trace() if self.traced else None
+        self.last: Any = None  # where passes are recorded: a LastPass, see H2OLayer.crop
+        self.pass_state.waiting = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was: keys, scores, positions and budgets."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows, in this order."""
+        if not isinstance(indices, Tensor):
+            indices = torch.as_tensor(indices, device="cpu")
+        self._each(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows."""
+        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def _each(self, change: Any) -> None:
+        if self.slots is not None:
+            rows = {name: getattr(self.slots, name) for name in PER_ROW}
+            changed = {name: None if x is None else change(x) for name, x in rows.items()}
+            self._hold(self.slots._replace(**changed), self.capacity)
+            self.last = None  # of other rows
+            if self.trace is not None:
+                self.trace.each(change)
+
+    def offload(self) -> None:
+        """Raises NotImplementedError."""
+        raise NotImplementedError("an H2O layer cannot be offloaded; it is small by its budget")
+
+    prefetch = offload
+
+    # ---- For users ---------------------------------------------------------------------------
+
+    def kept(self) -> Kept:
+        """What is held: see `H2OCache.kept`."""
+        if self.slots is None:
+            return Kept(_empty(3, torch.int64), _empty(3))
+        return Kept(*slot_layout.held(self.slots, self.capacity.sizes, positions=-1, scores=0))
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, K, D] in the order of `kept`; 0 where fewer are held."""
+        if self.slots is None:
+            return _empty(4), _empty(4)
+        fields = ("keys",) if self.shared else ("keys", "values")
+        rows = slot_layout.held(self.slots, self.capacity.sizes, **dict.fromkeys(fields, 0.0))
+        keys, values = (dequantised(rows[i], self.row_size[0]) for i in (0, -1))
+        return keys, values
+
+    def by_slot(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another. Waits for no
+        device, and copies nothing of a store without bytes or budgets by head."""
+        fields = ("keys",) if self.shared else ("keys", "values")
+        rows = [slot_layout.by_head(self.slots, self.capacity.sizes, name) for name in fields]
+        keys, values = (dequantised(rows[i], self.row_size[0]) for i in (0, -1))
+        return keys, values
+
+    @property
+    def rows_per_token(self) -> int:
+        """Of each key/value head: a key and a value, or one that is both."""
+        return 1 if self.shared else 2
+
+    def report(self) -> LayerReport:
+        """Numbers of this layer; see `h2o.hf.store.report`."""
+        if self.slots is None:
+            return LayerReport(self.layer_idx, "h2o")
+        return LayerReport(
+            layer=self.layer_idx,
+            kind="h2o",
+            bytes_full=self.rows_per_token
+            * self.seen
+            * self.slots.free.numel()
+            * math.prod(self.row_size),
+            raised=self.raised,
+            floored=self.floored,
+            unscored=self.unscored,
+            **slot_layout.figures(self.slots, self.capacity.sizes, self.config.sinks),
+        )
+
+
+def _empty(axes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of a layer that holds nothing yet."""
+    return torch.zeros([0] * axes, dtype=dtype, device="cpu")

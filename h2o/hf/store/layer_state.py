@@ -1,0 +1,122 @@
+"""The state of a cache's layer between forward passes as a record: read out, and restored.
+
+The only list of what belongs to that state: copying, saving and cropping a cache all use it, so
+that a new tensor of a layer needs to be added here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.hf.families.layer_kinds import has_states, kind_of
+from h2o.hf.families.tensor_parallel import WHOLE
+from h2o.hf.store import states
+from h2o.hf.store.slot_layout import Capacity, sizes
+
+__all__ = ["State", "keys_of", "restore", "restore_keys", "state_of"]
+
+_NUMBERS = (
+    "seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "floored", "part",
+    "waits_for_pins",
+)  # fmt: skip
+"""Of an `H2OLayer`, beside its slots, their capacity and the trace."""
+
+_SLOTS, _STATES = "slots.", "states."  # what names of tensors begin with
+
+_TRACE = {"trace.real": "real", "trace.left": "evicted_after"}
+"""Names of tensors, as files have them, and the attributes of a `Trace`."""
+
+
+class State(NamedTuple):
+    """One layer's. Nothing is copied: a forward pass may write to the tensors."""
+
+    tensors: dict[str, Tensor]
+    """By name; none before the prompt"""
+    numbers: dict[str, Any]
+    """Plain numbers and lists, as JSON takes them"""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> State:
+        """With every tensor changed."""
+        return State({name: change(x) for name, x in self.tensors.items()}, self.numbers)
+
+
+def state_of(layer: Any) -> State:
+    """Of an `H2OLayer`, or of a layer of transformers that stays in an `H2OCache`."""
+    state = keys_of(layer)
+    if has_states(layer):
+        state.tensors.update(_named(_STATES, states.tensors_of(layer)))
+        state.numbers["states"] = states.numbers_of(layer)
+    return state
+
+
+def keys_of(layer: Any) -> State:
+    """As `state_of`, without convolution and recurrent states."""
+    if kind_of(layer) in ("states", "none"):
+        return State({}, {})
+    if kind_of(layer) in ("sliding", "cross"):
+        tensors = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
+        numbers = {"cumulative_length": layer.cumulative_length} if layer.is_sliding else {}
+        return State(tensors, numbers)
+    tensors = {}
+    if layer.slots is not None:
+        tensors = _named(_SLOTS, layer.slots._asdict())
+    if layer.trace is not None:
+        trace = {name: getattr(layer.trace, field) for name, field in _TRACE.items()}
+        tensors |= _named("", trace)
+    numbers = {name: getattr(layer, name) for name in _NUMBERS}
+    return State(tensors, numbers | {"widest": layer.capacity.widest})
+
+
+def restore(layer: Any, state: State) -> None:
+    """Gives a layer of the same kind and settings a state of `state_of`. It takes the tensors.
+
+    A layer of transformers must be new.
+
+    Raises:
+        KeyError: something is missing.
+        TypeError: a tensor that no layer has.
+    """
+    if has_states(layer):
+        states.put(layer, _unnamed(_STATES, state.tensors), state.numbers["states"])
+    restore_keys(layer, state)
+
+
+def restore_keys(layer: Any, state: State) -> None:
+    """As `restore`, of a state of `keys_of`: convolution and recurrent states are not touched."""
+    if kind_of(layer) in ("states", "none"):
+        return
+    if kind_of(layer) in ("sliding", "cross"):
+        if "keys" in state.tensors:
+            layer.update(state.tensors["keys"], state.tensors["values"])
+        if layer.is_sliding:
+            layer.cumulative_length = state.numbers["cumulative_length"]
+        return
+    layer.empty()
+    fields = _unnamed(_SLOTS, state.tensors)
+    if fields and layer.shared:
+        fields["values"] = None
+    slots = ops.Slots(**fields) if fields else None
+    if slots is not None:  # what was held elsewhere may go on with a step
+        ops.open_device(slots.keys)
+    layer._hold(slots, Capacity(list(state.numbers["widest"]), sizes(slots) if slots else []))
+    early = {"part": WHOLE, "floored": False, "waits_for_pins": False}  # files have none of these
+    numbers = early | state.numbers
+    for name in _NUMBERS:
+        setattr(layer, name, numbers[name])
+    layer.row_size, layer.part = tuple(layer.row_size), tuple(layer.part)
+    if layer.trace is not None:
+        for name in _TRACE.keys() & state.tensors.keys():
+            setattr(layer.trace, _TRACE[name], state.tensors[name])
+
+
+def _named(prefix: str, tensors: dict[str, Any]) -> dict[str, Tensor]:
+    return {prefix + name: x for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+
+
+def _unnamed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}

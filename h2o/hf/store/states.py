@@ -1,0 +1,103 @@
+"""Convolution and recurrent states, which transformers' own layers hold.
+
+They are read out here, put back and forgotten.
+
+Their size does not depend on the length of the text, and nothing of them is evicted. What stands
+here is what a cache does with them between forward passes. A layer may have several of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from h2o.hf.store.slot_layout import writable
+
+__all__ = [
+    "bytes_of",
+    "each",
+    "forget",
+    "make_writable",
+    "numbers_of",
+    "put",
+    "row_bytes",
+    "take_row",
+    "tensors_of",
+]
+
+_NAMES = ("conv", "recurrent")
+
+
+def tensors_of(layer: Any) -> dict[str, Tensor]:
+    """By name, such as "conv.0"; none before the prompt. Nothing is copied."""
+    return {
+        f"{name}.{index}": state
+        for name in _NAMES
+        for index, state in getattr(layer, f"{name}_states").items()
+        if getattr(layer, f"is_{name}_states_initialized")[index]
+    }
+
+
+def numbers_of(layer: Any) -> dict[str, Any]:
+    """What goes with the tensors, as JSON takes it."""
+    return {
+        "conv_kernel_size": list(layer.conv_kernel_size.values()),
+        "has_previous_state": list(layer.has_previous_state.values()),
+    }
+
+
+def put(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    """Gives a layer the states of another one of the same kind. It takes the tensors."""
+    forget(layer)
+    for name, state in tensors.items():
+        name, _, index = name.partition(".")
+        getattr(layer, f"{name}_states")[int(index)] = state
+        getattr(layer, f"is_{name}_states_initialized")[int(index)] = True
+        layer.dtype, layer.device = state.dtype, state.device
+    for name, values in numbers.items():
+        getattr(layer, name).update(enumerate(values))
+
+
+def forget(layer: Any) -> None:
+    """As of a new layer: the next prompt may have another number of rows, or be elsewhere."""
+    for index in range(layer.number_of_states):
+        layer.has_previous_state[index] = False
+        layer.conv_kernel_size[index] = None
+        for name in _NAMES:
+            getattr(layer, f"{name}_states")[index] = None
+            getattr(layer, f"is_{name}_states_initialized")[index] = False
+    layer.dtype = layer.device = None
+
+
+def each(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Every state, [B, ...], is changed."""
+    put(layer, {name: change(x) for name, x in tensors_of(layer).items()}, numbers_of(layer))
+
+
+def make_writable(layer: Any) -> None:
+    """Copies states that were made under `torch.inference_mode`, which transformers writes to."""
+    if any(x.is_inference() for x in tensors_of(layer).values()):
+        each(layer, writable)
+
+
+def take_row(layer: Any, row: int, source: Any, rows: int) -> None:
+    """Row `row` of `rows` becomes what the one row of another layer is, in place."""
+    taken = tensors_of(source)
+    if not tensors_of(layer):
+        empty = {name: x.new_zeros(rows, *x.shape[1:]) for name, x in taken.items()}
+        put(layer, empty, numbers_of(source))
+    make_writable(layer)
+    for name, state in tensors_of(layer).items():
+        state[row].copy_(taken[name][0])
+
+
+def row_bytes(layer: Any) -> int:
+    """Of its states in each row."""
+    return sum(x[0].nbytes for x in tensors_of(layer).values())
+
+
+def bytes_of(layer: Any) -> int:
+    """Of all its states."""
+    return sum(x.nbytes for x in tensors_of(layer).values())

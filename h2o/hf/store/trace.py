@@ -1,0 +1,71 @@
+"""When each key of a layer was evicted, from which it follows what every token attended to.
+
+A cache made with `trace=True` keeps a `Trace` in each layer; `H2OCache.evicted_at` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.hf.store.slot_layout import by_head
+
+__all__ = ["Trace", "by_column", "not_held"]
+
+
+class Trace:
+    """The history of one layer: one number per key, because an evicted key never returns.
+
+    Columns are indices in the padded batch, positions count a row's real tokens.
+    """
+
+    def __init__(self) -> None:
+        self.real: Tensor | None = None
+        """[B, N] bool: columns that are no pads"""
+        self.evicted_after: Tensor | None = None
+        """[B, G, N] int32, by position: columns seen when the key was evicted, or -1"""
+
+    def record(self, slots: ops.Slots, sizes: list[int], Q: int, mask: Tensor | None) -> None:
+        """After a forward pass of Q columns: records the keys that are no longer in the slots."""
+        B, earlier = len(slots.lengths), 0 if self.real is None else self.real.shape[1]
+        real = slots.lengths.new_ones((B, Q), dtype=torch.bool)
+        if mask is not None:
+            real.copy_(mask)  # a copy: the mask is the caller's
+        evicted = not_held(slots, sizes, N := earlier + Q)
+        evicted_after = slots.positions.new_full((*evicted.shape[:2], Q), -1)
+        if self.real is not None:
+            real = torch.cat([self.real, real], dim=1)
+            evicted_after = torch.cat([self.evicted_after, evicted_after], dim=2)
+        evicted_after.masked_fill_(evicted & (evicted_after < 0), N)
+        self.real, self.evicted_after = real, evicted_after
+
+    def evicted_at(self) -> Tensor:
+        """int32 [B, G, N]: see `h2o.H2OCache.evicted_at`."""
+        if self.real is None or self.evicted_after is None:
+            return torch.zeros(0, 0, 0, dtype=torch.int32, device="cpu")
+        return by_column(self.evicted_after, self.real)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Batch rows were selected or repeated."""
+        if self.real is not None and self.evicted_after is not None:
+            self.real, self.evicted_after = change(self.real), change(self.evicted_after)
+
+
+def not_held(slots: ops.Slots, sizes: list[int], N: int) -> Tensor:
+    """[B, G, N] bool, by position: keys that the rows have seen and the slots do not hold."""
+    positions = by_head(slots, sizes, "positions", -1)
+    held = torch.zeros((*positions.shape[:2], N + 1), dtype=torch.bool, device=positions.device)
+    held.scatter_(2, positions.long() % (N + 1), True)  # empty slots: -1 becomes N
+    position = torch.arange(N, device=positions.device)
+    return (position < slots.lengths[:, None, None]) & ~held[..., :N]
+
+
+def by_column(evicted_after: Tensor, real: Tensor) -> Tensor:
+    """int32 [B, G, N], as `h2o.H2OCache.evicted_at` gives it, of a `Trace`'s fields."""
+    position = (real.cumsum(1) - 1).clamp(min=0)[:, None].expand_as(evicted_after)
+    columns = evicted_after.gather(2, position)
+    columns[columns < 0] = real.shape[1]
+    return columns * real[:, None]
