@@ -240,9 +240,9 @@ def measure(
                 for j, ids in written(model, tokenizer, setting, prompts, tokens, rows, cut):
                     item, key = items[part[j]], keys[part[j]]
                     text = tokenizer.decode(ids, skip_special_tokens=True)
-                    about_it = {"setting": setting.name, "task": task, "right": item.answers}
-                    score = {"score": item.score(text), "tokens": len(ids), "text": text}
-                    records.add({"key": key} | about_it | score)
+                    about_it = {"model": facts["model"], "setting": setting.name, "task": task}
+                    score = {"score": item.score(text), "right": item.answers, "text": text}
+                    records.add({"key": key, **about_it, **score, "tokens": len(ids)})
                     bar.update()
         results[setting.name] = [records.by_key[key] for key in keys]
     return results

@@ -13,9 +13,9 @@ static const h2o_operand operands[] = {
      .present = offsetof(h2o_attend_params, has_slots)},
     H2O_TENSOR(attend, out, "BQHD", H2O_NONE, H2O_WRITTEN),
     H2O_TENSOR(attend, scores, "BGQ", H2O_F32, H2O_WRITTEN),
-    H2O_NUMBER(attend, scale),
-    H2O_NUMBER(attend, softcap),
-    H2O_POLICY(attend),
+    H2O_OPERAND(attend, scale, FLOAT),
+    H2O_OPERAND(attend, softcap, FLOAT),
+    H2O_OPERAND(attend, policy, POLICY),
     H2O_TENSOR(attend, sink_logits, "H", H2O_F32, H2O_OPTIONAL),
 };
 

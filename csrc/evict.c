@@ -10,8 +10,8 @@ static const h2o_operand operands[] = {
     H2O_TENSOR(evict, values, "BGQD", H2O_NONE, H2O_OPTIONAL),
     H2O_TENSOR(evict, scores, "BGQ", H2O_F32, 0),
     H2O_TENSOR(evict, mask, "BQ", H2O_U8, H2O_OPTIONAL),
-    H2O_SLOTS(evict),
-    H2O_POLICY(evict),
+    H2O_OPERAND(evict, slots, SLOTS),
+    H2O_OPERAND(evict, policy, POLICY),
 };
 
 static int check_evict(void *parameters, h2o_error *error) {

@@ -32,7 +32,6 @@ typedef enum {
     H2O_OK = 0,
     H2O_EVALUE,   /* ValueError: right kind of thing, wrong value or shape */
     H2O_ETYPE,    /* TypeError: wrong kind of thing, wrong dtype */
-    H2O_EBUFFER,  /* BufferError: memory that cannot be exported or used */
     H2O_EBACKEND, /* RuntimeError: device without a backend in this build */
     H2O_EMEMORY   /* MemoryError */
 } h2o_status;

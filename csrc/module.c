@@ -22,9 +22,6 @@ static int raise_error(const h2o_error *error) {
     case H2O_ETYPE:
         type = PyExc_TypeError;
         break;
-    case H2O_EBUFFER:
-        type = PyExc_BufferError;
-        break;
     case H2O_EMEMORY:
         type = PyExc_MemoryError;
         break;

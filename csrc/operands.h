@@ -18,12 +18,8 @@
      .letters = letters_,                                                                          \
      .dtype = dtype_,                                                                              \
      .flags = flags_}
-#define H2O_SLOTS(op)                                                                              \
-    {.name = "slots", .kind = H2O_OPERAND_SLOTS, .offset = offsetof(h2o_##op##_params, slots)}
-#define H2O_POLICY(op)                                                                             \
-    {.name = "policy", .kind = H2O_OPERAND_POLICY, .offset = offsetof(h2o_##op##_params, policy)}
-#define H2O_NUMBER(op, field)                                                                      \
-    {.name = #field, .kind = H2O_OPERAND_FLOAT, .offset = offsetof(h2o_##op##_params, field)}
+#define H2O_OPERAND(op, field, kind_)                                                              \
+    {.name = #field, .kind = H2O_OPERAND_##kind_, .offset = offsetof(h2o_##op##_params, field)}
 
 /* The row of an operation, of what its file has before: operands, check_<op> and count_<op>. */
 #define H2O_DEFINE_OPERATION(op)                                                                   \

@@ -108,6 +108,24 @@ typedef struct {
     h2o_counts counts;
 } h2o_simulate_params;
 
+/* The tokens before any is evicted, as a call of attend. Whoever counts says how many there are. */
+H2O_INLINE h2o_attend_params h2o_dense_part(const h2o_simulate_params *p) {
+    const h2o_attend_params dense = {
+        .query = p->query,
+        .keys = p->keys,
+        .values = p->values,
+        .mask = p->mask,
+        .out = p->out,
+        .scores = p->scores,
+        .sink_logits = p->sink_logits,
+        .scale = p->scale,
+        .softcap = p->softcap,
+        .policy = p->policy,
+        .dims = p->dims,
+    };
+    return dense;
+}
+
 /* ---- The list ---------------------------------------------------------- */
 
 /* X(name, NAME): h2o_<name>_params, H2O_<NAME>; its file is <name>.c. */

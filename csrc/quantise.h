@@ -69,6 +69,11 @@ H2O_INLINE int32_t quantised(quantiser q, float x, float low, float high) {
     return (int32_t)(rounded < low ? low : rounded > high ? high : rounded);
 }
 
+/* Where in a row of Q4 the group of element d has the bytes of its elements, and where it has its
+ * scale and minimum. */
+H2O_INLINE int64_t q4_elements(int64_t d) { return d / H2O_GROUP * (H2O_GROUP / 2); }
+H2O_INLINE int64_t q4_scale(int64_t d, int64_t D) { return D / 2 + d / H2O_GROUP * 4; }
+
 H2O_INLINE int32_t q8_quantised(quantiser q, float x) { return quantised(q, x, -127.0f, 127.0f); }
 H2O_INLINE int32_t q4_quantised(quantiser q, float x) { return quantised(q, x, 0.0f, 15.0f); }
 

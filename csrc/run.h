@@ -36,7 +36,7 @@ typedef struct {
 } h2o_ops;
 
 /* The tables; each lives in cpu/level_<name>.c. Those that this processor
- * family cannot have are not compiled; with H2O_GENERIC_ONLY there is but the first. */
+ * family cannot have are not there; with H2O_GENERIC_ONLY there is but the first. */
 #if !defined(H2O_GENERIC_ONLY) && defined(__x86_64__)
 #define H2O_LEVELS_X86
 #if H2O_SYSTEM_TILES && (__clang_major__ >= 12 || (!defined(__clang__) && __GNUC__ >= 11))
@@ -45,17 +45,8 @@ typedef struct {
 #elif !defined(H2O_GENERIC_ONLY) && defined(__aarch64__)
 #define H2O_LEVELS_ARM
 #endif
-extern const h2o_ops h2o_ops_generic;
-#if defined(H2O_LEVELS_X86)
-extern const h2o_ops h2o_ops_avx2;
-extern const h2o_ops h2o_ops_avx512;
-extern const h2o_ops h2o_ops_avx512bf16;
-#if defined(H2O_LEVEL_AMX)
-extern const h2o_ops h2o_ops_avx512amx;
-#endif
-#elif defined(H2O_LEVELS_ARM)
-extern const h2o_ops h2o_ops_neon;
-#endif
+extern const h2o_ops h2o_ops_generic, h2o_ops_neon;
+extern const h2o_ops h2o_ops_avx2, h2o_ops_avx512, h2o_ops_avx512bf16, h2o_ops_avx512amx;
 
 /* dispatch.c: chosen once, at import, from CPUID and the H2O_CPU variable.
  * h2o_init returns H2O_EVALUE for an unknown level, H2O_EBACKEND for one that

@@ -5,33 +5,45 @@
 
 #include "h2o.h"
 
+/* Keys or values: S rows of D elements. */
+typedef struct {
+    char *data;
+    int64_t stride; /* bytes from one to the next */
+    h2o_dtype type; /* of H2O_ROWS */
+} slot_rows;
+
+H2O_INLINE char *slot_row(const slot_rows *rows, int64_t slot) {
+    return rows->data + slot * rows->stride;
+}
+
 /* The store of one key/value head of one row. */
 typedef struct {
-    char *keys, *values;              /* [S] rows of D elements, ... */
-    int64_t key_stride, value_stride; /* ... so many bytes apart */
-    h2o_dtype key_type, value_type;   /* of H2O_ROWS */
-    float *scores, *norms;            /* [S]; norms may be NULL */
-    int32_t *positions;               /* [S] */
-    int64_t slots;                    /* S */
+    slot_rows keys, values;
+    float *scores, *norms; /* [S]; norms may be NULL */
+    int32_t *positions;    /* [S] */
+    int64_t slots;         /* S */
 } slot_store;
 
 /* Whether the rows of keys are those of the values too. */
-H2O_INLINE bool store_is_shared(const slot_store *store) { return store->values == store->keys; }
+H2O_INLINE bool store_is_shared(const slot_store *store) {
+    return store->values.data == store->keys.data;
+}
 
-H2O_INLINE int64_t row_pitch(const h2o_view *view) {
-    return view->stride[view->ndim - 2] * h2o_dtype_size(view->dtype);
+H2O_INLINE slot_rows open_slot_rows(const h2o_view *view, const h2o_head *head, int64_t D) {
+    const slot_rows rows = {
+        .data = (char *)h2o_at(view, head->row, head->offset, 0),
+        .stride = view->stride[view->ndim - 2] * h2o_dtype_size(view->dtype),
+        .type = h2o_stored_type(view, D),
+    };
+    return rows;
 }
 
 H2O_INLINE slot_store open_store(const h2o_slots *slots, const h2o_head *head, int64_t D) {
     const int64_t row = head->row;
     const bool norms = h2o_given(&slots->norms);
     const slot_store store = {
-        .keys = (char *)h2o_at(&slots->keys, row, head->offset, 0),
-        .values = (char *)h2o_at(&slots->values, row, head->offset, 0),
-        .key_stride = row_pitch(&slots->keys),
-        .value_stride = row_pitch(&slots->values),
-        .key_type = h2o_stored_type(&slots->keys, D),
-        .value_type = h2o_stored_type(&slots->values, D),
+        .keys = open_slot_rows(&slots->keys, head, D),
+        .values = open_slot_rows(&slots->values, head, D),
         .scores = (float *)h2o_at(&slots->scores, row, head->offset, 0),
         .norms = norms ? (float *)h2o_at(&slots->norms, row, head->offset, 0) : NULL,
         .positions = (int32_t *)h2o_at(&slots->positions, row, head->offset, 0),

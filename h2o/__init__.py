@@ -38,13 +38,13 @@ if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.analysis.analyze import analyze as analyze
     from h2o.calibration.calibrate import calibrate as calibrate
     from h2o.hf.cache import H2OCache as H2OCache
+    from h2o.hf.compress import compress_document as compress_document
     from h2o.hf.generate_all import generate_all as generate_all
     from h2o.hf.layer import H2OLayer as H2OLayer
     from h2o.hf.packed_weights import packed_weights as packed_weights
     from h2o.hf.patching import disable as disable
     from h2o.hf.patching import enable as enable
     from h2o.hf.patching import patched as patched
-    from h2o.hf.reading import read as read
     from h2o.hf.request import Request as Request
     from h2o.hf.request import Result as Result
     from h2o.hf.simulation import simulated as simulated
@@ -62,13 +62,13 @@ _LAZY = {
     "Result": "h2o.hf.request",
     "analyze": "h2o.analysis.analyze",
     "calibrate": "h2o.calibration.calibrate",
+    "compress_document": "h2o.hf.compress",
     "disable": "h2o.hf.patching",
     "enable": "h2o.hf.patching",
     "generate_all": "h2o.hf.generate_all",
     "load": "h2o.models",
     "packed_weights": "h2o.hf.packed_weights",
     "patched": "h2o.hf.patching",
-    "read": "h2o.hf.reading",
     "simulated": "h2o.hf.simulation",
     "simulation_mask": "h2o.published_masks",
     "supports": "h2o.hf.support",

@@ -165,7 +165,7 @@ class H2OConfig(Presets):
 
     @property
     def after_reading(self) -> H2OConfig:
-        """What the cache of `h2o.read` goes on with."""
+        """What the cache of `h2o.compress_document` goes on with."""
         shares = None if self.shares_by_echo else self.shares  # dealt by repetition
         return dataclasses.replace(
             self, rank_by="max", decay=1.0, value_weighted=False, shares=shares

@@ -70,8 +70,8 @@ def generate(
         mode: the name that the run gets, and the progress line shows.
         config: of the cache, None for transformers' own.
         ids: int64 [1, n], the prompt.
-        document: how many tokens of the prompt `h2o.read` reads first, which makes the H2OCache;
-            None: it does not.
+        document: tokens of the prompt that `h2o.compress_document` reads first, and twice; None: it
+            does not.
         pinned: as of `H2OCache`.
         compile: compile the decode step of an H2OCache, before the clock starts.
         stream: is called with the text piece by piece as it grows; without it the progress line
@@ -155,12 +155,14 @@ def _read(
     progress: Progress,
     pinned: Pinned,
 ) -> Any:
-    from h2o.hf.reading import read
+    from h2o.hf.compress import compress_document
 
     def say(done: int, columns: int) -> None:
         progress.update(f"{mode}: reading, {done} of {columns} tokens")
 
-    return read(model, ids, config, tokenizer=tokenizer, pinned=pinned, progress=say)
+    return compress_document(
+        model, ids, config, readings=2, tokenizer=tokenizer, pinned=pinned, progress=say
+    )
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o import H2OConfig, Profile, cli, load, read
+from h2o import H2OConfig, Profile, cli, compress_document, load
 from h2o.borrowed import with_cache
 from h2o.cli import cache_options
 from h2o.config import PRESETS
@@ -410,7 +410,7 @@ def test_document_and_prompt_are_one_text(tiny, tmp_path, capsys):
 
 
 def test_a_document_is_read_first(tiny, tmp_path, capsys):
-    """It comes before the prompt, and the cache is that of h2o.read."""
+    """It comes before the prompt, and the cache is that of two readings."""
     (tmp_path / "document").write_text(PROMPT, "utf-8")
     options = ["--model", tiny, "--max-new-tokens", "9", "--heavy", "20", "--recent", "20"]
     asked = [*options, "--prompt", "Now?", "--prompt-file", str(tmp_path / "document")]
@@ -420,7 +420,7 @@ def test_a_document_is_read_first(tiny, tmp_path, capsys):
     model.set_attn_implementation("h2o")
     ids = tokenizer(f"{PROMPT}\n\nNow?", return_tensors="pt").input_ids
     document = ids[:, : len(PROMPT)]
-    cache = read(model, document, heavy=20, recent=20, tokenizer=tokenizer)
+    cache = compress_document(model, document, heavy=20, recent=20, readings=2, tokenizer=tokenizer)
     out = model.generate(ids, **with_cache(cache), max_new_tokens=9, do_sample=False)
     assert run["text"] == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     assert run["kv_bytes_held"] == cache.report().total.bytes_held

@@ -3,20 +3,9 @@
 #include "../run.h"
 
 #if defined(H2O_LEVEL_AMX)
-#include <immintrin.h>
-#include <math.h>
-#include <stdatomic.h>
-#include <string.h>
+#include "level_x86.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(                                                                      \
-    __attribute__((                                                                                \
-        target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16"))), \
-    apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16")
-#endif
+H2O_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16")
 
 #define LEVEL avx512amx
 #define H2O_VEC_AVX512
@@ -26,9 +15,5 @@
 #define STEP_OF h2o_ops_avx512bf16
 #include "table.inc"
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+H2O_TARGET_END
 #endif

@@ -5,6 +5,7 @@
 #ifndef H2O_ROWS_H
 #define H2O_ROWS_H
 
+#include "../store.h"
 #include "vec.h"
 
 #include <math.h>
@@ -18,6 +19,11 @@ typedef struct {
 /* Row [a, b, c] of a tensor [.., .., .., D]. */
 static inline row_ref tensor_row(const h2o_view *view, int64_t a, int64_t b, int64_t c) {
     return (row_ref){h2o_at(view, a, b, c), view->dtype, view->stride[3]};
+}
+
+/* The row of a slot. */
+static inline row_ref stored_row(const slot_rows *rows, int64_t slot) {
+    return (row_ref){slot_row(rows, slot), rows->type, 1};
 }
 
 static inline row_ref float_row(const float *x) { return (row_ref){(const char *)x, H2O_F32, 1}; }

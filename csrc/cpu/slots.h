@@ -11,11 +11,10 @@
 static inline void store_token(const slot_store *store, int64_t slot, const h2o_view *keys,
                                const h2o_view *values, int64_t b, int64_t g, int64_t column,
                                int64_t D) {
-    store_row(store->keys + slot * store->key_stride, store->key_type,
-              tensor_row(keys, b, g, column), D);
+    store_row(slot_row(&store->keys, slot), store->keys.type, tensor_row(keys, b, g, column), D);
     if (store_is_shared(store)) return;
-    store_row(store->values + slot * store->value_stride, store->value_type,
-              tensor_row(values, b, g, column), D);
+    store_row(slot_row(&store->values, slot), store->values.type, tensor_row(values, b, g, column),
+              D);
 }
 
 /* Atomic, as is advance_lengths: a call in another thread may be reading free and lengths. */

@@ -5,7 +5,6 @@
  *
  *   load_T(row, d, n, D)                    n <= VL elements from d on, 0 behind them, without
  *                                           the scale that a whole row has (row_scale)
- *   load_columns_T(row, d, vectors, n, D, x)  x [vectors] from d on, scaled, the last of n elements
  *   write_T(row, from, D)                   of quantised types: a row from elements
  *
  * and the functions below that take a type choose among them. Where the type is a constant, as in
@@ -16,8 +15,6 @@
 
 #include "../quantise.h"
 #include "rows.h"
-
-enum { GROUP = H2O_GROUP };
 
 /* ---- Writing ----------------------------------------------------------- */
 
@@ -54,14 +51,10 @@ static inline void write_Q8(char *row, row_ref from, int64_t D) {
     }
 }
 
-/* Of the group of Q4 that element d is in: the bytes of its elements, and scale and minimum. */
-static inline int64_t q4_elements(int64_t d) { return d / GROUP * (GROUP / 2); }
-static inline int64_t q4_scale(int64_t d, int64_t D) { return D / 2 + d / GROUP * 4; }
-
 static inline void write_Q4(char *row, row_ref from, int64_t D) {
-    enum { VECTORS = GROUP / VL, HALF = VECTORS / 2 };
-    EXPECT(D % GROUP == 0);
-    for (int64_t d = 0; d < D; d += GROUP) {
+    enum { VECTORS = H2O_GROUP / VL, HALF = VECTORS / 2 };
+    EXPECT(D % H2O_GROUP == 0);
+    for (int64_t d = 0; d < D; d += H2O_GROUP) {
         vf x[VECTORS], negative, high, unfinite = vf_zero();
         UNROLL
         for (int i = 0; i < VECTORS; i++) {
@@ -76,7 +69,7 @@ static inline void write_Q4(char *row, row_ref from, int64_t D) {
         store_f16(at, q.scale);
         store_f16(at + 2, q.minimum);
         if (!(float_from_f16(q.scale) > 0.0f)) {
-            memset(elements, 0, GROUP / 2);
+            memset(elements, 0, H2O_GROUP / 2);
             continue;
         }
         const vf scale = vf_set1_f16(at), minimum = vf_set1_f16(at + 2);
@@ -125,8 +118,8 @@ VEC vf load_Q8(const char *row, int64_t d, int n, int64_t D) {
 VEC vf load_Q4(const char *row, int64_t d, int n, int64_t D) {
     EXPECT(n == VL && d % VL == 0 && d + n <= D);
     const char *const scale = row + q4_scale(d, D);
-    const char *const elements = row + q4_elements(d) + d % (GROUP / 2);
-    const vf q = vf_load_u4(elements, d % GROUP >= GROUP / 2);
+    const char *const elements = row + q4_elements(d) + d % (H2O_GROUP / 2);
+    const vf q = vf_load_u4(elements, d % H2O_GROUP >= H2O_GROUP / 2);
     return vf_fma(q, vf_set1_f16(scale), vf_set1_f16(scale + 2));
 }
 
@@ -170,15 +163,6 @@ VEC vf quantised_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
     return vf_zero();
 }
 
-/* n <= VL elements of such a row, without the row's scale. */
-VEC vf quantised_numbers(const char *row, h2o_dtype type, int64_t d, int n, int64_t D) {
-#define LOAD(name, ...)                                                                            \
-    if (type == H2O_##name) return load_##name(row, d, n, D);
-    H2O_QUANTISED_ROWS(LOAD)
-#undef LOAD
-    return vf_zero();
-}
-
 /* ---- Reading several vectors ------------------------------------------- */
 
 VEC void load_each(const char *row, h2o_dtype type, int64_t d, int vectors, int n, int64_t D,
@@ -191,20 +175,9 @@ VEC void load_each(const char *row, h2o_dtype type, int64_t d, int vectors, int 
     }
 }
 
-#define LOAD_COLUMNS(name)                                                                         \
-    VEC void load_columns_##name(const char *row, int64_t d, int vectors, int n, int64_t D,        \
-                                 vf *x) {                                                          \
-        load_each(row, H2O_##name, d, vectors, n, D, x);                                           \
-    }
-LOAD_COLUMNS(F32)
-LOAD_COLUMNS(F16)
-LOAD_COLUMNS(BF16)
-LOAD_COLUMNS(Q8)
-#undef LOAD_COLUMNS
-
-/* The GROUP elements from d on: scale and minimum once for all of them. */
-VEC void load_q4_group(const char *row, int64_t d, int64_t D, vf x[GROUP / VL]) {
-    enum { HALF = GROUP / VL / 2 };
+/* The H2O_GROUP elements from d on: scale and minimum once for all of them. */
+VEC void load_q4_group(const char *row, int64_t d, int64_t D, vf x[H2O_GROUP / VL]) {
+    enum { HALF = H2O_GROUP / VL / 2 };
     const char *const at = row + q4_scale(d, D);
     const vf scale = vf_set1_f16(at), minimum = vf_set1_f16(at + 2);
     UNROLL
@@ -213,25 +186,18 @@ VEC void load_q4_group(const char *row, int64_t d, int64_t D, vf x[GROUP / VL]) 
     }
 }
 
-VEC void load_columns_Q4(const char *row, int64_t d, int vectors, int n, int64_t D, vf *x) {
-    if (vectors * VL % GROUP != 0) {
-        load_each(row, H2O_Q4, d, vectors, n, D, x);
-        return;
-    }
-    EXPECT(d % GROUP == 0 && d + vectors * VL <= D);
-    UNROLL
-    for (int j = 0; j < vectors; j += GROUP / VL) {
-        load_q4_group(row, d + j * VL, D, x + j);
-    }
-}
-
-/* x [vectors] from element d on, the last of n elements. */
+/* x [vectors] from element d on, scaled, the last of n elements. */
 VEC void load_columns(const char *row, h2o_dtype type, int64_t d, int vectors, int n, int64_t D,
                       vf *x) {
-#define LOAD(name, ...)                                                                            \
-    if (type == H2O_##name) load_columns_##name(row, d, vectors, n, D, x);
-    H2O_ROWS(LOAD)
-#undef LOAD
+    if (type != H2O_Q4 || vectors * VL % H2O_GROUP != 0) {
+        load_each(row, type, d, vectors, n, D, x);
+        return;
+    }
+    EXPECT(d % H2O_GROUP == 0 && d + vectors * VL <= D);
+    UNROLL
+    for (int j = 0; j < vectors; j += H2O_GROUP / VL) {
+        load_q4_group(row, d + j * VL, D, x + j);
+    }
 }
 
 #endif

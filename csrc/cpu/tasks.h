@@ -130,27 +130,20 @@ typedef struct {
     int worker;
 } stage_task;
 
+/* A kernel's functions for its stages. */
 typedef struct {
+    int64_t (*count)(void *context, int64_t item, int64_t stage); /* of the stage's tasks */
     void (*task)(void *context, const stage_task *task);
-    void (*end_stage)(void *context,
-                      const stage_task *last); /* after a stage's last task; may be NULL */
+    void (*end_stage)(void *context, const stage_task *last); /* after a stage's last task */
+} stage_functions;
+
+typedef struct {
+    const stage_functions *functions;
     void *context;
     int64_t stages, items;
     int64_t *starts; /* [stages * items + 1] the first task of each */
     gate *gates;     /* [items] */
 } stage_list;
-
-/* Stage s of item i has count(context, i, s) tasks. */
-static inline void plan_stages(stage_list *list, int64_t (*count)(void *, int64_t, int64_t)) {
-    list->starts[0] = 0;
-    for (int64_t i = 0; i < list->stages * list->items; i++) {
-        const int64_t tasks = count(list->context, i % list->items, i / list->items);
-        list->starts[i + 1] = list->starts[i] + tasks;
-    }
-    for (int64_t i = 0; i < list->items; i++) {
-        gate_init(&list->gates[i]);
-    }
-}
 
 /* Which stage of which item a task belongs to: the last that begins with it, as those without
  * tasks begin where the next one does. */
@@ -174,14 +167,24 @@ static inline void run_stage_task(void *context, int64_t index, int worker) {
                              list->starts[at + 1] - list->starts[at], worker};
     gate *const g = &list->gates[task.item];
     gate_wait(g, task.stage);
-    list->task(list->context, &task);
+    list->functions->task(list->context, &task);
     if (gate_arrive(g, task.count)) {
-        if (list->end_stage) list->end_stage(list->context, &task);
+        list->functions->end_stage(list->context, &task);
         gate_open(g, task.stage + 1);
     }
 }
 
-static inline void run_stages(const h2o_exec *exec, int workers, stage_list *list) {
+/* Runs the stages of so many items; the list has memory for these. */
+static inline void run_stages(const h2o_exec *exec, int workers, stage_list *list, int64_t items,
+                              const stage_functions *functions, void *context) {
+    list->functions = functions;
+    list->context = context;
+    list->items = items;
+    list->starts[0] = 0;
+    for (int64_t i = 0; i < list->stages * items; i++) {
+        list->starts[i + 1] = list->starts[i] + functions->count(context, i % items, i / items);
+    }
+    for (int64_t i = 0; i < items; i++) gate_init(&list->gates[i]);
     run_tasks(exec, workers, list->starts[list->stages * list->items], run_stage_task, list);
 }
 

@@ -13,7 +13,6 @@
  *   vf_set1 vf_zero
  *   vf_load vf_store        from and to any address
  *   vf_load_n vf_store_n    the first n lanes; the others read as 0, touch nothing
- *   vf_add _sub _mul _div
  *   vf_fma(a, b, c)         a * b + c, fused where the machine can
  *   vf_max(a, b)            b where either is NaN
  *   vf_abs vf_copysign(magnitude, sign)
@@ -73,11 +72,20 @@
 #include "vec_four.h"
 #endif
 
-/* Whether this level multiplies bf16 without widening it. */
+VEC vf vf_add(vf a, vf b) { return a + b; }
+VEC vf vf_sub(vf a, vf b) { return a - b; }
+VEC vf vf_mul(vf a, vf b) { return a * b; }
+VEC vf vf_div(vf a, vf b) { return a / b; }
+
+/* Whether this level multiplies bf16 without widening it. Where it does not, the functions for that
+ * are there for compilers only: what would call them is behind a condition with PAIRS. */
 #ifdef H2O_DOT_BF16
 enum { PAIRS = 1 };
 #else
 enum { PAIRS = 0 };
+VEC vf vf_dot_bf16(vf a, vf b, vf c) { return (void)a, (void)b, c; }
+VEC vf vf_pair_bf16(vf a, vf b) { return (void)b, a; }
+VEC void vf_zip_bf16(vf a, vf b, vf *lo, vf *hi) { *lo = a, *hi = b; }
 #endif
 
 #ifndef H2O_VEC_AVX512

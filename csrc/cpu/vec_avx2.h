@@ -23,10 +23,6 @@ VEC __m256i lanes_below(int n) {
 VEC vf vf_load_n(const void *p, int n) { return _mm256_maskload_ps(p, lanes_below(n)); }
 VEC void vf_store_n(void *p, vf x, int n) { _mm256_maskstore_ps(p, lanes_below(n), x); }
 
-VEC vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
-VEC vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
-VEC vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
-VEC vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 VEC vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 VEC vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 VEC vf vf_abs(vf x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }

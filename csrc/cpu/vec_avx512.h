@@ -22,10 +22,6 @@ VEC void vf_store(void *p, vf x) { _mm512_storeu_ps(p, x); }
 VEC vf vf_load_n(const void *p, int n) { return _mm512_maskz_loadu_ps(lanes_below(n), p); }
 VEC void vf_store_n(void *p, vf x, int n) { _mm512_mask_storeu_ps(p, lanes_below(n), x); }
 
-VEC vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
-VEC vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
-VEC vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
-VEC vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 VEC vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 VEC vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 VEC vf vf_abs(vf x) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), x); }

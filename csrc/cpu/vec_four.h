@@ -11,7 +11,7 @@ VEC vf vf_load_i8(const void *p) {
 }
 /* Adding 1.5 * 2^23 leaves a whole number in the lowest bits. */
 VEC void vf_store_bytes(void *p, vf x) {
-    const vf moved = vf_add(x, vf_set1(12582912.0f));
+    const vf moved = x + vf_set1(12582912.0f);
     uint8_t bytes[VL];
     for (int i = 0; i < VL; i++) bytes[i] = (uint8_t)float_bits(moved[i]);
     memcpy(p, bytes, sizeof bytes);

@@ -40,10 +40,6 @@ VEC void vf_store_n(void *p, vf x, int n) {
     }
 }
 
-VEC vf vf_add(vf a, vf b) { return a + b; }
-VEC vf vf_sub(vf a, vf b) { return a - b; }
-VEC vf vf_mul(vf a, vf b) { return a * b; }
-VEC vf vf_div(vf a, vf b) { return a / b; }
 VEC vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 
 VEC vf vf_choose(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }

@@ -27,10 +27,6 @@ VEC void vf_store_n(void *p, vf x, int n) {
     memcpy(p, lanes, sizeof *lanes * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
 }
 
-VEC vf vf_add(vf a, vf b) { return vaddq_f32(a, b); }
-VEC vf vf_sub(vf a, vf b) { return vsubq_f32(a, b); }
-VEC vf vf_mul(vf a, vf b) { return vmulq_f32(a, b); }
-VEC vf vf_div(vf a, vf b) { return vdivq_f32(a, b); }
 VEC vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 /* Not vmaxq_f32, which gives NaN where either is NaN. */
 VEC vf vf_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }

@@ -157,21 +157,18 @@ DEVICE element_ref token_row(const attend_item *item, const h2o_view *from, int6
     return row_of(from, item->b, h, pads ? item->columns[token] : token);
 }
 
-DEVICE element_ref slot_row(const attend_item *item, const char *rows, int64_t stride,
-                            h2o_dtype type, int64_t slot) {
-    return element_ref{slot < item->slots ? rows + slot * stride : NULL, type, 1};
+DEVICE element_ref stored_row(const attend_item *item, const slot_rows *rows, int64_t slot) {
+    return element_ref{slot < item->slots ? slot_row(rows, slot) : NULL, rows->type, 1};
 }
 
 /* The row of a stored or new key; also of an empty slot, which is masked. */
 DEVICE element_ref key_row(const attend_item *item, bool stored, int64_t i) {
-    const slot_store *const s = &item->store;
-    return stored ? slot_row(item, s->keys, s->key_stride, s->key_type, i)
+    return stored ? stored_row(item, &item->store.keys, i)
                   : token_row(item, &item->p->keys, item->g, i);
 }
 
 DEVICE element_ref value_row(const attend_item *item, bool stored, int64_t i) {
-    const slot_store *const s = &item->store;
-    return stored ? slot_row(item, s->values, s->value_stride, s->value_type, i)
+    return stored ? stored_row(item, &item->store.values, i)
                   : token_row(item, &item->p->values, item->g, i);
 }
 

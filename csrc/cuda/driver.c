@@ -54,23 +54,18 @@ enum {
     X(cuFuncSetAttribute, (CUfunction function, int attribute, int value))                         \
     X(cuLaunchKernel, (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,     \
                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,      \
-                       CUstream stream, void **params, void **extra))
-
-/* As of 12.4; in drivers before that cuModuleGetFunction does its work. */
-#define LATER_ENTRIES(X) X(cuFuncLoad, (CUfunction function))
+                       CUstream stream, void **params, void **extra))                              \
+    X(cuFuncLoad, (CUfunction function)) /* as of 12.4; before, cuModuleGetFunction does its work */
 
 #define DECLARE(name, parameters) static CUresult(*name) parameters;
 ENTRIES(DECLARE)
-LATER_ENTRIES(DECLARE)
 
 static const struct {
     const char *name;
     void *entry; /* where its address goes */
-    bool later;
 } entries[] = {
-#define LIST(name, parameters) {#name, &name, false},
-#define LIST_LATER(name, parameters) {#name, &name, true},
-    ENTRIES(LIST) LATER_ENTRIES(LIST_LATER)};
+#define LIST(name, parameters) {#name, &name},
+    ENTRIES(LIST)};
 
 /* What is known of a context; the newest stands first. An id is never given to another context,
  * as a pointer may be. */
@@ -122,7 +117,7 @@ static int open_library(h2o_error *error) {
     if (library == NULL) return h2o_fail(error, H2O_EBACKEND, "no driver (%s)", reason);
     for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
         const bool has_entry = h2o_find_symbol(library, entries[i].name, entries[i].entry);
-        if (!has_entry && !entries[i].later) {
+        if (!has_entry && entries[i].entry != (void *)&cuFuncLoad) {
             h2o_close_library(library);
             return h2o_fail(error, H2O_EBACKEND,
                             "the driver has no %s: it is older than 525, which h2o needs",
@@ -329,14 +324,11 @@ void cuda_leave(const cuda_scope *scope) {
 
 int cuda_start(const cuda_scope *scope, const cuda_launch *launch, void *workspace, void *stream,
                h2o_error *error) {
-    const cuda_loaded *const from = scope->kernels;
+    const CUfunction function = scope->kernels->functions[launch->kernel];
+    const char *const name = cuda_kernel_names[launch->kernel];
     void *params[] = {(void *)(uintptr_t)launch->params, &workspace};
-    int i = 0;
-    while (i < CUDA_KERNELS && strcmp(cuda_kernel_names[i], launch->kernel) != 0) i++;
-    if (i == CUDA_KERNELS || from->functions[i] == NULL) {
-        return h2o_fail(error, H2O_EBACKEND, "%s: no such kernel", launch->kernel);
-    }
-    TRY(cuLaunchKernel, launch->kernel, from->functions[i], launch->grid[0], launch->grid[1],
-        launch->grid[2], launch->block, 1, 1, launch->shared, stream, params, NULL);
+    if (function == NULL) return h2o_fail(error, H2O_EBACKEND, "%s: no such kernel", name);
+    TRY(cuLaunchKernel, name, function, launch->grid[0], launch->grid[1], launch->grid[2],
+        launch->block, 1, 1, launch->shared, stream, params, NULL);
     return H2O_OK;
 }

@@ -38,12 +38,9 @@ DEVICE int64_t list_moves(const evict_item *item, int64_t kept, select_buffer *b
 
 /* Moves of keys, or of values. */
 DEVICE row_moves moves_of(const evict_item *item, bool values, int64_t count) {
-    const slot_store *const store = &item->store;
     const h2o_view *const tensor = values ? item->values : item->keys;
     row_moves moves = {};
-    moves.rows = values ? store->values : store->keys;
-    moves.stride = values ? store->value_stride : store->key_stride;
-    moves.type = values ? store->value_type : store->key_type;
+    moves.rows = values ? item->store.values : item->store.keys;
     moves.first = row_of(tensor, item->b, item->g, 0);
     moves.pitch = tensor->stride[2] * h2o_dtype_size(tensor->dtype);
     moves.slots = item->head.slots;

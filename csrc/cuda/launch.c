@@ -8,7 +8,6 @@
 
 #include "../tables.h"
 #include "driver.h"
-#include "plan.h"
 
 /* Opens the driver and loads all kernels for a device; else its first call would do so. */
 static int load(const void *image, size_t size, int32_t device, h2o_error *error) {

@@ -137,8 +137,8 @@ DEVICE void add_matrix_column_sums(const attend_item *item, key_matrices<DEPTH> 
     TAKEN(matrix_sums_largest, h2o_scores_largest(&item->p->policy));
     float c[columns / 8][4];
     key_dots<DEPTH, TYPE>(keys, buffer->columns[stage], c);
-    TAKEN(matrix_sums_of_quantised, stored && h2o_row_is_quantised(item->store.key_type));
-    if (stored && h2o_row_is_quantised(item->store.key_type)) {
+    TAKEN(matrix_sums_of_quantised, stored && h2o_row_is_quantised(item->store.keys.type));
+    if (stored && h2o_row_is_quantised(item->store.keys.type)) {
         const float *const scales = &buffer->scales[lane_key()];
         scale_dots<columns / 8>(
             c, [&](int i) { return scales[i / (columns / 4) * 16 + i % 4 / 2 * 8]; });

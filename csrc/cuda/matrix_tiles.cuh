@@ -80,9 +80,9 @@ DEVICE row_source open_rows(const char *data, int64_t pitch, int64_t stride) {
 }
 
 /* Of slots. */
-DEVICE row_source stored_source(const char *rows, int64_t pitch, h2o_dtype type) {
-    row_source source = open_rows(rows, pitch, 1);
-    source.type = type;
+DEVICE row_source stored_source(const slot_rows *rows) {
+    row_source source = open_rows(rows->data, rows->stride, 1);
+    source.type = rows->type;
     return source;
 }
 
@@ -93,14 +93,12 @@ DEVICE row_source token_source(const attend_item *item, const h2o_view *from, in
 }
 
 DEVICE row_source key_source(const attend_item *item, bool stored) {
-    const slot_store *const s = &item->store;
-    return stored ? stored_source(s->keys, s->key_stride, s->key_type)
+    return stored ? stored_source(&item->store.keys)
                   : token_source(item, &item->p->keys, item->g);
 }
 
 DEVICE row_source value_source(const attend_item *item, bool stored) {
-    const slot_store *const s = &item->store;
-    return stored ? stored_source(s->values, s->value_stride, s->value_type)
+    return stored ? stored_source(&item->store.values)
                   : token_source(item, &item->p->values, item->g);
 }
 

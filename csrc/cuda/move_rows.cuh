@@ -16,9 +16,7 @@ enum { COPY_LOADS = 4 };
 /* Move m takes candidate sources[m] (a slot, or slots + the column of a new token) to slot
  * destinations[m]. */
 typedef struct {
-    char *rows; /* of the slots, `stride` bytes apart */
-    int64_t stride;
-    h2o_dtype type;    /* of these */
+    slot_rows rows;
     element_ref first; /* the first new row, ... */
     int64_t pitch;     /* ... and bytes from one to the next */
     int64_t slots, D, count;
@@ -31,13 +29,13 @@ typedef struct {
 } block_share;
 
 DEVICE const char *source_of(const row_moves *moves, int64_t i) {
-    return i < moves->slots ? moves->rows + i * moves->stride
+    return i < moves->slots ? slot_row(&moves->rows, i)
                             : moves->first.data + (i - moves->slots) * moves->pitch;
 }
 
 /* Whether a new row has the bytes that its slot will have. */
 DEVICE bool is_copied(const row_moves *moves) {
-    return moves->type == moves->first.type && moves->first.stride == 1;
+    return moves->rows.type == moves->first.type && moves->first.stride == 1;
 }
 
 /* Calls use(word) with a word as wide as all addresses and strides allow, whose bits `bits` has. */
@@ -77,7 +75,7 @@ DEVICE int copiers(int64_t words) {
 }
 
 template <typename WORD> DEVICE void copy_moves(const row_moves *moves, block_share share) {
-    const int64_t bytes = h2o_row_bytes(moves->type, moves->D);
+    const int64_t bytes = h2o_row_bytes(moves->rows.type, moves->D);
     const int64_t words = bytes / (int64_t)sizeof(WORD), tail = bytes % (int64_t)sizeof(WORD);
     const int threads = copiers(words > tail ? words : tail);
     const int lane = threadIdx.x % threads, team = threadIdx.x / threads;
@@ -92,7 +90,7 @@ template <typename WORD> DEVICE void copy_moves(const row_moves *moves, block_sh
             from[i] = nullptr;
             if (at >= moves->count) continue;
             from[i] = source_of(moves, moves->sources[at]);
-            to[i] = moves->rows + moves->destinations[at] * moves->stride;
+            to[i] = slot_row(&moves->rows, moves->destinations[at]);
         }
         NO_UNROLL
         for (int64_t w = lane; w < words; w += threads) {
@@ -123,15 +121,15 @@ template <bool MANY> DEVICE void store_moves(const row_moves *moves, block_share
     for (int64_t m = share.index * warps + threadIdx.x / 32; m < moves->count;
          m += share.count * warps) {
         const int64_t i = moves->sources[m];
-        char *const to = moves->rows + moves->destinations[m] * moves->stride;
+        char *const to = slot_row(&moves->rows, moves->destinations[m]);
         if (i < moves->slots) {
-            copy_row(to, source_of(moves, i), h2o_row_bytes(moves->type, moves->D));
+            copy_row(to, source_of(moves, i), h2o_row_bytes(moves->rows.type, moves->D));
         } else {
             const element_ref row = {source_of(moves, i), moves->first.type, moves->first.stride};
             if (MANY && moves->D <= CUDA_DEPTH) {
-                store_loaded<CUDA_DEPTH>(to, moves->type, row, moves->D);
+                store_loaded<CUDA_DEPTH>(to, moves->rows.type, row, moves->D);
             } else {
-                store_row(to, moves->type, row, moves->D);
+                store_row(to, moves->rows.type, row, moves->D);
             }
         }
     }
@@ -145,7 +143,7 @@ template <bool MANY> DEVICE void move_rows(const row_moves *moves, block_share s
         store_moves<MANY>(moves, share);
         return;
     }
-    const uint64_t addresses = (uintptr_t)moves->rows | (uint64_t)moves->stride |
+    const uint64_t addresses = (uintptr_t)moves->rows.data | (uint64_t)moves->rows.stride |
                                (uintptr_t)moves->first.data | (uint64_t)moves->pitch;
     by_words(addresses, [&](auto word) { copy_moves<decltype(word)>(moves, share); });
 }

@@ -22,61 +22,34 @@ enum {
     STEP_BYTES = STEP_MATRICES + (KINDS - 1) * SIZES
 };
 
+/* The instances of a kernel: for each kind of numbers, for each head dimension, and for each kind
+ * (without floats: HALF_SIZES) each head dimension. */
+#define EACH_KIND(name) name, name "_f16", name "_bf16"
+#define EACH_SIZE(name) name "_64", name "_128", name "_256"
+#define HALF_SIZES(name) EACH_SIZE(name "_f16"), EACH_SIZE(name "_bf16")
+#define ALL_SIZES(name) EACH_SIZE(name), HALF_SIZES(name)
+
 const char *const cuda_kernel_names[CUDA_KERNELS] = {
-    "h2o_cuda_prepare",
-    "h2o_cuda_evict",
-    "h2o_cuda_move",
-    "h2o_cuda_step",
-    "h2o_cuda_simulate_prepare",
-    "h2o_cuda_simulate_open",
-    "h2o_cuda_simulate_rows",
-    "h2o_cuda_simulate_logits",
-    "h2o_cuda_simulate_logits_f16",
-    "h2o_cuda_simulate_logits_bf16",
-    "h2o_cuda_simulate_values",
-    "h2o_cuda_simulate_values_f16",
-    "h2o_cuda_simulate_values_bf16",
-    "h2o_cuda_forward_64",
-    "h2o_cuda_forward_128",
-    "h2o_cuda_forward_256",
-    "h2o_cuda_forward_f16_64",
-    "h2o_cuda_forward_f16_128",
-    "h2o_cuda_forward_f16_256",
-    "h2o_cuda_forward_bf16_64",
-    "h2o_cuda_forward_bf16_128",
-    "h2o_cuda_forward_bf16_256",
-    "h2o_cuda_sums_64",
-    "h2o_cuda_sums_128",
-    "h2o_cuda_sums_256",
-    "h2o_cuda_sums_f16_64",
-    "h2o_cuda_sums_f16_128",
-    "h2o_cuda_sums_f16_256",
-    "h2o_cuda_sums_bf16_64",
-    "h2o_cuda_sums_bf16_128",
-    "h2o_cuda_sums_bf16_256",
-    "h2o_cuda_step_f16_64",
-    "h2o_cuda_step_f16_128",
-    "h2o_cuda_step_f16_256",
-    "h2o_cuda_step_bf16_64",
-    "h2o_cuda_step_bf16_128",
-    "h2o_cuda_step_bf16_256",
-    "h2o_cuda_step_bytes_f16_64",
-    "h2o_cuda_step_bytes_f16_128",
-    "h2o_cuda_step_bytes_f16_256",
-    "h2o_cuda_step_bytes_bf16_64",
-    "h2o_cuda_step_bytes_bf16_128",
-    "h2o_cuda_step_bytes_bf16_256",
+    [PREPARE] = "h2o_cuda_prepare",
+    [EVICT] = "h2o_cuda_evict",
+    [MOVE] = "h2o_cuda_move",
+    [STEP] = "h2o_cuda_step",
+    [SIMULATE_PREPARE] = "h2o_cuda_simulate_prepare",
+    [SIMULATE_OPEN] = "h2o_cuda_simulate_open",
+    [SIMULATE_ROWS] = "h2o_cuda_simulate_rows",
+    [SIMULATE_LOGITS] = EACH_KIND("h2o_cuda_simulate_logits"),
+    [SIMULATE_VALUES] = EACH_KIND("h2o_cuda_simulate_values"),
+    [FORWARD] = ALL_SIZES("h2o_cuda_forward"),
+    [SUMS] = ALL_SIZES("h2o_cuda_sums"),
+    [STEP_MATRICES] = HALF_SIZES("h2o_cuda_step"),
+    [STEP_BYTES] = HALF_SIZES("h2o_cuda_step_bytes"),
 };
 
 static void add_launch(cuda_plan *plan, int kernel, const void *params, size_t size, int64_t x,
                        int64_t y, int64_t z, unsigned block, unsigned shared) {
     if (x * y * z == 0) return;
-    plan->launch[plan->count++] = (cuda_launch){cuda_kernel_names[kernel],
-                                                params,
-                                                size,
-                                                {(unsigned)x, (unsigned)y, (unsigned)z},
-                                                block,
-                                                shared};
+    plan->launch[plan->count++] = (cuda_launch){
+        kernel, params, size, {(unsigned)x, (unsigned)y, (unsigned)z}, block, shared};
 }
 
 static bool is_half(h2o_dtype type) { return type == H2O_F16 || type == H2O_BF16; }
@@ -175,23 +148,6 @@ static void plan_step(const h2o_step_params *params, cuda_plan *plan) {
                d->G, d->B, STEP_THREADS, cuda_step_shared(matrices ? depth_of(d->D) : 0));
 }
 
-/* The tokens before any is evicted, as a call of attend; a kernel says how many they are. */
-static h2o_attend_params dense_part(const h2o_simulate_params *p) {
-    return (h2o_attend_params){
-        .query = p->query,
-        .keys = p->keys,
-        .values = p->values,
-        .mask = p->mask,
-        .out = p->out,
-        .scores = p->scores,
-        .sink_logits = p->sink_logits,
-        .scale = p->scale,
-        .softcap = p->softcap,
-        .policy = p->policy,
-        .dims = p->dims,
-    };
-}
-
 /* The tokens after the dense part, a window after the other. At least one token is in that part. */
 static void add_windows(cuda_plan *plan, const h2o_simulate_params *params) {
     const h2o_dims *const d = &params->dims;
@@ -216,7 +172,7 @@ static void add_windows(cuda_plan *plan, const h2o_simulate_params *params) {
 static void plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
     *plan = (cuda_plan){.workspace = cuda_simulate_layout(params).bytes, .depth = CUDA_DEPTH};
-    plan->dense = dense_part(params);
+    plan->dense = h2o_dense_part(params);
     add_launch(plan, SIMULATE_PREPARE, params, sizeof *params, d->B, 1, 1, EVICT_THREADS,
                cuda_select_shared());
     add_attention(plan, &plan->dense);

@@ -18,7 +18,7 @@ extern const char *const cuda_kernel_names[CUDA_KERNELS];
 
 /* A kernel has two parameters: `size` bytes of parameters by value, and the workspace. */
 typedef struct {
-    const char *kernel;
+    int kernel; /* its index in cuda_kernel_names */
     const void *params;
     size_t size;
     unsigned grid[3], block, shared; /* threads of a block, bytes of its dynamic shared memory */

@@ -92,12 +92,11 @@ template <int DEPTH> DEVICE void store_token(const step_item *item) {
     const int64_t slot = item->head.free;
     const int warp = threadIdx.x / 32;
     if (warp == 0 || (warp == 1 && !store_is_shared(store))) {
-        char *const row = warp == 0 ? store->keys + slot * store->key_stride
-                                    : store->values + slot * store->value_stride;
-        const h2o_dtype type = warp == 0 ? store->key_type : store->value_type;
+        const slot_rows rows = warp == 0 ? store->keys : store->values;
         const element_ref from = warp == 0 ? item->key : item->value;
-        if constexpr (DEPTH == 0) store_row(row, type, from, item->D);
-        if constexpr (DEPTH != 0) store_loaded<DEPTH>(row, type, from, item->D);
+        char *const row = slot_row(&rows, slot);
+        if constexpr (DEPTH == 0) store_row(row, rows.type, from, item->D);
+        if constexpr (DEPTH != 0) store_loaded<DEPTH>(row, rows.type, from, item->D);
     } else if (warp == 2 && store->norms) {
         float norm;
         if constexpr (DEPTH == 0) norm = norm_of(item->value, item->D);

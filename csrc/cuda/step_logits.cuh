@@ -102,17 +102,16 @@ DEVICE void logits_by(const step_item *item, int64_t r, int64_t begin, int64_t e
 /* Logits of slots begin..end-1 for heads r.. of the group, whose queries are in shared memory. */
 DEVICE void part_logits(const step_item *item, int64_t r, int64_t begin, int64_t end,
                         const float *query) {
-    const slot_store *const store = &item->store;
+    const slot_rows *const keys = &item->store.keys;
     const int64_t depth = cuda_depth(item->D);
     if (!item->rotary) {
         logits_by<STEP_LOADS>(
             item, r, begin, end, [&](const int64_t *slot, float (*sum)[STEP_HEADS]) {
                 const char *row[STEP_LOADS];
                 UNROLL
-                for (int i = 0; i < STEP_LOADS; i++)
-                    row[i] = store->keys + slot[i] * store->key_stride;
+                for (int i = 0; i < STEP_LOADS; i++) row[i] = slot_row(keys, slot[i]);
                 const auto load = [&](int64_t d, float (*x)[RUN]) {
-                    load_rows<STEP_LOADS>(row, store->key_type, d, item->D, x);
+                    load_rows<STEP_LOADS>(row, keys->type, d, item->D, x);
                 };
                 row_dots<STEP_LOADS, STEP_HEADS>(item->D, query, depth, load, sum);
             });
@@ -120,8 +119,7 @@ DEVICE void part_logits(const step_item *item, int64_t r, int64_t begin, int64_t
     }
     const int64_t P = item->rotary->table.shape[0];
     logits_by<1>(item, r, begin, end, [&](const int64_t *slot, float (*sum)[STEP_HEADS]) {
-        const stored_elements key = {store->keys + *slot * store->key_stride, store->key_type,
-                                     item->D};
+        const stored_elements key = {slot_row(keys, *slot), keys->type, item->D};
         const int64_t stored = item->ranks[*slot], rank = stored >= 0 && stored < P ? stored : 0;
         const auto load = [&](int64_t d, float (*x)[RUN]) {
             load_rotated(key, item->rotary, rank, d, item->D, *x);

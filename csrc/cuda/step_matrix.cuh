@@ -155,7 +155,7 @@ DEVICE void leave_outputs(const step_state<DEPTH> *state, warp_outputs<DEPTH> *l
  * bits. */
 DEVICE void mend_outputs(const step_item *item, int r, int d, int part, int heads) {
     const int64_t begin = part_begin(item, part), end = part_begin(item, part + 1);
-    const slot_store *const store = &item->store;
+    const slot_rows *const values = &item->store.values;
     NO_UNROLL
     for (int i = 0; i < 2 * heads; i++) {
         const int64_t head = r + i / 2, e = d + i % 2;
@@ -167,9 +167,8 @@ DEVICE void mend_outputs(const step_item *item, int r, int d, int part, int head
         for (int64_t s = begin; s < end; s++) row_max = fmaxf(row_max, logits[s]);
         NO_UNROLL
         for (int64_t s = begin; s < end; s++) {
-            const char *const row = store->values + s * store->value_stride;
             sum = fmaf(exponential(logits[s], row_max),
-                       stored_element(row, store->value_type, e, item->D), sum);
+                       stored_element(slot_row(values, s), values->type, e, item->D), sum);
         }
         *to = sum;
     }
@@ -231,8 +230,8 @@ DEVICE void part_by_tiles(const step_item *item, int part, warp_outputs<DEPTH> *
         step_state<DEPTH> state = {};
         TAKEN(matrix_step_of_many_heads, r > 0);
         TAKEN(matrix_step_without_slots, begin == end);
-        TAKEN(matrix_step_of_quantised, h2o_row_is_quantised(item->store.key_type));
-        TAKEN(matrix_step_of_floats, !h2o_row_is_quantised(item->store.key_type));
+        TAKEN(matrix_step_of_quantised, h2o_row_is_quantised(item->store.keys.type));
+        TAKEN(matrix_step_of_floats, !h2o_row_is_quantised(item->store.keys.type));
         state.row_max = -INFINITY;
         state.is_head = head < heads;
         state.logits = item->logits + (state.is_head ? head : heads - 1) * item->head.slots + own +
@@ -257,7 +256,7 @@ DEVICE void matrix_part(const step_item *item, int part, unsigned char *shared) 
         store_token<DEPTH>(item);
     if (!BYTES) {
         part_by_tiles<DEPTH, TYPE, float_keys<DEPTH>, float_values<DEPTH>>(item, part, left);
-    } else if (h2o_row_has_scale(item->store.value_type)) {
+    } else if (h2o_row_has_scale(item->store.values.type)) {
         part_by_tiles<DEPTH, TYPE, q8_keys<DEPTH, TYPE>, q8_values<DEPTH, TYPE>>(item, part, left);
     } else {
         part_by_tiles<DEPTH, TYPE, q8_keys<DEPTH, TYPE>, q4_values<DEPTH, TYPE>>(item, part, left);

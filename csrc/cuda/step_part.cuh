@@ -69,11 +69,11 @@ DEVICE void accumulate_part(const step_item *item, int64_t r, int64_t part, int6
         UNROLL
         for (int k = 0; k < STEP_LOADS; k++) {
             const int64_t s = lower(first + k * rows, end - 1);
-            value[k] = item->store.values + s * item->store.value_stride;
+            value[k] = slot_row(&item->store.values, s);
             UNROLL
             for (int i = 0; i < STEP_HEADS; i++) weight[k][i] = logits[i][s];
         }
-        load_rows<STEP_LOADS>(value, item->store.value_type, d, item->D, x);
+        load_rows<STEP_LOADS>(value, item->store.values.type, d, item->D, x);
         UNROLL
         for (int k = 0; k < STEP_LOADS * STEP_HEADS; k++) {
             float *const e = &weight[k / STEP_HEADS][k % STEP_HEADS];

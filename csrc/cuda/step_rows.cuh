@@ -59,19 +59,19 @@ template <int DEPTH, typename READ> DEVICE void read_tile(const tile_rows *rows,
     }
 }
 
-/* Of rows that lie a pitch apart, those of slots first.. of these before `end`. */
-DEVICE tile_rows rows_of_tile(const step_item *item, const char *rows, int64_t pitch, int first,
-                              int end) {
-    const int count = end - first < STEP_ROWS ? end - first : STEP_ROWS, bytes = (int)pitch;
-    return tile_rows{one_address(rows + (int64_t)first * bytes), bytes, count, (int)item->D};
+/* The rows of slots first.. of those before `end`. */
+DEVICE tile_rows rows_of_tile(const step_item *item, const slot_rows *rows, int first, int end) {
+    const int count = end - first < STEP_ROWS ? end - first : STEP_ROWS;
+    const int pitch = (int)rows->stride;
+    return tile_rows{one_address(rows->data + (int64_t)first * pitch), pitch, count, (int)item->D};
 }
 
 DEVICE tile_rows keys_of_tile(const step_item *item, int first, int end) {
-    return rows_of_tile(item, item->store.keys, item->store.key_stride, first, end);
+    return rows_of_tile(item, &item->store.keys, first, end);
 }
 
 DEVICE tile_rows values_of_tile(const step_item *item, int first, int end) {
-    return rows_of_tile(item, item->store.values, item->store.value_stride, first, end);
+    return rows_of_tile(item, &item->store.values, first, end);
 }
 
 /* Where a lane's values are RUN in sequence of each 64: the first of the ith two. */

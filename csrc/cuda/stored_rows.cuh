@@ -147,8 +147,8 @@ struct q4_rows {
         float scale[N], minimum[N];
         UNROLL
         for (int i = 0; i < N; i++) {
-            numbers[i] = row[i] + d / H2O_GROUP * (H2O_GROUP / 2) + d % (H2O_GROUP / 2);
-            scales[i] = row[i] + D / 2 + d / H2O_GROUP * 4;
+            numbers[i] = row[i] + q4_elements(d) + d % (H2O_GROUP / 2);
+            scales[i] = row[i] + q4_scale(d, D);
         }
         load_bytes<N>(numbers, word);
         load_halves<N, 2>(scales, half);
@@ -170,11 +170,10 @@ struct q4_rows {
         static_assert(H2O_GROUP == 32);
         const int lane = threadIdx.x % 32;
         each_element(from, D, [&](int64_t d, float x) {
-            const int64_t group = d / H2O_GROUP;
             const quantiser q = q4_quantiser(-warp_max(-x), warp_max(x), warp_all(x - x == 0.0f));
             const int32_t low = q4_quantised(q, x), high = shfl_xor(low, 16);
-            char *const scale_minimum = row + D / 2 + 4 * group;
-            if (lane < 16) row[group * (H2O_GROUP / 2) + lane] = (char)(low | high << 4);
+            char *const scale_minimum = row + q4_scale(d, D);
+            if (lane < 16) row[q4_elements(d) + lane] = (char)(low | high << 4);
             if (lane == 0) {
                 store_half(scale_minimum, q.scale);
                 store_half(scale_minimum + 2, q.minimum);

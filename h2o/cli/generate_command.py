@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-file", metavar="FILE", help="a text file, - for standard input; without either "
         "option a shipped article of 2100 tokens with a question about it")  # fmt: skip
     add("--reread", action="store_true", help="read --prompt-file twice before anything of it is "
-        "evicted (h2o.read); --prompt, a question about it, comes after it")  # fmt: skip
+        "evicted (KVzip); --prompt, a question about it, comes after it")  # fmt: skip
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     add_pin(add)
     add_cache_options(parser.add_argument_group("what the cache keeps"))

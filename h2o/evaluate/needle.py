@@ -35,9 +35,9 @@ from h2o.evaluate.fitting import load
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
 from h2o.filesystem import read_text
+from h2o.hf.compress import compress_document
 from h2o.hf.new_cache import new_cache
 from h2o.hf.positions import positions_after
-from h2o.hf.reading import read
 from h2o.processes import launched
 from h2o.result_cells import Cells, fingerprint, provenance
 
@@ -277,7 +277,9 @@ def answered(
     found, unread = [], document[:, :0]
     with torch.no_grad():
         if setting.reads_twice:
-            cache = read(model, document, setting.config, tokenizer=tokenizer)
+            cache = compress_document(
+                model, document, setting.config, readings=2, tokenizer=tokenizer
+            )
         else:
             model.base_model(document, use_cache=True, **with_cache(cache))  # no logits needed
         cut = cache

@@ -24,7 +24,7 @@ from h2o.borrowed import with_cache
 from h2o.evaluate.setting import Setting
 from h2o.hf import simulation
 from h2o.hf.cache import H2OCache
-from h2o.hf.reading import read
+from h2o.hf.compress import compress_document
 
 __all__ = [
     "PROTOCOLS",
@@ -131,7 +131,9 @@ def documents(
     """A cache that has read left-padded documents [B, n], and been cut to its budget."""
     if setting.reads_twice:
         mask = mask.to(model.device)
-        return read(model, ids, setting.config, attention_mask=mask, tokenizer=tokenizer)
+        return compress_document(
+            model, ids, setting.config, readings=2, attention_mask=mask, tokenizer=tokenizer
+        )
     config = setting.config.for_model(model)
     cache = H2OCache(model.config, config, prompt_length=mask.sum(1).tolist())
     forward(1, ids, mask, position_ids=positions(mask), use_cache=True, **with_cache(cache))

@@ -45,7 +45,7 @@ echo:BUDGET             H2OConfig.echo(BUDGET)
 echo-bytes:BUDGET       H2OConfig.echo(BUDGET, of="bytes")
 calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one that comes with h2o
 calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, of="bytes")
-reread:BUDGET           H2OConfig.robust(BUDGET) after two readings, h2o.read (needles and tasks)
+reread:BUDGET           H2OConfig.robust(BUDGET) after two readings of the document (needles, tasks)
 reread-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes") after two (needles and tasks)
 random:BUDGET           sinks and recent keys of robust, the others drawn at random: a baseline
 random-bytes:BUDGET     the same with of="bytes"
@@ -91,12 +91,12 @@ class Setting:
 
     @property
     def reads_twice(self) -> bool:
-        """Whether `h2o.read` makes its cache."""
+        """Whether the document is read twice."""
         return self.variant == "reread"
 
     @property
     def has_cache(self) -> bool:
-        """Whether a real cache can do it, while it reads or after `h2o.read`."""
+        """Whether a real cache can do it, while it reads or after `h2o.compress_document`."""
         return self.dropping or self.reads_twice
 
     @property
@@ -107,7 +107,7 @@ class Setting:
     @property
     def why_not_dropping(self) -> str:
         """What an error says of it."""
-        why = "h2o.read, for needles and tasks" if self.reads_twice else "a mask, no cache"
+        why = "two readings, for needles and tasks" if self.reads_twice else "a mask, no cache"
         return f"{self.name}: {why}"
 
     @property

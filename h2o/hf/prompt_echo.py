@@ -30,9 +30,10 @@ from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.attention_call import NewTokens, as_stored
 from h2o.hf.echo import largest
+from h2o.hf.layer_kinds import full_layers
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.one_budget import positions_in
-from h2o.model_identity import latent_row
+from h2o.model_identity import describe, latent_row
 from h2o.policy import Policy
 
 __all__ = [
@@ -49,15 +50,21 @@ PART = 0.75
 """Of the attention; chosen on texts and facts of their own (docs/results.md)."""
 
 
+FEWEST_HEADS = 16
+"""Key/value heads with full attention from which places are dealt over all of them. With the three
+of Gemma 3 270M equal budgets lose less and find as much; with the 90 of SmolLM2 dealt places are
+better (docs/results.md). Where the bound lies in between was not measured."""
+
+
 class Served(NamedTuple):
     """What a model gets for an `H2OConfig`."""
 
     config: H2OConfig
-    """`H2OConfig.robust`, with heads that are all alike, where places cannot be dealt"""
+    """Without dealt places, where the model does not go with them"""
     rotary: Rotary | None
     """By which echo asks a prompt's queries again; None: prompts keep attention's scores"""
     not_dealt: str
-    """Why places are not dealt by echo, where that was asked for"""
+    """What is done instead of dealing places by echo, where that was asked for, and why"""
 
 
 def served_as(config: Any, h2o_config: H2OConfig) -> Served:
@@ -67,22 +74,36 @@ def served_as(config: Any, h2o_config: H2OConfig) -> Served:
         rotary = "its positions are rolled"
     elif h2o_config.rank_by == "mean-echo":
         rotary = _rotary(config)
-    reason = rotary if isinstance(rotary, str) else ""
-    if h2o_config.shares_by_echo and reason:
-        as_robust = dataclasses.replace(h2o_config, rank_by="mean", shares=None)
-        return Served(as_robust, None, reason)
-    return Served(h2o_config, None if isinstance(rotary, str) else rotary, "")
+    instead = _instead(config, rotary) if h2o_config.shares_by_echo else ""
+    if instead:
+        rank_by = "mean" if isinstance(rotary, str) else h2o_config.rank_by
+        h2o_config = dataclasses.replace(h2o_config, rank_by=rank_by, shares=None)
+    return Served(h2o_config, None if isinstance(rotary, str) else rotary, instead)
 
 
 def not_dealt(config: Any) -> str:
-    """Why the places of a model's prompts are not dealt by echo; "" where they are."""
-    rotary = _rotary(config)
-    return rotary if isinstance(rotary, str) else ""
+    """What `H2OConfig.echo` is for a model whose places are not dealt by echo, and why; "" for any
+    other."""
+    return _instead(config, _rotary(config))
 
 
 def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:
     """The rotary embedding of a model whose prompts are ranked by echo; None for any other."""
     return served_as(config, h2o_config).rotary
+
+
+def _instead(config: Any, rotary: Rotary | str) -> str:
+    """What is done instead of dealing places by echo, and why; "": they are dealt."""
+    if isinstance(rotary, str):
+        return f"as H2OConfig.robust, since {rotary}"
+    text = config.get_text_config(decoder=True)
+    heads = len(full_layers(text)) * describe(config).get("num_key_value_heads", 1)
+    if heads >= FEWEST_HEADS:
+        return ""
+    return (
+        f"equal budgets of heads, since it has {heads} key/value heads with full attention and "
+        f"{FEWEST_HEADS} are needed"
+    )
 
 
 def _rotary(config: Any) -> Rotary | str:

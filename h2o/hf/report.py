@@ -103,8 +103,8 @@ class Report:
     """Whether the last forward pass has not come to its end, so that layers may differ in what they
     have seen."""
     not_dealt: str = ""
-    """Why the model's prompts are cut as by `H2OConfig.robust`, where `H2OConfig.echo` was asked
-    for."""
+    """What was done instead of dealing places by echo, where `H2OConfig.echo` was asked for, and
+    why."""
 
     @property
     def total(self) -> LayerReport:
@@ -165,7 +165,7 @@ class Report:
             )
         short = ""
         if self.not_dealt:
-            short = f"Cut as by H2OConfig.robust, not echo: {self.not_dealt}. "
+            short = f"In place of H2OConfig.echo: {self.not_dealt}. "
         if total.floored:
             short += "The prompt is short: heads keep min_tokens keys, more than their fraction. "
         elif total.raised:

@@ -65,7 +65,7 @@ class Support:
     not_images: str = ""
     """Why not with images, for a model that reads them, and what to do; empty otherwise."""
     not_echo: str = ""
-    """Why `H2OConfig.echo` is `H2OConfig.robust` for this model; empty where it is not."""
+    """What the model gets in place of `H2OConfig.echo`, and why; empty where it gets that."""
 
     def __bool__(self) -> bool:
         return self.supported
@@ -81,7 +81,7 @@ class Support:
         )
         rolled = f'; positions="rolled": not, {self.not_rolled}' if self.not_rolled else ""
         images = f"; images: not, {self.not_images}" if self.not_images else ""
-        echo = f"; echo: as robust, {self.not_echo}" if self.not_echo else ""
+        echo = f"; in place of H2OConfig.echo: {self.not_echo}" if self.not_echo else ""
         idle = "" if full else ", so that nothing is evicted"
         served = f"{full} of {len(self.layers)} layers by h2o{rest}{idle}"
         return f"{self.model_type}: supported, {served}{rolled}{images}{echo}"

@@ -5,26 +5,14 @@
 #include "test.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-#include <math.h>
+#include "cpu/level_x86.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(                                                                      \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq"))),                   \
-    apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
-#endif
+H2O_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
 
 #define H2O_VEC_AVX512
 #include "vec.inc"
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+H2O_TARGET_END
 
 int main(void) {
     h2o_error error;

@@ -26,11 +26,11 @@ static int launch(const cuda_plan *plan, h2o_error *error) {
     shim_unset(workspace, plan->workspace);
     for (int64_t i = 0; i < cuda_plan_launches(plan) && status == 0; i++) {
         const cuda_launch *const l = cuda_plan_launch(plan, i);
-        status =
-            shim_launch(l->kernel, l->params, l->size, workspace, l->grid, l->block, l->shared);
+        const char *const name = cuda_kernel_names[l->kernel];
+        status = shim_launch(name, l->params, l->size, workspace, l->grid, l->block, l->shared);
         if (status != 0) {
-            fprintf(stderr, "%s: %s\n", l->kernel, shim_error());
-            h2o_fail(error, H2O_EBACKEND, "%s: %s", l->kernel, shim_error());
+            fprintf(stderr, "%s: %s\n", name, shim_error());
+            h2o_fail(error, H2O_EBACKEND, "%s: %s", name, shim_error());
         }
     }
     pthread_mutex_unlock(&one_at_a_time);

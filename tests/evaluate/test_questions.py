@@ -14,7 +14,7 @@ from h2o import H2OCache
 from h2o.borrowed import with_cache
 from h2o.evaluate.questions import question_tokens
 from h2o.evaluate.setting import parse
-from h2o.hf.reading import read
+from h2o.hf.compress import compress_document
 from tests.evaluate.test_lm import close, make, numbers
 
 DOCUMENT = "The gate of the farm is blue.\nIt was painted in May, when the wells were dry.\n"
@@ -82,7 +82,9 @@ def alone(lm, setting, context, new):
     ids = torch.tensor([lm.tok_encode(context)])
     n = ids.shape[1] - question_tokens(ids[0].tolist(), lm.tokenizer)
     if setting.reads_twice:
-        cache = read(lm.model, ids[:, :n], setting.config, tokenizer=lm.tokenizer)
+        cache = compress_document(
+            lm.model, ids[:, :n], setting.config, readings=2, tokenizer=lm.tokenizer
+        )
     else:
         cache = H2OCache(lm.model.config, setting.config, prompt_length=n)
         with torch.no_grad():

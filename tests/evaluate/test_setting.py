@@ -108,7 +108,7 @@ def test_what_h2o_read_makes_is_for_needles():
     for text, reads_twice in (("reread:0.1", True), ("echo:0.1", False), ("robust:0.1", False)):
         assert parse(text).reads_twice == reads_twice
     assert parse("reread:0.1/sinks=2").config.sinks == 2
-    assert parse("reread:0.1").why_not_dropping == "reread:0.1: h2o.read, for needles and tasks"
+    assert parse("reread:0.1").why_not_dropping == "reread:0.1: two readings, for needles and tasks"
     assert parse("reread:0.1").holding.rank_by == "max"
 
 

@@ -158,6 +158,9 @@ def test_a_document_that_grows_out_of_its_angles(kind):
     """The repetition would stand at other angles than the document."""
     ours, (short, long) = llama(kind), prompts(12, 28)
     repeat = prompts(2)[0]
-    assert h2o.read(ours, short, **SMALL, repeat=repeat).get_seq_length() == 12
+    assert (
+        h2o.compress_document(ours, short, **SMALL, readings=2, repeat=repeat).get_seq_length()
+        == 12
+    )
     with pytest.raises(Unsupported, match="angles"):
-        h2o.read(ours, long, **SMALL, repeat=repeat)
+        h2o.compress_document(ours, long, **SMALL, readings=2, repeat=repeat)

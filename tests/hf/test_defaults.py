@@ -148,7 +148,7 @@ def test_read():
     question = torch.tensor([[5, 9, 2]])
 
     def answers():
-        cache = h2o.read(ours, document, heavy=12, recent=8, repeat=[5, 9])
+        cache = h2o.compress_document(ours, document, heavy=12, recent=8, readings=2, repeat=[5, 9])
         with torch.no_grad():
             return [*held(cache), ours(question, **with_cache(cache)).logits]
 

@@ -136,7 +136,7 @@ def test_a_document_read_under_inference_mode():
     prompt, question = prompts(40, 5)
     request = torch.tensor([5, 6])
     with backends.by_torch(), torch.inference_mode():
-        cache = h2o.read(ours, prompt, heavy=6, recent=6, repeat=request)
+        cache = h2o.compress_document(ours, prompt, heavy=6, recent=6, readings=2, repeat=request)
     with backends.by_torch():
         text = torch.cat([prompt, question], 1)
         assert greedy(ours, {"input_ids": text}, 3, **with_cache(cache)).numel()

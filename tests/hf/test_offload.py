@@ -6,7 +6,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from h2o import H2OCache, generate_all, model_identity, patched, read, simulated
+from h2o import (
+    H2OCache,
+    compress_document,
+    generate_all,
+    model_identity,
+    patched,
+    simulated,
+)
 from h2o.borrowed import with_cache
 from h2o.models import embedded_folder
 from tests.hf.drive import feed, new_cache
@@ -39,7 +46,7 @@ def everything(ours):
     rows = generate_all(ours, asked, **SMALL, rows=2, max_new_tokens=9)
     tokens += [result.ids for result in rows]
     document, question = (ids for ids in prompts(30, 4))
-    cache = read(ours, document, **SMALL, repeat=torch.tensor([[5, 6]]))
+    cache = compress_document(ours, document, **SMALL, readings=2, repeat=torch.tensor([[5, 6]]))
     ids = torch.cat([document, question], dim=1)
     tokens.append(greedy(ours, {"input_ids": ids}, 9, **with_cache(cache)).tolist())
     with patched(ours, heavy=0.2, recent=0.1, min_tokens=0):

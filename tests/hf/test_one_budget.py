@@ -15,8 +15,8 @@ from h2o.borrowed import with_cache
 from h2o.hf.layer_state import state_of
 from h2o.hf.one_budget import ROOM, OneBudget
 from h2o.hf.prompt_echo import PromptEcho
+from tests.hf.test_compress import positions
 from tests.hf.test_prompt_echo import read
-from tests.hf.test_reading import positions
 from tests.hf.tiny import DEVICE, Family, prompts, shared
 
 SMALL = {"heavy": 8, "recent": 4, "sinks": 2, "rank_by": "mean-echo", "shares": "echo"}

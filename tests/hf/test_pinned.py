@@ -23,6 +23,7 @@ from tests.hf.tiny import (
     HYBRID,
     LATENT,
     PURE,
+    TWINS,
     WITH_STATES,
     batch,
     greedy,
@@ -30,6 +31,7 @@ from tests.hf.tiny import (
     needs_compiler,
     prompts,
     shared,
+    slow_if,
     with_image,
 )
 
@@ -86,6 +88,7 @@ def test_forty_tokens_at_four_percent(preset, kv_dtype, long_reader):
         cache = read(ours, [document], H2OCache(ours, config, **pins))
         kept.append(sum(map(len, held(cache))))
         assert survives(cache, span=LATE) == bool(pins)
+        assert not pins or survives(cache, span=(LONG - 8, LONG)), "recent keys stay"
         whole = torch.cat([document, document[:, :9]], 1)
         greedy(ours, {"input_ids": whole}, tokens=11, **with_cache(cache))
         assert survives(cache, span=LATE) == bool(pins)
@@ -96,7 +99,11 @@ def test_forty_tokens_at_four_percent(preset, kv_dtype, long_reader):
 
 
 @pytest.mark.parametrize(
-    "name", [*PURE, *HYBRID, *WITH_STATES, *(x for x in LATENT if x in ("deepseek_v3", "youtu"))]
+    "name",
+    [
+        *[slow_if(name in TWINS, name) for name in PURE + HYBRID + WITH_STATES],
+        *[name for name in LATENT if name in ("deepseek_v3", "youtu")],
+    ],
 )
 def test_families(name):
     """A padded batch, decoded; the rows' spans differ."""
@@ -152,6 +159,7 @@ def test_spans_beyond_the_first_chunk(chunk, pins, more):
         {"shares": [[0.2, 3.0], [1.0, 0.3]]},
         {"positions": "rolled"},
         {"rank_by": "max", "decay": 0.9},
+        {"decay": 1e-6},
         {"kv_dtype": "int8"},
         {"recent": 0, "heavy": 20},
         {"rank_by": "random", "value_weighted": False},
@@ -167,6 +175,7 @@ def test_policies(more):
         for piece in document.split(8, dim=1):
             ours(piece, **with_cache(cache))
         assert survives(cache)
+        assert survives(cache, span=(38, 40)) or cache.config.recent == 0
         for _ in range(3):
             ours(question, **with_cache(cache))
             for token in question.split(1, dim=1):

@@ -173,9 +173,9 @@ def test_a_document_that_is_read_twice():
     ours, spans = shared("llama"), [[SPAN], [(20, 27)]]
     inputs = batch(prompts(40, 61))
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    how = {"attention_mask": mask, "repeat": torch.tensor([7, 8, 9])}
-    cache = h2o.read(ours, ids, **SMALL | {"recent": 6}, **how, pinned=spans)
-    bare = h2o.read(ours, ids, **SMALL | {"recent": 6}, **how)
+    how = {"attention_mask": mask, "readings": 2, "repeat": torch.tensor([7, 8, 9])}
+    cache = h2o.compress_document(ours, ids, **SMALL | {"recent": 6}, **how, pinned=spans)
+    bare = h2o.compress_document(ours, ids, **SMALL | {"recent": 6}, **how)
     question = torch.arange(10, 30).view(1, -1).expand(2, -1).to(ids.device)
     for _ in range(2):
         for row, [span] in enumerate(spans):
@@ -187,7 +187,7 @@ def test_a_document_that_is_read_twice():
             with torch.no_grad():
                 ours(question, attention_mask=mask, **with_cache(each))
     with pytest.raises(ValueError, match="give budget="):
-        h2o.read(ours, ids, **SMALL, **how, pinned="prompt")
+        h2o.compress_document(ours, ids, **SMALL, **how, pinned="prompt")
 
 
 def test_commands(tiny, tmp_path, capsys):  # noqa: F811

@@ -18,10 +18,10 @@ from tests import inputs
 from tests.cases import checkered
 from tests.hf import drive, tiny
 from tests.hf.modes import MODES
+from tests.hf.test_compress import positions
 from tests.hf.test_echo import echo_of
 from tests.hf.test_families import KEPT_ALIKE
 from tests.hf.test_hybrids import prove_stepwise
-from tests.hf.test_reading import positions
 from tests.hf.test_simulation import PROMPT, fitted, prove, text
 from tests.hf.tiny import ROTARY, TWINS, batch, greedy, model, prompts, shared, slow_if
 
@@ -295,7 +295,11 @@ def test_forks_files_and_crops(tmp_path):
 def test_a_second_reading_goes_by_the_mean():
     ours, (document,) = shared("llama"), prompts(60)
     kept = [
-        positions(h2o.read(ours, document, H2OConfig(**SMALL | more), repeat=[5, 9]))
+        positions(
+            h2o.compress_document(
+                ours, document, H2OConfig(**SMALL | more), readings=2, repeat=[5, 9]
+            )
+        )
         for more in ({"rank_by": "mean"}, {}, {"shares": "echo"})
     ]
     assert kept[0] == kept[1] == kept[2]

@@ -21,7 +21,7 @@ import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, patched, simulated, supports
 from h2o.borrowed import SHARES_KEYS, with_cache
 from h2o.hf.slot_layout import by_head
-from tests.hf.tiny import FAMILIES, LATENT, WITH_STATES, batch, greedy, model, prompts, shared
+from tests.hf.tiny import FAMILIES, LATENT, batch, greedy, model, prompts, shared
 
 SMALL = {"heavy": 6, "recent": 6}
 
@@ -242,14 +242,14 @@ def test_documents_longer_than_half_of_the_positions(name):
     )
     request = torch.tensor([5, 6])
     (document,) = prompts(45)
-    cache = h2o.read(ours, document, **SMALL, repeat=request)
+    cache = h2o.compress_document(ours, document, **SMALL, readings=2, repeat=request)
     assert max(used) < 64
     assert cache.report().layers[0].seen == [45]
     with pytest.raises(
-        ValueError, match=r"has 64 positions: give at\s+most 53 tokens, or read it once"
+        ValueError, match=r"has 64 positions: give at\s+most 53 tokens, or readings=1"
     ):
-        h2o.read(ours, prompts(54)[0], **SMALL, repeat=request)
-    h2o.read(ours, prompts(53)[0], **SMALL, repeat=request)
+        h2o.compress_document(ours, prompts(54)[0], **SMALL, readings=2, repeat=request)
+    h2o.compress_document(ours, prompts(53)[0], **SMALL, readings=2, repeat=request)
 
 
 # ---- After a pass that failed ----------------------------------------------------------------
@@ -402,29 +402,16 @@ def test_pickled(name):
     assert all(torch.equal(first, x) for x in others)
 
 
-@pytest.mark.parametrize("name", WITH_STATES)
-def test_hybrids_with_narrower_values(name):
-    """Where `supports` says yes there is a cache, and where it says no, the same error."""
-    config = copy.deepcopy(shared(name).config.get_text_config(decoder=True))
-    config.v_head_dim = 4
-    if supports(config):
-        assert len(H2OCache(config, **SMALL).layers) == config.num_hidden_layers
-    else:
-        assert "unlike their values" in supports(config).reason
-        with pytest.raises(Unsupported, match="unlike their values"):
-            H2OCache(config, **SMALL)
-
-
 def test_a_long_document_is_repeated_as_it_is_alone():
     """In pieces of its own, whatever room longer ones leave behind themselves."""
     ours = model("llama")
     ours.config.max_position_embeddings = 150
     documents = prompts(100, 40, 64)
     inputs = batch(documents)
-    how = {"heavy": 12, "recent": 4, "repeat": torch.tensor([5, 9])}
-    together = h2o.read(ours, **inputs, **how)
+    how = {"heavy": 12, "recent": 4, "readings": 2, "repeat": torch.tensor([5, 9])}
+    together = h2o.compress_document(ours, **inputs, **how)
     for row, document in enumerate(documents):
-        alone = h2o.read(ours, document, **how)
+        alone = h2o.compress_document(ours, document, **how)
         for ours_, theirs in zip(together.layers, alone.layers, strict=True):
             got, want = ours_.kept(), theirs.kept()
             n = want.positions.shape[2]

@@ -12,9 +12,9 @@ from h2o.borrowed import with_cache
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.reference_echo import shared_echo
 from tests.hf.modes import MODES
+from tests.hf.test_compress import positions
 from tests.hf.test_echo import echo_of
 from tests.hf.test_prompt_echo import read
-from tests.hf.test_reading import positions
 from tests.hf.test_simulation import prove, text
 from tests.hf.tiny import LATENT, batch, greedy, model, needs_compiler, prompts, shared
 

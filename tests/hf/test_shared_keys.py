@@ -308,7 +308,9 @@ def test_assisted_decoding_takes_tokens_back(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_documents_are_read_and_heads_measured(name):
     ours, (ids,) = model(name), prompts(40)
-    cache = h2o.read(ours, ids, H2OConfig(**SMALL), repeat=torch.tensor([5, 6]))
+    cache = h2o.compress_document(
+        ours, ids, H2OConfig(**SMALL), readings=2, repeat=torch.tensor([5, 6])
+    )
     more = {"input_ids": torch.cat([ids, prompts(3)[0]], 1)}
     assert greedy(ours, more, 4, **with_cache(cache)).shape == (1, 4)
     ids = prompts(256)[0]

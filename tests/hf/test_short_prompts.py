@@ -16,6 +16,7 @@ from h2o import H2OCache, H2OConfig
 from h2o.borrowed import with_cache
 from h2o.config import PRESETS
 from h2o.evaluate.setting import parse
+from h2o.hf import prompt_echo
 from tests.hf.tiny import batch, greedy, model, prompts, shared
 
 LEAST = 24
@@ -206,15 +207,20 @@ def test_one_number_everywhere(budget):
     with torch.no_grad(), h2o.simulated(ours, **settings, **how):
         logits = ours(torch.cat([ids, wanted[:, :-1]], 1), use_cache=False).logits
     assert logits[0, 59:].argmax(-1).tolist() == wanted[0].tolist()
-    read = h2o.read(ours, ids, **settings, repeat=torch.tensor([[5, 6]]))
+    read = h2o.compress_document(ours, ids, **settings, readings=2, repeat=torch.tensor([[5, 6]]))
     assert read.config.heavy == cache.config.heavy
 
 
-def test_what_one_number_stands_for():
-    """Echo, and robust for a model whose positions are not rotary."""
+def test_what_one_number_stands_for(monkeypatch):
+    """Echo; alike for heads where there are few; robust where positions are not rotary."""
     assert H2OConfig.recommended(0.1) == H2OConfig.echo(0.1, of="bytes")
     assert H2OConfig.recommended(64) == H2OConfig.echo(64)
     assert H2OCache(shared("llama"), budget=0.1).config.shares == "echo"
+    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 16)
+    cache = H2OCache(shared("llama"), budget=0.1)
+    assert (cache.config.shares, cache.config.rank_by) == (None, "mean-echo")
+    assert "it has 4 key/value heads" in cache.not_dealt
+    assert "it has 4 key/value heads" in h2o.supports(shared("llama")).not_echo
     cache = H2OCache(shared("opt"), budget=0.1)
     assert cache.config == H2OConfig.robust(0.1, of="bytes").for_model(shared("opt"))
     words = "no rotary position embedding"
@@ -222,7 +228,7 @@ def test_what_one_number_stands_for():
     assert words in h2o.supports(shared("opt")).not_echo
     with torch.no_grad():
         shared("opt")(prompts(200)[0], **with_cache(cache))
-    assert "Cut as by H2OConfig.robust, not echo: " in cache.report().note
+    assert "In place of H2OConfig.echo: as H2OConfig.robust, since " in cache.report().note
 
 
 # ---- A model where a config is wanted ------------------------------------------------------------

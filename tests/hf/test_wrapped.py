@@ -170,7 +170,9 @@ def test_rows_with_prompts_that_were_tuned(kind, rows):
 def test_a_tuned_prompt_where_each_pass_would_repeat_it():
     wrapped = tuned_prompt("PromptTuningConfig")
     with pytest.raises(Unsupported, match="prompt tuning"):
-        h2o.read(wrapped, prompts(20)[0], SMALL_CONFIG, repeat=torch.tensor([5]))
+        h2o.compress_document(
+            wrapped, prompts(20)[0], SMALL_CONFIG, readings=2, repeat=torch.tensor([5])
+        )
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -186,7 +188,7 @@ def test_an_adapter_that_tokens_switch_on():
     with pytest.raises(Unsupported, match="aLoRA"):
         next(h2o.generate_all(wrapped, [ids[0].tolist()], SMALL_CONFIG, rows=1, max_new_tokens=4))
     with pytest.raises(Unsupported, match="aLoRA"):
-        h2o.read(wrapped, ids, SMALL_CONFIG, repeat=torch.tensor([5]))
+        h2o.compress_document(wrapped, ids, SMALL_CONFIG, readings=2, repeat=torch.tensor([5]))
 
 
 def test_a_model_with_fewer_layers_than_its_config():

@@ -16,7 +16,7 @@ static atomic_int refused, finished;
 
 static void launch_once(int device) {
     static const int params = 0;
-    const cuda_launch launch = {"h2o_cuda_step", &params, sizeof params, {1, 1, 1}, 32, 0};
+    const cuda_launch launch = {0, &params, sizeof params, {1, 1, 1}, 32, 0};
     h2o_error error = {0};
     cuda_scope scope;
     int status = cuda_enter(device, &scope, &error);

@@ -1,4 +1,4 @@
-"""`h2o.read`: a document is read twice before anything of it is evicted.
+"""`h2o.compress_document(readings=2)`: the model reads a document twice before the cache evicts.
 
 What a later question will ask for often gets no attention while the document is read, and a ranking
 by attention evicts it. So the model repeats the document with all keys still there: what it looks
@@ -20,25 +20,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from h2o import borrowed
-from h2o.config import H2OConfig, one_config
+from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf import prompt_budget, slot_layout, states, tensor_parallel
 from h2o.hf.angles import AnglesByLength
 from h2o.hf.cache import H2OCache
+from h2o.hf.document_pass import forward
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states
-from h2o.hf.patch_lock import input_device
 from h2o.hf.pruning import pruned
-from h2o.hf.tuned_prompts import check_no_tuned_prompt
 from h2o.policy import Policy
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from h2o.config_fields import Pinned
 
-    from h2o.config_fields import ConfigFields, Pinned
+__all__ = ["CHUNK", "REPEAT", "read_twice"]
 
-__all__ = ["CHUNK", "REPEAT", "read"]
+Progress = Callable[[int, int], Any]
+"""Called with the columns read so far and the columns to read."""
 
 REPEAT = "\n\nRepeat the previous context exactly.\n"
 """What asks for the repetition; the paper's words."""
@@ -48,74 +47,24 @@ OVERLAP = 8
 """Columns of the last piece with which the next piece of the repetition begins."""
 
 
-@torch.no_grad()
-def read(
+def read_twice(
     model: Any,
-    input_ids: Tensor,
-    h2o_config: H2OConfig | None = None,
+    ids: Tensor,
+    mask: Tensor,
+    config: H2OConfig,
     *,
-    tokenizer: Any = None,
-    attention_mask: Tensor | None = None,
-    repeat: str | Tensor = REPEAT,
-    by_attention: float = 0.5,
-    pinned: Pinned = None,
-    progress: Callable[[int, int], Any] | None = None,
-    **parameters: Unpack[ConfigFields],
+    tokenizer: Any,
+    repeat: str | Tensor,
+    by_attention: float,
+    pinned: Pinned,
+    progress: Progress,
 ) -> H2OCache:
-    """A cache of a document that holds what questions about it will need, whatever they are.
-
-    ```python
-    ids = tokenizer(document, return_tensors="pt").input_ids
-    config = h2o.H2OConfig.calibrated(0.1, of="bytes")  # robust, where there is no profile
-    cache = h2o.read(model, ids, config, tokenizer=tokenizer)
-    for question in questions:  # each with the document's ids before it
-        model.generate(question, cache=cache.fork())
-    ```
-
-    The document is read, repeated, and cut once. A part of the budget goes to the keys that the
-    config's own policy ranks highest after the first reading, in equal parts or by `shares`; the
-    rest to those, of all layers and heads together, to which any one query and head gave the most
-    attention while repeating. Of the config's recent keys each head keeps at most 4 at the cut, and
-    8 from then on, when the cache ranks by the largest attention. Until the cut every key of the
-    document is held in the model's dtype, and the time is that of a prompt more than twice as long.
-
-    Args:
-        model: a causal language model of transformers with attn_implementation="h2o".
-        input_ids: [B, N] of the document, as the later prompts begin: with a chat template, if
-            these have one.
-        h2o_config, parameters: as for `H2OCache`; fractions are of the document.
-        tokenizer: for `repeat`, where that is a text.
-        attention_mask: [B, N], 0 at a pad.
-        repeat: what asks for the repetition: a text, or token ids [n].
-        by_attention: part of the budget, in [0, 1], for the config's own policy. Less of it finds
-            more and loses more of the next words: at 4% of the bytes 0.5, 0.25 and 0 found .58, .65
-            and .69 of 26 facts, and lost .32, .35 and .46 nats a token after other texts.
-        pinned: as for `H2OCache`, of the document.
-        progress: called with the columns read so far and the columns to read.
-
-    Returns:
-        The cache: save, fork and ask it as any other.
-
-    Raises:
-        Unsupported: cache-relative positions; prompt tuning; a model that is cut over several
-            processes.
-        ValueError: no tokenizer for a text; a mask of another shape; `by_attention` out of range;
-            a document that leaves none of the model's positions for its repetition.
-    """
+    """The cache of a document ids [B, N] with a mask [B, N] bool; see `h2o.compress_document`."""
     if not 0 <= by_attention <= 1:
         raise ValueError(f"by_attention is {by_attention}, wanted a part of the budget in [0, 1]")
-    check_no_tuned_prompt(model, "h2o.read")
-    config = one_config(h2o_config, parameters).for_model(model)
     if config.positions != "original":
-        raise Unsupported('positions="rolled" does not go with h2o.read: its keys are not rotated')
-    request = _request(repeat, tokenizer).to(input_device(model))
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    if mask.shape != input_ids.shape or input_ids.ndim != 2:
-        raise ValueError(
-            f"input_ids {list(input_ids.shape)} and attention_mask {list(mask.shape)} must both be "
-            "[B, N]"
-        )
-    ids, mask = input_ids.to(input_device(model)), mask.bool().to(input_device(model))
+        raise Unsupported('positions="rolled" supports one reading: give readings=1')
+    request = _request(repeat, tokenizer).to(ids.device)
     reader = _Reader(model, ids, mask, progress)
     empty = H2OCache(model.config, config.after_reading, pinned=pinned)
     lengths, N = mask.sum(1).tolist(), mask.shape[1]
@@ -142,7 +91,7 @@ def _request(repeat: str | Tensor, tokenizer: Any) -> Tensor:
     """Token ids [1, n] of what asks for the repetition."""
     if isinstance(repeat, str):
         if tokenizer is None:
-            raise ValueError("h2o.read needs the tokenizer, or token ids as repeat")
+            raise ValueError("readings=2 needs the tokenizer, or token ids as repeat")
         repeat = tokenizer(repeat, add_special_tokens=False, return_tensors="pt")["input_ids"]
     return torch.as_tensor(repeat, device="cpu").reshape(1, -1)
 
@@ -150,14 +99,12 @@ def _request(repeat: str | Tensor, tokenizer: Any) -> Tensor:
 class _Reader:
     """A document in a cache that holds all of it."""
 
-    def __init__(
-        self, model: Any, ids: Tensor, mask: Tensor, progress: Callable[[int, int], Any] | None
-    ) -> None:  # fmt: skip
+    def __init__(self, model: Any, ids: Tensor, mask: Tensor, progress: Progress) -> None:
         self.model, self.ids, self.mask = model, ids, mask
         self.columns = 2 * ids.shape[1]
         self.cache = H2OCache(model.config, H2OConfig.full())
         self.layers = [x for x in self.cache.layers if isinstance(x, H2OLayer)]
-        self.progress = progress or (lambda done, total: None)
+        self.progress = progress
 
     def check_angles(self, request: Tensor) -> None:
         """Raises Unsupported where the passes would not all have the same rotary angles."""
@@ -166,8 +113,8 @@ class _Reader:
         ends.append(N + request.shape[1] + min(N, CHUNK + OVERLAP))
         if len({angles.regime(end) for end in ends}) > 1:
             raise Unsupported(
-                f"the rotary angles of this model change within the {ends[-1]} tokens of this "
-                "reading: read the document into an H2OCache in one forward pass instead"
+                f"the rotary angles of this model change within the {ends[-1]} tokens of two "
+                "readings: give readings=1"
             )
         angles.forget()
 
@@ -181,7 +128,9 @@ class _Reader:
             self._pass(self.ids[:, piece], self.mask[:, piece], self.mask[:, :begin])
             self.progress(min(N, begin + CHUNK), self.columns)
         if any(layer.part != tensor_parallel.WHOLE for layer in self.layers):
-            raise Unsupported("h2o.read does not serve a model that is cut over several processes")
+            raise Unsupported(
+                "readings=2 does not support a model that is cut over several processes"
+            )
         return self._scores()
 
     def repetition(
@@ -221,25 +170,12 @@ class _Reader:
             raise ValueError(
                 f"input_ids: a document of {tokens} tokens is repeated behind itself, and the "
                 f"model has {positions} positions: give at most "
-                f"{positions - request - OVERLAP - 1} tokens, or read it once into an H2OCache "
-                "with H2OConfig.echo"
+                f"{positions - request - OVERLAP - 1} tokens, or readings=1"
             )
         return at_once
 
     def _pass(self, ids: Tensor, mask: Tensor, before: Tensor) -> None:
-        """A forward pass over columns [B, Q] after those of the mask `before`."""
-        model = self.model.base_model  # without logits
-        more = {}
-        if borrowed.accepts(model.forward, "position_ids"):
-            positions = before.sum(1, keepdim=True) + mask.cumsum(1) - 1
-            more["position_ids"] = positions.clamp(min=0)
-        model(
-            ids,
-            attention_mask=torch.cat([before, mask], 1),
-            use_cache=True,
-            **borrowed.with_cache(self.cache),
-            **more,
-        )
+        forward(self.model, self.cache, ids, mask, before)
 
     def _scores(self) -> list[Tensor]:
         return [slot_layout.held(x.slots, x.capacity.sizes, scores=0.0)[0] for x in self.layers]

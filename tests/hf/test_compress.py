@@ -1,4 +1,4 @@
-"""h2o.read: two readings, one cut; judged by the attention weights that transformers computes."""
+"""h2o.compress_document: one reading or two, one cut; judged by transformers' attention weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported
 from h2o.borrowed import with_cache
-from h2o.hf import reading
+from h2o.hf import second_reading as reading
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.pruning import LATER_RECENT, RECENT
 from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared
@@ -71,8 +71,8 @@ def positions(cache, row=0):
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox"])
 def test_what_is_kept(name, by_attention):
     (document,) = prompts(70)
-    cache = h2o.read(
-        shared(name), document, BUDGET, repeat=REQUEST, by_attention=by_attention
+    cache = h2o.compress_document(
+        shared(name), document, BUDGET, readings=2, repeat=REQUEST, by_attention=by_attention
     )  # fmt: skip
     kept, largest = expected(name, document, BUDGET, by_attention)
     assert positions(cache) == kept
@@ -85,8 +85,8 @@ def test_what_is_kept(name, by_attention):
 def test_no_head_is_left_without_a_key():
     """Where neither sinks nor recent keys nor the config's policy have a part of the budget."""
     (document,) = prompts(70)
-    how = {"repeat": REQUEST, "by_attention": 0.0}
-    cache = h2o.read(shared("qwen3"), document, H2OConfig(heavy=2, recent=0), **how)
+    how = {"readings": 2, "repeat": REQUEST, "by_attention": 0.0}
+    cache = h2o.compress_document(shared("qwen3"), document, H2OConfig(heavy=2, recent=0), **how)
     heads = [len(head) for layer in positions(cache) for head in layer]
     assert min(heads) >= 1
     assert sum(heads) == 2 * len(heads)
@@ -103,7 +103,9 @@ def test_a_profile_shares_what_goes_by_attention(by_attention):
     alone = H2OCache(ours.config, config)
     with torch.no_grad():
         ours(document, **with_cache(alone))
-    cache = h2o.read(ours, document, config, repeat=REQUEST, by_attention=by_attention)
+    cache = h2o.compress_document(
+        ours, document, config, readings=2, repeat=REQUEST, by_attention=by_attention
+    )
     had = [n for layer in alone.report().layers for n in layer.budget_by_head[0]]
     has = [n for layer in cache.report().layers for n in layer.budget_by_head[0]]
     assert sum(has) == sum(had)
@@ -117,8 +119,13 @@ def test_long_documents_are_read_and_repeated_in_pieces(monkeypatch):
     monkeypatch.setattr(reading, "CHUNK", 32)
     (document,) = prompts(70)
     progress = []
-    cache = h2o.read(
-        shared("llama"), document, BUDGET, repeat=REQUEST, progress=lambda *x: progress.append(x)
+    cache = h2o.compress_document(
+        shared("llama"),
+        document,
+        BUDGET,
+        readings=2,
+        repeat=REQUEST,
+        progress=lambda *x: progress.append(x),
     )
     assert positions(cache) == expected("llama", document, BUDGET, 0.5, chunk=32)[0]
     assert progress == [(32, 140), (64, 140), (70, 140), (102, 140), (134, 140), (140, 140)]
@@ -130,11 +137,16 @@ def test_rows_of_a_batch_are_readings_of_their_own(side):
     ours, documents = shared("llama"), prompts(70, 41, 58)
     config = H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, kv_dtype="int8")
     padded = batch(documents, side)
-    together = h2o.read(
-        ours, padded["input_ids"], config, attention_mask=padded["attention_mask"], repeat=REQUEST
+    together = h2o.compress_document(
+        ours,
+        padded["input_ids"],
+        config,
+        attention_mask=padded["attention_mask"],
+        readings=2,
+        repeat=REQUEST,
     )
     for row, document in enumerate(documents):
-        alone = h2o.read(ours, document, config, repeat=REQUEST)
+        alone = h2o.compress_document(ours, document, config, readings=2, repeat=REQUEST)
         assert positions(together, row) == positions(alone)
 
 
@@ -142,7 +154,7 @@ def test_it_goes_on_as_any_other_cache(tmp_path):
     """Forks, files, budgets that are held and the ranking by the largest attention."""
     ours = model("llama")
     (document,) = prompts(70)
-    cache = h2o.read(ours, document, BUDGET, repeat=REQUEST)
+    cache = h2o.compress_document(ours, document, BUDGET, readings=2, repeat=REQUEST)
     assert cache.layers[0].policy.rank_by == "max"
     question = {"input_ids": torch.cat([document, *prompts(5, seed=3)], 1)}
     fork = cache.fork()
@@ -164,7 +176,9 @@ def test_recent_keys_after_the_cut(recent, by_attention):
     """More of them than of the document's end, as many as the config has, and no more slots."""
     ours, (document,) = shared("llama"), prompts(70)
     config = H2OConfig(heavy=34 - recent, recent=recent, sinks=2)
-    cache = h2o.read(ours, document, config, repeat=REQUEST, by_attention=by_attention)
+    cache = h2o.compress_document(
+        ours, document, config, readings=2, repeat=REQUEST, by_attention=by_attention
+    )
     budgets = [n for layer in cache.report().layers for n in layer.budget_by_head[0]]
     assert sum(budgets) == 36 * len(budgets)
     cut, later = min(recent, RECENT), min(recent, LATER_RECENT)
@@ -192,7 +206,7 @@ def test_with_room_for_all_it_answers_as_the_full_cache(name):
     """Windows and states are those behind the document, not behind its repetition."""
     ours, (document,) = model(name), prompts(70)
     question = {"input_ids": torch.cat([document, *prompts(5, seed=3)], 1)}
-    cache = h2o.read(ours, document, H2OConfig.full(), repeat=REQUEST)
+    cache = h2o.compress_document(ours, document, H2OConfig.full(), readings=2, repeat=REQUEST)
     theirs = DynamicCache(config=ours.config)
     wanted = greedy(model(name, "eager"), question, **with_cache(theirs))
     assert torch.equal(greedy(ours, question, **with_cache(cache)), wanted)
@@ -200,7 +214,7 @@ def test_with_room_for_all_it_answers_as_the_full_cache(name):
 
 def test_room_that_a_short_document_leaves_is_for_what_follows():
     ours, (document,) = model("llama"), prompts(12)
-    cache = h2o.read(ours, document, BUDGET, repeat=REQUEST)
+    cache = h2o.compress_document(ours, document, BUDGET, readings=2, repeat=REQUEST)
     assert all(x == list(range(12)) for layer in positions(cache) for x in layer)
     question = {"input_ids": torch.cat([document, *prompts(50, seed=3)], 1)}
     greedy(ours, question, **with_cache(cache))
@@ -211,12 +225,48 @@ def test_room_that_a_short_document_leaves_is_for_what_follows():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({}, ValueError, "needs the tokenizer"),
-        ({"repeat": REQUEST, "by_attention": 1.5}, ValueError, "by_attention is 1.5"),
-        ({"repeat": REQUEST, "attention_mask": torch.ones(1, 3)}, ValueError, "must both be"),
-        ({"repeat": REQUEST, "positions": "rolled"}, Unsupported, 'positions="rolled"'),
+        ({"readings": 2}, ValueError, "needs the tokenizer"),
+        (
+            {"readings": 2, "repeat": REQUEST, "by_attention": 1.5},
+            ValueError,
+            "by_attention is 1.5",
+        ),
+        (
+            {"readings": 2, "repeat": REQUEST, "attention_mask": torch.ones(1, 3)},
+            ValueError,
+            "must both be",
+        ),
+        (
+            {"readings": 2, "repeat": REQUEST, "positions": "rolled"},
+            Unsupported,
+            'positions="rolled"',
+        ),
     ],
 )
 def test_refusals(arguments, error, message):
     with pytest.raises(error, match=message):
-        h2o.read(shared("llama"), prompts(20)[0], heavy=4, recent=4, **arguments)
+        h2o.compress_document(shared("llama"), prompts(20)[0], heavy=4, recent=4, **arguments)
+
+
+def test_one_reading_is_the_prompt_of_a_cache():
+    """The forward pass is the one that generate() makes, for padded rows as well."""
+    ours, padded = shared("llama"), batch(prompts(30, 40))
+    cache = H2OCache(ours.config, budget=0.4, min_tokens=0)
+    ids = padded["attention_mask"].cumsum(1) - 1
+    with torch.no_grad():
+        ours(**padded, position_ids=ids.clamp(min=0), **with_cache(cache))
+    read = h2o.compress_document(
+        ours, padded["input_ids"], attention_mask=padded["attention_mask"], budget=0.4, min_tokens=0
+    )
+    for layer, other in zip(cache.layers, read.layers, strict=True):
+        assert torch.equal(layer.slots.positions, other.slots.positions)
+        assert torch.equal(layer.slots.scores, other.slots.scores)
+
+
+def test_arguments_of_a_second_reading_need_one():
+    ours, (document,) = shared("llama"), prompts(20)
+    for name, value in {"repeat": REQUEST, "by_attention": 0.5}.items():
+        with pytest.raises(ValueError, match=f"{name} is of a second reading: give readings=2"):
+            h2o.compress_document(ours, document, **{name: value}, heavy=4, recent=4)
+    with pytest.raises(ValueError, match="readings must be 1 or 2, not 3"):
+        h2o.compress_document(ours, document, readings=3, heavy=4, recent=4)

@@ -1,0 +1,114 @@
+"""`h2o.compress_document`: the cache of a document that many questions will follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from h2o.config import H2OConfig, one_config
+from h2o.hf.cache import H2OCache
+from h2o.hf.document_pass import forward
+from h2o.hf.patch_lock import input_device
+from h2o.hf.second_reading import REPEAT, read_twice
+from h2o.hf.tuned_prompts import check_no_tuned_prompt
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from h2o.config_fields import ConfigFields, Pinned
+
+__all__ = ["compress_document"]
+
+
+@torch.no_grad()
+def compress_document(
+    model: Any,
+    input_ids: Tensor,
+    h2o_config: H2OConfig | None = None,
+    *,
+    readings: int = 1,
+    tokenizer: Any = None,
+    attention_mask: Tensor | None = None,
+    repeat: str | Tensor | None = None,
+    by_attention: float | None = None,
+    pinned: Pinned = None,
+    progress: Callable[[int, int], Any] | None = None,
+    **parameters: Unpack[ConfigFields],
+) -> H2OCache:
+    """Read a document into a cache of a fixed budget, before its questions are known.
+
+    ```python
+    ids = tokenizer(document, return_tensors="pt").input_ids
+    cache = h2o.compress_document(model, ids, budget=0.1)
+    for question in questions:  # each with the document's ids before it
+        model.generate(question, cache=cache.fork())
+    ```
+
+    One reading is one forward pass, after which the config's policy evicts: `budget=` keeps what
+    the document's own queries would look up again. With two readings the model then repeats the
+    document while every key is still there, and the cache is cut once by what the repetition looked
+    up (KVzip). At small budgets two readings find more. They take more than twice the time, and all
+    keys in the model's dtype until the cut.
+
+    With two readings a part of the budget goes to the keys that the config's own policy ranks
+    highest after the first reading, in equal parts or by `shares`. The rest goes to those keys, of
+    all layers and heads together, to which any one query and head gave the most attention while
+    repeating. Of the config's recent keys each head keeps at most 4 at the cut, and 8 from then on,
+    when the cache ranks by the largest attention.
+
+    Args:
+        model: a causal language model of transformers with attn_implementation="h2o".
+        input_ids: [B, N] of the document, as the later prompts begin: with a chat template, if
+            these have one.
+        h2o_config, parameters: as for `H2OCache`; fractions are of the document.
+        readings: 1 or 2.
+        tokenizer: for `repeat`, where that is a text.
+        attention_mask: [B, N], 0 at a pad.
+        repeat: what asks for the repetition in a second reading: a text, or token ids [n]. None:
+            the words of the paper.
+        by_attention: part of the budget, in [0, 1], for the config's own policy in a second reading
+            (None: 0.5). Less of it finds more and loses more of the next words: at 4% of the bytes
+            0.5, 0.25 and 0 found .58, .65 and .69 of 26 facts, and lost .32, .35 and .46 nats a
+            token after other texts.
+        pinned: as for `H2OCache`, of the document.
+        progress: called with the columns read so far and the columns to read.
+
+    Returns:
+        The cache: save, fork and ask it as any other.
+
+    Raises:
+        Unsupported: prompt tuning; with two readings cache-relative positions and a model that is
+            cut over several processes.
+        ValueError: a mask of another shape; `by_attention` out of range; a second reading without a
+            tokenizer, or of a document that leaves none of the model's positions for its
+            repetition; arguments of a second reading where there is one.
+    """
+    if readings not in (1, 2):
+        raise ValueError(f"readings must be 1 or 2, not {readings!r}")
+    for name, value in (("repeat", repeat), ("by_attention", by_attention)):
+        if readings == 1 and value is not None:
+            raise ValueError(f"{name} is of a second reading: give readings=2, or leave it out")
+    check_no_tuned_prompt(model, "h2o.compress_document")
+    config = one_config(h2o_config, parameters).for_model(model)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if mask.shape != input_ids.shape or input_ids.ndim != 2:
+        raise ValueError(
+            f"input_ids {list(input_ids.shape)} and attention_mask {list(mask.shape)} must both be "
+            "[B, N]"
+        )
+    device = input_device(model)
+    ids, mask = input_ids.to(device), mask.bool().to(device)
+    progress = progress or (lambda done, columns: None)
+    if readings == 2:
+        return read_twice(
+            model, ids, mask, config, tokenizer=tokenizer, pinned=pinned, progress=progress,
+            repeat=REPEAT if repeat is None else repeat,
+            by_attention=0.5 if by_attention is None else by_attention,
+        )  # fmt: skip
+    cache = H2OCache(model.config, config, pinned=pinned)
+    forward(model, cache, ids, mask, mask[:, :0])
+    progress(ids.shape[1], ids.shape[1])
+    return cache
