@@ -11,7 +11,7 @@ import torch
 from h2o import Profile, cli
 from h2o.evaluate import perplexity
 from h2o.evaluate.setting import parse
-from h2o.hf.simulation import simulation as simulating
+from h2o.hf.store import retained
 from tests.cases import checkered
 from tests.evaluate import conftest
 
@@ -270,14 +270,14 @@ def test_retained_mass_is_the_variants(tokenizer):
     model = conftest.build()
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :70]
     seen = {}
-    original = simulating.retained_mass
+    original = retained.retained_mass
 
     def spy(query, keys, evicted_at, **kwargs):
         seen[len(seen)] = original(query, keys, evicted_at, **kwargs)
         return seen[len(seen) - 1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulating, "retained_mass", spy)
+        patch.setattr(retained, "retained_mass", spy)
         with simulated(model, heavy=5, recent=5, mass=True) as simulation, torch.no_grad():
             model(ids, use_cache=False)
     _, mass = perplexity.by_simulation(model, ids, parse("h2o:5+5"))
