@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import h2o.ops
-from h2o import reference
+from tests.reference import operations as reference
 
 from . import inputs
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 import h2o.ops
-from h2o import reference
+from tests.reference import operations as reference
 
 from . import correctness, inputs
 from .correctness import WrongResult

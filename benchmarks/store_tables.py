@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import h2o.ops
-from h2o import reference
 from h2o.kv_dtype import stored_bytes
+from tests.reference import operations as reference
 
 from . import correctness, inputs
 from .options import Options

@@ -81,7 +81,7 @@ class Rotary(NamedTuple):
     """[P, 2, F] float32: cosines and sines of the angles of each rank, the last stride 1"""
     ranks: Tensor
     """[Z, G, S] (or [Z, T]) int32, updated in place: how many keys of a lower position the head
-    holds beside each; -1: empty. After `evict` make it anew (`h2o.reference.ranks`)."""
+    holds beside each; -1: empty. After `evict` make it anew (`tests/reference`)."""
 
 
 def attend(

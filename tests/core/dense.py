@@ -1,7 +1,7 @@
 """What a cache should answer, from whole-text matrices in NumPy and float64.
 
-A second way to the truth, next to `h2o.reference`: nothing is stored or moved. Every key of
-the text keeps its column, and a boolean says whether it is still held. The tests of the core
+A second way to the truth, next to `tests.reference`: nothing is stored or moved. Every key of the
+text keeps its column, and a boolean says whether it is still held. The tests of the core
 use it because they run without torch, and the oracle is tested against it.
 """
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from h2o import H2OConfig, ops, reference
+from h2o import H2OConfig, ops
 from h2o.config import UNLIMITED
 from h2o.hf.attention.attention import h2o_attention_forward
 from h2o.hf.call.attention_call import AttentionCall
@@ -27,6 +27,7 @@ from tests.inputs import (
     pad,
     right,
 )
+from tests.reference import operations as reference
 
 CALLS = [20, 1, 1, 1, 6, *[1] * 12, 3, *[1] * 6]
 N = sum(CALLS)

@@ -8,11 +8,10 @@ import torch
 from transformers import DynamicCache
 
 import h2o
-from h2o import H2OCache, H2OConfig, reference, reference_echo
+from h2o import H2OCache, H2OConfig
 from h2o.borrowed import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.policy import Policy
-from h2o.reference_echo import given_out_anew
 from h2o.slots import new_slots
 from tests import inputs
 from tests.cases import checkered
@@ -24,6 +23,9 @@ from tests.hf.test_families import KEPT_ALIKE
 from tests.hf.test_hybrids import prove_stepwise
 from tests.hf.test_simulation import PROMPT, fitted, prove, text
 from tests.hf.tiny import ROTARY, TWINS, batch, greedy, model, prompts, shared, slow_if
+from tests.reference import echo as reference_echo
+from tests.reference import operations as reference
+from tests.reference.echo import given_out_anew
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "score_by": "mean-echo"}
 ROOMY = {"heavy": 500, "recent": 0}

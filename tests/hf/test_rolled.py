@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from h2o import H2OCache, H2OConfig, UnsupportedError, patched, reference, simulated, supports
+from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.borrowed import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
 from h2o.hf.layers.cache_relative import CacheRelativeLayer
@@ -19,6 +19,7 @@ from tests import inputs
 from tests.hf.drive import feed, new_cache
 from tests.hf.modes import MODES
 from tests.hf.tiny import FAMILIES, WITH_STATES, Family, batch, greedy, model, prompts, slow_if
+from tests.reference import operations as reference
 
 SERVED = [name for name, family in FAMILIES.items() if (family.model_type or name) in ROLLED]
 SERVED = [

@@ -10,13 +10,13 @@ import h2o
 from h2o import H2OCache, H2OConfig, generate_all
 from h2o.borrowed import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS
-from h2o.reference_echo import shared_echo
 from tests.hf.modes import MODES
 from tests.hf.test_compress import positions
 from tests.hf.test_echo import echo_of
 from tests.hf.test_prompt_echo import read
 from tests.hf.test_simulation import prove, text
 from tests.hf.tiny import LATENT, batch, greedy, model, needs_compiler, prompts, shared
+from tests.reference.echo import shared_echo
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "score_by": "mean-echo", "shares": "echo"}
 SMALL |= {"value_weighted": True}

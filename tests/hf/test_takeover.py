@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
-from h2o import H2OCache, H2OConfig, UnsupportedError, ops, reference
+from h2o import H2OCache, H2OConfig, UnsupportedError, ops
 from h2o.borrowed import with_cache
 from tests.cases import pairs
 from tests.hf.drive import forward, tensors
 from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, model, prompts
 from tests.inputs import POLICIES, drifting, left, pad, right
+from tests.reference import operations as reference
 
 SMALL = {"heavy": 6, "recent": 6}
 CONFIG = LlamaConfig(

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from h2o import backends, ops, reference
+from h2o import backends, ops
 from tests.conversation import Engine, as_float64
+from tests.reference import operations as reference
 
 
 def _engine(name: str, module, dtype: torch.dtype) -> Engine:
@@ -64,7 +65,7 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def oracle(dtype: torch.dtype = torch.float32) -> Engine:
-    """`h2o.reference`."""
+    """`tests.reference.operations`."""
     return _engine("oracle", _REFERENCE, dtype)
 
 

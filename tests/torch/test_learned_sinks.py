@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from h2o import ops, reference
+from h2o import ops
 from tests import inputs
 from tests.cases import pairs
 from tests.conversation import Conversation
 from tests.inputs import POLICIES
+from tests.reference import operations as reference
 from tests.torch.engines import assert_same, core, one_thread, oracle, portable
 
 CALLS = [24, *[1] * 12, 7, 1, 1]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o import ops, reference
+from h2o import ops
 from h2o.policy import Policy
+from tests.reference import operations as reference
 
 PINNED = [7, 8, 20]
 POLICIES = {

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from h2o import reference
 from h2o.published_masks import simulation_mask
 from tests import inputs
 from tests.conversation import Conversation
+from tests.reference import operations as reference
 from tests.torch.engines import one_thread, oracle
 
 

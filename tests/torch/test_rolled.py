@@ -14,12 +14,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from h2o import backends, ops, reference
+from h2o import backends, ops
 from h2o.hf.layers import cache_relative
 from h2o.hf.store import slot_layout
 from tests import inputs
 from tests.conversation import Conversation
 from tests.inputs import POLICIES
+from tests.reference import operations as reference
 from tests.torch.engines import core, one_thread, oracle, portable
 
 ENGINES = [oracle(), core(), portable()]

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from h2o import ops, reference
+from h2o import ops
 from tests import inputs
 from tests.conversation import Conversation
 from tests.inputs import Policy
+from tests.reference import operations as reference
 from tests.torch.engines import assert_same, core, oracle
 
 KINDS = ["int8", "int8-int4"]

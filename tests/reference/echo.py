@@ -1,8 +1,8 @@
 """What `score_by="mean-echo"` and `shares="echo"` are, in plain torch: the truth for
 `h2o.hf.prompt.prompt_echo` and `h2o.hf.prompt.one_budget`.
 
-Key by key and in double precision. Rows, heads and what is held are as in `h2o.reference`, which
-attends and evicts.
+Key by key and in double precision. Rows, heads and what is held are as in
+`tests.reference.operations`, which attends and evicts.
 
 Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, Q columns of a prompt, D
 head dimension, n tokens of a row.
@@ -15,10 +15,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from h2o import reference
 from h2o.policy import BEFORE, Policy
 from h2o.sink_logits import softmax
 from h2o.slots import Slots
+from tests.reference import operations as reference
 
 __all__ = ["echo_of", "forward", "given_out_anew", "shared_echo"]
 
@@ -38,7 +38,8 @@ def forward(
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The pass over a prompt: attention, scores, eviction. Later passes are `h2o.reference`'s.
+    """The pass over a prompt: attention, scores, eviction. Later passes are those of
+    `tests.reference.operations`.
 
     Args:
         query: [B, H, Q, D]; keys, values: [B, G, Q, D].
