@@ -114,7 +114,7 @@ def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
         case "step":
             arguments = {"query": query, "key": keys, "value": values, "slots": state}
             arguments |= {"mask": mask, "out": out, **policy, **logits}
-            if kind == "cache_relative":
+            if kind == "rolled":
                 table = rng.uniform(-1, 1, (S, 2, 3)).astype(np.float32)
                 arguments["rotary"] = ops.Rotary(table, ranks(state.positions))
                 in_slots += ("rotary.ranks",)

@@ -102,7 +102,7 @@ class Kept(NamedTuple):
         scores = [sum(held[j].values()) if j in held else 0.0 for j in range(len(texts))]
         return shaded(
             texts,
-            _drawn(torch.tensor(scores, device="cpu")).tolist(),
+            _drawn(torch.tensor(scores, dtype=torch.float32, device="cpu")).tolist(),
             [j in held for j in range(len(texts))],
         )
 
