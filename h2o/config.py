@@ -54,9 +54,9 @@ class H2OConfig(Presets):
 
     budget: Amount | None = None
     """One number instead of `heavy` and `recent`. A float in (0, 1] is a share of the bytes that
-    the prompt takes in a full cache, an int a number of tokens. `for_model` puts the recommended
-    preset in its place (`H2OConfig.recommended`); other fields that are given replace the
-    preset's."""
+    the prompt takes in a full cache, an int a number of tokens. It stands for
+    the recommended preset (`H2OConfig.recommended`), of which other fields that are given replace
+    those. `for_model` puts the preset's `heavy` and `recent` in its place."""
     heavy: Budget = 0.1
     """Tokens kept for the attention that they have received. An int is a number of
     tokens, a float in [0, 1] a fraction of the row's own prompt, `int(fraction * n)` but at
@@ -112,15 +112,18 @@ class H2OConfig(Presets):
                 f"H2OConfig({amounts[0]!r}) does not say what the number is: write budget=... for "
                 "all that is kept, or heavy=..., recent=..., for its two parts"
             )
-        return super().__new__(cls)
+        self = super().__new__(cls)
+        if fields.get("budget") is not None:
+            object.__setattr__(self, "_given", frozenset(fields))
+        return self
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # frozen: what users gave becomes plain Python numbers
+        if self.budget is not None:
+            self._take_preset(self.__dict__.pop("_given"))
         for name in ("heavy", "recent"):
             put(self, name, budget_of(name, getattr(self, name)))
         put(self, "min_tokens", tokens_of("min_tokens", self.min_tokens))
-        if self.budget is not None:
-            put(self, "budget", self._checked_budget())
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
         for name, value in checked(policy, get_args(Ranking))._asdict().items():
             put(self, name, value)
@@ -197,7 +200,7 @@ class H2OConfig(Presets):
         Raises: ValueError for a profile of another model, or none that is shipped.
         """
         if self.budget is not None:
-            return self._with_preset().for_model(model)
+            return dataclasses.replace(self, budget=None).for_model(model)
         shares, slot, kv_dtype = self.shares, self.slot, self.kv_dtype
         config = getattr(model, "config", model)
         if isinstance(shares, str) and shares == "shipped":
@@ -214,13 +217,6 @@ class H2OConfig(Presets):
         if self.budget_unit == "bytes":
             slot = per_token(*key_size(config), kv_dtype, self.value_weighted)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
-
-    def _with_preset(self) -> H2OConfig:
-        """The preset that `budget` means, with the other fields that were given."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        values = {name: getattr(self, name) for name in defaults}
-        given = {name: x for name, x in values.items() if x != defaults[name] and name != "budget"}
-        return dataclasses.replace(self.recommended(self.budget), **given)
 
     def for_keys(self, D: int, element: int, rows: float = 2) -> H2OConfig:
         """This config where keys of D elements come with so many bytes each, and a token has so
@@ -338,13 +334,20 @@ class H2OConfig(Presets):
         """Tokens that a row of n holds at its end; fractions are of `prompt` tokens, else of n."""
         return min(n, self.sinks + sum(self.tokens(n if prompt is None else prompt)))
 
-    def _checked_budget(self) -> Amount:
-        budget = amount_of("budget", self.budget)
-        if (self.heavy, self.recent) != (0.1, 0.1):
+    def _take_preset(self, given: frozenset[str]) -> None:
+        """Fill in the preset that `budget` means, but for the fields that were given."""
+        put = object.__setattr__
+        put(self, "budget", amount_of("budget", self.budget))
+        if not self.budget:
+            raise ValueError(f"budget={self.budget} keeps nothing: it must be more than 0")
+        preset = self.recommended(self.budget)
+        for field in dataclasses.fields(self):
+            if field.name not in given:
+                put(self, field.name, getattr(preset, field.name))
+        if self.score_by != preset.score_by and "shares" not in given:
+            put(self, "shares", None)  # echo deals places where it ranks keys
+        if (self.heavy, self.recent) != (preset.heavy, preset.recent):
             raise ValueError("give either budget, or heavy and recent, which it is together")
-        if budget:
-            return budget
-        raise ValueError(f"budget={budget} keeps nothing: it must be more than 0")
 
     def _check_shared(self) -> None:
         """What a layer's heads share must be one amount."""

@@ -244,9 +244,10 @@ def from_config(config: H2OConfig) -> Setting:
     """The setting of a config as it is; TypeError for another thing."""
     if not isinstance(config, H2OConfig):
         raise TypeError(f"expected an H2OConfig, not {config!r}")
-    plain, fields = dataclasses.asdict(H2OConfig(min_tokens=0)), dataclasses.asdict(config)
+    plain = dataclasses.asdict(H2OConfig(budget=config.budget, min_tokens=0))
+    fields = dataclasses.asdict(config)
     if not config.shares_by_echo:
-        fields["shares"] = None
+        fields["shares"] = plain["shares"]
     if not config.needs_prompt_length:  # min_tokens has no meaning
         fields["min_tokens"] = 0
     options = "".join(f"/{name}={fields[name]}" for name in OPTIONS if fields[name] != plain[name])

@@ -288,6 +288,16 @@ def test_dropping_early_changes_nothing():
         assert held_ < 0.8 * of
 
 
+@pytest.mark.parametrize("pins", [[], [[], []]], ids=str)
+def test_no_spans_pin_nothing(pins):
+    ours, inputs = shared("llama"), batch(prompts(30, 41))
+    bare, cache = H2OCache(ours, **SMALL), H2OCache(ours, **SMALL, pinned=pins)
+    out, wanted = (
+        greedy(ours, inputs, tokens=8, num_beams=2, **with_cache(each)) for each in (cache, bare)
+    )
+    assert torch.equal(out, wanted)
+
+
 # ---- Simulation ----------------------------------------------------------------------------------
 
 

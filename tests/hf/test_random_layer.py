@@ -45,8 +45,8 @@ def test_simulation_equals_the_cache(chosen, prompt_length):
     assert prove(model, text(), prompt_length, atol, **fitted(POLICIES[chosen], model)) > 3
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_logits_that_are_capped_and_learned_sinks(family):
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "falcon_h1"])
+def test_capped_logits_learned_sinks_and_states(family):
     prove(tiny.model(family, "h2o"), text(2), PROMPT, **SMALL)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import subprocess
@@ -167,7 +168,7 @@ def test_one_number_is_a_share_of_the_bytes_or_a_number_of_tokens():
     own = H2OCache(config, budget=40, sinks=2, positions="cache_relative").config
     assert own == dataclasses.replace(H2OConfig.robust(40), sinks=2, positions="cache_relative")
     assert H2OCache(config, H2OConfig(budget=40)).config == H2OConfig.echo(40)
-    for wrong in ({"heavy": 3}, {"recent": 0.2}):
+    for wrong in ({"heavy": 3}, {"recent": 0.2}, {"heavy": 0.1}):
         with pytest.raises(ValueError, match="either budget, or heavy and recent"):
             H2OConfig(budget=0.2, **wrong)
     for nothing in (0, 0.0):
@@ -177,6 +178,30 @@ def test_one_number_is_a_share_of_the_bytes_or_a_number_of_tokens():
         H2OConfig(budget=0.2).tokens(100)
     assert H2OConfig(budget=0.2).needs_prompt_length
     assert not H2OConfig(budget=64).needs_prompt_length
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"score_by": "sum"},
+        {"kv_dtype": None},
+        {"value_weighted": False},
+        {"shares": None},
+        {"sinks": 0},
+        {"budget_unit": "keys"},
+    ],
+    ids=str,
+)
+def test_beside_one_number_a_default_that_is_given_counts(field):
+    config = model("llama").config
+    asked = H2OConfig(budget=0.2, **field)
+    copies = asked, copy.deepcopy(asked), dataclasses.replace(asked, min_tokens=128)
+    made = [H2OCache(config, each).config for each in copies]
+    made.append(H2OCache(config, budget=0.2, **field).config)
+    [(name, value)] = field.items()
+    assert all(getattr(each, name) == value for each in made)
+    assert made == made[:1] * 4
+    assert asked != H2OConfig(budget=0.2)
 
 
 def test_amounts_have_names():

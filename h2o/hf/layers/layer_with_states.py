@@ -16,6 +16,7 @@ from h2o.borrowed import StatesAndKeysLayer, StatesLayer
 from h2o.hf.layers.cache_relative import CacheRelativeLayer
 from h2o.hf.layers.compiled import CompileableLayer
 from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.layers.random_layer import RandomLayer
 from h2o.hf.store import states
 
 __all__ = ["with_states"]
@@ -62,6 +63,9 @@ class _H2OLayer(_States, H2OLayer, StatesAndKeysLayer): ...
 class _CacheRelativeLayer(_States, CacheRelativeLayer, StatesAndKeysLayer): ...
 
 
+class _RandomLayer(_States, RandomLayer, StatesAndKeysLayer): ...
+
+
 class _CompileableLayer(_States, CompileableLayer, StatesAndKeysLayer): ...
 
 
@@ -69,6 +73,7 @@ _CLASSES = {
     H2OLayer: _H2OLayer,
     CacheRelativeLayer: _CacheRelativeLayer,
     CompileableLayer: _CompileableLayer,
+    RandomLayer: _RandomLayer,
 }
 
 

@@ -149,7 +149,7 @@ class Pins:
         """Batch rows were selected or repeated."""
         if self.rows is not None:
             self.rows = change(self.rows)
-        elif not isinstance(self.given, str) and len(self.given) > 1:
+        elif self and not isinstance(self.given, str) and len(self.given) > 1:
             self.given = change(self.given)
 
     def reset(self) -> None:
