@@ -65,11 +65,12 @@ def parse_bytes(text: str) -> int:
     number = text.strip().upper().rstrip("KMGTB")
     suffix = text.strip().upper()[len(number) :]
     try:
-        return int(float(number) * UNITS[suffix])
+        size = int(float(number) * UNITS[suffix])
     except (KeyError, ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of bytes, such as 64MB or 2GB"
-        ) from None
+        size = 0
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, such as 64MB or 2GB")
+    return size
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
