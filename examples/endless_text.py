@@ -44,7 +44,7 @@ class Reader:
         self.model, self.cache = model, h2o.H2OCache(model, config)
         self.logits: torch.Tensor | None = None  # [1, vocabulary], of the next token
         self.loss, self.predicted = 0.0, 0  # of the stretch that is being read
-        self.stretches: list[float] = []  # nats a token
+        self.nats, self.tokens = 0.0, 0  # of all stretches before
 
     @torch.no_grad()
     def feed(self, ids: list[int]) -> None:
@@ -64,14 +64,15 @@ class Reader:
 
     def close_stretch(self) -> float:
         """Perplexity of what was read since the last call."""
-        self.stretches.append(self.loss / max(self.predicted, 1))
+        mean = self.loss / max(self.predicted, 1)
+        self.nats, self.tokens = self.nats + self.loss, self.tokens + self.predicted
         self.loss, self.predicted = 0.0, 0
-        return math.exp(self.stretches[-1])
+        return math.exp(mean)
 
     @property
     def perplexity(self) -> float:
         """Perplexity of all stretches as one text."""
-        return math.exp(sum(self.stretches) / len(self.stretches))
+        return math.exp(self.nats / max(self.tokens, 1))
 
 
 def chunks(file: TextIO, tokenizer: Any, size: int, limit: int) -> Iterator[list[int]]:

@@ -51,12 +51,13 @@ def test_perplexity_is_that_of_each_stretch(monkeypatch):
     for begin in range(0, 80, 5):
         one.feed(ids[begin : begin + 5])
         other.feed(ids[begin : begin + 5])
-        if begin == 35:
-            one.close_stretch()
-    one.close_stretch()
-    whole = other.close_stretch()
-    first, second = one.stretches
-    assert math.log(whole) == pytest.approx((39 * first + 40 * second) / 79)
+        if begin == 55:
+            first = math.log(one.close_stretch())
+    second = math.log(one.close_stretch())
+    whole = math.log(other.close_stretch())
+    assert whole == pytest.approx((59 * first + 20 * second) / 79)
+    assert math.log(one.perplexity) == pytest.approx(whole), "stretches count by their tokens"
+    assert endless.Reader(ours, config).perplexity == 1, "of no text"
 
 
 def test_a_chat_needs_a_template(monkeypatch, tokenizer):  # noqa: F811
