@@ -164,7 +164,8 @@ H2O_INLINE bool h2o_policy_is_evictable(const h2o_ranking *ranking, int32_t posi
 H2O_INLINE uint32_t h2o_policy_slot_key(const h2o_ranking *ranking, h2o_rank_kind kind,
                                         bool weighted, float score, int32_t position, float norm) {
     const float rank = h2o_policy_rank(ranking, kind, weighted, score, position, norm);
-    const bool spared = !h2o_policy_is_evictable(ranking, position) | h2o_policy_is_pinned(score);
+    const uint32_t by_position = !h2o_policy_is_evictable(ranking, position);
+    const uint32_t spared = by_position | h2o_policy_is_pinned(score);
     return h2o_policy_key(rank) | (0u - spared);
 }
 

@@ -270,3 +270,11 @@ def test_arguments_of_a_second_reading_need_one():
             h2o.compress_document(ours, document, **{name: value}, heavy=4, recent=4)
     with pytest.raises(ValueError, match="readings must be 1 or 2, not 3"):
         h2o.compress_document(ours, document, readings=3, heavy=4, recent=4)
+
+
+def test_what_is_no_document():
+    ours = shared("llama")
+    with pytest.raises(TypeError, match="input_ids is a list, wanted a tensor"):
+        h2o.compress_document(ours, [[5, 6]], heavy=4, recent=4)
+    with pytest.raises(ValueError, match="the document is empty"):
+        h2o.compress_document(ours, torch.ones(1, 0, dtype=torch.long), heavy=4, recent=4)

@@ -80,9 +80,10 @@ def compress_document(
         The cache: save, fork and ask it as any other.
 
     Raises:
+        TypeError: `input_ids` that is no tensor.
         UnsupportedError: prompt tuning; with two readings cache-relative positions and a model that
             is cut over several processes.
-        ValueError: a mask of another shape; `by_attention` out of range; a second reading without a
+        ValueError: an empty document; a mask of another shape; `by_attention` out of range; a second reading without a
             tokenizer, or of a document that leaves none of the model's positions for its
             repetition; arguments of a second reading where there is one.
     """
@@ -93,12 +94,19 @@ def compress_document(
             raise ValueError(f"{name} is of a second reading: give readings=2, or leave it out")
     check_no_tuned_prompt(model, "h2o.compress_document")
     config = one_config(h2o_config, parameters).for_model(model)
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(
+            f"input_ids is a {type(input_ids).__name__}, wanted a tensor [B, N]: "
+            'tokenizer(document, return_tensors="pt").input_ids'
+        )
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if mask.shape != input_ids.shape or input_ids.ndim != 2:
         raise ValueError(
             f"input_ids {list(input_ids.shape)} and attention_mask {list(mask.shape)} must both be "
             "[B, N]"
         )
+    if input_ids.shape[1] == 0:
+        raise ValueError("input_ids has no tokens: the document is empty")
     device = input_device(model)
     ids, mask = input_ids.to(device), mask.bool().to(device)
     progress = progress or (lambda done, columns: None)
