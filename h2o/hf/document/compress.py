@@ -83,9 +83,9 @@ def compress_document(
         TypeError: `input_ids` that is no tensor.
         UnsupportedError: prompt tuning; with two readings cache-relative positions and a model that
             is cut over several processes.
-        ValueError: an empty document; a mask of another shape; `by_attention` out of range; a second reading without a
-            tokenizer, or of a document that leaves none of the model's positions for its
-            repetition; arguments of a second reading where there is one.
+        ValueError: an empty document; a mask of another shape; `by_attention` out of range; a
+            second reading without a tokenizer, or of a document that leaves none of the model's
+            positions for its repetition; arguments of a second reading where there is one.
     """
     if readings not in (1, 2):
         raise ValueError(f"readings must be 1 or 2, not {readings!r}")
