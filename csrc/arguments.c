@@ -76,7 +76,7 @@ static int parse_field(const h2o_policy_field *field, PyObject *object, h2o_poli
         return answer < 0 ? -1 : 0;
     case H2O_FIELD_CHOICE:
         if (h2o_parse_choice(field->name, object, field->choices, &answer) < 0) return -1;
-        *(h2o_rank_by *)at = (h2o_rank_by)answer;
+        *(h2o_score_by *)at = (h2o_score_by)answer;
         return 0;
     }
     return -1;

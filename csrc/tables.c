@@ -15,7 +15,7 @@ const h2o_operand h2o_slots_fields[H2O_SLOTS_COUNT] = {H2O_SLOTS_FIELDS(FIELD)};
 
 _Static_assert(sizeof(h2o_slots) == H2O_SLOTS_COUNT * sizeof(h2o_view), "a row for each field");
 
-/* By h2o_rank_by. */
+/* By h2o_score_by. */
 static const char *const rankings[] = {"sum", "mean", "max", NULL};
 
 const h2o_policy_field h2o_policy_fields[H2O_POLICY_COUNT] = {

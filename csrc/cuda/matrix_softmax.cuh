@@ -73,11 +73,10 @@ DEVICE void update_matrix_softmax(const key_tile *at, int64_t query, float unit,
         for (int k = 0; k < columns / 4; k++) {
             const int column = k / 2 * 8 + lane_column() + k % 2;
             float *const x = &c[k / 2][2 * i + k % 2];
-            if (!UNMASKED) {
-                if (!buffer->is_key[column] || column + ahead > row) continue;
-                visible |= 1u << k;
-            }
-            largest = fmaxf(largest, *x);
+            const bool is_visible =
+                UNMASKED || (buffer->is_key[column] && column + ahead <= row);
+            visible |= (uint32_t)is_visible << k;
+            largest = is_visible ? fmaxf(largest, *x) : largest;
         }
         raise_row_max<DEPTH>(i, largest, unit, softmax);
         const float less = subtrahend(softmax->row_max[i]);

@@ -66,7 +66,7 @@ class Case:
     """heads with numbers of slots of their own"""
     shared: bool = False
     """keys that are the values too"""
-    rolled: bool = False
+    cache_relative: bool = False
     """steps turn half of the elements of query and keys by the keys' ranks"""
     numbered: bool = False
     """rows of slots that are found by number"""
@@ -91,7 +91,7 @@ class Case:
 
 
 CASES = (
-    Case(64, torch.float32, rolled=True),
+    Case(64, torch.float32, cache_relative=True),
     Case(80, torch.float16, kv_dtype="int8", pads=True, numbered=True),
     Case(128, torch.bfloat16, value_weighted=True, ragged=True),
     Case(256, torch.bfloat16, kv_dtype="int8-int4"),
@@ -249,7 +249,7 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         out = number(B, tokens, H, D, dtype=case.dtype)
         new = (keys[:, :, now], None if case.shared else values[:, :, now])
         if tokens == 1:
-            rotary = (table, _ranks(slots.positions)) if case.rolled else (None, None)
+            rotary = (table, _ranks(slots.positions)) if case.cache_relative else (None, None)
             arguments = (query[:, :, now], *new, None, slots, out, *numbers, *rotary, sinks)
             yield "step", arguments, lambda a, b: _stepped(a, b, D)
             continue

@@ -212,7 +212,7 @@ static void show_workspace(void) {
     printf("\n| workspace of a prefill, H=32, G=8, D=128 | 1 worker | 2 | 64 workers |\n");
     printf("| --- | --- | --- | --- |\n");
     for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
-        const balance_case c = {PREFILL, "prefill", 32, 8, 128, tokens[i], 0, 0, 0};
+        const balance_case c = {PREFILL, "prefill", 32, 8, 128, tokens[i], 0, 0};
         printf("| %d tokens |", (int)tokens[i]);
         for (int workers = 1; workers <= 64; workers = workers == 1 ? 2 : workers * 32) {
             printf(" %.1f MiB |", (double)run_case(&c, workers, true).workspace / (1 << 20));

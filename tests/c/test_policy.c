@@ -82,7 +82,7 @@ static h2o_policy random_policy(test_random *random) {
     static const float decays[] = {1.0f, 1.0f, 0.9f, 0.0f, 0.9999f};
     return (h2o_policy){
         .sinks = (int32_t)random_int(random, 0, 5),
-        .score_by = (h2o_rank_by)random_int(random, H2O_RANK_SUM, H2O_RANK_MAX),
+        .score_by = (h2o_score_by)random_int(random, H2O_RANK_SUM, H2O_RANK_MAX),
         .decay = decays[random_int(random, 0, 4)],
         .value_weighted = random_int(random, 0, 2) == 0,
     };

@@ -254,7 +254,7 @@ static float choose_float(input *in) {
 
 static h2o_policy choose_policy(input *in) {
     return (h2o_policy){.sinks = (int32_t)(rarely(in) ? choose(in, 256) - 128 : choose(in, 4)),
-                        .score_by = (h2o_rank_by)choose(in, 3),
+                        .score_by = (h2o_score_by)choose(in, 3),
                         .decay = choose(in, 4) ? 1.0f : choose_float(in),
                         .value_weighted = choose(in, 4) == 3};
 }
