@@ -41,7 +41,7 @@ FIRST_NAME = FIRST_OBJECT + OBJECTS
 FIRST_NUMBER = FIRST_NAME + NAMES
 KINDS = ("needed once", "needed often")
 TOKENS, RATE, SAVED = 2000, 1e-3, 25
-"""Of training: tokens of a batch, learning rate, updates from one saved state to the next"""
+"""Training: tokens of a batch, learning rate, updates from one saved state to the next"""
 WIDTH, HEADS, HEAD = 256, 8, 32
 CLEAR = 0.12
 """Difference of two shares that is called one: two standard errors or more of 128 answers each"""

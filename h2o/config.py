@@ -218,16 +218,16 @@ class H2OConfig(Presets):
             slot = per_token(*key_size(config), kv_dtype, self.value_weighted)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
-    def for_keys(self, D: int, element: int, rows: float = 2) -> H2OConfig:
+    def for_keys(self, D: int, element: int, rows: int = 2) -> H2OConfig:
         """This config where keys of D elements come with so many bytes each, and a token has so
-        many rows: a key and a value, which may be less than a key, or one that is both.
+        many rows: a key and a value, or one that is both.
 
         A model's config says which dtype it was loaded in, not what `model.to` made of it.
         """
-        full = round(rows * D * element)
+        full = rows * D * element
         if self.slot is None or self.slot[0] == full:
             return self
-        return dataclasses.replace(self, slot=in_elements(self.slot, full, rows, self.kv_dtype))
+        return dataclasses.replace(self, slot=in_elements(self.slot, full, self.kv_dtype))
 
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.

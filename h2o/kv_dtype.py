@@ -5,7 +5,6 @@ Plain numbers, no torch.
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 __all__ = [
@@ -61,24 +60,20 @@ def fitting(budget: int, slot: tuple[int, int], sinks: int) -> int:
 
 
 def per_token(
-    D: int, element: int, rows: float, kv_dtype: str | None, value_weighted: bool
+    D: int, element: int, rows: int, kv_dtype: str | None, value_weighted: bool
 ) -> tuple[int, int]:
     """Bytes of a token for one key/value head: in a full cache, whose elements have `element`
     bytes each, and in a slot with score, position and norm. `rows`: 2, key and value, or 1
-    that is both; between them where a value is less than a key, which is stored as one.
-    """
-    stored_rows = math.ceil(rows)
-    stored = stored_bytes(kv_dtype, D)
-    held = stored_rows * D * element if stored is None else sum(stored[:stored_rows])
-    return round(rows * D * element), held + 8 + 4 * value_weighted
+    that is both."""
+    full, stored = rows * D * element, stored_bytes(kv_dtype, D)
+    held = full if stored is None else sum(stored[:rows])
+    return full, held + 8 + 4 * value_weighted
 
 
-def in_elements(
-    slot: tuple[int, int], full: int, rows: float, kv_dtype: str | None
-) -> tuple[int, int]:
+def in_elements(slot: tuple[int, int], full: int, kv_dtype: str | None) -> tuple[int, int]:
     """The same slot where a token takes `full` bytes in a full cache, since its elements are of
     another size."""
     before, each = slot
     if kv_dtype is None:
-        each += round((full - before) * math.ceil(rows) / rows)
+        each += full - before
     return full, each

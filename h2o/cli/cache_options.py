@@ -120,7 +120,7 @@ def add_pin(add: Callable[..., Any]) -> None:
 
 
 def parse_pins(text: str) -> str | Row:
-    """As `h2o.spans.parsed`, for an option."""
+    """Parse spans of an option's text, by `h2o.spans.parsed`."""
     try:
         return parsed(text)
     except ValueError as error:

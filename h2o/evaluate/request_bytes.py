@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from h2o.errors import UserError
 from h2o.evaluate.setting import Setting
 from h2o.hf.support import supports
-from h2o.kv_dtype import FIXED
-from h2o.model_identity import describe, latent_row
+from h2o.kv_dtype import FIXED, per_token
+from h2o.model_identity import describe, key_size, latent_row
 
 __all__ = ["request_bytes"]
 
@@ -25,12 +24,9 @@ def request_bytes(model_config: Any, setting: Setting, prompt: int, tokens: int)
         raise UserError(str(support))
     try:
         config = setting.holding.for_model(model_config)
-        in_bytes = replace(config, heavy=0.5, recent=0.5, shares=None, budget_unit="bytes")
-        slot = in_bytes.for_model(model_config).slot
+        key, stored = per_token(*key_size(model_config), config.kv_dtype, config.value_weighted)
     except ValueError as error:
         raise UserError(str(error)) from error
-    assert slot is not None
-    key, stored = slot
     full = tokens * key
     cut = full
     if setting.variant != "full":

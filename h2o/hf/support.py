@@ -60,8 +60,8 @@ class Support:
     reason: str
     """Why not; empty if it is."""
     layers: tuple[str, ...]
-    """Of each layer "h2o", "sliding", "states", "cross" or "none" (`h2o.hf.families.layer_kinds`);
-    empty if not supported."""
+    """Kind of each layer (`h2o.hf.families.layer_kinds`): "h2o", "sliding", "states", "cross" or
+    "none"; empty if not supported."""
     not_cache_relative: str = ""
     """Why not with positions="cache_relative"; empty if supported with that too, or not at all."""
     not_images: str = ""

@@ -14,9 +14,9 @@ except ImportError as error:
 def generate(model, preset=None, budget=None, **arguments):
     """What `model.generate(**arguments)` returns with a fresh `h2o.H2OCache`.
 
-    preset, budget: as of `H2OConfig.preset`, with `of` where it is of bytes; without a preset the
-    budget is one number for what is recommended (`H2OConfig.budget`). Or among the arguments:
-    fields of `H2OConfig` (heavy, recent, sinks, ...), or one as `h2o_config`.
+    preset, budget: as of `H2OConfig.preset`, with `budget_unit` where it is of bytes; without a
+    preset the budget is one number for what is recommended (`H2OConfig.budget`). Or among the
+    arguments: fields of `H2OConfig` (heavy, recent, sinks, ...), or one as `h2o_config`.
     """
     fields = {x: arguments.pop(x) for x in h2o.H2OConfig.__dataclass_fields__ if x in arguments}
     config = arguments.pop("h2o_config", None)

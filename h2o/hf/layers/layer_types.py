@@ -138,13 +138,12 @@ def _refuse_latents(h2o_config: H2OConfig, compileable: bool) -> None:
         f'kv_dtype="{h2o_config.kv_dtype}": keys and values are one row there; use "int8"': (
             len(set(stored_bytes(h2o_config.kv_dtype, 32) or ())) > 1
         ),
-        'positions="cache_relative": only a part of a row is rotated': h2o_config.positions
-        != "original",
+        'positions="cache_relative": only a part of a row is rotated': (
+            h2o_config.positions != "original"
+        ),
         "compileable=True": compileable,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise UnsupportedError(f"multi-head latent attention does not go with {reason}")
+    _refuse("multi-head latent attention", reasons)
 
 
 def _refuse_compiling(kinds: set[str], h2o_config: H2OConfig, trace: bool) -> None:
@@ -153,10 +152,16 @@ def _refuse_compiling(kinds: set[str], h2o_config: H2OConfig, trace: bool) -> No
     reasons = {
         "layers with a sliding window, which grow as they go": "sliding" in kinds,
         "layers for images, whose keys are transformers' own": "cross" in kinds,
-        'positions="cache_relative", whose angles are looked up anew': h2o_config.positions
-        != "original",
+        'positions="cache_relative", whose angles are looked up anew': (
+            h2o_config.positions != "original"
+        ),
         "trace=True, whose record grows": trace,
     }
+    _refuse("compileable=True", reasons)
+
+
+def _refuse(what: str, reasons: dict[str, bool]) -> None:
+    """Raises `UnsupportedError` by the first reason that holds."""
     for reason, holds in reasons.items():
         if holds:
-            raise UnsupportedError(f"compileable=True does not go with {reason}")
+            raise UnsupportedError(f"{what} does not go with {reason}")

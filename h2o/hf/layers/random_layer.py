@@ -57,7 +57,7 @@ class RandomLayer(H2OLayer):
     """An `H2OLayer` whose scores are `drawn` numbers instead of attention."""
 
     def report(self) -> LayerReport:
-        """As `H2OLayer.report`; attention is not counted, so its sums are NaN."""
+        """Numbers of this layer. Attention is not counted, so its sums are NaN."""
         report = super().report()
         return dataclasses.replace(report, mass_evicted=math.nan, mass_kept=math.nan)
 

@@ -20,7 +20,7 @@ from h2o.hf.store.pins import Pins
 __all__ = ["PromptBudget", "begin_pins", "budget_of", "counted", "of_rows", "refuse_chunks"]
 
 
-RowSize = tuple[int, int, float]
+RowSize = tuple[int, int, int]
 """Head dimension, bytes of an element as the model gives it, and rows of a token"""
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from h2o import ops
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
+from h2o.hf.call.attend_and_evict import attention
 from h2o.hf.call.attention_call import NewTokens, as_stored
 from h2o.hf.families.layer_kinds import full_layers
 from h2o.hf.prompt.echo import largest
@@ -124,21 +125,15 @@ class PromptAttention:
 
     def received(self, tokens: NewTokens) -> Tensor:
         """[B, G, Q] float32, the attention that the tokens of a first pass receive."""
-        return self._attention(tokens, None)[1]
+        return attention(tokens, None, self.policy)[1]
 
     def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
         """What a first pass makes: [B, Q, H, D], and [B, G, Q] float32 of the new keys."""
-        return self._attention(tokens, None)
+        return attention(tokens, None, self.policy)
 
     def step(self, token: NewTokens, slots: ops.Slots) -> tuple[Tensor, Tensor]:
-        """The same of one later token, whose attention is added to the scores of the slots."""
-        return self._attention(as_stored(token, slots), slots)
-
-    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
-        return ops.attend(
-            *tokens[:3], slots, mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap,
-            sink_logits=tokens.sink_logits, policy=self.policy,
-        )  # fmt: skip
+        """Output and score of one later token, whose attention is added to the slots' scores."""
+        return attention(as_stored(token, slots), slots, self.policy)
 
 
 class PromptEcho(PromptAttention):
@@ -187,6 +182,6 @@ class PromptEcho(PromptAttention):
         return tokens.key.shape[2] if tokens.mask is None else int(tokens.mask.sum(1).max())
 
     def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
-        """As of `PromptAttention`."""
+        """Output and scores of a first pass, by echo."""
         out, received = super().prompt(tokens)
         return out, self.scores(tokens, received)[0]

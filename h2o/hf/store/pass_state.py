@@ -59,7 +59,7 @@ class PassState:
         """Tokens of the whole prompt, where it is known to come in chunks."""
         self.pins = Pins()
         self.configs: Sequence[Any] = ()
-        """Those of the H2O layers"""
+        """Configs of the H2O layers"""
         kinds = [kind_of(layer) for layer in layers] or ["h2o"]
         storing = [index for index, kind in enumerate(kinds) if kind not in ("none", "cross")]
         self.first, self.last = storing[0], max(storing[-1], last)

@@ -26,7 +26,7 @@ class LayerReport:
     kept_by_head: list[list[int]] = dataclasses.field(default_factory=list)
     """Tokens held now, by each key/value head."""
     pinned_by_head: list[list[int]] = dataclasses.field(default_factory=list)
-    """Those of them that are pinned (`H2OCache(..., pinned=...)`)."""
+    """Kept keys that are pinned (`H2OCache(..., pinned=...)`)."""
     budget_by_head: list[list[int]] = dataclasses.field(default_factory=list)
     """k = sinks + heavy + recent of each key/value head."""
     bytes_held: int = 0
