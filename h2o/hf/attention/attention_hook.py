@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from h2o import borrowed
 from h2o.hf.attention import attention
-from h2o.hf.attention.patch_lock import PatchLock
+from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.call.attention_call import Call, as_autocast, as_operand
 from h2o.hf.families.shared_keys import pads_of
 from h2o.hf.families.wrapped import unwrapped
@@ -78,15 +78,10 @@ def attending(
     model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
     shared = _SharedModules(type(model.config.get_text_config(decoder=True)))
     name = f"h2o_simulated:{next(_numbers)}"
-    lock = PatchLock("simulated", model, name)
     attention.register(name, function)
     try:
-        lock.acquire(model)
-        try:
-            with shared.watched(model):
-                yield
-        finally:
-            lock.release()
+        with use_attention("simulated", model, name), shared.watched(model):
+            yield
     finally:
         borrowed.unregister_attention(name)
 
