@@ -22,7 +22,7 @@ from typing import Any
 
 from h2o import packages
 from h2o.errors import UserError
-from h2o.filesystem import atomic_write, cache_folder, drafts, locked
+from h2o.filesystem import atomic_write, cache_folder, drafts, lock
 from h2o.model_identity import of_files
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -216,7 +216,7 @@ def convert(gguf: Path, target: Path) -> None:
 
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with locked(target):
+        with lock(target):
             for draft in drafts(target):
                 shutil.rmtree(draft)
             if not target.is_dir():
@@ -254,7 +254,7 @@ def tokenizer_folder(gguf: str) -> Path:
     folder, file = os.path.split(os.path.abspath(gguf))
     target = cache_folder() / f"tokenizer-{of_files([gguf])}-v{LAYOUT}"
     target.parent.mkdir(parents=True, exist_ok=True)
-    with locked(target):
+    with lock(target):
         if not target.is_dir():
             with atomic_write(target) as draft:
                 AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(draft)
