@@ -14,7 +14,7 @@ import numpy as np
 
 from h2o.packages import install_command
 
-__all__ = ["COLOUR", "Html", "axes_or_new", "labels", "need", "pieces", "shaded", "shades"]
+__all__ = ["COLOUR", "Html", "axes_or_new", "labels", "need", "pieces", "shade_text", "shades"]
 
 COLOUR = "255 140 0"
 """The shade of the highest score, on which black and struck text stay readable"""
@@ -38,7 +38,7 @@ def shades(scores: Sequence[float] | np.ndarray) -> np.ndarray:
     return np.clip(np.log(np.maximum(scores, middle) / middle) / np.log(high / middle), 0, 1)
 
 
-def shaded(texts: Sequence[str], scores: Sequence[float], held: Sequence[float]) -> Html:
+def shade_text(texts: Sequence[str], scores: Sequence[float], held: Sequence[float]) -> Html:
     """Tokens in order, shaded by score, and struck through if their `held` is 0.
 
     Position and score of a token appear under the pointer.

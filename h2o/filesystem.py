@@ -10,16 +10,17 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from h2o.errors import UserError
 
 __all__ = [
     "atomic_write",
     "cache_folder",
-    "drafts",
     "lock",
+    "make_once",
     "make_writable",
     "read_text",
 ]
@@ -84,7 +85,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Replace a file or folder at once by a draft beside it, which the block makes.
 
     Readers see what was there before, or all that is new. A block that fails leaves nothing. The
-    draft of a process that was killed remains, see `drafts`.
+    draft of a process that was killed remains.
 
     Raises:
         OSError: with the name of `path` instead of the draft's.
@@ -95,14 +96,33 @@ def atomic_write(path: Path) -> Iterator[Path]:
             yield draft
             os.replace(draft, path)
     finally:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        shutil.rmtree(draft, ignore_errors=True)
+        _remove(draft)
 
 
-def drafts(path: Path) -> Iterator[Path]:
-    """The drafts of a path, with those that a killed process has left."""
-    return path.parent.glob(f"{glob.escape(_draft_prefix(path))}*draft*")
+def make_once(path: Path, make: Callable[[Path], Any]) -> None:
+    """Make a file or folder in a cache, unless it is there. `make` gets the path of its draft.
+
+    One of several processes makes it, the others wait. The draft of a process that was killed is
+    removed. Needs no right to write if all is there.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with lock(path):
+        for draft in path.parent.glob(f"{glob.escape(_draft_prefix(path))}*draft*"):
+            _remove(draft)
+        if not path.exists():
+            with atomic_write(path) as draft:
+                make(draft)
+
+
+def _remove(draft: Path) -> None:
+    with contextlib.suppress(OSError):
+        draft.unlink()
+    shutil.rmtree(draft, ignore_errors=True)
 
 
 def _draft_prefix(path: Path) -> str:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from h2o.filesystem import atomic_write, drafts, lock
+from h2o.filesystem import atomic_write, lock, make_once
 
 pytest.importorskip("filelock")
 
@@ -54,25 +54,20 @@ def test_processes_take_turns(tmp_path):
 
 @pytest.mark.timeout(120)
 def test_a_process_that_was_killed_holds_nothing(tmp_path):
-    """The one that waits for its lock comes in, and finds what was there before and a draft."""
+    """The one that waits for its lock makes the file, and removes what was begun."""
     path = tmp_path / "file"
-    path.write_text("whole")
-    entered = threading.Event()
-
-    def wait():
-        with lock(path):
-            entered.set()
-
+    waiting = threading.Thread(
+        target=make_once, args=[path, lambda draft: draft.write_text("whole")], daemon=True
+    )
     with start(HOLD, path) as process:
         assert process.stdout.readline().strip() == b"locked"
-        waiting = threading.Thread(target=wait, daemon=True)
         waiting.start()
-        assert not entered.is_set()
+        assert not path.exists()
         process.kill()
         waiting.join()
-    assert entered.is_set()
     assert path.read_text() == "whole"
-    assert [draft.read_text() for draft in drafts(path)] == ["half"]
+    assert sorted(os.listdir(tmp_path)) == [".file.lock", "file"]
+    make_once(path, lambda draft: pytest.fail("made twice"))
 
 
 def test_errors_name_the_file_and_not_its_lock(tmp_path):

@@ -77,7 +77,7 @@ def analyze(
 
     measured = measure_layers(model, ids, measure)
     analysis = Analysis(model, ids, config, prompt_length, measured)
-    analysis.cached()
+    analysis.simulate_cache()
     return analysis
 
 

@@ -86,7 +86,7 @@ class MeasuredText:
         self._scores_at = {last: {layer: x.scores for layer, x in measured.items()}}
         self._small = {THRESHOLD: {layer: x.small for layer, x in measured.items()}}
         self.caches: dict[H2OConfig, dict[int, Cached]] = {}
-        """Results of `cached` so far, by config and layer"""
+        """Results of `simulate_cache` so far, by config and layer"""
         self.removals: dict[tuple[str, float, int, int], float] = {}
         """Perplexity by (kind, share, tokens, seed): results of `removal` so far"""
 
@@ -119,7 +119,7 @@ class MeasuredText:
 
     def evicted_at(self, layer: int) -> np.ndarray:
         """int32 [G, n]: the first token that would no longer see the key, n if none."""
-        return self.cached()[self._check_layer(layer)].evicted_at
+        return self.simulate_cache()[self._check_layer(layer)].evicted_at
 
     def tokens(
         self,
@@ -278,10 +278,10 @@ class MeasuredText:
         another forward pass.
         """
         chosen = one_config(h2o_config, parameters) if h2o_config or parameters else None
-        mass = self.cached(chosen)[self._check_layer(layer)].retained
+        mass = self.simulate_cache(chosen)[self._check_layer(layer)].retained
         return mass if per_token else mass.mean(-1)
 
-    def cached(self, config: H2OConfig | None = None) -> dict[int, Cached]:
+    def simulate_cache(self, config: H2OConfig | None = None) -> dict[int, Cached]:
         """Each layer's evictions and retained mass with a cache of this or another config."""
         config = config or self.config
         if config not in self.caches:

@@ -10,7 +10,7 @@ import numpy as np
 
 from h2o.analysis.figures import FIGURES
 from h2o.analysis.measured_text import MeasuredText
-from h2o.draw import shaded
+from h2o.draw import shade_text
 
 __all__ = ["Analysis"]
 
@@ -37,7 +37,9 @@ class Analysis(MeasuredText):
         Takes the arguments of `tokens`. Returns `h2o.draw.Html`, text that notebooks show.
         """
         tokens = sorted(self.tokens(tokenizer, layer, head, per=per, at=at))
-        return shaded([x.text for x in tokens], [x.score for x in tokens], [x.held for x in tokens])
+        return shade_text(
+            [x.text for x in tokens], [x.score for x in tokens], [x.held for x in tokens]
+        )
 
     def plot(self, figure: str, ax: Any = None, **options: Any) -> Any:
         """Draw one of `h2o.analysis.figures.FIGURES` on matplotlib axes (new ones by default).

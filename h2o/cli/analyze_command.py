@@ -127,7 +127,7 @@ def measure(options: argparse.Namespace) -> None:
     a = analyze(model, ids, h2o_config=config, prompt_length=options.prompt_length)
     for setting in settings:
         say(f"cache {setting.name}")
-        a.cached(setting.config)
+        a.simulate_cache(setting.config)
     removal: dict[str, Any] | None = None
     if options.removal_tokens:
         say(f"removing keys from the first {min(len(a), options.removal_tokens)} tokens")
