@@ -142,7 +142,8 @@ def test_a_block_serves_threads_that_have_its_context():
         want = greedy(plain, {"input_ids": ids}).tolist()
         context = contextvars.copy_context()
         within = elsewhere(lambda: context.run(greedy, plain, {"input_ids": ids}).tolist())
-        outside = elsewhere(lambda: greedy(plain, {"input_ids": ids}).tolist())
+        empty = contextvars.Context()
+        outside = elsewhere(lambda: empty.run(greedy, plain, {"input_ids": ids}).tolist())
     assert within == want != full == outside
 
 
