@@ -71,9 +71,9 @@ def analyze(
         raise RuntimeError("analyze() is for inference: call model.eval()")
 
     def measure(seen: Attention) -> tuple[Tensor, Measured]:
-        out, scores, early = attend(seen)
-        numbers = (x.cpu().numpy() for x in (scores, early, sparsity(seen, THRESHOLD)))
-        return out, Measured(len(seen.keys), *numbers)
+        out, scores = attend(seen)
+        small = sparsity(seen, THRESHOLD)
+        return out, Measured(len(seen.keys), scores.cpu().numpy(), small.cpu().numpy())
 
     measured = measure_layers(model, ids, measure)
     analysis = Analysis(model, ids, config, prompt_length, measured)

@@ -118,34 +118,28 @@ def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor | None:
     return out.logits[0] if logits else None
 
 
-def attend(seen: Attention, early: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def attend(seen: Attention) -> tuple[Tensor, Tensor]:
     """The model's causal attention, with the score of every key by query head.
 
+    The kernel adds up the heads of a group, so it gets one query head of each group at a time.
+
     Returns:
-        (output [n, H, D], scores [H, n] float32, [H, n // 2] float32: scores from the first
-        n // 2 queries alone, 0 unless `early`)
+        (output [n, H, D], scores [H, n] float32)
     """
     H, n, D = seen.query.shape
     G = len(seen.keys)
     grouped = seen.query.reshape(G, H // G, n, D)
     sinks = [None] * (H // G) if seen.sink_logits is None else seen.sink_logits.view(G, -1).T
-
-    def each(rows: int) -> tuple[Tensor, Tensor]:
-        """One query head of each group at a time, since the kernel adds up those of a group."""
-        parts = [
-            ops.attend(
-                grouped[None, :, r, :rows], seen.keys[None, :, :rows], seen.values[None, :, :rows],
-                scale=seen.scale, softcap=seen.softcap, sink_logits=sinks[r],
-            )
-            for r in range(H // G)
-        ]  # fmt: skip
-        outs, scores = zip(*parts, strict=True)
-        together = torch.stack(outs, dim=3), torch.stack(scores, dim=2)
-        return together[0].reshape(rows, H, D), together[1].reshape(H, rows)
-
-    out, scores = each(n)
-    half = n // 2
-    return out, scores, each(half)[1] if early else scores.new_zeros(H, half)
+    parts = [
+        ops.attend(
+            grouped[None, :, r], seen.keys[None], seen.values[None],
+            scale=seen.scale, softcap=seen.softcap, sink_logits=sinks[r],
+        )
+        for r in range(H // G)
+    ]  # fmt: skip
+    outs, scores = zip(*parts, strict=True)
+    together = torch.stack(outs, dim=3), torch.stack(scores, dim=2)
+    return together[0].reshape(n, H, D), together[1].reshape(H, n)
 
 
 def sparsity(seen: Attention, threshold: float) -> Tensor:

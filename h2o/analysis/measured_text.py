@@ -34,8 +34,6 @@ class Measured:
     """G"""
     scores: np.ndarray
     """[H, n] float32"""
-    early: np.ndarray
-    """[H, n // 2] float32: scores from the first n // 2 queries alone"""
     small: np.ndarray
     """[H]: share of entries below THRESHOLD"""
 
@@ -171,7 +169,7 @@ class MeasuredText:
         if threshold not in self._small:
 
             def measure(seen: Attention) -> tuple[Tensor, np.ndarray]:
-                return attend(seen, early=False)[0], sparsity(seen, threshold).cpu().numpy()
+                return attend(seen)[0], sparsity(seen, threshold).cpu().numpy()
 
             self._small[threshold] = measure_layers(self.model, self._tensor, measure)
         return np.stack([self._small[threshold][layer] for layer in self.layers])
@@ -205,7 +203,7 @@ class MeasuredText:
 
     def _overlap_of_halves(self, layer: int, per: str) -> np.ndarray:
         half = len(self) // 2
-        early = self._sum_heads(self._measured[layer].early, per)
+        early = self.scores(layer, per, at=half - 1)
         late = self.scores(layer, per)[..., :half] - early
         k = min(self.heavy(layer), max(half // 2, 1))
         first, second = np.atleast_2d(measures.top(early, k), measures.top(late, k))
@@ -315,7 +313,7 @@ class MeasuredText:
         if at not in self._scores_at:
 
             def measure(seen: Attention) -> tuple[Tensor, np.ndarray]:
-                out, scores, _ = attend(seen, early=False)
+                out, scores = attend(seen)
                 return out, scores.cpu().numpy()
 
             last = len(self) - 1
