@@ -3,7 +3,8 @@
 A patched model has another attention implementation, two replaced methods of `generate()`, and a
 hook that gives direct forward passes a cache. Its last patch to end undoes all of it. A call is
 served by the latest block of `patched` that its context (contextvars) has entered, else by the
-latest `enable`.
+latest `enable`, else by the latest block: of a thread that a block starts, as to stream from
+`generate()`, the context is empty. Blocks of several contexts ask for the same.
 """
 
 from __future__ import annotations
@@ -169,19 +170,7 @@ class PatchStack:
         patches = list(self.patches)  # another thread may end one
         blocks = [patch for entered in _entered.get() if (patch := entered()) in patches]
         enabled = [patch for patch in patches if not patch.is_block]
-        return next(reversed(blocks or enabled), None)
-
-    def cache_maker(self) -> Patch | None:
-        """`serving()` for a call that has no cache. Warns if the patches serve others only."""
-        patch = self.serving()
-        if patch is None and self.patches:
-            warnings.warn(
-                "this call has a full cache: the model is in h2o.patched(), but this thread or "
-                "task has not entered the block. Enter it here too, or use h2o.enable(model), "
-                "which serves every call",
-                stacklevel=2,
-            )
-        return patch
+        return next(reversed(blocks or enabled or patches), None)
 
     def prepare_cache(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -191,7 +180,7 @@ class PatchStack:
             _refuse_drafts(generation_config)
         has_cache = borrowed.cache_in(model_kwargs) is not None
         wants_cache = not has_cache and generation_config.use_cache is not False
-        patch = self.cache_maker() if wants_cache else None
+        patch = self.serving() if wants_cache else None
         if patch is None:
             return self._original(PREPARE_CACHE)(generation_config, model_kwargs, *args, **kwargs)
         _refuse_other_caches(generation_config)
@@ -220,7 +209,7 @@ class PatchStack:
 
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give a forward pass that would make a cache of its own one of ours."""
-        if self._wants_cache(args, kwargs) and (patch := self.cache_maker()) is not None:
+        if self._wants_cache(args, kwargs) and (patch := self.serving()) is not None:
             kwargs = {
                 **borrowed.without_cache(kwargs),
                 **borrowed.with_cache(patch.make_pass_cache()),
@@ -297,11 +286,11 @@ def patched(
         print(patch.cache.report())
     ```
 
-    Blocks nest, and the latest one serves. A block serves the thread or asyncio task that entered
-    it, the tasks made inside, and `asyncio.to_thread`. Other threads and tasks may enter blocks of
-    the same model at the same time, as the handlers of a server do, if all ask for the same
-    settings. A call outside of them has a full cache, and warns of that. The model is as before
-    when its last block has ended, also after an error.
+    Blocks nest, and the latest one that the thread or asyncio task has entered serves. A thread
+    that has entered none, as one that runs generate() for a streamer, is served by the latest
+    `enable`, else by the latest block. Other threads and tasks may enter blocks of the same model
+    at the same time, as the handlers of a server do, if all ask for the same settings. The model is
+    as before when its last block has ended, also after an error.
     """
     config = one_config(h2o_config, parameters)
     patch = _apply(model, config, pinned, trace, is_block=True)
