@@ -157,6 +157,7 @@ class _Check:
             tensor = getattr(slots, name)
             shape = kind.shape if slots.starts is None else kind.shape.replace("GS", "T")
             shape = "ZG2" if shape == "Z2" and _axes(tensor) == 3 else shape
+            shape = "Z+" if shape == "+" and _axes(tensor) == 2 else shape
             shape = shape if slots.rows is not None else shape.replace("Z", "B")
             needs = (shape, kind.dtype, kind.written, attends or kind.optional)
             tensors[name] = self.tensor(f"slots.{name}", tensor, *needs)
