@@ -39,7 +39,8 @@ def config_of(entry: Any, model: Any = None, *, together: bool = False) -> H2OCo
 
     Args:
         model: a config of transformers, for whose model it is.
-        together: whether the pages that a request has in all layers can be one.
+        together: whether the places of a prompt can be dealt over all layers, whose pages are then
+            one.
 
     Raises: TypeError, ValueError for what is no such thing, or is not served here.
     """
@@ -83,13 +84,8 @@ def _of_pages(config: H2OConfig, model: Any, together: bool, places: int) -> H2O
     """The config as pages can serve it. Where each layer has its own, equal for all, places cannot
     be dealt over these: heads share as the model's shipped profile says, or alike, and echo ranks
     within a head."""
-    if config.shares != "echo":
+    if config.shares != "echo" or together:
         return config
-    if together:
-        from h2o.vllm.echo_of_prompts import not_dealt  # and all that serves transformers
-
-        if not not_dealt(model):
-            return config
     score_by = "mean-echo" if places else "mean"
     return dataclasses.replace(config, shares=Profile.shipped(model), score_by=score_by)
 

@@ -49,7 +49,7 @@ def echo(layer, query, key, value, received):
 
 
 class Model:
-    """Layers one after the other, whose tokens differ; they answer with the sum of their answers."""
+    """Layers one after the other, whose tokens differ; each adds to the answer."""
 
     def __init__(self, config: H2OConfig, echo=echo) -> None:
         self.budget = PageBudget(config, LAYERS, LONGEST)
