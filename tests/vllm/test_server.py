@@ -86,7 +86,7 @@ def test_requests_have_budgets_of_their_own_within_a_page(server, llama):
         ({"h2o_recent": 1.5}, "h2o_recent=1.5: a float is a fraction"),
         ({"h2o_heav": 3}, "h2o_heav: a request has h2o_heavy, h2o_recent and h2o_pinned"),
         ({"h2o_pinned": "system"}, "h2o_pinned: this process does not see chats"),
-        ({"h2o_pinned": "4:2"}, "pinned"),
+        ({"h2o_pinned": "4:x"}, "'4:x' is neither system nor prompt nor spans of tokens"),
     ],
 )
 def test_wrong_budgets_and_pins_are_errors_of_the_client(server, arguments, reason):
