@@ -26,7 +26,7 @@ typedef struct {
 
 /* Launches go in order on one stream. They point to the call's parameters and into the plan. */
 typedef struct {
-    size_t workspace;
+    size_t workspace, counted; /* bytes, and those at its beginning that are to be 0 */
     int64_t depth;   /* the largest head dimension that these kernels know */
     int capability;  /* the least that has these kernels, 10 times major + minor */
     int count;       /* of launch[], of which the last `repeated` ... */
