@@ -11,10 +11,14 @@ H2O_STANDIN_WRONG=h2o_cuda_step has that kernel answer wrongly.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
+import shutil
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,6 +138,14 @@ def nothing(*arguments: Any) -> Any:
     yield
 
 
+def empty_kernels(image: bytes) -> Path:
+    """A file that the fake driver takes for compiled kernels, where none are built."""
+    path = Path(tempfile.mkdtemp()) / "kernels.fatbin"
+    path.write_bytes(image)
+    atexit.register(shutil.rmtree, path.parent)
+    return path
+
+
 def start() -> None:
     from h2o.backends import cuda, kernel_check
     from tests.cuda import device
@@ -142,6 +154,8 @@ def start() -> None:
     if kernel := os.environ.get("H2O_STANDIN_WRONG"):
         driver.flip(kernel)
     kernels = device.carried(driver, device.operations(driver, setattr))
+    if not cuda.FATBIN.is_file():
+        cuda.FATBIN = empty_kernels(device.IMAGE)
 
     def make(name: str) -> Any:
         run = getattr(kernels, name)
