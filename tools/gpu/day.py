@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib.util
 import os
 import shutil
 import signal
@@ -51,8 +52,10 @@ def stages(device: str, tiny: bool, output: Path) -> list[Stage]:
     """What is done, the most important first."""
     make = ("make", "--silent", f"GPU_PYTHON={sys.executable}")
     h2o = (sys.executable, "-m", "h2o")
-    tests = ("gpu-tests", *([f"GPU_TESTS={TINY_TESTS}"] if tiny else []))
     on_gpu = device == "cuda"
+    tests = ["gpu-tests", *([f"GPU_TESTS={TINY_TESTS}"] if tiny else [])]
+    if on_gpu and importlib.util.find_spec("xdist"):
+        tests += ['PYTEST_MARKS=-m "not slow" -n 6']  # what the device computes is tiny
 
     def tables(*names: str) -> tuple[str, ...]:
         where = ("--device", "cuda" if on_gpu else "dry-run", *(["--quick"] if tiny else []))

@@ -41,7 +41,6 @@ ANSWERS = {
     "get_device_name": "Fake GPU 0",
     "is_current_stream_capturing": False,
     "init": None,
-    "set_sync_debug_mode": None,
     "_sleep": None,
     "reset_peak_memory_stats": None,
     "memory_allocated": 0,
@@ -53,8 +52,22 @@ ANSWERS = {
 """What functions of torch.cuda return."""
 
 
+READS = {
+    Tensor.item, Tensor.tolist, Tensor.nonzero, Tensor.__bool__, Tensor.__int__,
+    Tensor.__float__, Tensor.__index__, Tensor.cpu, torch.nonzero,
+}  # fmt: skip
+"""Functions that wait for a device."""
+
+
 class OnDevice(TorchFunctionMode):
+    may_wait = True
+
+    def set_sync_debug_mode(self, mode: str) -> None:
+        self.may_wait = mode == "default"
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS and not self.may_wait:
+            raise RuntimeError(f"{func.__name__} waits for the device")
         if func in SAID:
             return SAID[func]
         if func is torch.device:
@@ -171,7 +184,9 @@ def start() -> None:
     torch.cuda.stream = torch.cuda.device = nothing
     torch.cuda.Stream, torch.cuda.Event = Stream, Event
     torch.cuda.graph, torch.cuda.CUDAGraph = capture, CUDAGraph
-    OnDevice().__enter__()
+    mode = OnDevice()
+    torch.cuda.set_sync_debug_mode = mode.set_sync_debug_mode
+    mode.__enter__()
 
 
 start()
