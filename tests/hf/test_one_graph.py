@@ -16,7 +16,7 @@ from h2o import H2OCache, H2OConfig
 from h2o.borrowed import with_cache
 from tests.hf.recordings import recording
 from tests.hf.test_compiled import GRAPHS, compiling
-from tests.hf.tiny import DEVICE, Family, batch, exact, greedy, needs_compiler, prompts
+from tests.hf.tiny import DEVICE, Family, batch, exact, greedy, needs_compiler, prompts, slow_if
 
 pytestmark = needs_compiler
 TOKENS = 30
@@ -48,8 +48,14 @@ def nothing_compiled():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        slow_if(rows == 3 or name in ("authors", "echo, heads alike"), name, rows)
+        for name in CONFIGS
+        for rows in (1, 3)
+    ],
+)
 def test_generate_records_a_step_once(name, rows):
     """Also for a second cache: of a longer prompt, or of one as long where the budget is a fraction
     of it. Budgets that are dealt out by the prompt give slots of another shape, hence another
