@@ -77,16 +77,24 @@ def test_full_attention_beside_sliding_windows(name, entry, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "entry", [{"heavy": 32, "recent": 32}, {"preset": "calibrated", "budget": 48}]
+    "entry",
+    [
+        {"heavy": 32, "recent": 32},
+        {"preset": "calibrated", "budget": 48},
+        {"budget": 48},
+        {"budget": 0.3, "budget_unit": "keys", "min_tokens": 16},
+    ],
 )
 def test_tokens_of_smollm2(entry):
-    """With its shipped profile too: heads of uneven budgets, prompts ranked by echo."""
+    """With its shipped profile too: heads of uneven budgets, prompts ranked by echo; and with
+    places that each prompt's echo deals over all layers."""
     preset, budget = entry.get("preset"), entry.get("budget")
     config = H2OConfig.preset(preset, budget) if preset else H2OConfig(**entry)
     model, tokenizer = models.load_model(dtype="float32", attn_implementation="h2o")
     model.generation_config.eos_token_id = None
     ids = tokenizer(article())["input_ids"]
-    requests = [ids[7 * n :][:n] for n in (5, 200, 64, 120, 1, 90, 170, 33)]
+    lengths = (5, 200, 64, 120, 1, 90, 170, 33)
+    requests = [ids[7 * n + k :][:n] for k in (0, 1) for n in lengths]
     wanted = alone(model, requests, config)
     assert wanted != alone(model, requests, H2OConfig.full())
     with engine(models.embedded_folder(), entry, kv_cache_memory_bytes=64 * MiB) as llm:
