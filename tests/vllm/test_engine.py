@@ -11,6 +11,7 @@ from h2o import H2OCache, H2OConfig, models
 from h2o.borrowed import with_cache
 from h2o.cli.texts import article
 from h2o.config import UNLIMITED
+from h2o.hf.prompt import prompt_echo
 from tests.vllm.engines import (
     NEW,
     AttentionBackendEnum,
@@ -43,6 +44,22 @@ def test_tokens_are_those_of_an_h2o_cache(name, tmp_path):
     with engine(tmp_path, SMALL, kv_cache_memory_bytes=40_000) as llm:
         for _ in range(2):
             assert served(llm, requests) == wanted
+
+
+@pytest.mark.parametrize("chunk", [256, 32])
+def test_places_that_are_dealt_over_all_layers(chunk, llama, monkeypatch):
+    """Whether prompts come whole or in pieces beside others, with pins or without, in two rounds
+    over fewer pages than requests."""
+    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    folder, model = llama
+    config, requests = H2OConfig(budget=24), prompts() + prompts(seed=1)
+    pinned = [ids for ids in requests if len(ids) > 8]
+    options = {"max_num_batched_tokens": chunk, "kv_cache_memory_bytes": 100_000}
+    with engine(folder, {"budget": 24}, **options) as llm:
+        for _ in range(2):
+            assert served(llm, requests) == alone(model, requests, config)
+        wanted = alone(model, pinned, config, pinned=[(3, 8)])
+        assert served(llm, pinned, extra_args={"h2o_pinned": "3:8"}) == wanted
 
 
 @pytest.mark.parametrize("chunk", [256, 16])
@@ -130,11 +147,13 @@ POLICIES = {
     "of heads": {"heavy": [[4, 12], [9, 3]], "recent": 4, "kv_dtype": "int8"},
     "shares": {"heavy": 12, "recent": 12, "shares": [[1, 2], [3, 1]]},
     "echo": {"heavy": 10, "recent": 6, "sinks": 2, "score_by": "mean-echo", "value_weighted": True},
+    "shared echo": {"budget": 24},
 }
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_policies_and_stored_dtypes(name, llama):
+def test_policies_and_stored_dtypes(name, llama, monkeypatch):
+    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
     folder, model = llama
     entry = POLICIES[name]
     unit = entry.get("budget_unit", "keys")
