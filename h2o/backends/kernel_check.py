@@ -281,7 +281,7 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         new = tuple(None if x is None else x.contiguous() for x in new)
         pads = mask[:, now].contiguous() if case.pads else None
         stored = slots if first else None
-        arguments = (query[:, :, now], *new, pads, stored, out, scores, *numbers, sinks)
+        arguments = (query[:, :, now], *new, pads, stored, out, scores, *numbers, sinks, None)
         yield "attend", arguments, _attended
         if first == 0 and case.size is LONG:  # scores that differ in their last bits only
             order = torch.arange(scores.numel(), dtype=torch.float32, device=device)
