@@ -287,13 +287,13 @@ CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_s
 FEW_POLICIES := h2o or decayed-max or everything
 CUDA_EMULATED := not large_store and not oracle and not (simulation_is_the_cache and core1) \
 	and not 16-576 and not (long_text and each) and not (as_with_values and not ($(FEW_POLICIES))) \
-	and not (step_is_attend and (many or 32)) and not (test_heavy_tails and (128 or shapes))
+	and not (step_is_attend and (many or 32)) and not (test_heavy_tails and (128 or shapes) and not (step and int8))
 # `make test` runs fewer of these: of each table it leaves out a dtype, and all policies but a few.
 CUDA_BRIEFLY := $(CUDA_EMULATED) and not (test_table and float32) \
 	and not (simulation_table and float16) and not (as_with_values and not everything) \
 	and not (a_simulated_text and (float32 and None or float16 and int8)) \
 	and not ((_table or rows) and (policy or test_paged_rows) and not ($(FEW_POLICIES))) \
-	and not (test_heavy_tails and not (everything or sink))
+	and not (test_heavy_tails and (shapes or not (everything or sink)))
 EMULATED_TESTS = ../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . \
 	-m "not slow" $(CUDA_TESTS) -k "$(CUDA_EMULATED)"
 # And once as for compute capability 7.5: products of half the depth, copies that wait; and with little

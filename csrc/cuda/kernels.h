@@ -15,7 +15,6 @@
 enum {
     CUDA_DEPTH = 256,   /* the largest head dimension, but see CUDA_WIDE, and ... */
     CUDA_GROUP = 1024,  /* ... number of query heads of a key/value head */
-    CUDA_SLOTS = 1 << 25, /* and slots of a head */
     STEP_THREADS = 128, /* of a block */
     STEP_SLOTS = 128,   /* slots of a head for each block, ... */
     STEP_PARTS = 64,    /* ... but at most so many blocks for a head */
@@ -39,6 +38,7 @@ enum {
     STEP_TEAMS = STEP_THREADS / TEAM,
     STEP_WARPS = STEP_THREADS / 32,
     RUN = 8, /* elements of a row that a thread reads at a time */
+    CUDA_SLOTS = 1 << 25, /* of a head at most */
     CUDA_WIDE = STEP_THREADS * RUN, /* elements of the rows that a step and pruning can do with */
     STEP_FLOATS = STEP_THREADS * STEP_HEADS * RUN, /* shared: queries, partial sums, factors; */
     STEP_KEPT = 1024, /* bytes: to reduce in, and for what a block keeps to the end of a step */
