@@ -24,9 +24,9 @@ import torch
 from tqdm import tqdm
 
 from h2o import H2OCache, models
-from h2o.evaluate import perplexity
-from h2o.evaluate.presentation import table
-from h2o.evaluate.setting import Setting, parse_all
+from h2o.evaluation import perplexity
+from h2o.evaluation.presentation import table
+from h2o.evaluation.setting import Setting, parse_all
 from h2o.result_cells import Cells, fingerprint, provenance
 
 from .peers.environments import Peer

@@ -27,10 +27,10 @@ from tqdm import tqdm
 
 from h2o import H2OCache, models
 from h2o.cli.eval_command import kinds
-from h2o.evaluate import needle
-from h2o.evaluate.facts import Fact
-from h2o.evaluate.presentation import table
-from h2o.evaluate.setting import parse_all
+from h2o.evaluation import needle
+from h2o.evaluation.facts import Fact
+from h2o.evaluation.presentation import table
+from h2o.evaluation.setting import parse_all
 from h2o.hf.layers.layer import H2OLayer
 
 ABOVE_ALL = 1e30

@@ -27,7 +27,7 @@ import torch
 
 import h2o.ops
 from h2o import packages
-from h2o.evaluate.speed import processor
+from h2o.evaluation.speed import processor
 from h2o.filesystem import cache_folder
 
 PACKAGES = ("torch", "transformers", "numpy")

@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from h2o import models
 from h2o.cli.eval_command import kinds
-from h2o.evaluate import needle
-from h2o.evaluate.presentation import table
+from h2o.evaluation import needle
+from h2o.evaluation.presentation import table
 from h2o.result_cells import Cells, fingerprint, provenance
 
 from .equal_bytes import BUDGETS

@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 
 from h2o import cli  # noqa: E402
 from h2o.errors import UserError  # noqa: E402
-from h2o.evaluate.fitting import check_fit  # noqa: E402
-from h2o.evaluate.setting import parse_all  # noqa: E402
+from h2o.evaluation.fitting import check_fit  # noqa: E402
+from h2o.evaluation.setting import parse_all  # noqa: E402
 from h2o.model_identity import describe, sample  # noqa: E402
 from h2o.profile import Profile  # noqa: E402
 from tests.test_cli import PROMPT, ROOT, shell, tiny  # noqa: E402, F401

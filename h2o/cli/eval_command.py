@@ -20,8 +20,8 @@ from h2o.cli.cache_options import (
 )
 from h2o.cli.prompts_file import ROWS
 from h2o.errors import UserError
-from h2o.evaluate.facts import KINDS
-from h2o.evaluate.setting import (
+from h2o.evaluation.facts import KINDS
+from h2o.evaluation.setting import (
     GRAMMAR,
     Setting,
     from_options,
@@ -197,7 +197,7 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
     }
     output = args.output_path or OUTPUT
     if args.perplexity:
-        from h2o.evaluate import perplexity
+        from h2o.evaluation import perplexity
 
         refuse(args, "perplexity", "ratio_of", ratio_of="text")
         if args.protocol == "read":
@@ -214,7 +214,7 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
     refuse(args, what, "protocol", "prompt_length", "ratio_of", protocol="drop")
     need_caches([x for x in settings if not args.needle or not x.reads_twice], f"{what} need one")
     if args.needle:
-        from h2o.evaluate import needle
+        from h2o.evaluation import needle
 
         if args.turns < 1:
             raise Misused(f"--turns {args.turns}: at least 1")
@@ -227,7 +227,7 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
             "decoys": args.decoys,
         }
         return needle.compare(args.needle, settings, output, **how, **common)
-    from h2o.evaluate import summarize
+    from h2o.evaluation import summarize
 
     if args.rows < 1:
         raise Misused(f"--rows {args.rows}: at least 1")
@@ -244,7 +244,7 @@ def need_caches(settings: list[Setting], hint: str) -> None:
 
 def check_protocol(args: argparse.Namespace, settings: list[Setting]) -> None:
     """Misused for settings that do not go with the protocol."""
-    from h2o.evaluate.protocols import check
+    from h2o.evaluation.protocols import check
 
     for setting in settings:
         try:
@@ -278,7 +278,7 @@ def refuse(args: argparse.Namespace, what: str, *names: str, **harmless: Any) ->
 def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) -> None:
     """lm-eval with its own command line."""
     try:
-        from h2o.evaluate import lm_eval_tasks
+        from h2o.evaluation import lm_eval_tasks
     except ImportError as error:
         raise UserError(f"{error}: run {install_command('eval')}") from error
     arguments = ["--tasks", *args.tasks, "--device", args.device, *rest]

@@ -114,7 +114,7 @@ class Patch:
                 f"h2o.patched(): {SCORED} texts went through the model in one pass each. Keys are "
                 "evicted after a prompt, so such logits are those of a full cache, whatever the "
                 "budget. To score texts (log-likelihoods, perplexity) use h2o.simulated(), or "
-                "lm-eval's model h2o (h2o.evaluate.lm) instead of HFLM",
+                "lm-eval's model h2o (h2o.evaluation.lm) instead of HFLM",
                 stacklevel=2,
             )
 

@@ -23,8 +23,8 @@ from lm_eval.models.utils_hf import MultiTokenEOSCriteria
 from tqdm import tqdm
 
 from h2o.borrowed import with_cache
-from h2o.evaluate.answers import by_rows, in_rows
-from h2o.evaluate.setting import Setting
+from h2o.evaluation.answers import by_rows, in_rows
+from h2o.evaluation.setting import Setting
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.rows.request import Request, decoding_arguments
 

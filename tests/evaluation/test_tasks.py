@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from h2o import cli, model_identity, models
 from h2o.cli import eval_command
-from h2o.evaluate import lm_eval_tasks
-from h2o.evaluate.lm import H2OLM
+from h2o.evaluation import lm_eval_tasks
+from h2o.evaluation.lm import H2OLM
 from h2o.result_cells import Cells
-from tests.evaluate import conftest
+from tests.evaluation import conftest
 
 ROOT = Path(__file__).resolve().parents[2]
 

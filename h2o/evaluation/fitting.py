@@ -8,7 +8,7 @@ from typing import Any
 from h2o import models
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError, UserError
-from h2o.evaluate.setting import Setting
+from h2o.evaluation.setting import Setting
 from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import describe, latent_row
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from h2o import H2OConfig
-from h2o.evaluate.setting import (
+from h2o.evaluation.setting import (
     OPTIONS,
     footnote,
     from_config,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from h2o.budgets import BudgetUnit, parse_amount
-from h2o.config import PRESETS, VARIANTS, H2OConfig
+from h2o.config import PRESETS, H2OConfig
 from h2o.head_budgets import NAMED
 from h2o.policy import FIELDS
 from h2o.profile import Profile
@@ -29,6 +29,9 @@ __all__ = [
 OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "shares", "min_tokens")
 """Fields of H2OConfig that may follow after slashes. Budgets stand before these, and a profile as
 `shares` is said by the kind."""
+
+VARIANTS = ("local", "global", "flexgen")
+"""The published masks (`h2o.evaluation.published_masks`), by name."""
 
 GRAMMAR = f"""\
 full                    every key is kept
@@ -80,7 +83,7 @@ class Setting:
     kind: str
     """What stands before the colon: settings of one kind and different budgets make a curve."""
     variant: str
-    """"full", "h2o", "reread", or one of `h2o.config.VARIANTS`."""
+    """"full", "h2o", "reread", or one of `VARIANTS`."""
     config: H2OConfig
     """H2OConfig.full() for "full"."""
 

@@ -23,10 +23,11 @@ from torch import Tensor
 from h2o import models
 from h2o.borrowed import attention_name, with_cache
 from h2o.errors import UserError
-from h2o.evaluate import kept_bytes
-from h2o.evaluate.fitting import load
-from h2o.evaluate.presentation import plot_curves, table, written
-from h2o.evaluate.setting import Setting, footnote
+from h2o.evaluation import kept_bytes
+from h2o.evaluation.fitting import load
+from h2o.evaluation.presentation import plot_curves, table, written
+from h2o.evaluation.published_masks import MASKS
+from h2o.evaluation.setting import Setting, footnote
 from h2o.filesystem import read_text
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.rotary.positions import positions_after
@@ -172,7 +173,7 @@ def by_simulation(
     if setting.variant == "full":
         with torch.no_grad():
             return _loss(model(ids, use_cache=False).logits, ids), {}
-    policy = {"variant": setting.variant, "prompt_length": prompt_length, "mass": True}
+    policy = {"masks": MASKS.get(setting.variant), "prompt_length": prompt_length, "mass": True}
     with simulated(model, setting.config, **policy) as simulation, torch.no_grad():
         loss = _loss(model(ids, use_cache=False).logits, ids)
     layers = simulation.layers()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from h2o.borrowed import with_cache
-from h2o.evaluate.setting import Setting
+from h2o.evaluation.setting import Setting
 from h2o.hf.cache.new_cache import new_cache
 from h2o.hf.rows.generate_all import generate_all, serves
 from h2o.hf.rows.request import Request

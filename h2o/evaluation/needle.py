@@ -1,7 +1,7 @@
 """`h2o eval --needle`: whether a fact within a long text can still be told at its end.
 
-A sentence (`h2o.evaluate.facts`) is hidden in a piece of a text. The piece is the prompt of a real
-`H2OCache`, which is cut to its budget before the question is known; then the question goes in, and
+A sentence (`h2o.evaluation.facts`) is hidden in a piece of a text. The piece is the prompt of a
+real `H2OCache`, which is cut to its budget before the question is known; then the question goes in, and
 the answer counts if greedy decoding writes it, token by token. What no token attends to
 while the text is read has to survive that cut: the hard case of every eviction (compare Kamradt,
 "Needle in a haystack", 2023). With several turns as many sentences are hidden in a piece, and asked
@@ -29,11 +29,11 @@ import torch
 from h2o import models
 from h2o.borrowed import with_cache
 from h2o.errors import UserError
-from h2o.evaluate import kept_bytes
-from h2o.evaluate.facts import KINDS, Fact
-from h2o.evaluate.fitting import load
-from h2o.evaluate.presentation import plot_curves, table, written
-from h2o.evaluate.setting import Setting
+from h2o.evaluation import kept_bytes
+from h2o.evaluation.facts import KINDS, Fact
+from h2o.evaluation.fitting import load
+from h2o.evaluation.presentation import plot_curves, table, written
+from h2o.evaluation.setting import Setting
 from h2o.filesystem import read_text
 from h2o.hf.cache.new_cache import new_cache
 from h2o.hf.document.compress import compress_document
@@ -60,7 +60,7 @@ class Turn:
     depth: float
     """Where in the text its sentence stands."""
     kind: str
-    """One of `h2o.evaluate.facts.KINDS`."""
+    """One of `h2o.evaluation.facts.KINDS`."""
     turn: int
     """Counted from 1."""
 
@@ -173,7 +173,7 @@ def compare(
         settings: what to compare; fractions are of the text with the fact, without the question.
         output: folder for needle.json, which a second run completes, and needle.png.
         lengths: tokens of the texts.
-        kinds: of facts, names of `h2o.evaluate.facts.KINDS`.
+        kinds: of facts, names of `h2o.evaluation.facts.KINDS`.
         turns: questions to each text, one after the other in one conversation.
         decoys: further facts of the kind that is asked for, and of another one, in each text.
         limit: trials of every length, depth and kind; None is 4.

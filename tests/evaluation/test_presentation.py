@@ -8,9 +8,9 @@ pytest.importorskip("transformers")
 
 from h2o import H2OCache
 from h2o.borrowed import with_cache
-from h2o.evaluate import kept_bytes
-from h2o.evaluate.presentation import apart
-from h2o.evaluate.setting import parse, parse_all
+from h2o.evaluation import kept_bytes
+from h2o.evaluation.presentation import apart
+from h2o.evaluation.setting import parse, parse_all
 from tests.hf.tiny import model, prompts
 
 CURVES = {

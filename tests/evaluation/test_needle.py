@@ -11,9 +11,9 @@ import torch
 from h2o import cli
 from h2o.borrowed import with_cache
 from h2o.errors import UserError
-from h2o.evaluate import facts, needle
-from h2o.evaluate.setting import parse
-from tests.evaluate.conftest import build, exit_code
+from h2o.evaluation import facts, needle
+from h2o.evaluation.setting import parse
+from tests.evaluation.conftest import build, exit_code
 
 TEXT = "".join(f"Boat {i} came home at {i % 12} with {i * i % 89} fish. " for i in range(40))
 LENGTHS = (60, 110)

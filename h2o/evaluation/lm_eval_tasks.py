@@ -22,12 +22,12 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.tasks import TaskManager
 
 from h2o.errors import UserError
-from h2o.evaluate import kept_bytes
-from h2o.evaluate.fitting import check_fit
-from h2o.evaluate.lm import H2OLM, POLICY
-from h2o.evaluate.presentation import plot_curves, table, written
-from h2o.evaluate.protocols import check, one_token_note
-from h2o.evaluate.setting import Setting, footnote
+from h2o.evaluation import kept_bytes
+from h2o.evaluation.fitting import check_fit
+from h2o.evaluation.lm import H2OLM, POLICY
+from h2o.evaluation.presentation import plot_curves, table, written
+from h2o.evaluation.protocols import check, one_token_note
+from h2o.evaluation.setting import Setting, footnote
 from h2o.models import DEFAULT_MODEL, embedded_folder, is_gguf, tokenizer_folder
 from h2o.processes import launched
 from h2o.result_cells import Cells, fingerprint, provenance

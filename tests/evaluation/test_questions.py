@@ -12,10 +12,10 @@ from lm_eval.api.instance import Instance
 
 from h2o import H2OCache
 from h2o.borrowed import with_cache
-from h2o.evaluate.questions import question_tokens
-from h2o.evaluate.setting import parse
+from h2o.evaluation.questions import question_tokens
+from h2o.evaluation.setting import parse
 from h2o.hf.document.compress import compress_document
-from tests.evaluate.test_lm import close, make, numbers
+from tests.evaluation.test_lm import close, make, numbers
 
 DOCUMENT = "The gate of the farm is blue.\nIt was painted in May, when the wells were dry.\n"
 CONTEXTS = [

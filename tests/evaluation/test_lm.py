@@ -12,9 +12,9 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
 from h2o import H2OConfig
-from h2o.evaluate.lm import H2OLM
-from h2o.evaluate.setting import parse
-from tests.evaluate import conftest
+from h2o.evaluation.lm import H2OLM
+from h2o.evaluation.setting import parse
+from tests.evaluation import conftest
 
 CONTEXTS = [
     "The gate was open, therefore",
@@ -200,11 +200,11 @@ def test_what_a_result_says(lm, tokenizer):
 def test_contexts_longer_than_the_model(lm, hflm, caplog, protocol):
     pairs = [("long " * 100 + context, " answer") for context in CONTEXTS] + PAIRS[:2]
     lm.use(parse("full"), protocol)
-    with caplog.at_level(logging.WARNING, logger="h2o.evaluate.lm"):
+    with caplog.at_level(logging.WARNING, logger="h2o.evaluation.lm"):
         likelihood = numbers(lm, pairs)[0]
     close(likelihood, numbers(hflm, pairs)[0])
     assert lm.tally.truncated == 4
-    warnings = [record for record in caplog.records if record.name == "h2o.evaluate.lm"]
+    warnings = [record for record in caplog.records if record.name == "h2o.evaluation.lm"]
     assert len(warnings) == 1
     assert "exceeds the model's 320" in warnings[0].getMessage()
     lm.use(parse("h2o:0.1+0.1"), protocol)

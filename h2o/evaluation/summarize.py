@@ -23,11 +23,11 @@ from transformers import GenerationConfig
 
 from h2o import models
 from h2o.errors import UserError
-from h2o.evaluate import kept_bytes
-from h2o.evaluate.answers import answers
-from h2o.evaluate.fitting import load
-from h2o.evaluate.presentation import plot_curves, table, written
-from h2o.evaluate.setting import Setting
+from h2o.evaluation import kept_bytes
+from h2o.evaluation.answers import answers
+from h2o.evaluation.fitting import load
+from h2o.evaluation.presentation import plot_curves, table, written
+from h2o.evaluation.setting import Setting
 from h2o.filesystem import read_text
 from h2o.hf.rows.request import Request
 from h2o.packages import install_command

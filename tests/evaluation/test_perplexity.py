@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from h2o import Profile, cli
-from h2o.evaluate import perplexity
-from h2o.evaluate.setting import parse
+from h2o.evaluation import perplexity
+from h2o.evaluation.setting import parse
 from h2o.hf.store import retained
 from tests.cases import checkered
-from tests.evaluate import conftest
+from tests.evaluation import conftest
 
 TEXT = "\n".join(
     f"On day {day} the keeper counted {day * 7 % 13} boats, {day * 5 % 11} gulls and one cat."

@@ -6,7 +6,7 @@
   first token is predicted from the full prompt, before anything is dropped, so answers of one token
   cannot feel the budget; `Tally` counts them.
 - "read": the same, but that the prompt is cut to the budget before its question
-  (`h2o.evaluate.questions`) is read, as where a document is there before anybody asks.
+  (`h2o.evaluation.questions`) is read, as where a document is there before anybody asks.
 
 Rows are padded with a mask, and budgets are each row's own: numbers do not depend on batches.
 """
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from h2o.borrowed import with_cache
-from h2o.evaluate.setting import Setting
+from h2o.evaluation.published_masks import MASKS
+from h2o.evaluation.setting import Setting
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.compress import compress_document
 from h2o.hf.simulation import simulation
@@ -73,8 +74,7 @@ def check(setting: Setting, protocol: str, prompt_length: int, ratio_of: str | N
             )
         return "prompt"
     ratio_of = ratio_of or "text"
-    variant = "h2o" if setting.variant == "full" else setting.variant
-    simulation.check(setting.config, variant, prompt_length, ratio_of)
+    simulation.check(setting.config, MASKS.get(setting.variant), prompt_length, ratio_of)
     return ratio_of
 
 

@@ -12,9 +12,9 @@ from transformers import AutoConfig
 from h2o import H2OCache, cli, models
 from h2o.borrowed import with_cache
 from h2o.errors import UserError
-from h2o.evaluate.request_bytes import request_bytes
-from h2o.evaluate.setting import parse
-from tests.evaluate.conftest import exit_code
+from h2o.evaluation.request_bytes import request_bytes
+from h2o.evaluation.setting import parse
+from tests.evaluation.conftest import exit_code
 from tests.hf.tiny import model, prompts
 
 SETTINGS = ["h2o:8+8", "robust:0.3", "robust-bytes:0.3", "echo-bytes:0.4"]

@@ -22,8 +22,8 @@ from typing import Any
 
 from h2o import models, packages
 from h2o.errors import UnsupportedError, UserError
-from h2o.evaluate.fitting import check_fit
-from h2o.evaluate.setting import Setting
+from h2o.evaluation.fitting import check_fit
+from h2o.evaluation.setting import Setting
 
 __all__ = ["Measurement", "Request", "Result", "measure"]
 

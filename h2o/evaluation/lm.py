@@ -1,7 +1,7 @@
 """The lm-eval model "h2o": log-likelihoods and texts of a model with an evicting cache.
 
 lm-eval's own Hugging Face model (`HFLM`) loads, tokenises and generates; what is new is how a
-log-likelihood comes about, by one of the protocols of `h2o.evaluate.protocols`. No logits are
+log-likelihood comes about, by one of the protocols of `h2o.evaluation.protocols`. No logits are
 reused between requests, so that numbers do not depend on batches. lm-eval: Gao et al., "A framework
 for few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-harness.
 """
@@ -28,12 +28,13 @@ from tqdm import tqdm
 
 from h2o import borrowed, models
 from h2o.config import H2OConfig
-from h2o.evaluate import protocols, until
-from h2o.evaluate.fitting import try_on
-from h2o.evaluate.journal import Journal, Request
-from h2o.evaluate.protocols import PROTOCOLS, Tally, check, one_token_note
-from h2o.evaluate.questions import question_tokens
-from h2o.evaluate.setting import Setting, from_config, from_options
+from h2o.evaluation import protocols, until
+from h2o.evaluation.fitting import try_on
+from h2o.evaluation.journal import Journal, Request
+from h2o.evaluation.protocols import PROTOCOLS, Tally, check, one_token_note
+from h2o.evaluation.published_masks import MASKS
+from h2o.evaluation.questions import question_tokens
+from h2o.evaluation.setting import Setting, from_config, from_options
 from h2o.hf.attention.attention import switch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.tuned_prompts import check_no_tuned_prompt
@@ -327,7 +328,7 @@ class H2OLM(HFLM):
             [self._fit(context, continuation) for _, context, continuation in batch],
             [len(continuation) for _, _, continuation in batch],
             h2o_config=self.setting.config,
-            variant=self.setting.variant,
+            masks=MASKS.get(self.setting.variant),
             prompt_length=self.prompt_length,
             ratio_of=self.ratio_of,
         )

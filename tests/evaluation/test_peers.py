@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o.evaluate import perplexity
-from tests.evaluate.conftest import build
+from h2o.evaluation import perplexity
+from tests.evaluation.conftest import build
 
 pytest.importorskip("benchmarks.equal_bytes", reason="the benchmarks are not here")
 

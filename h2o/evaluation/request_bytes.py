@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from h2o.errors import UserError
-from h2o.evaluate.setting import Setting
+from h2o.evaluation.setting import Setting
 from h2o.hf.support import supports
 from h2o.kv_dtype import FIXED, per_token
 from h2o.model_identity import describe, key_size, latent_row

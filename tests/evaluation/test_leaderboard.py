@@ -11,8 +11,8 @@ import torch
 from h2o import H2OCache
 from h2o.borrowed import with_cache
 from h2o.errors import UserError
-from h2o.evaluate.setting import parse
-from tests.evaluate.conftest import build
+from h2o.evaluation.setting import parse
+from tests.evaluation.conftest import build
 
 pytest.importorskip("benchmarks.leaderboard", reason="the benchmarks are not here")
 

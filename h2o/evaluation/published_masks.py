@@ -11,6 +11,7 @@ mask [n, n]; `attend` does the same in blocks of rows, for texts of any length.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from h2o.attention_blocks import logit_blocks, visible
 
-__all__ = ["attend", "attend_rows", "simulation_mask"]
+__all__ = ["MASKS", "PublishedMasks", "attend", "simulation_mask"]
 
 
 def simulation_mask(
@@ -305,34 +306,40 @@ def _flexgen(
     return choose
 
 
-def attend_rows(
-    variant: str,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    real: list[Tensor],
-    prompts: list[int],
-    budgets: list[tuple[int, int]],
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """`attend` of each row of a padded batch, with a batch axis in front.
+@dataclasses.dataclass(frozen=True)
+class PublishedMasks:
+    """A variant of `simulation_mask` as `h2o.simulated(masks=...)` takes it; its arguments are
+    those of `h2o.hf.simulation.masks.Masks`."""
 
-    Args:
-        real: of each row the columns that are no padding.
-        prompts, budgets: prompt length and (heavy, recent) of each row.
+    name: str
+    has_prompt: bool
 
-    Returns:
-        (out, evicted_at): [B, N, H, D], 0 at padding; [B, H, N] int32 in padded columns.
-    """
-    B, H, N, D = query.shape
-    out = query.new_zeros(B, N, H, D)
-    evicted_at = torch.zeros(B, H, N, dtype=torch.int32, device=query.device)
-    for b, columns in enumerate(real):
-        out[b, columns], left = attend(
-            variant, query[b, :, columns], keys[b, :, columns], values[b, :, columns], *budgets[b],
-            prompt_length=prompts[b], scale=scale,
-        )  # fmt: skip
-        # The row that is the first not to see a key stands right after the last that does.
-        after = torch.cat([columns[:1], columns[:-1] + 1, columns.new_tensor([N])])
-        evicted_at[b, :, columns] = after[left.long()].int()
-    return out, evicted_at
+    def attend_rows(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        real: list[Tensor],
+        prompts: list[int],
+        budgets: list[tuple[int, int]],
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of each row of a padded batch."""
+        B, H, N, D = query.shape
+        out = query.new_zeros(B, N, H, D)
+        evicted_at = torch.zeros(B, H, N, dtype=torch.int32, device=query.device)
+        for b, columns in enumerate(real):
+            row = query[b, :, columns], keys[b, :, columns], values[b, :, columns]
+            how = {"prompt_length": prompts[b], "scale": scale}
+            out[b, columns], left = attend(self.name, *row, *budgets[b], **how)
+            # The row that is the first not to see a key stands right after the last that does.
+            after = torch.cat([columns[:1], columns[:-1] + 1, columns.new_tensor([N])])
+            evicted_at[b, :, columns] = after[left.long()].int()
+        return out, evicted_at
+
+
+MASKS = {
+    name: PublishedMasks(name, has_prompt=name == "flexgen")
+    for name in ("local", "global", "flexgen")
+}
+"""The authors' masks by name."""

@@ -10,11 +10,11 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from h2o.evaluate import until
-from h2o.evaluate.lm import H2OLM
-from h2o.evaluate.setting import parse
+from h2o.evaluation import until
+from h2o.evaluation.lm import H2OLM
+from h2o.evaluation.setting import parse
 from h2o.models import embedded_folder
-from tests.evaluate import conftest
+from tests.evaluation import conftest
 
 WORDS = "it had not rained since spring and the wells ran dry the farmers who had seen".split()
 CONTEXTS = [" ".join(WORDS[i % 9 : i % 9 + 1 + i % 7]) * (1 + i % 3) for i in range(14)]

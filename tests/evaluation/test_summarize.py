@@ -9,8 +9,8 @@ import pytest
 from h2o import H2OCache, cli, models
 from h2o.borrowed import with_cache
 from h2o.errors import UserError
-from h2o.evaluate import summarize
-from tests.evaluate.conftest import build, exit_code
+from h2o.evaluation import summarize
+from tests.evaluation.conftest import build, exit_code
 
 ARTICLES = [
     "The bridge over the river was closed on Monday after a crack was found in a pillar.",

@@ -185,7 +185,7 @@ def test_two_machines(folder, tmp_path, tasks):
 INTERRUPTED = """
 import sys
 from h2o import cli
-from h2o.evaluate.lm import H2OLM
+from h2o.evaluation.lm import H2OLM
 forward, count = H2OLM._forward, 0
 def stopping(*args, **kwargs):
     global count
