@@ -5,34 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from h2o import models
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError, UserError
 from h2o.evaluation.setting import Setting
 from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import describe, latent_row
 
-__all__ = ["check_fit", "load", "try_on"]
-
-
-def load(
-    name: str | None,
-    settings: Iterable[Setting],
-    *,
-    dtype: str,
-    device: str,
-    full_cache: bool = False,
-) -> tuple[Any, Any]:
-    """Loads a model and its tokenizer once the settings are known to go with it (`check_fit`). The
-    model has transformers' own attention, which the baseline with a full cache runs."""
-    return models.load_model(
-        name,
-        dtype=dtype,
-        device=device,
-        attn_implementation=None,
-        say=models.say,
-        check=check_fit(settings, full_cache=full_cache),
-    )
+__all__ = ["check_fit", "try_on"]
 
 
 def check_fit(settings: Iterable[Setting], *, full_cache: bool = False) -> Callable[[Any], None]:

@@ -13,7 +13,6 @@ import itertools
 import logging
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,15 +21,14 @@ from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import Collator, normalize_gen_kwargs
+from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
 from tqdm import tqdm
 
 from h2o import borrowed, models
 from h2o.config import H2OConfig
-from h2o.evaluation import protocols, until
+from h2o.evaluation import protocols, text_tasks, until
 from h2o.evaluation.fitting import try_on
-from h2o.evaluation.journal import Journal, Request
 from h2o.evaluation.protocols import PROTOCOLS, Tally, check, one_token_note
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.questions import question_tokens
@@ -39,7 +37,7 @@ from h2o.hf.attention.attention import switch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.tuned_prompts import check_no_tuned_prompt
 from h2o.hf.rotary.angles import AnglesByLength
-from h2o.processes import ALONE, launched
+from h2o.processes import several
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
 
@@ -51,6 +49,9 @@ POLICY = ("variant", *(field.name for field in dataclasses.fields(H2OConfig)))
 
 OF_CACHES = {"drop": "context", "read": "document"}
 """What a real cache cuts, by protocol."""
+
+Request = tuple[Any, list[int], list[int]]
+"""What lm-eval passes on: (key, context, continuation), the latter two in tokens."""
 
 log = logging.getLogger(__name__)
 
@@ -100,17 +101,15 @@ class H2OLM(HFLM):
             log.info("device=%s: torch has none here; cpu", device)
             device = "cpu"
         kwargs["device"] = str(models.torch_device(device))
-        # A model in memory, or cut into parts, is there for one process or for all alike.
-        self.processes = launched() if isinstance(pretrained, str) else ALONE
-        self.workers = self.processes if kwargs.get("tp_plan") is None else ALONE
-        if self.workers.world > 1 and kwargs["device"] == "cpu":
+        if several() and isinstance(pretrained, str) and kwargs["device"] == "cpu":
             PartialState(cpu=True)  # or accelerate would take another device where there is one
         super().__init__(pretrained, **kwargs)
         if self._device.type == "meta":  # all is offloaded; accelerate takes inputs along
             self._device = torch.device("cpu")
-        # lm-eval would deal out rows by the process's number on its own machine. All processes go
-        # through all rows instead, and share the forward passes.
-        self._rank, self._world_size = 0, 1
+        if (accelerator := getattr(self, "accelerator", None)) is not None:
+            # HFLM deals out rows on machines with two GPUs or more only, and by the process's
+            # number on its own machine.
+            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
         if self.backend != "causal":
             raise ValueError(f"h2o evaluates decoders; {pretrained!r} is an encoder-decoder")
         self._attention_before = borrowed.attention_name(self.model.config)
@@ -123,12 +122,8 @@ class H2OLM(HFLM):
         *,
         prompt_length: int = 1,
         ratio_of: str | None = None,
-        journal: Path | None = None,
     ) -> None:
         """Evaluate with this setting from now on, the model staying loaded.
-
-        `journal` is a file that remembers answers, so that an interrupted run can be completed.
-        It must belong to this model and setting alone.
 
         Raises: ValueError for a setting that does not go with the protocol or the model.
         """
@@ -141,9 +136,9 @@ class H2OLM(HFLM):
         if borrowed.attention_name(self.model.config) != wanted:
             switch(self.model, wanted)
         self.angles = AnglesByLength(self.model)
-        self.journal, self.ratio_of = journal, ratio_of
-        self.setting, self.protocol, self.prompt_length = setting, protocol, prompt_length
-        self.tally = Tally()
+        self.setting, self.protocol = setting, protocol
+        self.prompt_length, self.ratio_of = prompt_length, ratio_of
+        self.tally, self.is_counting = Tally(), False
 
     def describe(self) -> dict[str, Any]:
         """How numbers come about, for result files."""
@@ -172,38 +167,53 @@ class H2OLM(HFLM):
             score = self._as_hflm
         else:
             score = self._simulate if self.protocol == "simulate" else self._by_cache
-        known = Journal(self.journal, self.processes)
-        answers = [known.get(request) for request in requests]
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        if self.is_counting:
+            return answers
         # Longest first, as in HFLM: the largest batch comes at once, and the time left is
         # never understated.
         order = sorted(
-            (i for i, answer in enumerate(answers) if answer is None),
+            range(len(requests)),
             key=lambda i: (-len(requests[i][1]) - len(requests[i][2]), *requests[i][1:]),
         )
-        batches = self._batches(order, requests, override_bs or self._batch_size())
-        with tqdm(
-            total=len(requests),
-            initial=len(requests) - len(order),
-            disable=disable_tqdm or not self.processes.first,
-            desc=self.setting.name,
-        ) as bar:
-            for indices, scored in self.workers.shared(
-                batches, lambda indices: score([requests[i] for i in indices])
-            ):
-                for i, answer in zip(indices, scored, strict=True):
-                    request = requests[i]
-                    answers[i] = answer
-                    known.put(request, answer)
-                    if request[0] is not None:
-                        self.cache_hook.add_partial("loglikelihood", request[0], answer)
+        hide = disable_tqdm or self.rank > 0
+        with tqdm(total=len(requests), disable=hide, desc=self.setting.name) as bar:
+            for indices in self._batches(order, requests, override_bs or self._batch_size()):
+                batch = [requests[i] for i in indices]
+                for i, answer in zip(indices, score(batch), strict=True):
+                    answers[i], key = answer, requests[i][0]
+                    if key is not None:
+                        self.cache_hook.add_partial("loglikelihood", key, answer)
                 bar.update(len(indices))
         return answers
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[Any]:
+        """As lm-eval's, and answers to the requests of `h2o.evaluation.text_tasks`."""
+        others = [x for x in requests if not text_tasks.is_of_text(x)]
+        known = iter(super().loglikelihood(others, disable_tqdm) if others else ())
+        of_texts = text_tasks.answers(self, [x for x in requests if text_tasks.is_of_text(x)])
+        return [next(of_texts if text_tasks.is_of_text(x) else known) for x in requests]
+
+    def count(self, kind: str, arguments: Sequence[tuple[Any, ...]]) -> Tally:
+        """What requests of a kind come to, without asking the model.
+
+        Args:
+            kind: lm-eval's: "loglikelihood", "loglikelihood_rolling" or "generate_until".
+            arguments: of each request.
+        """
+        before, self.tally, self.is_counting = self.tally, Tally(), True
+        try:
+            requests = [Instance(kind, {}, x, i) for i, x in enumerate(arguments)]
+            list(getattr(self, kind)(requests, disable_tqdm=True))
+            return self.tally
+        finally:
+            self.tally, self.is_counting = before, False
 
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """As HFLM's, with the windows of all texts in one call, so that processes can share it."""
-        windows: list[Request] = []
+        """As HFLM's, with the windows of all texts in one call."""
+        windows = list[Request]()
         starts = [0]
         for (text,) in (request.args for request in requests):
             pairs = utils.get_rolling_token_windows(
@@ -217,6 +227,8 @@ class H2OLM(HFLM):
         answers = self._loglikelihood_tokens(windows, disable_tqdm)
         sums = [sum(x for x, _ in answers[a:b]) for a, b in itertools.pairwise(starts)]
         for request, total in zip(requests, sums, strict=True):
+            if self.is_counting:
+                break
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return sums
 
@@ -225,45 +237,31 @@ class H2OLM(HFLM):
         for context, how in (request.args for request in requests):
             if self.protocol != "simulate":
                 new = normalize_gen_kwargs(how, self.max_gen_toks)["max_gen_toks"]
-                self._hold(self.tok_encode(context)[new - self.max_length :])
+                tokens = self.tok_encode(context)
+                self.tally.truncated += len(tokens) > self.max_length - new
+                self._hold(tokens[new - self.max_length :])
+        if self.is_counting:
+            return [""] * len(requests)
         by_rows, by_batches = list[int](), list(range(len(requests)))
         if self.protocol == "drop":
             by_rows, by_batches = until.divided(self, self.setting, requests)
-        # The same in all processes, before they part; batches alone sample as HFLM does.
+        # Drawn before batches, which sample from the same generator.
         seed = int(torch.randint(2**62, (), device="cpu")) if by_rows else 0
-        texts = self._in_batches(requests, by_batches, disable_tqdm)
-        if mine := by_rows[self.workers.rank :: self.workers.world]:
+        texts = dict[int, str]()
+        if by_batches:
+            chosen = [requests[index] for index in by_batches]
+            texts |= zip(by_batches, super().generate_until(chosen, disable_tqdm), strict=True)
+        if by_rows:
             texts |= until.texts(
                 self,
                 self.setting,
                 requests,
-                mine,
-                rows=min(self._batch_size(), len(mine)),
+                by_rows,
+                rows=min(self._batch_size(), len(by_rows)),
                 seed=seed,
-                disable_tqdm=disable_tqdm or not self.processes.first,
+                disable_tqdm=disable_tqdm or self.rank > 0,
             )
-        for others in self.workers.everyone(texts):
-            texts |= others
         return [texts[index] for index in range(len(requests))]
-
-    def _in_batches(
-        self, requests: Sequence[Instance], indices: list[int], disable_tqdm: bool
-    ) -> dict[int, str]:
-        """By HFLM, each process with batches of its own: the same that a single process makes."""
-        if self.workers.world > 1:
-            sorted_ = Collator(
-                [(*requests[index].args, index) for index in indices],
-                sort_fn=lambda x: (-len(self.tok_encode(x[0])), x[0]),
-                group_by="gen_kwargs",
-                group_fn=lambda x: x[1],
-            )
-            batches = list(sorted_.get_batched(n=self._batch_size())) if indices else []
-            mine = batches[self.workers.rank :: self.workers.world]
-            indices = [index for batch in mine for *_, index in batch]
-        if not indices:
-            return {}
-        texts = super().generate_until([requests[index] for index in indices], disable_tqdm)
-        return dict(zip(indices, texts, strict=True))
 
     def _as_hflm(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))
@@ -317,6 +315,10 @@ class H2OLM(HFLM):
         prompt = seen
         if self.protocol == "simulate" and self.ratio_of == "prompt":
             prompt = min(self.prompt_length, seen)
+        self.add(seen, prompt)
+
+    def add(self, seen: int, prompt: int) -> None:
+        """Counts a request whose text has so many tokens."""
         self.tally.requests += 1
         self.tally.tokens_seen += seen
         self.tally.tokens_kept += self.setting.holding.for_model(self.model).held(seen, prompt)

@@ -57,6 +57,10 @@ class Tally:
     """Summed over requests, as `tokens_seen`: at the end of the text ("simulate"), of the prompt
     ("drop") or of the document ("read")."""
 
+    def __add__(self, other: Tally) -> Tally:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Tally(*map(sum, pairs))
+
 
 def check(setting: Setting, protocol: str, prompt_length: int, ratio_of: str | None) -> str:
     """What fractions refer to; ValueError for what does not go together."""

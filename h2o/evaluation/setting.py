@@ -81,7 +81,7 @@ class Setting:
     name: str
     """As the user wrote it."""
     kind: str
-    """What stands before the colon: settings of one kind and different budgets make a curve."""
+    """What stands before the colon."""
     variant: str
     """"full", "h2o", "reread", or one of `VARIANTS`."""
     config: H2OConfig
@@ -116,28 +116,13 @@ class Setting:
     @property
     def sees_future(self) -> bool:
         """Whether its rows see which tokens will matter later, as no cache can: its numbers are
-        too good, and tables and plots mark them with `star`."""
+        too good, and tables mark them with `star`."""
         return self.variant == "global"
 
     @property
     def star(self) -> str:
-        """What follows its name in tables and plots; `footnote` says why."""
+        """What follows its name in tables; `footnote` says why."""
         return " *" if self.sees_future else ""
-
-    @property
-    def curve(self) -> str:
-        """Settings that differ in nothing but their budget have it in common: a line of a plot."""
-        head, *options = self.name.split("/")
-        parts = ["/".join([self.kind, *sorted(options)])]
-        heavy, recent = self.config.heavy, self.config.recent
-        if self.kind == "sink" and self.config.sinks != 4:
-            parts.append(f"from {self.config.sinks}")
-        numbers = isinstance(heavy, int | float) and isinstance(recent, int | float)
-        if self.kind.startswith(("h2o", "mask-")) and "+" in head and numbers:
-            total = heavy + recent
-            if abs(heavy - recent) > (1 if isinstance(heavy, int) else 1e-6 * total):
-                parts.append(f"{heavy / total:.0%} heavy")
-        return " ".join(parts) + self.star
 
     def describe(self) -> dict[str, Any]:
         """For result files: plain values only."""

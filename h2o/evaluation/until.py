@@ -8,7 +8,7 @@ found and its text cut.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,36 @@ from lm_eval.models.utils_hf import MultiTokenEOSCriteria
 from tqdm import tqdm
 
 from h2o.borrowed import with_cache
-from h2o.evaluation.answers import by_rows, in_rows
 from h2o.evaluation.setting import Setting
 from h2o.hf.cache.cache import H2OCache
+from h2o.hf.rows.generate_all import generate_all, serves
 from h2o.hf.rows.request import Request, decoding_arguments
 
-__all__ = ["divided", "texts"]
+__all__ = ["by_rows", "divided", "in_rows", "texts"]
+
+
+def in_rows(model: Any, setting: Setting, request: Request, tokenizer: Any = None) -> bool:
+    """Whether requests like this one are for `by_rows`. Others, and those of the full cache, whose
+    rows would grow without bounds, are for `model.generate()`."""
+    return setting.variant == "h2o" and serves(model, setting.config, request, tokenizer)
+
+
+def by_rows(
+    model: Any, setting: Setting, requests: Iterable[Request], rows: int, tokenizer: Any = None
+) -> Iterator[tuple[int, list[int]]]:
+    """(index, new tokens) of each request, as they finish: the tokens that `generate()` gives it
+    alone, with a cache of the setting.
+
+    Raises: what reading a prompt raises.
+    """
+    results = generate_all(
+        model, requests, setting.config, rows=rows, tokenizer=tokenizer, as_completed=True
+    )
+    with contextlib.closing(results):  # an error's traceback would keep the model's lock
+        for result in results:
+            if result.error is not None:
+                raise result.error
+            yield result.index, result.ids
 
 
 def divided(

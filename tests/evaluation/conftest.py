@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 
+import lm_eval.tasks
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -26,9 +29,41 @@ def exit_code(run, *arguments):
         return exit_.code
 
 
+def measured(folder):
+    """What lm-eval has written of each setting, the newest where there are several."""
+    files = sorted(folder.rglob("results_*.json"), key=lambda file: file.name)
+    contents = [json.loads(file.read_text()) for file in files]
+    return {content["config"]["h2o"]["setting"]: content for content in contents}
+
+
+def table_of(text):
+    """The rows of a printed table by setting, {title: cell}; titles have one blank at most."""
+    lines = text.splitlines()
+    under = next(i for i, line in enumerate(lines) if line.startswith("---"))
+    ends = [match.span() for match in re.finditer("-+", lines[under])]
+    cells = [
+        [line[a:b].strip() for a, b in ends]
+        for line in [lines[under - 1], *lines[under + 1 : lines.index("", under)]]
+    ]
+    return {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[1:] if row[0][:1] != "*"}
+
+
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def lm_eval_apart(tmp_path, monkeypatch):
+    """lm-eval with caches in a folder of the test, and without what takes it long."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    # lm-eval logs, once set up, to what standard error was in the first of these tests.
+    monkeypatch.setattr("lm_eval.utils._LOGGING_CONFIGURED", True)
+    # Ten seconds for the tasks that it could download, two for a list of the environment.
+    only_own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", only_own)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import types
 
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
@@ -290,9 +292,11 @@ def test_generation_goes_through_a_real_cache(lm, hflm):
 # ---- Interruption ------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # lm-eval closes no database
 @pytest.mark.parametrize("setting", ["full", "h2o:4+4"])
 @pytest.mark.parametrize("protocol", ["simulate", "drop"])
 def test_an_interrupted_run_goes_on(tokenizer, tmp_path, protocol, setting):
+    """With lm-eval's memory of answers, which has each batch at once."""
     lm = make(tokenizer, batch_size=2)
     forward, calls, stop_at = lm.model.forward, [], []
 
@@ -305,26 +309,40 @@ def test_an_interrupted_run_goes_on(tokenizer, tmp_path, protocol, setting):
     interrupted.__signature__ = inspect.signature(forward)
     lm.model.forward = interrupted
     lm.use(parse(setting), protocol)
-    want, facts = numbers(lm), lm.describe()
-    stop_at.append(len(calls) + int(0.8 * len(calls)))
-    journal = tmp_path / "answers.jsonl"
-    lm.use(parse(setting), protocol, journal=journal)
+    want, passes = numbers(lm), len(calls)
+    stop_at.append(passes + int(0.8 * passes))
+    remembering = CachingLM(lm, str(tmp_path / "answers"))
     with pytest.raises(KeyboardInterrupt):
-        numbers(lm)
-    written = journal.read_text().split("\n")
-    assert any(written)
-    journal.write_text("\n".join([*written[:-1], written[-1][:20]]))  # the last one torn
-    lm.use(parse(setting), protocol, journal=journal)
+        remembering.loglikelihood(requests())
     before = len(calls)
-    got = numbers(lm)
-    close(got[0], want[0])
-    assert got[1] == want[1]
-    assert lm.describe() == facts, "what was taken from the journal counts like the rest"
+    got = remembering.loglikelihood(requests())
+    close(torch.tensor([x for x, _ in got], dtype=torch.float64), want[0])
+    assert [x for _, x in got] == want[1]
+    assert 0 < len(calls) - before < 0.5 * passes
+    before = len(calls)
+    assert remembering.loglikelihood(requests()) == got
+    assert len(calls) == before, "everything is known now"
+
+
+@pytest.mark.parametrize("protocol", ["simulate", "drop", "read"])
+def test_requests_are_counted_without_asking_the_model(lm, protocol):
+    lm.use(parse("h2o:0.1+0.2"), protocol)
     numbers(lm)
-    assert len(calls) > before
-    after = len(calls)
-    numbers(lm)
-    assert len(calls) == after, "everything is known now"
+    asked = lm.tally
+    model = lm.model
+    try:
+        lm._model = types.SimpleNamespace(config=model.config)
+        counted = lm.count("loglikelihood", PAIRS)
+    finally:
+        lm._model = model
+    assert counted == asked
+    assert lm.tally is asked
+    if protocol == "simulate":
+        rolling = lm.count("loglikelihood_rolling", [("abc " * 150,)])
+        assert rolling.requests == 2
+    else:
+        task = generation(CONTEXTS[1])
+        assert lm.count("generate_until", [task.args]).tokens_seen > 0
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

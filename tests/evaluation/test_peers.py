@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o.evaluation import perplexity
+from h2o.evaluation import windows
 from tests.evaluation.conftest import build
 
 pytest.importorskip("benchmarks.equal_bytes", reason="the benchmarks are not here")
@@ -132,5 +132,5 @@ def test_the_table(script, tokenizer, tmp_path, monkeypatch, capsys):
     assert rows["full"][1:3] == ["80.0%", "100.0%"]
     assert rows["full"][-2:] == ["0.000", "±0.000"]
     monkeypatch.setattr(Answers, "ask", None)  # what is there is not measured again
-    monkeypatch.setattr(perplexity, "by_simulation", None)
+    monkeypatch.setattr(windows, "by_simulation", None)
     script.main()

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-import lm_eval.tasks
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from h2o import cli, model_identity, models
+from h2o import cli, models
 from h2o.cli import eval_command
-from h2o.evaluation import lm_eval_tasks
+from h2o.evaluation import side_by_side
 from h2o.evaluation.lm import H2OLM
-from h2o.result_cells import Cells
 from tests.evaluation import conftest
+from tests.evaluation.conftest import measured, table_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,18 +24,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path, monkeypatch):
-    """Caches and results in a folder of this test, paths of the examples as they say."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+def _elsewhere(tmp_path, monkeypatch, lm_eval_apart):
+    """Paths of the examples as they say, results in a folder of this test."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(eval_command, "OUTPUT", tmp_path / "unasked")
-    # lm-eval logs, once set up, to what standard error was in the first of these tests.
-    monkeypatch.setattr("lm_eval.utils._LOGGING_CONFIGURED", True)
-    # Ten seconds for the tasks that it could download, two for a list of the environment.
-    only_own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", only_own)
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
 def run(folder, *arguments, task="examples_causes", tasks="examples/tasks"):
@@ -125,50 +113,68 @@ def test_answers_of_one_budget_are_not_those_of_another(folder, tmp_path, forwar
 COMPARE = "full,h2o:0.1+0.1,local:0.2,sink:4+0.2,h2o:0.2+0,mask-global:0.1+0.1"
 
 
-def test_compare(folder, tmp_path, capsys, forwards, monkeypatch):
-    drawn = {}
-    original = lm_eval_tasks.plot_curves
+def scores(content, task="examples_causes"):
+    return {x: y for x, y in content["results"][task].items() if isinstance(y, float)}
 
-    def plot_curves(path, panels, *labels):
-        drawn.update(panels)
-        return original(path, panels, *labels)
 
-    monkeypatch.setattr(lm_eval_tasks, "plot_curves", plot_curves)
+def test_compare(folder, tmp_path, capsys, forwards):
     arguments = ["--compare", COMPARE, "-o", tmp_path / "out", "--limit", 4, "--num_fewshot", 1]
     assert run(folder, *arguments) == 0
-    table = capsys.readouterr().out.splitlines()
-    names = COMPARE.split(",")
-    rows = {
-        line.split()[0]: line for line in table if line.split()[:1] and line.split()[0] in names
-    }
-    assert list(rows) == names
-    assert "100.0%" in rows["full"]
-    assert all("±" in row and row.endswith(" s") for row in rows.values())
-    assert rows["mask-global:0.1+0.1"].split()[1] == "*"
-    assert table.count("* sees the future: not comparable") == 1
-    assert set(drawn["examples_causes"]) == {
-        "full", "h2o", "local", "sink", "h2o 100% heavy", "mask-global *",
-    }  # fmt: skip
-    assert (tmp_path / "out" / "compare.png").read_bytes()[:4] == b"\x89PNG"
-    content = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert len(content["cells"]) == 6
-    for cell in content["cells"]:
-        assert {
-            "model", "dtype", "versions", "seeds", "protocol", "ratio_of", "variant", "task",
-            "num_fewshot", "limit", "core",
-        } <= set(cell["facts"])  # fmt: skip
-        assert cell["result"]["requests"] == 8
-        assert 0 <= cell["result"]["metrics"]["examples_causes"]["acc"] <= 1
-    assert not list((tmp_path / "out").glob("answers-*"))
+    out = capsys.readouterr().out
+    rows = table_of(out)
+    assert [name.removesuffix(" *") for name in rows] == COMPARE.split(",")
+    assert rows["full"]["kept"] == "100.0%"
+    assert all("±" in row["examples_causes acc_norm"] for row in rows.values())
+    assert out.splitlines().count("* sees the future: not comparable") == 1
+    contents = measured(tmp_path / "out")
+    assert list(contents) == COMPARE.split(",")
+    for content in contents.values():
+        facts = content["config"]["h2o"]
+        assert {"protocol", "ratio_of", "variant", "provenance"} <= set(facts)
+        assert {"model", "dtype", "versions", "core"} <= set(facts["provenance"])
+        assert facts["requests"] == 8
+        assert 0 <= content["results"]["examples_causes"]["acc,none"] <= 1
     count = forwards.count
     assert run(folder, *arguments) == 0
-    again = capsys.readouterr().out
-    assert forwards.count == count, "measured again what the file had"
-    assert [line for line in again.splitlines() if line.startswith("h2o:0.1")] == [
-        rows["h2o:0.1+0.1"]
-    ]
+    assert forwards.count == count, "measured again what was remembered"
+    assert capsys.readouterr().out == out
     assert run(folder, *arguments, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["cells"] == content["cells"]
+    for one in json.loads(capsys.readouterr().out)["settings"]:
+        assert one["results"] == contents[one["setting"]]["results"]
+        assert one["requests"] == 8
+
+
+def test_a_task_of_texts_beside_another(folder, tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text("It rained. The well ran dry, and nobody came. " * 8)
+    metadata = json.dumps({"file": str(text), "window": 90})
+    arguments = ["--compare", "full,h2o:0.1+0.1", "-o", tmp_path / "out", "--limit", 2]
+    names = "examples_causes,h2o_perplexity"
+    assert run(folder, *arguments, "--metadata", metadata, task=names) == 0
+    together = table_of(capsys.readouterr().out)["h2o:0.1+0.1"]
+    assert run(folder, *arguments) == 0
+    alone = table_of(capsys.readouterr().out)["h2o:0.1+0.1"]
+    assert together["examples_causes acc"] == alone["examples_causes acc"]
+    where = ["--model", str(folder), "-o", str(tmp_path / "other")]
+    options = ["--compare", "full,h2o:0.1+0.1", "--window", "90", "--limit", "2"]
+    assert cli.main(["eval", "--perplexity", str(text), *where, *options]) == 0
+    of_text = table_of(capsys.readouterr().out)["h2o:0.1+0.1"]
+    assert together["nats lost"] == of_text["nats lost"]
+
+
+def test_lm_eval_runs_tasks_of_texts_itself(folder, tmp_path):
+    """As with `lm_eval --model h2o --include_path ...`."""
+    text = tmp_path / "text"
+    text.write_text("It rained. The well ran dry, and nobody came. " * 8)
+    metadata = json.dumps({"file": str(text), "window": 90})
+    where = ["--model", str(folder), "-o", str(tmp_path / "out"), "--metadata", metadata]
+    budget = ["--heavy", "0.1", "--recent", "0.1"]
+    assert cli.main(["eval", "--tasks", "h2o_perplexity", *where, *budget]) == 0
+    (content,) = measured(tmp_path / "out").values()
+    options = ["--compare", "h2o:0.1+0.1", "--window", "90", "-o", str(tmp_path / "other")]
+    assert cli.main(["eval", "--perplexity", str(text), *where[:2], *options]) == 0
+    (other,) = measured(tmp_path / "other").values()
+    assert scores(content, "h2o_perplexity") == scores(other, "h2o_perplexity")
 
 
 def test_a_gguf_file(tmp_path, monkeypatch):
@@ -205,26 +211,28 @@ def rows(**how):
     monkeypatch.setattr(H2OLM, "loglikelihood", loglikelihood)
     arguments = ["--compare", "full,h2o:4+4", "-o", tmp_path / "out"]
     assert run(model, *arguments, task="own", tasks=made) == 0
-    assert asked == ["It is 5, so"] * 4
+    assert set(asked) == {"It is 5, so"}
 
 
 def test_rows_that_changed_are_measured_again(folder, tmp_path, forwards):
+    """Where another right answer changes no question, answers are judged anew."""
     row = {"premise": "It rained", "choices": ["a b", "c d"], "gold": 0}
     task(tmp_path, f"test: {tmp_path}/rows.jsonl")
-    counts = []
-    for gold in (0, 0, 1):
-        (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"gold": gold}))
+    counts, accuracy = [], []
+    for change in ({}, {}, {"gold": 1}, {"premise": "It snowed"}):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row | change))
         arguments = ["--compare", "h2o:4+4", "-o", tmp_path / "out"]
         assert run(folder, *arguments, task="own", tasks=tmp_path) == 0
         counts.append(forwards.count)
-    assert counts == [1, 1, 2]
+        accuracy.append(measured(tmp_path / "out")["h2o:4+4"]["results"]["own"]["acc,none"])
+    assert counts == [1, 1, 1, 2]
+    assert accuracy[1] == accuracy[0] == 1 - accuracy[2]
 
 
 @pytest.mark.parametrize(
     ("first", "then"),
     [
         ([], ["--model_args", "add_bos_token=True"]),
-        ([], ["--metadata", '{"length": 8}']),
         (["--apply_chat_template"], ["--apply_chat_template", "--fewshot_as_multiturn", "false"]),
     ],
 )
@@ -243,20 +251,15 @@ def test_other_arguments_are_measured_anew(folder, tmp_path, forwards, first, th
 def test_an_interrupted_comparison_goes_on(folder, tmp_path, capsys, forwards):
     settings = ["--compare", "h2o:4+4,local:8", "--limit", 6, "--protocol", "drop"]
     assert run(folder, *settings, "-o", tmp_path / "whole") == 0
-    want = json.loads((tmp_path / "whole" / "compare.json").read_text())["cells"]
+    want = capsys.readouterr().out.replace("whole", "parts")
     passes, forwards.count = forwards.count, 0
     forwards.stop_at = int(0.9 * passes)
     assert run(folder, *settings, "-o", tmp_path / "parts") == 130
-    assert len(json.loads((tmp_path / "parts" / "compare.json").read_text())["cells"]) == 1
-    assert len(list((tmp_path / "parts").glob("answers-*"))) == 1
+    assert list(measured(tmp_path / "parts")) == ["h2o:4+4"]
     before, forwards.stop_at = forwards.count, None
     assert run(folder, *settings, "-o", tmp_path / "parts") == 0
     assert forwards.count - before < 0.4 * passes
-    got = json.loads((tmp_path / "parts" / "compare.json").read_text())["cells"]
-    for a, b in zip(want, got, strict=True):
-        assert a["facts"] == b["facts"]
-        assert a["result"]["metrics"] == b["result"]["metrics"]
-        assert a["result"]["tokens_kept"] == b["result"]["tokens_kept"]
+    assert capsys.readouterr().out == want
 
 
 def test_one_token_answers_are_announced(folder, tmp_path, capsys):
@@ -334,10 +337,10 @@ def test_whole_texts(folder, tmp_path, capsys):
     file.write_text(rolling.replace("metric: acc", "metric: word_perplexity"))
     arguments = ["--compare", "full,h2o:4+4", "-o", tmp_path / "out"]
     assert run(folder, *arguments, task="own", tasks=tmp_path) == 0
-    cells = json.loads((tmp_path / "out" / "compare.json").read_text())["cells"]
-    full, small = (cell["result"]["metrics"]["own"]["word_perplexity"] for cell in cells)
+    contents = measured(tmp_path / "out").values()
+    full, small = (scores(x, "own")["word_perplexity,none"] for x in contents)
     assert full != small
-    assert [cell["result"]["requests"] for cell in cells] == [2, 2]  # windows of 320 tokens
+    assert [x["config"]["h2o"]["requests"] for x in contents] == [2, 2]  # windows of 320 tokens
 
 
 @pytest.mark.parametrize(
@@ -374,7 +377,7 @@ def test_bad_rows(folder, tmp_path, capsys, row, words):
         (["--compare", "full", "--model_args", "heavy=4"], "go into --compare"),
         (["--compare", "mask-local:4+4", "--protocol", "drop"], "a mask, no cache"),
         (["--variant", "local", "--protocol", "drop"], "a mask, no cache"),
-        (["--compare", "mask-local:4+4", "--prompt-length", "9"], "'local' has no prompt"),
+        (["--compare", "mask-local:4+4", "--prompt-length", "9"], "'local' have no prompt"),
         (["--variant", "full", "--heavy", "4"], "heavy has no meaning"),
         (["--heavy", "0", "--recent", "0"], "budget of 0"),
         (["--json"], "--json with --tasks goes with --compare"),
@@ -399,13 +402,6 @@ def test_no_model(tmp_path, capsys):
     assert "nowhere" in error
 
 
-def test_results_of_something_else_are_not_overwritten(folder, tmp_path, capsys):
-    (tmp_path / "compare.json").write_text('{"mine": true}')
-    error = fails(capsys, run(folder, "-o", tmp_path, "--compare", "full", "--limit", 2))
-    assert "compare.json" in error
-    assert (tmp_path / "compare.json").read_text() == '{"mine": true}'
-
-
 def test_threads_of_torch_do_not_matter(folder, tmp_path):
     threads = torch.get_num_threads()
     metrics = []
@@ -414,8 +410,8 @@ def test_threads_of_torch_do_not_matter(folder, tmp_path):
             torch.set_num_threads(count)
             out = tmp_path / str(count)
             assert run(folder, "--compare", "h2o:4+4", "--limit", 3, "-o", out) == 0
-            (cell,) = json.loads((out / "compare.json").read_text())["cells"]
-            metrics.append(cell["result"]["metrics"])
+            (content,) = measured(out).values()
+            metrics.append(content["results"])
     finally:
         torch.set_num_threads(threads)
     assert metrics[0] == metrics[1]
@@ -450,118 +446,6 @@ def test_another_model_at_the_same_place_is_measured_anew(folder, tmp_path, forw
     assert counts == [measured, known, measured, measured, measured]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's
-def test_fingerprints_of_models():
-    """Adapters and quantised weights count; the name and how the weights are stored do not."""
-    peft = pytest.importorskip("peft")
-    model = conftest.build()
-    plain = model_identity.of_model(model)
-    twin = conftest.build()
-    twin.config._name_or_path = "elsewhere"
-    assert model_identity.of_model(twin) == plain == model_identity.of_model(model)
-    with torch.no_grad():
-        twin.model.layers[1].mlp.up_proj.weight[3] += 1
-    identities = {
-        plain,
-        model_identity.of_model(twin),
-        model_identity.of_model(conftest.build("opt")),
-    }
-    identities.add(model_identity.of_model(conftest.build().to(torch.bfloat16)))
-    for seed in (0, 1):
-        base = conftest.build()
-        torch.manual_seed(seed)
-        lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-        identities.add(model_identity.of_model(peft.get_peft_model(base, lora)))
-    assert len(identities) == 6
-
-
-def test_two_runs_into_one_folder_lose_nothing(tmp_path):
-    one, two = (Cells(tmp_path / "cells.json", "test") for _ in range(2))
-    one.put({"setting": "a"}, {"value": 1})
-    two.put({"setting": "b"}, {"value": 2})
-    one.put({"setting": "c"}, {"value": 3})
-    again = Cells(tmp_path / "cells.json", "test")
-    assert [again.find({"setting": name}) for name in "abc"] == [{"value": i} for i in (1, 2, 3)]
-    assert one.find({"setting": "b"}) == {"value": 2}
-
-
-def work(count, done, value=0):
-    """Rows of one piece of work each, which say in `done` that they were measured."""
-
-    def measure(i):
-        done.append(i)
-        return {"value": value, "i": i}
-
-    return [[({"setting": i}, functools.partial(measure, i))] for i in range(count)]
-
-
-def test_a_large_file_is_not_written_for_each_cell(tmp_path, monkeypatch):
-    """That takes as long as all cells together: half an hour for a whole text with many settings.
-    Little time goes there, and nothing of what was measured is lost by an error or Ctrl-C."""
-    path, now, writes, done = tmp_path / "cells.json", [0.0], [], []
-    monkeypatch.setattr("h2o.result_cells.time.monotonic", lambda: now[0])
-    cells = Cells(path, "test")
-    write = cells._write
-
-    def slow():
-        stamp = cells._stamp
-        with monkeypatch.context() as patch:
-            patch.setattr(cells, "_stamp", lambda: (now.__setitem__(0, now[0] + 1), stamp())[1])
-            write()
-        writes.append(now[0])
-
-    monkeypatch.setattr(cells, "_write", slow)
-    rows = work(200, done)
-    for i, [(facts, measure)] in enumerate(rows):
-
-        def second(measure=measure, i=i):
-            now[0] += 1  # a second for each cell, two for each writing
-            if i == 150:
-                raise KeyboardInterrupt
-            return measure()
-
-        rows[i] = [(facts, second)]
-    with pytest.raises(KeyboardInterrupt):
-        cells.complete(rows, "rows")
-    assert 3 <= len(writes) <= 6
-    assert len(json.loads(path.read_text())["cells"]) == 150
-    again = Cells(path, "test")
-    results = again.complete(work(200, done), "rows")
-    assert done == list(range(200))
-    assert [row[0]["i"] for row in results] == list(range(200))
-
-
-def test_two_runs_that_share_a_file_keep_each_others_cells(tmp_path):
-    path, done = tmp_path / "cells.json", []
-    one = Cells(path, "test")
-    rows = work(6, done)
-    other = [({"setting": 3}, lambda: pytest.fail("measured by the other run"))]
-
-    def meanwhile(measure=rows[2][0][1]):
-        Cells(path, "test").put({"setting": "other"}, {"value": 1})
-        return measure()
-
-    rows[2] = [({"setting": 2}, meanwhile)]
-    one.complete(rows, "rows")
-    cells = Cells(path, "test")
-    assert cells.find({"setting": "other"}) == {"value": 1}
-    assert cells.complete([other], "rows") == [[{"value": 0, "i": 3}]]
-    assert len(cells.cells) == 7
-
-
-def test_many_processes_write_at_once(tmp_path):
-    """Whoever reads, adds a cell and writes holds the lock for all of that."""
-    program = (
-        "import sys; from pathlib import Path; from h2o.result_cells import Cells\n"
-        "cells = Cells(Path(sys.argv[1]), 'test')\n"
-        "for i in range(20): cells.put({'by': sys.argv[2], 'i': i}, {'value': i})"
-    )
-    arguments = [sys.executable, "-c", program, str(tmp_path / "cells.json")]
-    running = [subprocess.Popen([*arguments, name]) for name in "ab"]
-    assert [process.wait(60) for process in running] == [0, 0]
-    assert len(Cells(tmp_path / "cells.json", "test").cells) == 40
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -573,7 +457,7 @@ def test_many_processes_write_at_once(tmp_path):
 def test_a_folder_that_cannot_be_written_is_known_first(tmp_path, capsys, monkeypatch, arguments):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr(models, "load_model", None)  # would have been the next thing
-    monkeypatch.setattr(lm_eval_tasks, "H2OLM", None)
+    monkeypatch.setattr(side_by_side, "H2OLM", None)
     code = cli.main(["eval", *arguments, "-o", str(tmp_path / "file" / "out")])
     assert "name another output folder" in fails(capsys, code)
 

@@ -1,4 +1,4 @@
-"""h2o.evaluation.published_masks in blocks of rows, against the authors' masks and its readable ones."""
+"""The published masks in blocks of rows, against the authors' own and the readable ones."""
 
 from __future__ import annotations
 
