@@ -32,6 +32,7 @@ from h2o.evaluation.text_table import table
 from h2o.evaluation.text_tasks import Samples, TextTask
 from h2o.filesystem import make_writable
 from h2o.models import DEFAULT_MODEL, embedded_folder, is_gguf, tokenizer_folder
+from h2o.processes import several
 from h2o.result_cells import fingerprint, provenance
 
 __all__ = ["TASKS", "compare", "is_model_type", "run"]
@@ -90,7 +91,8 @@ def compare(
     make_writable(output)
     common = {"batch_size": config.batch_size, "device": config.device}
     with readable_errors():
-        lm = H2OLM(**config.model_args, **{k: v for k, v in common.items() if v is not None})
+        given = {x: y for x, y in common.items() if y is not None}
+        lm = H2OLM(variant="full", **config.model_args, **given)
     check_fit(settings, full_cache=protocol != "simulate")(lm.model)
     tasks = loaded(manager, config.tasks)
     measured: dict[Setting, Measured] = {}
@@ -170,7 +172,7 @@ def measure(
         samples=config.samples,
         gen_kwargs=config.gen_kwargs,
         task_manager=manager,
-        use_cache=str(output / "answers" / fingerprint(facts)),
+        use_cache=None if is_cut(config) else str(output / "answers" / fingerprint(facts)),
         log_samples=True,
         evaluation_tracker=tracker,
         system_instruction=config.system_instruction,
@@ -186,6 +188,8 @@ def measure(
     if results is None:
         return None
     samples = results.pop("samples")
+    for logged in samples.values():
+        logged.sort(key=lambda sample: sample["doc_id"])  # several processes have them by turns
     tallies = [counted(lm, tasks[task], logged) for task, logged in samples.items()]
     tally = sum(tallies, Tally())
     results["config"] |= {
@@ -199,6 +203,12 @@ def measure(
         for task, logged in samples.items():
             tracker.save_results_samples(task_name=task, samples=logged)
     return {**results, "samples": samples, "tally": tally}
+
+
+def is_cut(config: EvaluatorConfig) -> bool:
+    """Whether processes work on each request together. Each would remember answers of its own, and
+    wait for the others where these know one that it does not."""
+    return several() > 1 and config.model_args.get("tp_plan") is not None
 
 
 def file_name(setting: Setting) -> str:

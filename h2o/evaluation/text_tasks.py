@@ -47,7 +47,8 @@ def answers(lm: Any, requests: Sequence[Instance]) -> Iterator[Any]:
                 lm.cache_hook.add_partial("loglikelihood", request.args, answer)
             yield answer
     finally:
-        switch(lm.model, attention)
+        if attention_name(lm.model.config) != attention:
+            switch(lm.model, attention)
 
 
 class TextTask(ConfigurableTask):
