@@ -12,7 +12,7 @@ from typing import Any
 
 from h2o import model_identity, ops
 from h2o.errors import UserError
-from h2o.filesystem import atomic_write, locked, make_writable
+from h2o.filesystem import atomic_write, lock, make_writable
 from h2o.packages import versions
 from h2o.processes import ALONE, Processes
 
@@ -97,7 +97,7 @@ class Cells:
         """The file as the first process knows it, with what others have put there."""
         if not self.processes.first:
             return
-        with locked(self.path):
+        with lock(self.path):
             if self._stamp() != self.written:
                 self.in_file = self._read()
             self.in_file |= self.cells
