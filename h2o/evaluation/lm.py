@@ -101,7 +101,7 @@ class H2OLM(HFLM):
             log.info("device=%s: torch has none here; cpu", device)
             device = "cpu"
         kwargs["device"] = str(models.torch_device(device))
-        if several() and isinstance(pretrained, str) and kwargs["device"] == "cpu":
+        if several() > 1 and isinstance(pretrained, str) and kwargs["device"] == "cpu":
             PartialState(cpu=True)  # or accelerate would take another device where there is one
         super().__init__(pretrained, **kwargs)
         if self._device.type == "meta":  # all is offloaded; accelerate takes inputs along

@@ -40,6 +40,9 @@ __all__ = ["TASKS", "compare", "is_model_type", "run"]
 TASKS = Path(__file__).parent / "tasks"
 """The folder of h2o's own task files."""
 
+OF_ONE_SETTING = ("predict_only", "show_config", "check_integrity", "wandb_args", "trackio_args")
+"""Options of lm-eval that a table of several settings has no place for."""
+
 Measured = dict[str, Any]
 """What lm-eval returns of one setting, with the model's "tally"."""
 
@@ -80,7 +83,11 @@ def compare(
     arguments = [*arguments, "--output_path", str(output)]
     with lm_eval_arguments(arguments), readable_errors():
         config = EvaluatorConfig.from_cli(HarnessCLI().parse_args())
+        config.metadata = {"prompt_length": prompt_length} | (config.metadata or {})
         manager = task_manager(config)
+    for name in OF_ONE_SETTING:
+        if getattr(config, name):
+            raise UserError(f"--{name} is for one setting: leave out --compare")
     of_cache = set(config.model_args) & {*POLICY, "protocol", "prompt_length", "ratio_of"}
     if of_cache:
         raise UserError(
@@ -163,7 +170,8 @@ def measure(
     facts = provenance(lm.model, lm.tokenizer, name) | {"model_args": config.model_args}
     facts |= {x: y for x, y in how.items() if x not in vars(lm.tally)}
     facts["max_length"] = lm.max_length
-    tracker = EvaluationTracker(output_path=str(output / file_name(lm.setting)))
+    where = {"output_path": str(output / file_name(lm.setting))}
+    tracker = EvaluationTracker(**config.hf_hub_log_args | where)
     results = simple_evaluate(
         model=lm,
         tasks=config.tasks,
@@ -173,6 +181,10 @@ def measure(
         gen_kwargs=config.gen_kwargs,
         task_manager=manager,
         use_cache=None if is_cut(config) else str(output / "answers" / fingerprint(facts)),
+        cache_requests=config.cache_requests.get("cache_requests", False),
+        rewrite_requests_cache=config.cache_requests.get("rewrite_requests_cache", False),
+        delete_requests_cache=config.cache_requests.get("delete_requests_cache", False),
+        write_out=config.write_out,
         log_samples=True,
         evaluation_tracker=tracker,
         system_instruction=config.system_instruction,
@@ -219,7 +231,8 @@ def file_name(setting: Setting) -> str:
 def counted(lm: H2OLM, task: Any, samples: Samples) -> Any:
     """What the logged requests of a task come to, whether they were asked now or before."""
     kind = "loglikelihood" if task.OUTPUT_TYPE == "multiple_choice" else task.OUTPUT_TYPE
-    return lm.count(kind, [tuple(x) for sample in samples for x in sample["arguments"]])
+    once = [x for x in samples if x["filter"] == samples[0]["filter"]]  # logged for each filter
+    return lm.count(kind, [tuple(x) for sample in once for x in sample["arguments"]])
 
 
 def as_table(measured: dict[Setting, Measured], tasks: dict[str, Any], model: Any) -> str:
@@ -249,24 +262,21 @@ def as_table(measured: dict[Setting, Measured], tasks: dict[str, Any], model: An
 
 
 def shown_metrics(metrics: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, value with its standard error) of the main metric, or of ROUGE all three, and where
+    """(name, value and its standard error) of the main metric, or of ROUGE all three, and where
     there is one of accuracy by length-normalised likelihood."""
-    values = {
-        x.removesuffix(",none"): y
-        for x, y in metrics.items()
-        if isinstance(y, float | int) and x != "sample_len" and measured_length(x, y)
-    }
-    names = [x for x in values if not x.endswith("_stderr")]
-    main = next((x for x in ("acc", "exact_match", "f1", "rouge1", *names) if x in values), None)
-    more = {"acc": ["acc_norm"], "rouge1": ["rouge2", "rougeL"]}.get(main or "", [])
-    for name in [main, *more]:
-        if name in values:
-            yield name, f"{values[name]:.3f} ±{values.get(f'{name}_stderr', 0.0):.3f}"
-
-
-def measured_length(metric: str, value: float) -> bool:
-    """RULER's tasks have a metric for each length, -1 for one without texts."""
-    return not (metric.partition(",")[0].isdecimal() and value == -1)
+    values: dict[str, str] = {}
+    for key, value in metrics.items():
+        name, _, filtered = key.partition(",")
+        # RULER's tasks have a metric for each length, -1 for one without texts.
+        is_missing = name.isdecimal() and value == -1
+        if not filtered or name.endswith("_stderr") or is_missing or isinstance(value, str):
+            continue
+        error = metrics.get(f"{name}_stderr,{filtered}")
+        shown = f" ±{error:.3f}" if isinstance(error, float) else ""
+        values[name if filtered == "none" else key] = f"{value:.3f}{shown}"
+    main = next((x for x in ("acc", "exact_match", "f1", "rouge1", *values) if x in values), "")
+    more = {"acc": ["acc_norm"], "rouge1": ["rouge2", "rougeL"]}.get(main, [])
+    return ((name, values[name]) for name in (main, *more) if name in values)
 
 
 @contextmanager

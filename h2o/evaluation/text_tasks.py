@@ -20,7 +20,7 @@ from h2o.borrowed import attention_name
 from h2o.evaluation import needles, windows
 from h2o.hf.attention.attention import switch
 
-__all__ = ["Needles", "Perplexity", "Samples", "TextTask", "answers", "is_of_text"]
+__all__ = ["FileTask", "Needles", "Perplexity", "Samples", "TextTask", "answers", "is_of_text"]
 
 Samples = list[dict[str, Any]]
 """What lm-eval logs of a task: the metrics of each row by name, and the row as "doc"."""
@@ -51,14 +51,23 @@ def answers(lm: Any, requests: Sequence[Instance]) -> Iterator[Any]:
             switch(lm.model, attention)
 
 
-class TextTask(ConfigurableTask):
+class FileTask(ConfigurableTask):
+    """A task made from a file that --metadata names."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config={x: y for x, y in config.items() if x != "class"})
+
+    def build_all_requests(self, *, cache_requests: bool = False, **kwargs: Any) -> None:
+        """As lm-eval's, but never from its --cache_requests, which knows tasks by name alone and
+        would take one file's requests for another's."""
+        super().build_all_requests(**kwargs)
+
+
+class TextTask(FileTask):
     """A task whose rows have a "text", and in "asked" what is asked of the text."""
 
     UNIT: str
     """What fractional budgets are fractions of."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config={x: y for x, y in config.items() if x != "class"})
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> Instance:
         """One request a row, of the text alone: without examples and chat template."""

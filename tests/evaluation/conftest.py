@@ -6,7 +6,6 @@ import functools
 import json
 import re
 
-import lm_eval.tasks
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -56,12 +55,13 @@ def _offline(monkeypatch):
 @pytest.fixture
 def lm_eval_apart(tmp_path, monkeypatch):
     """lm-eval with caches in a folder of the test, and without what takes it long."""
+    lm_eval_tasks = pytest.importorskip("lm_eval.tasks")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     # lm-eval logs, once set up, to what standard error was in the first of these tests.
     monkeypatch.setattr("lm_eval.utils._LOGGING_CONFIGURED", True)
     # Ten seconds for the tasks that it could download, two for a list of the environment.
-    only_own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    only_own = functools.partial(lm_eval_tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", only_own)
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 

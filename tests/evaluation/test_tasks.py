@@ -14,6 +14,7 @@ from h2o import cli, models
 from h2o.cli import eval_command
 from h2o.evaluation import side_by_side
 from h2o.evaluation.lm import H2OLM
+from h2o.evaluation.side_by_side import shown_metrics
 from tests.evaluation import conftest
 from tests.evaluation.conftest import measured, table_of
 
@@ -160,6 +161,21 @@ def test_a_task_of_texts_beside_another(folder, tmp_path, capsys):
     assert cli.main(["eval", "--perplexity", str(text), *where, *options]) == 0
     of_text = table_of(capsys.readouterr().out)["h2o:0.1+0.1"]
     assert together["nats lost"] == of_text["nats lost"]
+    options = [*arguments, "--metadata", metadata, "--prompt-length", 50]
+    assert run(folder, *options, task="h2o_perplexity") == 0
+    assert table_of(capsys.readouterr().out)["full"]["scored"] == f"{2 * (90 - 51)}"
+    code = run(folder, *options, "--ratio-of", "prompt", task="h2o_perplexity")
+    assert "fractions are of the window" in fails(capsys, code)
+
+
+def test_metrics_have_the_errors_of_their_filter():
+    metrics = {
+        "name": "a", "sample_len": 3, "4096,none": -1, "4096_stderr,none": "N/A",
+        "exact_match,strict": 0.5, "exact_match_stderr,strict": 0.1,
+    }  # fmt: skip
+    assert list(shown_metrics(metrics)) == [("exact_match,strict", "0.500 ±0.100")]
+    accuracy = {"acc,none": 0.25, "acc_norm,none": 0.5, "acc_norm_stderr,none": 0.25}
+    assert list(shown_metrics(accuracy)) == [("acc", "0.250"), ("acc_norm", "0.500 ±0.250")]
 
 
 def test_lm_eval_runs_tasks_of_texts_itself(folder, tmp_path):
@@ -374,6 +390,7 @@ def test_bad_rows(folder, tmp_path, capsys, row, words):
         (["--budgets", "0.1"], "--budgets goes with --compare"),
         (["--compare", "full", "--heavy", "4"], "--heavy is for one setting"),
         (["--compare", "full", "--use_cache", "x"], "drop --use_cache"),
+        (["--compare", "full", "--model_args", "a=1", "--predict_only"], "is for one setting"),
         (["--compare", "full", "--model_args", "heavy=4"], "go into --compare"),
         (["--compare", "mask-local:4+4", "--protocol", "drop"], "a mask, no cache"),
         (["--variant", "local", "--protocol", "drop"], "a mask, no cache"),

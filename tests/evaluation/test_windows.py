@@ -167,6 +167,13 @@ def test_an_interrupted_run_goes_on(folder, text, tmp_path, monkeypatch, protoco
     assert len(calls) == 13
 
 
+def test_requests_of_one_file_are_not_those_of_another(folder, text, tmp_path, monkeypatch):
+    """lm-eval would keep them by the name of the task alone."""
+    monkeypatch.setattr("lm_eval.api.task.save_to_cache", lambda **_: pytest.fail("kept"))
+    arguments = ["--compare", "full", "--window", 60, "--limit", 2]
+    assert run(folder, text, tmp_path, *arguments, "--cache_requests") == 0
+
+
 def test_one_setting_by_options(folder, text, tmp_path, capsys):
     options = ["--heavy", 6, "--recent", 5, "--sinks", 2, "--score-by", "mean", "--value-weighted"]
     assert run(folder, text, tmp_path, *options, "--window", 80, "--limit", 1) == 0
