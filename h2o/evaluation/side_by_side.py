@@ -40,6 +40,14 @@ __all__ = ["TASKS", "compare", "is_model_type", "run"]
 TASKS = Path(__file__).parent / "tasks"
 """The folder of h2o's own task files."""
 
+OF_ALL_SETTINGS = (
+    "tasks", "num_fewshot", "limit", "samples", "gen_kwargs", "write_out", "system_instruction",
+    "apply_chat_template", "confirm_run_unsafe_code",
+)  # fmt: skip
+"""Options of lm-eval that `simple_evaluate` takes as they are."""
+
+SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+
 OF_ONE_SETTING = ("predict_only", "show_config", "check_integrity", "wandb_args", "trackio_args")
 """Options of lm-eval that a table of several settings has no place for."""
 
@@ -102,11 +110,15 @@ def compare(
         lm = H2OLM(variant="full", **config.model_args, **given)
     check_fit(settings, full_cache=protocol != "simulate")(lm.model)
     tasks = loaded(manager, config.tasks)
+    origin = provenance(
+        lm.model, lm.tokenizer, config.model_args.get("pretrained") or DEFAULT_MODEL
+    )
+    origin |= {"model_args": config.model_args, "max_length": lm.max_length}
     measured: dict[Setting, Measured] = {}
     for setting in settings:
         lm.use(setting, protocol, prompt_length=prompt_length, ratio_of=ratio_of)
         with readable_errors():
-            results = measure(lm, tasks, config, manager, output)
+            results = measure(lm, tasks, config, manager, output, origin)
         if results is not None:
             measured[setting] = results
     if not measured:
@@ -114,13 +126,12 @@ def compare(
     if as_json:
         listed = [x["config"]["h2o"] | {"results": x["results"]} for x in measured.values()]
         return json.dumps({"folder": str(output), "settings": listed}, indent=1)
-    name = config.model_args.get("pretrained") or DEFAULT_MODEL
     notes = [f"written: {output}"]
     tally = next(iter(measured.values()))["tally"]
     if protocol == "drop" and tally.one_token_answers:
         notes.insert(0, one_token_note(tally.one_token_answers, tally.requests))
     units = dict.fromkeys(getattr(task, "UNIT", lm.ratio_of) for task in tasks.values())
-    first = f"{name}, protocol {protocol}, fractions of the {' or the '.join(units)}"
+    first = f"{origin['model']}, protocol {protocol}, fractions of the {' or the '.join(units)}"
     return "\n".join([first, "", as_table(measured, tasks, lm.model), "", *notes])
 
 
@@ -160,56 +171,42 @@ def task_manager(config: EvaluatorConfig) -> TaskManager:
 
 
 def measure(
-    lm: H2OLM, tasks: dict[str, Any], config: EvaluatorConfig, manager: TaskManager, output: Path
+    lm: H2OLM,
+    tasks: dict[str, Any],
+    config: EvaluatorConfig,
+    manager: TaskManager,
+    output: Path,
+    origin: dict[str, Any],
 ) -> Measured | None:
     """All tasks with the setting in use, and lm-eval's files of it. None in all but the first of
-    several processes."""
-    name = config.model_args.get("pretrained") or DEFAULT_MODEL
-    seeds = config.seed or [None] * 4
-    how = lm.describe()
-    facts = provenance(lm.model, lm.tokenizer, name) | {"model_args": config.model_args}
-    facts |= {x: y for x, y in how.items() if x not in vars(lm.tally)}
-    facts["max_length"] = lm.max_length
+    several processes. `origin`: what answers depend on beside the setting."""
+    how = {x: y for x, y in lm.describe().items() if x not in vars(lm.tally)}
     where = {"output_path": str(output / file_name(lm.setting))}
     tracker = EvaluationTracker(**config.hf_hub_log_args | where)
     results = simple_evaluate(
         model=lm,
-        tasks=config.tasks,
-        num_fewshot=config.num_fewshot,
-        limit=config.limit,
-        samples=config.samples,
-        gen_kwargs=config.gen_kwargs,
         task_manager=manager,
-        use_cache=None if is_cut(config) else str(output / "answers" / fingerprint(facts)),
-        cache_requests=config.cache_requests.get("cache_requests", False),
-        rewrite_requests_cache=config.cache_requests.get("rewrite_requests_cache", False),
-        delete_requests_cache=config.cache_requests.get("delete_requests_cache", False),
-        write_out=config.write_out,
+        use_cache=None if is_cut(config) else str(output / "answers" / fingerprint(origin | how)),
         log_samples=True,
         evaluation_tracker=tracker,
-        system_instruction=config.system_instruction,
-        apply_chat_template=config.apply_chat_template,
         fewshot_as_multiturn=bool(config.fewshot_as_multiturn),
-        random_seed=seeds[0],
-        numpy_random_seed=seeds[1],
-        torch_random_seed=seeds[2],
-        fewshot_random_seed=seeds[3],
-        confirm_run_unsafe_code=config.confirm_run_unsafe_code,
         metadata=metadata(config),
+        **{name: getattr(config, name) for name in OF_ALL_SETTINGS},
+        **config.cache_requests,
+        **dict(zip(SEEDS, config.seed or [None] * 4, strict=True)),
     )
     if results is None:
         return None
     samples = results.pop("samples")
     for logged in samples.values():
         logged.sort(key=lambda sample: sample["doc_id"])  # several processes have them by turns
-    tallies = [counted(lm, tasks[task], logged) for task, logged in samples.items()]
-    tally = sum(tallies, Tally())
-    results["config"] |= {
-        "model_args": config.model_args,
-        "h2o": how | vars(tally) | {"provenance": facts},
-    }
+    tally = sum((counted(lm, tasks[task], x) for task, x in samples.items()), Tally())
+    units = {name: getattr(task, "UNIT", lm.ratio_of) for name, task in tasks.items()}
+    results["config"]["model_args"] = config.model_args
+    results["config"]["h2o"] = how | vars(tally) | {"fractions_of": units, "provenance": origin}
     tracked = tracker.general_config_tracker  # to which a loaded model has no name
-    tracked.model_name, tracked.model_name_sanitized = name, sanitize_model_name(name)
+    tracked.model_name = origin["model"]
+    tracked.model_name_sanitized = sanitize_model_name(origin["model"])
     tracker.save_results_aggregated(results=results, samples=samples)
     if config.log_samples:
         for task, logged in samples.items():
