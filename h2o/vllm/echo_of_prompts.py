@@ -55,11 +55,13 @@ class Dealer:
         self.layers = layers
         self._waiting: dict[int, list[Cut]] = {}
 
-    def take(self, page: int, cut: Cut) -> list[Cut]:
+    def take(self, page: int, layer: int, cut: Cut) -> list[Cut]:
         """What a layer has read of the prompt of a page, from the first layer to the last. With the
         last one the parts of all layers, with the budgets that each head has been dealt; else none.
         """
-        parts = self._waiting.setdefault(page, [])
+        if layer == 0:  # what a pass that broke off has left is forgotten
+            self._waiting[page] = []
+        parts = self._waiting[page]
         own = {name: getattr(cut, name).clone() for name in ("keys", "values", "scores")}
         parts.append(cut._replace(**own))
         if len(parts) < self.layers:
@@ -67,8 +69,8 @@ class Dealer:
         del self._waiting[page]
         one_budget = OneBudget({i: part.config for i, part in enumerate(parts)}, alike=False)
         dealt: list[Cut] = []
-        for layer, part in enumerate(parts):
-            one_budget.take(_Layer(layer, part, dealt), _prompt(part))
+        for i, part in enumerate(parts):
+            one_budget.take(_Layer(i, part, dealt), _prompt(part))
         return dealt
 
 

@@ -63,7 +63,7 @@ class Cut(NamedTuple):
 class Deals(Protocol):
     """Who deals the places of prompts over all layers."""
 
-    def take(self, page: int, cut: Cut) -> list[Cut]:
+    def take(self, page: int, layer: int, cut: Cut) -> list[Cut]:
         """Takes each layer's part of the prompt of a page; with the last one gives all of them,
         with other budgets."""
 
@@ -330,7 +330,7 @@ class PagedLayer:
         if self.deals is None:
             self.store.empty(piece.page, budgets)
             ops.evict(keys, values, scores, self.store.rows(number), policy=self.policy)
-        elif dealt := self.deals.take(piece.page, cut):
+        elif dealt := self.deals.take(piece.page, self.layer, cut):
             budgets = [budget for part in dealt for budget in part.budgets]
             sizes = [self.budget.slots(self.budget.config.sinks + sum(x)) for x in budgets]
             self.store.empty(piece.page, budgets, sizes)

@@ -167,6 +167,28 @@ def test_pinned_keys_stay_in_every_head():
             assert all(set(range(*span)) <= set(head) for layer in held for head in layer)
 
 
+def test_a_pass_that_broke_off_leaves_nothing():
+    """In a page that another request takes."""
+    config = CONFIGS["floats"]
+    model, other, begun = Model(config), talk(3, 33, 50), Begun(2)
+    working, other.page = model.layers[1].forward, 4
+
+    def broken(*args):
+        raise RuntimeError("no memory")
+
+    model.layers[1].forward = broken
+    left = talk(1, 40, 70)
+    left.page = 4
+    with pytest.raises(RuntimeError, match="no memory"):
+        feed(model, begun, [(left, 40)])
+    model.layers[1].forward = working
+    for tokens in [33, *[1] * 17]:
+        feed(model, begun, [(other, tokens)])
+    wanted, held = alone(config, other)
+    assert kept(model, 4) == held
+    assert torch.equal(torch.cat(other.answer), wanted)
+
+
 def test_a_page_has_room_for_whatever_is_dealt():
     """One head of one layer may win all places: the axis is that of all."""
 
