@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from lm_eval.api.registry import Registry
 from transformers import AutoModelForCausalLM
 
 from h2o import cli, models
@@ -107,6 +109,15 @@ def test_answers_of_one_budget_are_not_those_of_another(folder, tmp_path, forwar
     assert forwards.count == first
     assert run(folder, "--heavy", 8, "--recent", 4, *cache) == 0
     assert forwards.count == 2 * first
+
+
+def test_lm_eval_finds_the_model_of_an_installed_package():
+    """By an entry point, from the first version after 0.4.13 on."""
+    project = (ROOT / "pyproject.toml").read_text()
+    group = re.search(r'entry-points\."lm_eval\.models"\].*\nh2o = "(.+)"', project)
+    registry = Registry("models")
+    registry.register("h2o", target=group[1])
+    assert registry.get("h2o") is H2OLM
 
 
 # ---- Side by side ------------------------------------------------------------------------------
@@ -407,8 +418,6 @@ def test_bad_rows(folder, tmp_path, capsys, row, words):
     ],
 )
 def test_arguments_that_do_not_fit(folder, tmp_path, capsys, arguments, words):
-    import re
-
     code = conftest.exit_code(run, folder, "-o", tmp_path / "out", *arguments)
     error = fails(capsys, code, wanted=1 if "--model_args" in arguments else 2)
     assert re.search(words, error)
