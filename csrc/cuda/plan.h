@@ -1,5 +1,5 @@
 /* plan.h - what to launch for an operation: kernels, sizes of grids and of memory. From the
- * shapes of a checked call alone; no tensor is read.
+ * shapes of a checked call alone; no tensor is read. Counters in the workspace are cleared before.
  *
  *     attend        prepare, forward, sums
  *     evict         evict, move (where many rows can move)
