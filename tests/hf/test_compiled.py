@@ -13,6 +13,7 @@ from h2o import H2OCache, H2OConfig, UnsupportedError, ops
 from h2o.borrowed import with_cache
 from h2o.hf.layers import compiled
 from tests.hf.modes import policy
+from tests.hf.recordings import recording
 from tests.hf.test_saved import assert_same
 from tests.hf.tiny import (
     CROPS_TO_LENGTH,
@@ -105,13 +106,16 @@ def test_one_graph_for_steps_prompts_and_caches():
 
 
 @needs_compiler
-def test_padded_rows():
-    ours = model("llama")
-    inputs = batch(prompts(5, 17, 23))
-    expected = greedy(ours, inputs, **with_cache(H2OCache(ours.config, **SMALL)))
+@pytest.mark.parametrize("rows", [1, 3])
+def test_padded_rows_are_one_recording(rows):
+    """For all tokens: the mask grows by a column with each, and a step's part of it does not."""
+    ours, recordings = model("llama"), set()
+    inputs = {name: x[:rows] for name, x in batch(prompts(5, 17, 23)).items()}
+    expected = greedy(ours, inputs, 40, **with_cache(H2OCache(ours.config, **SMALL)))
     cache = H2OCache(ours.config, **SMALL, compileable=True)
-    got = greedy(ours, inputs, **with_cache(cache), **compiling())
+    got = greedy(ours, inputs, 40, **with_cache(cache), **compiling(recording(recordings)))
     assert got.tolist() == expected.tolist()
+    assert len(recordings) == GRAPHS
     assert not counters["graph_break"]
 
 

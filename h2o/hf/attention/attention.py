@@ -220,6 +220,9 @@ def h2o_mask(
             f"{q_offset} tokens seen and {q_length} new ones"
         )
     mask = attention_mask[:, length - kv_length :]
+    if is_h2o:
+        # A view's stride grows with each token, and graphs are recorded by strides: anew each time.
+        mask = mask.clone(memory_format=torch.contiguous_format)
     if q_length > 1 and getattr(kwargs.get("config"), "num_kv_shared_layers", None):
         return Pads.over(mask, q_length)
     return mask
