@@ -37,8 +37,8 @@ enum {
     TEAM = 8,            /* threads that compute a dot product together */
     STEP_TEAMS = STEP_THREADS / TEAM,
     STEP_WARPS = STEP_THREADS / 32,
-    RUN = 8, /* elements of a row that a thread reads at a time */
-    CUDA_SLOTS = 1 << 25, /* of a head at most */
+    RUN = 8,                        /* elements of a row that a thread reads at a time */
+    CUDA_SLOTS = 1 << 25,           /* of a head at most */
     CUDA_WIDE = STEP_THREADS * RUN, /* elements of the rows that a step and pruning can do with */
     STEP_FLOATS = STEP_THREADS * STEP_HEADS * RUN, /* shared: queries, partial sums, factors; */
     STEP_KEPT = 1024, /* bytes: to reduce in, and for what a block keeps to the end of a step */

@@ -57,8 +57,7 @@ static int launch(const cuda_plan *plan, int32_t device, const h2o_exec *exec, h
     cuda_scope scope;
     int status = cuda_enter(device, &scope, error);
     if (status != H2O_OK) return status;
-    if (plan->counted > 0)
-        status = cuda_clear(exec->workspace, plan->counted, exec->stream, error);
+    if (plan->counted > 0) status = cuda_clear(exec->workspace, plan->counted, exec->stream, error);
     for (int64_t i = 0; i < cuda_plan_launches(plan) && status == H2O_OK; i++) {
         const cuda_launch *const next = cuda_plan_launch(plan, i);
         status = cuda_start(&scope, next, exec->workspace, exec->stream, error);

@@ -48,8 +48,8 @@ const char *const cuda_kernel_names[CUDA_KERNELS] = {
 static void add_launch(cuda_plan *plan, int kernel, const void *params, size_t size, int64_t x,
                        int64_t y, int64_t z, unsigned block, unsigned shared) {
     if (x * y * z == 0) return;
-    plan->launch[plan->count++] = (cuda_launch){
-        kernel, params, size, {(unsigned)x, (unsigned)y, (unsigned)z}, block, shared};
+    plan->launch[plan->count++] =
+        (cuda_launch){kernel, params, size, {(unsigned)x, (unsigned)y, (unsigned)z}, block, shared};
 }
 
 static bool is_half(h2o_dtype type) { return type == H2O_F16 || type == H2O_BF16; }

@@ -27,11 +27,11 @@ typedef struct {
 /* Launches go in order on one stream. They point to the call's parameters and into the plan. */
 typedef struct {
     size_t workspace, counted; /* bytes, and those at its beginning that are to be 0 */
-    int64_t depth;   /* the largest head dimension that these kernels know */
-    int capability;  /* the least that has these kernels, 10 times major + minor */
-    int count;       /* of launch[], of which the last `repeated` ... */
-    int repeated;    /* ... come again and again, ... */
-    int64_t repeats; /* ... so many times after the first */
+    int64_t depth;             /* the largest head dimension that these kernels know */
+    int capability;            /* the least that has these kernels, 10 times major + minor */
+    int count;                 /* of launch[], of which the last `repeated` ... */
+    int repeated;              /* ... come again and again, ... */
+    int64_t repeats;           /* ... so many times after the first */
     cuda_launch launch[CUDA_MOST_LAUNCHES];
     h2o_attend_params dense; /* simulate: a part of it, which is like a call of its own */
 } cuda_plan;
