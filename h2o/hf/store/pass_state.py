@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from h2o.borrowed import CROPS_TO_LENGTH, calls_a_module
-from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store.pins import Pins
 
@@ -42,9 +41,18 @@ class PassState:
     """
 
     def __init__(
-        self, prompt_length: Any = None, layers: Sequence[Any] = (), last: int = 0
+        self,
+        prompt_length: Any = None,
+        kinds: Sequence[str] = ("h2o",),
+        last: int = 0,
+        has_states: bool = False,
     ) -> None:
-        """`last`: the last layer that attends to keys of an earlier one, if any does."""
+        """
+        Args:
+            kinds: of the layers (`h2o.hf.families.layer_kinds`).
+            last: the last layer that attends to keys of an earlier one, if any does.
+            has_states: whether some layers have states.
+        """
         if hasattr(prompt_length, "tolist"):  # a tensor or an array
             prompt_length = prompt_length.tolist()
         if prompt_length is not None and not isinstance(prompt_length, Sequence):
@@ -60,11 +68,10 @@ class PassState:
         self.pins = Pins()
         self.configs: Sequence[Any] = ()
         """Configs of the H2O layers"""
-        kinds = [kind_of(layer) for layer in layers] or ["h2o"]
         storing = [index for index, kind in enumerate(kinds) if kind not in ("none", "cross")]
         self.first, self.last = storing[0], max(storing[-1], last)
         """The layers that come first and last to the cache in every forward pass."""
-        self._has_states = any(map(has_states, layers))
+        self._has_states = has_states
         self._ends_in_states = kinds[self.last] == "states"
         self.rereads_after: float | None = None
         """See `h2o.hf.support.rereads_after`"""
