@@ -39,7 +39,7 @@ from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store import states
-from h2o.hf.store.pass_state import PassState, columns_left, refuse_broken
+from h2o.hf.store.pass_state import PassState, refuse_broken
 from h2o.hf.store.pins import Pins
 from h2o.hf.support import config_of
 
@@ -111,7 +111,7 @@ class H2OCache(ReadableCache):
         pass_state = PassState(prompt_length, plans.kinds, plans.last, plans.has_states)
         layers = plans.layers(pass_state, trace=trace, compileable=compileable)
         pass_state.pins = Pins.of(pinned, plan.h2o_config.decay)
-        pass_state.configs = list(plans.configs.values())
+        pass_state.configs = plans.configs
         pass_state.rereads_after = plan.rereads_after
         pass_state.rope_deltas = RopeDeltas.of(config)
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
@@ -297,7 +297,7 @@ class H2OCache(ReadableCache):
         Whatever the error, all layers are what they were before.
         """
         self.pass_state.refuse_other_thread()
-        left = columns_left(tokens, seen := int(self.get_seq_length()))
+        left = crop.columns_left(tokens, seen := int(self.get_seq_length()))
         if left == 0:
             self.reset()
             return

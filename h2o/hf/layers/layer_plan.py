@@ -1,17 +1,15 @@
 """Which layer an `H2OCache` has in each place where transformers' own cache has a layer.
 
-A full-attention layer becomes an `H2OLayer`, of the type that the settings ask for: with
-cache-relative positions, or for torch.compile. All others stay as they are, as do the states
-of a layer that has these too.
+A full-attention layer becomes an `H2OLayer` with the form, scorer and stepper that the model and
+the settings ask for. All others stay as they are, as do the states of a layer that has these too.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.cache_utils import CacheLayerMixin
 
@@ -19,15 +17,17 @@ from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.families.shared_keys import reusing
-from h2o.hf.layers.cache_relative import CacheRelativeLayer
-from h2o.hf.layers.compiled import CompileableLayer
-from h2o.hf.layers.latent_layer import LatentLayer
+from h2o.hf.forms.cache_relative import CacheRelativeForm
+from h2o.hf.forms.latent_form import LatentForm
+from h2o.hf.forms.plain_form import PlainForm
+from h2o.hf.forms.shared_form import SharedForm
+from h2o.hf.layers.captured import CapturedStepper
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.layers.layer_with_states import with_states
-from h2o.hf.layers.random_layer import RandomLayer
-from h2o.hf.layers.shared_keys_layer import SharedKeysLayer
+from h2o.hf.layers.layer_with_states import H2OLayerWithStates
+from h2o.hf.layers.steppers import EagerStepper
 from h2o.hf.prompt.one_budget import OneBudget
-from h2o.hf.prompt.prompt_echo import PromptEcho
+from h2o.hf.prompt.prompt_echo import EchoScorer, PromptEcho
+from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
 from h2o.hf.rotary import model_rotary
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store.pass_state import PassState
@@ -80,6 +80,7 @@ class LayerPlans:
         self.has_states = any(map(has_states, layers))
         self._h2o_config, self._echo, self._angles = h2o_config, echo, None
         latent = latent_row(config) and config.get_text_config(decoder=True).kv_lora_rank
+        self._has_latents = bool(latent)
         if latent:
             _refuse_latents(h2o_config)
         if h2o_config.positions == "cache_relative":
@@ -116,69 +117,87 @@ class LayerPlans:
             UnsupportedError: a setting that does not go with `compileable`.
         """
         if compileable:
-            self._refuse_compiling(trace)
-        angles = None if self._angles is None else copy.copy(self._angles)
-        layers = [
-            copy.deepcopy(plan.own)
-            if plan.config is None
-            else self._h2o_layer(plan, plan.config, pass_state, angles, trace, compileable)
+            _refuse("compileable=True", self._not_compileable(trace))
+        if self._h2o_config.score_by == "random":
+            reasons = self._not_random() | {"compileable=True": compileable}
+            _refuse('score_by="random", a baseline,', reasons)
+        made = _Made(
+            pass_state,
+            trace,
+            compileable,
+            copy.copy(self._echo),
+            copy.copy(self._angles),
+            OneBudget(self.configs, alike=self._alike) if self._h2o_config.shares_by_echo else None,
+        )
+        return [
+            copy.deepcopy(plan.own) if plan.config is None else made.layer(plan, plan.config)
             for plan in self._layers
         ]
-        h2o_layers = [layer for layer in layers if isinstance(layer, H2OLayer)]
-        if self._h2o_config.shares_by_echo:
-            one_budget = OneBudget(self.configs, alike=self._alike)
-            for layer in h2o_layers:
-                layer.one_budget = one_budget
-        if self._echo is not None:
-            echo = copy.copy(self._echo)
-            for layer in h2o_layers:
-                layer.prompt_scores = PromptEcho(echo, layer.layer_idx, layer.policy).scores
-        return layers
 
-    def _h2o_layer(
-        self, plan: LayerPlan, config: H2OConfig, pass_state: PassState, angles: Rotary | None,
-        trace: bool, compileable: bool,
-    ) -> H2OLayer:  # fmt: skip
-        arguments: list[Any] = [config, plan.index, pass_state]
-        layer_class: Any = CompileableLayer if compileable else H2OLayer
-        if plan.is_turned:
-            layer_class = CacheRelativeLayer
-            arguments.append(angles)
-        elif plan.latent:
-            layer_class = functools.partial(LatentLayer, latent=plan.latent)
-        elif plan.reused_by:
-            layer_class = functools.partial(SharedKeysLayer, reused_by=plan.reused_by)
-        if config.score_by == "random":
-            if layer_class is not H2OLayer:
-                raise UnsupportedError(
-                    f'score_by="random", a baseline, does not go with {_named(layer_class)}: '
-                    "choose another ranking"
-                )
-            layer_class = RandomLayer
-        if has_states(plan.own):
-            layer_class = with_states(layer_class, plan.own.number_of_states)
-        layer: H2OLayer = layer_class(*arguments, trace=trace)
-        return layer
-
-    def _refuse_compiling(self, trace: bool) -> None:
-        """Raises `UnsupportedError` for what changes its shape from step to step."""
-        reasons = {
+    def _not_compileable(self, trace: bool) -> dict[str, bool]:
+        """What changes its shape from step to step."""
+        return {
             "layers with a sliding window, which grow as they go": "sliding" in self.kinds,
             "layers for images, whose keys are transformers' own": "cross" in self.kinds,
             'positions="cache_relative", whose angles are looked up anew': (
                 self._h2o_config.positions != "original"
             ),
             "trace=True, whose record grows": trace,
-            "multi-head latent attention": any(plan.latent for plan in self._layers),
+            "multi-head latent attention": self._has_latents,
             "layers that attend to others' keys": bool(self._shared),
         }
-        _refuse("compileable=True", reasons)
+
+    def _not_random(self) -> dict[str, bool]:
+        """Forms of keys for which a baseline is not worth its tests."""
+        return {
+            "multi-head latent attention": self._has_latents,
+            "layers that attend to others' keys": bool(self._shared),
+            'positions="cache_relative"': self._angles is not None,
+        }
 
 
-def _named(layer_class: Any) -> str:
-    """The name of a class of layers, which may be a partial one."""
-    name: str = getattr(layer_class, "func", layer_class).__name__
-    return name
+class _Made(NamedTuple):
+    """What the layers of one cache have in common."""
+
+    pass_state: PassState
+    trace: bool
+    compileable: bool
+    echo: Rotary | None
+    """By which prompts are ranked"""
+    angles: Rotary | None
+    """By which keys are rotated again"""
+    one_budget: OneBudget | None
+
+    def layer(self, plan: LayerPlan, config: H2OConfig) -> H2OLayer:
+        """The layer of a plan, empty."""
+        strategies: dict[str, Any] = {
+            "form": self._form(plan),
+            "scorer": self._scorer(plan, config),
+            "stepper": CapturedStepper() if self.compileable else EagerStepper(),
+        }
+        layer_class: Any = H2OLayer
+        if has_states(plan.own):
+            layer_class = H2OLayerWithStates
+            strategies["number_of_states"] = plan.own.number_of_states
+        layer: H2OLayer = layer_class(
+            config, plan.index, self.pass_state, trace=self.trace, **strategies
+        )
+        return layer
+
+    def _form(self, plan: LayerPlan) -> PlainForm:
+        if plan.is_turned:
+            assert self.angles is not None
+            return CacheRelativeForm(self.angles)
+        if plan.latent:
+            return LatentForm(plan.latent)
+        return SharedForm(plan.reused_by) if plan.reused_by else PlainForm()
+
+    def _scorer(self, plan: LayerPlan, config: H2OConfig) -> AttentionScorer:
+        if config.score_by == "random":
+            return RandomScorer()
+        if self.echo is None:
+            return AttentionScorer()
+        return EchoScorer(PromptEcho(self.echo, plan.index, config.policy), self.one_budget)
 
 
 def _alike(config: Any, layers: list[int]) -> bool:

@@ -21,7 +21,7 @@ from h2o import borrowed
 from h2o.borrowed import CACHE, PREPARE_CACHE, PREPARE_PROCESSORS
 from h2o.errors import UnsupportedError
 from h2o.hf.families.wrapped import unwrapped
-from h2o.hf.layers.cache_relative import at_zero
+from h2o.hf.forms.cache_relative import at_zero
 
 __all__ = ["PatchStack"]
 

@@ -73,7 +73,7 @@ def begin_pins(
         return
     lengths = _lengths(pass_state.prompt_length, counts)
     pass_state.pins.begin(lengths, mask, columns)
-    for config in pass_state.configs:
+    for config in pass_state.configs.values():
         config = config if row_size is None else config.for_keys(*row_size)
         of_rows(config, lengths, pass_state.pins)
 

@@ -32,13 +32,15 @@ from h2o.hf.call.attend_and_evict import attention
 from h2o.hf.call.attention_call import NewTokens, as_stored
 from h2o.hf.families.layer_kinds import full_layers
 from h2o.hf.prompt.echo import largest
-from h2o.hf.prompt.one_budget import positions_in
+from h2o.hf.prompt.one_budget import OneBudget, Prompt, positions_in
+from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.model_identity import describe, latent_row
 from h2o.policy import Policy
 
 __all__ = [
     "PART",
+    "EchoScorer",
     "PromptAttention",
     "PromptEcho",
     "Served",
@@ -185,3 +187,27 @@ class PromptEcho(PromptAttention):
         """Output and scores of a first pass, by echo."""
         out, received = super().prompt(tokens)
         return out, self.scores(tokens, received)[0]
+
+
+class EchoScorer(AttentionScorer):
+    """Gives most of a prompt's attention out anew, to the keys that echo finds."""
+
+    def __init__(self, echo: PromptEcho, one_budget: OneBudget | None) -> None:
+        """`one_budget`: of the layers of a cache that share their places."""
+        self.echo, self.one_budget = echo, one_budget
+
+    def after_prompt(self, tokens: NewTokens, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `AttentionScorer.after_prompt`; claims are the keys' echo."""
+        return self.echo.scores(tokens, scores)
+
+    def store(self, layer: Any, prompt: Prompt) -> None:
+        """See `AttentionScorer.store`; with shared places the last layer's prompt stores all."""
+        if self.one_budget is None or prompt.claims is None:
+            super().store(layer, prompt)
+        else:
+            self.one_budget.take(layer, prompt)
+
+    def reset(self) -> None:
+        """See `AttentionScorer.reset`."""
+        if self.one_budget is not None:
+            self.one_budget.forget()

@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from h2o.borrowed import CROPS_TO_LENGTH, calls_a_module
+from h2o.borrowed import calls_a_module
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store.pins import Pins
 
-__all__ = ["WITHOUT_CACHE", "PassState", "columns_left", "refuse_broken"]
+__all__ = ["WITHOUT_CACHE", "PassState", "refuse_broken"]
 
 WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token; "
@@ -66,8 +66,8 @@ class PassState:
         self.prompt_length: int | Sequence[int] | None = prompt_length
         """Tokens of the whole prompt, where it is known to come in chunks."""
         self.pins = Pins()
-        self.configs: Sequence[Any] = ()
-        """Configs of the H2O layers"""
+        self.configs: Mapping[int, Any] = {}
+        """Configs of the H2O layers, by their number"""
         storing = [index for index, kind in enumerate(kinds) if kind not in ("none", "cross")]
         self.first, self.last = storing[0], max(storing[-1], last)
         """The layers that come first and last to the cache in every forward pass."""
@@ -104,6 +104,10 @@ class PassState:
         if isinstance(self.prompt_length, Sequence):
             self.repeat_to(int(rows.max()) + 1)
             self.prompt_length = [self.prompt_length[row] for row in rows.tolist()]
+
+    def is_first(self, layer: int) -> bool:
+        """Whether a layer is the first one of h2o's."""
+        return layer == next(iter(self.configs), layer)
 
     def enter(self) -> None:
         """To be called before a layer gets new keys. RuntimeError during another thread's pass."""
@@ -195,18 +199,6 @@ class PassState:
                 "its end: a cache is one conversation, so make one cache per thread (or "
                 "h2o.patched(), which makes one for each call)"
             )
-
-
-def columns_left(tokens: int, seen: int) -> int:
-    """How many of so many columns crop(tokens) leaves.
-
-    Raises:
-        ValueError: a number that this version of transformers does not take.
-    """
-    if not CROPS_TO_LENGTH and tokens > 0:
-        raise ValueError(f"crop({tokens}): give the tokens to remove as a negative number")
-    left = tokens if CROPS_TO_LENGTH and tokens >= 0 else seen + tokens
-    return min(max(left, 0), seen)
 
 
 def _never_attended(layer: int) -> str:
