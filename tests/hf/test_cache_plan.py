@@ -48,7 +48,7 @@ def test_one_token_is_not_the_whole_prompt(config, name):
         if name == "heavy":
             fields["recent"] = 1
     tokens = [
-        plan_of(config, config, H2OConfig(**fields)).layers.configs[0].tokens(50)
+        plan_of(config, config, H2OConfig(**fields)).configs[0].tokens(50)
         for fields in (one, whole, one)
     ]
     assert tokens[0] == tokens[2] != tokens[1]

@@ -107,18 +107,17 @@ class H2OCache(ReadableCache):
         check_pins(config, pinned)
         model, config = config, config_of(config)
         plan = plan_of(model, config, h2o_config)
-        plans = plan.layers
-        pass_state = PassState(prompt_length, plans.kinds, plans.last, plans.has_states)
-        layers = plans.layers(pass_state, trace=trace, compileable=compileable)
+        pass_state = PassState(prompt_length, plan.kinds, plan.last, plan.has_states)
+        layers = plan.layers(pass_state, trace=trace, compileable=compileable)
         pass_state.pins = Pins.of(pinned, plan.h2o_config.decay)
-        pass_state.configs = plans.configs
+        pass_state.configs = plan.configs
         pass_state.rereads_after = plan.rereads_after
         pass_state.rope_deltas = RopeDeltas.of(config)
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
         self.pass_state = pass_state
         self.not_dealt, self.model_shape = plan.not_dealt, plan.model_shape
         self.unused = None
-        if not plans.configs:
+        if not plan.configs:
             self.unused = plan.h2o_config.for_layer(0, len(layers))
             warnings.warn(
                 f"nothing is evicted: every layer of {config.model_type} has a sliding window and "

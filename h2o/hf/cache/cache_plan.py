@@ -1,9 +1,13 @@
-"""What a model's config and an `H2OConfig` say of a cache: found once, and shared by all caches.
+"""Which layers an `H2OCache` has, by the model's config and an `H2OConfig`: found once, and shared.
 
-A server makes a cache for every request. What a model's layers are, which budgets they have, and
-how the model rotates its keys depend on the two configs alone, so the plans of the last few pairs
-are remembered. A plan is found by what a model's config says, not by which object it is: a config
-that was changed is another one.
+A full-attention layer becomes an `H2OLayer` with the form, scorer and stepper that the model and
+the settings ask for. All others stay transformers' own, as do the states of a layer that has these
+too.
+
+A server makes a cache for every request. What its layers are, which budgets they have and how the
+model rotates its keys depend on the two configs alone, so the plans of the last few pairs are
+remembered. A plan is found by what a model's config says, not by which object it is: a config that
+was changed is another one.
 """
 
 from __future__ import annotations
@@ -13,18 +17,32 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
 
 from h2o.config import H2OConfig
-from h2o.hf.layers.layer_plan import LayerPlans
-from h2o.hf.prompt.prompt_echo import served_as
+from h2o.errors import UnsupportedError
+from h2o.hf.families.layer_kinds import has_states, kind_of
+from h2o.hf.families.shared_keys import reusing
+from h2o.hf.forms.cache_relative import CacheRelativeForm
+from h2o.hf.forms.latent_form import LatentForm
+from h2o.hf.forms.plain_form import PlainForm
+from h2o.hf.forms.shared_form import SharedForm
+from h2o.hf.layers.captured import CapturedStepper
+from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.layers.layer_with_states import H2OLayerWithStates
+from h2o.hf.layers.steppers import EagerStepper
+from h2o.hf.prompt.one_budget import OneBudget
+from h2o.hf.prompt.prompt_echo import EchoScorer, PromptEcho, served_as
+from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
+from h2o.hf.rotary import model_rotary
+from h2o.hf.rotary.model_rotary import Rotary
+from h2o.hf.store.pass_state import PassState
 from h2o.hf.support import rereads_after, transformers_layers
-from h2o.model_identity import describe
+from h2o.kv_dtype import stored_bytes
+from h2o.model_identity import describe, latent_row
 from h2o.profile import Profile
 
 __all__ = ["CachePlan", "plan_of"]
-
-REMEMBERED = 8
-"""Plans that are remembered."""
 
 
 class CachePlan:
@@ -39,13 +57,147 @@ class CachePlan:
         Raises:
             UnsupportedError: a model that h2o cannot serve, or not with these settings.
         """
-        layers = transformers_layers(config)
-        self.h2o_config, rotary, self.not_dealt = served_as(config, h2o_config)
-        self.layers = LayerPlans(config, layers, self.h2o_config, rotary)
+        self._empty = transformers_layers(config)
+        self.h2o_config, self._echo, self.not_dealt = served_as(config, h2o_config)
+        self.model_shape = describe(config)
         self.rereads_after = rereads_after(config)
         """See `h2o.hf.support.rereads_after`"""
-        self.model_shape = describe(config)
+        self.kinds = [str(kind_of(layer)) for layer in self._empty]
+        self.has_states = any(map(has_states, self._empty))
+        self.configs = {
+            index: self.h2o_config.for_layer(index, len(self.kinds))
+            for index, kind in enumerate(self.kinds)
+            if kind == "h2o"
+        }
+        """Settings of each H2O layer"""
+        self._shared = reusing(config)
+        self.last = max((later[-1] for later in self._shared.values()), default=0)
+        """The last layer that attends to keys of an earlier one, if any does"""
+        self._latent = latent_row(config) and config.get_text_config(decoder=True).kv_lora_rank
+        self._angles = None
+        self._refuse("multi-head latent attention", self._not_with_latents())
+        if self.h2o_config.positions == "cache_relative":
+            if reason := model_rotary.refusal(config, windows="sliding" in self.kinds):
+                raise UnsupportedError(
+                    f'positions="cache_relative" cannot serve {config.model_type}: {reason}'
+                )
+            self._angles = Rotary(config)
+        self._alike = self.h2o_config.shares_by_echo and _alike(config, list(self.configs))
 
+    # ---- Layers ------------------------------------------------------------------------------
+
+    def layers(
+        self, pass_state: PassState, *, trace: bool, compileable: bool
+    ) -> list[CacheLayerMixin]:
+        """Empty layers for a cache.
+
+        Raises:
+            UnsupportedError: settings that do not go together.
+        """
+        if compileable:
+            self._refuse("compileable=True", self._not_compileable(trace))
+        if self.h2o_config.score_by == "random":
+            reasons = self._not_random() | {"compileable=True": compileable}
+            self._refuse('score_by="random", a baseline,', reasons)
+        angles, echo = copy.copy(self._angles), copy.copy(self._echo)
+        one_budget = None
+        if self.h2o_config.shares_by_echo:
+            one_budget = OneBudget(self.configs, alike=self._alike)
+        layers = []
+        for index, empty in enumerate(self._empty):
+            if index not in self.configs:
+                layers.append(copy.deepcopy(empty))
+                continue
+            layer_class: Any = H2OLayer
+            more: dict[str, Any] = {}
+            if has_states(empty):
+                layer_class = H2OLayerWithStates
+                more["number_of_states"] = empty.number_of_states
+            layers.append(
+                layer_class(
+                    self.configs[index],
+                    index,
+                    pass_state,
+                    form=self._form(index, angles),
+                    scorer=self._scorer(index, echo, one_budget),
+                    stepper=CapturedStepper() if compileable else EagerStepper(),
+                    trace=trace,
+                    **more,
+                )
+            )
+        return layers
+
+    def _form(self, layer: int, angles: Rotary | None) -> PlainForm:
+        if angles is not None and angles.turns(layer):
+            return CacheRelativeForm(angles)
+        if self._latent:
+            return LatentForm(self._latent)
+        return SharedForm(self._shared[layer]) if layer in self._shared else PlainForm()
+
+    def _scorer(
+        self, layer: int, echo: Rotary | None, one_budget: OneBudget | None
+    ) -> AttentionScorer:
+        if self.h2o_config.score_by == "random":
+            return RandomScorer()
+        if echo is None:
+            return AttentionScorer()
+        return EchoScorer(PromptEcho(echo, layer, self.configs[layer].policy), one_budget)
+
+    # ---- What does not go together -------------------------------------------------------------
+
+    def _not_with_latents(self) -> dict[str, bool]:
+        """What needs keys and values that are rows of their own."""
+        kv_dtype, has_latents = self.h2o_config.kv_dtype, bool(self._latent)
+        return {
+            f'kv_dtype="{kv_dtype}": keys and values are one row there; use "int8"': (
+                has_latents and len(set(stored_bytes(kv_dtype, 32) or ())) > 1
+            ),
+            'positions="cache_relative": only a part of a row is rotated': (
+                has_latents and self.h2o_config.positions != "original"
+            ),
+        }
+
+    def _not_compileable(self, trace: bool) -> dict[str, bool]:
+        """What changes its shape from step to step."""
+        return {
+            "layers with a sliding window, which grow as they go": "sliding" in self.kinds,
+            "layers for images, whose keys are transformers' own": "cross" in self.kinds,
+            'positions="cache_relative", whose angles are looked up anew': (
+                self.h2o_config.positions != "original"
+            ),
+            "trace=True, whose record grows": trace,
+            "multi-head latent attention": bool(self._latent),
+            "layers that attend to others' keys": bool(self._shared),
+        }
+
+    def _not_random(self) -> dict[str, bool]:
+        """Forms of keys for which a baseline is not worth its tests."""
+        return {
+            "multi-head latent attention": bool(self._latent),
+            "layers that attend to others' keys": bool(self._shared),
+            'positions="cache_relative"': self._angles is not None,
+        }
+
+    @staticmethod
+    def _refuse(what: str, reasons: dict[str, bool]) -> None:
+        """Raises `UnsupportedError` by the first reason that holds."""
+        for reason, holds in reasons.items():
+            if holds:
+                raise UnsupportedError(f"{what} does not go with {reason}")
+
+
+def _alike(config: Any, layers: list[int]) -> bool:
+    """Whether these layers have as many heads of as many elements, as far as a config tells."""
+    text = config.get_text_config(decoder=True)
+    differ = getattr(text, "is_heterogeneous", False)
+    each = [text.per_layer_config[layer] for layer in layers] if differ else [text]
+    heads = [{name: x for name, x in vars(one).items() if "head" in name} for one in each]
+    by_layer = any(isinstance(x, list | tuple) for one in heads for x in one.values())
+    return not by_layer and all(one == heads[0] for one in heads)
+
+
+REMEMBERED = 8
+"""Plans that are remembered."""
 
 _recent: list[tuple[Any, Any, CachePlan]] = []
 """Plans with the model's and h2o's config that they were made for, the newest first. Replaced as a

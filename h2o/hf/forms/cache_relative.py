@@ -75,12 +75,7 @@ class CacheRelativeForm(PlainForm):
         )
 
     def step(
-        self,
-        layer: Any,
-        tokens: NewTokens,
-        slots: ops.Slots,
-        out: Tensor | None,
-        **rotary: ops.Rotary,
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
     ) -> Tensor:
         """See `PlainForm.step`; the ranks are kept from step to step."""
         if self._ranks is None:

@@ -112,12 +112,7 @@ class LatentForm(PlainForm):
         return out, scores
 
     def step(
-        self,
-        layer: Any,
-        tokens: NewTokens,
-        slots: ops.Slots,
-        out: Tensor | None,
-        **rotary: ops.Rotary,
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
     ) -> Tensor:
         """Output [B, 1, H, V] of one token, which is stored."""
         # A quantised store's new rows are read as they are stored, which only a step does.

@@ -66,12 +66,7 @@ class PlainForm:
         return attention(tokens, slots, layer.policy)
 
     def step(
-        self,
-        layer: Any,
-        tokens: NewTokens,
-        slots: ops.Slots,
-        out: Tensor | None,
-        **rotary: ops.Rotary,
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
     ) -> Tensor:
         """Output [B, 1, H, D] of one token, which is stored; written to `out` where that is
         possible."""

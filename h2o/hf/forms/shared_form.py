@@ -96,12 +96,7 @@ class SharedForm(PlainForm):
         return super().attention(layer, tokens, slots)
 
     def step(
-        self,
-        layer: Any,
-        tokens: NewTokens,
-        slots: ops.Slots,
-        out: Tensor | None,
-        **rotary: ops.Rotary,
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
     ) -> Tensor:
         """See `PlainForm.step`."""
         before = _copy(slots, rows=False)
