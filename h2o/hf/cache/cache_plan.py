@@ -21,8 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
-from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.families.shared_keys import reusing
+from h2o.hf.families.layer_kinds import has_states
 from h2o.hf.forms.cache_relative import CacheRelativeForm
 from h2o.hf.forms.latent_form import LatentForm
 from h2o.hf.forms.plain_form import PlainForm
@@ -34,12 +33,10 @@ from h2o.hf.layers.steppers import EagerStepper
 from h2o.hf.prompt.one_budget import OneBudget
 from h2o.hf.prompt.prompt_echo import EchoScorer, PromptEcho, served_as
 from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
-from h2o.hf.rotary import model_rotary
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store.pass_state import PassState
-from h2o.hf.support import rereads_after, transformers_layers
-from h2o.kv_dtype import stored_bytes
-from h2o.model_identity import describe, latent_row
+from h2o.hf.support import Traits, rereads_after, setting_reasons, transformers_layers
+from h2o.model_identity import describe
 from h2o.profile import Profile
 
 __all__ = ["CachePlan", "plan_of"]
@@ -59,10 +56,12 @@ class CachePlan:
         """
         self._empty = transformers_layers(config)
         self.h2o_config, self._echo, self.not_dealt = served_as(config, h2o_config)
+        self._traits = Traits.of(config)
+        self._refuse()
         self.model_shape = describe(config)
         self.rereads_after = rereads_after(config)
         """See `h2o.hf.support.rereads_after`"""
-        self.kinds = [str(kind_of(layer)) for layer in self._empty]
+        self.kinds = self._traits.kinds
         self.has_states = any(map(has_states, self._empty))
         self.configs = {
             index: self.h2o_config.for_layer(index, len(self.kinds))
@@ -70,21 +69,11 @@ class CachePlan:
             if kind == "h2o"
         }
         """Settings of each H2O layer"""
-        self._shared = reusing(config)
-        self.last = max((later[-1] for later in self._shared.values()), default=0)
+        self.last = max((later[-1] for later in self._traits.reused_by.values()), default=0)
         """The last layer that attends to keys of an earlier one, if any does"""
-        self._latent = latent_row(config) and config.get_text_config(decoder=True).kv_lora_rank
-        self._angles = None
-        self._refuse("multi-head latent attention", self._not_with_latents())
-        if self.h2o_config.positions == "cache_relative":
-            if reason := model_rotary.refusal(config, windows="sliding" in self.kinds):
-                raise UnsupportedError(
-                    f'positions="cache_relative" cannot serve {config.model_type}: {reason}'
-                )
-            self._angles = Rotary(config)
+        is_relative = self.h2o_config.positions == "cache_relative"
+        self._angles = Rotary(config) if is_relative else None
         self._alike = self.h2o_config.shares_by_echo and _alike(config, list(self.configs))
-
-    # ---- Layers ------------------------------------------------------------------------------
 
     def layers(
         self, pass_state: PassState, *, trace: bool, compileable: bool
@@ -94,11 +83,7 @@ class CachePlan:
         Raises:
             UnsupportedError: settings that do not go together.
         """
-        if compileable:
-            self._refuse("compileable=True", self._not_compileable(trace))
-        if self.h2o_config.score_by == "random":
-            reasons = self._not_random() | {"compileable=True": compileable}
-            self._refuse('score_by="random", a baseline,', reasons)
+        self._refuse(trace=trace, compileable=compileable)
         angles, echo = copy.copy(self._angles), copy.copy(self._echo)
         one_budget = None
         if self.h2o_config.shares_by_echo:
@@ -130,9 +115,10 @@ class CachePlan:
     def _form(self, layer: int, angles: Rotary | None) -> PlainForm:
         if angles is not None and angles.turns(layer):
             return CacheRelativeForm(angles)
-        if self._latent:
-            return LatentForm(self._latent)
-        return SharedForm(self._shared[layer]) if layer in self._shared else PlainForm()
+        if self._traits.latent:
+            return LatentForm(self._traits.latent)
+        reused_by = self._traits.reused_by.get(layer)
+        return SharedForm(reused_by) if reused_by else PlainForm()
 
     def _scorer(
         self, layer: int, echo: Rotary | None, one_budget: OneBudget | None
@@ -143,47 +129,10 @@ class CachePlan:
             return AttentionScorer()
         return EchoScorer(PromptEcho(echo, layer, self.configs[layer].policy), one_budget)
 
-    # ---- What does not go together -------------------------------------------------------------
-
-    def _not_with_latents(self) -> dict[str, bool]:
-        """What needs keys and values that are rows of their own."""
-        kv_dtype, has_latents = self.h2o_config.kv_dtype, bool(self._latent)
-        return {
-            f'kv_dtype="{kv_dtype}": keys and values are one row there; use "int8"': (
-                has_latents and len(set(stored_bytes(kv_dtype, 32) or ())) > 1
-            ),
-            'positions="cache_relative": only a part of a row is rotated': (
-                has_latents and self.h2o_config.positions != "original"
-            ),
-        }
-
-    def _not_compileable(self, trace: bool) -> dict[str, bool]:
-        """What changes its shape from step to step."""
-        return {
-            "layers with a sliding window, which grow as they go": "sliding" in self.kinds,
-            "layers for images, whose keys are transformers' own": "cross" in self.kinds,
-            'positions="cache_relative", whose angles are looked up anew': (
-                self.h2o_config.positions != "original"
-            ),
-            "trace=True, whose record grows": trace,
-            "multi-head latent attention": bool(self._latent),
-            "layers that attend to others' keys": bool(self._shared),
-        }
-
-    def _not_random(self) -> dict[str, bool]:
-        """Forms of keys for which a baseline is not worth its tests."""
-        return {
-            "multi-head latent attention": bool(self._latent),
-            "layers that attend to others' keys": bool(self._shared),
-            'positions="cache_relative"': self._angles is not None,
-        }
-
-    @staticmethod
-    def _refuse(what: str, reasons: dict[str, bool]) -> None:
-        """Raises `UnsupportedError` by the first reason that holds."""
-        for reason, holds in reasons.items():
-            if holds:
-                raise UnsupportedError(f"{what} does not go with {reason}")
+    def _refuse(self, **settings: bool) -> None:
+        """Raises `UnsupportedError` for settings that do not go together, or with the model."""
+        if reasons := setting_reasons(self._traits, self.h2o_config, **settings):
+            raise UnsupportedError(reasons[0])
 
 
 def _alike(config: Any, layers: list[int]) -> bool:

@@ -263,15 +263,6 @@ class Rotary:
         D = self.width
         return torch.cat([x[..., 0:D:2], x[..., 1:D:2], x[..., D:]], dim=-1)
 
-    def unhalved(self, x: Tensor) -> Tensor:
-        """What `halves` has made x [..., D] of."""
-        if not (self.adjacent or self.at_end):
-            return x
-        pairs, rest = x[..., : self.width], x[..., self.width :]
-        if self.adjacent:
-            pairs = pairs.unflatten(-1, (2, self.width // 2)).mT.flatten(-2)
-        return torch.cat([rest, pairs] if self.at_end else [pairs, rest], dim=-1)
-
     def table(self, ranks: int, device: Any = None) -> Tensor:
         """Angles of positions 0 to P - 1, [P, 2, F] float32, P >= `ranks`.
 
