@@ -15,6 +15,7 @@ from torch import Tensor
 from h2o.borrowed import CROPS_TO_LENGTH
 from h2o.hf.call.attention_call import NewTokens
 from h2o.hf.families.layer_kinds import has_states, kind_of
+from h2o.hf.store.layer_contents import LayerContents
 from h2o.hf.store.layer_state import keys_of, restore, restore_keys, state_of
 
 __all__ = ["CroppableLayer", "LastPass", "columns_left", "crop"]
@@ -25,13 +26,11 @@ _NO_RECORD = (
 )
 
 
-class CroppableLayer:
+class CroppableLayer(LayerContents):
     """The part of an `H2OLayer` that takes back tokens of the last forward pass."""
 
     record_past = False
     """Whether passes are recorded; transformers' name for it"""
-    last: LastPass | None = None
-    """The last forward pass, where passes are recorded"""
 
     @property
     def is_croppable(self) -> bool:
@@ -42,8 +41,7 @@ class CroppableLayer:
     @property
     def is_compileable(self) -> bool:
         """Whether `generate()` may compile the steps: not those that may be taken back."""
-        layer: Any = self
-        return layer.stepper.is_compileable and not self.record_past
+        return self.stepper.is_compileable and not self.record_past
 
     def activate_past_recording(self) -> None:
         """See `H2OCache.activate_past_recording`."""
@@ -51,23 +49,20 @@ class CroppableLayer:
 
     def crop(self, tokens: int) -> None:
         """See `H2OCache.crop`."""
-        layer: Any = self
-        left, last = columns_left(tokens, layer.seen), self.last
+        left, last = columns_left(tokens, self.seen), self.last
         if left == 0:
-            layer.reset()
-        elif left < layer.seen:
+            self.reset()
+        elif left < self.seen:
             self.refuse_crop(left)
-            assert last is not None
-            last.again(layer, left)
+            last.again(self, left)
         self.last = None
-        layer.form.forget()  # what belongs to the pass that was run again
+        self.form.forget()  # what belongs to the pass that was run again
 
     def refuse_crop(self, left: int) -> None:
         """Raises NotImplementedError where so few columns cannot be left."""
-        layer: Any = self
         if self.last is None:
             raise NotImplementedError(_NO_RECORD)
-        self.last.refuse(left, layer.seen)
+        self.last.refuse(left, self.seen)
 
 
 class LastPass:

@@ -48,7 +48,7 @@ from h2o.hf.store.slot_layout import Capacity
 __all__ = ["H2OLayer"]
 
 
-class H2OLayer(CroppableLayer, LayerContents):
+class H2OLayer(CroppableLayer):
     """One layer's store: at most k = sinks + heavy + recent keys of each row and head.
 
     What differs between layers is answered by three objects, which the layer hands itself:

@@ -32,7 +32,7 @@ from h2o.hf.families.layer_kinds import kind_of
 from h2o.hf.families.shared_keys import reusing
 from h2o.hf.families.wrapped import unwrapped
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.prompt_echo import PromptAttention, served_as
+from h2o.hf.prompt.prompt_echo import served_as
 from h2o.hf.prompt.shared_places import SharedPlaces
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.simulation import echo_simulation, random_simulation
@@ -259,15 +259,12 @@ class Simulation:
             return random_simulation.simulate(
                 text, prompts, by_row, config.sinks, config.kv_dtype, layer, part, pins
             )
-        reader: PromptAttention | None = None
+        echo = None
         if self._rotary is not None:
-            longest = max(prompts, default=0)
-            reader = echo_simulation.reader_of(self._rotary, layer, config, longest)
-        if reader is None and pins:
-            reader = PromptAttention(config.policy)
-        if reader is not None:
+            echo = echo_simulation.echo_of(self._rotary, layer, config, max(prompts, default=0))
+        if echo is not None or pins:
             return echo_simulation.simulate(
-                text, prompts, by_row, reader, config.policy, config.kv_dtype, pins
+                text, prompts, by_row, echo, config.policy, config.kv_dtype, pins
             )
         device = text.query.device
         simulated: tuple[Tensor, Tensor, Tensor] = ops.simulate(

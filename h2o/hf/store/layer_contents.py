@@ -213,7 +213,7 @@ class LayerContents(CacheLayerMixin):
         self.floored = False  # whether a head has `min_tokens` keys, more than its fraction
         self.waits_for_pins = False  # whether tokens that are pinned are still to come
         self.trace = Trace() if self.traced else None
-        self.last: Any = None  # where passes are recorded: see h2o.hf.layers.crop
+        self.last: Any = None  # the last forward pass, where passes are recorded
         self.pass_state.waiting = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
