@@ -16,7 +16,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -28,7 +27,7 @@ import torch
 import h2o.ops
 from h2o import packages
 from h2o.evaluate.speed import processor
-from h2o.filesystem import cache_folder
+from h2o.filesystem import cache_folder, make_once
 
 PACKAGES = ("torch", "transformers", "numpy")
 SOURCE = Path(__file__).with_name("roofline.c")
@@ -80,11 +79,10 @@ def roofline() -> Roofline | None:
         flags.append("-U__AMX_BF16__")  # the processor has it, and the system does not give it
     key = SOURCE.read_text() + version + processor() + " ".join(flags)
     library = cache_dir() / f"roofline-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            made = Path(folder) / "roofline.so"
-            subprocess.run([*compiler, *flags, "-o", made, SOURCE], check=True)
-            made.rename(library)
+    make_once(
+        library,
+        lambda made: subprocess.run([*compiler, *flags, "-o", made, SOURCE], check=True),
+    )
     return Roofline(ctypes.CDLL(str(library)))
 
 

@@ -453,9 +453,11 @@ static rule rule_of(const h2o_operand *operand, h2o_view *view, unsigned flags, 
     rule rule = {.view = view, .dtype = operand->dtype, .flags = flags};
     const bool joined = operand->flags & H2O_PER_SLOT && slots.uneven;
     const bool alike = operand->flags & H2O_PER_HEAD && view->ndim != 3;
+    const bool all_rows = operand->flags & H2O_PER_ROW && view->ndim != 2;
     int count = 0;
     for (const char *at = operand->letters; *at != '\0'; at++) {
         if (*at == 'G' && (joined || alike)) continue;
+        if (*at == 'Z' && all_rows) continue;
         const bool same = *at == 'Z' && !slots.numbered;
         rule.letters[count++] = same ? 'B' : *at == 'S' && joined ? 'T' : *at;
     }

@@ -1,7 +1,7 @@
 /* counts.c - copies the small tensors of a call into h2o_counts, and checks their values: see
  * operands.h.
  *
- * lengths [Z], budget [Z,2] or [Z,G,2], free [Z,G], starts [G+1], rows [B], prompt [B] and mask [B,Q]
+ * lengths [Z], budget [Z,2] or [Z,G,2], free [Z,G], starts [G+1] or [Z,G+1], rows [B], prompt [B] and mask [B,Q]
  * decide how much a kernel reads and where it writes. Another thread may change them meanwhile, so each
  * number is loaded once, here or in the operation's file; kernels use the copies only.
  */
@@ -113,44 +113,51 @@ static int count_place(const h2o_view *rows, const h2o_dims *dims, int64_t b, ui
     return H2O_OK;
 }
 
+/* Where the slots of head g of a row begin, or where the last one's end. */
+static int64_t start_at(const h2o_view *starts, int64_t row, int64_t g) {
+    return starts->ndim == 2 ? h2o_load_i32(starts, row, g, 0) : h2o_load_i32(starts, g, 0, 0);
+}
+
+/* Where the slots of each head of a row lie, among `all` of the axis. */
+static int count_extents(const h2o_view *starts, int64_t row, const h2o_dims *dims, int64_t all,
+                         h2o_head *heads, h2o_error *error) {
+    char of_row[24] = "";
+    if (starts->ndim == 2) snprintf(of_row, sizeof of_row, "%" PRId64 ", ", row);
+    for (int64_t g = 0; g < dims->G; g++) {
+        heads[g] = (h2o_head){.row = row, .offset = g, .slots = all};
+        if (!h2o_given(starts)) continue;
+        const int64_t begin = start_at(starts, row, g), end = start_at(starts, row, g + 1);
+        if (begin < 0 || end <= begin || end > all) {
+            return h2o_fail(error, H2O_EVALUE,
+                            "%s[%s%" PRId64 "]: slots %" PRId64 "..%" PRId64
+                            ", wanted at least one of 0..%" PRId64,
+                            starts->name, of_row, g, begin, end - 1, all - 1);
+        }
+        if (g > 0 && begin < heads[g - 1].offset + heads[g - 1].slots) {
+            return h2o_fail(error, H2O_EVALUE,
+                            "%s: heads %" PRId64 " and %" PRId64 " share slots, wanted none",
+                            starts->name, g - 1, g);
+        }
+        heads[g].offset = begin;
+        heads[g].slots = end - begin;
+    }
+    return H2O_OK;
+}
+
 int h2o_count_slots(const h2o_slots *slots, h2o_dims *dims, const h2o_counts_memory *memory,
                     h2o_error *error) {
-    h2o_head *const heads = memory->heads;
-    const h2o_view *const starts = &slots->starts;
     const int64_t all = dims->S;
-    int64_t most = h2o_given(starts) ? 0 : all;
-    for (int64_t g = 0; g < dims->G; g++) {
-        heads[g] = (h2o_head){.offset = g, .slots = all};
-        if (h2o_given(starts)) {
-            const int64_t begin = h2o_load_i32(starts, g, 0, 0),
-                          end = h2o_load_i32(starts, g + 1, 0, 0);
-            if (begin < 0 || end <= begin || end > all) {
-                return h2o_fail(error, H2O_EVALUE,
-                                "%s[%" PRId64 "]: slots %" PRId64 "..%" PRId64
-                                ", wanted at least one of 0..%" PRId64,
-                                starts->name, g, begin, end - 1, all - 1);
-            }
-            heads[g].offset = begin;
-            heads[g].slots = end - begin;
-            most = heads[g].slots > most ? heads[g].slots : most;
-            if (g > 0 && begin < heads[g - 1].offset + heads[g - 1].slots) {
-                return h2o_fail(error, H2O_EVALUE,
-                                "%s: heads %" PRId64 " and %" PRId64 " share slots, wanted none",
-                                starts->name, g - 1, g);
-            }
-        }
-    }
-    dims->S = most;
+    int64_t most = 1;
     memset(memory->taken, 0, taken_bytes(dims));
     for (int64_t b = 0; b < dims->B; b++) {
+        h2o_head *const heads = memory->heads + b * dims->G;
         int64_t row;
-        const int status = count_place(&slots->rows, dims, b, memory->taken, &row, error);
+        int status = count_place(&slots->rows, dims, b, memory->taken, &row, error);
+        if (status == H2O_OK) status = count_extents(&slots->starts, row, dims, all, heads, error);
         if (status != H2O_OK) return status;
-        for (int64_t g = 0; g < dims->G; g++) {
-            heads[b * dims->G + g] = heads[g];
-            heads[b * dims->G + g].row = row;
-        }
+        for (int64_t g = 0; g < dims->G; g++) most = heads[g].slots > most ? heads[g].slots : most;
     }
+    dims->S = most;
     return H2O_OK;
 }
 

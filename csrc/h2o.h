@@ -93,7 +93,8 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
  *
  * Heads may have numbers of slots of their own: then starts is given, a row's
  * slots lie one head after the other on one axis T, those of head g are
- * starts[g]..starts[g+1]-1 of it, and [Z,G,S...] below reads [Z,T...].
+ * starts[g]..starts[g+1]-1 of it, or starts[row,g]..starts[row,g+1]-1 where
+ * rows differ too, and [Z,G,S...] below reads [Z,T...].
  *
  * Row b of a call's batch is row b of the slots; or row rows[b] where rows is given, so that a
  * call takes some of many rows, wherever they lie.
@@ -125,7 +126,7 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
     /* L2 norm of each value; given if value_weighted only */                                      \
     X(norms, "ZGS", H2O_F32, H2O_PER_SLOT | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)                \
     /* where the slots of each head begin, and where the last one's end */                         \
-    X(starts, "+", H2O_I32, H2O_ATTENDED | H2O_OPTIONAL)                                           \
+    X(starts, "Z+", H2O_I32, H2O_PER_ROW | H2O_ATTENDED | H2O_OPTIONAL)                            \
     /* which row of the fields above each row of the batch is */                                   \
     X(rows, "B", H2O_I32, H2O_ATTENDED | H2O_OPTIONAL)
 

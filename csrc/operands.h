@@ -74,8 +74,8 @@ H2O_INLINE int32_t h2o_load_i32(const h2o_view *view, int64_t i, int64_t j, int6
 /* Divides the memory of a call, and fills in the rows' new tokens; every other field of rows is 0. */
 h2o_counts_memory h2o_count_tokens(void *memory, const h2o_dims *dims, const h2o_view *mask);
 
-/* Where each head's slots are, in the same place of each row; and which row of the slots each of
- * the batch is, no two of them the same. dims->S becomes the most slots that any head has. */
+/* Which row of the slots each of the batch is, no two of them the same, and where the slots of
+ * its heads are. dims->S becomes the most slots that any head has. */
 int h2o_count_slots(const h2o_slots *slots, h2o_dims *dims, const h2o_counts_memory *memory,
                     h2o_error *error);
 

@@ -14,7 +14,9 @@
 
 /* attend: new query i sees every stored key and new keys j <= i that are no
  * pads. Writes out, writes scores of the new keys, and updates slots.scores in
- * place to decay^n * score + what the n real new queries gave (or the larger of the two). */
+ * place to decay^n * score + what the n real new queries gave (or the larger of the two).
+ * With log_sums these are all that it writes: log of what the softmax of each query divides by,
+ * for who wants the weights of few keys only. On CPUs; GPUs have no such kernel. */
 typedef struct {
     h2o_view query;  /* [B,H,Q,D] */
     h2o_view keys;   /* [B,G,Q,D] new keys */
@@ -25,6 +27,7 @@ typedef struct {
     h2o_view out;         /* [B,Q,H,D], 0 where the query is a pad */
     h2o_view scores;      /* [B,G,Q] f32, 0 where the key is a pad */
     h2o_view sink_logits; /* [H] f32, optional */
+    h2o_view log_sums;    /* [B,H,Q] f32, optional, 0 where the query is a pad */
     float scale;          /* logits = softcap(scale * q.k) */
     float softcap;        /* 0: none; else cap * tanh(logit / cap) */
     h2o_policy policy;    /* of which it reads score_by and decay */

@@ -25,6 +25,7 @@ enum {
     H2O_PER_HEAD = 32, /* G may be missing: all heads have the same */
     H2O_ATTENDED = 64, /* of slots: attend reads it ... */
     H2O_SCORED = 128,  /* ... and writes to it, as it does to no other */
+    H2O_PER_ROW = 256, /* Z may be missing: all rows have the same */
 };
 
 typedef struct {

@@ -40,9 +40,9 @@ if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.hf.cache.cache import H2OCache as H2OCache
     from h2o.hf.document.compress import compress_document as compress_document
     from h2o.hf.layers.layer import H2OLayer as H2OLayer
-    from h2o.hf.patch.patching import disable as disable
-    from h2o.hf.patch.patching import enable as enable
-    from h2o.hf.patch.patching import patched as patched
+    from h2o.hf.patch import disable as disable
+    from h2o.hf.patch import enable as enable
+    from h2o.hf.patch import patched as patched
     from h2o.hf.rows.generate_all import generate_all as generate_all
     from h2o.hf.rows.packed_weights import packed_weights as packed_weights
     from h2o.hf.rows.request import Request as Request
@@ -63,12 +63,12 @@ _LAZY = {
     "analyze": "h2o.analysis.analyze",
     "calibrate": "h2o.calibration.calibrate",
     "compress_document": "h2o.hf.document.compress",
-    "disable": "h2o.hf.patch.patching",
-    "enable": "h2o.hf.patch.patching",
+    "disable": "h2o.hf.patch",
+    "enable": "h2o.hf.patch",
     "generate_all": "h2o.hf.rows.generate_all",
     "load_model": "h2o.models",
     "packed_weights": "h2o.hf.rows.packed_weights",
-    "patched": "h2o.hf.patch.patching",
+    "patched": "h2o.hf.patch",
     "simulated": "h2o.hf.simulation.simulation",
     "simulation_mask": "h2o.published_masks",
     "supports": "h2o.hf.support",

@@ -1,4 +1,4 @@
-"""Helpers for pictures of text: tokens as pieces of text, HTML shaded by score, matplotlib axes.
+"""Helpers for pictures of text: the text of each token, HTML shaded by score, matplotlib axes.
 
 The HTML needs no script, no style sheet and no network.
 """
@@ -14,21 +14,21 @@ import numpy as np
 
 from h2o.packages import install_command
 
-__all__ = ["COLOUR", "Html", "axes_or_new", "labels", "need", "pieces", "shaded", "shades"]
+__all__ = ["COLOUR", "Html", "axes_or_new", "labels", "need", "pieces", "shade_text", "shades"]
 
 COLOUR = "255 140 0"
-"""Of the highest score; black and struck text stay readable on it."""
+"""The shade of the highest score, on which black and struck text stay readable"""
 
 
 class Html(str):
-    """HTML that a notebook shows as what it describes."""
+    """HTML that a notebook renders."""
 
     def _repr_html_(self) -> str:
         return str(self)
 
 
 def shades(scores: Sequence[float] | np.ndarray) -> np.ndarray:
-    """[n] in 0 to 1: 0 up to the median score, 1 for the highest, logarithmic between them."""
+    """Shades [n]: 0 up to the median score, 1 for the highest, logarithmic between them."""
     scores = np.asarray(scores, dtype=np.float64)
     middle, high = np.median(scores), scores.max()
     if not middle > 0:
@@ -38,10 +38,10 @@ def shades(scores: Sequence[float] | np.ndarray) -> np.ndarray:
     return np.clip(np.log(np.maximum(scores, middle) / middle) / np.log(high / middle), 0, 1)
 
 
-def shaded(texts: Sequence[str], scores: Sequence[float], held: Sequence[float]) -> Html:
-    """Tokens in order, shaded by score; those with `held` 0 are struck through.
+def shade_text(texts: Sequence[str], scores: Sequence[float], held: Sequence[float]) -> Html:
+    """Tokens in order, shaded by score, and struck through if their `held` is 0.
 
-    A token's position and score are told where the pointer rests on it.
+    Position and score of a token appear under the pointer.
     """
     parts = []
     for position, (text, score, shade, kept) in enumerate(
@@ -58,17 +58,17 @@ def shaded(texts: Sequence[str], scores: Sequence[float], held: Sequence[float])
     return Html(f'<div style="{style}">{"".join(parts)}</div>')
 
 
-# ---- tokens as pieces of their text ------------------------------------------------------------
+# ---- the text of each token ----------------------------------------------------------------------
 
 LOST = "\N{REPLACEMENT CHARACTER}"
 LONGEST = 8
-"""Tokens that one character may be spread over; byte tokens need four at most."""
+"""Tokens that one character may be spread over. Byte tokens need four at most."""
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of each token, blanks kept, so that joined together they are the text again.
+    """The text of each token, with blanks, so that they add up to the whole text.
 
-    Where a character is spread over several tokens, the first has it and the others are "".
+    If a character is spread over several tokens, the first one has it and the others are "".
     """
     ids = [int(i) for i in ids]
     texts: list[str] = []
@@ -85,7 +85,7 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def labels(texts: Sequence[str]) -> list[str]:
-    """What `pieces` gives, for lists: a token that is a part of a character says of which one."""
+    """Name the tokens that `pieces` gave, for lists: a part of a character becomes "x (2 of 3)"."""
     named: list[str] = []
     while len(named) < len(texts):
         start = stop = len(named)
@@ -100,18 +100,18 @@ def labels(texts: Sequence[str]) -> list[str]:
 def _decode(tokenizer: Any, ids: list[int]) -> str:
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if not text.startswith(" ") and hasattr(tokenizer, "convert_ids_to_tokens"):
-        # SentencePiece drops the blank that a word begins with where nothing stands before it.
+        # SentencePiece drops the blank before the first word.
         first = tokenizer.convert_ids_to_tokens(ids[:1])[0]
         if isinstance(first, str) and first.startswith("\N{LOWER ONE EIGHTH BLOCK}"):
             return " " + text
     return text
 
 
-# ---- packages that only pictures and tables need -----------------------------------------------
+# ---- packages that only pictures need ------------------------------------------------------------
 
 
 def need(name: str) -> Any:
-    """The module, or an ImportError that says how to get it."""
+    """Import a module, or raise an ImportError that says how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -120,7 +120,7 @@ def need(name: str) -> Any:
 
 
 def axes_or_new(ax: Any = None, **size: Any) -> Any:
-    """The given axes, or those of a new pyplot figure. ImportError without matplotlib."""
+    """The given axes, or those of a new pyplot figure. Raises ImportError without matplotlib."""
     if ax is not None:
         return ax
     return need("matplotlib.pyplot").subplots(layout="constrained", **size)[1]

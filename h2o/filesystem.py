@@ -1,4 +1,4 @@
-"""Writing results: files that appear complete or not at all, locks between processes, and a check
+"""Write results: files that appear complete or not at all, locks between processes, and a check
 that a folder can be written to before a long run starts.
 """
 
@@ -8,30 +8,31 @@ import contextlib
 import glob
 import os
 import shutil
-import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from h2o.errors import UserError
 
 __all__ = [
     "atomic_write",
     "cache_folder",
-    "drafts",
-    "locked",
+    "lock",
+    "make_once",
     "make_writable",
     "read_text",
-    "writable",
 ]
 
 
 def cache_folder() -> Path:
-    """What h2o makes once and looks up later lies here: $H2O_CACHE, else $XDG_CACHE_HOME/h2o, else
-    ~/.cache/h2o. It need not be there.
+    """The folder of what h2o makes once and looks up later, which may not exist yet.
 
-    Raises: RuntimeError where there is no home folder.
+    $H2O_CACHE, else $XDG_CACHE_HOME/h2o, else ~/.cache/h2o.
+
+    Raises:
+        RuntimeError: there is no home folder.
     """
     if folder := os.environ.get("H2O_CACHE"):
         return Path(folder)
@@ -39,9 +40,10 @@ def cache_folder() -> Path:
 
 
 def read_text(file: Path) -> str:
-    """A text file in UTF-8, without the mark that some editors put first.
+    """Read a text file in UTF-8, without the byte order mark that some editors put first.
 
-    Raises: UserError where it cannot be read.
+    Raises:
+        UserError: the file cannot be read.
     """
     try:
         return file.read_text("utf-8-sig")
@@ -50,9 +52,10 @@ def read_text(file: Path) -> str:
 
 
 def make_writable(folder: Path) -> None:
-    """Creates a folder, if it is not there, and a file in it, which is removed again.
+    """Create a folder unless it exists, and check that files can be written there.
 
-    Raises: UserError where that cannot be done.
+    Raises:
+        UserError: they cannot.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,81 +67,72 @@ def make_writable(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def writable(folder: Path) -> Iterator[None]:
-    """A folder as `make_writable` leaves it; what it had to create is removed again where the block
-    fails, unless something lies in it by then.
+def lock(path: Path) -> Iterator[None]:
+    """Keep other processes out of such blocks for a file or folder. They wait.
+
+    The lock is a hidden file beside it, which stays. The system releases the lock of a process that
+    was killed.
     """
-    parents = [folder, *folder.parents]
-    created = [parent for parent in parents if not parent.exists()]
-    make_writable(folder)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            for parent in created:
-                parent.rmdir()
-        raise
+    from filelock import FileLock  # which comes with torch: profiles do without
 
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Within the block no other process is in such a block for this file; they wait.
-
-    The lock lies on a hidden file beside it. Its folder must be there.
-    """
     hidden = path.parent / f".{path.name}.lock"
-    with _spoken_of_as(path, hidden), hidden.open("a") as lock:
-        _wait_for(lock.fileno())
+    with _name_in_errors(path, hidden), FileLock(hidden):
         yield
-
-
-def _wait_for(file: int) -> None:
-    """Takes the lock on a file, which whoever closes the file gives back."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        while True:
-            with contextlib.suppress(OSError):  # it gives up after ten seconds
-                msvcrt.locking(file, msvcrt.LK_LOCK, 1)
-                return
-    import fcntl
-
-    fcntl.flock(file, fcntl.LOCK_EX)
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A draft beside a file or folder, for the block to make, which then takes its place at once.
+    """Replace a file or folder at once by a draft beside it, which the block makes.
 
-    Readers see what was there before or all that is new. A block that fails leaves nothing; only
-    of a process that was killed a draft remains, see `drafts`.
+    Readers see what was there before, or all that is new. A block that fails leaves nothing. The
+    draft of a process that was killed remains.
 
-    Raises: OSError, which names `path` where the system named the draft.
+    Raises:
+        OSError: with the name of `path` instead of the draft's.
     """
-    draft = path.with_name(f"{_start(path)}{os.getpid()}-{threading.get_ident()}.draft")
+    draft = path.with_name(f"{_draft_prefix(path)}{os.getpid()}-{threading.get_ident()}.draft")
     try:
-        with _spoken_of_as(path, draft):
+        with _name_in_errors(path, draft):
             yield draft
             os.replace(draft, path)
     finally:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        shutil.rmtree(draft, ignore_errors=True)
+        _remove(draft)
 
 
-def drafts(path: Path) -> Iterator[Path]:
-    """Those of a path, also what a process that was killed has left."""
-    return path.parent.glob(f"{glob.escape(_start(path))}*draft*")
+def make_once(path: Path, make: Callable[[Path], Any]) -> None:
+    """Make a file or folder in a cache, unless it is there. `make` gets the path of its draft.
+
+    One of several processes makes it, the others wait. The draft of a process that was killed is
+    removed. Needs no right to write if all is there.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with lock(path):
+        for draft in path.parent.glob(f"{glob.escape(_draft_prefix(path))}*draft*"):
+            _remove(draft)
+        if not path.exists():
+            with atomic_write(path) as draft:
+                make(draft)
 
 
-def _start(path: Path) -> str:
-    """Of its drafts' names, which are not to be too long where its own name is long."""
+def _remove(draft: Path) -> None:
+    with contextlib.suppress(OSError):
+        draft.unlink()
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def _draft_prefix(path: Path) -> str:
+    """The start of the drafts' names, cut so that no file system finds them too long."""
     return f".{path.name[:40]}."
 
 
 @contextlib.contextmanager
-def _spoken_of_as(path: Path, hidden: Path) -> Iterator[None]:
-    """An OSError of the block names the file that its reader knows, not a hidden one beside it."""
+def _name_in_errors(path: Path, hidden: Path) -> Iterator[None]:
+    """Let an OSError of the block name the file that its reader knows, not a hidden one."""
     try:
         yield
     except OSError as error:

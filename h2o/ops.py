@@ -60,6 +60,7 @@ __all__ = [
     "attend",
     "evict",
     "info",
+    "log_sums",
     "new_slots",
     "open_device",
     "simulate",
@@ -148,9 +149,42 @@ def attend(
     if scale is None:
         scale = default_scale(query, sizes)
     backend.attend(
-        query, keys, values, mask, slots, out, scores, scale, softcap, policy, sink_logits
+        query, keys, values, mask, slots, out, scores, scale, softcap, policy, sink_logits, None
     )
     return out, scores
+
+
+def log_sums(
+    query: Tensor,
+    keys: Tensor,
+    slots: Slots | None = None,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """The log of what the softmax of each query divides by, [B, H, Q] float32; 0 for a pad.
+
+    With the logit of a key it gives the weight of that key, exp(logit - log sum), for who needs
+    those of few keys: half of the work of `attend`, whose arguments these are. Nothing is written.
+    """
+    if grad_enabled():
+        _refuse_grad(slots, query=query, keys=keys, sink_logits=sink_logits)
+    sizes, key_sizes = four_sizes(query), four_sizes(keys)
+    out = scores = sums = None
+    if sizes is not None and key_sizes is not None:
+        B, H, Q, D = sizes
+        out = empty(query, (B, Q, H, D))
+        scores = empty(query, (B, key_sizes[1], Q), "float32")
+        sums = empty(query, (B, H, Q), "float32")
+    if scale is None:
+        scale = default_scale(query, sizes)
+    values = keys if slots is None or slots.values is not None else None
+    backends.serving(query).attend(
+        query, keys, values, mask, slots, out, scores, scale, softcap, PAPER, sink_logits, sums
+    )
+    return sums
 
 
 def evict(

@@ -15,7 +15,7 @@ from typing import Any
 
 from h2o import model_identity, ops
 from h2o.errors import UserError
-from h2o.filesystem import atomic_write, locked, make_writable
+from h2o.filesystem import atomic_write, lock, make_writable
 from h2o.packages import versions
 from h2o.processes import ALONE, Processes
 
@@ -127,7 +127,7 @@ class Cells:
         if not self.processes.first:
             return
         start = time.monotonic()
-        with locked(self.path):
+        with lock(self.path):
             if self._stamp() != self.written:
                 self.in_file = self._read()
             self.in_file |= self.cells

@@ -32,6 +32,7 @@ class Slots(NamedTuple):
     Heads may have budgets of their own, and numbers of slots of their own, so that memory falls
     with the budgets: then `starts` is given, a row's slots lie one head after the other on one
     axis T, and keys are [Z, T, D] where [Z, G, S, D] stands below, scores [Z, T] for [Z, G, S].
+    The axis may be longer than one layer needs: several may have their slots on it.
 
     With `rows` a call is about some of the rows, found by number: as many as its batch has.
     """
@@ -55,7 +56,8 @@ class Slots(NamedTuple):
     norms: Tensor | None = None
     """[Z, G, S] float32: L2 norm of each value; given exactly if value_weighted"""
     starts: Tensor | None = None
-    """[G + 1] int32: head g has the slots starts[g] to starts[g + 1] - 1 of axis T"""
+    """[G + 1] int32: head g has the slots starts[g] to starts[g + 1] - 1 of axis T; or
+    [Z, G + 1], where each row has places of its own"""
     rows: Tensor | None = None
     """[B] int32: row b of the batch is row rows[b] of the fields above, each once; None: row b"""
 

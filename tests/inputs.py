@@ -355,10 +355,12 @@ def heads(slots: Any, field: str, empty: float) -> np.ndarray:
     tensor = np.asarray(getattr(slots, field))
     if slots.starts is None:
         return tensor
-    starts = np.asarray(slots.starts).tolist()
-    out = np.full((len(tensor), len(starts) - 1, np.diff(starts).max()), empty, tensor.dtype)
-    for g, (begin, end) in enumerate(itertools.pairwise(starts)):
-        out[:, g, : end - begin] = tensor[:, begin:end]
+    starts = np.atleast_2d(np.asarray(slots.starts))
+    rows = np.broadcast_to(starts, (len(tensor), starts.shape[1])).tolist()
+    out = np.full((len(rows), len(rows[0]) - 1, np.diff(starts).max()), empty, tensor.dtype)
+    for b, row in enumerate(rows):
+        for g, (begin, end) in enumerate(itertools.pairwise(row)):
+            out[b, g, : end - begin] = tensor[b, begin:end]
     return out
 
 

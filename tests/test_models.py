@@ -81,7 +81,7 @@ def test_first_of_two_conversions_wins(tmp_path):
     (target / "model.safetensors").write_text("the winner's")
     models.convert(write_gguf(tmp_path / "tiny.gguf"), target)
     assert [path.read_text() for path in target.iterdir()] == ["the winner's"]
-    assert sorted(os.listdir(target.parent)) == [".tiny.lock", "tiny"]
+    assert os.listdir(target.parent) == ["tiny"]  # which may be a folder to read only
 
 
 def test_dtype_is_the_one_asked_for(tmp_path):

@@ -26,6 +26,11 @@ DEVICE bool is_token(const h2o_view *mask, int64_t b, int64_t q) {
     return !h2o_given(mask) || *(const uint8_t *)h2o_at(mask, b, q, 0) != 0;
 }
 
+/* Where the slots of head g of a row begin on axis T, or where the last one's end. */
+DEVICE int64_t start_at(const h2o_view *starts, int64_t row, int64_t g) {
+    return starts->ndim == 2 ? i32_at(starts, row, g, 0) : i32_at(starts, g, 0, 0);
+}
+
 /* Where the slots of key/value head g of row b are: all S of axis G, or starts[g]..starts[g+1]-1 of
  * axis T, of that row or of the one that rows names. */
 DEVICE h2o_head read_extent(const h2o_slots *slots, int64_t b, int64_t g) {
@@ -38,8 +43,9 @@ DEVICE h2o_head read_extent(const h2o_slots *slots, int64_t b, int64_t g) {
     head.offset = g;
     head.slots = all;
     if (h2o_given(&slots->starts)) {
-        head.offset = clamp(i32_at(&slots->starts, g, 0, 0), 0, all - 1);
-        head.slots = clamp(i32_at(&slots->starts, g + 1, 0, 0), head.offset + 1, all) - head.offset;
+        head.offset = clamp(start_at(&slots->starts, head.row, g), 0, all - 1);
+        const int64_t end = start_at(&slots->starts, head.row, g + 1);
+        head.slots = clamp(end, head.offset + 1, all) - head.offset;
     }
     return head;
 }

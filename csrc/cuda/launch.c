@@ -32,8 +32,10 @@ static bool has_narrow_sums(const h2o_operation_row *row, const void *params) {
     return false;
 }
 
-/* Kernels know these sizes only; a fake tensor has no memory. */
+/* Kernels know these sizes only, and no log_sums; a fake tensor has no memory. */
 static bool is_served(const h2o_operation_row *row, const void *params) {
+    const h2o_attend_params *const attend = params;
+    if (row == h2o_operations[H2O_ATTEND] && h2o_given(&attend->log_sums)) return false;
     const h2o_dims *const dims = (const void *)((const char *)params + row->dims);
     return dims->D <= CUDA_WIDE && dims->R <= CUDA_GROUP && dims->S < 1 << CUDA_FREE_BITS &&
            dims->H <= MOST_BLOCKS && dims->G <= MOST_BLOCKS && dims->B <= MOST_BLOCKS &&

@@ -1,6 +1,7 @@
 """What a model attends to, and what an H2O cache would make of it: the paper's observations.
 
-`h2o.analyze(model, **inputs)` measures one text and returns an `Analysis`; `h2o analyze` on the
+`h2o.analyze(model, **inputs)` measures one text and returns an `Analysis`. `h2o analyze` on the
 command line makes a page of it. `collect` watches a forward pass, `measures` turns scores into
-numbers, `removal` takes keys away; `figures`, `highlight` and `page` show it.
+numbers, `removal` removes keys, `measured_text` and `result` answer questions, `figures` and `page`
+show the answers.
 """

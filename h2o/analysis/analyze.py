@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from h2o.analysis.collect import Attention, attend, full_layers, sparsity, watch
+from h2o.analysis.collect import Attention, attend, full_layers, measure_layers, sparsity
 from h2o.analysis.measured_text import THRESHOLD, Measured
 from h2o.analysis.result import Analysis
 from h2o.config import H2OConfig, one_config
@@ -29,7 +29,7 @@ def analyze(
     prompt_length: int = 1,
     **parameters: Unpack[ConfigFields],
 ) -> Analysis:
-    """Measures what a model attends to in one text, and what an H2O cache would keep of it.
+    """Measure what a model attends to in one text, and what an H2O cache would keep of it.
 
     ```python
     inputs = tokenizer(text, return_tensors="pt")
@@ -38,22 +38,23 @@ def analyze(
         print(token.position, repr(token.text), token.score)
     ```
 
-    Two forward passes: one as the model is, one as with an `H2OCache` of this config. Memory
-    is linear in the text's length. Questions that need another pass (`sparsity` of another
-    threshold, `retained_mass` of another config, `tokens` at a step, `removal`) run it when they
-    are asked, so `model` must stay as it is until then.
+    Runs two forward passes: one of the model as it is, one with an `H2OCache` of this config.
+    Memory is linear in the text's length. Methods of the result that need another pass (`sparsity`
+    with another threshold, `retained_mass` of another config, `tokens` at a step, `removal`) run
+    the model again, so do not change the model before.
 
     Args:
-        model: a causal language model that an `H2OCache` can serve. Layers with a sliding window
-            are left out.
-        input_ids: int64 [1, n] or [n], n >= 3. One text; give others one by one.
-        attention_mask: the same shape; pads are left out before anything else.
+        model: a causal language model that `H2OCache` supports. Layers with a sliding window are
+            left out.
+        input_ids: int64 [1, n] or [n], n >= 3: one text.
+        attention_mask: the same shape. Padding is left out before anything else.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`, ...
-            Fractions are of the text. `heavy` also says how many keys are called heavy hitters.
-        prompt_length: tokens before the first eviction; 1 evicts from the very beginning.
+            Fractions are of the text. `heavy` is also the number of heavy hitters.
+        prompt_length: tokens before the first eviction. 1 evicts from the very beginning.
 
-    Raises: `UnsupportedError` for a model that h2o cannot serve, TypeError and ValueError for
-    arguments that do not fit.
+    Raises:
+        UnsupportedError: h2o does not support the model.
+        TypeError, ValueError: an argument does not fit.
     """
     parameters.pop("token_type_ids", None)  # some tokenizers make them, decoders do without
     config = one_config(h2o_config, parameters).for_model(model)
@@ -68,19 +69,15 @@ def analyze(
         )
     if model.training:
         raise RuntimeError("analyze() is for inference: call model.eval()")
-    measured: dict[int, Measured] = {}
 
-    def visit(layer: int, seen: Attention) -> Tensor:
-        out, all_rows, early = attend(seen)
+    def measure(seen: Attention) -> tuple[Tensor, Measured]:
+        out, scores = attend(seen)
         small = sparsity(seen, THRESHOLD)
-        measured[layer] = Measured(
-            len(seen.keys), *(x.cpu().numpy() for x in (all_rows, early, small))
-        )
-        return out
+        return out, Measured(len(seen.keys), scores.cpu().numpy(), small.cpu().numpy())
 
-    watch(model, ids, visit)
+    measured = measure_layers(model, ids, measure)
     analysis = Analysis(model, ids, config, prompt_length, measured)
-    analysis.cached()
+    analysis.simulate_cache()
     return analysis
 
 

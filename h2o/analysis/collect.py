@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,12 +27,22 @@ from h2o.hf.support import transformers_layers
 from h2o.model_identity import latent_row
 from h2o.waiting_threads import sleeping
 
-__all__ = ["Attention", "attend", "forward", "full_layers", "sparsity", "watch"]
+__all__ = [
+    "Attention",
+    "attend",
+    "forward",
+    "full_layers",
+    "measure_layers",
+    "sparsity",
+    "watch",
+]
+
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """What one layer's attention is given for one text."""
+    """The inputs of one layer's attention for one text."""
 
     query: Tensor
     """[H, n, D]"""
@@ -51,8 +61,11 @@ Visit = Callable[[int, Attention], Tensor]
 
 
 def full_layers(model: Any) -> list[int]:
-    """The layers with full attention. Raises: `UnsupportedError` for a model that h2o cannot serve,
-    or whose heads have no keys of their own to measure."""
+    """The layers with full attention.
+
+    Raises:
+        UnsupportedError: h2o does not support the model, or its heads have no keys of their own.
+    """
     if latent_row(model.config) is not None:
         raise UnsupportedError(
             f"neither analysis nor calibration measures {model.config.model_type}: all heads of a "
@@ -62,11 +75,11 @@ def full_layers(model: Any) -> list[int]:
 
 
 def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Tensor | None:
-    """Runs a model over a text, with `visit` for the attention of its full layers.
+    """Run a model over a text, with `visit` for the attention of its full layers.
 
     Args:
-        ids: [n], without pads.
-        logits: whether the logits [n, vocabulary] are wanted.
+        ids: [n], without padding.
+        logits: whether to return the logits [n, vocabulary].
     """
 
     def attention(call: Call) -> Tensor:
@@ -79,9 +92,24 @@ def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Ten
         return forward(model, ids, logits=logits)
 
 
+def measure_layers(
+    model: Any, ids: Tensor, measure: Callable[[Attention], tuple[Tensor, Result]]
+) -> dict[int, Result]:
+    """Run a model over a text, and `measure` each full layer: its attention output [n, H, D], and a
+    result, which this returns by layer."""
+    results: dict[int, Result] = {}
+
+    def visit(layer: int, seen: Attention) -> Tensor:
+        out, results[layer] = measure(seen)
+        return out
+
+    watch(model, ids, visit)
+    return results
+
+
 @sleeping()
 def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor | None:
-    """A forward pass over a text [n]; its logits [n, vocabulary] only where they are wanted."""
+    """Run a model over a text [n]. Returns the logits [n, vocabulary] if they are wanted."""
     arguments = {}
     if not logits and borrowed.accepts(model.forward, "logits_to_keep"):
         arguments["logits_to_keep"] = 1  # those of a whole text may need more than all the rest
@@ -90,38 +118,32 @@ def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor | None:
     return out.logits[0] if logits else None
 
 
-def attend(seen: Attention, early: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Causal attention as the model has it, with the score of every key from each query head.
+def attend(seen: Attention) -> tuple[Tensor, Tensor]:
+    """The model's causal attention, with the score of every key by query head.
+
+    The kernel adds up the heads of a group, so it gets one query head of each group at a time.
 
     Returns:
-        (output [n, H, D], scores [H, n] float32, [H, n // 2] float32: scores from the first
-        n // 2 queries alone, 0 unless `early`)
+        (output [n, H, D], scores [H, n] float32)
     """
     H, n, D = seen.query.shape
     G = len(seen.keys)
     grouped = seen.query.reshape(G, H // G, n, D)
     sinks = [None] * (H // G) if seen.sink_logits is None else seen.sink_logits.view(G, -1).T
-
-    def each(rows: int) -> tuple[Tensor, Tensor]:
-        """The kernel adds up the heads of a group, so it is given one head of each at a time."""
-        parts = [
-            ops.attend(
-                grouped[None, :, r, :rows], seen.keys[None, :, :rows], seen.values[None, :, :rows],
-                scale=seen.scale, softcap=seen.softcap, sink_logits=sinks[r],
-            )
-            for r in range(H // G)
-        ]  # fmt: skip
-        outs, scores = zip(*parts, strict=True)
-        together = torch.stack(outs, dim=3), torch.stack(scores, dim=2)
-        return together[0].reshape(rows, H, D), together[1].reshape(H, rows)
-
-    out, scores = each(n)
-    half = n // 2
-    return out, scores, each(half)[1] if early else scores.new_zeros(H, half)
+    parts = [
+        ops.attend(
+            grouped[None, :, r], seen.keys[None], seen.values[None],
+            scale=seen.scale, softcap=seen.softcap, sink_logits=sinks[r],
+        )
+        for r in range(H // G)
+    ]  # fmt: skip
+    outs, scores = zip(*parts, strict=True)
+    together = torch.stack(outs, dim=3), torch.stack(scores, dim=2)
+    return together[0].reshape(n, H, D), together[1].reshape(H, n)
 
 
 def sparsity(seen: Attention, threshold: float) -> Tensor:
-    """Share of the causal attention entries that are below a share of their row's maximum.
+    """Share of the causal attention entries below a share of their row's maximum.
 
     Returns:
         [H] float64. Entry (i, j), j <= i, counts where p(i, j) < threshold * max of p(i, .);

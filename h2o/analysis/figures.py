@@ -1,5 +1,7 @@
-"""Pictures of an analysis. Every function draws on the axes that it is given, or on axes of a
-new figure, and returns them; none shows or saves anything.
+"""Draw the figures of an analysis with matplotlib.
+
+Every function draws on the axes it is given, or on axes of a new figure, and returns them. Its
+docstring begins with the figure's caption on the page of `h2o analyze`.
 """
 
 from __future__ import annotations
@@ -17,27 +19,22 @@ if TYPE_CHECKING:
 
 __all__ = ["FIGURES"]
 
+MEAN = {"marker": "o", "markersize": 3, "label": "mean of the heads"}
+
 
 def sparsity(a: MeasuredText, ax: Any = None, *, threshold: float = 0.01) -> Any:
-    """Share of negligible entries by layer: the mean over heads, and their range."""
+    """Share of negligible attention entries by layer: the mean over heads, and their range."""
     ax = axes_or_new(ax)
     shares = 100 * a.sparsity(threshold)
     ax.fill_between(a.layers, shares.min(1), shares.max(1), alpha=0.25, label="range of the heads")
-    ax.plot(a.layers, shares.mean(1), marker="o", markersize=3, label="mean of the heads")
+    ax.plot(a.layers, shares.mean(1), **MEAN)
     ax.axhline(95, color="grey", linestyle=":", label="95%")
-    ax.set(
-        title=f"Attention entries below {threshold:.0%} of their row's maximum",
-        xlabel="layer",
-        ylabel="% of entries",
-        ylim=(0, 101),
-    )
-    whole_numbers(ax.xaxis)
-    ax.legend(fontsize="small")
-    return ax
+    title = f"Attention entries below {threshold:.0%} of their row's maximum"
+    return _by_layer(ax, title=title, ylabel="% of entries")
 
 
 def power_law(a: MeasuredText, ax: Any = None) -> Any:
-    """Sorted scores of each layer, both axes logarithmic: a power law is a straight line."""
+    """Accumulated attention of the sorted keys by layer. A power law is a straight line."""
     ax = axes_or_new(ax)
     colours = need("matplotlib").colormaps["viridis"]
     law = a.power_law()
@@ -60,17 +57,11 @@ def power_law(a: MeasuredText, ax: Any = None) -> Any:
 
 
 def carriers(a: MeasuredText, ax: Any = None) -> Any:
-    """Which share of the keys carries 50%, 80%, ... of the attention, by layer."""
+    """Share of the keys that carries 50, 80, 90, 95 and 99% of the attention, by layer."""
     ax = axes_or_new(ax)
     for share, counts in a.power_law().keys.items():
         ax.plot(a.layers, 100 * counts / len(a), label=f"{100 * share:g}%")
-    ax.set(
-        title="Keys that carry most of the attention",
-        xlabel="layer",
-        ylabel="% of keys",
-        ylim=(0, 101),
-    )
-    whole_numbers(ax.xaxis)
+    _by_layer(ax, title="Keys that carry most of the attention", ylabel="% of keys")
     ax.legend(
         title="of it", fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), reverse=True
     )
@@ -91,108 +82,70 @@ def overlap(a: MeasuredText, ax: Any = None) -> Any:
 
 
 def halves(a: MeasuredText, ax: Any = None) -> Any:
-    """Heavy hitters of the text's first half: does its second half agree? By layer and head."""
+    """Heavy hitters that early and late queries have in common, by layer and head."""
     ax = axes_or_new(ax)
     shares = a.overlap("half")
-    ax.plot(a.layers, shares.mean(1), marker="o", markersize=3, label="mean of the heads")
-    for head in range(a.groups):
-        label = "key/value heads" if head == 0 else None
-        ax.plot(a.layers, shares[:, head], ".", color="grey", markersize=3, label=label)
-    ax.set(
-        title="Heavy hitters that early and late queries share",
-        xlabel="layer",
-        ylabel="Jaccard",
-        ylim=(0, 1.02),
-    )
-    whole_numbers(ax.xaxis)
-    ax.legend(fontsize="small")
-    return ax
+    ax.plot(a.layers, shares.mean(1), **MEAN)
+    dots = ax.plot(a.layers, shares, ".", color="grey", markersize=3)
+    dots[0].set_label("key/value heads")
+    title = "Heavy hitters that early and late queries share"
+    return _by_layer(ax, title=title, ylabel="Jaccard", ylim=(0, 1.02))
 
 
 def frequency(a: MeasuredText, ax: Any = None) -> Any:
     """Rank correlation of a token's attention with its frequency in the text, by layer."""
     ax = axes_or_new(ax)
-    names = {
-        "sum_count": "in all, with count",
-        "sum_neighbours": "in all, with neighbours",
-        "mean_count": "per occurrence, with count",
-        "mean_neighbours": "per occurrence, with neighbours",
-    }
-    for (name, values), style in zip(a.frequency().items(), ("-", "--", "-", "--"), strict=True):
-        ax.plot(a.layers, values, style, label=names[name])
+    for name, values in a.frequency().items():
+        ax.plot(a.layers, values, label={"sum": "in all", "mean": "per occurrence"}[name])
     ax.axhline(0, color="grey", linewidth=0.6)
-    ax.set(
-        title="Attention of a kind of token and its frequency",
-        xlabel="layer",
-        ylabel="Spearman's rank correlation",
-        ylim=(-1, 1),
-    )
-    whole_numbers(ax.xaxis)
-    ax.legend(fontsize="small")
-    return ax
+    title, ylabel = "Attention of a kind of token and its count", "Spearman's rank correlation"
+    return _by_layer(ax, title=title, ylabel=ylabel, ylim=(-1, 1))
 
 
 def removal(a: MeasuredText, ax: Any = None, **options: Any) -> Any:
-    """Perplexity without the heaviest, random and newest keys; options as of `a.removal`."""
+    """Perplexity without the heaviest, random and newest keys."""
     ax = axes_or_new(ax)
     table = a.removal(**options)
     ax.axhline(table.pop("full")[0.0], color="grey", linestyle="--", label="nothing removed")
     for kind, by_share in table.items():
         ax.plot([100 * x for x in by_share], list(by_share.values()), marker="o", label=kind)
-    ax.set(
-        title="Keys taken away", xlabel="% of the keys before", ylabel="perplexity", yscale="log"
-    )
+    ax.set(title="Removed keys", xlabel="% of the keys before", ylabel="perplexity", yscale="log")
     ax.legend(fontsize="small")
     return ax
 
 
 Configs = Mapping[str, "H2OConfig | None"]
-"""Labels and configs; None is the config of the analysis."""
+"""Configs by label. None is the config of the analysis."""
+
+OWN: Configs = {"this analysis": None}
+RETAINED = "% of a full cache's attention"
 
 
-def retained_mass(a: MeasuredText, ax: Any = None, *, configs: Configs | None = None) -> Any:
-    """Share of the attention that a cache retains, by layer, for one config or several."""
+def retained_mass(a: MeasuredText, ax: Any = None, *, configs: Configs = OWN) -> Any:
+    """Share of a full cache's attention that caches retain, by layer."""
     ax = axes_or_new(ax)
-    for name, config in _named(configs).items():
+    for name, config in configs.items():
         means = [100 * a.retained_mass(layer, h2o_config=config).mean() for layer in a.layers]
         ax.plot(a.layers, means, marker="o", markersize=3, label=name)
-    ax.set(
-        title="Attention retained, by layer",
-        xlabel="layer",
-        ylabel="% of a full cache's attention",
-        ylim=(0, 101),
-    )
-    whole_numbers(ax.xaxis)
-    ax.legend(fontsize="small")
-    return ax
+    return _by_layer(ax, title="Attention retained, by layer", ylabel=RETAINED)
 
 
-def retained_over_time(a: MeasuredText, ax: Any = None, *, configs: Configs | None = None) -> Any:
-    """The same by token, mean over layers and heads, smoothed over a fiftieth of the text."""
+def retained_over_time(a: MeasuredText, ax: Any = None, *, configs: Configs = OWN) -> Any:
+    """Share of a full cache's attention that caches retain, by token, smoothed."""
     ax = axes_or_new(ax)
     width = max(len(a) // 50, 1)
-    for name, config in _named(configs).items():
-        rows = [
-            a.retained_mass(layer, per_token=True, h2o_config=config).mean(0) for layer in a.layers
-        ]
-        smooth = np.convolve(np.mean(rows, axis=0), np.ones(width) / width, mode="valid")
+    for name, config in configs.items():
+        masses = [a.retained_mass(x, per_token=True, h2o_config=config).mean(0) for x in a.layers]
+        smooth = np.convolve(np.mean(masses, axis=0), np.ones(width) / width, mode="valid")
         ax.plot(np.arange(width - 1, len(a)), 100 * smooth, label=name)
-    ax.set(
-        title="Attention retained, as the text grows",
-        xlabel="token",
-        ylabel="% of a full cache's attention",
-        ylim=(0, 101),
-    )
+    title = "Attention retained, as the text grows"
+    ax.set(title=title, xlabel="token", ylabel=RETAINED, ylim=(0, 101))
     ax.legend(fontsize="small")
     return ax
-
-
-def _named(configs: Configs | None) -> Configs:
-    return configs or {"this analysis": None}
 
 
 def scores(a: MeasuredText, ax: Any = None, *, layer: int | None = None, per: str = "kv") -> Any:
-    """Scores of a layer's keys, a row for each head; without a layer, one for each layer."""
+    """Accumulated attention of every key: a row for each layer, or for each head of one layer."""
     ax = axes_or_new(ax, figsize=(8, 3))
     from matplotlib.colors import LogNorm
 
@@ -206,14 +159,22 @@ def scores(a: MeasuredText, ax: Any = None, *, layer: int | None = None, per: st
     norm = LogNorm(max(low, high * 1e-6), high)
     image = ax.imshow(rows, aspect="auto", norm=norm, cmap="inferno", interpolation="nearest")
     ax.set(title=title, xlabel="position", ylabel=ylabel)
-    whole_numbers(ax.yaxis)
+    use_whole_numbers(ax.yaxis)
     ax.figure.colorbar(image, ax=ax)
     return ax
 
 
-def whole_numbers(axis: Any) -> None:
-    """Ticks of layers or heads, of which there are no parts."""
+def use_whole_numbers(axis: Any) -> None:
+    """Put ticks of layers or heads at whole numbers."""
     axis.set_major_locator(need("matplotlib.ticker").MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _by_layer(ax: Any, ylim: tuple[float, float] = (0, 101), **texts: str) -> Any:
+    """Label axes whose x is the layer."""
+    ax.set(xlabel="layer", ylim=ylim, **texts)
+    use_whole_numbers(ax.xaxis)
+    ax.legend(fontsize="small")
+    return ax
 
 
 FIGURES: dict[str, Callable[..., Any]] = {

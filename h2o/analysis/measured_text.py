@@ -1,4 +1,4 @@
-"""What was measured of one text, and the questions that it answers."""
+"""What was measured in one text, and the questions that it answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from h2o.analysis import measures, removal
-from h2o.analysis.collect import Attention, attend, forward, sparsity, watch
+from h2o.analysis.collect import Attention, attend, forward, measure_layers, sparsity
 from h2o.config import H2OConfig, one_config
 from h2o.draw import pieces
 from h2o.hf.simulation.simulation import simulated
@@ -28,14 +28,12 @@ THRESHOLD = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One layer, nothing evicted."""
+    """One layer of the model as it is."""
 
     groups: int
     """G"""
     scores: np.ndarray
     """[H, n] float32"""
-    early: np.ndarray
-    """[H, n // 2] float32: scores from the first n // 2 queries alone"""
     small: np.ndarray
     """[H]: share of entries below THRESHOLD"""
 
@@ -47,7 +45,7 @@ class Cached:
     evicted_at: np.ndarray
     """[G, n] int32: the first token that no longer sees the key, n if none"""
     retained: np.ndarray
-    """[H, n] float32: of each token the share of a full cache's attention that it keeps"""
+    """[H, n] float32: the share of a full cache's attention that each token keeps"""
 
 
 class Token(NamedTuple):
@@ -56,18 +54,13 @@ class Token(NamedTuple):
     position: int
     text: str
     score: float
-    """Attention that it has received, with nothing evicted"""
+    """Attention received, with nothing evicted"""
     held: float
-    """Whether a cache still holds it: 1 or 0, or the share of the heads whose caches do"""
+    """Whether a cache still holds the key: 1 or 0, or the share of the heads whose caches do"""
 
 
 class MeasuredText:
-    """What `h2o.analyze` measures of a text; how it is shown is the matter of `Analysis`.
-
-    Letters: L analysed layers, H query heads, G key/value heads, n tokens. `layer` is the model's
-    number. `per` says whose scores: "kv" (a key/value head, whose query heads are added up, as a
-    cache does), "query" (a query head) or "layer" (all of a layer); `head` is a number of these.
-    """
+    """What `h2o.analyze` measures in a text. `Analysis`, which shows it, explains the letters."""
 
     def __init__(
         self,
@@ -91,9 +84,9 @@ class MeasuredText:
         self._scores_at = {last: {layer: x.scores for layer, x in measured.items()}}
         self._small = {THRESHOLD: {layer: x.small for layer, x in measured.items()}}
         self.caches: dict[H2OConfig, dict[int, Cached]] = {}
-        """By config and layer: what was asked of `cached` so far"""
+        """Results of `simulate_cache` so far, by config and layer"""
         self.removals: dict[tuple[str, float, int, int], float] = {}
-        """Perplexity by (kind, share, tokens, seed): what was asked of `removal` so far"""
+        """Perplexity by (kind, share, tokens, seed): results of `removal` so far"""
 
     def __len__(self) -> int:
         """n"""
@@ -106,24 +99,25 @@ class MeasuredText:
     # ---- scores, and the keys with the highest ---------------------------------------------------
 
     def scores(self, layer: int, per: str = "kv", *, at: int | None = None) -> np.ndarray:
-        """float32 [G, n], [H, n] or [n]: attention that each key has received, nothing evicted.
+        """float32 [G, n], [H, n] or [n]: attention that each key receives, with nothing evicted.
 
-        Also what a cache would have dropped has its score here. `at`: from the tokens up to this
-        one, [..., at + 1]; all of them by default. The sum is the number of queries times
-        that of query heads.
+        With `at` only the tokens up to that one count, [..., at + 1]. The sum is the number of
+        queries times that of query heads.
         """
-        return self._per(self._at(at)[self._known(layer)], per)
+        return self._sum_heads(self._scores_up_to(at)[self._check_layer(layer)], per)
 
     def heavy(self, layer: int) -> int:
-        """How many keys of a layer are called heavy hitters: `heavy` of the config, in tokens."""
-        number = self._budget(layer)[0]
+        """Number of keys of a layer that count as heavy hitters: `heavy` of the config."""
+        layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        config = self.config.for_layer(self._check_layer(layer), layers)
+        number, _ = config.tokens(len(self))
         if not number:
             raise ValueError("this config has no heavy hitters: give heavy more than 0")
         return min(number, len(self))
 
     def evicted_at(self, layer: int) -> np.ndarray:
         """int32 [G, n]: the first token that would no longer see the key, n if none."""
-        return self.cached()[self._known(layer)].evicted_at
+        return self.simulate_cache()[self._check_layer(layer)].evicted_at
 
     def tokens(
         self,
@@ -141,7 +135,7 @@ class MeasuredText:
             at: as token `at` saw them: scores of the tokens up to it, and `held` if a cache would
                 have had the key (or it is this token's own). The last token by default.
         """
-        at = self._step(at)
+        at = self._check_step(at)
         if head is None:
             scores = self.scores(layer, "layer", at=at)
         else:
@@ -167,38 +161,33 @@ class MeasuredText:
     def sparsity(self, threshold: float = THRESHOLD) -> np.ndarray:
         """float64 [L, H]: share of attention entries below a share of their row's maximum.
 
-        Of the causal entries, n (n + 1) / 2 a head. Paper: figure 2a. A threshold other than 0.01
+        A head has n (n + 1) / 2 causal entries. Paper: figure 2a. A threshold other than 0.01
         takes another forward pass.
         """
         if not 0 < threshold <= 1:
             raise ValueError(f"threshold must be above 0 and at most 1, not {threshold!r}")
         if threshold not in self._small:
-            by_layer: dict[int, np.ndarray] = {}
 
-            def visit(layer: int, seen: Attention) -> Tensor:
-                by_layer[layer] = sparsity(seen, threshold).cpu().numpy()
-                return attend(seen, early=False)[0]
+            def measure(seen: Attention) -> tuple[Tensor, np.ndarray]:
+                return attend(seen)[0], sparsity(seen, threshold).cpu().numpy()
 
-            watch(self.model, self._tensor, visit)
-            self._small[threshold] = by_layer
+            self._small[threshold] = measure_layers(self.model, self._tensor, measure)
         return np.stack([self._small[threshold][layer] for layer in self.layers])
 
-    def power_law(
-        self, per: str = "layer", shares: Sequence[float] = measures.SHARES
-    ) -> measures.PowerLaw:
+    def power_law(self, per: str = "layer") -> measures.PowerLaw:
         """How scores fall with rank, and how many keys carry most of the attention.
 
         Arrays [L], or [L, G], [L, H] `per` head. Paper: figure 2b.
         """
-        return measures.power_law(self._all(per), shares)
+        return measures.power_law(self._all_scores(per))
 
     def overlap(self, by: str = "layer", per: str = "kv") -> np.ndarray:
-        """Common heavy hitters over all heavy hitters of two (Jaccard).
+        """Jaccard index of two sets of heavy hitters: the common ones over all.
 
         Args:
-            by: "layer": of each two layers, heads added up, [L, L]. "head": of each two heads of
-                a layer, [L, G, G] or [L, H, H]. "half": among the text's first half, what its own
-                queries make heavy and what those of the second half do, [L, G] or [L, H].
+            by: "layer": each two layers, heads added up, [L, L]. "head": each two heads of
+                a layer, [L, G, G] or [L, H, H]. "half": among the keys of the text's first half,
+                by its own queries and by those of the second half, [L, G] or [L, H].
         """
         if by not in ("layer", "head", "half"):
             raise ValueError(f"by must be layer, head or half, not {by!r}")
@@ -214,27 +203,25 @@ class MeasuredText:
 
     def _overlap_of_halves(self, layer: int, per: str) -> np.ndarray:
         half = len(self) // 2
-        early = self._per(self._measured[layer].early, per)
+        early = self.scores(layer, per, at=half - 1)
         late = self.scores(layer, per)[..., :half] - early
         k = min(self.heavy(layer), max(half // 2, 1))
         first, second = np.atleast_2d(measures.top(early, k), measures.top(late, k))
         both = np.diagonal(measures.jaccard(first, second))
         return both[0] if per == "layer" else both
 
-    def frequency(self, window: int = 8) -> dict[str, np.ndarray]:
-        """Do frequent tokens become heavy hitters? Spearman's rank correlation by layer, each [L].
+    def frequency(self) -> dict[str, np.ndarray]:
+        """Spearman's rank correlation of attention with a token's count in the text, each [L].
 
-        Over kinds of token: their attention, in all ("sum") or for each occurrence ("mean"),
-        against how often they occur ("count") and with how many other kinds they occur at most
-        `window` tokens apart ("neighbours"). Paper: figure 2c, which shows sums; of two kinds
-        that receive the same at each occurrence the frequent one has the higher sum.
+        A kind of token is one observation, whose attention is that of all its occurrences
+        ("sum") or of one ("mean"). Paper: figure 2c, which shows sums; of two kinds that receive
+        the same at each occurrence the frequent one has the higher sum.
         """
-        near = measures.neighbours(self.ids, window)
-        _, counts, sums = measures.per_type(self.ids, self._all("layer"))
+        counts, sums = measures.per_type(self.ids, self._all_scores("layer"))
+        attention = {"sum": sums, "mean": sums / counts}
         return {
-            f"{which}_{name}": np.array([measures.spearman(row, other) for row in scores])
-            for which, scores in (("sum", sums), ("mean", sums / counts))
-            for name, other in (("count", counts), ("neighbours", near))
+            name: np.array([measures.spearman(row, counts) for row in rows])
+            for name, rows in attention.items()
         }
 
     def removal(
@@ -246,13 +233,13 @@ class MeasuredText:
     ) -> dict[str, dict[float, float]]:
         """Perplexity without the heaviest keys, without random and without the newest ones.
 
-        `h2o.analysis.removal` says how they are taken. Three forward passes a share, by blocks of
-        rows. Paper: figure 2d.
+        `h2o.analysis.removal` says how they are removed. Three forward passes a share, by blocks
+        of rows. Paper: figure 2d.
 
         Args:
-            shares: of the keys before each token.
-            limit: use only the first so many tokens.
-            seed: of the random ones.
+            shares: shares of the keys before each token.
+            limit: number of tokens to use, from the first.
+            seed: seed of the random keys.
 
         Returns:
             {"full": {0.0: perplexity}, "heavy": {share: perplexity}, "random": ..., "recent": ...}
@@ -284,15 +271,15 @@ class MeasuredText:
     ) -> np.ndarray:
         """float32 [H] or, with `per_token`, [H, n]: share of a full cache's attention that is kept.
 
-        Of each token the softmax over all keys before, summed over those that a cache of this
-        config would hold when the token comes. Another config, as for
-        `analyze`, takes another forward pass.
+        For a token this is the softmax over all keys before, summed over those that a cache of
+        the config would hold when the token comes. Another config, as for `analyze`, takes
+        another forward pass.
         """
         chosen = one_config(h2o_config, parameters) if h2o_config or parameters else None
-        mass = self.cached(chosen)[self._known(layer)].retained
+        mass = self.simulate_cache(chosen)[self._check_layer(layer)].retained
         return mass if per_token else mass.mean(-1)
 
-    def cached(self, config: H2OConfig | None = None) -> dict[int, Cached]:
+    def simulate_cache(self, config: H2OConfig | None = None) -> dict[int, Cached]:
         """Each layer's evictions and retained mass with a cache of this or another config."""
         config = config or self.config
         if config not in self.caches:
@@ -309,47 +296,38 @@ class MeasuredText:
             }
         return self.caches[config]
 
-    def _known(self, layer: int) -> int:
+    def _check_layer(self, layer: int) -> int:
         if layer not in self._measured:
             raise ValueError(f"layer {layer} was not analysed; there are {self.layers}")
         return layer
 
-    def _budget(self, layer: int) -> tuple[int, int]:
-        """(heavy, recent) in tokens."""
-        layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        return self.config.for_layer(self._known(layer), layers).tokens(len(self))
-
-    def _step(self, at: int | None) -> int:
+    def _check_step(self, at: int | None) -> int:
         at = len(self) - 1 if at is None else at
         if not 0 <= at < len(self):
             raise ValueError(f"at must be a token's position, 0 to {len(self) - 1}, not {at}")
         return at
 
-    def _at(self, at: int | None) -> dict[int, np.ndarray]:
+    def _scores_up_to(self, at: int | None) -> dict[int, np.ndarray]:
         """Scores [H, at + 1] by layer."""
-        at = self._step(at)
+        at = self._check_step(at)
         if at not in self._scores_at:
-            by_layer: dict[int, np.ndarray] = {}
 
-            def visit(layer: int, seen: Attention) -> Tensor:
-                out, scores, _ = attend(seen, early=False)
-                by_layer[layer] = scores.cpu().numpy()
-                return out
+            def measure(seen: Attention) -> tuple[Tensor, np.ndarray]:
+                out, scores = attend(seen)
+                return out, scores.cpu().numpy()
 
-            watch(self.model, self._tensor[: at + 1], visit)
             last = len(self) - 1
+            by_layer = measure_layers(self.model, self._tensor[: at + 1], measure)
             self._scores_at = {last: self._scores_at[last], at: by_layer}
         return self._scores_at[at]
 
-    def _all(self, per: str) -> np.ndarray:
+    def _all_scores(self, per: str) -> np.ndarray:
         return np.stack([self.scores(layer, per) for layer in self.layers])
 
-    def _per(self, scores: np.ndarray, per: str) -> np.ndarray:
-        """Scores [H, m] of query heads added up."""
-        if per == "query":
-            return scores
+    def _sum_heads(self, scores: np.ndarray, per: str) -> np.ndarray:
+        """Add up the scores [H, m] of query heads."""
+        if per not in ("query", "kv", "layer"):
+            raise ValueError(f"per must be kv, query or layer, not {per!r}")
         if per == "kv":
             return scores.reshape(self.groups, -1, scores.shape[-1]).sum(1)
-        if per == "layer":
-            return scores.sum(0)
-        raise ValueError(f"per must be kv, query or layer, not {per!r}")
+        return scores if per == "query" else scores.sum(0)

@@ -14,7 +14,6 @@ __all__ = [
     "PowerLaw",
     "carriers",
     "jaccard",
-    "neighbours",
     "per_type",
     "power_law",
     "spearman",
@@ -29,20 +28,21 @@ class PowerLaw:
     """How unevenly attention is spread: arrays over the leading axes of the scores."""
 
     slope: np.ndarray
-    """Of log score against log rank: -1 is Zipf's law"""
+    """Log score against log rank: -1 is Zipf's law"""
     r2: np.ndarray
     """How well that straight line fits: 1 is a power law"""
     exponential_r2: np.ndarray
-    """The same for an exponential law, log score against rank"""
+    """R2 of an exponential law, log score against rank"""
     keys: dict[float, np.ndarray]
-    """By share of the attention: how many keys carry it, the highest first"""
+    """Number of highest keys that carry a share of the attention, by share"""
 
 
 def power_law(scores: np.ndarray, shares: tuple[float, ...] = SHARES) -> PowerLaw:
-    """Fits sorted scores [..., n], n >= 3, by least squares over ranks that are evenly spread
-    on a logarithmic scale, so that the many small scores do not outweigh the few great ones.
+    """Fit sorted scores [..., n], n >= 3, by least squares.
 
-    Both laws are fitted to the same points. Scores of 0 count as the least positive one.
+    The ranks are evenly spread on a logarithmic scale, so that the many small scores do not
+    outweigh the few great ones. Both laws are fitted to the same points. Scores of 0 count as the
+    least positive score.
     """
     n = scores.shape[-1]
     if n < 3:
@@ -66,16 +66,16 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def carriers(scores: np.ndarray, shares: tuple[float, ...] = SHARES) -> dict[float, np.ndarray]:
-    """How many of the highest scores [..., n] add up to each share of their sum: int arrays."""
+    """Number of highest scores [..., n] that add up to each share of their sum: int arrays."""
     falling = -np.sort(-scores.astype(np.float64), axis=-1)
     sums = falling.cumsum(-1)
-    # Of equal numbers a sum of shares may come out a rounding error too small.
+    # A share of equal numbers may come out a rounding error too small.
     wanted = {share: share * sums[..., -1:] * (1 - 1e-12) for share in shares}
     return {share: (sums < least).sum(-1) + 1 for share, least in wanted.items()}
 
 
 def top(scores: np.ndarray, k: int) -> np.ndarray:
-    """Which of scores [..., n] are the k highest: bool. Equal ones: the lower position."""
+    """Mark the k highest of scores [..., n]: bool. Among equal ones the first come first."""
     chosen = np.zeros(scores.shape, dtype=bool)
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :k]
     np.put_along_axis(chosen, order, True, axis=-1)
@@ -83,46 +83,25 @@ def top(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def jaccard(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Common members over all members, of each set of a [x, n] with each of b [y, n]: [x, y].
+    """Common members over all members, for each set of a [x, n] and each of b [y, n]: [x, y].
 
-    Two empty sets are equal: 1.
+    Two empty sets have 1.
     """
     common = a.astype(np.float64) @ b.astype(np.float64).T
     either = a.sum(-1)[:, None] + b.sum(-1) - common
     return np.where(either > 0, common / np.where(either > 0, either, 1), 1.0)
 
 
-def per_type(ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scores [..., n] by kind of token.
-
-    Returns:
-        (types [t] ascending, counts [t], sums [..., t])
-    """
+def per_type(ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Counts [t] and summed scores [..., t] of the t kinds of token, by ascending id."""
     types, which, counts = np.unique(ids, return_inverse=True, return_counts=True)
     sums = np.zeros((*scores.shape[:-1], len(types)))
     np.add.at(sums, (..., which), scores)
-    return types, counts, sums
-
-
-def neighbours(ids: np.ndarray, window: int = 8) -> np.ndarray:
-    """With how many other kinds of token each kind occurs at most `window` tokens apart: [t].
-
-    In the order of `per_type`.
-    """
-    types, which = np.unique(ids, return_inverse=True)
-    t = len(types)
-    pairs = [
-        np.unique(np.concatenate([which[d:] * t + which[:-d], which[:-d] * t + which[d:]]))
-        for d in range(1, min(window, len(ids) - 1) + 1)
-    ]
-    if not pairs:
-        return np.zeros(t, dtype=np.int64)
-    pairs = np.unique(np.concatenate(pairs))
-    return np.bincount(pairs[pairs // t != pairs % t] // t, minlength=t)
+    return counts, sums
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:
-    """Rank correlation; equal values share the mean of their ranks. NaN where one is constant."""
+    """Rank correlation. Equal values share the mean of their ranks. NaN if an input is constant."""
     a, b = (_ranks(np.asarray(values)) for values in (x, y))
     a, b = a - a.mean(), b - b.mean()
     size = np.sqrt((a @ a) * (b @ b))

@@ -1,8 +1,8 @@
-"""What it costs to take keys away: the heaviest, as many at random, as many of the newest.
+"""Measure what it costs to remove keys: the heaviest, as many at random, as many of the newest.
 
-A row loses the same number of keys whichever kind is taken: a share of the keys that were there
-when its block of rows began. Which are the heaviest is known from the rows before that, as in a
-cache, never from the future. A token never loses its own key.
+A row loses the same number of keys whichever kind is removed: a share of the keys that were there
+when its block of rows began. The heaviest keys are those of the rows before the block, as in a
+cache, never of the future. A token never loses its own key.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ KINDS = ("heavy", "random", "recent")
 
 
 def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: int = 0) -> float:
-    """Perplexity of a text [n] where every row has lost a share of the keys before it.
+    """Perplexity of a text [n] when every row has lost a share of the keys before it.
 
     Args:
         kind: "heavy", "random" or "recent".
-        share: in [0, 1]; 0 is the model as it is.
-        seed: of "random"; each layer and key/value head draws its own keys.
+        share: from 0, the model as it is, to 1.
+        seed: seed of "random". Each layer and key/value head draws its own keys.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
@@ -46,7 +46,7 @@ def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: i
 
 
 def attend_without(seen: Attention, kind: str, share: float, chance: Tensor) -> Tensor:
-    """[n, H, D]: attention without the removed keys. `chance` [G, n] orders "random"'s."""
+    """Attention [n, H, D] without the removed keys. `chance` [G, n] orders those of "random"."""
     H, n, D = seen.query.shape
     G = len(seen.keys)
     out = torch.empty(n, H, D, dtype=seen.query.dtype, device=seen.query.device)
@@ -74,7 +74,7 @@ def attend_without(seen: Attention, kind: str, share: float, chance: Tensor) -> 
 
 
 def perplexity(logits: Tensor | None, ids: Tensor) -> float:
-    """Of the tokens [n] after the first, from logits [n, vocabulary]."""
+    """Perplexity of the tokens [n] after the first, from logits [n, vocabulary]."""
     assert logits is not None
     loss = torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:].to(logits.device))
     return math.exp(loss.item())

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
+
+import numpy as np
 
 from h2o.analysis.figures import FIGURES
 from h2o.analysis.measured_text import MeasuredText
-from h2o.analysis.tables import as_dict, frame
-from h2o.draw import shaded
+from h2o.draw import shade_text
 
 __all__ = ["Analysis"]
 
 
 class Analysis(MeasuredText):
-    """What `h2o.analyze` measured of a text. Arrays are NumPy's.
+    """What `h2o.analyze` measured in a text. Arrays are NumPy's.
 
     Letters: L analysed layers, H query heads, G key/value heads, n tokens. `layer` is the model's
     number. `per` says whose scores: "kv" (a key/value head, whose query heads are added up, as a
@@ -29,31 +32,91 @@ class Analysis(MeasuredText):
         per: str = "kv",
         at: int | None = None,
     ) -> Any:
-        """The text, shaded by score; what a cache no longer holds is struck through.
+        """The text, shaded by score. Keys that a cache no longer holds are struck through.
 
-        Arguments as of `tokens`. Returns `h2o.draw.Html`, text that notebooks show.
+        Takes the arguments of `tokens`. Returns `h2o.draw.Html`, text that notebooks show.
         """
         tokens = sorted(self.tokens(tokenizer, layer, head, per=per, at=at))
-        return shaded([x.text for x in tokens], [x.score for x in tokens], [x.held for x in tokens])
-
-    def to_pandas(self, table: str = "layers") -> Any:
-        """A pandas DataFrame; see `h2o.analysis.tables`.
-
-        Args:
-            table: "layers", "heads" (a row for each query head) or "keys" (a row for each key of
-                each key/value head).
-        """
-        return frame(self, table)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The numbers that are known by now, without those of single keys: plain, for JSON."""
-        return as_dict(self)
+        return shade_text(
+            [x.text for x in tokens], [x.score for x in tokens], [x.held for x in tokens]
+        )
 
     def plot(self, figure: str, ax: Any = None, **options: Any) -> Any:
-        """One of `h2o.analysis.figures.FIGURES` on matplotlib axes (new ones by default).
+        """Draw one of `h2o.analysis.figures.FIGURES` on matplotlib axes (new ones by default).
 
         Returns the axes. `options` are those of the figure, such as `layer=` of "scores".
         """
         if figure not in FIGURES:
             raise ValueError(f"figure must be one of {', '.join(FIGURES)}, not {figure!r}")
         return FIGURES[figure](self, ax, **options)
+
+    def table(self, by: str = "layer") -> dict[str, np.ndarray]:
+        """Numbers of each layer or query head, as columns: `pandas.DataFrame(a.table("head"))`.
+
+        `sparsity`, `slope`, `r2`, `exponential_r2`, the keys that carry shares of the attention
+        (`keys_50` ...), `half_overlap` (a head has its group's), `retained_mass`, and for layers
+        the correlations with frequency.
+        """
+        if by not in ("layer", "head"):
+            raise ValueError(f"by must be layer or head, not {by!r}")
+        law = self.power_law("layer" if by == "layer" else "query")
+        R = self.heads // self.groups
+        by_head = {
+            "sparsity": self.sparsity(),
+            "slope": law.slope,
+            "r2": law.r2,
+            "exponential_r2": law.exponential_r2,
+            **{f"keys_{100 * share:g}": count for share, count in law.keys.items()},
+            "half_overlap": self.overlap("half").repeat(R, axis=1),
+            "retained_mass": np.stack([self.retained_mass(layer) for layer in self.layers]),
+        }
+        if by == "head":
+            layer, head = np.meshgrid(self.layers, range(self.heads), indexing="ij")
+            columns = {"layer": layer, "head": head, **by_head}
+            return {name: values.ravel() for name, values in columns.items()}
+        means = {name: x.mean(-1) if x.ndim > 1 else x for name, x in by_head.items()}
+        frequency = {f"frequency_{name}": x for name, x in self.frequency().items()}
+        return {"layer": np.array(self.layers), **means, **frequency}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers measured so far, without those of single keys: plain, for JSON."""
+        retained = [
+            {
+                "config": dataclasses.asdict(config),
+                "by_layer": [cached[layer].retained.mean() for layer in self.layers],
+            }
+            for config, cached in self.caches.items()
+        ]
+        removal = [
+            {"kind": kind, "share": share, "tokens": tokens, "seed": seed, "perplexity": value}
+            for (kind, share, tokens, seed), value in self.removals.items()
+        ]
+        numbers = {
+            "tokens": len(self),
+            "layers": self.layers,
+            "query_heads": self.heads,
+            "kv_heads": self.groups,
+            "config": dataclasses.asdict(self.config),
+            "prompt_length": self.prompt_length,
+            "by_layer": self.table("layer"),
+            "by_head": self.table("head"),
+            "overlap_of_layers": self.overlap("layer"),
+            "overlap_of_heads": self.overlap("head"),
+            "retained_mass": retained,
+            "removal": removal,
+        }
+        plain: dict[str, Any] = _as_plain(numbers)
+        return plain
+
+
+def _as_plain(value: Any) -> Any:
+    """A value as JSON can say it: lists, strings as keys, None for NaN, floats of six digits."""
+    if isinstance(value, dict):
+        return {str(key): _as_plain(x) for key, x in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_as_plain(x) for x in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return repr(value) if callable(value) else value

@@ -63,6 +63,7 @@ OPERANDS = {
     "stored_keys": Operand("BGQD", optional=True, dtype="uint8"),
     "stored_values": Operand("BGQD", optional=True, dtype="uint8"),
     "sink_logits": Operand("H", optional=True, dtype="float32"),
+    "log_sums": Operand("BHQ", written=True, optional=True, dtype="float32"),
 }
 """As the rows of `csrc/<operation>.c` have them, which tests compare."""
 
@@ -157,6 +158,7 @@ class _Check:
             tensor = getattr(slots, name)
             shape = kind.shape if slots.starts is None else kind.shape.replace("GS", "T")
             shape = "ZG2" if shape == "Z2" and _axes(tensor) == 3 else shape
+            shape = "Z+" if shape == "+" and _axes(tensor) == 2 else shape
             shape = shape if slots.rows is not None else shape.replace("Z", "B")
             needs = (shape, kind.dtype, kind.written, attends or kind.optional)
             tensors[name] = self.tensor(f"slots.{name}", tensor, *needs)

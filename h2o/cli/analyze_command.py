@@ -25,18 +25,14 @@ observations as a page for a browser, with the text shaded by score.
   h2o analyze
   h2o analyze --model Qwen/Qwen3-0.6B --text chapter.txt --output chapter.html
 """
-EPILOG = """\
-Beside PAGE.html a folder PAGE gets the pictures as PNG, numbers.json and, where pandas is
-installed, layers.csv, heads.csv and keys.csv.gz.
-"""
 CACHE_FIELDS = tuple(name for name in OPTIONS if name != "positions")
-"""What is measured is one forward pass over the text, in which keys stay where they came."""
+"""Fields of a simulated cache: keys have one position in a single forward pass."""
 
 COMPARE = "h2o:0.05,h2o:0.1,h2o:0.2,h2o:0.4,robust:0.2,sink:4+0.2,local:0.2"
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    p.description, p.epilog = DESCRIPTION, EPILOG
+    p.description = DESCRIPTION
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     add = p.add_argument
     add_model(add)
@@ -51,13 +47,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--prompt-length", type=int, default=1, metavar="N",
         help="tokens before the first eviction (%(default)s)")  # fmt: skip
     add_compare(add, COMPARE, ", whose retained attention is drawn too; none for no others")
-    add("--removal-tokens", type=int, default=1024, metavar="N", help="take keys away from the "
+    add("--removal-tokens", type=int, default=1024, metavar="N", help="remove keys from the "
         "first so many tokens; 0 for no such measurement (%(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print the numbers as well")
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Adds to the options the `config`, the `settings` beside it, and the `content` of --text."""
+    """Add to the options the `config`, the `settings` to compare, and the `content` of --text."""
     from h2o.evaluate.setting import parse_all
 
     for name in ("tokens", "prompt_length"):
@@ -66,8 +62,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(f"argument --{name.replace('_', '-')}: must be at least 1, not {value}")
     if options.removal_tokens < 0 or options.removal_tokens in (1, 2):
         parser.error("argument --removal-tokens: must be 0 or at least 3")
-    if not options.output.suffix:
-        parser.error(f"argument --output: wanted a name such as page.html, not {options.output}")
+    if options.output.is_dir():
+        parser.error(f"argument --output: {options.output} is a folder, wanted a file: page.html")
     try:
         options.config = config_from(options)
         compare = COMPARE if options.compare is None else options.compare
@@ -83,9 +79,9 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """The exit code. Raises: UserError."""
+    """Run the command and return its exit code. Raises UserError."""
     from h2o.errors import UserError
-    from h2o.filesystem import writable
+    from h2o.filesystem import make_writable
     from h2o.processes import refuse_several
 
     refuse_several("h2o analyze")
@@ -93,19 +89,20 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         from h2o.draw import need
 
         need("matplotlib")
-        with writable(options.output.with_suffix("")):
-            measure(options)
+        need("jinja2")
+        make_writable(options.output.absolute().parent)
+        measure(options)
     except (ImportError, TypeError, ValueError) as error:
         raise UserError(str(error)) from error
     return 0
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Loads, measures and writes; says on stderr what takes long."""
+    """Load, measure and write, and say on stderr what takes long."""
     from h2o import models
     from h2o.analysis.analyze import analyze
-    from h2o.analysis.page import LONGEST
-    from h2o.analysis.write import write
+    from h2o.analysis.figures import OWN
+    from h2o.analysis.page import LONGEST, write
     from h2o.evaluate.fitting import check_fit
     from h2o.evaluate.setting import from_config
     from h2o.progress import stopwatch
@@ -130,22 +127,22 @@ def measure(options: argparse.Namespace) -> None:
     a = analyze(model, ids, h2o_config=config, prompt_length=options.prompt_length)
     for setting in settings:
         say(f"cache {setting.name}")
-        a.cached(setting.config)
+        a.simulate_cache(setting.config)
     removal: dict[str, Any] | None = None
     if options.removal_tokens:
-        say(f"taking keys away from the first {min(len(a), options.removal_tokens)} tokens")
+        say(f"removing keys from the first {min(len(a), options.removal_tokens)} tokens")
         removal = {"limit": options.removal_tokens}
         a.removal(**removal)
     say("drawing")
-    files = write(
+    write(
         a,
         tokenizer,
         options.output,
         model=options.model or models.DEFAULT_MODEL,
         source=options.text or texts.ARTICLE,
-        configs={setting.name: setting.config for setting in settings},
+        configs={setting.name: setting.config for setting in settings} or OWN,
         removal=removal,
     )
-    say(f"written: {', '.join(map(str, files))}")
+    say(f"written: {options.output}")
     if options.json:
         print(json.dumps(a.as_dict(), indent=1))

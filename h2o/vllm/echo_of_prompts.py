@@ -1,7 +1,10 @@
-"""`score_by="mean-echo"` in vLLM: as of the first pass of an `H2OCache`, by the same code.
+"""`score_by="mean-echo"` and `shares="echo"` in vLLM: as of the first pass of an `H2OCache`, by the
+same code.
 
 The only module here that knows what serves transformers: it asks that for the rotary embedding,
-which vLLM's layers have on queries and keys already.
+which vLLM's layers have on queries and keys already, and has it deal the places.
+
+Shape letters: H query heads, G key/value heads, Q tokens of a prompt, D head dimension.
 """
 
 from __future__ import annotations
@@ -12,10 +15,13 @@ from torch import Tensor
 
 from h2o.config import H2OConfig
 from h2o.hf.call.attention_call import NewTokens
-from h2o.hf.prompt.prompt_echo import PromptEcho, rotary_for
-from h2o.vllm.paged_rows import PromptScores
+from h2o.hf.families import tensor_parallel
+from h2o.hf.prompt.one_budget import Budgets, OneBudget, Prompt
+from h2o.hf.prompt.prompt_echo import PromptEcho, not_dealt, rotary_for
+from h2o.policy import Policy
+from h2o.vllm.paged_rows import Cut, PromptScores
 
-__all__ = ["PromptEchoes"]
+__all__ = ["Dealer", "PromptEchoes", "not_dealt"]
 
 
 class PromptEchoes:
@@ -32,7 +38,62 @@ class PromptEchoes:
             return None
         echo = PromptEcho(self.rotary, layer, self.config.policy)
 
-        def scores(query: Tensor, key: Tensor, value: Tensor, received: Tensor) -> Tensor:
-            return echo.scores(NewTokens(query, key, value, None, scale, softcap), received)[0]
+        def scores(
+            query: Tensor, key: Tensor, value: Tensor, received: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            return echo.scores(NewTokens(query, key, value, None, scale, softcap), received)
 
         return scores
+
+
+class Dealer:
+    """Deals the places of each prompt over all layers, as `H2OCache` does, once the last of them
+    has read it. Until then each layer's part is held whole: the next prompt may take the place of
+    what was kept whole beside the pages, and vLLM that of its keys."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self._waiting: dict[int, list[Cut]] = {}
+
+    def take(self, page: int, layer: int, cut: Cut) -> list[Cut]:
+        """What a layer has read of the prompt of a page, from the first layer to the last. With the
+        last one the parts of all layers, with the budgets that each head has been dealt; else none.
+        """
+        if layer == 0:  # what a pass that broke off has left is forgotten
+            self._waiting[page] = []
+        parts = self._waiting[page]
+        own = {name: getattr(cut, name).clone() for name in ("keys", "values", "scores")}
+        parts.append(cut._replace(**own))
+        if len(parts) < self.layers:
+            return []
+        del self._waiting[page]
+        one_budget = OneBudget({i: part.config for i, part in enumerate(parts)}, alike=False)
+        dealt: list[Cut] = []
+        for i, part in enumerate(parts):
+            one_budget.take(_Layer(i, part, dealt), _prompt(part))
+        return dealt
+
+
+def _prompt(cut: Cut) -> Prompt:
+    tokens = cut.scores.shape[2]
+    return Prompt(
+        cut.keys, cut.values, None, cut.scores, cut.echo, [tokens], tokens, None, [cut.budgets],
+        [cut.pinned], raised=False, floored=False,
+    )  # fmt: skip
+
+
+class _Layer:
+    """Stands for an `H2OLayer` that a `OneBudget` gives its budgets to."""
+
+    part = tensor_parallel.WHOLE
+
+    def __init__(self, layer_idx: int, cut: Cut, dealt: list[Cut]) -> None:
+        self.layer_idx, self.config, self.cut, self.dealt = layer_idx, cut.config, cut, dealt
+
+    @property
+    def policy(self) -> Policy:
+        return self.config.policy
+
+    def store(self, prompt: Prompt, by_row: Budgets) -> None:
+        """Note the budgets."""
+        self.dealt.append(self.cut._replace(budgets=by_row[0]))

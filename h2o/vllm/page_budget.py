@@ -1,7 +1,8 @@
 """What a page holds: the budgets of a request in each layer, and the slots that they need.
 
 vLLM has pages of one size. A request's page is as large as the widest layer needs for the longest
-request; within it requests have budgets of their own.
+request; within it requests have budgets of their own. Where places are dealt over all layers
+(`shares="echo"`) those of all layers are one page, as large as equal budgets of heads would need.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from h2o.config import H2OConfig, one_config
 from h2o.head_budgets import levelled
 from h2o.profile import Profile
 from h2o.spans import Row, count, merged, parsed
-from h2o.vllm.page_store import page_bytes
+from h2o.vllm.page_store import ALIGNMENT, page_bytes
 
 __all__ = ["PageBudget", "config_of", "places_of", "with_budget", "with_pins"]
 
@@ -31,11 +32,15 @@ PLACES = 2
 `--long-prefill-token-threshold` says otherwise."""
 
 
-def config_of(entry: Any, model: Any = None) -> H2OConfig:
+def config_of(entry: Any, model: Any = None, *, together: bool = False) -> H2OConfig:
     """The config that the entry `h2o` of `--additional-config` says: fields of `H2OConfig`, or
     {"preset": "robust", "budget": 256}, with "budget_unit" if wanted, and other fields; beside
-    what `places_of` reads. {"budget": 0.2} alone is what is recommended for the model. With
-    `model`, a config of transformers, made for it.
+    what `places_of` reads. {"budget": 0.2} alone is what is recommended for the model.
+
+    Args:
+        model: a config of transformers, for whose model it is.
+        together: whether the places of a prompt can be dealt over all layers, whose pages are then
+            one.
 
     Raises: TypeError, ValueError for what is no such thing, or is not served here.
     """
@@ -47,14 +52,9 @@ def config_of(entry: Any, model: Any = None) -> H2OConfig:
     places = places_of(entry)
     config = _config(entry)
     if model is not None:
-        config = _of_pages(config.for_model(model), model, places)
+        config = _of_pages(config.for_model(model), model, together and places > 0, places)
     refused = {
         'positions="cache_relative"': (config.positions == "cache_relative", "keys come rotated"),
-        f"shares={config.shares!r:.40}": (
-            config.shares_by_echo,
-            'a layer\'s page cannot grow by the echo of other layers; shares="shipped", or a '
-            "profile of h2o calibrate, is served",
-        ),
         'score_by="mean-echo" with prompts that are cut after each piece': (
             config.score_by == "mean-echo" and places == 0,
             'a prompt\'s echo is known at its end; give score_by="mean"',
@@ -80,10 +80,11 @@ def _config(entry: Mapping[str, Any]) -> H2OConfig:
     return dataclasses.replace(config, **fields)
 
 
-def _of_pages(config: H2OConfig, model: Any, places: int) -> H2OConfig:
-    """The config for pages that are equal for all layers: places cannot be dealt over these, so
-    heads share as the model's shipped profile says, or alike, and echo ranks within a head."""
-    if config.shares != "echo":
+def _of_pages(config: H2OConfig, model: Any, together: bool, places: int) -> H2OConfig:
+    """The config as pages can serve it. Where each layer has its own, equal for all, places cannot
+    be dealt over these: heads share as the model's shipped profile says, or alike, and echo ranks
+    within a head."""
+    if config.shares != "echo" or together:
         return config
     score_by = "mean-echo" if places else "mean"
     return dataclasses.replace(config, shares=Profile.shipped(model), score_by=score_by)
@@ -173,6 +174,11 @@ class PageBudget:
     part: tuple[int, int] = (0, 1)
     """(i, n): the i-th of n equal parts of each layer's key/value heads is here"""
 
+    @property
+    def together(self) -> bool:
+        """Whether the pages that a request has in all layers are one."""
+        return self.config.shares_by_echo
+
     def by_head(
         self,
         layer: int,
@@ -214,9 +220,13 @@ class PageBudget:
     def _by_head(
         self, config: H2OConfig, layer: int, keys: torch.Tensor, prompt: int
     ) -> list[tuple[int, int]]:
-        of_layer = config.for_layer(layer, self.layers)
-        of_layer = of_layer.for_keys(keys.shape[-1], keys.element_size())
+        of_layer = self.of_layer(config, layer, keys)
         return levelled([of_layer.head_tokens(prompt)], keys.shape[1], self.part)[0]
+
+    def of_layer(self, config: H2OConfig, layer: int, keys: torch.Tensor) -> H2OConfig:
+        """A layer's own."""
+        of_layer = config.for_layer(layer, self.layers)
+        return of_layer.for_keys(keys.shape[-1], keys.element_size())
 
     def _kept(self, layer: int, keys: torch.Tensor) -> list[int]:
         """Keys of each head, or of all, that a page holds."""
@@ -225,12 +235,29 @@ class PageBudget:
 
     def empty_page(self, layer: int, keys: torch.Tensor) -> ops.Slots:
         """Slots of one row for what the longest request keeps in a layer, and its next token."""
-        sizes = [min(k, self.longest) + 1 for k in self._kept(layer, keys)]
+        sizes = [self.slots(k) for k in self._kept(layer, keys)]
+        return self._new_slots(keys[:1], sizes[0] if len(sizes) == 1 else sizes)
+
+    def empty_pages(self, keys: torch.Tensor) -> ops.Slots:
+        """The same in all layers on one axis: as of one layer with the heads of all, with lengths
+        [1, L] and starts [1, L * G + 1]."""
+        sizes: list[int] = []
+        for layer in range(self.layers):
+            each = [self.slots(k) for k in self._kept(layer, keys)]
+            sizes += each * (keys.shape[1] // len(each))
+        slots = self._new_slots(keys[:1, :1].expand(-1, len(sizes), -1, -1), sizes)
+        assert slots.starts is not None
+        lengths = slots.lengths.expand(1, self.layers).clone()
+        return slots._replace(lengths=lengths, starts=slots.starts[None])
+
+    def slots(self, budget: int) -> int:
+        """Slots of a head that keeps so many keys, of any request, and its next token."""
+        return min(budget, self.longest) + 1
+
+    def _new_slots(self, keys: torch.Tensor, sizes: int | list[int]) -> ops.Slots:
+        config = self.config
         return ops.new_slots(
-            keys[:1],
-            sizes[0] if len(sizes) == 1 else sizes,
-            value_weighted=self.config.value_weighted,
-            kv_dtype=self.config.kv_dtype,
+            keys, sizes, value_weighted=config.value_weighted, kv_dtype=config.kv_dtype
         )
 
     def whole(self, keys: torch.Tensor) -> ops.Slots:
@@ -248,7 +275,11 @@ class PageBudget:
         return slots + (self.config.score_by == "mean-echo") * self.places * self.longest * row
 
     def page_bytes(self, keys: torch.Tensor) -> int:
-        """Bytes of a page: what the widest layer needs on any rank, since vLLM has all the same."""
+        """Bytes of a page: what the widest layer needs on any rank, since vLLM has all the same; or
+        a layer's part of what all need together."""
+        if self.together:
+            part = -(-page_bytes(self.empty_pages(keys)) // self.layers)
+            return -(-part // ALIGNMENT) * ALIGNMENT
         ranks = self.part[1]
         parts = [dataclasses.replace(self, part=(rank, ranks)) for rank in range(ranks)]
         return max(page_bytes(x.empty_page(i, keys)) for x in parts for i in range(self.layers))

@@ -1,12 +1,16 @@
-"""The pages of a layer, which are rows of one `Slots`.
+"""The pages of requests, which are rows of one `Slots`: of a layer, or of all layers at once.
 
-vLLM gives a layer one piece of memory for all its pages. In each page the fields of the slots lie
+vLLM gives one piece of memory for all pages of a layer. In each page the fields of the slots lie
 one after the other: each is a tensor [pages, ...] whose rows are a page apart, and `h2o.ops` finds
-the rows of a batch by number.
+the rows of a batch by number. Where the places of a request are dealt over its layers, the pages
+that it has in all of them are one: the layers' slots lie on one axis, wherever there is room.
+
+Shape letters: L layers of a store, G key/value heads of each.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,7 +22,7 @@ from h2o import ops
 from h2o.slots import PER_ROW, empty_row
 from h2o.spans import PINNED
 
-__all__ = ["Eviction", "PageStore", "page_bytes"]
+__all__ = ["ALIGNMENT", "Eviction", "PageStore", "page_bytes"]
 
 ALIGNMENT = 16
 
@@ -31,7 +35,8 @@ def page_bytes(page: ops.Slots) -> int:
 
 def _fields(page: ops.Slots) -> list[tuple[str, torch.Tensor]]:
     """The fields of a page, those of large elements first: so each begins at a multiple of them."""
-    fields = [(name, getattr(page, name)) for name in PER_ROW if getattr(page, name) is not None]
+    names = PER_ROW if page.starts is None or page.starts.ndim == 1 else (*PER_ROW, "starts")
+    fields = [(name, getattr(page, name)) for name in names if getattr(page, name) is not None]
     return sorted(fields, key=lambda field: -field[1].element_size())
 
 
@@ -53,15 +58,18 @@ def _countable(x: torch.Tensor) -> Any:
 
 
 class PageStore:
-    """The slots of all pages of a layer, in memory that is given."""
+    """The slots of all pages of a layer, or of several, in memory that is given."""
 
-    def __init__(self, memory: torch.Tensor, page: ops.Slots, *, alone: bool = True) -> None:
+    def __init__(
+        self, memory: torch.Tensor, page: ops.Slots, layers: int = 1, *, alone: bool = True
+    ) -> None:
         """Empties all pages.
 
         Args:
             memory: [pages, bytes] of a dtype of one byte, each at an address that `ALIGNMENT`
                 divides; at least `page_bytes` of each.
-            page: slots of one row, empty.
+            page: slots of one row, empty; those of several layers as of one with all their heads,
+                but lengths [1, L] and starts [1, L * G + 1].
             alone: False: while no request of this store has a page others may write to it. Then
                 none is emptied before a request has it, and nothing is counted.
         """
@@ -73,19 +81,24 @@ class PageStore:
             parts[name] = part.copy_(field.expand_as(part)) if alone else part
             begin = end
         self.pages = page._replace(**parts)
+        self._layers = [self.pages] if layers == 1 else _by_layer(self.pages, layers)
         self.lock = threading.Lock()
         """Held by who writes to pages, and by who counts while another thread may write"""
         self.evicted: Any = 0
         """Keys, by requests whose pages have been taken by others since; a number of the device"""
 
-    def empty(self, page: int, budgets: Sequence[tuple[int, int]]) -> None:
-        """Makes a page that of a new request, with (heavy, recent) for all heads or for each."""
-        budget = self.pages.budget[page]
+    def empty(
+        self, page: int, budgets: Sequence[tuple[int, int]], sizes: Sequence[int] | None = None
+    ) -> None:
+        """Makes a page that of a new request, with (heavy, recent) for all heads or for each; and
+        the slots of each where pages differ in these."""
         if self.alone:
             self.evicted += self._evicted(slice(page, page + 1))
         empty_row(self.pages, page)
-        numbers = torch.tensor(budgets, dtype=budget.dtype, device="cpu")
-        budget.copy_(numbers.view_as(budget), non_blocking=True)
+        _write(self.pages.budget[page], budgets)
+        if sizes is not None:
+            assert self.pages.starts is not None
+            _write(self.pages.starts[page], list(itertools.accumulate(sizes, initial=0)))
 
     def _evicted(self, part: slice) -> Any:
         """Keys evicted by the requests that have some pages now, or had them last: a number of the
@@ -93,7 +106,8 @@ class PageStore:
         lengths, positions = (
             _countable(x)[part] for x in (self.pages.lengths, self.pages.positions)
         )
-        return lengths.sum() * self.pages.free.shape[1] - (positions >= 0).sum()
+        heads = self.pages.free.numel() // self.pages.lengths.numel()  # of a layer
+        return lengths.sum() * heads - (positions >= 0).sum()
 
     def eviction(self) -> Eviction:
         """Of all requests so far; attention: of those whose pages no others have taken since.
@@ -109,6 +123,25 @@ class PageStore:
             keys = self.evicted + self._evicted(slice(None))
             return Eviction(int(keys), float(lost.sum()), float(kept))
 
-    def rows(self, numbers: torch.Tensor) -> ops.Slots:
-        """The slots of the pages of these numbers, [n] int32."""
-        return self.pages._replace(rows=numbers)
+    def rows(self, numbers: torch.Tensor, layer: int = 0) -> ops.Slots:
+        """The slots of the pages of these numbers, [n] int32, of one of the store's layers."""
+        return self._layers[layer]._replace(rows=numbers)
+
+
+def _by_layer(pages: ops.Slots, layers: int) -> list[ops.Slots]:
+    """Views of each layer's heads."""
+    G = pages.free.shape[1] // layers
+    assert pages.starts is not None
+    views = []
+    for layer in range(layers):
+        heads = slice(layer * G, (layer + 1) * G)
+        own = {name: getattr(pages, name)[:, heads] for name in ("free", "budget", "lost")}
+        own["lengths"] = pages.lengths[:, layer]
+        own["starts"] = pages.starts[:, layer * G : (layer + 1) * G + 1]
+        views.append(pages._replace(**own))
+    return views
+
+
+def _write(row: torch.Tensor, numbers: Sequence[Any]) -> None:
+    """Numbers of the host into a row of the device, for which the host need not wait."""
+    row.copy_(torch.tensor(numbers, dtype=row.dtype).view_as(row), non_blocking=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,15 +20,52 @@ from torch import Tensor
 from h2o import ops
 from h2o.config import H2OConfig
 from h2o.slots import empty_row
-from h2o.spans import PINNED, Row
+from h2o.spans import PINNED, Row, count
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore
 
-__all__ = ["Batch", "Begun", "PagedLayer", "Piece", "PromptScores", "Request", "Steps", "plan"]
+__all__ = [
+    "Batch",
+    "Begun",
+    "Cut",
+    "Deals",
+    "PagedLayer",
+    "Piece",
+    "PromptScores",
+    "Request",
+    "Steps",
+    "plan",
+]
 
-PromptScores = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Scores [1, G, Q] of a prompt from its query [1, H, Q, D], key and value [1, G, Q, D], and the
-attention [1, G, Q] that its keys have received."""
+PromptScores = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Scores and echo, [1, G, Q] each, of a prompt from its query [1, H, Q, D], key and value
+[1, G, Q, D], and the attention [1, G, Q] that its keys have received."""
+
+
+class Cut(NamedTuple):
+    """A prompt of a layer that is to be cut to its budget."""
+
+    keys: Tensor
+    """[1, G, Q, D]"""
+    values: Tensor
+    scores: Tensor
+    """[1, G, Q] float32"""
+    echo: Tensor | None
+    """[1, G, Q] float32; None: the prompt is not ranked by it"""
+    budgets: list[tuple[int, int]]
+    """(heavy, recent) of each head, or one for all"""
+    pinned: int
+    """keys of these, beyond the sinks, that every head keeps"""
+    config: H2OConfig
+    """the layer's, of the request"""
+
+
+class Deals(Protocol):
+    """Who deals the places of prompts over all layers."""
+
+    def take(self, page: int, layer: int, cut: Cut) -> list[Cut]:
+        """Takes each layer's part of the prompt of a page; with the last one gives all of them,
+        with other budgets."""
 
 
 class Request(NamedTuple):
@@ -188,16 +225,22 @@ class PagedLayer:
 
     def __init__(
         self, store: PageStore, budget: PageBudget, layer: int, scale: float, softcap: float,
-        prompt_scores: PromptScores | None = None,
+        prompt_scores: PromptScores | None = None, deals: Deals | None = None,
     ) -> None:  # fmt: skip
-        """`prompt_scores`: what the keys of a prompt are ranked by when it is cut, where that is
-        not the attention that they have received."""
+        """
+        Args:
+            store: of this layer, or of all layers where `deals` is given.
+            prompt_scores: what the keys of a prompt are ranked by when it is cut, where that is not
+                the attention that they have received.
+            deals: of all layers, where a request's places are dealt over these.
+        """
         self.store = store
         self.budget = budget
         self.layer = layer
         self.logits = {"scale": scale, "softcap": softcap}
         self.policy = budget.config.policy
         self.prompt_scores = prompt_scores
+        self.deals = deals
         self.whole: ops.Slots | None = None
         """[places, ...], without a budget, in order of positions"""
         self.queries: Tensor | None = None
@@ -227,13 +270,9 @@ class PagedLayer:
         if piece.place is not None:
             self._keep_whole(piece, tokens, out)
         elif piece.opens:
-            scores = self._attend(tokens, None, out)
-            if self.prompt_scores is not None:
-                scores = self.prompt_scores(*tokens, scores)
-            scores = _with_pins(piece, scores)
-            ops.evict(key, value, scores, self._new_page(piece, key), policy=self.policy)
+            self._put(piece, *tokens, self._attend(tokens, None, out))
         else:  # of a prompt that has been cut
-            page = self.store.rows(_number(piece.page, key))
+            page = self._rows(_number(piece.page, key))
             scores = _with_pins(piece, self._attend(tokens, page, out))
             ops.evict(key, value, scores, page, policy=self.policy)
 
@@ -267,13 +306,37 @@ class PagedLayer:
         _, scores = ops.attend(*tokens, seen, out=out, policy=self.policy, **self.logits)
         return scores
 
-    def _new_page(self, piece: Piece, keys: Tensor) -> ops.Slots:
-        request = piece.request
+    def _rows(self, numbers: Tensor) -> ops.Slots:
+        """This layer's slots of the pages of these numbers."""
+        return self.store.rows(numbers, 0 if self.deals is None else self.layer)
+
+    def _put(
+        self, piece: Piece, query: Tensor | None, keys: Tensor, values: Tensor, scores: Tensor
+    ) -> None:
+        """Puts what the budget keeps of a prompt into its page; where places are dealt over all
+        layers that of all of them, with the last."""
+        request, echo = piece.request, None
+        if self.prompt_scores is not None:
+            assert query is not None
+            scores, echo = self.prompt_scores(query, keys, values, scores)
+        scores = _with_pins(piece, scores)
         budgets = self.budget.by_head(
             self.layer, keys, request.prompt, request.config, request.pinned
         )
-        self.store.empty(piece.page, budgets)
-        return self.store.rows(_number(piece.page, keys))
+        pinned = count(request.pinned, self.budget.config.sinks)
+        config = self.budget.of_layer(request.config or self.budget.config, self.layer, keys)
+        cut = Cut(keys, values, scores, echo, budgets, pinned, config)
+        number = _number(piece.page, keys)
+        if self.deals is None:
+            self.store.empty(piece.page, budgets)
+            ops.evict(keys, values, scores, self.store.rows(number), policy=self.policy)
+        elif dealt := self.deals.take(piece.page, self.layer, cut):
+            budgets = [budget for part in dealt for budget in part.budgets]
+            sizes = [self.budget.slots(self.budget.config.sinks + sum(x)) for x in budgets]
+            self.store.empty(piece.page, budgets, sizes)
+            for layer, part in enumerate(dealt):
+                page = self.store.rows(number, layer)
+                ops.evict(part.keys, part.values, part.scores, page, policy=self.policy)
 
     def _cut(self, piece: Piece) -> None:
         """Puts what the budget keeps of a prompt that was kept whole into its page."""
@@ -282,16 +345,13 @@ class PagedLayer:
         keys, values, scores = (
             x[place, :, :n][None] for x in (self.whole.keys, self.whole.values, self.whole.scores)
         )
-        if self.prompt_scores is not None:
-            assert self.queries is not None
-            scores = self.prompt_scores(self.queries[place, :, :n][None], keys, values, scores)
-        scores = _with_pins(piece, scores)
-        ops.evict(keys, values, scores, self._new_page(piece, keys), policy=self.policy)
+        query = None if self.queries is None else self.queries[place, :, :n][None]
+        self._put(piece, query, keys, values, scores)
 
     def _step(self, steps: Steps, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """One token of each request."""
         q, k, v = (x[steps.tokens].unsqueeze(2) for x in (query, key, value))
-        slots, in_place = self.store.rows(steps.pages), isinstance(steps.tokens, slice)
+        slots, in_place = self._rows(steps.pages), isinstance(steps.tokens, slice)
         answer = ops.step(
             q, k, v, slots,
             out=out[steps.tokens].unsqueeze(1) if in_place else None,

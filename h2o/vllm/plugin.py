@@ -24,6 +24,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
 from h2o.vllm.metrics import Meter, Place
@@ -116,7 +117,7 @@ def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Mete
         Place(str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
         spec.page_size_bytes * len(layers),
         pages - 1,  # the first is vLLM's
-        lambda: [impl.paged.store for impl in impls if impl.paged is not None],
+        lambda: [*dict.fromkeys(impl.paged.store for impl in impls if impl.paged is not None)],
     )
 
 
@@ -133,21 +134,27 @@ class Engine(NamedTuple):
     """in other layers, which are vLLM's own"""
     echoes: Any
     """`PromptEchoes`; None: prompts keep the scores that attention gives"""
+    dealer: Any
+    """`Dealer`; None: each layer has pages of its own"""
+    stores: dict[int, PageStore]
+    """Of all layers together, by the address of the pages"""
 
 
 def engine_of(vllm_config: VllmConfig) -> Engine:
     """Raises: TypeError, ValueError for a wrong entry, and for what is not served."""
-    budget, echoes = budget_of(vllm_config), None
+    budget, echoes, dealer = budget_of(vllm_config), None, None
     if not current_platform.is_cpu():
         logger.warning_once(
             "h2o: its attention on GPUs was tested in an emulation and has not run on a GPU: "
             "compare answers first, as examples/serve_on_gpus.py does"
         )
     if budget.config.score_by == "mean-echo":
-        from h2o.vllm.echo_of_prompts import PromptEchoes  # and all that serves transformers
+        from h2o.vllm.echo_of_prompts import Dealer, PromptEchoes  # all that serves transformers
 
         echoes = PromptEchoes(vllm_config.model_config.hf_config, budget.config)
-    return Engine(vllm_config.instance_id, budget, has_windows(vllm_config), echoes)
+        dealer = Dealer(budget.layers) if budget.together else None
+    windows = has_windows(vllm_config)
+    return Engine(vllm_config.instance_id, budget, windows, echoes, dealer, {})
 
 
 class H2OAttentionBackend(CPUAttentionBackend):
@@ -173,6 +180,12 @@ class H2OAttentionBackend(CPUAttentionBackend):
     @classmethod
     def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
         return super().get_builder_cls() if cls.engine is None else BatchBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Any:
+        if cls.engine is not None and cls.engine.dealer is not None:
+            return (KVCacheLayout.BLHNC,)  # a block's pages in all layers are one piece
+        return super().supported_kv_cache_layouts()
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -324,9 +337,29 @@ class H2OAttention(AttentionImpl[Batch]):
         if not kv_cache[0].is_contiguous() or kv_cache.stride(0) % ALIGNMENT:
             raise ValueError(f"h2o: pages with strides {kv_cache.stride()}, wanted each in a piece")
         index = extract_layer_index(layer.layer_name)
-        budget = self.engine.budget
-        page = budget.empty_page(index, key[:1].transpose(0, 1)[None])
-        store = PageStore(kv_cache.flatten(1), page, alone=not self.engine.has_windows)
-        echoes = self.engine.echoes
-        scores = None if echoes is None else echoes.of_layer(index, self.scale, self.softcap)
-        return PagedLayer(store, budget, index, self.scale, self.softcap, scores)
+        engine, budget = self.engine, self.engine.budget
+        keys = key[:1].transpose(0, 1)[None]
+        if engine.dealer is None:
+            page = budget.empty_page(index, keys)
+            store = PageStore(kv_cache.flatten(1), page, alone=not engine.has_windows)
+        else:
+            store = self._store_of_all(kv_cache, keys)
+        scores = engine.echoes and engine.echoes.of_layer(index, self.scale, self.softcap)
+        known = store, budget, index, self.scale, self.softcap
+        return PagedLayer(*known, scores, engine.dealer)
+
+    def _store_of_all(self, kv_cache: Tensor, keys: Tensor) -> PageStore:
+        """The pages of all layers together, whose bytes follow one another in each block."""
+        budget, stores = self.engine.budget, self.engine.stores
+        whole, pages = kv_cache.untyped_storage(), len(kv_cache)
+        address, size = whole.data_ptr(), kv_cache.stride(0)
+        if address not in stores:
+            if size != kv_cache[0].numel() * budget.layers or len(whole) < pages * size:
+                raise ValueError(
+                    f"h2o: blocks of {size} bytes, of which a layer has {kv_cache[0].numel()}: "
+                    f"wanted those of {budget.layers} layers side by side"
+                )
+            memory = kv_cache.as_strided((pages, size), (size, 1), 0)
+            stores.clear()
+            stores[address] = PageStore(memory, budget.empty_pages(keys), budget.layers)
+        return stores[address]

@@ -46,7 +46,8 @@ def entry_of(vllm_config: VllmConfig) -> Any:
 
 def served_config(vllm_config: VllmConfig) -> H2OConfig:
     """What the entry "h2o" says, for this model. Raises: TypeError, ValueError for a wrong one."""
-    return config_of(entry_of(vllm_config), vllm_config.model_config.hf_text_config)
+    model = vllm_config.model_config.hf_text_config
+    return config_of(entry_of(vllm_config), model, together=can_deal(vllm_config))
 
 
 def budget_of(vllm_config: VllmConfig) -> PageBudget:
@@ -67,6 +68,17 @@ def one_key(vllm_config: VllmConfig) -> Tensor:
     model = vllm_config.model_config
     shape = (1, model.get_num_kv_heads(vllm_config.parallel_config), 1, model.get_head_size())
     return torch.empty(shape, dtype=model.dtype, device="cpu")
+
+
+def can_deal(vllm_config: VllmConfig) -> bool:
+    """Whether places can be dealt over all layers of the model: they are h2o's, with all of their
+    heads, and on the CPU, since on GPUs nothing of this has run."""
+    is_whole = vllm_config.parallel_config.tensor_parallel_size == 1
+    if not (current_platform.is_cpu() and is_whole) or has_windows(vllm_config):
+        return False
+    from h2o.vllm.echo_of_prompts import not_dealt  # and all that serves transformers
+
+    return not not_dealt(vllm_config.model_config.hf_config)
 
 
 def has_windows(vllm_config: VllmConfig) -> bool:

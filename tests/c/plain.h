@@ -54,6 +54,14 @@ static inline void plain_softmax(double *x, int64_t n, double sink) {
     for (int64_t i = 0; i < n; i++) x[i] /= total;
 }
 
+/* The log of what that divides by. */
+static inline double plain_log_sum(const double *x, int64_t n, double sink) {
+    double most = sink, total = 0.0;
+    for (int64_t i = 0; i < n; i++) most = x[i] > most ? x[i] : most;
+    for (int64_t i = 0; i < n; i++) total += exp(x[i] - most);
+    return most + log(total + (sink > -INFINITY ? exp(sink - most) : 0.0));
+}
+
 /* Sinks [H] of the size of logits, of every fifth head none, and what a head's is. */
 static inline h2o_view make_sinks(int64_t H, test_random *random) {
     const h2o_view sinks = make_layout(SPREAD, H2O_F32, 1, H, 1, 1, 1, 3);

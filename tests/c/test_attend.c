@@ -95,8 +95,9 @@ static visible list_visible(const h2o_attend_params *p, const h2o_view *scores, 
     return v;
 }
 
+/* log_sums: of another call with the same operands. */
 static void check_head(const shape *s, const h2o_attend_params *p, const h2o_view *scores,
-                       int64_t b, int64_t g) {
+                       const h2o_view *log_sums, int64_t b, int64_t g) {
     const plain_unit u = make_plain(&p->query, &p->keys, &p->values, b, g);
     const visible v = list_visible(p, scores, b, g);
     double *const keys = p->has_slots ? plain_rows(&p->slots.keys, b, g) : NULL;
@@ -115,7 +116,10 @@ static void check_head(const shape *s, const h2o_attend_params *p, const h2o_vie
                 weights[j] =
                     plain_logit(u.query + (r * s->Q + q) * s->D, key, s->D, s->scale, s->softcap);
             }
-            if (real) plain_softmax(weights, n, plain_sink(&p->sink_logits, g * s->R + r));
+            const double sink = plain_sink(&p->sink_logits, g * s->R + r);
+            const double log_sum = real ? plain_log_sum(weights, n, sink) : 0.0;
+            CHECK(is_near(AT(float, *log_sums, b, g * s->R + r, q), log_sum, 1e-5));
+            if (real) plain_softmax(weights, n, sink);
             for (int64_t j = 0; real && j < n; j++) {
                 const double *const value = j < v.stored
                                                 ? values + v.slots[j] * s->D
@@ -162,6 +166,21 @@ static void check_workers(const h2o_ops *ops, const shape *s, h2o_attend_params 
     free(other.scores.data);
 }
 
+/* [B,H,Q], by some workers; nothing else is written. */
+static h2o_view log_sums_of(const h2o_ops *ops, const shape *s, h2o_attend_params p, int workers) {
+    const runner with = {ops, workers, s->workspace_limit};
+    p.log_sums = make_layout(SPREAD, H2O_F32, 3, s->B, s->G * s->R, s->Q, 1, 1);
+    p.out.data = test_alloc(tensor_bytes(&p.out));
+    p.scores.data = test_alloc(tensor_bytes(&p.scores));
+    memset(p.out.data, 0xa5, tensor_bytes(&p.out));
+    run_operation(H2O_ATTEND, &p, &with);
+    for (size_t i = 0; i < tensor_bytes(&p.out); i++) {
+        CHECK(((const unsigned char *)p.out.data)[i] == 0xa5);
+    }
+    free(p.out.data), free(p.scores.data);
+    return p.log_sums;
+}
+
 /* A shape that is to be carried out in several waves must be: one needs less memory than all. */
 static void check_waves(const h2o_ops *ops, const shape *s, const h2o_attend_params *p) {
     const h2o_exec waves = {.workers = 1, .workspace_limit = s->workspace_limit},
@@ -178,9 +197,12 @@ static void test_shape(const h2o_ops *ops, const shape *s) {
     const runner one = {ops, 1, s->workspace_limit};
     if (p.has_slots) copy_scores(&p, &scores);
     run_operation(H2O_ATTEND, &checked, &one);
+    h2o_view log_sums = log_sums_of(ops, s, p, 1), by_more = log_sums_of(ops, s, p, 7);
     for (int64_t i = 0; !THREAD_SANITIZER && i < s->B * s->G; i++) {
-        check_head(s, &p, &scores, i / s->G, i % s->G);
+        check_head(s, &p, &scores, &log_sums, i / s->G, i % s->G);
     }
+    CHECK(memcmp(log_sums.data, by_more.data, tensor_bytes(&log_sums)) == 0);
+    free(log_sums.data), free(by_more.data);
     check_waves(ops, s, &checked);
     if (!is_slow()) check_workers(ops, s, p, &scores, 2);
     check_workers(ops, s, p, &scores, 7);

@@ -5,7 +5,7 @@
 #include "fuzz.h"
 #include "policy.h"
 
-enum { MOST_TENSORS = 20 };
+enum { MOST_TENSORS = 22 };
 
 /* ---- Tensors ----------------------------------------------------------- */
 
@@ -174,6 +174,26 @@ static h2o_view choose_rows(bench *w) {
     return rows;
 }
 
+/* Where heads begin in each row, mostly as in all of them. Chosen last too. */
+static void choose_starts_by_row(bench *w, h2o_slots *slots) {
+    if (!h2o_given(&slots->starts) || choose(&w->in, 3) != 1) return;
+    const h2o_view all = slots->starts;
+    slots->starts = choose_tensor(w, "starts", "B+", H2O_I32);
+    choose_numbers(w, &slots->starts, w->dims.S * w->dims.G);
+    if (rarely(&w->in) || !is_countable(&all, H2O_I32, 1)) return;
+    if (!is_countable(&slots->starts, H2O_I32, 2)) return;
+    for (int64_t b = 0; b < slots->starts.shape[0]; b++) {
+        for (int64_t g = 0; g < slots->starts.shape[1] && g < all.shape[0]; g++)
+            *(int32_t *)h2o_at(&slots->starts, b, g, 0) = *(const int32_t *)h2o_at(&all, g, 0, 0);
+    }
+}
+
+/* The logs of row sums: rarely wanted, and chosen last. */
+static h2o_view choose_log_sums(bench *w) {
+    if (choose(&w->in, 4) != 1) return (h2o_view){.name = "log_sums"};
+    return choose_tensor(w, "log_sums", "BHQ", H2O_F32);
+}
+
 /* A store that holds what it says, mostly: the first slots of each head. */
 static h2o_slots choose_slots(bench *w, bool weighted) {
     input *const in = &w->in;
@@ -316,6 +336,8 @@ static void call_operation(bench *w) {
         if (p.has_slots) p.slots = choose_slots(w, false);
         p.sink_logits = choose_sinks(w);
         if (p.has_slots) p.slots.rows = choose_rows(w);
+        if (p.has_slots) choose_starts_by_row(w, &p.slots);
+        p.log_sums = choose_log_sums(w);
         call_with(H2O_ATTEND, &p, call);
         break;
     }
@@ -327,6 +349,7 @@ static void call_operation(bench *w) {
                               .policy = policy,
                               .slots = choose_slots(w, policy.value_weighted)};
         p.slots.rows = choose_rows(w);
+        choose_starts_by_row(w, &p.slots);
         call_with(H2O_EVICT, &p, call);
         break;
     }
@@ -343,6 +366,7 @@ static void call_operation(bench *w) {
                              .rotary = choose_rotary(w)};
         p.sink_logits = choose_sinks(w);
         p.slots.rows = choose_rows(w);
+        choose_starts_by_row(w, &p.slots);
         call_with(H2O_STEP, &p, call);
         break;
     }

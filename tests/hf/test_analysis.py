@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +10,6 @@ import h2o
 from h2o.analysis import measures
 from h2o.borrowed import with_cache
 from h2o.draw import pieces
-from h2o.packages import install_command
 from tests.hf import tiny
 from tests.hf.test_simulation import text
 
@@ -273,7 +269,7 @@ def test_what_does_not_fit_is_refused():
         lambda: a.overlap("head", "layer"),
         lambda: a.sparsity(0),
         lambda: a.removal([1.5]),
-        lambda: a.to_pandas("words"),
+        lambda: a.table("words"),
     ):
         with pytest.raises(ValueError, match=r"layer|per|at|head|by|threshold|share|table"):
             wrong()
@@ -293,27 +289,16 @@ def test_numbers_for_machines():
     assert {x["kind"] for x in parsed["removal"]} == {"full", "heavy", "random", "recent"}
 
 
-def test_frames():
-    pytest.importorskip("pandas")
+def test_tables():
     a = h2o.analyze(tiny.model("llama", "sdpa"), text(tokens=60), heavy=4, recent=4)
-    layers, heads, keys = (a.to_pandas(name) for name in ("layers", "heads", "keys"))
-    assert layers.shape[0] == 2
-    assert heads.shape[0] == 8
-    assert keys.shape == (2 * 2 * 60, 6)
-    row = keys[(keys.layer == 1) & (keys["head"] == 1) & (keys.position == 7)].iloc[0]
-    assert row.score == a.scores(1)[1, 7]
-    assert row.token == a.ids[7]
-    assert row.evicted_at == a.evicted_at(1)[1, 7]
-    np.testing.assert_allclose(heads.groupby("layer").sparsity.mean(), layers.sparsity)
-
-
-def test_missing_packages_are_named(monkeypatch):
-    a = h2o.analyze(tiny.model("llama", "sdpa"), text(tokens=20), heavy=4, recent=4)
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(
-        ImportError, match=re.escape(f"this needs pandas: {install_command('analysis')}")
-    ):
-        a.to_pandas()
+    layers, heads = a.table(), a.table("head")
+    assert {len(column) for column in layers.values()} == {2}
+    assert {len(column) for column in heads.values()} == {8}
+    assert heads["layer"].tolist() == [0] * 4 + [1] * 4
+    assert heads["head"].tolist() == [0, 1, 2, 3] * 2
+    for name in ("sparsity", "half_overlap", "retained_mass"):
+        np.testing.assert_allclose(heads[name].reshape(2, 4).mean(1), layers[name])
+    np.testing.assert_allclose(heads["half_overlap"].reshape(2, 2, 2)[..., 0], a.overlap("half"))
 
 
 def test_power_law():
@@ -335,16 +320,11 @@ def test_carriers():
     }  # fmt: skip
 
 
-def test_counts_and_neighbours():
+def test_counts():
     ids = np.array([7, 3, 7, 7, 9, 3])
-    types, counts, sums = measures.per_type(ids, np.array([1.0, 2, 3, 4, 5, 6])[None])
-    assert types.tolist() == [3, 7, 9]
+    counts, sums = measures.per_type(ids, np.array([1.0, 2, 3, 4, 5, 6])[None])
     assert counts.tolist() == [2, 3, 1]
     assert sums.tolist() == [[8, 8, 5]]
-    assert measures.neighbours(ids, 1).tolist() == [2, 2, 2]
-    assert measures.neighbours(np.array([1, 2, 3, 1]), 1).tolist() == [2, 2, 2]
-    assert measures.neighbours(np.array([1, 2, 3, 4]), 1).tolist() == [1, 2, 2, 1]
-    assert measures.neighbours(np.array([1, 1]), 8).tolist() == [0]
 
 
 def test_rank_correlation():

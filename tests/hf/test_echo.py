@@ -164,7 +164,7 @@ def test_a_row_by_kernels_and_by_torch(how, size, n, by_torch, monkeypatch):
     behind = torch.arange(n) - torch.arange(n)[:, None]
     wanted = (weights * ((behind >= 0) & (behind <= 4))).unflatten(0, (2, 3)).amax((1, 2))
     if size > 1 and n == 100 and not cap:
-        assert weights[..., 0].min() < 1e-30, "no probe is lost"
+        assert weights[..., 0].min() < 1e-30
     with backends.by_torch() if by_torch else nullcontext():
         got = echo.largest(query, keys, None, **how)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-7)
@@ -183,12 +183,13 @@ def test_a_row_in_sixteen_bits(dtype):
     )
 
 
-def test_a_first_key_of_next_to_no_attention():
-    """Sums come from what it gets, of which float16 has no digits left."""
+@pytest.mark.parametrize("first", [-0.9, 3.0])
+def test_a_first_key_of_next_to_no_attention_and_of_all(first):
+    """It is added up twice, and taken away once."""
     generator = torch.Generator().manual_seed(1)
     query, keys = (torch.randn(h, 300, 32, generator=generator).half() for h in (4, 2))
     query += 1.5
-    keys[:, 0] = -0.9
+    keys[:, 0] = first
     expected = echo.largest(query.float(), keys.float(), None)
     torch.testing.assert_close(echo.largest(query, keys, None), expected, rtol=1e-3, atol=0)
 

@@ -266,7 +266,7 @@ def test_analysis_sees_the_models_own_attention():
         expected = ours(ids, use_cache=False).logits[0]
 
     def visit(layer, seen):
-        out, scores, _ = collect.attend(seen)
+        out, scores = collect.attend(seen)
         assert (scores.sum(-1) < 30).all()
         everything = removal.attend_without(seen, "recent", 0.0, torch.zeros(2, 30))
         torch.testing.assert_close(everything, out, rtol=0, atol=1e-5)

@@ -1,6 +1,7 @@
-"""Blocks of one model that overlap: tasks, generators and threads that end in any order.
+"""Blocks of one model that overlap: tasks and generators that end in any order.
 
-Each is served by its own block, or refused when it enters; nothing of any is left behind.
+Each call is served by its context's own block, or the block is refused when it is entered. Nothing
+of any block is left behind.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 from h2o import H2OCache, H2OConfig, disable, enable, patched, simulated
 from h2o.borrowed import CACHE, with_cache
 from tests.hf.test_patching import expected_tokens, traces
-from tests.hf.test_threads import elsewhere
 from tests.hf.tiny import greedy, model, prompts
 
 SMALL, TINY, MIDDLE = ({"heavy": n, "recent": n} for n in (6, 2, 4))
@@ -49,28 +49,25 @@ def answer(llama, ids):
 def test_tasks_are_each_served_by_their_own_block(llama):
     """In every order of two ends; calls in the task, and in a thread that has its context."""
     texts = prompts(20, 24)
-    want = [
-        expected_tokens(llama, {"input_ids": ids}, **config)
-        for ids, config in zip(texts, (SMALL, TINY), strict=True)
-    ]
+    want = [expected_tokens(llama, {"input_ids": ids}, **SMALL) for ids in texts]
 
-    async def handler(i, config, entered, leave):
-        with patched(llama, **config) as patch:
+    async def handler(ids, entered, leave):
+        with patched(llama, **SMALL) as patch:
             entered.set()
             await leave.wait()
-            got = answer(llama, texts[i])
-            assert await asyncio.to_thread(answer, llama, texts[i]) == got
-            assert await asyncio.create_task(asyncio.to_thread(answer, llama, texts[i])) == got
+            got = answer(llama, ids)
+            assert await asyncio.to_thread(answer, llama, ids) == got
+            assert await asyncio.create_task(asyncio.to_thread(answer, llama, ids)) == got
             made = patch.cache
-            assert kept(made) == [sum(config.values())]
-            assert llama(texts[i])[CACHE] is patch.cache is not made
+            assert made.get_seq_length() == ids.shape[1] + 11
+            assert llama(ids)[CACHE] is patch.cache is not made
         return got
 
     async def serve(order):
         entered, leave = ([asyncio.Event() for _ in range(2)] for _ in range(2))
         handlers = []
-        for i, config in enumerate((SMALL, TINY)):
-            handlers.append(asyncio.create_task(handler(i, config, entered[i], leave[i])))
+        for i, ids in enumerate(texts):
+            handlers.append(asyncio.create_task(handler(ids, entered[i], leave[i])))
             await entered[i].wait()
         for i in order:
             leave[i].set()
@@ -81,26 +78,26 @@ def test_tasks_are_each_served_by_their_own_block(llama):
         assert asyncio.run(serve(order)) == want
 
 
-def test_many_tasks_take_turns(llama):
-    texts = prompts(14, 17, 20, 23)
-    sizes = [2, 3, 5, 7]
-    want = [
-        expected_tokens(llama, {"input_ids": ids}, heavy=n)
-        for ids, n in zip(texts, sizes, strict=True)
-    ]
+@pytest.mark.parametrize("how", [TINY, {**SMALL, "trace": True}, {**SMALL, "pinned": [(0, 2)]}])
+def test_a_task_with_other_settings_is_refused(llama, how):
+    """Before anything is switched, and until the first one has ended."""
+    (ids,) = prompts(20)
+    want = expected_tokens(llama, {"input_ids": ids}, **SMALL)
 
-    async def handler(i):
-        for turn in range(4):
-            with patched(llama, heavy=sizes[i]):
-                for _ in range((i + turn) % 3):
-                    await asyncio.sleep(0)
-                if (i + turn) % 4 == 3:
-                    continue
-                assert answer(llama, texts[i]) == want[i]
-                await asyncio.sleep(0)
+    async def other():
+        with patched(llama, **how):
+            pass
 
     async def serve():
-        await asyncio.gather(*map(handler, range(4)))
+        with patched(llama, **SMALL):
+            between = traces(llama)
+            with pytest.raises(RuntimeError, match="by another task with other settings"):
+                await asyncio.create_task(other())
+            assert traces(llama) == between
+            assert answer(llama, ids) == want
+            with patched(llama, **how):  # nested
+                pass
+        await asyncio.create_task(other())
 
     asyncio.run(serve())
 
@@ -206,50 +203,40 @@ def test_a_copy_of_a_model_with_two_patches(llama):
     with patched(llama, **SMALL), patched(llama, **TINY):
         twin = copy.deepcopy(llama)
     (ids,) = prompts(20)
-    patches = twin._h2o_patches.patches
     assert answer(twin, ids) == expected_tokens(llama, {"input_ids": ids}, **TINY)
-    patches[0].undo()
-    assert answer(twin, ids) == expected_tokens(llama, {"input_ids": ids}, **TINY)
-    patches[0].undo()
+    disable(twin)
+    assert answer(twin, ids) == expected_tokens(llama, {"input_ids": ids}, **SMALL)
+    disable(twin)
     assert answer(twin, ids) == answer(llama, ids)
     assert set(vars(twin)) == set(vars(llama))
 
 
-def test_enable_is_for_all_contexts(llama):
-    """Of a task with a block of its own, too, where it is the later one."""
+def test_enable_is_for_contexts_without_a_block(llama):
     (ids,) = prompts(20)
     contextvars.copy_context().run(enable, llama, **SMALL)
     assert answer(llama, ids) == expected_tokens(llama, {"input_ids": ids}, **SMALL)
+    outside = contextvars.copy_context()
     with patched(llama, **MIDDLE):
-        contextvars.copy_context().run(enable, llama, **TINY)
-        assert answer(llama, ids) == expected_tokens(llama, {"input_ids": ids}, **TINY)
-        disable(llama)
+        enable(llama, **TINY)
         assert answer(llama, ids) == expected_tokens(llama, {"input_ids": ids}, **MIDDLE)
+        got = outside.run(answer, llama, ids)
+        assert got == expected_tokens(llama, {"input_ids": ids}, **TINY)
+        disable(llama)
     disable(llama)
 
 
-def test_a_call_that_could_be_for_two_tasks_is_refused(llama):
-    """In a thread without a context; of tasks with the same settings it is served."""
+def test_a_call_outside_of_every_block_is_served_by_the_latest(llama):
+    """As in a thread that streams, whose context is empty; what a call asks for itself counts."""
     (ids,) = prompts(20)
-    want = expected_tokens(llama, {"input_ids": ids}, **SMALL)
-
-    async def handler(config, calls):
-        with patched(llama, **config):
-            await calls
-
-    async def serve(*configs):
-        calls = asyncio.get_running_loop().create_future()
-        tasks = [asyncio.create_task(handler(config, calls)) for config in configs]
-        await asyncio.sleep(0)
-        answers = elsewhere(lambda: answer(llama, ids))
-        calls.set_result(None)
-        await asyncio.gather(*tasks)
-        return answers
-
-    assert asyncio.run(serve(SMALL, SMALL)) == want
-    error = asyncio.run(serve(SMALL, TINY))
-    assert isinstance(error, RuntimeError)
-    assert "in none of their contexts" in str(error)
+    outside = contextvars.copy_context()
+    with patched(llama, **MIDDLE), patched(llama, **SMALL):
+        want = answer(llama, ids)
+        assert outside.run(answer, llama, ids) == want
+        assert isinstance(outside.run(llama, ids)[CACHE], H2OCache)
+        cache = H2OCache(llama.config, **SMALL)
+        assert outside.run(llama, ids, **with_cache(cache))[CACHE] is cache
+        assert CACHE not in outside.run(llama, ids, use_cache=False)
+    assert want == expected_tokens(llama, {"input_ids": ids}, **SMALL) != answer(llama, ids)
 
 
 @pytest.mark.parametrize("inner", [patched, simulated])

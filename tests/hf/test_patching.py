@@ -123,7 +123,7 @@ def test_guidance_keeps_all_of_its_second_text(llama, by, budget):
     with patched(llama, **config) as patch:
         assert greedy(llama, inputs, **how(llama)).tolist() == expected.tolist()
         assert str(patch.cache.report()) == str(by_hand.report())
-        assert patch.asked is None
+        assert patch.pass_cache is None
         cache = H2OCache(llama.config, **config)
         got = greedy(llama, inputs, **with_cache(cache), **how(llama))
         assert got.tolist() == expected.tolist()

@@ -430,7 +430,7 @@ def test_patches_with_other_pins():
             assert not survives(inner.cache)
         ours.generate(**inputs, max_new_tokens=8)
         assert survives(outer.cache)
-        assert outer.lock.settings != inner.lock.settings
+        assert outer.settings != inner.settings
     enabled = h2o.enable(ours, **SMALL, pinned=[(20, 27)])
     ours.generate(**inputs, max_new_tokens=8)
     assert survives(enabled.cache, span=(20, 27))

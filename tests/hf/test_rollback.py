@@ -327,7 +327,7 @@ def test_a_draft_model_with_such_a_cache():
     with (
         patched(ours, **SMALL),
         patched(draft, **SMALL),
-        pytest.raises(UnsupportedError, match="leave the draft model outside"),
+        pytest.raises(UnsupportedError, match="Leave the draft model outside"),
     ):
         greedy(ours, repeated(), 24, assistant_model=draft, num_assistant_tokens=5)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from h2o import H2OCache, generate_all, patched, simulated
+from h2o import H2OCache, disable, enable, generate_all, patched, simulated
 from h2o.borrowed import CACHE, with_cache
-from tests.hf.tiny import greedy, model, prompts
+from tests.hf.tiny import FAMILIES, greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
 
@@ -109,23 +114,54 @@ def test_many_threads_on_one_cache_are_refused_or_right():
         assert {positions.shape[-1] for positions in held} == {12}
 
 
-def test_one_patched_model_serves_many_threads():
+def test_one_enabled_model_serves_many_threads():
     plain = model("llama", "sdpa")
     texts = prompts(20, 24, 28)
-    with patched(plain, **SMALL):
-        want = [greedy(plain, {"input_ids": ids}).tolist() for ids in texts]
-        got: dict[int, list] = {}
-        threads = [
-            threading.Thread(
-                target=lambda i=i: got.update({i: greedy(plain, {"input_ids": texts[i]}).tolist()})
-            )
-            for i in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+    enable(plain, **SMALL)
+    want = [greedy(plain, {"input_ids": ids}).tolist() for ids in texts]
+    got: dict[int, list] = {}
+    threads = [
+        threading.Thread(
+            target=lambda i=i: got.update({i: greedy(plain, {"input_ids": texts[i]}).tolist()})
+        )
+        for i in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    disable(plain)
     assert [got[i] for i in range(3)] == want
+
+
+def test_a_block_serves_the_threads_that_it_starts():
+    """As the one that `generate()` runs in beside a streamer, with its context or without."""
+    plain, (ids,) = model("llama", "sdpa"), prompts(20)
+    full = greedy(plain, {"input_ids": ids}).tolist()
+    with patched(plain, **SMALL):
+        want = greedy(plain, {"input_ids": ids}).tolist()
+        for context in (contextvars.copy_context(), contextvars.Context()):
+            call = functools.partial(context.run, greedy, plain, {"input_ids": ids})
+            assert elsewhere(lambda call=call: call().tolist()) == want
+    assert want != full
+
+
+def test_an_enabled_model_that_is_collected_is_forgotten():
+    """Another thread may have a model with the same config then."""
+    config = FAMILIES["llama"].build_config()
+    one, two = (AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    reference = weakref.ref(one)
+    enable(one, **SMALL)
+
+    def simulate():
+        with simulated(two, **SMALL):
+            return "simulated"
+
+    assert "by another thread" in str(elsewhere(simulate))
+    del one
+    gc.collect()
+    assert reference() is None
+    assert elsewhere(simulate) == "simulated"
 
 
 @pytest.mark.parametrize("inner", [patched, simulated])

@@ -350,7 +350,8 @@ def _store(slots: Any, b: int, g: int) -> SimpleNamespace:
     """Views of what one row and head holds: keys [S, D], scores [S] and so on."""
     where: tuple[Any, ...] = (b, g)
     if slots.starts is not None:  # the slots of all heads lie on one axis
-        where = (b, slice(int(slots.starts[g]), int(slots.starts[g + 1])))
+        starts = slots.starts if slots.starts.ndim == 1 else slots.starts[b]
+        where = (b, slice(int(starts[g]), int(starts[g + 1])))
     tensors = {name: getattr(slots, name) for name in PER_SLOT}
     return SimpleNamespace(**{n: None if x is None else x[where] for n, x in tensors.items()})
 

@@ -9,9 +9,9 @@ import torch
 from h2o import ops
 from tests import inputs
 from tests.cases import checkered, pairs
-from tests.conversation import Conversation
+from tests.conversation import Conversation, on_one_axis
 from tests.inputs import POLICIES, Text
-from tests.torch.engines import ROUNDING, assert_same, core, oracle
+from tests.torch.engines import ROUNDING, assert_same, core, oracle, portable
 
 ENGINES = {"oracle": oracle(), "core": core(), "core bfloat16": core(torch.bfloat16)}
 CALLS = [24, *[1] * 25, 7, *[1] * 8]
@@ -151,6 +151,33 @@ def test_slots_of_other_strides_and_with_gaps():
     assert all((part == 7.0).all() for part in untouched)
 
 
+@pytest.mark.parametrize("name", ["everything", "decayed-max", "value-weighted"])
+@pytest.mark.parametrize("kv_dtype", [None, "int8-int4"])
+@pytest.mark.parametrize("engine", [*ENGINES.values(), portable()], ids=lambda engine: engine.name)
+def test_rows_with_places_of_their_own(engine, kv_dtype, name):
+    """Starts [Z, G + 1]: as with places that all rows have, and nothing beside them is read or
+    written. The rows are some of the slots' rows too."""
+    policy, text = POLICIES[name], all_heads()
+    text = Text(*(np.concatenate([x, x[..., ::-1]], -1) for x in text))  # D 32, which int4 wants
+    mask = np.concatenate([inputs.left([24, 17], 24), np.ones((2, sum(CALLS) - 24), bool)], 1)
+    settings = {"mask": mask, "budget": BUDGETS, "kv_dtype": kv_dtype}
+    plain = Conversation(engine, text, policy, **settings)
+    apart = Conversation(engine, text, policy, **settings, place=on_one_axis)
+    first, last = apart.slots.starts[:, 0].tolist(), apart.slots.starts[:, -1].tolist()
+    before = [x.clone() for x in apart.slots[:4]]
+    for talk in (plain, apart):
+        talk.feed_all(CALLS)
+    rounding = 0.0 if engine.name == "core" else 1e-5
+    np.testing.assert_allclose(apart.answer, plain.answer, rounding, rounding)
+    for (positions, scores), (wanted, wanted_scores) in zip(apart.kept, plain.kept, strict=True):
+        np.testing.assert_array_equal(positions, wanted)
+        np.testing.assert_allclose(scores, wanted_scores, rounding, rounding)
+    for was, now in zip(before, apart.slots[:4], strict=True):
+        for b in range(2):
+            for part in (slice(None, first[b]), slice(last[b], None)):
+                assert torch.equal(was[b, part].nan_to_num(9), now[b, part].nan_to_num(9))
+
+
 @pytest.mark.parametrize(
     ("starts", "message"),
     [
@@ -160,6 +187,8 @@ def test_slots_of_other_strides_and_with_gaps():
         ([0, 16, 15, 55], r"starts\[1\]: slots 16..14"),
         ([0, 2**31 - 1, 15, 55], r"starts\[0\]: slots 0..2147483646"),
         ([0, 11, 55], r"has shape \[3\], wanted \[G \+ 1\] with|wanted \[G \+ 1\]"),
+        ([[0, 11, 15, 55]], r"has shape \[1, 4\], wanted \[B, G \+ 1\]"),
+        ([[0, 11, 15, 55], [0, 11, 15, 56]], r"starts\[1, 2\]: slots 15..55"),
     ],
 )
 def test_starts_that_cannot_be(starts, message):

@@ -11,6 +11,7 @@ from h2o import H2OCache, H2OConfig, models
 from h2o.borrowed import with_cache
 from h2o.cli.texts import article
 from h2o.config import UNLIMITED
+from h2o.hf.prompt import prompt_echo
 from tests.vllm.engines import (
     NEW,
     AttentionBackendEnum,
@@ -45,6 +46,22 @@ def test_tokens_are_those_of_an_h2o_cache(name, tmp_path):
             assert served(llm, requests) == wanted
 
 
+@pytest.mark.parametrize("chunk", [256, 32])
+def test_places_that_are_dealt_over_all_layers(chunk, llama, monkeypatch):
+    """Whether prompts come whole or in pieces beside others, with pins or without, in two rounds
+    over fewer pages than requests."""
+    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    folder, model = llama
+    config, requests = H2OConfig(budget=24), prompts() + prompts(seed=1)
+    pinned = [ids for ids in requests if len(ids) > 8]
+    options = {"max_num_batched_tokens": chunk, "kv_cache_memory_bytes": 100_000}
+    with engine(folder, {"budget": 24}, **options) as llm:
+        for _ in range(2):
+            assert served(llm, requests) == alone(model, requests, config)
+        wanted = alone(model, pinned, config, pinned=[(3, 8)])
+        assert served(llm, pinned, extra_args={"h2o_pinned": "3:8"}) == wanted
+
+
 @pytest.mark.parametrize("chunk", [256, 16])
 def test_pins_of_requests(chunk, llama, monkeypatch, caplog):
     """Also of prompts that are read in chunks. Pins that do not fit are a line of the log."""
@@ -77,16 +94,24 @@ def test_full_attention_beside_sliding_windows(name, entry, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "entry", [{"heavy": 32, "recent": 32}, {"preset": "calibrated", "budget": 48}]
+    "entry",
+    [
+        {"heavy": 32, "recent": 32},
+        {"preset": "calibrated", "budget": 48},
+        {"budget": 48},
+        {"budget": 0.3, "budget_unit": "keys", "min_tokens": 16},
+    ],
 )
 def test_tokens_of_smollm2(entry):
-    """With its shipped profile too: heads of uneven budgets, prompts ranked by echo."""
+    """With its shipped profile too: heads of uneven budgets, prompts ranked by echo; and with
+    places that each prompt's echo deals over all layers."""
     preset, budget = entry.get("preset"), entry.get("budget")
     config = H2OConfig.preset(preset, budget) if preset else H2OConfig(**entry)
     model, tokenizer = models.load_model(dtype="float32", attn_implementation="h2o")
     model.generation_config.eos_token_id = None
     ids = tokenizer(article())["input_ids"]
-    requests = [ids[7 * n :][:n] for n in (5, 200, 64, 120, 1, 90, 170, 33)]
+    lengths = (5, 200, 64, 120, 1, 90, 170, 33)
+    requests = [ids[7 * n + k :][:n] for k in (0, 1) for n in lengths]
     wanted = alone(model, requests, config)
     assert wanted != alone(model, requests, H2OConfig.full())
     with engine(models.embedded_folder(), entry, kv_cache_memory_bytes=64 * MiB) as llm:
@@ -122,11 +147,13 @@ POLICIES = {
     "of heads": {"heavy": [[4, 12], [9, 3]], "recent": 4, "kv_dtype": "int8"},
     "shares": {"heavy": 12, "recent": 12, "shares": [[1, 2], [3, 1]]},
     "echo": {"heavy": 10, "recent": 6, "sinks": 2, "score_by": "mean-echo", "value_weighted": True},
+    "shared echo": {"budget": 24},
 }
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_policies_and_stored_dtypes(name, llama):
+def test_policies_and_stored_dtypes(name, llama, monkeypatch):
+    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
     folder, model = llama
     entry = POLICIES[name]
     unit = entry.get("budget_unit", "keys")

@@ -53,8 +53,9 @@ def attend(
     softcap: float,
     policy: Policy,
     sink_logits: Tensor | None,
+    log_sums: Tensor | None,
 ) -> None:
-    """See `h2o.ops.attend`."""
+    """See `h2o.ops.attend`; `h2o.ops.log_sums` where these are given."""
     real = None if mask is None else mask.bool()
     weights = total = None
     decay = policy.decay
@@ -77,8 +78,11 @@ def attend(
     values = keys if values is None else values
     largest = policy.scores_largest
     new, old = dense(
-        query, keys, values, real, stored, weights, scale, softcap, sink_logits, largest, out
-    )
+        query, keys, values, real, stored, weights, scale, softcap, sink_logits, largest, out,
+        log_sums,
+    )  # fmt: skip
+    if log_sums is not None:
+        return
     scores.copy_(new)
     if store is not None:
         before = store.by_head(slots.scores, 0)
@@ -111,6 +115,7 @@ def dense(
     sink_logits: Tensor | None,
     largest: bool,
     out: Tensor,
+    log_sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention into `out` [B, Q, H, D], and what keys receive of it.
 
@@ -119,6 +124,7 @@ def dense(
         real: [B, Q] bool, False at a pad; None: no pads.
         weights: [B or 1, Q]: of each query in the sums, pads' say nothing; None: 1.
         largest: take the maxima over queries instead of the sums.
+        log_sums: [B, H, Q], written instead of all else.
 
     Returns:
         float32 [B, G, Q] of the new keys and [B, G, S] of the stored ones.
@@ -165,6 +171,14 @@ def dense(
         sinks = sink_logits
         if sinks is not None:
             sinks = sinks.view(G, R, 1).expand(G, R, n).reshape(1, G, R * n, 1)
+        if log_sums is not None:
+            total = logits.logsumexp(-1)
+            total = total if sinks is None else torch.logaddexp(total, sinks[..., 0])
+            total = total.unflatten(2, (R, n)).flatten(1, 2)
+            if real is not None:
+                total = total.masked_fill(~real[:, None, start:stop], 0)
+            log_sums[:, :, start:stop] = total
+            continue
         p = softmax(logits, sinks)
         hide(p, 0)  # where one logit is NaN, all of the row is
         if real is not None:

@@ -76,7 +76,7 @@ def _write_kept(
     source = slot.new_zeros(B, G, S + 1).scatter_(-1, slot, candidates)[..., :S]
     filled = torch.arange(S, device=keys.device) < is_kept.sum(-1, keepdim=True)
     if store.first is not None:  # by index on axis T instead
-        local = (torch.arange(S, device=keys.device) - store.first[:, None]).clamp(min=0)
+        local = (torch.arange(S, device=keys.device) - store.first[..., None]).clamp(min=0)
         local = local.expand_as(source)
         source, filled = source.gather(-1, local), filled.gather(-1, local)
     for numbers, values_by_key, empty in (
@@ -103,9 +103,8 @@ def _write_kept_rows(
     if store.first is None:
         new = incoming.gather(2, index[..., None].expand(-1, -1, -1, D))
     else:
-        head = store.head.expand(B, 1, S)
-        source, filled = source.gather(1, head)[:, 0], filled.gather(1, head)[:, 0]  # [B, T]
-        index = index.gather(1, head)[:, 0] + store.head * Q
+        source, filled, index = map(store.of_slots, (source, filled, index))  # [B, T]
+        index = index + store.head * Q
         new = incoming.reshape(B, G * Q, D).gather(1, index[..., None].expand(-1, -1, D))
     stored = source.clamp(max=S - 1)[..., None].expand_as(rows)
     moved = rows.gather(-2, stored)
@@ -113,5 +112,5 @@ def _write_kept_rows(
     result = torch.where((source >= S)[..., None], fresh, moved)
     result = result.masked_fill(~filled[..., None], 0)
     if store.first is not None:
-        result = torch.where(store.of_head.any(0)[:, None], result, rows)
+        result = torch.where(store.of_any[..., None], result, rows)
     rows.copy_(result)

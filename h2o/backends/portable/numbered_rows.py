@@ -33,6 +33,8 @@ def by_number(operation: Callable[..., Any], *written: str) -> Callable[..., Any
             return operation(*operands)
         rows = slots.rows.long().clamp(0, len(slots.scores) - 1)
         whole = {name: x for name in PER_ROW if (x := getattr(slots, name)) is not None}
+        if slots.starts is not None and slots.starts.ndim == 2:
+            whole["starts"] = slots.starts
         own = {name: x.index_select(0, rows) for name, x in whole.items()}
         named["slots"] = slots._replace(**own, rows=None)
         if named.get("ranks") is not None:  # of a step, [Z, G, S] as the scores

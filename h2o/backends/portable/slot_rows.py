@@ -36,15 +36,17 @@ class Store:
         self.first: Tensor | None = None
         if slots.starts is None:
             return
-        starts = slots.starts.long()
+        starts = torch.atleast_2d(slots.starts.long())  # one row for all, or each its own
         index = torch.arange(slots.scores.shape[-1], device=starts.device)
-        self.first = starts[:-1]
-        """[G]"""
-        begun = index >= starts[:-1, None]
-        self.of_head = begun & (index < starts[1:, None])
-        """[G, T] bool: a head's slots"""
-        self.head = begun[1:].sum(0)
-        """[T] int64: the head of each slot; the last one for slots of none"""
+        self.first = starts[:, :-1]
+        """[B or 1, G]"""
+        begun = index >= starts[:, :-1, None]
+        self.of_head = begun & (index < starts[:, 1:, None])
+        """[B or 1, G, T] bool: a head's slots"""
+        self.of_any = self.of_head.any(1)
+        """[B or 1, T] bool: slots of some head"""
+        self.head = begun[:, 1:].sum(1)
+        """[B or 1, T] int64: the head of each slot; any for slots of none"""
 
     def by_head(self, numbers: Tensor, empty: float) -> Tensor:
         """[B, G, S] of scores, positions or norms."""
@@ -55,17 +57,29 @@ class Store:
     def write_by_head(self, numbers: Tensor, new: Tensor) -> None:
         """Writes `by_head` numbers [B, G, S] into the store's."""
         if self.first is not None:
-            index = self.head.expand(len(new), 1, -1)
-            new = torch.where(self.of_head.any(0), new.gather(1, index)[:, 0], numbers)
+            new = torch.where(self.of_any, self.of_slots(new), numbers)
         numbers.copy_(new)
+
+    def of_slots(self, by_head: Tensor) -> Tensor:
+        """[B, T]: of each slot what [B, G, T] has for its head."""
+        return by_head.gather(1, self.head[:, None].expand(len(by_head), 1, -1))[:, 0]
 
     def add(self, numbers: Tensor, new: Tensor, *, largest: bool = False) -> Tensor:
         """Adds `by_head` numbers [B, G, S], 0 in slots of other heads, to the store's; the sums.
         With `largest` the larger ones instead."""
         if self.first is not None:
-            new = new.gather(1, self.head.expand(len(new), 1, -1))[:, 0]
+            new = self.of_slots(new)
         both = torch.maximum(numbers, new, out=numbers) if largest else numbers.add_(new)
         return self.by_head(both, 0)
+
+    def fade(self, scores: Tensor, decay: float, where: Tensor | None) -> None:
+        """Multiplies the store's scores by a factor; `where` [B, 1, 1] bool: of these rows."""
+        faded = scores * decay
+        if where is not None:
+            faded = torch.where(where if self.first is None else where[..., 0], faded, scores)
+        if self.first is not None:
+            faded = torch.where(self.of_any, faded, scores)
+        scores.copy_(faded)
 
     def rows(self, name: str, D: int) -> Tensor:
         """Keys or values [B, G or 1, S, D], floats."""
@@ -98,8 +112,10 @@ class Store:
         beyond = values - finite  # 0 where it is finite
         if self.first is None:
             return finite, beyond.sum(2, keepdim=True)
-        by_head = beyond.new_zeros(len(values), len(self.first), values.shape[-1])
-        return finite, by_head.index_add_(1, self.head, beyond[:, 0])[:, :, None]
+        beyond = beyond[:, 0].masked_fill(~self.of_any[..., None], 0)
+        head = self.head[..., None].expand_as(beyond)
+        by_head = beyond.new_zeros(len(values), self.first.shape[1], values.shape[-1])
+        return finite, by_head.scatter_add_(1, head, beyond)[:, :, None]
 
     def answers_stored(self, p: Tensor, D: int) -> Tensor:
         """As `answers`, of the values that the slots hold.
@@ -125,7 +141,7 @@ class Store:
 
     def counted(self, index: Tensor) -> Tensor:
         """[B, G, 1]: where in its head an index is."""
-        return index if self.first is None else index - self.first[:, None]
+        return index if self.first is None else index - self.first[..., None]
 
     def read(self, numbers: Tensor, index: Tensor) -> Tensor:
         """[B, G, 1] of scores, positions or norms."""

@@ -74,10 +74,7 @@ def eager_step(
         received = received.masked_fill(~real, 0)
     out.copy_(answer)
     if policy.decay != 1.0:
-        aged = slots.scores * policy.decay
-        if real is not None:
-            aged = torch.where(real.view(B, *[1] * (aged.ndim - 1)), aged, slots.scores)
-        slots.scores.copy_(aged)
+        store.fade(slots.scores, policy.decay, real)
     scores = store.add(slots.scores, received, largest=policy.scores_largest)
 
     ranks_now = rank_keys(policy, scores, positions, norms, seen, budget)

@@ -1,8 +1,8 @@
 """`attending`: a context manager that replaces the attention of a model's layers by a function.
 
 Simulation, analysis and calibration use it to see queries, keys and values of a forward pass over a
-whole text. It hides how transformers calls attention functions, and refuses calls that ask for more
-than plain causal attention.
+whole text. The details of transformers' attention functions stay here. A call that asks for more
+than plain causal attention is an error.
 
 Shape letters: B batch rows, H query heads, G key/value heads, n tokens, D head dimension.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from h2o import borrowed
 from h2o.hf.attention import attention
-from h2o.hf.attention.patch_lock import PatchLock
+from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.call.attention_call import Call, as_autocast, as_operand
 from h2o.hf.families.shared_keys import pads_of
 from h2o.hf.families.wrapped import unwrapped
@@ -31,13 +31,13 @@ __all__ = ["attending"]
 def attending(
     model: Any, layers: Collection[int], visit: Callable[[Call], Tensor]
 ) -> Iterator[None]:
-    """Within the block the attention output of these layers is `visit(call)`, [B, n, H, D].
+    """Make `visit(call)` the attention output [B, n, H, D] of some layers, within the block.
 
     Other layers attend as before. After the block, also after an error, the model is unchanged.
 
     Raises:
-        UnsupportedError: a model with attention code of its own; in the model's forward, attention
-            that is not plain and causal.
+        UnsupportedError: the model has attention code of its own, or its forward pass asks for
+            attention that is not plain and causal.
         RuntimeError: another thread or task has the model in such a block.
     """
 
@@ -54,7 +54,7 @@ def attending(
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        layer = shared.layer(module)  # of what reads images: None
+        layer = shared.layer(module)  # None: a vision model's
         attention_mask = pads_of(attention_mask)
 
         def full() -> Tensor:
@@ -77,21 +77,16 @@ def attending(
     model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
     shared = _SharedModules(type(model.config.get_text_config(decoder=True)))
     name = f"h2o_simulated:{next(_numbers)}"
-    lock = PatchLock("simulated", model, name)
     attention.register(name, function)
     try:
-        lock.acquire(model)
-        try:
-            with shared.watched(model):
-                yield
-        finally:
-            lock.release()
+        with use_attention("simulated", model, name), shared.watched(model):
+            yield
     finally:
         borrowed.unregister_attention(name)
 
 
 class _SharedModules:
-    """Which layer an attention module is at work for: some models (Zamba) have one module for
+    """The layer that each attention module computes now. Some models (Zamba) have one module for
     several layers, and give its forward a `layer_idx`."""
 
     def __init__(self, text_config: type) -> None:
@@ -99,7 +94,7 @@ class _SharedModules:
         self._here, self._text_config = threading.local(), text_config
 
     def layer(self, module: nn.Module) -> int | None:
-        """The layer whose attention this module computes now; None: of another model within."""
+        """The layer whose attention this module computes now. None: another model's, within."""
         if not isinstance(getattr(module, "config", None), self._text_config | None):
             return None
         layer: int | None = getattr(module, "layer_idx", None)
@@ -107,7 +102,7 @@ class _SharedModules:
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
-        """Notes what these modules are given, within the block."""
+        """Note the `layer_idx` that these modules get, within the block."""
 
         def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             vars(self._here)[str(id(module))] = kwargs["layer_idx"]

@@ -50,17 +50,16 @@ def largest(
     grouped, keys = query.unflatten(0, (G, H // G)), keys.to(query.dtype)
     how = _Logits(D**-0.5 if scale is None else scale, softcap, sink_logits)
     scores = torch.zeros(G, n, dtype=torch.float32, device=keys.device)
-    probed, rows = None, max(1, ENTRIES // max(1, H * n))
-    if n and backends.HAS_CORE and backends.serving(keys) is backends.core:
-        probed, rows = _probed(keys), ROWS
+    if n == 0:
+        return scores
+    by_core = backends.HAS_CORE and backends.serving(keys) is backends.core
+    rows = ROWS if by_core else max(1, ENTRIES // max(1, H * n))
+    held = slot_layout.filled(keys[None], None, None, value_weighted=False)
     for first in range(0, n, rows):
         asked = grouped[:, :, first : first + rows]
         asked = asked if angles is None else turned(asked, angles)
         near = _nearest(asked, keys[:, first : first + rows + BEFORE], how.scale)
-        if probed is None:
-            total = _totals(asked, keys, how)
-        else:
-            total = _totals_by_kernels(asked, probed, keys[:, :1], how)
+        total = _totals(asked, held, keys[:, :1], how)
         weights = (how.capped(near) - total[..., None]).exp().amax(1)  # [G, rows, BEFORE + 1]
         for offset in range(BEFORE + 1):
             part = scores[:, first + offset : first + offset + rows]
@@ -100,42 +99,19 @@ def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
     return torch.stack(diagonals, -1).transpose(1, 2).flatten(2, 3)[:, :, :m]
 
 
-def _totals(asked: Tensor, keys: Tensor, how: _Logits) -> Tensor:
-    """The log of the sum of all exponentials of queries [G, R, m, D], [G, R, m]; each by itself."""
-    products = (asked.float() * how.scale).flatten(1, 2) @ keys.float().mT
-    total = how.capped(products).logsumexp(-1).view(asked.shape[:3])
-    if how.sink_logits is not None:
-        total = torch.logaddexp(total, how.sink_logits.view(*asked.shape[:2], 1))
-    return total
+def _totals(asked: Tensor, held: ops.Slots, first: Tensor, how: _Logits) -> Tensor:
+    """The log of the sum of the exponentials of queries [G, R, m, D] with all keys that are held,
+    [G, R, m].
 
-
-def _totals_by_kernels(asked: Tensor, probed: ops.Slots, first: Tensor, how: _Logits) -> Tensor:
-    """As `_totals`, by one fused operation for all keys, which gives attention, not sums.
-
-    So each query sees one key a second time: the first one, [G, 1, D], a probe whose value is 1
-    where the others' (`_probed`) is 0. Their answer is the attention that the probe gets, e^logit /
-    (e^logit + the sum): at most 1/2, so that the sum comes from it to as many digits as the
-    answer's dtype has. Where the probe gets less than that dtype has all digits of, torch makes the
-    sum. Each query comes as a head of its own: that is how all of them see all keys.
+    Each query comes as a head of its own: that is how all of them see all keys. It sees one key a
+    second time, the first one, [G, 1, D], since a call has new keys; that is taken away again. It
+    is at most half of the sum.
     """
     G, R, m, D = asked.shape
-    logit = how.capped((asked.float() * how.scale * first.float()[:, None]).sum(-1))
     sinks = how.sink_logits
-    out, _ = ops.attend(
-        asked.reshape(1, -1, 1, D), first[None], torch.ones_like(first[None]), probed,
-        scale=how.scale, softcap=how.softcap,
+    twice = ops.log_sums(
+        asked.reshape(1, -1, 1, D), first[None], held, scale=how.scale, softcap=how.softcap,
         sink_logits=None if sinks is None else sinks.repeat_interleave(m),
-    )  # fmt: skip
-    part = out.view(G, R, m, D)[..., 0].float()
-    total = logit + torch.log1p(-part) - part.log()
-    lost, keys = part < torch.finfo(out.dtype).tiny, probed.keys[0, :, :-1]
-    for g, r in lost.any(-1).nonzero().tolist():
-        one = how._replace(sink_logits=None if sinks is None else sinks[g * R + r])
-        for at in lost[g, r].nonzero()[:, 0].split(max(1, ENTRIES // keys.shape[1])):
-            total[g, r, at] = _totals(asked[g, r, at][None, None], keys[g : g + 1], one)[0, 0]
-    return total
-
-
-def _probed(keys: Tensor) -> ops.Slots:
-    """Slots that hold keys [G, n, D] in their order, with values of 0."""
-    return slot_layout.filled(keys[None], torch.zeros_like(keys[None]), None, value_weighted=False)
+    ).view(G, R, m)  # fmt: skip
+    logit = how.capped((asked.float() * how.scale * first.float()[:, None]).sum(-1))
+    return twice + torch.log1p(-(logit - twice).exp())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from h2o.config import H2OConfig, one_config
 from h2o.errors import UnsupportedError
-from h2o.hf.attention.patch_lock import PatchLock
+from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.wrapped import unwrapped
 from h2o.hf.layers.layer import H2OLayer
@@ -184,12 +184,8 @@ class _Engine:
         """Between two results, while the caller has its turn, the model has its own attention."""
         with contextlib.closing(self._results()) as results:
             while True:
-                lock = PatchLock("served", unwrapped(self.settings.model), "h2o")
-                lock.acquire(self.settings.model)
-                try:
+                with use_attention("served", unwrapped(self.settings.model), "h2o"):
                     result = next(results, None)
-                finally:
-                    lock.release()
                 if result is None:
                     return
                 yield result

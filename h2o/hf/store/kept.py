@@ -95,12 +95,12 @@ class Kept(NamedTuple):
 
         Arguments and what it raises as `tokens`.
         """
-        from h2o.draw import shaded
+        from h2o.draw import shade_text
 
         held = self._held(row, head)
         texts = self._texts(tokenizer, input_ids, row, attention_mask, max(held, default=-1))
         scores = [sum(held[j].values()) if j in held else 0.0 for j in range(len(texts))]
-        return shaded(
+        return shade_text(
             texts,
             _drawn(torch.tensor(scores, dtype=torch.float32, device="cpu")).tolist(),
             [j in held for j in range(len(texts))],

@@ -1,0 +1,127 @@
+"""Switch a model's attention implementation for a while, safely from many threads.
+
+The name of the implementation stands in the model's config, and models may share a config. Switches
+end in any order: a config names the implementation of its latest switch, and its original one when
+no switch is left. A second thread or task that would take the name away from the first is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from h2o import borrowed
+from h2o.hf.attention.attention import switch
+
+__all__ = ["CHANGING", "AttentionSwitch", "use_attention"]
+
+CHANGING = threading.RLock()
+"""Held while models change. Reentrant: the garbage collector may end the block of a dropped
+generator in a thread that is changing a model."""
+
+_in_force: weakref.WeakValueDictionary[int, AttentionSwitch] = weakref.WeakValueDictionary()
+"""Switches by id, the latest last. A model that is garbage collected takes its switches along."""
+
+
+class AttentionSwitch:
+    """One change of a model's attention implementation, from `apply` to `undo`."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        """`kind` says in errors what the model is: "patched", "simulated" or "served"."""
+        self.kind = kind
+        self.name = name
+        self.thread: threading.Thread | None = threading.current_thread()
+        self.task = _current_task()
+        self.original: list[tuple[Any, str]] = []
+        """Each config with the name that it had before all switches"""
+
+    def apply(self, model: Any) -> None:
+        """Switch a model, or leave it as it was and raise.
+
+        Raises:
+            RuntimeError: another thread or task has switched the model to another name.
+            UnsupportedError: the model has attention code of its own.
+        """
+        with CHANGING:
+            for other in _in_force.values():
+                elsewhere = other.elsewhere()
+                if elsewhere and other.name != self.name and other._has(model.config):
+                    raise RuntimeError(
+                        f"this model is {other.kind} by another {elsewhere}. Wait until its block "
+                        f"has ended, or give each {elsewhere} a model of its own"
+                    )
+            self.original = [(config, _original_name(config)) for config in _configs_of(model)]
+            _in_force[id(self)] = self
+            try:
+                switch(model, self.name)
+            except BaseException:
+                self.undo()
+                raise
+
+    def undo(self) -> None:
+        """Undo the switch. Any thread may, in any order."""
+        with CHANGING:
+            _in_force.pop(id(self), None)
+            for config, name in self.original:
+                names = [other.name for other in _in_force.values() if other._has(config)]
+                borrowed.put_attention_name(config, names[-1] if names else name)
+
+    def is_in_force(self) -> bool:
+        """Whether the switch was applied and not undone. That of a copied model never was."""
+        return id(self) in _in_force
+
+    def elsewhere(self) -> str:
+        """Say "thread" or "task" if another one that still runs made the switch, else ""."""
+        if self.thread is not threading.current_thread():
+            return "thread" if self.thread and self.thread.is_alive() else ""
+        tasks = [reference and reference() for reference in (self.task, _current_task())]
+        both_run = all(task and not task.done() for task in tasks)
+        return "task" if both_run and tasks[0] is not tasks[1] else ""
+
+    def _has(self, config: Any) -> bool:
+        return any(switched is config for switched, _ in self.original)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "thread": None, "task": None}
+
+
+@contextlib.contextmanager
+def use_attention(kind: str, model: Any, name: str) -> Iterator[None]:
+    """Apply an `AttentionSwitch` within the block."""
+    change = AttentionSwitch(kind, name)
+    change.apply(model)
+    try:
+        yield
+    finally:
+        change.undo()
+
+
+def _current_task() -> weakref.ref[asyncio.Task[Any]] | None:
+    with contextlib.suppress(RuntimeError):  # no event loop runs in this thread
+        if task := asyncio.current_task():
+            return weakref.ref(task)
+    return None
+
+
+def _original_name(config: Any) -> str:
+    """The attention implementation of a config before all switches in force."""
+    originals = itertools.chain(*(change.original for change in _in_force.values()))
+    names = (name for switched, name in originals if switched is config)
+    return next(names, None) or borrowed.attention_name(config)
+
+
+def _configs_of(model: Any) -> list[Any]:
+    """The configs that `set_attn_implementation` may change: the model's and its parts'."""
+    by_id = {}
+    remaining = [module.config for module in model.modules() if hasattr(module, "config")]
+    while remaining:
+        config = remaining.pop()
+        if id(config) not in by_id and borrowed.has_attention_name(config):
+            by_id[id(config)] = config
+            remaining += [getattr(config, name, None) for name in config.sub_configs]
+    return list(by_id.values())

@@ -1,1 +1,0 @@
-"""H2O for code that only calls the model."""

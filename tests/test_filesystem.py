@@ -1,0 +1,80 @@
+"""Locks between processes, and files that appear complete or not at all."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from h2o.filesystem import atomic_write, lock, make_once
+
+pytest.importorskip("filelock")
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from h2o.filesystem import atomic_write, lock
+
+path = Path(sys.argv[1])
+with lock(path), atomic_write(path) as draft:
+    draft.write_text("half")
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+COUNT = """
+import sys
+from pathlib import Path
+from h2o.filesystem import atomic_write, lock
+
+path = Path(sys.argv[1])
+for _ in range(100):
+    with lock(path):
+        number = int(path.read_text())
+        with atomic_write(path) as draft:
+            draft.write_text(str(number + 1))
+"""
+
+
+def start(code, path):
+    return subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
+
+
+@pytest.mark.timeout(120)
+def test_processes_take_turns(tmp_path):
+    path = tmp_path / "number"
+    path.write_text("0")
+    processes = [start(COUNT, path) for _ in range(3)]
+    for process in processes:
+        process.communicate()
+        assert process.returncode == 0
+    assert path.read_text() == "300"
+    assert sorted(os.listdir(tmp_path)) == [".number.lock", "number"]
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_was_killed_holds_nothing(tmp_path):
+    """The one that waits for its lock makes the file, and removes what was begun."""
+    path = tmp_path / "file"
+    waiting = threading.Thread(
+        target=make_once, args=[path, lambda draft: draft.write_text("whole")], daemon=True
+    )
+    with start(HOLD, path) as process:
+        assert process.stdout.readline().strip() == b"locked"
+        waiting.start()
+        assert not path.exists()
+        process.kill()
+        waiting.join()
+    assert path.read_text() == "whole"
+    assert sorted(os.listdir(tmp_path)) == [".file.lock", "file"]
+    make_once(path, lambda draft: pytest.fail("made twice"))
+
+
+def test_errors_name_the_file_and_not_its_lock(tmp_path):
+    (tmp_path / "in the way").write_text("")
+    path = tmp_path / "in the way" / "file"
+    for block in (lock, atomic_write):
+        with pytest.raises(OSError, match="in the way") as error, block(path):
+            path.read_text()
+        assert ".lock" not in str(error.value)
+        assert "draft" not in str(error.value)
