@@ -61,6 +61,23 @@ def test_budgets_that_are_computed_are_computed_for_each_cache(config):
     assert heavy[1] == [x + len(heavy[0]) for x in heavy[0]]
 
 
+def test_shares_of_a_users_own_class_are_asked_each_time(config):
+    class Shares:
+        window = 32
+
+        def __eq__(self, other):
+            raise ValueError("the truth value of an array is ambiguous")
+
+        def shares_for(self, fraction):
+            return ((1.0,) * config.num_key_value_heads,) * config.num_hidden_layers
+
+        def check_attention(self, attention, layer):
+            pass
+
+    caches = [H2OCache(config, heavy=4, recent=4, shares=Shares()) for _ in range(2)]
+    assert caches[0].layers[0].config is not caches[1].layers[0].config
+
+
 def test_few_plans_are_remembered(config):
     for heavy in range(1, 3 * cache_plan.REMEMBERED):
         plan_of(config, config, H2OConfig(heavy=heavy, recent=1))

@@ -148,6 +148,8 @@ def _alike(config: Any, layers: list[int]) -> bool:
 REMEMBERED = 8
 """Plans that are remembered."""
 
+_PLAIN_SHARES = (str, tuple, Profile, type(None))
+
 _recent: list[tuple[Any, Any, CachePlan]] = []
 """Plans with the model's and h2o's config that they were made for, the newest first. Replaced as a
 whole, since several threads may make caches."""
@@ -159,16 +161,19 @@ def plan_of(model: Any, config: Any, h2o_config: H2OConfig) -> CachePlan:
     Raises: as `CachePlan`, and as `H2OConfig.for_model`.
     """
     global _recent
-    if h2o_config.shares == "shipped" or isinstance(h2o_config.shares, Profile):
+    shares = h2o_config.shares
+    if isinstance(shares, Profile) or (isinstance(shares, str) and shares == "shipped"):
         h2o_config = h2o_config.for_model(model)  # which compares weights
     amounts = h2o_config.budget, h2o_config.heavy, h2o_config.recent
     wanted = h2o_config, repr(amounts)  # 1 token is not 1.0 of a prompt, though 1 == 1.0
-    for known, known_wanted, plan in _recent:
+    # What is computed by a user's code may be another amount the next time.
+    is_plain = not any(map(callable, amounts)) and isinstance(shares, _PLAIN_SHARES)
+    for known, known_wanted, plan in _recent if is_plain else ():
         if known_wanted == wanted and _are_alike(known, config):
             return plan
     with torch.inference_mode(False), torch.device("cpu"):  # whichever the caller is in
         plan = CachePlan(config, h2o_config.for_model(config))
-    if not any(map(callable, amounts)):  # which may compute other amounts the next time
+    if is_plain:
         _recent = [(copy.deepcopy(config), wanted, plan), *_recent[: REMEMBERED - 1]]
     return plan
 
