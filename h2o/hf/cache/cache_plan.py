@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
-from h2o.hf.families.layer_kinds import has_states
+from h2o.hf.families.layer_kinds import has_states, layers_of
 from h2o.hf.forms.cache_relative import CacheRelativeForm
 from h2o.hf.forms.latent_form import LatentForm
 from h2o.hf.forms.plain_form import PlainForm
@@ -48,13 +48,13 @@ class CachePlan:
     def __init__(self, config: Any, h2o_config: H2OConfig) -> None:
         """
         Args:
-            config: the model's.
+            config: the model's, which nobody else changes.
             h2o_config: for this model (`H2OConfig.for_model`).
 
         Raises:
             UnsupportedError: a model that h2o cannot serve, or not with these settings.
         """
-        self._empty = transformers_layers(config)
+        self._config, self._empty = config, transformers_layers(config)
         self.h2o_config, self._echo, self.not_dealt = served_as(config, h2o_config)
         self._traits = Traits.of(config)
         self._refuse()
@@ -88,10 +88,13 @@ class CachePlan:
         one_budget = None
         if self.h2o_config.shares_by_echo:
             one_budget = OneBudget(self.configs, alike=self._alike)
+        own = self._empty
+        if len(self.configs) < len(own):  # some stay, and hold what is this cache's alone
+            own = layers_of(self._config.get_text_config(decoder=True))
         layers = []
-        for index, empty in enumerate(self._empty):
+        for index, empty in enumerate(own):
             if index not in self.configs:
-                layers.append(copy.deepcopy(empty))
+                layers.append(empty)
                 continue
             layer_class: Any = H2OLayer
             more: dict[str, Any] = {}
@@ -171,10 +174,11 @@ def plan_of(model: Any, config: Any, h2o_config: H2OConfig) -> CachePlan:
     for known, known_wanted, plan in _recent if is_plain else ():
         if known_wanted == wanted and _are_alike(known, config):
             return plan
+    config = copy.deepcopy(config)  # which its owner may change
     with torch.inference_mode(False), torch.device("cpu"):  # whichever the caller is in
         plan = CachePlan(config, h2o_config.for_model(config))
     if is_plain:
-        _recent = [(copy.deepcopy(config), wanted, plan), *_recent[: REMEMBERED - 1]]
+        _recent = [(config, wanted, plan), *_recent[: REMEMBERED - 1]]
     return plan
 
 
