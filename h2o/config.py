@@ -31,9 +31,8 @@ from h2o.policy import OPERATIONS_SCORE_BY, Policy, Ranking, checked
 from h2o.presets import PRESETS, Presets
 from h2o.profile import Profile
 
-__all__ = ["PRESETS", "UNLIMITED", "VARIANTS", "H2OConfig", "one_config"]
+__all__ = ["PRESETS", "UNLIMITED", "H2OConfig", "one_config"]
 
-VARIANTS = ("local", "global", "flexgen")
 """Published forms of H2O beside the cache of this package; see `h2o.simulation_mask`."""
 
 

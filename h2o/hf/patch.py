@@ -95,7 +95,7 @@ class Patch:
                     f"{SCORED} texts went through a model in h2o.patched() in one forward pass "
                     "each. Eviction starts after a prompt, so their logits are those of a full "
                     "cache at any budget. To score texts use h2o.simulated(), or lm-eval's model "
-                    "h2o (h2o.evaluate.lm) instead of HFLM",
+                    "h2o (h2o.evaluation.lm) instead of HFLM",
                     stacklevel=2,
                 )
         self.pass_cache = self.make_cache()

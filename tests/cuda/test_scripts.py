@@ -160,12 +160,8 @@ def test_every_command_with_a_model_goes_there(checkout, library, tiny, tmp_path
     lines = [
         ["generate", "--prompt", "x" * 60, "--max-new-tokens", "3", "--compare"],
         ["analyze", *text, "--output", str(tmp_path / "page.html"), "--compare", "none"],
-        ["stream", *text, "--chunk", "9", "--heavy", "8", "--recent", "8",
-         "--output", str(tmp_path / "stream.json")],
         ["calibrate", *text, "--window", "60", "--limit", "1",
          "--output", str(tmp_path / "p.json")],
-        ["eval", "--perplexity", str(tmp_path / "text"), "--window", "60", "--limit", "1",
-         "-o", str(tmp_path / "out")],
     ]  # fmt: skip
     program = (
         "import json, sys, h2o.models as models; from h2o.cli import main\n"
@@ -178,7 +174,7 @@ def test_every_command_with_a_model_goes_there(checkout, library, tiny, tmp_path
         "print(codes, devices)"
     )
     done = run(checkout, library, sys.executable, "-c", program, tiny, json.dumps(lines))
-    assert done.stdout.splitlines()[-1] == f"{[0] * 5} {['cuda'] * 5}", done.stdout
+    assert done.stdout.splitlines()[-1] == f"{[0] * 3} {['cuda'] * 3}", done.stdout
 
 
 def test_a_model_is_timed_there(checkout, library, tiny, tmp_path):  # noqa: F811

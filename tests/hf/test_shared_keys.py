@@ -16,6 +16,7 @@ from transformers import AutoConfig, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, simulated, supports
 from h2o.borrowed import with_cache
+from h2o.evaluation.published_masks import MASKS
 from h2o.hf.call.attention_call import AttentionCall
 from h2o.hf.families.shared_keys import SHARES_KEYS, reusing
 from h2o.hf.forms import shared_form
@@ -232,7 +233,7 @@ def test_rows_of_a_simulation_are_the_rows_alone(chosen, side):
 def test_what_is_not_simulated():
     with (
         pytest.raises(UnsupportedError, match="keys of others"),
-        simulated(model("gemma4_text"), **SMALL, variant="local"),
+        simulated(model("gemma4_text"), **SMALL, masks=MASKS["local"]),
     ):
         pass
 

@@ -16,7 +16,7 @@ import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.borrowed import with_cache
 from h2o.config import PRESETS
-from h2o.evaluate.setting import parse
+from h2o.evaluation.setting import parse
 from h2o.hf.cache import cache_plan
 from h2o.hf.prompt import prompt_echo
 from tests.hf.tiny import batch, greedy, model, prompts, shared
