@@ -154,6 +154,10 @@ class H2OConfig(Presets):
             )
         self._check_total()
 
+    def __deepcopy__(self, memo: Any) -> H2OConfig:
+        """The same: nothing changes it, and forks of a cache need no copies."""
+        return self
+
     @classmethod
     def recommended(cls, budget: Amount) -> H2OConfig:
         """What `budget=` stands for: `echo`. A float is a share of the bytes, an int a number of

@@ -30,7 +30,7 @@ from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.tuned_prompts import check_pins
 from h2o.hf.families.wrapped import unwrapped
-from h2o.hf.layers.cache_relative import at_zero
+from h2o.hf.forms.cache_relative import at_zero
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -31,14 +31,13 @@ from h2o.hf.families.latent_attention import latents_traced, over_latents
 from h2o.hf.families.layer_kinds import kind_of
 from h2o.hf.families.shared_keys import reusing
 from h2o.hf.families.wrapped import unwrapped
-from h2o.hf.layers import random_layer
-from h2o.hf.layers.visible_keys import VisibleKeys
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.prompt_echo import PromptAttention, served_as
+from h2o.hf.prompt.prompt_echo import served_as
 from h2o.hf.prompt.shared_places import SharedPlaces
 from h2o.hf.rotary.model_rotary import Rotary
-from h2o.hf.simulation import echo_simulation
+from h2o.hf.simulation import echo_simulation, random_simulation
 from h2o.hf.simulation.masks import Masks
+from h2o.hf.simulation.visible_keys import VisibleKeys
 from h2o.hf.store.pins import Pins
 from h2o.hf.store.retained import columns, retained
 from h2o.hf.support import transformers_layers
@@ -256,18 +255,15 @@ class Simulation:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`h2o.ops.simulate` of the tokens of a whole text."""
         if config.score_by == "random":
-            return random_layer.simulate(
+            return random_simulation.simulate(
                 text, prompts, by_row, config.sinks, config.kv_dtype, layer, part, pins
             )
-        reader: PromptAttention | None = None
+        echo = None
         if self._rotary is not None:
-            longest = max(prompts, default=0)
-            reader = echo_simulation.reader_of(self._rotary, layer, config, longest)
-        if reader is None and pins:
-            reader = PromptAttention(config.policy)
-        if reader is not None:
+            echo = echo_simulation.echo_of(self._rotary, layer, config, max(prompts, default=0))
+        if echo is not None or pins:
             return echo_simulation.simulate(
-                text, prompts, by_row, reader, config.policy, config.kv_dtype, pins
+                text, prompts, by_row, echo, config.policy, config.kv_dtype, pins
             )
         device = text.query.device
         simulated: tuple[Tensor, Tensor, Tensor] = ops.simulate(

@@ -1,4 +1,4 @@
-"""A layer whose forward pass torch.compile captures: one graph serves all decode steps, another one
+"""A forward pass that torch.compile captures: one graph serves all decode steps, another one
 all later passes of several tokens.
 
 The core reads memory through DLPack, and a compiler's fake tensors have none. So both are
@@ -21,53 +21,54 @@ from h2o.config import UNLIMITED
 from h2o.errors import UnsupportedError
 from h2o.hf.call.attend_and_evict import attention, evicting
 from h2o.hf.call.attention_call import NewTokens
-from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.layers.steppers import EagerStepper
 from h2o.hf.store import slot_layout
-from h2o.hf.store.slot_layout import Capacity
 from h2o.policy import Policy, RankBy
 from h2o.slots import KINDS, empty_row
 
-__all__ = ["CompileableLayer"]
+__all__ = ["CapturedStepper"]
 
 
-class CompileableLayer(H2OLayer):
-    """An `H2OLayer` of a cache with `compileable=True`."""
+class CapturedStepper(EagerStepper):
+    """Runs passes in the graphs of a cache with `compileable=True`, others as they come."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    is_compileable = True
+
+    def __init__(self) -> None:
         register()
         self._columns = slot_layout.writable(torch.tensor(0, dtype=torch.int64, device="cpu"))
-        super().__init__(*args, **kwargs)
+        self._out = None
 
     @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether `generate()` may compile the steps: not those that may be taken back."""
-        return not self.record_past
-
-    @property
-    def seen(self) -> int:
-        """Columns seen."""
+    def seen(self) -> int:  # type: ignore[override]
+        """Columns that the layer has seen."""
         return int(self._columns)
 
     @seen.setter
     def seen(self, columns: int) -> None:
         self._columns.fill_(columns)
 
-    def get_seq_length(self) -> Any:
+    @property
+    def length(self) -> Any:
         """As a tensor, which the next step changes, as transformers' StaticLayer has it."""
         return self._columns
 
-    def _attend_one(self, tokens: NewTokens) -> Tensor:
+    def step(self, layer: Any, tokens: NewTokens) -> Tensor:
+        """A decode step."""
         if not torch.compiler.is_compiling():
-            return super()._attend_one(tokens)
-        return self._captured(torch.ops.h2o.step, tokens)
+            return super().step(layer, tokens)
+        return self._captured(torch.ops.h2o.step, layer, tokens)
 
-    def _attend_chunk(self, tokens: NewTokens) -> Tensor:
-        if not torch.compiler.is_compiling() or self.config.needs_prompt_length:
-            return super()._attend_chunk(tokens)
-        return self._captured(torch.ops.h2o.chunk, tokens)
+    def chunk(self, layer: Any, tokens: NewTokens) -> Tensor:
+        """A later forward pass of several tokens."""
+        if not torch.compiler.is_compiling():
+            return super().chunk(layer, tokens)
+        if layer.config.needs_prompt_length and not layer.waits_for_pins:
+            return super().chunk(layer, tokens)
+        return self._captured(torch.ops.h2o.chunk, layer, tokens)
 
-    def _captured(self, operator: Any, tokens: NewTokens) -> Tensor:
-        if self.waits_for_pins:
+    def _captured(self, operator: Any, layer: Any, tokens: NewTokens) -> Tensor:
+        if layer.waits_for_pins:
             raise UnsupportedError(
                 "compiled steps cannot pin the tokens that they read: give pinned spans that end "
                 "within the prompt, or leave out compileable=True"
@@ -76,8 +77,8 @@ class CompileableLayer(H2OLayer):
             tokens.query,
             tokens.key,
             tokens.value,
-            *self.slots,
-            *self.policy,
+            *layer.slots,
+            *layer.policy,
             mask=tokens.mask,
             scale=tokens.scale,
             softcap=tokens.softcap,
@@ -86,31 +87,35 @@ class CompileableLayer(H2OLayer):
         self._columns.add_(tokens.query.shape[2])
         return out
 
-    def empty_in_place(self) -> None:
-        """As `empty`, but the slots stay where they are, for a graph that goes on with them."""
-        for row in range(self.batch_size):
-            empty_row(self.slots, row)
-        self.seen = self.longest = self.prompt_columns = 0
+    def empty_in_place(self, layer: Any) -> None:
+        """As `layer.empty`, but the slots stay where they are, for a graph that goes on with
+        them."""
+        for row in range(layer.batch_size):
+            empty_row(layer.slots, row)
+        self.seen = layer.longest = layer.prompt_columns = 0
 
-    def _capacities(self, widest: list[int], tokens: int) -> list[int]:
+    def capacities(self, widest: list[int], tokens: int) -> list[int]:
+        """Slots for the whole budget."""
         if max(widest) >= UNLIMITED:
             raise ValueError(
                 "compileable=True makes room for the whole budget at once, and this one has no "
                 "end: give heavy and recent as many tokens as the longest text will have"
             )
-        return slot_layout.capacities(widest, max(widest))
+        return super().capacities(widest, max(widest))
 
-    def _hold(self, slots: ops.Slots | None, capacity: Capacity) -> None:
-        super()._hold(slots, capacity)
-        if slots is not None:
-            slots = self.slots
-            self._columns = slot_layout.writable(self._columns.to(slots.keys.device))
-            if slots.keys.device.type == "cpu":
-                return  # a compiler told to freeze weights would take them for weights
-            # A CUDA graph reads them where they were when it was captured.
-            for tensor in (self._columns, *slots):
-                if tensor is not None:
-                    borrowed.mark_static_address(tensor)
+    def slots_changed(self, layer: Any) -> None:
+        """Tells a CUDA graph that the tensors stay where they are."""
+        super().slots_changed(layer)
+        slots = layer.slots
+        if slots is None:
+            return
+        self._columns = slot_layout.writable(self._columns.to(slots.keys.device))
+        if slots.keys.device.type == "cpu":
+            return  # a compiler told to freeze weights would take them for weights
+        # A CUDA graph reads them where they were when it was captured.
+        for tensor in (self._columns, *slots):
+            if tensor is not None:
+                borrowed.mark_static_address(tensor)
 
 
 @functools.cache

@@ -1,10 +1,10 @@
-"""A layer of an `H2OCache` whose keys later layers of the model attend to in the same pass.
+"""Keys that later layers of the model attend to in the same forward pass.
 
-It scores and evicts by its own queries, as any layer. Later layers attend to what it attended to in
-that pass: the keys held before it, and the new ones. So the eviction, which comes first, must not
-take anything from them. A prompt meets an empty cache; a decode step overwrites nothing but the
-free slot, by the new key, so that the state of the slots before it is enough. Only a chunk
-overwrites keys: of these the layer keeps a copy until the last layer has attended.
+The layer scores and evicts by its own queries, as any layer. Later layers attend to what the layer
+attended to in that pass: the keys held before it, and the new ones. So the eviction, which comes
+first, must not take anything from them. A prompt meets an empty cache; a decode step overwrites
+nothing but the free slot, by the new key, so that the state of the slots before it is enough. Only
+a chunk overwrites keys: of these the layer keeps a copy until the last layer has attended.
 
 Scores of later layers do not count: while a prompt is read, models may leave out all queries of
 these layers but the last.
@@ -35,10 +35,10 @@ from h2o.hf.call.attention_call import (
 )
 from h2o.hf.call.traced_tensor import TracedTensor, plain
 from h2o.hf.families import tensor_parallel
-from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.forms.plain_form import PlainForm
 from h2o.slots import KINDS
 
-__all__ = ["SharedKeysLayer"]
+__all__ = ["SharedForm"]
 
 _ROWS = ("keys", "values")
 
@@ -63,58 +63,69 @@ class _Attended(NamedTuple):
         return self._replace(tokens=NewTokens(*fields), slots=slots)
 
 
-class SharedKeysLayer(H2OLayer):
-    """An `H2OLayer` with keys that the layers `reused_by` attend to."""
+class SharedForm(PlainForm):
+    """Holds keys and values that the layers `reused_by` attend to as well."""
 
-    _attended: _Attended | None
-
-    def __init__(self, *args: Any, reused_by: Sequence[int], **kwargs: Any) -> None:
+    def __init__(self, reused_by: Sequence[int]) -> None:
         self.reused_by = tuple(reused_by)
-        super().__init__(*args, **kwargs)
+        self.attended: _Attended | None = None
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    def handed_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
+        """The new keys; plain tensors carry the layer to other devices."""
+        self.attended = None
+        view = super().handed_over(layer, keys, rows)
+        return TracedTensor.of(view, h2o_layer=layer) if type(view) is Tensor else view
+
+    def tokens(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> NewTokens:
+        """See `PlainForm.tokens`."""
+        if tensor_parallel.part(call.module) != tensor_parallel.WHOLE:
+            raise UnsupportedError(
+                "h2o does not serve layers that attend to the keys of others, cut over processes"
+            )
+        return super().tokens(layer, query, plain(key), value, call)
+
+    def attention(
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
     ) -> tuple[Tensor, Tensor]:
-        """See `H2OLayer.update`. Keys that are plain tensors carry this layer to other devices."""
-        key, value = super().update(key_states, value_states, *args, **kwargs)
-        self._attended = None
-        return TracedTensor.of(key, h2o_layer=self) if type(key) is Tensor else key, value
+        """See `PlainForm.attention`."""
+        overwrites = layer.stepper.stores and not layer.unscored
+        before = None if slots is None else _copy(slots, rows=overwrites)
+        self.attended = _Attended(tokens, before, in_step=False)
+        return super().attention(layer, tokens, slots)
 
-    def attend(self, call: AttentionCall) -> Tensor:
-        """As `H2OLayer.attend`, for this layer; for one that reuses its keys attention alone,
-        [B, P, H, D], to which nothing is added here."""
-        if call.module.layer_idx not in self.reused_by:
-            return super().attend(call)
+    def step(
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
+    ) -> Tensor:
+        """See `PlainForm.step`."""
+        before = _copy(slots, rows=False)
+        self.attended = _Attended(tokens, before, in_step=True)
+        return super().step(layer, tokens, slots, out, **rotary)
+
+    def attend_later(self, layer: Any, call: AttentionCall) -> Tensor:
+        """Attention of a later layer, [B, P, H, D], to which nothing is added here."""
+        later = call.module.layer_idx
         call.refuse()
         call.refuse_training()
-        if self._attended is None:
+        if self.attended is None:
             raise RuntimeError(
-                f"layer {call.module.layer_idx} attends to keys of layer {self.layer_idx} whose "
+                f"layer {later} attends to keys of layer {layer.layer_idx} whose "
                 "forward pass is over: an H2OCache cannot be used where passes are repeated "
                 "(gradient checkpointing)"
             )
         with torch.no_grad():
-            out = self._attend_later(call, self._attended.to(call.query.device))
-        if call.module.layer_idx == self.reused_by[-1]:
-            self._attended = None
-            self.pass_state.attended(self.reused_by[-1])
+            out = self._attend_later(layer, call, self.attended.to(call.query.device))
+        if later == self.reused_by[-1]:
+            self.attended = None
+            layer.pass_state.attended(later)
         if call.wants_gradients():
             return Undifferentiable.apply(
                 CACHE_HAS_NO_GRADIENT, out, call.query, call.key, call.value, call.sink_logits
             )
         return out
 
-    def crop(self, tokens: int) -> None:
-        """See `H2OCache.crop`."""
-        super().crop(tokens)
-        self._attended = None  # of the pass that was run again
-
-    def reset(self) -> None:
-        """Empties the layer and frees its memory."""
-        super().reset()
-        self._attended = None
-
-    def _attend_later(self, call: AttentionCall, attended: _Attended) -> Tensor:
+    def _attend_later(self, layer: Any, call: AttentionCall, attended: _Attended) -> Tensor:
         """A later layer's attention, [B, P, H, D]."""
         new, slots, in_step = attended
         query, *_ = as_autocast(call.query, plain(call.key), call.value)
@@ -130,32 +141,14 @@ class SharedKeysLayer(H2OLayer):
         )
         if in_step:
             assert slots is not None
-            out = super()._step(tokens, slots, None)
+            out = super().step(layer, tokens, slots, None)
         else:
-            out, _ = super()._attention(tokens, slots)
+            out, _ = super().attention(layer, tokens, slots)
         return out[:, Q - P :].to(dtype)
 
-    def _in_form_of_store(
-        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
-    ) -> NewTokens:
-        if tensor_parallel.part(call.module) != tensor_parallel.WHOLE:
-            raise UnsupportedError(
-                "h2o does not serve layers that attend to the keys of others, cut over processes"
-            )
-        return super()._in_form_of_store(query, plain(key), value, call)
-
-    def _step(
-        self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
-    ) -> Tensor:
-        before = _copy(slots, rows=False)
-        self._attended = _Attended(tokens, before, in_step=True)
-        return super()._step(tokens, slots, out, **rotary)
-
-    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
-        overwrites = self.holds_new and not self.unscored
-        before = None if slots is None else _copy(slots, rows=overwrites)
-        self._attended = _Attended(tokens, before, in_step=False)
-        return super()._attention(tokens, slots)
+    def forget(self) -> None:
+        """Forgets what the layer's queries attended to."""
+        self.attended = None
 
 
 def _copy(slots: ops.Slots, *, rows: bool) -> ops.Slots:

@@ -1,4 +1,4 @@
-"""A layer with cache-relative positions: a key's position is its rank among the keys held.
+"""Cache-relative positions: a key's position is its rank among the keys held.
 
 Users ask for it by `positions="cache_relative"`. No position ever exceeds the budget then, however
 long the text (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024,
@@ -18,36 +18,26 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.borrowed import cache_in
-from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.call.attention_call import AttentionCall, NewTokens
-from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.forms.plain_form import PlainForm
 from h2o.hf.rotary.model_rotary import Rotary, turned
 from h2o.hf.store import slot_layout
-from h2o.hf.store.pass_state import PassState
-from h2o.hf.store.slot_layout import Capacity
 from h2o.quantisation import dequantised
 
-__all__ = ["CacheRelativeLayer", "at_zero", "attend", "ranks"]
+__all__ = ["CacheRelativeForm", "at_zero", "attend", "ranks"]
 
 
-class CacheRelativeLayer(H2OLayer):
-    """An `H2OLayer` with `positions="cache_relative"`; its slots hold keys without rotation."""
+class CacheRelativeForm(PlainForm):
+    """Holds keys without rotation, which attention rotates by rank."""
 
-    def __init__(
-        self,
-        config: H2OConfig,
-        layer_idx: int,
-        pass_state: PassState,
-        rotary: Rotary,
-        *,
-        trace: bool = False,
-    ) -> None:
+    def __init__(self, rotary: Rotary) -> None:
+        """`rotary`: the model's, shared by the layers of a cache."""
         self.rotary = rotary
-        super().__init__(config, layer_idx, pass_state, trace=trace)
+        self._ranks: Tensor | None = None  # [B, G, S] int32; None: to be computed
 
-    def _in_form_of_store(
-        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    def tokens(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> NewTokens:
         """Queries and keys as they were before the model rotated them."""
         if call.position_ids is None:
@@ -55,45 +45,49 @@ class CacheRelativeLayer(H2OLayer):
                 'positions="cache_relative" needs a model that tells its attention position_ids, '
                 'and this one does not: use H2OConfig(positions="original")'
             )
-        off = self.rotary.off(call.position_ids, query.dtype, self.layer_idx)
+        off = self.rotary.off(call.position_ids, query.dtype, layer.layer_idx)
         query, key = self.rotary.halves(query), self.rotary.halves(key)
         if off is not None:
             query, key = turned(query, off), turned(key, off)
-        return super()._in_form_of_store(query, key, value, call)
+        return super().tokens(layer, query, key, value, call)
 
-    def _step(
-        self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
-    ) -> Tensor:
-        if self._ranks is None:
-            self._ranks = ranks(slots, self.capacity.sizes)
-        table = self.rotary.table(
-            min(self.longest, max(self.capacity.widest)) + 1, slots.keys.device
-        )
-        return super()._step(tokens, slots, out, rotary=ops.Rotary(table, self._ranks))
-
-    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
+    def attention(
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `PlainForm.attention`."""
         self._ranks = None  # invalid after the eviction that follows
         most = None
         if tokens.mask is None:
-            most = min(self.longest, max(self.capacity.widest)) + tokens.query.shape[2]
+            most = min(layer.longest, max(layer.capacity.widest)) + tokens.query.shape[2]
         return attend(
             tokens.query,
             tokens.key,
             tokens.value,
             slots,
-            self.capacity.sizes,
+            layer.capacity.sizes,
             rotary=self.rotary,
             mask=tokens.mask,
             most=most,
             scale=tokens.scale,
             softcap=tokens.softcap,
             sink_logits=tokens.sink_logits,
-            policy=self.policy,
+            policy=layer.policy,
         )
 
-    def _hold(self, slots: ops.Slots | None, capacity: Capacity) -> None:
-        super()._hold(slots, capacity)
-        self._ranks: Tensor | None = None  # [B, G, S] int32; None: to be computed
+    def step(
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
+    ) -> Tensor:
+        """See `PlainForm.step`; the ranks are kept from step to step."""
+        if self._ranks is None:
+            self._ranks = ranks(slots, layer.capacity.sizes)
+        longest = min(layer.longest, max(layer.capacity.widest)) + 1
+        table = self.rotary.table(longest, slots.keys.device)
+        by_rank = ops.Rotary(table, self._ranks)
+        return super().step(layer, tokens, slots, out, rotary=by_rank)
+
+    def slots_changed(self) -> None:
+        """Forgets the ranks."""
+        self._ranks = None
 
 
 def at_zero(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +98,8 @@ def at_zero(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """
     cache = cache_in(kwargs)
     layers = getattr(cache, "layers", ())
-    if len(args) > 1 or not any(isinstance(layer, CacheRelativeLayer) for layer in layers):
+    forms = (getattr(layer, "form", None) for layer in layers)
+    if len(args) > 1 or not any(isinstance(form, CacheRelativeForm) for form in forms):
         return kwargs
     ids = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
     zeros = torch.zeros(ids.shape[:2], dtype=torch.long, device=ids.device)
