@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import h2o
-from h2o.evaluate.setting import parse
+from h2o.evaluation.setting import parse
 
 from .correctness import WrongResult
 from .model_tables import load, prompt

@@ -24,9 +24,9 @@ import torch
 from tqdm import tqdm
 
 from h2o import H2OCache, models
-from h2o.evaluate import perplexity
-from h2o.evaluate.presentation import table
-from h2o.evaluate.setting import Setting, parse_all
+from h2o.evaluation import windows
+from h2o.evaluation.setting import Setting, parse_all
+from h2o.evaluation.text_table import table
 from h2o.result_cells import Cells, fingerprint, provenance
 
 from .peers.environments import Peer
@@ -65,7 +65,7 @@ def bytes_held(model: Any, ids: list[int], setting: Setting, prompt: int) -> tup
     cache = H2OCache(model.config, setting.config, prompt_length=len(ids))
     sizes = []
     for part, tokens in ((ids[:prompt], None), (ids[prompt:], 1)):
-        perplexity.read(model, cache, torch.tensor([part]), tokens)
+        windows.read(model, cache, torch.tensor([part]), tokens)
         total = cache.report().total
         sizes.append(total.bytes_held + total.bytes_bookkeeping)
     return sizes[0], sizes[1]
@@ -86,9 +86,8 @@ def main() -> None:
         None, attn_implementation=None, dtype="bfloat16", say=models.say
     )
     limit = options.skip + options.limit
-    windows, _ = perplexity.read_windows(
-        options.text, tokenizer, model.config, options.window, limit
-    )
+    text = tokenizer(options.text.read_text("utf-8"), verbose=False)["input_ids"]
+    parts = windows.windows_of(text, options.window)[options.skip : limit]
     origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
     config = model.config
     full = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -98,16 +97,15 @@ def main() -> None:
     sizes: dict[str, list[str]] = {}
     folder, threads = str(models.embedded_folder()), str(torch.get_num_threads())
     with Peer("quality", folder, threads) as peer, tqdm(total=len(wanted) * options.limit) as bar:
-        for ids in windows[options.skip :]:
+        for ids in parts:
             for name, request in wanted:
                 facts = origin | {"ids": fingerprint({"ids": ids}), "prompt": prompt, **request}
                 result = cells.find(facts)
                 if result is None:
                     if "setting" in request:
                         (setting,) = parse_all(request["setting"])
-                        loss, _ = perplexity.by_simulation(
-                            model, torch.tensor([ids]), setting, prompt
-                        )
+                        tokens = torch.tensor([ids])
+                        loss = windows.by_simulation(model, tokens, setting, prompt)
                         result = {"loss": loss[prompt:].tolist()}
                     else:
                         result = peer.ask(ids=ids, prompt=prompt, **request)

@@ -36,12 +36,12 @@ from tqdm import tqdm
 from h2o import models
 from h2o.borrowed import with_cache
 from h2o.errors import UserError
-from h2o.evaluate.answers import by_rows, in_rows
-from h2o.evaluate.fitting import check_fit
-from h2o.evaluate.presentation import table
-from h2o.evaluate.protocols import documents, padded
-from h2o.evaluate.questions import question_start
-from h2o.evaluate.setting import Setting, parse_all
+from h2o.evaluation.fitting import check_fit
+from h2o.evaluation.protocols import documents, padded
+from h2o.evaluation.questions import question_start
+from h2o.evaluation.setting import Setting, parse_all
+from h2o.evaluation.text_table import table
+from h2o.evaluation.until import by_rows, in_rows
 from h2o.hf.rows.request import Request
 from h2o.result_cells import fingerprint, provenance
 

@@ -26,11 +26,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from h2o import H2OCache, models
-from h2o.cli.eval_command import kinds
-from h2o.evaluate import needle
-from h2o.evaluate.facts import Fact
-from h2o.evaluate.presentation import table
-from h2o.evaluate.setting import parse_all
+from h2o.evaluation import needles
+from h2o.evaluation.facts import Fact
+from h2o.evaluation.setting import parse_all
+from h2o.evaluation.text_table import table
 from h2o.hf.layers.layer import H2OLayer
 
 ABOVE_ALL = 1e30
@@ -81,11 +80,11 @@ def hitters(cache: H2OCache) -> list[tuple[Tensor, Tensor]]:
     return pairs
 
 
-def finds(model: Any, cache: H2OCache, asked: needle.Asked) -> tuple[bool, int]:
+def finds(model: Any, cache: H2OCache, asked: needles.Asked) -> tuple[bool, int]:
     """Whether the one fact asked for is found, and the columns seen after the question."""
     ((question, answer),) = asked
     decoded = []
-    for ids in (question, *needle.fed(answer)):
+    for ids in (question, *needles.fed(answer)):
         logits = model(ids, cache=cache, use_cache=True).logits
         decoded.append(logits[0, -1].argmax().item())
         if len(decoded) == 1:
@@ -94,10 +93,10 @@ def finds(model: Any, cache: H2OCache, asked: needle.Asked) -> tuple[bool, int]:
 
 
 @torch.no_grad()
-def measured(model: Any, tokenizer: Any, setting: Any, trial: needle.Trial) -> dict[str, Any]:
+def measured(model: Any, tokenizer: Any, setting: Any, trial: needles.Trial) -> dict[str, Any]:
     """One trial: numbers, and tensors of layers and heads."""
-    document, asked = needle.encode(tokenizer, model.config, trial)
-    fact, n = place(tokenizer, trial.document, trial.turns[0].fact), document.shape[1]
+    document, asked = needles.encode(tokenizer, trial.document, trial.asked)
+    fact, n = place(tokenizer, trial.document, trial.facts[0].fact), document.shape[1]
     cache = H2OCache(model.config, setting.config, prompt_length=n, trace=True)
     model.base_model(document, cache=cache, use_cache=True)
     which, kept = sorts(tokenizer, document), torch.zeros(len(WHO))
@@ -144,7 +143,9 @@ def main() -> None:
     model.set_attn_implementation("h2o")
     lengths = [int(x) for x in options.lengths.split(",")]
     text = options.text.read_text("utf-8")
-    trials = needle.trials(text, tokenizer, lengths, options.limit, kinds(options.facts))
+    trials = needles.trials(
+        text, tokenizer, lengths, options.limit, needles.kinds_of(options.facts)
+    )
     first, second, heads = [], [], []
     for setting in settings:
         rows = [

@@ -26,7 +26,7 @@ import torch
 
 import h2o.ops
 from h2o import packages
-from h2o.evaluate.speed import processor
+from h2o.evaluation.speed import processor
 from h2o.filesystem import cache_folder, make_once
 
 PACKAGES = ("torch", "transformers", "numpy")

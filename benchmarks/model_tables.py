@@ -21,7 +21,7 @@ from transformers.utils import is_optimum_quanto_available
 
 import h2o
 from h2o import models
-from h2o.evaluate.setting import parse
+from h2o.evaluation.setting import parse
 
 from .correctness import WrongResult
 from .options import Options

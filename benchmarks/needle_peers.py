@@ -23,9 +23,8 @@ import torch
 from tqdm import tqdm
 
 from h2o import models
-from h2o.cli.eval_command import kinds
-from h2o.evaluate import needle
-from h2o.evaluate.presentation import table
+from h2o.evaluation import needles
+from h2o.evaluation.text_table import table
 from h2o.result_cells import Cells, fingerprint, provenance
 
 from .equal_bytes import BUDGETS
@@ -73,7 +72,9 @@ def main() -> None:
     origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
     lengths = [int(x) for x in options.lengths.split(",")]
     text = options.text.read_text("utf-8")
-    trials = needle.trials(text, tokenizer, lengths, options.limit, kinds(options.facts))
+    trials = needles.trials(
+        text, tokenizer, lengths, options.limit, needles.kinds_of(options.facts)
+    )
     listed = rows(options.count)
     cells = Cells(options.output_path / "needle_peers.json", "facts found by peers")
     results: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in listed}
@@ -83,7 +84,8 @@ def main() -> None:
         tqdm(total=len(trials) * len(results)) as bar,
     ):
         for trial in trials:
-            document, ((question, answer),) = needle.encode(tokenizer, model.config, trial)
+            document, asked = needles.encode(tokenizer, trial.document, trial.asked)
+            ((question, answer),) = asked
             parts = [document[0].tolist(), question[0].tolist() + answer[0].tolist()]
             for name, *what in listed:
                 bar.update()
@@ -120,7 +122,11 @@ def line(
     return [
         name,
         *(f"{share:.1%}" for share in shares),
-        *("{:.2f} ±{:.2f}".format(*needle.found_share(x)) for x in (found, known) if x),
+        *(
+            "{:.2f} ±{:.2f}".format(*needles.found_share([y["found"] for y in x]))
+            for x in (found, known)
+            if x
+        ),
     ]
 
 

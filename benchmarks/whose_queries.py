@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from h2o.evaluate.presentation import table
+from h2o.evaluation.text_table import table
 from h2o.hf.families.shared_keys import reusing
 
 NAME = "benchmarks_whose_queries"

@@ -37,6 +37,7 @@ from h2o.profile import Profile
 if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.analysis.analyze import analyze as analyze
     from h2o.calibration.calibrate import calibrate as calibrate
+    from h2o.evaluation.published_masks import simulation_mask as simulation_mask
     from h2o.hf.cache.cache import H2OCache as H2OCache
     from h2o.hf.document.compress import compress_document as compress_document
     from h2o.hf.layers.layer import H2OLayer as H2OLayer
@@ -51,7 +52,6 @@ if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.hf.simulation.simulation import simulated as simulated
     from h2o.hf.support import supports as supports
     from h2o.models import load_model as load_model
-    from h2o.published_masks import simulation_mask as simulation_mask
 
 __version__: str = backends.VERSION
 
@@ -70,7 +70,7 @@ _LAZY = {
     "packed_weights": "h2o.hf.rows.packed_weights",
     "patched": "h2o.hf.patch",
     "simulated": "h2o.hf.simulation.simulation",
-    "simulation_mask": "h2o.published_masks",
+    "simulation_mask": "h2o.evaluation.published_masks",
     "supports": "h2o.hf.support",
     "system_span": "h2o.hf.rows.system_turn",
 }

@@ -1,7 +1,7 @@
 """A whole text's attention in blocks of rows, so that memory is linear in the text's length.
 
 Logits [H, rows, keys] block by block, for measures of attention itself: how much of it falls on the
-keys that were not evicted (`retained_mass`), and published evaluations (`h2o.published_masks`).
+keys that were not evicted (`retained_mass`), and the masks of published evaluations.
 An evicted key never returns, so what a row sees is one number per key: row i sees key j if
 j <= i < evicted_at[j].
 

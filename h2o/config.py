@@ -31,9 +31,8 @@ from h2o.policy import OPERATIONS_SCORE_BY, Policy, Ranking, checked
 from h2o.presets import PRESETS, Presets
 from h2o.profile import Profile
 
-__all__ = ["PRESETS", "UNLIMITED", "VARIANTS", "H2OConfig", "one_config"]
+__all__ = ["PRESETS", "UNLIMITED", "H2OConfig", "one_config"]
 
-VARIANTS = ("local", "global", "flexgen")
 """Published forms of H2O beside the cache of this package; see `h2o.simulation_mask`."""
 
 
@@ -154,6 +153,10 @@ class H2OConfig(Presets):
                 f'positions must be "original" or "cache_relative", not {self.positions!r}'
             )
         self._check_total()
+
+    def __deepcopy__(self, memo: Any) -> H2OConfig:
+        """The same: nothing changes it, and forks of a cache need no copies."""
+        return self
 
     @classmethod
     def recommended(cls, budget: Amount) -> H2OConfig:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from h2o import cli  # noqa: E402
-from h2o.evaluate import setting, speed  # noqa: E402
+from h2o.evaluation import setting, speed  # noqa: E402
 from tests.test_cli import tiny  # noqa: E402, F401
 
 SHORT = ("--rounds", "2", "--tokens", "3")

@@ -17,7 +17,7 @@ from h2o import H2OConfig, Profile, cli, compress_document, load_model
 from h2o.borrowed import with_cache
 from h2o.cli import cache_options
 from h2o.config import PRESETS
-from h2o.evaluate import setting
+from h2o.evaluation import setting
 from h2o.packages import install_command
 from h2o.policy import FIELDS
 

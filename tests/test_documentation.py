@@ -179,7 +179,7 @@ def test_command(command, monkeypatch):
     known = of_lm_eval if hasattr(options, "tasks") else set()
     assert {word for word in options.rest if word.startswith("--")} <= known
     if getattr(options, "compare", None) and hasattr(options, "budgets"):
-        from h2o.evaluate.setting import parse_all
+        from h2o.evaluation.setting import parse_all
 
         budgets = options.budgets
         budgets = ",".join(budgets) if isinstance(budgets, list) else budgets  # of h2o bench

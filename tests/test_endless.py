@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from h2o import H2OConfig, load_model  # noqa: E402
-from tests.evaluate.conftest import tokenizer  # noqa: E402, F401
+from tests.evaluation.conftest import tokenizer  # noqa: E402, F401
 from tests.hf.tiny import model  # noqa: E402
 from tests.test_cli import tiny  # noqa: E402, F401
 

@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 
 from h2o import cli  # noqa: E402
 from h2o.errors import UserError  # noqa: E402
-from h2o.evaluate.fitting import check_fit  # noqa: E402
-from h2o.evaluate.setting import parse_all  # noqa: E402
+from h2o.evaluation.fitting import check_fit  # noqa: E402
+from h2o.evaluation.setting import parse_all  # noqa: E402
 from h2o.model_identity import describe, sample  # noqa: E402
 from h2o.profile import Profile  # noqa: E402
 from tests.test_cli import PROMPT, ROOT, shell, tiny  # noqa: E402, F401
@@ -133,7 +133,6 @@ def test_a_profile_of_other_weights_is_refused(folders, tmp_path, capsys):
         (f"{EVAL} --compare full,h2o:8+8/positions=cache_relative", "cannot roll positions"),
         (f"{EVAL} --dtype float31", "choose from 'auto', 'float32'"),
         (f"{EVAL} --profile no/such/file --compare full,calibrated:0.2", "no/such/file"),
-        (f"{EVAL} --num_fewshot 2", "go with --tasks"),
         (f"{GENERATE} --profile no/such/file", "no/such/file"),
         (f"{GENERATE} --decay 2", "decay"),
     ],

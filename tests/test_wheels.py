@@ -101,11 +101,16 @@ def test_the_sdist_has_sources_of_kernels_only(sources):
     assert [x for x in names if x.endswith(".fatbin")] == []
 
 
-def test_a_build_takes_the_kernels_that_lie_there(sources):
+def test_a_build_takes_kernels_and_tasks_that_lie_there(sources):
     setup(sources, "build_py", "--build-lib", "core")
     setup(sources, "build_py", "--build-lib", "pure", H2O_PURE="1")
     assert (sources / "core" / wheel_contents.KERNELS).read_bytes() == KERNELS
     assert not (sources / "pure" / wheel_contents.KERNELS).exists()
+    tasks = {path.name for path in (ROOT / "h2o" / "evaluation" / "tasks").glob("*.yaml")}
+    assert tasks
+    for build in ("core", "pure"):  # and lm-eval's tasks, which are no Python
+        packed = (sources / build / "h2o" / "evaluation" / "tasks").iterdir()
+        assert {path.name for path in packed} == tasks
 
 
 def test_the_makefile_and_the_build_know_one_word():

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("transformers", "accelerate", "peft", "lm-eval", "numpy")
 PINNED_WITH_TORCH = ("torch", "torchao")
 FAST_TESTS = ("tests/core", "tests/torch", "tests/hf")
-NEWEST_TESTS = ("tests/evaluate", "tests/hf")
+NEWEST_TESTS = ("tests/evaluation", "tests/hf")
 """Those that call PACKAGES, the shortest first."""
 MOST_SHOWN = 60
 """Failures that are printed; build/newest.log has all."""

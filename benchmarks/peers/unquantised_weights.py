@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gguf
-
 from h2o import models
 
 from ..machine import cache_dir
 
 __all__ = ["unquantised_weights"]
 
-KINDS = {
-    "float16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
-    "bfloat16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
-}
+KINDS = {"float16": "F16", "bfloat16": "BF16"}
+"""What gguf calls them."""
 
 
 def unquantised_weights(dtype: str) -> Path:
     """A GGUF file with the same metadata, in a folder of its own, made when it is not there yet."""
+    import gguf  # which tables of other engines want, and no table of a GPU
+
     target = cache_dir() / dtype / "model.gguf"
     if target.exists():
         return target
     target.parent.mkdir(exist_ok=True)
     unfinished = target.with_suffix(".part")
-    stored, file_type = KINDS[dtype]
+    stored = gguf.GGMLQuantizationType[KINDS[dtype]]
+    file_type = gguf.LlamaFileType[f"MOSTLY_{KINDS[dtype]}"]
     reader = gguf.GGUFReader(models.find_weights())
     writer = gguf.GGUFWriter(unfinished, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():

@@ -211,24 +211,15 @@ template <int OPEN> DEVICE void wait_copies() {
 /* Increments a counter in shared memory. */
 DEVICE void count_shared(uint32_t *counter) { atomicAdd(counter, 1u); }
 
-/* Adds n to a counter in global memory and returns its value before. What this thread wrote, or
+/* Increments a counter in global memory and returns its value before. What this thread wrote, or
  * could see after a barrier of its block, is visible to every thread that adds to it later. */
-DEVICE uint32_t count_release(uint32_t *counter, uint32_t n) {
+DEVICE uint32_t count_release(uint32_t *counter) {
     uint32_t before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
                  : "=r"(before)
-                 : "l"(__cvta_generic_to_global(counter)), "r"(n)
+                 : "l"(__cvta_generic_to_global(counter)), "r"(1)
                  : "memory");
     return before;
-}
-
-/* A counter to which others may be adding. */
-DEVICE uint32_t load_counter(const uint32_t *counter) {
-    uint32_t x;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
-                 : "=r"(x)
-                 : "l"(__cvta_generic_to_global(counter)));
-    return x;
 }
 
 #else
@@ -285,12 +276,11 @@ template <int OPEN> DEVICE void wait_copies() {}
 /* ---- Blocks -------------------------------------------------------------- */
 
 /* Called by all threads of `blocks` blocks: true in the last block to call it, which then sees what
- * the others have written, and is to put the counter back. Each of several adds n to it; what it
- * has below n may be anything. */
-DEVICE bool arrive_last(uint32_t *counter, uint32_t n, uint32_t blocks) {
+ * the others have written. The counter was 0 before the first. */
+DEVICE bool arrive_last(uint32_t *counter, uint32_t blocks) {
     sync_block();
     return blocks == 1 ||
-           block_any(threadIdx.x == 0 && count_release(counter, n) / n == blocks - 1);
+           block_any(threadIdx.x == 0 && count_release(counter) == blocks - 1);
 }
 
 #endif

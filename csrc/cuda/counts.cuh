@@ -61,22 +61,14 @@ DEVICE void read_budget(const h2o_view *budget, int64_t b, int64_t g, const h2o_
     head->budget = higher(h2o_policy_budget(policy, head->heavy, head->recent), 1);
 }
 
-/* The tokens that a row of the slots had seen before this call of `tokens` more: the low word, since
- * blocks that have finished count themselves in the high one. */
+/* The tokens that a row of the slots had seen before this call of `tokens` more. */
 DEVICE int64_t read_length(const h2o_view *lengths, int64_t row, int64_t tokens) {
-    return clamp(*(const int32_t *)h2o_at(lengths, row, 0, 0), 0, INT32_MAX - tokens);
+    return clamp(*(const int64_t *)h2o_at(lengths, row, 0, 0), 0, INT32_MAX - tokens);
 }
 
-/* True in the last of `heads` blocks, which have finished what is to be done for a row. It then
- * sets the length, and so clears their count. */
-DEVICE bool is_last_head(const h2o_view *lengths, int64_t row, int64_t heads) {
-    return arrive_last((uint32_t *)h2o_at(lengths, row, 0, 0) + 1, 1, (uint32_t)heads);
-}
-
-/* The free slot of a head of `slots`, whose finished parts are counted in the bits above. */
-DEVICE int64_t read_free(const int32_t *free_slot, int64_t slots) {
-    const uint32_t bits = load_counter((const uint32_t *)free_slot);
-    return lower(bits % (1u << CUDA_FREE_BITS), slots - 1);
+/* Adds a call's tokens, in one thread of the last block that works on a row. */
+DEVICE void write_length(const h2o_view *lengths, int64_t row, int64_t length) {
+    *(int64_t *)h2o_at(lengths, row, 0, 0) = length;
 }
 
 /* The rest of what read_extent has begun, before a call; length: tokens seen by then. */

@@ -55,6 +55,7 @@ enum {
     X(cuLaunchKernel, (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,     \
                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,      \
                        CUstream stream, void **params, void **extra))                              \
+    X(cuMemsetD8Async, (void *memory, unsigned char value, size_t bytes, CUstream stream))         \
     X(cuFuncLoad, (CUfunction function)) /* as of 12.4; before, cuModuleGetFunction does its work */
 
 #define DECLARE(name, parameters) static CUresult(*name) parameters;
@@ -321,6 +322,11 @@ void cuda_leave(const cuda_scope *scope) {
 }
 
 /* ---- Work ---------------------------------------------------------------- */
+
+int cuda_clear(void *memory, size_t bytes, void *stream, h2o_error *error) {
+    TRY(cuMemsetD8Async, "", memory, 0, bytes, stream);
+    return H2O_OK;
+}
 
 int cuda_start(const cuda_scope *scope, const cuda_launch *launch, void *workspace, void *stream,
                h2o_error *error) {

@@ -36,7 +36,8 @@ typedef struct {
 int cuda_enter(int device, cuda_scope *scope, h2o_error *error);
 void cuda_leave(const cuda_scope *scope);
 
-/* Is queued on the stream and waits for nothing. */
+/* Both are queued on the stream and wait for nothing. The first sets bytes to 0. */
+int cuda_clear(void *memory, size_t bytes, void *stream, h2o_error *error);
 int cuda_start(const cuda_scope *scope, const cuda_launch *launch, void *workspace, void *stream,
                h2o_error *error);
 

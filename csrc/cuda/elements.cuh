@@ -108,6 +108,16 @@ DEVICE void unpack(uint32_t word, h2o_dtype type, float *x) {
     }
 }
 
+/* Eight numbers of 16 bits, at any address that such have. */
+DEVICE vec16 load_eight(const char *p) {
+    if (is_aligned(p)) return load16(p);
+    const uint16_t *const half = (const uint16_t *)p;
+    vec16 x;
+    UNROLL
+    for (int i = 0; i < 4; i++) x.w[i] = half[2 * i] | (uint32_t)half[2 * i + 1] << 16;
+    return x;
+}
+
 /* RUN float elements of each of N rows, from addresses that are multiples of 16. */
 template <int N> DEVICE void load_vectors(const char *const p[N], h2o_dtype type, float x[N][RUN]) {
     vec16 first[N], second[N];

@@ -137,10 +137,8 @@ KERNEL(h2o_cuda_evict, h2o_evict_params) {
         if (threadIdx.x == 0) *item.moves = 0;
         return;
     }
-    if (!is_last_head(&p->slots.lengths, item.head.row, p->dims.G)) return;
-    if (threadIdx.x == 0) {
-        *(int64_t *)h2o_at(&p->slots.lengths, item.head.row, 0, 0) = item.length + tokens;
-    }
+    if (!arrive_last((uint32_t *)workspace + b, (uint32_t)p->dims.G) || threadIdx.x != 0) return;
+    write_length(&p->slots.lengths, item.head.row, item.length + tokens);
 }
 EXPORT_KERNEL(h2o_cuda_evict, h2o_evict_params)
 

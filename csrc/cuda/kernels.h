@@ -37,15 +37,12 @@ enum {
     TEAM = 8,            /* threads that compute a dot product together */
     STEP_TEAMS = STEP_THREADS / TEAM,
     STEP_WARPS = STEP_THREADS / 32,
-    RUN = 8, /* elements of a row that a thread reads at a time */
+    RUN = 8,                        /* elements of a row that a thread reads at a time */
+    CUDA_SLOTS = 1 << 25,           /* of a head at most */
     CUDA_WIDE = STEP_THREADS * RUN, /* elements of the rows that a step and pruning can do with */
     STEP_FLOATS = STEP_THREADS * STEP_HEADS * RUN, /* shared: queries, partial sums, factors; */
     STEP_KEPT = 1024, /* bytes: to reduce in, and for what a block keeps to the end of a step */
 };
-
-/* The counter of a head's finished parts is what its free slot, an int32, has from this bit on;
- * that of a row's finished heads is the high word of its length. */
-#define CUDA_FREE_BITS 25
 
 H2O_INLINE int64_t cuda_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -56,6 +53,12 @@ H2O_INLINE size_t cuda_take(size_t *used, int64_t count, size_t size) {
     const size_t at = *used;
     *used = at + ((size_t)count * size + 255) / 256 * 256;
     return at;
+}
+
+/* Bytes of counters [B][n] u32, at the beginning of a workspace. They are 0 before the first kernel
+ * of a call: the blocks that share a row or a head count themselves as they finish. */
+H2O_INLINE size_t cuda_counters(const h2o_dims *d, int64_t n) {
+    return (size_t)(d->B * n) * sizeof(uint32_t);
 }
 
 /* D rounded up to whole runs. */
@@ -71,6 +74,7 @@ H2O_INLINE int64_t cuda_slots(const h2o_slots *slots) {
 typedef struct {
     int64_t slots;  /* of all heads of a row */
     int64_t parts;  /* blocks that share a head's slots (split along the keys) */
+    size_t counted; /* bytes of counters [B][G + 1]: finished parts of each head, finished heads */
     size_t logits;  /* [B][G][R][slots of the head] f32 */
     size_t row_max; /* [B][G][parts][R] f32: highest logit */
     size_t row_sum; /* [B][G][parts][R] f32: sum of the exponentials relative to that */
@@ -93,6 +97,8 @@ H2O_INLINE step_layout cuda_step_layout(const h2o_step_params *p) {
     step_layout at = {};
     at.slots = ragged ? axis : d->G * axis;
     at.parts = cuda_step_parts(ragged ? cuda_ceil(axis, d->G) : axis, d->R);
+    at.counted = cuda_counters(d, d->G + 1);
+    cuda_take(&at.bytes, 1, at.counted);
     at.logits = cuda_take(&at.bytes, d->B * at.slots * d->R, sizeof(float));
     at.row_max = cuda_take(&at.bytes, heads * at.parts * d->R, sizeof(float));
     at.row_sum = cuda_take(&at.bytes, heads * at.parts * d->R, sizeof(float));
@@ -159,6 +165,7 @@ H2O_INLINE int64_t cuda_sums_blocks(int64_t stored_tiles, int64_t tiles) {
 /* A head has slots + Q candidates: its slots, then the columns of new tokens. */
 typedef struct {
     int64_t slots;       /* of a head at most */
+    size_t counted;      /* bytes of counters [B]: finished heads */
     size_t moves;        /* [B][G] i32: moves listed, see destinations */
     size_t rank_keys;    /* [B][G][slots + Q] u32: ranks as ordered integers, see policy.h */
     size_t marks;        /* [B][G][slots + Q] u8: see evict_list.cuh */
@@ -174,6 +181,8 @@ H2O_INLINE evict_layout cuda_evict_layout(const h2o_dims *d, int64_t S, const h2
     evict_layout at = {};
     const int64_t heads = d->B * d->G, Q = d->Q;
     at.slots = S;
+    at.counted = cuda_counters(d, 1);
+    cuda_take(&at.bytes, 1, at.counted);
     at.moves = cuda_take(&at.bytes, heads, sizeof(int32_t));
     at.rank_keys = cuda_take(&at.bytes, heads * (S + Q), sizeof(uint32_t));
     at.marks = cuda_take(&at.bytes, heads * (S + Q), 1);

@@ -37,7 +37,7 @@ static bool is_served(const h2o_operation_row *row, const void *params) {
     const h2o_attend_params *const attend = params;
     if (row == h2o_operations[H2O_ATTEND] && h2o_given(&attend->log_sums)) return false;
     const h2o_dims *const dims = (const void *)((const char *)params + row->dims);
-    return dims->D <= CUDA_WIDE && dims->R <= CUDA_GROUP && dims->S < 1 << CUDA_FREE_BITS &&
+    return dims->D <= CUDA_WIDE && dims->R <= CUDA_GROUP && dims->S < CUDA_SLOTS &&
            dims->H <= MOST_BLOCKS && dims->G <= MOST_BLOCKS && dims->B <= MOST_BLOCKS &&
            h2o_leader(row, params)->data != NULL && !has_narrow_sums(row, params);
 }
@@ -57,6 +57,7 @@ static int launch(const cuda_plan *plan, int32_t device, const h2o_exec *exec, h
     cuda_scope scope;
     int status = cuda_enter(device, &scope, error);
     if (status != H2O_OK) return status;
+    if (plan->counted > 0) status = cuda_clear(exec->workspace, plan->counted, exec->stream, error);
     for (int64_t i = 0; i < cuda_plan_launches(plan) && status == H2O_OK; i++) {
         const cuda_launch *const next = cuda_plan_launch(plan, i);
         status = cuda_start(&scope, next, exec->workspace, exec->stream, error);

@@ -97,8 +97,8 @@ DEVICE bool fetch_keys(const attend_item *item, key_tile *at, matrix_buffer<DEPT
     for (;; at->first += columns) {
         if (at->stored && at->first >= item->slots) open_keys(item, false, at);
         if (!at->stored && at->first >= at->end) return false;
-        if (is_past(at, columns)) break; /* nobody asks which of them are keys */
-        if (load_presence(item, at->stored, at->first, columns, buffer->is_key)) break;
+        if (!at->stored) break; /* there is one, and nobody asks which of them are keys */
+        if (load_presence(item, true, at->first, columns, buffer->is_key)) break;
     }
     if (!h2o_row_is_quantised(at->keys.type)) {
         fetch_matrix<DEPTH, columns>(buffer->columns[0], item, &at->keys, at->stored, at->first,
@@ -155,9 +155,11 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, bool careful,
         TAKEN(matrix_forward_of_stored, at.stored);
         TAKEN(matrix_forward_of_quantised, numbers);
         if (past) {
-            update_matrix_softmax<DEPTH, true>(&at, query, unit, buffer, c, softmax);
+            update_matrix_softmax<DEPTH, SEES_ALL>(&at, query, unit, buffer, c, softmax);
+        } else if (at.stored) {
+            update_matrix_softmax<DEPTH, SEES_STORED>(&at, query, unit, buffer, c, softmax);
         } else {
-            update_matrix_softmax<DEPTH, false>(&at, query, unit, buffer, c, softmax);
+            update_matrix_softmax<DEPTH, SEES_PAST>(&at, query, unit, buffer, c, softmax);
         }
         wait_copies<0>();
         sync_block(); /* the keys have been used */

@@ -56,14 +56,14 @@ DEVICE void raise_row_max(int i, float largest, float unit, matrix_softmax<DEPTH
     for (int k = 0; k < DEPTH / 4; k++) softmax->output[k / 2][2 * i + k % 2] *= rescale;
 }
 
-/* Step 2: c from logits to exponentials, -1 where the key is masked. UNMASKED: no key is. */
-template <int DEPTH, bool UNMASKED>
+/* Step 2: c from logits to exponentials, -1 where the key is masked. */
+template <int DEPTH, tile_sight SIGHT>
 DEVICE void update_matrix_softmax(const key_tile *at, int64_t query, float unit,
                                   const matrix_buffer<DEPTH> *buffer,
                                   float c[matrix_buffer<DEPTH>::COLUMNS / 8][4],
                                   matrix_softmax<DEPTH> *softmax) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
-    const int ahead = at->stored ? -columns : at->first - (int)query; /* keys, of the queries */
+    const int ahead = at->first - (int)query; /* new keys, of the queries */
     UNROLL
     for (int i = 0; i < 2; i++) {
         const int row = warp_row() + lane_row() + 8 * i;
@@ -73,8 +73,9 @@ DEVICE void update_matrix_softmax(const key_tile *at, int64_t query, float unit,
         for (int k = 0; k < columns / 4; k++) {
             const int column = k / 2 * 8 + lane_column() + k % 2;
             float *const x = &c[k / 2][2 * i + k % 2];
-            const bool is_visible =
-                UNMASKED || (buffer->is_key[column] && column + ahead <= row);
+            const bool is_visible = SIGHT == SEES_ALL    ? true
+                                    : SIGHT == SEES_PAST ? column + ahead <= row
+                                                         : buffer->is_key[column] != 0;
             visible |= (uint32_t)is_visible << k;
             largest = is_visible ? fmaxf(largest, *x) : largest;
         }
@@ -89,7 +90,7 @@ DEVICE void update_matrix_softmax(const key_tile *at, int64_t query, float unit,
         UNROLL
         for (int k = 0; k < columns / 4; k++) {
             float *const x = &c[k / 2][2 * i + k % 2];
-            const bool is_visible = UNMASKED || (visible >> k & 1);
+            const bool is_visible = SIGHT == SEES_ALL || (visible >> k & 1);
             *x = is_visible ? fast_exp2(fmaf(*x, unit, -exponent)) : -1.0f;
             row_sum += is_visible ? *x : 0.0f;
         }

@@ -22,6 +22,10 @@ enum {
     VALUES_LOADED = 2   /* ... and values; of more of both registers become scarce */
 };
 
+/* What queries see of a tile of keys: all of them; new keys up to their own; stored keys, where
+ * there is one. Queries past the last token may see what is no key: nothing is made of them. */
+typedef enum { SEES_ALL, SEES_PAST, SEES_STORED } tile_sight;
+
 template <int DEPTH> struct matrix_buffer {
     enum { COLUMNS = CUDA_MATRIX_COLUMNS(DEPTH) };
     uint16_t rows[MATRIX_ROWS][DEPTH];   /* queries */

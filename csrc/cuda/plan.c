@@ -48,8 +48,8 @@ const char *const cuda_kernel_names[CUDA_KERNELS] = {
 static void add_launch(cuda_plan *plan, int kernel, const void *params, size_t size, int64_t x,
                        int64_t y, int64_t z, unsigned block, unsigned shared) {
     if (x * y * z == 0) return;
-    plan->launch[plan->count++] = (cuda_launch){
-        kernel, params, size, {(unsigned)x, (unsigned)y, (unsigned)z}, block, shared};
+    plan->launch[plan->count++] =
+        (cuda_launch){kernel, params, size, {(unsigned)x, (unsigned)y, (unsigned)z}, block, shared};
 }
 
 static bool is_half(h2o_dtype type) { return type == H2O_F16 || type == H2O_BF16; }
@@ -103,7 +103,7 @@ static void plan_attend(const h2o_attend_params *params, cuda_plan *plan) {
 static void plan_evict(const h2o_evict_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
     const evict_layout at = cuda_evict_call(params);
-    *plan = (cuda_plan){.workspace = at.bytes, .depth = CUDA_WIDE};
+    *plan = (cuda_plan){.workspace = at.bytes, .counted = at.counted, .depth = CUDA_WIDE};
     add_launch(plan, EVICT, params, sizeof *params, d->G, d->B, 1, EVICT_THREADS,
                cuda_select_shared());
     add_launch(plan, MOVE, params, sizeof *params, 2 * cuda_move_blocks(params), d->G, d->B,
@@ -127,7 +127,7 @@ static bool is_step_of_matrices(const h2o_step_params *p) {
     const h2o_dtype of_values = h2o_stored_type(values, p->dims.D);
     const unsigned words = h2o_row_has_scale(of_values) ? 2 : 4;
     if (!is_half(type) || p->dims.D % RUN != 0 || p->dims.D > CUDA_DEPTH) return false;
-    if (!has_aligned_rows(&p->query, 16)) return false;
+    if (!has_aligned_rows(&p->query, 2)) return false;
     if (h2o_given(&p->rotary.table)) return false;
     if (of_keys == type && of_values == type)
         return has_aligned_rows(keys, 16) && has_aligned_rows(values, 16);
@@ -143,7 +143,7 @@ static void plan_step(const h2o_step_params *params, cuda_plan *plan) {
     const bool floats = h2o_stored_type(&params->slots.keys, d->D) == type;
     const int kind = kind_of(type, true) - 1; /* among those of matrices */
     const int first = (floats ? STEP_MATRICES : STEP_BYTES) + kind * SIZES;
-    *plan = (cuda_plan){.workspace = at.bytes, .depth = CUDA_WIDE};
+    *plan = (cuda_plan){.workspace = at.bytes, .counted = at.counted, .depth = CUDA_WIDE};
     add_launch(plan, matrices ? first + size_of(d->D) : STEP, params, sizeof *params, at.parts,
                d->G, d->B, STEP_THREADS, cuda_step_shared(matrices ? depth_of(d->D) : 0));
 }

@@ -1,5 +1,5 @@
 /* plan.h - what to launch for an operation: kernels, sizes of grids and of memory. From the
- * shapes of a checked call alone; no tensor is read.
+ * shapes of a checked call alone; no tensor is read. Counters in the workspace are cleared before.
  *
  *     attend        prepare, forward, sums
  *     evict         evict, move (where many rows can move)
@@ -26,12 +26,12 @@ typedef struct {
 
 /* Launches go in order on one stream. They point to the call's parameters and into the plan. */
 typedef struct {
-    size_t workspace;
-    int64_t depth;   /* the largest head dimension that these kernels know */
-    int capability;  /* the least that has these kernels, 10 times major + minor */
-    int count;       /* of launch[], of which the last `repeated` ... */
-    int repeated;    /* ... come again and again, ... */
-    int64_t repeats; /* ... so many times after the first */
+    size_t workspace, counted; /* bytes, and those at its beginning that are to be 0 */
+    int64_t depth;             /* the largest head dimension that these kernels know */
+    int capability;            /* the least that has these kernels, 10 times major + minor */
+    int count;                 /* of launch[], of which the last `repeated` ... */
+    int repeated;              /* ... come again and again, ... */
+    int64_t repeats;           /* ... so many times after the first */
     cuda_launch launch[CUDA_MOST_LAUNCHES];
     h2o_attend_params dense; /* simulate: a part of it, which is like a call of its own */
 } cuda_plan;

@@ -11,7 +11,7 @@
  *      lowest rank is evicted, its score goes to lost [B,G];
  *   4. the last head of a row to finish advances lengths [B], which all of them read at first.
  *
- * Finished blocks are counted in the store: see CUDA_FREE_BITS. */
+ * Finished blocks are counted in the workspace: see step_layout. */
 #ifndef H2O_CUDA_STEP_CUH
 #define H2O_CUDA_STEP_CUH
 
@@ -60,12 +60,11 @@ DEVICE void step_block(const h2o_step_params *p, char *workspace, unsigned char 
     const step_item item = open();
     part(&item, (int)blockIdx.x);
     TAKEN(step_of_several_parts, gridDim.x > 1);
-    uint32_t *const counter = (uint32_t *)kept->item.free_slot;
-    if (!arrive_last(counter, 1u << CUDA_FREE_BITS, gridDim.x)) return;
+    uint32_t *const counters = (uint32_t *)workspace + b * (p->dims.G + 1);
+    if (!arrive_last(&counters[g], gridDim.x)) return;
     step_finish(open, (float *)shared, kept->reduction);
-    const int64_t row = kept->item.head.row;
-    if (!is_last_head(&p->slots.lengths, row, p->dims.G)) return;
-    if (threadIdx.x == 0) *(int64_t *)h2o_at(&p->slots.lengths, row, 0, 0) = kept->item.length + 1;
+    if (!arrive_last(&counters[p->dims.G], (uint32_t)p->dims.G) || threadIdx.x != 0) return;
+    write_length(&p->slots.lengths, kept->item.head.row, kept->item.length + 1);
 }
 
 DEVICE step_kept *kept_in(unsigned char *shared, int depth) {

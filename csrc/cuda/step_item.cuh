@@ -66,7 +66,7 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
     }
     item.free_slot = (int32_t *)h2o_at(&p->slots.free, row, g, 0);
     item.slots = item.head.held + 1;
-    item.head.free = read_free(item.free_slot, item.slots);
+    item.head.free = clamp(*item.free_slot, 0, item.slots - 1);
     item.store = open_store(&p->slots, &item.head, D);
     item.lost = (double *)h2o_at(&p->slots.lost, row, g, 0);
     item.parts = at.parts;

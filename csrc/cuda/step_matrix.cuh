@@ -39,7 +39,7 @@ DEVICE void load_heads(const step_item *item, int r, vec16 query[DEPTH / 32]) {
     UNROLL
     for (int i = 0; i < DEPTH / 32; i++) {
         const int d = KEYS::query_run(i);
-        query[i] = d < D ? load16(from + 2 * d) : vec16{};
+        query[i] = d < D ? load_eight(from + 2 * d) : vec16{};
     }
 }
 

@@ -176,7 +176,7 @@ DEVICE void values_block(const h2o_simulate_params *p, char *workspace, SUM sum)
     if (first_row >= rows) return;
     sum(&w, first_row, first_d, begin, end, w.products + part * all_rows * w.pitch);
     TAKEN(window_values_of_several_parts, part > 0 && begin < end);
-    if (!arrive_last(w.parts_done + tile, 1, VALUES_PARTS)) return;
+    if (!arrive_last(w.parts_done + tile, VALUES_PARTS)) return;
     if (threadIdx.x == 0) w.parts_done[tile] = 0;
     NO_UNROLL
     for (int i = threadIdx.x * 4; i < ROWS * DEPTH; i += ATTEND_THREADS * 4) {

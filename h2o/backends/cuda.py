@@ -60,18 +60,28 @@ def opened(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     operations = _serving.get(index)
     if operations is not None:
         return operations
-    if not _cannot_check():
-        warnings.warn(
-            f"the torch backend serves steps on {_device(index)}, which is not opened yet: call "
-            "h2o.ops.open_device(tensor) before, or attend or evict there",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+    if not _is_fake():
+        _warn_unopened(f"the torch backend serves steps on {_device(index)}")
     return by_torch
 
 
+def _warn_unopened(what: str) -> None:
+    warnings.warn(
+        f"{what}, which is not opened yet: call h2o.ops.open_device(tensor) before, or attend or "
+        "evict there",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
 def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
-    if _cannot_check():
+    if _is_fake():
+        return by_torch
+    if _is_capturing():
+        _warn_unopened(
+            "kernels cannot be checked while a CUDA graph is captured, so the torch backend serves "
+            f"in this graph on {_device(index)}"
+        )
         return by_torch
     chosen, kernels = by_torch, _kernels(by_torch)
     try:
@@ -164,12 +174,18 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
 # ---- State of torch ----------------------------------------------------------------------------
 
 
-def _cannot_check() -> bool:
-    """Whether kernels cannot be checked now: a graph is being captured, or tensors are fake."""
+def _is_fake() -> bool:
+    """Whether tensors are a compiler's, which have a shape and nothing to compute with."""
     import torch
 
-    fake = type(torch.empty(0, dtype=torch.float32, device="cpu")) is not torch.Tensor
-    return fake or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    return type(torch.empty(0, dtype=torch.float32, device="cpu")) is not torch.Tensor
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: nothing can be waited for."""
+    import torch
+
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _has_table(tensor: Any) -> bool:

@@ -143,19 +143,43 @@ def _default_settings(device: torch.device) -> Iterator[None]:
     algorithms, gradients, autocast, products of float32 in fewer bits (TF32)."""
     dtype, strict = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    precision = torch.get_float32_matmul_precision()
     try:
         torch.set_default_dtype(torch.float32)
-        torch.set_float32_matmul_precision("highest")
         if strict:
             torch.use_deterministic_algorithms(False)
-        with device, torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with (
+            _whole_products(),
+            device,
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+        ):
             yield
     finally:
         torch.set_default_dtype(dtype)
-        torch.set_float32_matmul_precision(precision)
         if strict:
             torch.use_deterministic_algorithms(True, warn_only=warns)
+
+
+@contextlib.contextmanager
+def _whole_products() -> Iterator[None]:
+    """Products of float32 on CUDA in float32. As of torch 2.9 they have a setting of their own, and
+    torch raises where the former one, which older versions have alone, is read and differs."""
+    products = torch.backends.cuda.matmul
+    if not hasattr(products, "fp32_precision"):
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+        return
+    precision, products.fp32_precision = products.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        products.fp32_precision = "none"  # which follows torch.backends.fp32_precision
+        if products.fp32_precision != precision:
+            products.fp32_precision = precision
 
 
 def _first_mistake(
@@ -257,7 +281,7 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         new = tuple(None if x is None else x.contiguous() for x in new)
         pads = mask[:, now].contiguous() if case.pads else None
         stored = slots if first else None
-        arguments = (query[:, :, now], *new, pads, stored, out, scores, *numbers, sinks)
+        arguments = (query[:, :, now], *new, pads, stored, out, scores, *numbers, sinks, None)
         yield "attend", arguments, _attended
         if first == 0 and case.size is LONG:  # scores that differ in their last bits only
             order = torch.arange(scores.numel(), dtype=torch.float32, device=device)

@@ -54,7 +54,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Add to the options the `config`, the `settings` to compare, and the `content` of --text."""
-    from h2o.evaluate.setting import parse_all
+    from h2o.evaluation.setting import parse_all
 
     for name in ("tokens", "prompt_length"):
         value = getattr(options, name)
@@ -103,8 +103,8 @@ def measure(options: argparse.Namespace) -> None:
     from h2o.analysis.analyze import analyze
     from h2o.analysis.figures import OWN
     from h2o.analysis.page import LONGEST, write
-    from h2o.evaluate.fitting import check_fit
-    from h2o.evaluate.setting import from_config
+    from h2o.evaluation.fitting import check_fit
+    from h2o.evaluation.setting import from_config
     from h2o.progress import stopwatch
 
     say = stopwatch()

@@ -18,7 +18,7 @@ from h2o.cli.cache_options import (
 )
 
 if TYPE_CHECKING:
-    from h2o.evaluate.speed import Result
+    from h2o.evaluation.speed import Result
 
 __all__ = ["add_arguments", "check", "run"]
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """The exit code. Raises: UserError (`h2o.errors`)."""
     from h2o import models
-    from h2o.evaluate import speed
+    from h2o.evaluation import speed
     from h2o.filesystem import atomic_write, make_writable
 
     if options.output:
@@ -75,8 +75,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Ends with an error message where what is asked for makes no sense; else it is `request`."""
-    from h2o.evaluate import setting
-    from h2o.evaluate.speed import Request
+    from h2o.evaluation import setting
+    from h2o.evaluation.speed import Request
 
     counts = [("tokens", options.tokens), ("rounds", options.rounds)]
     counts += [("prompts", length) for length in options.prompts]

@@ -13,7 +13,7 @@ from typing import Any
 
 from h2o.budgets import Amount, parse_amount
 from h2o.config import PRESETS, H2OConfig
-from h2o.evaluate.setting import Setting, from_config, parse_all, shares_of, with_profile
+from h2o.evaluation.setting import Setting, from_config, parse_all, shares_of, with_profile
 from h2o.kv_dtype import QUANTISED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile

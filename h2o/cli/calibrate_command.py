@@ -66,8 +66,8 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     from h2o import models
     from h2o.calibration.calibrate import calibrate
     from h2o.config import H2OConfig
-    from h2o.evaluate.fitting import check_fit
-    from h2o.evaluate.setting import from_config
+    from h2o.evaluation.fitting import check_fit
+    from h2o.evaluation.setting import from_config
     from h2o.hf.support import supports
     from h2o.progress import stopwatch
 

@@ -20,8 +20,8 @@ from h2o.cli.cache_options import (
 )
 from h2o.cli.prompts_file import ROWS
 from h2o.errors import UserError
-from h2o.evaluate.facts import KINDS
-from h2o.evaluate.setting import (
+from h2o.evaluation.facts import KINDS
+from h2o.evaluation.setting import (
     GRAMMAR,
     Setting,
     from_options,
@@ -29,7 +29,7 @@ from h2o.evaluate.setting import (
 from h2o.filesystem import make_writable
 from h2o.models import DTYPES, need_transformers, torch_device
 from h2o.packages import install_command
-from h2o.processes import finish, launched
+from h2o.processes import is_first, several
 from h2o.result_cells import fingerprint
 
 __all__ = ["add_arguments", "run"]
@@ -49,8 +49,9 @@ no longer found.
   h2o eval --perplexity book.txt --compare full,h2o:0.1+0.1,sink:4+0.2
   h2o eval --needle book.txt --compare full,authors,robust-bytes --budgets 0.1,0.2
 
-With --tasks this is lm-eval's own `run` command: every option of it that is not named here
-(--num_fewshot, --limit, --include_path, --batch_size, --log_samples, ...) goes there unchanged.
+This is lm-eval's own `run` command: every option of it that is not named here (--num_fewshot,
+--include_path, --batch_size, --log_samples, --gen_kwargs, ...) goes there unchanged. --summarize,
+--perplexity and --needle are short for its tasks h2o_summaries, h2o_perplexity and h2o_needles.
 """
 
 
@@ -64,8 +65,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.epilog = "settings of --compare, separated by commas:\n" + GRAMMAR
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.allow_abbrev = False  # what looks like one of ours may be one of lm-eval's
-    p.add_argument("--json", action="store_true", help="print the results as the result file has "
-                   "them instead of a table")  # fmt: skip
+    p.add_argument("--json", action="store_true", help="print lm-eval's results of each setting "
+                   "instead of a table")  # fmt: skip
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--tasks", "-t", nargs="+", metavar="TASK", help="lm-eval tasks")
     what.add_argument("--summarize", type=Path, metavar="FILE", help="JSON lines of articles")
@@ -76,15 +77,16 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_device(p.add_argument)
     p.add_argument(
         "--output-path", "--output_path", "-o", type=Path, metavar="FOLDER",
-        help="for result files, from which an interrupted run goes on; default: h2o-eval",
+        help="for lm-eval's files, and answers with which an interrupted run goes on; default: "
+        "h2o-eval",
     )  # fmt: skip
     p.add_argument(
         "--use_cache", "-c", metavar="PATH",
-        help="lm-eval's memory of answers, with which an interrupted --tasks run goes on; a file "
-        "for each model and setting",
+        help="of one setting: lm-eval's memory of answers, with which an interrupted run goes on; "
+        "a file for each model and setting",
     )  # fmt: skip
     p.add_argument("--limit", "-L", type=float, help="only the first so many rows or "
-                   "windows; facts of each length, depth and kind (default 4)")  # fmt: skip
+                   "windows; texts of each length, depth and kind of fact (default 4)")  # fmt: skip
 
     one = p.add_argument_group("the cache")
     one.add_argument("--protocol", choices=["simulate", "drop", "read"],
@@ -105,19 +107,12 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "--budgets", metavar="AMOUNTS", help="for settings without one, e.g. 0.04,0.2"
     )
 
-    text = p.add_argument_group("summaries, perplexity and needles")
-    text.add_argument("--chat", action="store_true", help="summaries: use the chat template")
-    text.add_argument("--max-new-tokens", type=int, default=64, help="of a summary (default 64)")
-    text.add_argument("--rows", type=int, default=ROWS, metavar="N",
-                      help="summaries: articles at a time (%(default)s)")  # fmt: skip
+    text = p.add_argument_group("perplexity and needles")
     text.add_argument("--window", type=int, default=1024, help="of perplexity (default 1024)")
     text.add_argument("--lengths", default="256,512,1024", metavar="TOKENS",
                       help="of texts in which facts are hidden (default %(default)s)")  # fmt: skip
     text.add_argument("--facts", default="number", metavar="KINDS",
                       help=f"of facts that are hidden: all, or some of {', '.join(KINDS)} "
-                      "(default %(default)s)")  # fmt: skip
-    text.add_argument("--turns", type=int, default=1, metavar="N",
-                      help="facts in each text, asked for one after the other in one conversation "
                       "(default %(default)s)")  # fmt: skip
     text.add_argument("--decoys", type=int, default=0, metavar="N",
                       help="hide N more facts of the kind that is asked for in each text, and as "
@@ -141,13 +136,20 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     need_transformers()
     torch_device(args.device)
     try:
-        if args.tasks:
-            # What --model_args says of a single setting is checked where these are read.
-            check_protocol(args, settings or one * (args.protocol in ("drop", "read")))
-            tasks(args, settings, rest)
+        if args.tasks and not settings:
+            # What --model_args says of a setting is checked where these are read.
+            check_protocol(args, one * (args.protocol in ("drop", "read")))
+            own_command_line(args, rest)
+        elif args.tasks:
+            check_protocol(args, settings)
+            how = asked(args, ("protocol", "prompt_length", "ratio_of"))
+            side_by_side(args, settings, ["--tasks", *args.tasks, *rest], **how)
         else:
-            say(texts(args, settings or one))
-        finish()
+            task, told, protocol = text_task(args, settings or one)
+            arguments = ["--tasks", task, "--metadata", json.dumps(told), *rest]
+            if args.summarize:
+                arguments = ["--batch_size", f"{ROWS}", *arguments]
+            side_by_side(args, settings or one, arguments, protocol=protocol)
     except Misused as error:
         parser.error(str(error))
     except ValueError as error:
@@ -166,8 +168,6 @@ def compared(args: argparse.Namespace) -> tuple[list[Setting], list[Setting]]:
 
 def check_numbers(args: argparse.Namespace) -> None:
     """Misused for options that no kind of evaluation takes."""
-    if args.rest and not args.tasks:
-        raise Misused(f"unknown option {args.rest[0]}; lm-eval's options go with --tasks")
     if args.limit is not None and not (0 < args.limit < 1 or args.limit % 1 == 0 < args.limit):
         raise Misused(
             f"--limit {args.limit:g}: a number of rows or windows, at least 1, or of a task a share"
@@ -176,63 +176,49 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise Misused(f"--prompt-length {args.prompt_length}: a number of tokens, at least 1")
 
 
-def kinds(names: str) -> list[str]:
-    """Of --facts."""
-    chosen = list(KINDS) if names == "all" else [x.strip() for x in names.split(",")]
-    if unknown := [x for x in chosen if x not in KINDS]:
-        raise Misused(f"--facts {unknown[0]}: there are all, {', '.join(KINDS)}")
-    return chosen
-
-
-def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
-    """Summaries, perplexity or needles."""
-    if args.limit is not None and (args.limit < 1 or args.limit % 1):
-        raise Misused(f"--limit {args.limit:g}: a number of rows or windows, at least 1")
-    common = {
-        "model_name": args.model,
-        "dtype": args.dtype,
-        "device": args.device,
-        "limit": None if args.limit is None else int(args.limit),
-        "as_json": args.json,
-    }
-    output = args.output_path or OUTPUT
+def text_task(args: argparse.Namespace, settings: list[Setting]) -> tuple[str, dict[str, Any], str]:
+    """(lm-eval's task, what --metadata tells it, protocol) of summaries, perplexity or needles."""
     if args.perplexity:
-        from h2o.evaluate import perplexity
-
-        refuse(args, "perplexity", "ratio_of", ratio_of="text")
-        if args.protocol == "read":
-            raise Misused("--protocol read: a plain text has no question to cut before")
-        if args.protocol == "drop":
-            need_caches(settings, "use --protocol simulate")
-        else:
-            check_protocol(args, settings)
-        how = {"protocol": args.protocol or "simulate", "prompt_length": args.prompt_length or 1}
-        return perplexity.compare(
-            args.perplexity, settings, output, window=args.window, **how, **common
-        )
+        return perplexity(args, settings)
     what = "needles" if args.needle else "summaries"
     refuse(args, what, "protocol", "prompt_length", "ratio_of", protocol="drop")
     need_caches([x for x in settings if not args.needle or not x.reads_twice], f"{what} need one")
     if args.needle:
-        from h2o.evaluate import needle
+        return needles(args)
+    return "h2o_summaries", {"file": f"{args.summarize}"}, "drop"
 
-        if args.turns < 1:
-            raise Misused(f"--turns {args.turns}: at least 1")
-        if args.decoys < 0 or (args.decoys and args.turns > 1):
-            raise Misused(f"--decoys {args.decoys}: at least 0, and without --turns")
-        how = {
-            "lengths": whole_numbers("--lengths", args.lengths),
-            "kinds": kinds(args.facts),
-            "turns": args.turns,
-            "decoys": args.decoys,
-        }
-        return needle.compare(args.needle, settings, output, **how, **common)
-    from h2o.evaluate import summarize
 
-    if args.rows < 1:
-        raise Misused(f"--rows {args.rows}: at least 1")
-    how = {"chat": args.chat, "max_new_tokens": args.max_new_tokens, "at_a_time": args.rows}
-    return summarize.compare(args.summarize, settings, output, **how, **common)
+def perplexity(
+    args: argparse.Namespace, settings: list[Setting]
+) -> tuple[str, dict[str, Any], str]:
+    """As `text_task`. The prompt's length is the task's, for it decides which tokens count."""
+    refuse(args, "perplexity", "ratio_of", ratio_of="text")
+    if args.protocol == "read":
+        raise Misused("--protocol read: a plain text has no question to cut before")
+    if args.protocol == "drop":
+        need_caches(settings, "use --protocol simulate")
+    else:
+        check_protocol(args, settings)
+    told = {"file": f"{args.perplexity}", "window": args.window}
+    told["prompt_length"] = args.prompt_length or 1
+    return "h2o_perplexity", told, args.protocol or "simulate"
+
+
+def needles(args: argparse.Namespace) -> tuple[str, dict[str, Any], str]:
+    """As `text_task`. --limit is of texts of each length, depth and kind, not of all."""
+    if args.decoys < 0:
+        raise Misused(f"--decoys {args.decoys}: at least 0")
+    if args.limit is not None and args.limit % 1:
+        raise Misused(f"--limit {args.limit:g}: a number of texts, at least 1")
+    each = {} if args.limit is None else {"each": int(args.limit)}
+    args.limit = None
+    told = {
+        "file": f"{args.needle}",
+        "lengths": whole_numbers("--lengths", args.lengths),
+        "facts": args.facts,
+        "decoys": args.decoys,
+    }
+    return "h2o_needles", told | each, "read"
 
 
 def need_caches(settings: list[Setting], hint: str) -> None:
@@ -244,19 +230,13 @@ def need_caches(settings: list[Setting], hint: str) -> None:
 
 def check_protocol(args: argparse.Namespace, settings: list[Setting]) -> None:
     """Misused for settings that do not go with the protocol."""
-    from h2o.evaluate.protocols import check
+    from h2o.evaluation.protocols import check
 
     for setting in settings:
         try:
             check(setting, args.protocol or "simulate", args.prompt_length or 1, args.ratio_of)
         except ValueError as error:
             raise Misused(f"{setting.name}: {error}") from error
-
-
-def say(text: str) -> None:
-    """A result, which each of several processes has."""
-    if launched().first:
-        print(text)
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
@@ -275,51 +255,66 @@ def refuse(args: argparse.Namespace, what: str, *names: str, **harmless: Any) ->
             raise Misused(f"{spelled(name)} {value}: {what} have no such choice{hint}")
 
 
-def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) -> None:
-    """lm-eval with its own command line."""
-    try:
-        from h2o.evaluate import lm_eval_tasks
-    except ImportError as error:
-        raise UserError(f"{error}: run {install_command('eval')}") from error
-    arguments = ["--tasks", *args.tasks, "--device", args.device, *rest]
+def for_lm_eval(args: argparse.Namespace, rest: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """(arguments, --model_args) that options of ours are for lm-eval."""
+    arguments = ["--device", args.device, *rest]
     if args.limit is not None:
         arguments += ["--limit", f"{args.limit:g}"]
-    how = asked(args, ("protocol", "prompt_length", "ratio_of"))
     model_args = {"pretrained": args.model} if args.model else {}
     if args.dtype != "auto":
         model_args["dtype"] = args.dtype
-    if settings:
-        if args.use_cache:
-            raise Misused("--compare remembers answers by itself: drop --use_cache")
-        if {"--log_samples", "-s"} & set(rest):
-            raise Misused("--log_samples is for one setting; --compare keeps the numbers only")
-        output = args.output_path or OUTPUT
-        arguments += as_model_args(model_args)
-        say(lm_eval_tasks.compare(arguments, settings, output, as_json=args.json, **how))
-        return
-    cache = asked(args, CACHE)
+    return arguments, model_args
+
+
+def side_by_side(
+    args: argparse.Namespace, settings: list[Setting], rest: list[str], **how: Any
+) -> None:
+    """A table of settings on lm-eval's tasks."""
+    comparison = lm_eval_side()
+    if args.use_cache:
+        raise Misused("--compare remembers answers by itself: drop --use_cache")
+    arguments, model_args = for_lm_eval(args, rest)
+    arguments += as_model_args(model_args)
+    output = args.output_path or OUTPUT
+    text = comparison.compare(arguments, settings, output, as_json=args.json, **how)
+    if is_first():
+        print(text)
+
+
+def own_command_line(args: argparse.Namespace, rest: list[str]) -> None:
+    """lm-eval with its own command line, for one setting."""
+    comparison = lm_eval_side()
+    arguments, model_args = for_lm_eval(args, ["--tasks", *args.tasks, *rest])
+    how = asked(args, ("protocol", "prompt_length", "ratio_of", *CACHE))
     model_type = "h2o"
-    if args.model and lm_eval_tasks.is_model_type(args.model):
+    if args.model and comparison.is_model_type(args.model):
         model_type = model_args.pop("pretrained")
-        if model_type != "h2o" and (cache or how):
+        if model_type != "h2o" and how:
             raise Misused(f"--model {model_type} is lm-eval's own and has no cache of h2o")
-    model_args |= how | cache
+    model_args |= how
     arguments += ["--model", model_type, *as_model_args(model_args)]
+    if "--include_path" not in rest:
+        arguments += ["--include_path", str(comparison.TASKS)]
     output = args.output_path or OUTPUT
     make_writable(output)
-    ours = model_type == "h2o"
-    if args.use_cache and ours and launched().world > 1:
-        raise Misused(
-            "--use_cache gives each process a file of its own, which would come to differ: use "
-            "--compare, which remembers what all of them have measured"
-        )
+    if args.use_cache and several() > 1 and any("tp_plan" in x for x in rest):
+        raise Misused("--use_cache does not go with a model that is cut over processes: drop it")
     if args.use_cache:
         # lm-eval files answers under the question alone. Those of another budget or model must
         # not be taken for this one's, nor those of another model that lay at the same place.
         lying = model_identity.of_files([*map(str, model_args.values()), *rest])
         name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": lying})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
-    lm_eval_tasks.run(arguments, output, ours=ours)
+    comparison.run([*arguments, "--output_path", str(output)])
+
+
+def lm_eval_side() -> Any:
+    """The module that knows lm-eval. Raises: UserError where that is not installed."""
+    try:
+        from h2o.evaluation import side_by_side
+    except ImportError as error:
+        raise UserError(f"{error}: run {install_command('eval')}") from error
+    return side_by_side
 
 
 def as_model_args(values: dict[str, Any]) -> list[str]:

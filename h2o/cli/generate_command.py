@@ -19,7 +19,7 @@ from h2o.cli.cache_options import (
 from h2o.cli.comparison import Result
 from h2o.config import H2OConfig
 from h2o.errors import UserError
-from h2o.evaluate.setting import from_config, parse_all
+from h2o.evaluation.setting import from_config, parse_all
 from h2o.profile import Profile
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def generate(options: argparse.Namespace) -> Result:
     """Generates greedily with an H2OCache, or with each of `caches`."""
     from h2o import generation, models
-    from h2o.evaluate.fitting import check_fit
+    from h2o.evaluation.fitting import check_fit
     from h2o.hf.rows.system_turn import system_span
     from h2o.progress import Progress
 

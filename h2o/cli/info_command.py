@@ -105,9 +105,9 @@ def print_support(name: str, as_json: bool) -> int:
 def print_requests(options: argparse.Namespace) -> int:
     """How many requests of a model fit in memory, by setting. The exit code is 0."""
     from h2o import models
-    from h2o.evaluate.fitting import check_fit
-    from h2o.evaluate.presentation import table
-    from h2o.evaluate.request_bytes import request_bytes
+    from h2o.evaluation.fitting import check_fit
+    from h2o.evaluation.request_bytes import request_bytes
+    from h2o.evaluation.text_table import table
 
     config = models.config_of(options.model)
     if options.dtype != "auto":

@@ -99,8 +99,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> int:
     """The exit code: 1 where some prompt could not be read. Raises: UserError."""
     from h2o import models
-    from h2o.evaluate.fitting import check_fit
-    from h2o.evaluate.setting import from_config
+    from h2o.evaluation.fitting import check_fit
+    from h2o.evaluation.setting import from_config
     from h2o.hf.rows.generate_all import generate_all
     from h2o.hf.rows.request import Request
     from h2o.progress import Progress

@@ -30,7 +30,7 @@ from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.tuned_prompts import check_pins
 from h2o.hf.families.wrapped import unwrapped
-from h2o.hf.layers.cache_relative import at_zero
+from h2o.hf.forms.cache_relative import at_zero
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -95,7 +95,7 @@ class Patch:
                     f"{SCORED} texts went through a model in h2o.patched() in one forward pass "
                     "each. Eviction starts after a prompt, so their logits are those of a full "
                     "cache at any budget. To score texts use h2o.simulated(), or lm-eval's model "
-                    "h2o (h2o.evaluate.lm) instead of HFLM",
+                    "h2o (h2o.evaluation.lm) instead of HFLM",
                     stacklevel=2,
                 )
         self.pass_cache = self.make_cache()

@@ -1,7 +1,8 @@
-"""Which models h2o can serve, with which layers, and why not the others.
+"""Which models h2o can serve, with which layers and settings, and why not the others.
 
 `supports(config)` is what users ask. It goes by the model's config, by the layers that
 transformers' own cache has for it, and by the class of the model; no weights are needed.
+`not_supported_reasons` is the one list of reasons, by which `supports` and every `H2OCache` go.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 from transformers.cache_utils import CacheLayerMixin
 
 from h2o import borrowed
+from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.families import latent_attention, shared_keys
 from h2o.hf.families.images import BOTH_WAYS, looks_both_ways_at_images
@@ -22,9 +24,19 @@ from h2o.hf.families.layer_kinds import has_states, kind_of, layers_of, type_ref
 from h2o.hf.families.shared_keys import reusing
 from h2o.hf.prompt import prompt_echo
 from h2o.hf.rotary import model_rotary
+from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import latent_row
 
-__all__ = ["Support", "config_of", "refusal", "rereads_after", "supports", "transformers_layers"]
+__all__ = [
+    "Support",
+    "Traits",
+    "config_of",
+    "not_supported_reasons",
+    "rereads_after",
+    "setting_reasons",
+    "supports",
+    "transformers_layers",
+]
 
 _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
@@ -113,10 +125,8 @@ def supports(model: Any) -> Support:
     """
     config = getattr(model, "config", model)
     model_type = config.model_type
-    try:
-        layers = transformers_layers(config)
-    except UnsupportedError as error:
-        return Support(model_type, False, str(error).partition(": ")[2], ())
+    if reasons := not_supported_reasons(config):
+        return Support(model_type, False, reasons[0].partition(": ")[2], ())
     classes = _model_classes(config)
     if not classes:
         return Support(model_type, False, "transformers has no causal language model of it", ())
@@ -124,12 +134,92 @@ def supports(model: Any) -> Support:
         return Support(
             model_type, False, "it has attention code of its own instead of AttentionInterface", ()
         )
-    kinds = tuple(str(kind_of(layer)) for layer in layers)
-    not_cache_relative = model_rotary.refusal(config, windows="sliding" in kinds) or ""
+    traits = Traits.of(config)
+    kinds = traits.kinds
     reads_images = config.get_text_config(decoder=True) is not config
     not_images = BOTH_WAYS if reads_images and looks_both_ways_at_images(config) else ""
     not_echo = prompt_echo.not_dealt(config) if "h2o" in kinds else ""
-    return Support(model_type, True, "", kinds, not_cache_relative, not_images, not_echo)
+    return Support(model_type, True, "", kinds, traits.not_cache_relative, not_images, not_echo)
+
+
+class Traits(NamedTuple):
+    """What settings of a cache may not go with, of a model that h2o serves."""
+
+    model_type: str
+    kinds: tuple[str, ...]
+    """Of the layers"""
+    latent: int
+    """Elements of a latent; 0: the model has keys"""
+    reused_by: dict[int, tuple[int, ...]]
+    """Later layers that attend to a layer's keys (`h2o.hf.families.shared_keys`)"""
+    not_cache_relative: str
+    """Why keys cannot have cache-relative positions; empty: they can"""
+
+    @classmethod
+    def of(cls, config: Any) -> Traits:
+        """The traits of a model with this config."""
+        text = config.get_text_config(decoder=True)
+        kinds = tuple(str(kind_of(layer)) for layer in layers_of(text))
+        return cls(
+            config.model_type,
+            kinds,
+            text.kv_lora_rank if latent_row(config) else 0,
+            reusing(config),
+            model_rotary.refusal(config, windows="sliding" in kinds) or "",
+        )
+
+
+def not_supported_reasons(model: Any, h2o_config: H2OConfig | None = None) -> list[str]:
+    """Why h2o cannot serve a model, or not with an `H2OConfig`: sentences, none if it can.
+
+    Args:
+        model: a model of transformers, or its config.
+        h2o_config: for this model (`H2OConfig.for_model`).
+
+    Raises:
+        TypeError: a thing that is neither.
+    """
+    config = getattr(model, "config", model)
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(
+            "H2OCache needs a model of transformers, or its config, as first argument, not "
+            f"{type(config).__name__}"
+        )
+    if reason := _config_reason(config) or _layers_reason(config):
+        return [f"h2o cannot serve {config.model_type}: {reason}"]
+    return [] if h2o_config is None else setting_reasons(Traits.of(config), h2o_config)
+
+
+def setting_reasons(
+    traits: Traits, h2o_config: H2OConfig, *, trace: bool = False, compileable: bool = False
+) -> list[str]:
+    """Why settings of an `H2OCache` do not go with a model, or with each other."""
+    relative, compiled = 'positions="cache_relative"', "compileable=True"
+    latents, shared = "multi-head latent attention", "layers that attend to others' keys"
+    drawn = 'score_by="random", a baseline,'
+    has_latents, has_shared = bool(traits.latent), bool(traits.reused_by)
+    is_relative = h2o_config.positions == "cache_relative"
+    is_drawn, kv_dtype = h2o_config.score_by == "random", h2o_config.kv_dtype
+    one_row = f'kv_dtype="{kv_dtype}": keys and values are one row there; use "int8"'
+    windows, images = "sliding" in traits.kinds, "cross" in traits.kinds
+    pairs = (
+        (latents, one_row, has_latents and len(set(stored_bytes(kv_dtype, 32) or ())) > 1),
+        (latents, f"{relative}: only a part of a row is rotated", has_latents and is_relative),
+        (compiled, "layers with a sliding window, which grow as they go", compileable and windows),
+        (compiled, "layers for images, whose keys are transformers' own", compileable and images),
+        (compiled, f"{relative}, whose angles are looked up anew", compileable and is_relative),
+        (compiled, "trace=True, whose record grows", compileable and trace),
+        (compiled, latents, compileable and has_latents),
+        (compiled, shared, compileable and has_shared),
+        (drawn, latents, is_drawn and has_latents),
+        (drawn, shared, is_drawn and has_shared),
+        (drawn, relative, is_drawn and is_relative),
+        (drawn, compiled, is_drawn and compileable),
+    )
+    reasons = [f"{what} does not go with {other}" for what, other, holds in pairs if holds]
+    if is_relative and traits.not_cache_relative:
+        reasons.append(f"{relative} cannot serve {traits.model_type}: {traits.not_cache_relative}")
+    return reasons
 
 
 def _model_classes(config: Any) -> list[Any]:
@@ -174,34 +264,9 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
         TypeError: a thing that is no config.
         UnsupportedError: h2o cannot serve the model.
     """
-    if not hasattr(config, "get_text_config"):
-        raise TypeError(
-            "H2OCache needs a model of transformers, or its config, as first argument, not "
-            f"{type(config).__name__}"
-        )
-    text_config = config.get_text_config(decoder=True)
-    if reason := refusal(config):
-        raise UnsupportedError(f"h2o cannot serve {config.model_type}: {reason}")
-    layers = layers_of(text_config)
-    if not layers:  # Gemma 4 without shared layers in transformers 5.10
-        raise UnsupportedError(
-            f"h2o cannot serve {config.model_type}: transformers caches no layer of it"
-        )
-    kinds = [kind_of(layer) for layer in layers]
-    if None in kinds:
-        index = kinds.index(None)
-        raise UnsupportedError(
-            f"h2o cannot serve {config.model_type}: layer {index} is cached as "
-            f"{type(layers[index]).__name__}, which is neither full nor sliding-window attention"
-        )
-    if reason := _states_refusal(config, layers):
-        raise UnsupportedError(f"h2o cannot serve {config.model_type}: {reason}")
-    if "states" in kinds and "h2o" not in kinds:
-        raise UnsupportedError(
-            f"h2o cannot serve {config.model_type}: none of its {len(kinds)} layers has full "
-            "attention, so there is nothing to evict"
-        )
-    return layers
+    if reasons := not_supported_reasons(config):
+        raise UnsupportedError(reasons[0])
+    return layers_of(config.get_text_config(decoder=True))
 
 
 def rereads_after(config: Any) -> float | None:
@@ -216,7 +281,7 @@ def rereads_after(config: Any) -> float | None:
     return text.original_max_position_embeddings if is_longrope else math.inf
 
 
-def refusal(config: Any) -> str | None:
+def _config_reason(config: Any) -> str | None:
     """Why a model with this config cannot be served, as far as the config tells; or None."""
     text = config.get_text_config(decoder=True)
     if not isinstance(getattr(text, "num_hidden_layers", None), int):
@@ -249,13 +314,26 @@ def refusal(config: Any) -> str | None:
     return None
 
 
-def _states_refusal(config: Any, layers: list[CacheLayerMixin]) -> str | None:
-    """Why layers that have states beside their keys cannot be served; or None."""
-    if not any(has_states(layer) and kind_of(layer) == "h2o" for layer in layers):
-        return None
-    if latent_row(config) is not None:
-        return "it has states beside latents in one layer"
-    return "it has states beside keys that later layers reuse" if reusing(config) else None
+def _layers_reason(config: Any) -> str | None:
+    """Why a model cannot be served whose cache has these layers in transformers; or None."""
+    layers = layers_of(config.get_text_config(decoder=True))
+    kinds = [kind_of(layer) for layer in layers]
+    if not layers:  # Gemma 4 without shared layers in transformers 5.10
+        return "transformers caches no layer of it"
+    if None in kinds:
+        index = kinds.index(None)
+        return (
+            f"layer {index} is cached as {type(layers[index]).__name__}, which is neither full nor "
+            "sliding-window attention"
+        )
+    if any(has_states(layer) and kind == "h2o" for layer, kind in zip(layers, kinds, strict=True)):
+        if latent_row(config) is not None:
+            return "it has states beside latents in one layer"
+        if reusing(config):
+            return "it has states beside keys that later layers reuse"
+    if "states" in kinds and "h2o" not in kinds:
+        return f"none of its {len(kinds)} layers has full attention, so there is nothing to evict"
+    return None
 
 
 def _latent_refusal(config: Any) -> str | None:

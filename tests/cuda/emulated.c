@@ -24,6 +24,7 @@ static int launch(const cuda_plan *plan, h2o_error *error) {
     int status = 0;
     pthread_mutex_lock(&one_at_a_time);
     shim_unset(workspace, plan->workspace);
+    memset(workspace, 0, plan->counted);
     for (int64_t i = 0; i < cuda_plan_launches(plan) && status == 0; i++) {
         const cuda_launch *const l = cuda_plan_launch(plan, i);
         const char *const name = cuda_kernel_names[l->kernel];

@@ -141,7 +141,7 @@ static void expect_histogram(const sample_params *p, float *out, float *) {
 /* arrive_last, but memory is ordered too late or not at all. */
 DEVICE bool arrive_wrongly(uint32_t *counter, uint32_t blocks, bug with) {
     if (with == COUNTED_TOO_EARLY) {
-        return block_any(threadIdx.x == 0 && count_release(counter, 1) == blocks - 1);
+        return block_any(threadIdx.x == 0 && count_release(counter) == blocks - 1);
     }
     sync_block();
     return block_any(threadIdx.x == 0 &&
@@ -154,7 +154,7 @@ KERNEL(sample_total, sample_params) {
     parts[i] = i < WIDTH ? params.in[blockIdx.x * WIDTH + i] : 0.0f;
     const bool wrong = params.with == RELAXED_COUNTER || params.with == COUNTED_TOO_EARLY;
     const bool last = wrong ? arrive_wrongly(params.counter, gridDim.x, params.with)
-                            : arrive_last(params.counter, 1, gridDim.x);
+                            : arrive_last(params.counter, gridDim.x);
     if (params.with == SAME_ADDRESS && i == 0) params.out[1] = 1.0f; /* by every block */
     if (!last) return;
     float sum = 0.0f;

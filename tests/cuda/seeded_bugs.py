@@ -61,13 +61,13 @@ BUGS = {
     "the first block to arrive ends a head": Bug("common.cuh", "== blocks - 1", "== 0"),
     "step: the last but one ends a head": Bug(
         "step.cuh",
-        "1u << CUDA_FREE_BITS, gridDim.x)",
-        "1u << CUDA_FREE_BITS, gridDim.x > 1 ? gridDim.x - 1 : 1)",
+        "&counters[g], gridDim.x)",
+        "&counters[g], gridDim.x > 1 ? gridDim.x - 1 : 1)",
     ),
     "step: the first head ends a row": Bug(
         "step.cuh",
-        "is_last_head(&p->slots.lengths, row, p->dims.G)",
-        "is_last_head(&p->slots.lengths, row, 1)",
+        "&counters[p->dims.G], (uint32_t)p->dims.G)",
+        "&counters[p->dims.G], 1)",
     ),
     "simulate: a counter is not cleared for the next window": Bug(
         "window_tiles.cuh", "    if (threadIdx.x == 0) w.parts_done[tile] = 0;\n", ""

@@ -322,7 +322,16 @@ static h2o_step_params in_float32(const h2o_step_params *from, const h2o_step_pa
     return p;
 }
 
-/* By tensor cores, whatever the order of threads, and by the kernel for floats. */
+/* The same numbers at an address that is a multiple of 2 only; memory: what is to be freed. */
+static h2o_view misaligned_copy(const h2o_view *x, char **memory) {
+    h2o_view copy = *x;
+    *memory = malloc(tensor_bytes(x) + 2);
+    copy.data = memcpy(*memory + 2, x->data, tensor_bytes(x));
+    return copy;
+}
+
+/* By tensor cores, whatever the order of threads and wherever the query stands, and by the kernel
+ * for floats. */
 static void test_step(const one_step *s, h2o_dtype dtype) {
     const h2o_dims *const d = &s->dims;
     const runner with = {.ops = &h2o_ops_generic, .workers = 1};
@@ -330,6 +339,8 @@ static void test_step(const one_step *s, h2o_dtype dtype) {
     h2o_step_params p = make_step(s, dtype, &random), first = copy_step(&p);
     for (uint64_t seed = 0; seed < (is_slow() || ONE_DTYPE ? 2 : 3); seed++) {
         h2o_step_params call = seed == 0 ? first : copy_step(&p);
+        char *query = NULL;
+        if (seed == 1) call.query = misaligned_copy(&p.query, &query);
         shim_seed(seed);
         run_operation(H2O_STEP, &call, &with);
         check_same(&first.out, &call.out);
@@ -342,6 +353,7 @@ static void test_step(const one_step *s, h2o_dtype dtype) {
         CHECK(strstr(cuda_kernel_names[plan.launch[0].kernel], "f16"));
         if (seed == 0) first = call;
         if (seed > 0) free_written(&call);
+        free(query);
     }
     h2o_step_params floats = in_float32(&p, &first);
     run_operation(H2O_STEP, &floats, &with);

@@ -42,7 +42,7 @@ def step_arguments(D: int = 32, seed: int = 0, held: int = 6) -> list:
 
 def workspace_of(driver, arguments, stream=1, device: int = 0) -> DeviceTensor:
     size = _core.call("step", "measure", *arguments, stream)
-    return DeviceTensor(driver, torch.zeros(size, dtype=torch.uint8), device)
+    return DeviceTensor(driver, torch.full((size,), 255, dtype=torch.uint8), device)
 
 
 def same(carried_arguments, arguments) -> None:
@@ -135,13 +135,31 @@ WAITING = ("cuCtxSynchronize", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2")
 ALLOCATING = ("cuMemAlloc_v2", "cuMemFree_v2", "cuModuleLoadData")
 
 
+def test_a_kernel_that_breaks_off_leaves_no_counts_behind(driver):
+    """Of its blocks that have finished, which a later step over the same slots would add to."""
+    arguments = step_arguments(held=300)
+    there = to_device(driver, arguments)
+    workspace = workspace_of(driver, there)
+    slots = arguments[4]
+    driver.library.fake_stop_after(2)
+    _core.call("step", "launch", *there, 1, workspace)
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        driver.wait()
+    driver.library.fake_forgive()
+    assert torch.equal(there[4].free.read(), slots.free)
+    assert torch.equal(there[4].lengths.read(), slots.lengths)
+    _core.call("step", "launch", *there, 1, workspace)
+    _core.call("step", "run", *arguments)
+    same(there, arguments)
+
+
 def test_a_call_queues_its_work_and_waits_for_nothing(driver):
     arguments = step_arguments()
     there = to_device(driver, arguments)
     workspace = workspace_of(driver, there)
     before = [driver.calls(entry) for entry in WAITING + ALLOCATING]
     _core.call("step", "launch", *there, 1, workspace)
-    assert driver.library.fake_waiting() == 1
+    assert driver.library.fake_waiting() == 2  # the counters are cleared, the kernel runs
     assert [driver.calls(entry) for entry in WAITING + ALLOCATING] == before
     _core.call("step", "run", *arguments)
     same(there, arguments)
@@ -204,7 +222,7 @@ def test_the_stream_is_what_the_caller_says(driver):
     _core.call("step", "launch", *there, stream.value, workspace)
     # the tensors' library has queued its work there too, and records no event for each of them
     assert all(tensor.calls[-1]["stream"] == -1 for tensor in tensors(there))
-    with pytest.raises(RuntimeError, match=r"cuLaunchKernel.*: CUDA error 400"):
+    with pytest.raises(RuntimeError, match=r"cuMemsetD8Async.*: CUDA error 400"):
         _core.call("step", "launch", *there, stream.value + 8, workspace)
     with pytest.raises(RuntimeError, match="query: a DeviceTensor does not tell its stream"):
         _core.call("step", "launch", *there, None, workspace)
@@ -275,7 +293,8 @@ def test_threads_share_devices(driver):
 # ---- Refusals ----------------------------------------------------------------------------------
 
 ENTRIES = (
-    "cuDeviceGet", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxGetId", "cuLaunchKernel",
+    "cuDeviceGet", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxGetId", "cuMemsetD8Async",
+    "cuLaunchKernel",
 )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ PROGRAMS = {
     "{ printf 'P\\355U\\272'; head -c 60 /dev/zero; } > \"$out\"",
 }
 SANITIZER = """#!/bin/sh
+[ "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 ] || exit 2
 echo "$*" >> sanitizer.log
 [ "$1 $3 $4 $5 $7" = "--tool --report-api-errors no --kernel-name --error-exitcode" ] || exit 2
 [ "$2" != "$FAILING" ] || exit "$8"
@@ -131,9 +132,24 @@ def test_without_a_sanitizer_it_is_said(checkout, library):
     sanitizer(checkout).unlink()
     done = make(checkout, library, **STUBBED)
     assert done.returncode == 0, done.stdout
-    assert "no compute-sanitizer, so what it would find is not looked for: .venv/bin/pip " in (
-        done.stdout
-    )
+    assert "no compute-sanitizer, so what memcheck would find is not looked for" in done.stdout
+    assert "pip install nvidia-cuda-sanitizer-api" in done.stdout
+
+
+def test_kernels_are_made_for_the_devices_of_this_machine(checkout, library):
+    """Once: those that are there of the same sources are kept."""
+    command = "make", "gpu-kernels", "NVCC=nvcc"
+    (checkout / "h2o" / "kernels.fatbin").unlink(missing_ok=True)
+    for printed in ("code=sm_90", ""):
+        done = run(checkout, library, *command)
+        assert done.returncode == 0, done.stdout
+        assert printed in done.stdout
+        assert "sm_80" not in done.stdout
+    assert "nvcc" not in done.stdout
+    (checkout / "h2o" / "kernels.fatbin").unlink()
+    done = run(checkout, library, *command, gpu=False)
+    assert done.returncode == 2
+    assert "torch finds no CUDA device here" in done.stdout
 
 
 def test_a_wrong_kernel_ends_it_before_the_tests(checkout, library, tmp_path):
@@ -160,12 +176,8 @@ def test_every_command_with_a_model_goes_there(checkout, library, tiny, tmp_path
     lines = [
         ["generate", "--prompt", "x" * 60, "--max-new-tokens", "3", "--compare"],
         ["analyze", *text, "--output", str(tmp_path / "page.html"), "--compare", "none"],
-        ["stream", *text, "--chunk", "9", "--heavy", "8", "--recent", "8",
-         "--output", str(tmp_path / "stream.json")],
         ["calibrate", *text, "--window", "60", "--limit", "1",
          "--output", str(tmp_path / "p.json")],
-        ["eval", "--perplexity", str(tmp_path / "text"), "--window", "60", "--limit", "1",
-         "-o", str(tmp_path / "out")],
     ]  # fmt: skip
     program = (
         "import json, sys, h2o.models as models; from h2o.cli import main\n"
@@ -178,7 +190,7 @@ def test_every_command_with_a_model_goes_there(checkout, library, tiny, tmp_path
         "print(codes, devices)"
     )
     done = run(checkout, library, sys.executable, "-c", program, tiny, json.dumps(lines))
-    assert done.stdout.splitlines()[-1] == f"{[0] * 5} {['cuda'] * 5}", done.stdout
+    assert done.stdout.splitlines()[-1] == f"{[0] * 3} {['cuda'] * 3}", done.stdout
 
 
 def test_a_model_is_timed_there(checkout, library, tiny, tmp_path):  # noqa: F811

@@ -208,7 +208,7 @@ KERNEL(probe_last, probe_params) {
     const unsigned i = threadIdx.x, threads = blockDim.x, blocks = gridDim.x;
     uint32_t *const written = (uint32_t *)workspace;
     written[blockIdx.x * threads + i] = blockIdx.x + i;
-    const bool last = arrive_last(params.counter, 1, blocks);
+    const bool last = arrive_last(params.counter, blocks);
     for (unsigned b = 0; last && b < blocks; b++) {
         const unsigned other = (i + 1) % threads;
         params.out[i] += written[b * threads + other] == b + other;
@@ -219,7 +219,7 @@ EXPORT_KERNEL(probe_last, probe_params)
 /* In which order threads, and blocks, run. */
 KERNEL(probe_order, probe_params) {
     sync_block();
-    params.out[count_release(params.counter, 1)] = blockIdx.x * blockDim.x + threadIdx.x;
+    params.out[count_release(params.counter)] = blockIdx.x * blockDim.x + threadIdx.x;
 }
 EXPORT_KERNEL(probe_order, probe_params)
 
@@ -360,7 +360,7 @@ static void test_numbers(void) {
     }
     uint32_t counter = 7;
     count_shared(&counter);
-    check(counter == 8 && count_release(&counter, 1) == 8 && counter == 9);
+    check(counter == 8 && count_release(&counter) == 8 && counter == 9);
 }
 
 /* ---- Errors -------------------------------------------------------------- */

@@ -189,9 +189,12 @@ def test_one_captured_pass_of_a_model_serves_a_generation(name, chosen):
     assert captured.positions() == eager.positions()
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox"])
-def test_no_decode_step_waits_for_the_device(name):
-    decoding = Decoding(name, "h2o")
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [("llama", "h2o"), ("llama", "shares"), ("llama", "int8"), ("opt", "h2o"), ("gpt_neox", "h2o")],
+)
+def test_no_decode_step_waits_for_the_device(name, chosen):
+    decoding = Decoding(name, chosen)
     decoding.run(decoding.step, 1)
     with unwaiting():
         decoding.run(decoding.step, STEPS)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from h2o.hf.cache import cache_plan
 from h2o.hf.prompt import prompt_echo
 
 
@@ -9,3 +10,4 @@ from h2o.hf.prompt import prompt_echo
 def _few_heads_are_enough(monkeypatch):
     """To deal places over: tiny models have less than real ones need."""
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    monkeypatch.setattr(cache_plan, "_recent", [])  # made with another number

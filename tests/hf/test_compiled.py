@@ -11,8 +11,9 @@ from transformers import CompileConfig
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, ops
 from h2o.borrowed import with_cache
-from h2o.hf.layers import compiled
+from h2o.hf.layers import captured
 from tests.hf.modes import policy
+from tests.hf.recordings import recording
 from tests.hf.test_saved import assert_same
 from tests.hf.tiny import (
     CROPS_TO_LENGTH,
@@ -105,13 +106,16 @@ def test_one_graph_for_steps_prompts_and_caches():
 
 
 @needs_compiler
-def test_padded_rows():
-    ours = model("llama")
-    inputs = batch(prompts(5, 17, 23))
-    expected = greedy(ours, inputs, **with_cache(H2OCache(ours.config, **SMALL)))
+@pytest.mark.parametrize("rows", [1, 3])
+def test_padded_rows_are_one_recording(rows):
+    """For all tokens: the mask grows by a column with each, and a step's part of it does not."""
+    ours, recordings = model("llama"), set()
+    inputs = {name: x[:rows] for name, x in batch(prompts(5, 17, 23)).items()}
+    expected = greedy(ours, inputs, 40, **with_cache(H2OCache(ours.config, **SMALL)))
     cache = H2OCache(ours.config, **SMALL, compileable=True)
-    got = greedy(ours, inputs, **with_cache(cache), **compiling())
+    got = greedy(ours, inputs, 40, **with_cache(cache), **compiling(recording(recordings)))
     assert got.tolist() == expected.tolist()
+    assert len(recordings) == GRAPHS
     assert not counters["graph_break"]
 
 
@@ -160,7 +164,7 @@ def test_chunks_in_one_graph():
 
 
 def test_a_chunk_that_fails_leaves_the_slots_as_they_were(monkeypatch):
-    compiled.register()
+    captured.register()
     text = drifting(3, B=2, N=12)
     query, keys, values = (torch.from_numpy(x).to(DEVICE) for x in text)
     slots = ops.new_slots(keys, 8, 2, 2)
@@ -185,7 +189,7 @@ def test_a_chunk_that_fails_leaves_the_slots_as_they_were(monkeypatch):
 @pytest.mark.parametrize(("operator", "begin"), [("step", 11), ("chunk", 9)])
 def test_what_the_operations_say_of_themselves(operator, begin):
     """That they write to what they say, that a fake has the right shape, that they compile."""
-    compiled.register()
+    captured.register()
     text = drifting(3, B=2, N=12)
     query, keys, values = (torch.from_numpy(x).to(DEVICE) for x in text)
     stores = ({}, {"value_weighted": True}, {"kv_dtype": "int8"})

@@ -10,10 +10,9 @@ import torch
 from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, enable, generate_all, patched, supports
-from h2o.borrowed import with_cache
+from h2o.borrowed import CROPS_TO_LENGTH, with_cache
 from h2o.hf.families.layer_kinds import CrossAttentionLayer
 from h2o.hf.store.layer_state import state_of
-from h2o.hf.store.pass_state import CROPS_TO_LENGTH
 from tests.hf.tiny import batch, greedy, model, prompts, shared, with_image
 
 NAME, SMALL, IMAGES = "mllama", {"heavy": 6, "recent": 6}, 1

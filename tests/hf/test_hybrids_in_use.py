@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from h2o import H2OCache, model_identity, patched, simulated
 from h2o.borrowed import with_cache
-from h2o.evaluate.setting import parse
+from h2o.evaluation.setting import parse
 from h2o.hf.families.layer_kinds import HYBRIDS
-from tests.evaluate.conftest import tokenizer  # noqa: F401
+from tests.evaluation.conftest import tokenizer  # noqa: F401
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, slow_if
 
 pytestmark = pytest.mark.skipif(not HYBRIDS, reason="states as of transformers 5.21")
@@ -93,8 +93,8 @@ def test_a_text_is_read_in_parts_at_rolled_positions(name):
 def test_lm_eval(name, tokenizer):  # noqa: F811
     """With room for all its numbers are lm-eval's own; of a small budget those of a batch are those
     of single questions."""
-    lm = pytest.importorskip("h2o.evaluate.lm")
-    from tests.evaluate.test_lm import HFLM, PAIRS, numbers
+    lm = pytest.importorskip("h2o.evaluation.lm")
+    from tests.evaluation.test_lm import HFLM, PAIRS, numbers
 
     family = FAMILIES[name]
     config = dataclasses.replace(family, config=family.config | {"vocab_size": 258}).build_config()

@@ -11,6 +11,7 @@ from h2o import H2OCache, H2OConfig, UnsupportedError, attention_blocks, ops, su
 from h2o.analysis import collect, removal
 from h2o.borrowed import with_cache
 from h2o.calibration import head_costs, refine
+from h2o.evaluation.published_masks import MASKS
 from h2o.hf.attention import attention
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
 from tests.hf.modes import policy
@@ -253,8 +254,8 @@ def test_operations_refuse_gradients(operation):
 def test_the_authors_other_masks_know_no_sinks(variant):
     ours, (ids,) = made("gpt_oss"), prompts(20)
     with (
-        h2o.simulated(ours, heavy=4, recent=4, variant=variant),
-        pytest.raises(UnsupportedError, match="has no learned sinks"),
+        h2o.simulated(ours, heavy=4, recent=4, masks=MASKS[variant]),
+        pytest.raises(UnsupportedError, match="have no learned sinks"),
     ):
         ours(ids, use_cache=False)
 

@@ -284,7 +284,7 @@ def test_forks_files_and_crops(tmp_path):
     cache.activate_past_recording()
     with torch.no_grad():
         ours(document, **with_cache(cache))
-        cache.crop(50 if h2o.hf.store.pass_state.CROPS_TO_LENGTH else -10)
+        cache.crop(50 if h2o.borrowed.CROPS_TO_LENGTH else -10)
     assert positions(cache) == positions(read(ours, [document[:, :50]], **SMALL))
     cache.save(tmp_path / "cache", ours)
     copies = [cache, cache.fork(), H2OCache.load(tmp_path / "cache", ours)]

@@ -13,7 +13,7 @@ import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.borrowed import with_cache
 from h2o.errors import UnsupportedError
-from h2o.hf.layers.random_layer import drawn
+from h2o.hf.prompt.scorers import draw_ranks
 from tests.hf import tiny
 from tests.hf.test_simulation import PROMPT, fitted, prove, text
 
@@ -87,7 +87,10 @@ def test_the_choice_is_uniform():
     within 5 standard deviations of the binomial, and chi-square within 5 of its own."""
     keys, kept, heads, layers = 300, 30, 100, 40
     ranks = torch.stack(
-        [drawn(torch.arange(keys), torch.arange(heads)[:, None], layer) for layer in range(layers)]
+        [
+            draw_ranks(torch.arange(keys), torch.arange(heads)[:, None], layer)
+            for layer in range(layers)
+        ]
     )
     assert ((ranks >= 0) & (ranks < 1)).all()
     chosen = ranks.topk(kept).indices
@@ -142,7 +145,7 @@ def test_other_policies_are_refused(more):
 
 
 def test_other_layers_are_refused():
-    with pytest.raises(UnsupportedError, match="does not go with CompileableLayer"):
+    with pytest.raises(UnsupportedError, match="does not go with compileable"):
         H2OCache(tiny.model("llama").config, **SMALL, compileable=True)
-    with pytest.raises(UnsupportedError, match="does not go with LatentLayer"):
+    with pytest.raises(UnsupportedError, match="does not go with multi-head latent"):
         H2OCache(tiny.model("deepseek_v2").config, **SMALL)

@@ -10,10 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from transformers.modeling_utils import AttentionInterface
 
 from h2o import H2OCache, UnsupportedError, patched, supports
-from h2o.borrowed import CACHE, with_cache
+from h2o.borrowed import CACHE, CROPS_TO_LENGTH, with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.hf.families.shared_keys import SHARES_KEYS
-from h2o.hf.store.pass_state import CROPS_TO_LENGTH
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
 from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts
 from tests.inputs import drifting

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.borrowed import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
-from h2o.hf.layers.cache_relative import CacheRelativeLayer
+from h2o.hf.forms.cache_relative import CacheRelativeForm
 from h2o.hf.rotary.model_rotary import ROLLED, Rotary
 from tests import inputs
 from tests.hf.drive import feed, new_cache
@@ -74,6 +74,10 @@ beside keys. The other models' layers do what one of these' do."""
 each = pytest.mark.parametrize("name", [slow_if(name not in FIRST, name) for name in MODELS])
 
 
+def has_ranks(layer):
+    return isinstance(getattr(layer, "form", None), CacheRelativeForm)
+
+
 def stored(ours, position: int):
     """What the layers hold of one token at a position."""
     cache = H2OCache(ours.config, SMALL, prompt_length=1)
@@ -83,7 +87,7 @@ def stored(ours, position: int):
             position_ids=torch.tensor([[position]]),
             **with_cache(cache),
         )
-    return [layer.held()[0] for layer in cache.layers if isinstance(layer, CacheRelativeLayer)]
+    return [layer.held()[0] for layer in cache.layers if has_ranks(layer)]
 
 
 def test_all_model_types_are_shown():
@@ -165,7 +169,7 @@ def test_positions_of_zero_change_nothing(name):
         hook.remove()
         assert len(seen) == 3
         assert not any(ids.any() for ids in seen)
-    assert any(isinstance(layer, CacheRelativeLayer) for layer in patch.cache.layers)
+    assert any(map(has_ranks, patch.cache.layers))
 
 
 @pytest.mark.parametrize("name", inputs.ROLLED_CASES)
@@ -199,7 +203,7 @@ def test_no_position_exceeds_the_budget():
         ours = MODELS[name]()
         with patched(ours, SMALL) as patch:
             greedy(ours, batch(prompts(20)), 600)
-            table = patch.cache.layers[0].rotary.table(13)
+            table = patch.cache.layers[0].form.rotary.table(13)
             assert len(table) < 100
             assert patch.cache.layers[0].slots.keys.shape[2] == 13
 
@@ -209,8 +213,8 @@ def test_beams_move_ranks_with_their_rows():
     cache = H2OCache(ours.config, SMALL)
     greedy(ours, batch(prompts(17, 23)), 12, **with_cache(cache), num_beams=3)
     for layer in cache.layers:
-        if layer._ranks is not None:
-            assert torch.equal(layer._ranks, reference.ranks(layer.slots))
+        if layer.form._ranks is not None:
+            assert torch.equal(layer.form._ranks, reference.ranks(layer.slots))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

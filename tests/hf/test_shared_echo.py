@@ -229,7 +229,7 @@ def test_a_pass_that_broke_off_is_forgotten():
         ours(document, **with_cache(cache))
     hook.remove()
     cache.reset()
-    assert not cache.layers[0].one_budget.waiting
+    assert not cache.layers[0].scorer.one_budget.waiting
     with torch.no_grad():
         ours(document, **with_cache(cache))
     assert positions(cache) == positions(read(ours, [document], **SMALL))
@@ -241,7 +241,7 @@ def test_tokens_of_a_prompt_are_taken_back():
     cache.activate_past_recording()
     with torch.no_grad():
         ours(document, **with_cache(cache))
-        cache.crop(50 if h2o.hf.store.pass_state.CROPS_TO_LENGTH else -10)
+        cache.crop(50 if h2o.borrowed.CROPS_TO_LENGTH else -10)
     assert positions(cache) == positions(read(ours, [document[:, :50]], **SMALL))
 
 

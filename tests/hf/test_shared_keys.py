@@ -16,11 +16,13 @@ from transformers import AutoConfig, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, simulated, supports
 from h2o.borrowed import with_cache
+from h2o.evaluation.published_masks import MASKS
 from h2o.hf.call.attention_call import AttentionCall
 from h2o.hf.families.shared_keys import SHARES_KEYS, reusing
-from h2o.hf.layers import shared_keys_layer
+from h2o.hf.forms import shared_form
+from h2o.hf.forms.plain_form import PlainForm
+from h2o.hf.forms.shared_form import SharedForm
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.layers.shared_keys_layer import SharedKeysLayer
 from tests.cases import checkered
 from tests.hf.modes import POLICIES
 from tests.hf.tiny import batch, greedy, model, prompts
@@ -66,7 +68,7 @@ def a_pass(layer, Q, seed, B=2, mask=None):
 @pytest.mark.parametrize("chosen", [name for name in POLICIES if name != "shares"])
 def test_a_later_layer_sees_what_the_layer_itself_saw(chosen):
     """In a prompt, in steps from before the budget is full until long after, and in chunks."""
-    layer = SharedKeysLayer(POLICIES[chosen].for_layer(0, 2), reused_by=[1, 2])
+    layer = H2OLayer(POLICIES[chosen].for_layer(0, 2), form=SharedForm([1, 2]))
     for seed, Q in enumerate([7, *[1] * 20, 5, *[1] * 9, 11, 1, 1]):
         first, (all_queries, last) = a_pass(layer, Q, seed)
         assert torch.equal(all_queries, first)
@@ -74,7 +76,7 @@ def test_a_later_layer_sees_what_the_layer_itself_saw(chosen):
 
 
 def test_pads_of_a_prompt_of_a_chunk_and_of_a_step():
-    layer = SharedKeysLayer(POLICIES["h2o"], reused_by=[1, 2])
+    layer = H2OLayer(POLICIES["h2o"], form=SharedForm([1, 2]))
     for seed, Q in enumerate([20, 6, 1, 1, 20, 1]):
         mask = torch.ones(2, Q, dtype=torch.bool)
         mask[0, : Q // 2 + (seed == 3)] = False
@@ -86,7 +88,7 @@ def test_pads_of_a_prompt_of_a_chunk_and_of_a_step():
 
 def test_keys_that_came_from_a_dynamic_cache():
     for Q in (1, 4):
-        layer = SharedKeysLayer(POLICIES["h2o"], reused_by=[1, 2])
+        layer = H2OLayer(POLICIES["h2o"], form=SharedForm([1, 2]))
         layer.take_over(torch.randn(2, G, 20, D), torch.randn(2, G, 20, D), None)
         first, (all_queries, _) = a_pass(layer, Q, 0)
         assert torch.equal(all_queries, first)
@@ -96,32 +98,32 @@ def test_keys_that_came_from_a_dynamic_cache():
 
 def test_keys_on_another_device_still_know_their_layer():
     """accelerate moves them on where the next layers lie elsewhere."""
-    layer = SharedKeysLayer(POLICIES["h2o"], reused_by=[1])
+    layer = H2OLayer(POLICIES["h2o"], form=SharedForm([1]))
     key, value = layer.update(torch.randn(1, G, 5, D), torch.randn(1, G, 5, D))
     moved = key.to("meta")
     assert moved.h2o_layer is layer
     layer.attend(AttentionCall(OWN, torch.randn(1, H, 5, D), key, value))
     key, value = layer.update(torch.randn(1, G, 1, D), torch.randn(1, G, 1, D))
     layer.attend(AttentionCall(OWN, torch.randn(1, H, 1, D), key, value))
-    there = layer._attended.to(torch.device("meta"))
+    there = layer.form.attended.to(torch.device("meta"))
     tensors = [x for x in (*there.tokens, *there.slots) if isinstance(x, torch.Tensor)]
     assert {x.device.type for x in tensors} == {"meta"}
     assert layer.slots.keys.device.type == "cpu"
 
 
 def test_nothing_is_kept_of_a_pass_that_is_over():
-    layer = SharedKeysLayer(POLICIES["h2o"], reused_by=[1])
+    layer = H2OLayer(POLICIES["h2o"], form=SharedForm([1]))
     key, value = layer.update(torch.randn(1, G, 5, D), torch.randn(1, G, 5, D))
     query = torch.randn(1, H, 5, D)
     layer.attend(AttentionCall(OWN, query, key, value))
     layer.attend(AttentionCall(LATER, query, key, value))
-    assert layer._attended is None
+    assert layer.form.attended is None
     with pytest.raises(RuntimeError, match=r"layer 1 attends to keys of layer 0 .* is over"):
         layer.attend(AttentionCall(LATER, query, key, value))
 
 
 def test_training_is_refused_in_later_layers_too():
-    layer = SharedKeysLayer(POLICIES["h2o"], reused_by=[1])
+    layer = H2OLayer(POLICIES["h2o"], form=SharedForm([1]))
     key, value = layer.update(torch.randn(1, G, 5, D), torch.randn(1, G, 5, D))
     query = torch.randn(1, H, 5, D, requires_grad=True)
     layer.attend(AttentionCall(OWN, query, key, value))
@@ -146,7 +148,7 @@ def test_what_is_said_of_them(name):
         '3 store nothing; positions="cache_relative": not'
     )
     cache = H2OCache(ours.config, **SMALL)
-    assert [type(cache.layers[i]) for i in (PLAIN, SHARED)] == [H2OLayer, SharedKeysLayer]
+    assert [type(cache.layers[i].form) for i in (PLAIN, SHARED)] == [PlainForm, SharedForm]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +233,7 @@ def test_rows_of_a_simulation_are_the_rows_alone(chosen, side):
 def test_what_is_not_simulated():
     with (
         pytest.raises(UnsupportedError, match="keys of others"),
-        simulated(model("gemma4_text"), **SMALL, variant="local"),
+        simulated(model("gemma4_text"), **SMALL, masks=MASKS["local"]),
     ):
         pass
 
@@ -301,7 +303,7 @@ def test_assisted_decoding_takes_tokens_back(name):
     cache = H2OCache(ours.config, H2OConfig.full())
     cache.activate_past_recording()
     looked_up = greedy(ours, row, 24, **with_cache(cache), prompt_lookup_num_tokens=3)
-    assert cache.layers[SHARED]._attended is None
+    assert cache.layers[SHARED].form.attended is None
     assert looked_up.tolist() == plain.tolist()
 
 
@@ -386,9 +388,9 @@ def test_settings_that_do_not_go_with_shared_keys(name, settings, words):
 
 
 def test_a_model_that_is_cut_over_processes_is_refused(monkeypatch):
-    monkeypatch.setattr(shared_keys_layer.tensor_parallel, "part", lambda module: (1, 2))
+    monkeypatch.setattr(shared_form.tensor_parallel, "part", lambda module: (1, 2))
     ours = model("gemma4_text")
-    monkeypatch.setattr(H2OLayer, "_in_form_of_store", lambda self, q, k, v, call: 1 / 0)
+    monkeypatch.setattr(PlainForm, "tokens", lambda *arguments: 1 / 0)
     layer = H2OCache(ours.config, **SMALL).layers[SHARED]
     key, value = layer.update(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16))
     with pytest.raises(UnsupportedError, match="cut over processes"):

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from h2o import H2OCache, H2OConfig, Profile
 from h2o.borrowed import with_cache
 from h2o.head_budgets import LEAST, allotted
-from h2o.hf.layers import layer_types
+from h2o.hf.cache import cache_plan
 from h2o.model_identity import describe, sample
 from tests import inputs
 from tests.hf.drive import feed, forward, new_cache
@@ -213,12 +213,12 @@ def test_a_profile_of_other_weights_is_found_out_in_the_first_pass():
 
 def test_one_budget_is_foreseen_where_a_config_tells_of_equal_heads():
     config = copy.deepcopy(shared("llama").config)
-    assert layer_types._alike(config, [0, 1])
+    assert cache_plan._alike(config, [0, 1])
     if hasattr(config, "is_heterogeneous"):  # a newer transformers
         config.per_layer_config = {1: {"num_key_value_heads": 1}}
-        assert not layer_types._alike(config, [0, 1])
-        assert layer_types._alike(config, [0])
+        assert not cache_plan._alike(config, [0, 1])
+        assert cache_plan._alike(config, [0])
         config.per_layer_config = None
     config.num_kv_heads = [1, 2]
     cache = H2OCache(config, heavy=8, recent=4, score_by="mean-echo", shares="echo")
-    assert not cache.layers[0].one_budget.alike
+    assert not cache.layers[0].scorer.one_budget.alike

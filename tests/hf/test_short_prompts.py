@@ -16,7 +16,8 @@ import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.borrowed import with_cache
 from h2o.config import PRESETS
-from h2o.evaluate.setting import parse
+from h2o.evaluation.setting import parse
+from h2o.hf.cache import cache_plan
 from h2o.hf.prompt import prompt_echo
 from tests.hf.tiny import batch, greedy, model, prompts, shared
 
@@ -242,6 +243,7 @@ def test_what_one_number_stands_for(monkeypatch):
     assert H2OConfig.recommended(64) == H2OConfig.echo(64)
     assert H2OCache(shared("llama"), budget=0.1).config.shares == "echo"
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 16)
+    monkeypatch.setattr(cache_plan, "_recent", [])
     cache = H2OCache(shared("llama"), budget=0.1)
     assert (cache.config.shares, cache.config.score_by) == (None, "mean-echo")
     assert "it has 4 key/value heads" in cache.not_dealt

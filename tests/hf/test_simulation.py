@@ -13,9 +13,8 @@ import torch
 from transformers import DynamicCache
 
 import h2o
-from h2o import published_masks
 from h2o.borrowed import with_cache
-from h2o.config import VARIANTS
+from h2o.evaluation.published_masks import MASKS, simulation_mask
 from tests.hf import tiny
 from tests.hf.modes import layers_and_heads
 
@@ -230,8 +229,7 @@ def smollm2():
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
     ("variant", "ratio_of"),
-    [(variant, "text") for variant in ("h2o", *VARIANTS)]
-    + [("h2o", "prompt"), ("flexgen", "prompt")],
+    [(variant, "text") for variant in ("h2o", *MASKS)] + [("h2o", "prompt"), ("flexgen", "prompt")],
 )
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_rows_of_a_batch_are_alone(family, variant, ratio_of, side):
@@ -241,7 +239,7 @@ def test_rows_of_a_batch_are_alone(family, variant, ratio_of, side):
     inputs = tiny.batch(rows, side)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     chosen = {
-        "variant": variant,
+        "masks": MASKS.get(variant),
         "heavy": 0.2,
         "recent": 0.15,
         "min_tokens": 0,
@@ -293,7 +291,9 @@ def test_full_budget_is_dense():
         dense = model(ids, use_cache=False).logits
         for chosen in ({"heavy": TEXT, "recent": 0}, {"heavy": 0, "recent": 1.0, "min_tokens": 0}):
             for variant in ("h2o", "local", "global", "flexgen"):
-                with h2o.simulated(model, variant=variant, mass=True, **chosen) as simulation:
+                with h2o.simulated(
+                    model, masks=MASKS.get(variant), mass=True, **chosen
+                ) as simulation:
                     logits = model(ids, use_cache=False).logits
                 torch.testing.assert_close(logits, dense, atol=1e-4, rtol=0)
                 mass = simulation.retained_mass(1)
@@ -355,13 +355,13 @@ def test_masks_in_a_model(variant, monkeypatch):
     attention = model.model.decoder.layers[0].self_attn
     monkeypatch.setattr(torch.nn.Linear, "forward", forward)
     chosen = {"heavy": 6, "recent": 5}
-    with h2o.simulated(model, variant=variant, trace=True, **chosen) as simulation:
+    with h2o.simulated(model, masks=MASKS.get(variant), trace=True, **chosen) as simulation:
         with torch.no_grad():
             model(ids, use_cache=False)
     H, D = attention.num_heads, attention.head_dim
     q, k = (seen[x].view(TEXT, H, D).transpose(0, 1) for x in (attention.q_proj, attention.k_proj))
     logits = (q @ k.mT)[None] * D**-0.5
-    want = published_masks.simulation_mask(logits, variant=variant, **chosen)
+    want = simulation_mask(logits, variant=variant, **chosen)
     row = torch.arange(TEXT)
     left = simulation.evicted_at(0)[:, :, None]
     assert torch.equal((row <= row[:, None]) & (row[:, None] < left), want)
@@ -384,7 +384,7 @@ def padded(*rows: list[int]) -> dict[str, torch.Tensor]:
 def test_columns_of_evictions(variant):
     """With a window of 3, token i evicts key i - 3."""
     model = tiny.model("llama", "sdpa")
-    policy = {"heavy": 0, "recent": 3, "variant": variant}
+    policy = {"heavy": 0, "recent": 3, "masks": MASKS.get(variant)}
     with h2o.simulated(model, trace=True, **policy) as simulation, torch.no_grad():
         model(**padded(NO_PADS, LEFT, RIGHT), use_cache=False)
     by_last = 6 if variant == "h2o" else 9  # key 2 of the row padded on the right
@@ -539,11 +539,10 @@ def test_peft_models():
 @pytest.mark.parametrize(
     ("chosen", "error", "words"),
     [
-        ({"variant": "best"}, ValueError, "variant must be"),
-        ({"variant": "local", "sinks": 2}, ValueError, "heavy and recent only"),
-        ({"variant": "global", "prompt_length": 5}, ValueError, "no prompt"),
-        ({"variant": "global", "ratio_of": "prompt"}, ValueError, "ratio_of at"),
-        ({"variant": "local", "ratio_of": "prompt"}, ValueError, "ratio_of at"),
+        ({"masks": MASKS["local"], "sinks": 2}, ValueError, "heavy and recent only"),
+        ({"masks": MASKS["global"], "prompt_length": 5}, ValueError, "no prompt"),
+        ({"masks": MASKS["global"], "ratio_of": "prompt"}, ValueError, "ratio_of at"),
+        ({"masks": MASKS["local"], "ratio_of": "prompt"}, ValueError, "ratio_of at"),
         ({"prompt_length": 0}, ValueError, "prompt_length must be a number of tokens"),
         ({"prompt_length": [4, 0]}, ValueError, "prompt_length must be a number of tokens"),
         ({"prompt_length": 2.5}, ValueError, "prompt_length must be a number of tokens"),
@@ -576,7 +575,7 @@ def test_calls_that_are_no_whole_text():
                 model(ids, attention_mask=torch.ones(1, 1, TEXT, TEXT, dtype=torch.bool))
             with (
                 pytest.raises(ValueError, match="budget of 0"),
-                h2o.simulated(model, heavy=0.01, recent=0.01, min_tokens=0, variant="flexgen"),
+                h2o.simulated(model, heavy=0.01, recent=0.01, min_tokens=0, masks=MASKS["flexgen"]),
             ):
                 model(ids, use_cache=False)
             with (

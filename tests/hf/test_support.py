@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from transformers.utils import logging
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.borrowed import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
+from h2o.hf.support import Traits, not_supported_reasons, setting_reasons
 from tests.hf import families
 from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts
 
@@ -208,3 +210,21 @@ def test_windows_that_only_the_cache_knows():
     plain.set_attn_implementation("h2o")
     assert greedy(plain, inputs).tolist() == expected
     assert greedy(plain, inputs, **with_cache(H2OCache(config, **SMALL))).tolist() == expected
+
+
+def test_reasons_against_settings_are_listed_together():
+    config = model("llama").config
+    assert not not_supported_reasons(config)
+    assert not not_supported_reasons(model("llama"), H2OConfig(heavy=4, recent=4))
+    drawn = H2OConfig(heavy=4, recent=4, score_by="random")
+    reasons = setting_reasons(Traits.of(config), drawn, trace=True, compileable=True)
+    assert [reason.partition(" does not")[0] for reason in reasons] == [
+        "compileable=True",
+        'score_by="random", a baseline,',
+    ]
+    config = copy.deepcopy(config)
+    config.is_encoder_decoder = True
+    (reason,) = not_supported_reasons(config, drawn)
+    assert reason.startswith("h2o cannot serve llama: encoder-decoder")
+    with pytest.raises(TypeError, match="not str"):
+        not_supported_reasons("llama")

@@ -10,25 +10,36 @@ import copy
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import os
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationMixin,
+)
 
 from h2o import H2OConfig
+from h2o.borrowed import CROPS_TO_LENGTH  # true of the older versions of transformers
 from h2o.hf.families.latent_attention import expands_after_cache
 from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.hf.families.shared_keys import SHARES_KEYS
-from h2o.hf.store.pass_state import CROPS_TO_LENGTH  # true of the older versions of transformers
 from tests.torch.calls import TABLE
 
 needs_compiler = pytest.mark.skipif(
     not TABLE,
     reason="torch 2.6 does not take transformers' models whole; not tried between it and 2.13",
 )
+
+CUTS_POSITIONS_BY_ROWS = "position_ids[:, past_length" in inspect.getsource(
+    GenerationMixin._prefill
+)
+"""Versions of transformers, 5.17 for one, that cut positions [3, B, N] into chunks along B."""
 
 VOCABULARY = 97
 IMAGE_STARTS, IMAGE, IMAGE_TOKENS = 95, 96, 4
@@ -182,7 +193,11 @@ FAMILIES = {
                 "pixel_values": _PIXELS.reshape(16, 12),
                 "image_grid_thw": torch.tensor([[1, 4, 4]]),
             },
-            lacks=("guidance", *(["chunked prompt", "prompt token by token"] * CROPS_TO_LENGTH)),
+            lacks=(
+                "guidance",
+                *["chunked prompt", "prompt token by token"]
+                * (CROPS_TO_LENGTH or CUTS_POSITIONS_BY_ROWS),
+            ),
         ),
         Family(
             "mllama",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from h2o.published_masks import simulation_mask
+from h2o.evaluation.published_masks import simulation_mask
 from tests import inputs
 from tests.conversation import Conversation
 from tests.reference import operations as reference

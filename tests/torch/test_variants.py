@@ -1,4 +1,4 @@
-"""h2o.published_masks in blocks of rows, against the authors' masks and its readable ones."""
+"""The published masks in blocks of rows, against the authors' own and the readable ones."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o import attention_blocks, published_masks
-from h2o.config import VARIANTS
+from h2o import attention_blocks
+from h2o.evaluation import published_masks
+from h2o.evaluation.published_masks import MASKS
+from h2o.evaluation.setting import VARIANTS
 from tests import inputs
 
 
@@ -147,3 +149,7 @@ def test_what_are_no_logits(variant):
             published_masks.simulation_mask(torch.zeros(shape), 2, 2, variant=variant)
     with pytest.raises(TypeError, match="must be a torch tensor, not ndarray"):
         published_masks.simulation_mask(np.zeros((1, 2, 8, 8)), 2, 2, variant=variant)
+
+
+def test_settings_name_the_masks_that_there_are():
+    assert tuple(MASKS) == VARIANTS

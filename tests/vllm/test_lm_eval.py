@@ -7,7 +7,7 @@ import json
 import pytest
 
 from h2o import models
-from h2o.evaluate.setting import parse
+from h2o.evaluation.setting import parse
 from tests.vllm.engines import MiB
 from tests.vllm.servers import serving
 
@@ -16,7 +16,7 @@ pytest.importorskip("lm_eval", reason="make test-vllm brings it")
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from h2o.evaluate.lm import H2OLM
+from h2o.evaluation.lm import H2OLM
 
 TEXT = (
     "The bridge was closed in winter, so Anna of Harbour Street slept at the inn. In spring the "

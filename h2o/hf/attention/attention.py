@@ -35,6 +35,7 @@ from h2o.sink_logits import softmax
 __all__ = [
     "h2o_attention_forward",
     "h2o_mask",
+    "looks_back_only",
     "register",
     "switch",
     "unsupported",
@@ -85,6 +86,7 @@ def h2o_attention_forward(
     attention_mask = pads_of(attention_mask)
     layer: H2OLayer | None = getattr(key, "h2o_layer", None)
     if layer is not None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         call = AttentionCall(
             module,
             query,
@@ -97,12 +99,12 @@ def h2o_attention_forward(
             kwargs.get("position_ids"),
             kwargs.get("use_cache"),
             s_aux,
-            unsupported(module, kwargs, attention_mask, sliding_window, is_causal),
+            unsupported(module, kwargs, attention_mask, sliding_window, causal),
         )
         return layer.attend(call), None
     if error := _unsupported(module, _foreign(kwargs)):
         raise error
-    causal = _looks_back_only(module, is_causal)
+    causal = looks_back_only(module, is_causal)
     mask = _dense_mask(query, key, attention_mask, causal)
     how = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "dropout": dropout}
     if s_aux is not None:
@@ -123,11 +125,12 @@ def unsupported(
     kwargs: dict[str, Any],
     attention_mask: Tensor | None,
     sliding_window: int | None,
-    is_causal: bool | None,
+    causal: bool,
 ) -> UnsupportedError | None:
     """What a model asks for beyond full causal attention, as an error to raise; None if nothing.
 
-    `kwargs` are the attention function's further keyword arguments.
+    `kwargs` are the attention function's further keyword arguments; `causal` is what
+    `looks_back_only` says.
     """
     feature = _foreign(kwargs)
     if not feature and sliding_window is not None:
@@ -143,7 +146,7 @@ def unsupported(
         config = getattr(module, "config", None)
         if config is not None and looks_both_ways_at_images(config):
             feature += f". Or, if there are images: {BOTH_WAYS}"
-    if not feature and not _looks_back_only(module, is_causal):
+    if not feature and not causal:
         feature = (
             "attention that looks both ways (an encoder, is_causal=False): nothing can be evicted "
             "that later tokens of the same text still see"
@@ -220,6 +223,9 @@ def h2o_mask(
             f"{q_offset} tokens seen and {q_length} new ones"
         )
     mask = attention_mask[:, length - kv_length :]
+    if is_h2o:
+        # A view's stride grows with each token, and graphs are recorded by strides: anew each time.
+        mask = mask.clone(memory_format=torch.contiguous_format)
     if q_length > 1 and getattr(kwargs.get("config"), "num_kv_shared_layers", None):
         return Pads.over(mask, q_length)
     return mask
@@ -240,7 +246,7 @@ def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -
     )  # fmt: skip
 
 
-def _looks_back_only(module: nn.Module, is_causal: bool | None) -> bool:
+def looks_back_only(module: nn.Module, is_causal: bool | None) -> bool:
     """Whether attention is causal, as the caller says, or else the module; none to images is."""
     if is_causal is not None:
         return is_causal

@@ -65,9 +65,8 @@ def attending(
 
         if layer not in layers:
             return full(), None
-        if error := attention.unsupported(
-            module, kwargs, attention_mask, sliding_window, is_causal
-        ):
+        causal = attention.looks_back_only(module, is_causal)
+        if error := attention.unsupported(module, kwargs, attention_mask, sliding_window, causal):
             raise error
         mask = None if attention_mask is None else attention_mask.bool()
         tensors = as_autocast(query, key, value)

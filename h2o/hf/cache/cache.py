@@ -28,23 +28,20 @@ from h2o import packages
 from h2o.config import H2OConfig, one_config
 from h2o.errors import UnsupportedError
 from h2o.hf.cache import cache_file
+from h2o.hf.cache.cache_plan import plan_of
 from h2o.hf.cache.compiled_forward import warn_of_many_graphs
 from h2o.hf.cache.continuation import check_text
 from h2o.hf.cache.from_dynamic_cache import take_over
 from h2o.hf.cache.readable_cache import ReadableCache
 from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.families.shared_keys import reusing
 from h2o.hf.families.tuned_prompts import check_pins
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.layers.layer_types import layers_of
-from h2o.hf.prompt.prompt_echo import served_as
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store import states
-from h2o.hf.store.pass_state import PassState, columns_left, refuse_broken
+from h2o.hf.store.pass_state import PassState, refuse_broken
 from h2o.hf.store.pins import Pins
-from h2o.hf.support import config_of, rereads_after, transformers_layers
-from h2o.model_identity import describe
+from h2o.hf.support import config_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -109,23 +106,19 @@ class H2OCache(ReadableCache):
         h2o_config = one_config(h2o_config, parameters)
         check_pins(config, pinned)
         model, config = config, config_of(config)
-        full_layers = transformers_layers(config)
-        h2o_config, echo, self.not_dealt = served_as(config, h2o_config.for_model(model))
-        last = max((later[-1] for later in reusing(config).values()), default=0)
-        pass_state = PassState(prompt_length, full_layers, last)
-        layers = layers_of(
-            config, full_layers, h2o_config, pass_state,
-            echo=echo, trace=trace, compileable=compileable,
-        )  # fmt: skip
-        pass_state.pins = Pins.of(pinned, h2o_config.decay)
-        pass_state.configs = [x.config for x in layers if isinstance(x, H2OLayer)]
-        pass_state.rereads_after = rereads_after(config)
+        plan = plan_of(model, config, h2o_config)
+        pass_state = PassState(prompt_length, plan.kinds, plan.last, plan.has_states)
+        layers = plan.layers(pass_state, trace=trace, compileable=compileable)
+        pass_state.pins = Pins.of(pinned, plan.h2o_config.decay)
+        pass_state.configs = plan.configs
+        pass_state.rereads_after = plan.rereads_after
         pass_state.rope_deltas = RopeDeltas.of(config)
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
-        self.pass_state, self.model_shape = pass_state, describe(config)
+        self.pass_state = pass_state
+        self.not_dealt, self.model_shape = plan.not_dealt, plan.model_shape
         self.unused = None
-        if not any(isinstance(layer, H2OLayer) for layer in layers):
-            self.unused = h2o_config.for_layer(0, len(layers))
+        if not plan.configs:
+            self.unused = plan.h2o_config.for_layer(0, len(layers))
             warnings.warn(
                 f"nothing is evicted: every layer of {config.model_type} has a sliding window and "
                 "keeps transformers' own cache",
@@ -303,7 +296,7 @@ class H2OCache(ReadableCache):
         Whatever the error, all layers are what they were before.
         """
         self.pass_state.refuse_other_thread()
-        left = columns_left(tokens, seen := int(self.get_seq_length()))
+        left = crop.columns_left(tokens, seen := int(self.get_seq_length()))
         if left == 0:
             self.reset()
             return

@@ -22,7 +22,7 @@ from h2o.config import H2OConfig
 from h2o.filesystem import atomic_write
 from h2o.head_budgets import LayerShares
 from h2o.hf.families import tensor_parallel
-from h2o.hf.layers.compiled import CompileableLayer
+from h2o.hf.layers.captured import CapturedStepper
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store.layer_state import State, restore, state_of
@@ -259,7 +259,7 @@ def _settings(cache: Any) -> dict[str, Any]:
     return {
         "config": fields,
         "trace": first is not None and first.traced,
-        "compileable": isinstance(first, CompileableLayer),
+        "compileable": first is not None and isinstance(first.stepper, CapturedStepper),
     }
 
 

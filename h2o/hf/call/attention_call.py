@@ -102,6 +102,11 @@ class NewTokens(NamedTuple):
     sink_logits: Tensor | None = None
     """[H] float32"""
 
+    def to(self, dtype: torch.dtype) -> NewTokens:
+        """Queries, keys and values in another dtype."""
+        value = None if self.value is None else self.value.to(dtype)
+        return self._replace(query=self.query.to(dtype), key=self.key.to(dtype), value=value)
+
     def first(self, columns: int) -> NewTokens:
         """The first of them."""
         return self.columns(0, columns)

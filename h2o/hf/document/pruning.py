@@ -88,7 +88,7 @@ def pruned(
         # What is kept by attention ranks above all others, whose scores are at most 1.
         held = _Held.of(source)
         ranks = _with_pins(pins, held.mask, scores + 2.0 * chosen)
-        layer.hold(*held, ranks, budget, source)
+        layer.set_pruned(*held, ranks, budget, source)
         layer.slots.scores.sub_(2.0 * (layer.slots.scores >= 2.0))
         _set_budgets(layer.slots, _later(budget, budgets))
         source.empty()
@@ -111,10 +111,10 @@ class _Held(NamedTuple):
 
     @classmethod
     def of(cls, layer: H2OLayer) -> _Held:
-        names = ("keys",) if layer.shared else ("keys", "values")
+        names = ("keys", "values") if layer.form.has_values else ("keys",)
         fields = {"positions": -1.0, **dict.fromkeys(names, 0.0)}
         positions, *rows = slot_layout.held(layer.slots, layer.capacity.sizes, **fields)
-        return cls(rows[0], None if layer.shared else rows[1], positions[:, 0] >= 0)
+        return cls(rows[0], rows[1] if layer.form.has_values else None, positions[:, 0] >= 0)
 
 
 def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
@@ -122,7 +122,7 @@ def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
     heads = source.slots.free.shape[1]
     rows = prompt_budget.budget_of(
         layer.config, layer.pass_state, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
-        (*source.row_size, layer.rows_per_token),
+        source.token_size,
     ).by_row  # fmt: skip
     return each_head(rows, heads)
 

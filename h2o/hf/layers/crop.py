@@ -12,16 +12,57 @@ from typing import Any
 
 from torch import Tensor
 
+from h2o.borrowed import CROPS_TO_LENGTH
 from h2o.hf.call.attention_call import NewTokens
 from h2o.hf.families.layer_kinds import has_states, kind_of
+from h2o.hf.store.layer_contents import LayerContents
 from h2o.hf.store.layer_state import keys_of, restore, restore_keys, state_of
 
-__all__ = ["NO_RECORD", "LastPass", "crop"]
+__all__ = ["CroppableLayer", "LastPass", "columns_left", "crop"]
 
-NO_RECORD = (
+_NO_RECORD = (
     "an H2OCache cannot go back without a record: evicted keys cannot be restored. Call "
     "cache.activate_past_recording() before the forward pass of which tokens are to be taken back"
 )
+
+
+class CroppableLayer(LayerContents):
+    """The part of an `H2OLayer` that takes back tokens of the last forward pass."""
+
+    record_past = False
+    """Whether passes are recorded; transformers' name for it"""
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can take back tokens of the last forward pass; transformers asks before
+        it drafts."""
+        return self.record_past
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate()` may compile the steps: not those that may be taken back."""
+        return self.stepper.is_compileable and not self.record_past
+
+    def activate_past_recording(self) -> None:
+        """See `H2OCache.activate_past_recording`."""
+        self.record_past = True
+
+    def crop(self, tokens: int) -> None:
+        """See `H2OCache.crop`."""
+        left, last = columns_left(tokens, self.seen), self.last
+        if left == 0:
+            self.reset()
+        elif left < self.seen:
+            self.refuse_crop(left)
+            last.again(self, left)
+        self.last = None
+        self.form.forget()  # what belongs to the pass that was run again
+
+    def refuse_crop(self, left: int) -> None:
+        """Raises NotImplementedError where so few columns cannot be left."""
+        if self.last is None:
+            raise NotImplementedError(_NO_RECORD)
+        self.last.refuse(left, self.seen)
 
 
 class LastPass:
@@ -81,3 +122,15 @@ def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
         for layer, state in before:
             restore(layer, state)
         raise
+
+
+def columns_left(tokens: int, seen: int) -> int:
+    """Columns that `crop(tokens)` leaves of `seen`.
+
+    Raises:
+        ValueError: a number that this version of transformers does not take.
+    """
+    if not CROPS_TO_LENGTH and tokens > 0:
+        raise ValueError(f"crop({tokens}): give the tokens to remove as a negative number")
+    left = tokens if CROPS_TO_LENGTH and tokens >= 0 else seen + tokens
+    return min(max(left, 0), seen)

@@ -15,7 +15,6 @@ token's index in its own row, pads not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,36 +23,44 @@ from torch import Tensor
 from h2o import ops
 from h2o.config import H2OConfig
 from h2o.head_budgets import LayerShares
-from h2o.hf.call.attend_and_evict import attention, evicting
+from h2o.hf.call.attend_and_evict import evicting
 from h2o.hf.call.attention_call import (
     CACHE_HAS_NO_GRADIENT,
     AttentionCall,
     NewTokens,
     Undifferentiable,
     as_autocast,
-    as_operand,
     as_stored,
 )
 from h2o.hf.families import tensor_parallel
-from h2o.hf.layers.crop import NO_RECORD, LastPass
+from h2o.hf.forms.plain_form import PlainForm
+from h2o.hf.layers.crop import CroppableLayer, LastPass
+from h2o.hf.layers.steppers import EagerStepper
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.one_budget import Budgets, OneBudget, Prompt, positions_in
+from h2o.hf.prompt.one_budget import Budgets, Prompt, positions_in
+from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.hf.store import slot_layout
 from h2o.hf.store.layer_contents import LayerContents
 from h2o.hf.store.layer_state import restore, state_of
-from h2o.hf.store.pass_state import WITHOUT_CACHE, PassState, columns_left
+from h2o.hf.store.pass_state import WITHOUT_CACHE, PassState
 from h2o.hf.store.slot_layout import Capacity
 
 __all__ = ["H2OLayer"]
 
-PromptScores = Callable[[NewTokens, Tensor], tuple[Tensor, Tensor]]
-"""Scores and echo of a prompt, from its tokens and the attention [B, G, Q] that they received."""
 
-
-class H2OLayer(LayerContents):
+class H2OLayer(CroppableLayer):
     """One layer's store: at most k = sinks + heavy + recent keys of each row and head.
 
-    Takes a `H2OConfig` of its own, as `H2OConfig.for_layer` gives it.
+    What differs between layers is answered by three objects, which the layer hands itself:
+
+    - `form`: what slots hold of a token, and how attention reads them (`h2o.hf.forms`).
+    - `scorer`: which scores keys get (`h2o.hf.prompt.scorers`).
+    - `stepper`: how a pass after the prompt runs (`h2o.hf.layers.steppers`).
+
+    Args:
+        config: the layer's own, as `H2OConfig.for_layer` gives it.
+        pass_state: shared by the layers of a cache.
+        trace: whether to remember when each key was evicted.
     """
 
     def __init__(
@@ -62,6 +69,9 @@ class H2OLayer(LayerContents):
         layer_idx: int = 0,
         pass_state: PassState | None = None,
         *,
+        form: PlainForm | None = None,
+        scorer: AttentionScorer | None = None,
+        stepper: EagerStepper | None = None,
         trace: bool = False,
     ) -> None:
         super().__init__()
@@ -69,11 +79,11 @@ class H2OLayer(LayerContents):
         self.layer_idx = layer_idx
         self.pass_state = pass_state or PassState()
         self.policy = self.config.policy
+        self.form = form or PlainForm()
+        self.scorer = scorer or AttentionScorer()
+        self.stepper = stepper or EagerStepper()
         self.traced = trace
-        self.record_past = False  # transformers' name for it
         self.part = tensor_parallel.WHOLE  # which part of the model's heads this process has
-        self.one_budget: OneBudget | None = None  # of layers that share by echo
-        self.prompt_scores: PromptScores | None = None
         self.reset()
 
     # ---- One forward pass: update, then attend -----------------------------------------------
@@ -89,32 +99,33 @@ class H2OLayer(LayerContents):
             RuntimeError: an earlier layer's keys never got there.
             ValueError: another batch size, number of heads or shape.
         """
+        rows, values = self.form.rows(self, key_states, value_states)
         self.pass_state.refuse_interrupted()
         if self.slots is None:
-            if key_states.shape[0] == 0:
+            if rows.shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
-            self._refuse_shapes(key_states, value_states)
+            self._refuse_shapes(rows, values)
             # Under autocast keys have been rotated in float32; attention makes them as the values.
-            self.row_size = value_states.shape[-1], value_states.element_size()
-        elif key_states.shape[0] != self.batch_size:
-            self._refuse_rows(key_states.shape[0])
-        elif key_states.shape[1] != (heads := self.slots.free.shape[1]):
+            last = rows if values is None else values
+            self.row_size = last.shape[-1], last.element_size()
+        elif rows.shape[0] != self.batch_size:
+            self._refuse_rows(rows.shape[0])
+        elif rows.shape[1] != (heads := self.slots.free.shape[1]):
             raise ValueError(
                 f"this cache holds keys of {heads} heads in layer {self.layer_idx} and was given "
-                f"those of {key_states.shape[1]}: it is of another model, or of one that was cut "
+                f"those of {rows.shape[1]}: it is of another model, or of one that was cut "
                 "over another number of processes"
             )
-        elif self.slots.keys.device != key_states.device:  # of a file, or the model has moved
-            restore(self, state_of(self).each(lambda x: x.to(key_states.device)))
-        # A detached view is the cheapest one; where gradients are wanted the
-        # graph must stay, so that attention can refuse them.
-        key = key_states[:] if key_states.requires_grad else key_states.detach()
-        key.h2o_layer = self
+        elif self.slots.keys.device != rows.device:  # of a file, or the model has moved
+            restore(self, state_of(self).each(lambda x: x.to(rows.device)))
+        keys = self.form.handed_over(self, key_states, rows)
         self.pass_state.waiting = self.layer_idx
-        return key, value_states
+        return keys, value_states
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention of the new queries over what is held and the new keys; then eviction.
+
+        For a later layer that reuses the keys, attention alone.
 
         Returns:
             [B, Q, H, D]. When it raises, the layer is as it was before `update`.
@@ -123,6 +134,8 @@ class H2OLayer(LayerContents):
             UnsupportedError, TypeError, ValueError: the call is one that h2o does not serve.
             RuntimeError: the model is in training, or attends twice to the same keys.
         """
+        if self.form.reused_by and call.module.layer_idx in self.form.reused_by:
+            return self.form.attend_later(self, call)
         if call.wants_gradients():
             with torch.no_grad():
                 out = self.attend(call.detached())
@@ -130,10 +143,22 @@ class H2OLayer(LayerContents):
                 CACHE_HAS_NO_GRADIENT, out, call.query, call.key, call.value, call.sink_logits
             )
         try:
+            return self._attend(call)
+        finally:
+            self.form.end_call()
+
+    def _attend(self, call: AttentionCall) -> Tensor:
+        try:
             self._refuse(call)
             query, key, value = as_autocast(call.query, call.key, call.value)
             dtype = query.dtype
-            tokens = self._in_form_of_store(query, key, value, call)
+            tokens = self.form.tokens(self, query, key, value, call)
+            if self.slots is None or self.unscored:
+                self._meet(call.module)
+            if self.slots is not None and self.config.kv_dtype is None:
+                stored = self.slots.keys.dtype
+                if stored != dtype:  # autocast began, or ended, after what is held was stored
+                    tokens = tokens.to(stored)
         except Exception:
             self.forget_update()
             raise
@@ -156,13 +181,11 @@ class H2OLayer(LayerContents):
 
     def forward(self, tokens: NewTokens) -> Tensor:
         """As `attend`, for tokens in the dtype of the store; does not check the order of calls."""
-        if not self.holds_new:
-            return self._attention(tokens, self.slots)[0]
         if self.slots is None or self.unscored:
             return self._attend_prompt(tokens)
-        if tokens.query.shape[2] != 1:
-            return self._attend_chunk(tokens)
-        return self._attend_one(tokens)
+        if tokens.query.shape[2] != 1 or self.waits_for_pins:  # a step does not show a new score
+            return self.stepper.chunk(self, tokens)
+        return self.stepper.step(self, tokens)
 
     def forget_update(self) -> None:
         """Takes back an `update` whose keys attention refuses; nothing was stored yet."""
@@ -179,35 +202,11 @@ class H2OLayer(LayerContents):
             raise ValueError(WITHOUT_CACHE)
         call.refuse_training()
 
-    def _in_form_of_store(
-        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
-    ) -> NewTokens:
-        """The new tokens in the dtype of what is held; `call` has what else is known of them."""
-        if self.slots is None or self.unscored:
-            self.part = tensor_parallel.part(call.module)
-            if isinstance(self.config.shares, LayerShares):
-                self.config.shares.check_attention(call.module)
-        if self.slots is not None and self.config.kv_dtype is None:
-            dtype = self.slots.keys.dtype
-            if dtype != query.dtype:  # autocast began, or ended, after what is held was stored
-                query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        sinks = as_operand(call.sink_logits)
-        return NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
-
-    def _attend_one(self, tokens: NewTokens) -> Tensor:
-        """A decode step."""
-        if self.waits_for_pins:  # a new key's score is not in the hands of a step
-            return self._attend_chunk(tokens)
-        slots = self.slots
-        if self.capacity.tokens <= self.longest:
-            slots = self._with_capacity(self.longest + 1)
-        last = self._out
-        fits = last is not None and last.dtype == tokens.query.dtype  # autocast may have ended
-        out = self._step(tokens, slots, torch.empty_like(last) if fits else None)
-        self._out = out
-        self.longest += 1
-        self._count(1, tokens.mask)
-        return out
+    def _meet(self, module: Any) -> None:
+        """Learns at the prompt what the model's attention module says for all passes."""
+        self.part = tensor_parallel.part(module)
+        if isinstance(self.config.shares, LayerShares):
+            self.config.shares.check_attention(module)
 
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
         """The first forward pass, also over keys of a DynamicCache: sets the budgets."""
@@ -218,17 +217,18 @@ class H2OLayer(LayerContents):
         counts = prompt_budget.counted(tokens.mask, B, Q, self.config, self.pass_state)
         if unscored is not None:
             counts = [x + y for x, y in zip(counts, unscored.lengths.tolist(), strict=True)]
-        row_size, pins = (*self.row_size, self.rows_per_token), self.pass_state.pins
-        prompt_budget.begin_pins(self.pass_state, counts, tokens.mask, Q, row_size)
+        pins = self.pass_state.pins
+        if self.pass_state.is_first(self.layer_idx):  # which asks for all layers
+            prompt_budget.begin_pins(self.pass_state, counts, tokens.mask, Q, self.token_size)
         budget = prompt_budget.budget_of(
-            self.config, self.pass_state, counts, G, self.part, row_size
+            self.config, self.pass_state, counts, G, self.part, self.token_size
         )
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
-            out, scores = self._attention(tokens, unscored)
+            out, scores = self.attention(tokens, unscored)
             claims = None
-            if self.prompt_scores is not None and unscored is None:
-                scores, claims = self.prompt_scores(tokens, scores)
+            if unscored is None:
+                scores, claims = self.scorer.after_prompt(tokens, scores)
             prompt = Prompt(
                 tokens.key, tokens.value, tokens.mask, scores, claims, counts, Q, tokens.mask,
                 budget.by_row, pins.counts(B, self.config.sinks), budget.raised, budget.floored,
@@ -240,15 +240,14 @@ class H2OLayer(LayerContents):
             if pins:
                 positions, _ = positions_in(prompt.mask, prompt.scores)
                 prompt = prompt._replace(scores=pins.score(prompt.scores, positions))
-            if self.one_budget is None or claims is None:
-                self.store(prompt, budget.by_row)
-            else:
-                self.one_budget.take(self, prompt)
+            self.scorer.store(self, prompt)
         except Exception:  # the scores are all that attend has touched
             if unscored is not None:
                 unscored.scores.copy_(scores_before)
             raise
         return out
+
+    # ---- What form, scorer and stepper ask of the layer ----------------------------------------
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
         """Keeps what budgets of each row, and of each head or all, have room for."""
@@ -257,23 +256,26 @@ class H2OLayer(LayerContents):
         self.raised, self.floored, self.unscored = prompt.raised, prompt.floored, False
         self.prompt_columns = self.seen + prompt.columns
         self.waits_for_pins = bool(self.pass_state.pins)
-        self._count(prompt.columns, prompt.column_mask)
+        self.count(prompt.columns, prompt.column_mask)
 
-    def _attend_chunk(self, tokens: NewTokens) -> Tensor:
-        """A later forward pass of several tokens: a chunk of the prompt, a chat turn."""
-        Q = tokens.key.shape[2]
-        out = self._attend_and_evict(tokens, self._with_capacity(self.longest + Q))
-        self.longest += Q
-        self._count(Q, tokens.mask)
-        return out
+    def attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
+        """Output [B, Q, H, D] and scores [B, G, Q] of the new keys."""
+        out, received = self.form.attention(self, tokens, slots)
+        return out, self.scorer.scores(self, tokens, slots, received)
 
-    def _attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
+    def step(self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None) -> Tensor:
+        """Output [B, 1, H, D] of one token, which is stored; written to `out` where possible."""
+        if self.scorer.uses_attention:
+            return self.form.step(self, tokens, slots, out)
+        return self.attend_and_evict(tokens, slots)
+
+    def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attends over the slots and the new tokens, and keeps what the budget has room for of
         both."""
 
         def attend() -> tuple[Tensor, Tensor]:
             read = as_stored(tokens, slots) if tokens.query.shape[2] == 1 else tokens
-            out, scores = self._attention(read, slots)
+            out, scores = self.attention(read, slots)
             if self.waits_for_pins:
                 positions, _ = positions_in(tokens.mask, scores)
                 after = (positions + slots.lengths[:, None, None]).masked_fill(positions < 0, -1)
@@ -282,7 +284,9 @@ class H2OLayer(LayerContents):
 
         return evicting(attend, tokens, slots, self.policy)
 
-    def hold(
+    # ---- Slots for a prompt -------------------------------------------------------------------
+
+    def set_pruned(
         self, keys: Tensor, values: Tensor | None, mask: Tensor, scores: Tensor,
         by_row: Budgets, source: LayerContents,
     ) -> None:  # fmt: skip
@@ -292,7 +296,7 @@ class H2OLayer(LayerContents):
         self.row_size, self.seen = source.row_size, source.seen
         self.prompt_columns = source.seen
         self.waits_for_pins = bool(self.pass_state.pins)
-        self._count(0, None)
+        self.count(0, None)
 
     def _keep(
         self, keys: Tensor, values: Tensor | None, mask: Tensor | None, scores: Tensor,
@@ -301,10 +305,10 @@ class H2OLayer(LayerContents):
         """Makes slots that hold what the budgets have room for, of rows of at most so many
         tokens."""
         widest = [self.config.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
-        capacity = Capacity(widest, self._capacities(widest, tokens))
+        capacity = Capacity(widest, self.stepper.capacities(widest, tokens))
         slots = self._new_slots(keys, capacity.sizes, by_row)
         ops.evict(keys, values, scores, slots, mask=mask, policy=self.policy)
-        self._hold(slots, capacity)
+        self.set_slots(slots, capacity)
         self.longest = tokens
 
     def _new_slots(self, key: Tensor, sizes: list[int], by_row: Budgets) -> ops.Slots:
@@ -313,67 +317,14 @@ class H2OLayer(LayerContents):
             sizes,
             value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype,
-            shared=self.shared,
+            shared=not self.form.has_values,
         )
         budget = torch.tensor(by_row, dtype=torch.int32, device="cpu")
         slots.budget.copy_(budget.squeeze(1))
         return slots
 
-    def _capacities(self, widest: list[int], tokens: int) -> list[int]:
-        return slot_layout.capacities(widest, tokens)
-
-    def _step(
-        self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
-    ) -> Tensor:
-        step: Tensor = ops.step(
-            tokens.query,
-            tokens.key,
-            tokens.value,
-            slots,
-            mask=tokens.mask,
-            scale=tokens.scale,
-            softcap=tokens.softcap,
-            out=out,
-            sink_logits=tokens.sink_logits,
-            policy=self.policy,
-            **rotary,
-        )
-        return step
-
-    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
-        """Output [B, Q, H, D] and scores [B, G, Q] of the new keys."""
-        return attention(tokens, slots, self.policy)
-
-    # ---- Going back ---------------------------------------------------------------------------
-
-    def crop(self, tokens: int) -> None:
-        """See `H2OCache.crop`."""
-        left, last = columns_left(tokens, self.seen), self.last
-        if left == 0:
-            self.reset()
-        elif left < self.seen:
-            self.refuse_crop(left)
-            last.again(self, left)
-        self.last = None
-
-    def refuse_crop(self, left: int) -> None:
-        """Raises NotImplementedError where so few columns cannot be left."""
-        if self.last is None:
-            raise NotImplementedError(NO_RECORD)
-        self.last.refuse(left, self.seen)
-
     def reset(self) -> None:
         """Empties the layer and frees its memory."""
         super().reset()
-        if self.one_budget is not None:
-            self.one_budget.forget()
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether `crop` can take back tokens of the last forward pass; transformers asks before
-        it drafts."""
-        return self.record_past
-
-    def activate_past_recording(self) -> None:
-        """See `H2OCache.activate_past_recording`."""
-        self.record_past = True
+        self.form.forget()
+        self.scorer.reset()

@@ -136,9 +136,8 @@ class OneBudget:
         self.best = [prompt.scores.new_empty(0)] * B
         for config in self.configs.values():
             budget = prompt_budget.budget_of(
-                config, layer.pass_state, prompt.counts, G, layer.part,
-                (*layer.row_size, layer.rows_per_token),
-            )  # fmt: skip
+                config, layer.pass_state, prompt.counts, G, layer.part, layer.token_size
+            )
             by_row = each_head(budget.by_row, G)
             _, left = parted(by_row, config.sinks, config.floor, prompt.pinned)
             self.places = [x + y for x, y in zip(self.places, left, strict=True)]

@@ -29,8 +29,6 @@ class PromptBudget(NamedTuple):
 
     by_row: list[list[tuple[int, int]]]
     """(heavy, recent) of each row and each head, or one for all heads"""
-    widest: list[int]
-    """The largest budget k = sinks + heavy + recent of any row; of each head, or of all"""
     raised: bool
     """Whether, in some row, a fraction came to less than one token and was raised to one"""
     floored: bool
@@ -73,7 +71,7 @@ def begin_pins(
         return
     lengths = _lengths(pass_state.prompt_length, counts)
     pass_state.pins.begin(lengths, mask, columns)
-    for config in pass_state.configs:
+    for config in pass_state.configs.values():
         config = config if row_size is None else config.for_keys(*row_size)
         of_rows(config, lengths, pass_state.pins)
 
@@ -102,10 +100,9 @@ def budget_of(
     lengths = _lengths(pass_state.prompt_length, counts)
     config = config.for_keys(*row_size)
     by_row = levelled(of_rows(config, lengths, pass_state.pins), heads, part)
-    widest = [config.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
     lengths = list(filter(None, lengths))
     raised, floored = any(map(config.is_raised, lengths)), any(map(config.is_floored, lengths))
-    return PromptBudget(by_row, widest, raised, floored)
+    return PromptBudget(by_row, raised, floored)
 
 
 def of_rows(config: H2OConfig, lengths: list[int], pins: Pins) -> list[list[tuple[int, int]]]:

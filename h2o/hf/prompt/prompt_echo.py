@@ -25,21 +25,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o import ops
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
-from h2o.hf.call.attend_and_evict import attention
-from h2o.hf.call.attention_call import NewTokens, as_stored
+from h2o.hf.call.attention_call import NewTokens
 from h2o.hf.families.layer_kinds import full_layers
 from h2o.hf.prompt.echo import largest
-from h2o.hf.prompt.one_budget import positions_in
+from h2o.hf.prompt.one_budget import OneBudget, Prompt, positions_in
+from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.model_identity import describe, latent_row
 from h2o.policy import Policy
 
 __all__ = [
     "PART",
-    "PromptAttention",
+    "EchoScorer",
     "PromptEcho",
     "Served",
     "not_dealt",
@@ -117,31 +116,12 @@ def _rotary(config: Any) -> Rotary | str:
         return str(error).partition(": ")[2] or str(error)
 
 
-class PromptAttention:
-    """Makes the scores of a prompt, and of the tokens that follow it, by attention."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-
-    def received(self, tokens: NewTokens) -> Tensor:
-        """[B, G, Q] float32, the attention that the tokens of a first pass receive."""
-        return attention(tokens, None, self.policy)[1]
-
-    def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
-        """What a first pass makes: [B, Q, H, D], and [B, G, Q] float32 of the new keys."""
-        return attention(tokens, None, self.policy)
-
-    def step(self, token: NewTokens, slots: ops.Slots) -> tuple[Tensor, Tensor]:
-        """Output and score of one later token, whose attention is added to the slots' scores."""
-        return attention(as_stored(token, slots), slots, self.policy)
-
-
-class PromptEcho(PromptAttention):
+class PromptEcho:
     """Makes the scores of a prompt in one layer by echo."""
 
     def __init__(self, rotary: Rotary, layer: int, policy: Policy) -> None:
         """`rotary`: the model's. `policy`: `H2OConfig.policy`, whose `score_by` is "mean"."""
-        super().__init__(policy)
+        self.policy = policy
         self.rotary, self.is_rotated = rotary, rotary.turns(layer)
 
     def scores(self, tokens: NewTokens, received: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,7 +161,26 @@ class PromptEcho(PromptAttention):
             return 0
         return tokens.key.shape[2] if tokens.mask is None else int(tokens.mask.sum(1).max())
 
-    def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
-        """Output and scores of a first pass, by echo."""
-        out, received = super().prompt(tokens)
-        return out, self.scores(tokens, received)[0]
+
+class EchoScorer(AttentionScorer):
+    """Gives most of a prompt's attention out anew, to the keys that echo finds."""
+
+    def __init__(self, echo: PromptEcho, one_budget: OneBudget | None) -> None:
+        """`one_budget`: of the layers of a cache that share their places."""
+        self.echo, self.one_budget = echo, one_budget
+
+    def after_prompt(self, tokens: NewTokens, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `AttentionScorer.after_prompt`; claims are the keys' echo."""
+        return self.echo.scores(tokens, scores)
+
+    def store(self, layer: Any, prompt: Prompt) -> None:
+        """See `AttentionScorer.store`; with shared places the last layer's prompt stores all."""
+        if self.one_budget is None or prompt.claims is None:
+            super().store(layer, prompt)
+        else:
+            self.one_budget.take(layer, prompt)
+
+    def reset(self) -> None:
+        """See `AttentionScorer.reset`."""
+        if self.one_budget is not None:
+            self.one_budget.forget()

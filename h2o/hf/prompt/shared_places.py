@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from h2o.config import H2OConfig
+from h2o.hf.call.attend_and_evict import attention
 from h2o.hf.call.attention_call import NewTokens
 from h2o.hf.families import tensor_parallel
 from h2o.hf.prompt.one_budget import Budgets, OneBudget, Prompt, positions_in
@@ -91,8 +92,8 @@ class SharedPlaces:
         lengths = torch.tensor(prompts, dtype=torch.long, device=real.device)[:, None]
         mask = real & (real.cumsum(1) <= lengths)
         tokens = text._replace(mask=mask)
-        reader = PromptEcho(self._rotary, layer, config.policy)
-        scores, echo = reader.scores(tokens, reader.received(tokens))
+        _, received = attention(tokens, None, config.policy)
+        scores, echo = PromptEcho(self._rotary, layer, config.policy).scores(tokens, received)
         scores = pins.score(scores, positions_in(mask, scores)[0])
         pinned = pins.counts(len(prompts), config.sinks)
         prompt = Prompt(

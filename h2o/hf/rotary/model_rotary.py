@@ -1,6 +1,6 @@
 """A model's rotary embedding: the rotation of keys is undone, and done again at other positions.
 
-`h2o.hf.layers.cache_relative` needs it, and `h2o.hf.prompt.echo` rotates queries on. Rotary
+`h2o.hf.forms.cache_relative` needs it, and `h2o.hf.prompt.echo` rotates queries on. Rotary
 embeddings (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021) turn
 pairs of a key's elements by angles that grow with its position. Which elements are pairs, how many
 there are and what the angles are differs between models, so all of it is asked of the model's own
@@ -118,6 +118,7 @@ class Rotary:
         self.width = 0  # elements that are rotated, 2 F
         self._table: Tensor | None = None
         self._shifts: dict[tuple[int, int], Tensor] = {}
+        self._modules: dict[torch.device, Any] = {}  # copies of the module by device
         self._layer = -1
         self._ids: Tensor | None = None
         self._off: Tensor | None = None
@@ -148,6 +149,7 @@ class Rotary:
                 self.module = embedding(text)
         except Exception as error:  # of a config that no released model has
             raise LookupError(f"no {embedding.__name__}: {error}") from None
+        self._modules = {}
         by_type = borrowed.accepts(self.module.forward, "layer_type")
         rope, self._layer_type = text.rope_parameters, {}
         if by_type:
@@ -261,15 +263,6 @@ class Rotary:
         D = self.width
         return torch.cat([x[..., 0:D:2], x[..., 1:D:2], x[..., D:]], dim=-1)
 
-    def unhalved(self, x: Tensor) -> Tensor:
-        """What `halves` has made x [..., D] of."""
-        if not (self.adjacent or self.at_end):
-            return x
-        pairs, rest = x[..., : self.width], x[..., self.width :]
-        if self.adjacent:
-            pairs = pairs.unflatten(-1, (2, self.width // 2)).mT.flatten(-2)
-        return torch.cat([rest, pairs] if self.at_end else [pairs, rest], dim=-1)
-
     def table(self, ranks: int, device: Any = None) -> Tensor:
         """Angles of positions 0 to P - 1, [P, 2, F] float32, P >= `ranks`.
 
@@ -337,7 +330,11 @@ class Rotary:
         return torch.stack([cos / size, -sin / size], dim=-2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ids": None, "_off": None}
+        return {**self.__dict__, "_ids": None, "_off": None, "_table": None, "_shifts": {}}
+
+    def __deepcopy__(self, memo: Any) -> Rotary:
+        """A copy for another cache; the module, which is never changed, is the same."""
+        return copy.copy(self)
 
     def _angles(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, 1, Q, 2, F] float32: cosines and sines as the model makes them in a dtype."""
@@ -364,7 +361,11 @@ class Rotary:
 
     def _embedded(self, ids: Tensor, dtype: torch.dtype) -> Any:
         """What the model's rotary module makes of ids."""
+        module = self._modules.get(ids.device, self.module)
         # Modules whose angles depend on the length change with each call: so a copy.
-        module = copy.deepcopy(self.module) if self.by_length else self.module
+        if self.by_length or (module is self.module and not ids.is_cpu):
+            module = copy.deepcopy(self.module).to(ids.device)
+        if not self.by_length:
+            self._modules[ids.device] = module
         x = torch.zeros(1, dtype=dtype, device=ids.device)
-        return module.to(ids.device)(x, ids, **self._layer_type)
+        return module(x, ids, **self._layer_type)

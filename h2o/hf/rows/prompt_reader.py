@@ -17,7 +17,8 @@ from h2o.config import H2OConfig
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.compiled_forward import CompiledForward
 from h2o.hf.families.tuned_prompts import virtual_tokens
-from h2o.hf.layers.compiled import CompileableLayer
+from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.prompt.scorers import AttentionScorer
 
 __all__ = ["PromptReader"]
 
@@ -41,9 +42,7 @@ class PromptReader:
         if config.needs_prompt_length or virtual_tokens(model):
             return False
         return all(
-            type(layer) is CompileableLayer
-            and layer.one_budget is None
-            and layer.prompt_scores is None
+            type(layer) is H2OLayer and type(layer.scorer) is AttentionScorer
             for layer in H2OCache(model.config, config, compileable=True).layers
         )
 
@@ -54,7 +53,7 @@ class PromptReader:
     def emptied(self) -> H2OCache:
         """The cache, for the next prompt."""
         for layer in self._cache.layers:
-            layer.empty_in_place()
+            layer.stepper.empty_in_place(layer)
         self._cache.pass_state.reset()
         return self._cache
 

@@ -16,20 +16,21 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import H2OConfig
-from h2o.hf.call.attention_call import NewTokens
-from h2o.hf.prompt.prompt_echo import PromptAttention, PromptEcho
+from h2o.hf.call.attend_and_evict import attention
+from h2o.hf.call.attention_call import NewTokens, as_stored
+from h2o.hf.prompt.prompt_echo import PromptEcho
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store import slot_layout
 from h2o.hf.store.pins import Pins
 from h2o.hf.store.trace import by_column, not_held
 from h2o.policy import Policy
 
-__all__ = ["reader_of", "simulate"]
+__all__ = ["echo_of", "simulate"]
 
 
-def reader_of(rotary: Rotary, layer: int, config: H2OConfig, prompt: int) -> PromptEcho | None:
-    """What `simulate` takes, of a layer of a model. `prompt`: tokens of the longest prompt. None
-    where they are all sinks or a single one, whose scores echo does not change."""
+def echo_of(rotary: Rotary, layer: int, config: H2OConfig, prompt: int) -> PromptEcho | None:
+    """The echo of a layer of a model. `prompt`: tokens of the longest prompt. None where they are
+    all sinks or a single one, whose scores echo does not change."""
     return PromptEcho(rotary, layer, config.policy) if prompt > max(1, config.sinks) else None
 
 
@@ -37,7 +38,7 @@ def simulate(
     text: NewTokens,
     prompts: Sequence[int],
     by_row: list[list[tuple[int, int]]],
-    reader: PromptAttention,
+    echo: PromptEcho | None,
     policy: Policy,
     kv_dtype: str | None,
     pins: Pins,
@@ -48,7 +49,7 @@ def simulate(
         text: N tokens.
         prompts: tokens of each row that are read before the first eviction, at least 1.
         by_row: (heavy, recent) of each row and each head, or one for all heads.
-        reader: what makes the scores.
+        echo: what scores the prompts; None: attention.
         policy: `H2OConfig.policy`.
         pins: which know the prompts.
 
@@ -86,7 +87,10 @@ def simulate(
         evicted = not_held(slots, sizes, N) & (evicted_after < 0)
         evicted_after.copy_(torch.where(evicted, seen[:, None, None].int(), evicted_after))
 
-    out, scores = reader.prompt(text._replace(mask=early))
+    prompt = text._replace(mask=early)
+    out, scores = attention(prompt, None, policy)
+    if echo is not None:
+        scores, _ = echo.scores(prompt, scores)
     scores = pins.score(scores, positions)
     note(order.masked_fill(~early, N)[:, None], scores)
     ops.evict(text.key, text.value, scores, slots, mask=early, policy=policy)
@@ -96,7 +100,7 @@ def simulate(
     late = real & ~early
     for i in late.any(0).nonzero()[:, 0].tolist():
         one = text.columns(i, i + 1)._replace(mask=late[:, i : i + 1])
-        answer, score = reader.step(one, slots)
+        answer, score = attention(as_stored(one, slots), slots, policy)
         score = pins.score(score, positions[..., i : i + 1])
         note_held()
         note(order[:, i : i + 1].masked_fill(~late[:, i : i + 1], N)[:, None], score)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from h2o import ops, published_masks
-from h2o.config import VARIANTS, H2OConfig, one_config
+from h2o import ops
+from h2o.config import H2OConfig, one_config
 from h2o.errors import UnsupportedError
 from h2o.head_budgets import levelled
 from h2o.hf.attention.attention_hook import attending
@@ -31,13 +31,13 @@ from h2o.hf.families.latent_attention import latents_traced, over_latents
 from h2o.hf.families.layer_kinds import kind_of
 from h2o.hf.families.shared_keys import reusing
 from h2o.hf.families.wrapped import unwrapped
-from h2o.hf.layers import random_layer
-from h2o.hf.layers.visible_keys import VisibleKeys
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.prompt_echo import PromptAttention, served_as
+from h2o.hf.prompt.prompt_echo import served_as
 from h2o.hf.prompt.shared_places import SharedPlaces
 from h2o.hf.rotary.model_rotary import Rotary
-from h2o.hf.simulation import echo_simulation
+from h2o.hf.simulation import echo_simulation, random_simulation
+from h2o.hf.simulation.masks import Masks
+from h2o.hf.simulation.visible_keys import VisibleKeys
 from h2o.hf.store.pins import Pins
 from h2o.hf.store.retained import columns, retained
 from h2o.hf.support import transformers_layers
@@ -56,7 +56,7 @@ def simulated(
     model: Any,
     h2o_config: H2OConfig | None = None,
     *,
-    variant: str = "h2o",
+    masks: Masks | None = None,
     prompt_length: int | Sequence[int] = 1,
     ratio_of: str = "text",
     pinned: Pinned = None,
@@ -80,16 +80,16 @@ def simulated(
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
             `sinks`, `score_by`, `decay`, `value_weighted`, `kv_dtype`, `shares`,
             `min_tokens`, or one `budget`.
-        variant: "h2o", or "local", "global", "flexgen" for the authors' other masks, which take
-            only `heavy` and `recent`, without `min_tokens` (`h2o.simulation_mask` describes them).
-            "global" sees the future.
+        masks: a rule in place of the cache's, which takes only `heavy` and `recent`, without
+            `min_tokens`: `h2o.evaluation.published_masks.MASKS` has those that the authors of H2O
+            measured with (`h2o.simulation_mask` describes them).
         prompt_length: tokens before the first eviction, pads not counted, for all rows or one
             number per row. 1 evicts from the very beginning (Zhang et al., NeurIPS 2023,
-            Algorithm 1). "h2o" and "flexgen" only.
+            Algorithm 1). Not with masks that have no prompt.
         ratio_of: what fractional budgets are fractions of, in each row: its "text", or its
-            "prompt" (prompt_length; "h2o" and "flexgen" only), as in `H2OCache`.
+            "prompt" (prompt_length), as in `H2OCache`.
         pinned: as of `H2OCache`; "prompt" are the first `prompt_length` tokens. Texts are then read
-            token by token within each layer, which is slower. "h2o" only.
+            token by token within each layer, which is slower. Not with `masks`.
         trace: keep the last forward's evictions and scores, see `Simulation`.
         mass: keep the last forward's retained attention mass; costs about as much again.
 
@@ -104,19 +104,19 @@ def simulated(
     config = one_config(h2o_config, parameters).for_model(unwrapped(model))
     config, rotary, _ = served_as(model.config, config)
     pins = Pins.of(pinned, config.decay)
-    check(config, variant, prompt_length, ratio_of, pins)
+    check(config, masks, prompt_length, ratio_of, pins)
     layers = transformers_layers(model.config)
     budgets = [
         config.for_layer(i, len(layers)) if kind_of(layer) == "h2o" else None
         for i, layer in enumerate(layers)
     ]
     shared = reusing(model.config)
-    if shared and variant != "h2o":
+    if shared and masks is not None:
         raise UnsupportedError(
-            f"variant {variant!r}: not simulated where layers attend to the keys of others"
+            f"masks {masks.name!r}: not simulated where layers attend to the keys of others"
         )
     simulation = Simulation(
-        budgets, variant, prompt_length, ratio_of, trace, mass, shared, rotary, pins
+        budgets, masks, prompt_length, ratio_of, trace, mass, shared, rotary, pins
     )
     tracing = latents_traced(unwrapped(model))
     attended = [*simulation.layers(), *itertools.chain(*shared.values())]
@@ -134,7 +134,7 @@ class Simulation:
     def __init__(
         self,
         budgets: list[H2OConfig | None],
-        variant: str,
+        masks: Masks | None,
         prompt_length: int | Sequence[int],
         ratio_of: str,
         trace: bool,
@@ -144,7 +144,7 @@ class Simulation:
         pins: Pins,
     ) -> None:
         """`rotary`: of a config that ranks prompts by echo."""
-        self._budgets, self._variant = budgets, variant
+        self._budgets, self._masks = budgets, masks
         self._prompt_length, self._ratio_of = prompt_length, ratio_of
         self._evicted_at: dict[int, Tensor] | None = {} if trace else None
         self._scores: dict[int, Tensor] | None = {} if trace else None
@@ -172,13 +172,13 @@ class Simulation:
         keys held at the end have N. Without pads there both have N. `H2OCache.evicted_at` is the
         same where each forward pass brought one column.
 
-        The other variants have a row for each query head, [B, H, N] ("flexgen" the same one for
-        all of a group), and N for what the last token evicts, wherever the pads are.
+        With `masks` there is a row for each query head, [B, H, N], and N for what the last token
+        evicts, wherever the pads are.
         """
         return _asked_for(self._evicted_at, "trace", layer_idx)
 
     def scores(self, layer_idx: int) -> Tensor:
-        """float32 [B, G, N]: each key's score at the end, or at its eviction. "h2o" only."""
+        """float32 [B, G, N]: each key's score at the end, or at its eviction. Not with `masks`."""
         return _asked_for(self._scores, "trace", layer_idx)
 
     def retained_mass(self, layer_idx: int, *, per_token: bool = False) -> Tensor:
@@ -216,7 +216,7 @@ class Simulation:
         pins = dataclasses.replace(self._pins)  # of this call: several threads may run
         prompts, budgets = self._resolve(config, lengths, pins, mask)
         q, k, v = query.detach(), key.detach(), value.detach()
-        if self._variant == "h2o":
+        if self._masks is None:
             part = tensor_parallel.part(call.module)
             by_row = levelled(budgets, k.shape[1], part)
             text = NewTokens(
@@ -236,15 +236,13 @@ class Simulation:
                 visible = VisibleKeys(evicted_at, prompts, config.kv_dtype)
                 vars(self._here)[str(call.layer)] = visible
         elif call.softcap:
-            raise UnsupportedError(f"variant {self._variant!r} has no soft-capped logits")
+            raise UnsupportedError(f"masks {self._masks.name!r} have no soft-capped logits")
         elif call.sink_logits is not None:
-            raise UnsupportedError(f"variant {self._variant!r} has no learned sinks")
+            raise UnsupportedError(f"masks {self._masks.name!r} have no learned sinks")
         else:
             pairs = [heads[0] for heads in budgets]
             rows = columns(mask, B, N, q.device)
-            out, evicted_at = published_masks.attend_rows(
-                self._variant, q, k, v, rows, prompts, pairs, call.scale
-            )
+            out, evicted_at = self._masks.attend_rows(q, k, v, rows, prompts, pairs, call.scale)
         if self._evicted_at is not None:
             self._evicted_at[call.layer] = evicted_at
         if self._mass is not None:
@@ -257,18 +255,15 @@ class Simulation:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`h2o.ops.simulate` of the tokens of a whole text."""
         if config.score_by == "random":
-            return random_layer.simulate(
+            return random_simulation.simulate(
                 text, prompts, by_row, config.sinks, config.kv_dtype, layer, part, pins
             )
-        reader: PromptAttention | None = None
+        echo = None
         if self._rotary is not None:
-            longest = max(prompts, default=0)
-            reader = echo_simulation.reader_of(self._rotary, layer, config, longest)
-        if reader is None and pins:
-            reader = PromptAttention(config.policy)
-        if reader is not None:
+            echo = echo_simulation.echo_of(self._rotary, layer, config, max(prompts, default=0))
+        if echo is not None or pins:
             return echo_simulation.simulate(
-                text, prompts, by_row, reader, config.policy, config.kv_dtype, pins
+                text, prompts, by_row, echo, config.policy, config.kv_dtype, pins
             )
         device = text.query.device
         simulated: tuple[Tensor, Tensor, Tensor] = ops.simulate(
@@ -300,38 +295,36 @@ class Simulation:
             min(prompt, n) if self._ratio_of == "prompt" else n
             for prompt, n in zip(prompts, lengths, strict=True)
         ]
-        if self._variant == "h2o":
+        if self._masks is None:
             first = [min(prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
             pins.begin(first, mask, max(lengths) if mask is None else mask.shape[1])
             return list(prompts), prompt_budget.of_rows(config, bases, pins)
         budgets = [[config.truncated(n)] for n in bases]
-        if self._variant == "flexgen" and [(0, 0)] in budgets and min(lengths) > 0:
+        if self._masks.has_prompt and [(0, 0)] in budgets and min(lengths) > 0:
             raise ValueError(
-                f"variant 'flexgen': heavy={config.heavy} and recent={config.recent} of a text of "
-                f"{min(lengths)} tokens leave a budget of 0 tokens"
+                f"masks {self._masks.name!r}: heavy={config.heavy} and recent={config.recent} of a "
+                f"text of {min(lengths)} tokens leave a budget of 0 tokens"
             )
         return list(prompts), budgets
 
 
 def check(
     config: H2OConfig,
-    variant: str,
+    masks: Masks | None,
     prompt_length: int | Sequence[int],
     ratio_of: str,
     pins: Pins | None = None,
 ) -> None:
     """ValueError for arguments of `simulated` that do not go together, whatever the model."""
-    if variant not in ("h2o", *VARIANTS):
-        raise ValueError(f"variant must be h2o, {', '.join(VARIANTS)}, not {variant!r}")
     if config.positions != "original":
         raise ValueError(
             "a simulation cannot roll positions: in one forward pass every key has one. Use "
             'positions="original", or the real cache (h2o.patched, --protocol drop)'
         )
     plain = (config.policy, config.shares, config.kv_dtype) == (Policy(), None, None)
-    if variant != "h2o" and (pins or not plain):
+    if masks is not None and (pins or not plain):
         raise ValueError(
-            f"variant {variant!r} takes heavy and recent only, no sinks, score_by, decay, "
+            f"masks {masks.name!r} take heavy and recent only, no sinks, score_by, decay, "
             "value_weighted, shares, kv_dtype or pinned"
         )
     prompts = prompt_length if isinstance(prompt_length, Sequence) else [prompt_length]
@@ -342,9 +335,10 @@ def check(
         )
     if ratio_of not in ("text", "prompt"):
         raise ValueError(f'ratio_of must be "text" or "prompt", not {ratio_of!r}')
-    if variant in ("local", "global") and (set(prompts) != {1} or ratio_of == "prompt"):
+    no_prompt = masks is not None and not masks.has_prompt
+    if no_prompt and (set(prompts) != {1} or ratio_of == "prompt"):
         raise ValueError(
-            f'variant {variant!r} has no prompt: leave prompt_length at 1 and ratio_of at "text"'
+            f'masks {masks.name!r} have no prompt: leave prompt_length at 1 and ratio_of at "text"'
         )
 
 

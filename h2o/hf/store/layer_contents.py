@@ -38,14 +38,14 @@ class LayerContents(CacheLayerMixin):
 
     kind = "h2o"
     is_sliding = False
-    is_compileable = False
     supports_early_init = False
-    shared = False
-    """Whether the keys are the values too, so that the slots have no values."""
 
     config: H2OConfig
     layer_idx: int
     pass_state: PassState
+    form: Any
+    scorer: Any
+    stepper: Any
     traced: bool
 
     def take_over(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
@@ -53,12 +53,13 @@ class LayerContents(CacheLayerMixin):
 
         All of them, with scores of 0, until the next forward pass has scored and pruned them.
         """
+        keys, values = self.form.rows(self, keys, values)
         self._refuse_shapes(keys, values)
         self.row_size = keys.shape[-1], keys.element_size()
         slots = slot_layout.filled(keys, values, mask, value_weighted=self.config.value_weighted)
-        self._hold(slots, Capacity(self.capacity.widest, slot_layout.sizes(slots)))
+        self.set_slots(slots, Capacity(self.capacity.widest, slot_layout.sizes(slots)))
         self.unscored = True
-        self._count(keys.shape[2], mask)
+        self.count(keys.shape[2], mask)
 
     def take_row(self, row: int, source: LayerContents, rows: int, longest: int) -> None:
         """Row `row` of `rows` becomes what the one row of another layer is, in place.
@@ -74,10 +75,10 @@ class LayerContents(CacheLayerMixin):
             raise ValueError(f"a row is to be taken from a batch of {source.batch_size} rows")
         if self.slots is None:
             self.row_size, self.seen = source.row_size, source.seen
-            self._hold(slot_layout.rows_like(source.slots, rows), source.capacity)
+            self.set_slots(slot_layout.rows_like(source.slots, rows), source.capacity)
         capacity, others = self.capacity, source.capacity
         widest = list(map(max, capacity.widest, others.widest))
-        needed = self._capacities(widest, longest)
+        needed = self.stepper.capacities(widest, longest)
         sizes = list(map(max, needed, capacity.sizes, others.sizes))
         slots = self.slots
         if sizes != capacity.sizes:
@@ -86,19 +87,19 @@ class LayerContents(CacheLayerMixin):
         if sizes != others.sizes:
             joining = slot_layout.enlarged(joining, others.sizes, sizes)
         slot_layout.put_row(slots, row, joining)
-        self._hold(slots, Capacity(widest, sizes))
+        self.set_slots(slots, Capacity(widest, sizes))
         self.longest = longest
 
     def choose(self, rows: Tensor | None) -> None:
         """From the next decode step on a batch is these rows, [n] int32, each once; None: all."""
-        self._hold(self.slots._replace(rows=rows), self.capacity)
+        self.set_slots(self.slots._replace(rows=rows), self.capacity)
 
     def row_bytes(self) -> int:
         """Bytes of all tensors that a row takes once its budget is full."""
         widest = self.capacity.widest
         return slot_layout.row_bytes(self.slots, slot_layout.capacities(widest, max(widest)))
 
-    def _count(self, Q: int, mask: Tensor | None) -> None:
+    def count(self, Q: int, mask: Tensor | None) -> None:
         """Q more columns have been seen."""
         self.seen += Q
         if self.waits_for_pins:
@@ -127,16 +128,16 @@ class LayerContents(CacheLayerMixin):
             "cache.reset()"
         )
 
-    def _with_capacity(self, tokens: int) -> ops.Slots:
+    def make_room(self, tokens: int) -> ops.Slots:
         """The slots, enlarged where rows of so many tokens and the next one might not fit."""
         if tokens > self.capacity.tokens:
             capacity = self.capacity.larger(tokens)
-            self._hold(
+            self.set_slots(
                 slot_layout.enlarged(self.slots, self.capacity.sizes, capacity.sizes), capacity
             )
         return self.slots
 
-    def _hold(self, slots: ops.Slots | None, capacity: Capacity) -> None:
+    def set_slots(self, slots: ops.Slots | None, capacity: Capacity) -> None:
         """Sets the layer's slots."""
         if slots is not None:
             slots = ops.Slots(*(None if x is None else slot_layout.writable(x) for x in slots))
@@ -145,7 +146,8 @@ class LayerContents(CacheLayerMixin):
         self.is_initialized = slots is not None
         batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
         self.batch_size = 0 if batch is None else len(batch)
-        self._out: Tensor | None = None  # the last decode step's output, in the query's dtype
+        self.form.slots_changed()
+        self.stepper.slots_changed(self)
 
     # ---- For transformers --------------------------------------------------------------------
 
@@ -171,9 +173,19 @@ class LayerContents(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: slots are made when the prompt's length is known."""
 
-    def get_seq_length(self) -> int:
+    @property
+    def seen(self) -> int:
+        """Columns seen, pads included."""
+        columns: int = self.stepper.seen
+        return columns
+
+    @seen.setter
+    def seen(self, columns: int) -> None:
+        self.stepper.seen = columns
+
+    def get_seq_length(self) -> Any:
         """Columns seen, pads and evicted tokens included: positions go on counting from here."""
-        return self.seen
+        return self.stepper.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the mask: the new tokens alone; what is held is always visible."""
@@ -191,18 +203,17 @@ class LayerContents(CacheLayerMixin):
 
     def empty(self) -> None:
         """As `reset`; of a layer that has states beside its keys, these stay."""
-        self._hold(None, Capacity([0], []))
+        self.set_slots(None, Capacity([0], []))
         self.seen = 0
         self.longest = 0  # upper bound of the tokens of the longest row
         self.prompt_columns = 0
         self.row_size = (0, 0)  # D, and bytes of an element as the model gives it
         self.unscored = False  # whether all keys are a DynamicCache's, whose scores are still 0
-        self.holds_new = True  # else a pass gives what is held scores, and nothing is stored
         self.raised = False  # whether a budget below one token was rounded up to one
         self.floored = False  # whether a head has `min_tokens` keys, more than its fraction
         self.waits_for_pins = False  # whether tokens that are pinned are still to come
         self.trace = Trace() if self.traced else None
-        self.last: Any = None  # where passes are recorded: a LastPass, see H2OLayer.crop
+        self.last: Any = None  # the last forward pass, where passes are recorded
         self.pass_state.waiting = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -223,7 +234,7 @@ class LayerContents(CacheLayerMixin):
         if self.slots is not None:
             rows = {name: getattr(self.slots, name) for name in PER_ROW}
             changed = {name: None if x is None else change(x) for name, x in rows.items()}
-            self._hold(self.slots._replace(**changed), self.capacity)
+            self.set_slots(self.slots._replace(**changed), self.capacity)
             self.last = None  # of other rows
             if self.trace is not None:
                 self.trace.each(change)
@@ -246,39 +257,45 @@ class LayerContents(CacheLayerMixin):
         """Keys and values [B, G, K, D] in the order of `kept`; 0 where fewer are held."""
         if self.slots is None:
             return _empty(4), _empty(4)
-        fields = ("keys",) if self.shared else ("keys", "values")
-        rows = slot_layout.held(self.slots, self.capacity.sizes, **dict.fromkeys(fields, 0.0))
-        keys, values = (dequantised(rows[i], self.row_size[0]) for i in (0, -1))
-        return keys, values
+        fields = dict.fromkeys(self._row_fields, 0.0)
+        return self._read(slot_layout.held(self.slots, self.capacity.sizes, **fields))
 
     def by_slot(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another. Waits for no
         device, and copies nothing of a store without bytes or budgets by head."""
-        fields = ("keys",) if self.shared else ("keys", "values")
-        rows = [slot_layout.by_head(self.slots, self.capacity.sizes, name) for name in fields]
-        keys, values = (dequantised(rows[i], self.row_size[0]) for i in (0, -1))
-        return keys, values
+        sizes = self.capacity.sizes
+        return self._read([slot_layout.by_head(self.slots, sizes, x) for x in self._row_fields])
 
     @property
-    def rows_per_token(self) -> int:
-        """Of each key/value head: a key and a value, or one that is both."""
-        return 1 if self.shared else 2
+    def _row_fields(self) -> tuple[str, ...]:
+        return ("keys", "values") if self.form.has_values else ("keys",)
+
+    def _read(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The model's keys and values of what slots hold."""
+        D, _ = self.row_size
+        read: tuple[Tensor, Tensor] = self.form.read(*(dequantised(rows[i], D) for i in (0, -1)))
+        return read
+
+    @property
+    def token_size(self) -> tuple[int, int, int]:
+        """Elements of a row, bytes of each as the model gives it, and rows of a token and head."""
+        return *self.row_size, self.form.rows_per_token
 
     def report(self) -> LayerReport:
         """Numbers of this layer; see `h2o.hf.store.report`."""
         if self.slots is None:
             return LayerReport(self.layer_idx, "h2o")
+        figures = slot_layout.figures(self.slots, self.capacity.sizes, self.config.sinks)
+        if not self.scorer.uses_attention:
+            figures |= {"mass_evicted": math.nan, "mass_kept": math.nan}
         return LayerReport(
             layer=self.layer_idx,
             kind="h2o",
-            bytes_full=self.rows_per_token
-            * self.seen
-            * self.slots.free.numel()
-            * math.prod(self.row_size),
+            bytes_full=self.seen * self.slots.free.numel() * math.prod(self.token_size),
             raised=self.raised,
             floored=self.floored,
             unscored=self.unscored,
-            **slot_layout.figures(self.slots, self.capacity.sizes, self.config.sinks),
+            **figures,
         )
 
 

@@ -98,12 +98,12 @@ def restore_keys(layer: Any, state: State) -> None:
         return
     layer.empty()
     fields = _unnamed(_SLOTS, state.tensors)
-    if fields and layer.shared:
+    if fields and not layer.form.has_values:
         fields["values"] = None
     slots = ops.Slots(**fields) if fields else None
     if slots is not None:  # what was held elsewhere may go on with a step
         ops.open_device(slots.keys)
-    layer._hold(slots, Capacity(list(state.numbers["widest"]), sizes(slots) if slots else []))
+    layer.set_slots(slots, Capacity(list(state.numbers["widest"]), sizes(slots) if slots else []))
     early = {"part": WHOLE, "floored": False, "waits_for_pins": False}  # files have none of these
     numbers = early | state.numbers
     for name in _NUMBERS:

@@ -10,18 +10,17 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from h2o.borrowed import CROPS_TO_LENGTH, calls_a_module
-from h2o.hf.families.layer_kinds import has_states, kind_of
+from h2o.borrowed import calls_a_module
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store.pins import Pins
 
-__all__ = ["WITHOUT_CACHE", "PassState", "columns_left", "refuse_broken"]
+__all__ = ["WITHOUT_CACHE", "PassState", "refuse_broken"]
 
 WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token; "
@@ -42,9 +41,18 @@ class PassState:
     """
 
     def __init__(
-        self, prompt_length: Any = None, layers: Sequence[Any] = (), last: int = 0
+        self,
+        prompt_length: Any = None,
+        kinds: Sequence[str] = ("h2o",),
+        last: int = 0,
+        has_states: bool = False,
     ) -> None:
-        """`last`: the last layer that attends to keys of an earlier one, if any does."""
+        """
+        Args:
+            kinds: of the layers (`h2o.hf.families.layer_kinds`).
+            last: the last layer that attends to keys of an earlier one, if any does.
+            has_states: whether some layers have states.
+        """
         if hasattr(prompt_length, "tolist"):  # a tensor or an array
             prompt_length = prompt_length.tolist()
         if prompt_length is not None and not isinstance(prompt_length, Sequence):
@@ -58,13 +66,12 @@ class PassState:
         self.prompt_length: int | Sequence[int] | None = prompt_length
         """Tokens of the whole prompt, where it is known to come in chunks."""
         self.pins = Pins()
-        self.configs: Sequence[Any] = ()
-        """Configs of the H2O layers"""
-        kinds = [kind_of(layer) for layer in layers] or ["h2o"]
+        self.configs: Mapping[int, Any] = {}
+        """Configs of the H2O layers, by their number"""
         storing = [index for index, kind in enumerate(kinds) if kind not in ("none", "cross")]
         self.first, self.last = storing[0], max(storing[-1], last)
         """The layers that come first and last to the cache in every forward pass."""
-        self._has_states = any(map(has_states, layers))
+        self._has_states = has_states
         self._ends_in_states = kinds[self.last] == "states"
         self.rereads_after: float | None = None
         """See `h2o.hf.support.rereads_after`"""
@@ -97,6 +104,10 @@ class PassState:
         if isinstance(self.prompt_length, Sequence):
             self.repeat_to(int(rows.max()) + 1)
             self.prompt_length = [self.prompt_length[row] for row in rows.tolist()]
+
+    def is_first(self, layer: int) -> bool:
+        """Whether a layer is the first one of h2o's."""
+        return layer == next(iter(self.configs), layer)
 
     def enter(self) -> None:
         """To be called before a layer gets new keys. RuntimeError during another thread's pass."""
@@ -188,18 +199,6 @@ class PassState:
                 "its end: a cache is one conversation, so make one cache per thread (or "
                 "h2o.patched(), which makes one for each call)"
             )
-
-
-def columns_left(tokens: int, seen: int) -> int:
-    """How many of so many columns crop(tokens) leaves.
-
-    Raises:
-        ValueError: a number that this version of transformers does not take.
-    """
-    if not CROPS_TO_LENGTH and tokens > 0:
-        raise ValueError(f"crop({tokens}): give the tokens to remove as a negative number")
-    left = tokens if CROPS_TO_LENGTH and tokens >= 0 else seen + tokens
-    return min(max(left, 0), seen)
 
 
 def _never_attended(layer: int) -> str:

@@ -378,6 +378,15 @@ int cuLaunchKernel(function *f, unsigned x, unsigned y, unsigned z, unsigned blo
     });
 }
 
+int cuMemsetD8Async(char *to, unsigned char value, size_t bytes, void *handle) {
+    BEGIN("cuMemsetD8Async");
+    NEEDS_CONTEXT;
+    stream *const s = find_stream(handle);
+    if (!s) return INVALID_HANDLE;
+    if (!find_memory(to, bytes)) return INVALID_VALUE;
+    return queue_job(s, [=] { return memset(to, value, bytes), OK; });
+}
+
 /* ---- What tests and their tensors call ----------------------------------- */
 
 int cuCtxCreate_v2(context **c, unsigned, int device) {
@@ -503,6 +512,12 @@ const char *fake_branch(unsigned i) {
 void fake_fault(const char *entry, int nth, int code) {
     const std::lock_guard<std::recursive_mutex> guard(lock);
     fault = {entry, calls[entry] + nth, code};
+}
+
+/* The next kernel with more blocks than these ends after them, with an error. */
+void fake_stop_after(unsigned blocks) {
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+    shim_stop_after(blocks);
 }
 
 /* Flips a bit in the first result of this kernel; "": of none. */

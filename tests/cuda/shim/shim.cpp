@@ -350,6 +350,10 @@ const char *shim_kernel(size_t i) {
     return k ? k->name : nullptr;
 }
 
+static uint64_t blocks_until_stop = UINT64_MAX;
+
+void shim_stop_after(unsigned blocks) { blocks_until_stop = blocks; }
+
 int shim_launch(const char *name, const void *params, size_t size, char *workspace,
                 const unsigned grid[3], unsigned block, unsigned shared) {
     const shim_registration *const k = find_kernel(name);
@@ -379,6 +383,11 @@ int shim_launch(const char *name, const void *params, size_t size, char *workspa
     fiber_here(&now.scheduler);
     for (uint64_t i = 0; i < blocks && !now.failed; i++) {
         const uint64_t at = (i + seed * 7919) % blocks;
+        if (i == blocks_until_stop) {
+            fail("%s: stopped after %llu blocks", name, (unsigned long long)i);
+            blocks_until_stop = UINT64_MAX;
+            break;
+        }
         now.at = {(unsigned)(at % grid[0]), (unsigned)(at / grid[0] % grid[1]),
                   (unsigned)(at / grid[0] / grid[1])};
         run_block(shared, &used);

@@ -47,6 +47,7 @@ extern "C" const char *shim_kernel(size_t i);       /* the name of one of all, N
 
 /* Fills memory with 0xff, which MemorySanitizer then takes for uninitialised. */
 extern "C" void shim_unset(void *p, size_t bytes);
+extern "C" void shim_stop_after(unsigned blocks); /* the next launch of more blocks fails there */
 
 /* A kernel; all are in a list. */
 struct shim_registration {
@@ -190,27 +191,18 @@ DEVICE uint32_t subtract_bf16(uint32_t a, uint32_t b) {
 DEVICE const char *one_address(const char *p) { return p; }
 
 /* MemorySanitizer takes whatever an atomic operation has touched for initialised. */
-template <int ORDER> DEVICE uint32_t shim_count(uint32_t *counter, uint32_t n) {
+template <int ORDER> DEVICE uint32_t shim_count(uint32_t *counter) {
 #ifdef SHIM_MSAN
     const uint32_t before = *counter;
-    *counter += n;
+    *counter += 1;
     return before;
 #else
-    return __atomic_fetch_add(counter, n, ORDER);
+    return __atomic_fetch_add(counter, 1u, ORDER);
 #endif
 }
 
-DEVICE void count_shared(uint32_t *counter) { shim_count<__ATOMIC_RELAXED>(counter, 1); }
-DEVICE uint32_t count_release(uint32_t *counter, uint32_t n) {
-    return shim_count<__ATOMIC_ACQ_REL>(counter, n);
-}
-DEVICE uint32_t load_counter(const uint32_t *counter) {
-#ifdef SHIM_MSAN
-    return *counter;
-#else
-    return __atomic_load_n(counter, __ATOMIC_RELAXED);
-#endif
-}
+DEVICE void count_shared(uint32_t *counter) { shim_count<__ATOMIC_RELAXED>(counter); }
+DEVICE uint32_t count_release(uint32_t *counter) { return shim_count<__ATOMIC_ACQ_REL>(counter); }
 
 extern "C" void shim_misaligned(const void *p, int bytes);
 DEVICE void check_alignment(const void *p, int bytes = 16) {

@@ -11,10 +11,14 @@ H2O_STANDIN_WRONG=h2o_cuda_step has that kernel answer wrongly.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
+import shutil
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +41,6 @@ ANSWERS = {
     "get_device_name": "Fake GPU 0",
     "is_current_stream_capturing": False,
     "init": None,
-    "set_sync_debug_mode": None,
     "_sleep": None,
     "reset_peak_memory_stats": None,
     "memory_allocated": 0,
@@ -49,8 +52,22 @@ ANSWERS = {
 """What functions of torch.cuda return."""
 
 
+READS = {
+    Tensor.item, Tensor.tolist, Tensor.nonzero, Tensor.__bool__, Tensor.__int__,
+    Tensor.__float__, Tensor.__index__, Tensor.cpu, torch.nonzero,
+}  # fmt: skip
+"""Functions that wait for a device."""
+
+
 class OnDevice(TorchFunctionMode):
+    may_wait = True
+
+    def set_sync_debug_mode(self, mode: str) -> None:
+        self.may_wait = mode == "default"
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS and not self.may_wait:
+            raise RuntimeError(f"{func.__name__} waits for the device")
         if func in SAID:
             return SAID[func]
         if func is torch.device:
@@ -134,6 +151,14 @@ def nothing(*arguments: Any) -> Any:
     yield
 
 
+def empty_kernels(image: bytes) -> Path:
+    """A file that the fake driver takes for compiled kernels, where none are built."""
+    path = Path(tempfile.mkdtemp()) / "kernels.fatbin"
+    path.write_bytes(image)
+    atexit.register(shutil.rmtree, path.parent)
+    return path
+
+
 def start() -> None:
     from h2o.backends import cuda, kernel_check
     from tests.cuda import device
@@ -142,6 +167,8 @@ def start() -> None:
     if kernel := os.environ.get("H2O_STANDIN_WRONG"):
         driver.flip(kernel)
     kernels = device.carried(driver, device.operations(driver, setattr))
+    if not cuda.FATBIN.is_file():
+        cuda.FATBIN = empty_kernels(device.IMAGE)
 
     def make(name: str) -> Any:
         run = getattr(kernels, name)
@@ -157,7 +184,9 @@ def start() -> None:
     torch.cuda.stream = torch.cuda.device = nothing
     torch.cuda.Stream, torch.cuda.Event = Stream, Event
     torch.cuda.graph, torch.cuda.CUDAGraph = capture, CUDAGraph
-    OnDevice().__enter__()
+    mode = OnDevice()
+    torch.cuda.set_sync_debug_mode = mode.set_sync_debug_mode
+    mode.__enter__()
 
 
 start()

@@ -1,5 +1,0 @@
-"""What eviction costs: lm-eval tasks, summaries and perplexity, by simulation or a real cache.
-
-`h2o eval` is the command line (`h2o.cli.eval_command`). For lm-eval's Python interface, import
-`h2o.evaluate.lm`, which registers the model "h2o" there.
-"""

@@ -1,0 +1,65 @@
+"""Whether settings go with a model, which is asked before anything that takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from h2o.config import H2OConfig
+from h2o.errors import UnsupportedError, UserError
+from h2o.evaluation.setting import Setting
+from h2o.kv_dtype import stored_bytes
+from h2o.model_identity import describe, latent_row
+
+__all__ = ["check_fit", "try_on"]
+
+
+def check_fit(settings: Iterable[Setting], *, full_cache: bool = False) -> Callable[[Any], None]:
+    """What `h2o.models.load_model` calls with a model's config and then with the model.
+
+    Args:
+        settings: to be tried one after the other.
+        full_cache: whether "full" is an `H2OCache` too, and not what transformers has.
+
+    Returns:
+        a function of a model or its config that raises UserError for the first setting that does
+        not go with it, by its name.
+    """
+    tried = [(x.name, x.config) for x in settings if full_cache or x.variant != "full"]
+
+    def check(model: Any) -> None:
+        for name, config in tried:
+            try:
+                try_on(model, config)
+            except (TypeError, ValueError) as error:
+                raise UserError(f"{name}: {error}") from error
+
+    return check
+
+
+def try_on(model: Any, h2o_config: H2OConfig) -> None:
+    """Makes what a cache of this config needs to know of a model, or of one with this config.
+
+    Raises: `UnsupportedError` for a model that h2o cannot serve, or not in this way; ValueError for
+    a profile of another model, or a `kv_dtype` that its head dimension does not go with; TypeError
+    for a model in float64.
+    """
+    from h2o import borrowed
+    from h2o.hf.cache.cache import H2OCache
+    from h2o.hf.support import supports
+
+    config = getattr(model, "config", model)
+    if model is config:
+        if not (support := supports(config)):
+            raise UnsupportedError(f"h2o cannot serve {support.model_type}: {support.reason}")
+    elif str(model.dtype) == "torch.float64":
+        raise TypeError("h2o computes in float32, float16 and bfloat16, not in float64")
+    elif not borrowed.can_set_attention(model):
+        raise UnsupportedError(
+            f"h2o cannot serve {config.model_type}: it has attention code of its own instead of "
+            "AttentionInterface"
+        )
+    fitted = h2o_config.for_model(model)
+    H2OCache(config, fitted)
+    if head := latent_row(config) or describe(config).get("head_dim"):
+        stored_bytes(fitted.kv_dtype, head)

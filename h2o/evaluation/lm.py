@@ -1,0 +1,399 @@
+"""The lm-eval model "h2o": log-likelihoods and texts of a model with an evicting cache.
+
+lm-eval's own Hugging Face model (`HFLM`) loads, tokenises and generates; what is new is how a
+log-likelihood comes about, by one of the protocols of `h2o.evaluation.protocols`. No logits are
+reused between requests, so that numbers do not depend on batches. lm-eval: Gao et al., "A framework
+for few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-harness.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from lm_eval import utils
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from torch import Tensor
+from tqdm import tqdm
+
+from h2o import borrowed, models
+from h2o.config import H2OConfig
+from h2o.evaluation import protocols, text_tasks, until
+from h2o.evaluation.fitting import try_on
+from h2o.evaluation.protocols import PROTOCOLS, Tally, check, one_token_note
+from h2o.evaluation.published_masks import MASKS
+from h2o.evaluation.questions import question_tokens
+from h2o.evaluation.setting import Setting, from_config, from_options
+from h2o.hf.attention.attention import switch
+from h2o.hf.cache.cache import H2OCache
+from h2o.hf.families.tuned_prompts import check_no_tuned_prompt
+from h2o.hf.rotary.angles import AnglesByLength
+from h2o.processes import several
+
+__all__ = ["H2OLM", "PROTOCOLS", "Tally"]
+
+CPU_BATCH = 8
+"""What batch_size=auto means there: lm-eval would try larger ones until memory runs out, which on
+a CPU ends in the machine's standstill instead of an error."""
+
+POLICY = ("variant", *(field.name for field in dataclasses.fields(H2OConfig)))
+
+OF_CACHES = {"drop": "context", "read": "document"}
+"""What a real cache cuts, by protocol."""
+
+Request = tuple[Any, list[int], list[int]]
+"""What lm-eval passes on: (key, context, continuation), the latter two in tokens."""
+
+log = logging.getLogger(__name__)
+
+
+@register_model("h2o")
+class H2OLM(HFLM):
+    """`--model h2o`; arguments beside HFLM's own:
+
+    Args:
+        pretrained: a name or folder; without it the embedded SmolLM2-135M-Instruct.
+        device: any that torch has; "cuda", which lm-eval says by default, is "cpu" without one.
+        batch_size: "auto" is 8 on the CPU.
+        protocol: "simulate", "drop" or "read".
+        variant: "h2o" (default), "full", or in simulation "local", "global", "flexgen".
+        heavy, recent, and every other field of `H2OConfig`; or, from Python, `h2o_config`, one of
+            these.
+        prompt_length: "simulate" only: tokens before the first eviction.
+        ratio_of: what fractions refer to: "text" (default in simulation) or "prompt" (always
+            so in "drop" and "read", where it is the context, or its document).
+    """
+
+    def __init__(
+        self,
+        pretrained: Any = "",
+        protocol: str = "simulate",
+        prompt_length: int = 1,
+        ratio_of: str | None = None,
+        h2o_config: H2OConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        policy = {name: kwargs.pop(name) for name in POLICY if name in kwargs}
+        if h2o_config is not None:
+            if wrong := sorted(policy):
+                raise ValueError(f"give h2o_config or {wrong[0]}, not both")
+            setting = from_config(h2o_config)
+        else:
+            setting = from_options(**policy)
+        check(setting, protocol, prompt_length, ratio_of)
+        if isinstance(pretrained, str) and pretrained in ("", models.DEFAULT_MODEL):
+            pretrained = str(models.embedded_folder(log.info))
+        elif isinstance(pretrained, str) and models.is_gguf(pretrained):
+            pretrained, kwargs["gguf_file"] = os.path.split(os.path.abspath(pretrained))
+        kwargs["logits_cache"] = False  # it would lend one request's logits to another
+        # lm-eval's commands say "cuda:0" unless told otherwise, whatever there is.
+        device = str(kwargs.get("device") or "cuda")
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            log.info("device=%s: torch has none here; cpu", device)
+            device = "cpu"
+        kwargs["device"] = str(models.torch_device(device))
+        if several() > 1 and isinstance(pretrained, str) and kwargs["device"] == "cpu":
+            PartialState(cpu=True)  # or accelerate would take another device where there is one
+        super().__init__(pretrained, **kwargs)
+        if self._device.type == "meta":  # all is offloaded; accelerate takes inputs along
+            self._device = torch.device("cpu")
+        if (accelerator := getattr(self, "accelerator", None)) is not None:
+            # HFLM deals out rows on machines with two GPUs or more only, and by the process's
+            # number on its own machine.
+            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+        if self.backend != "causal":
+            raise ValueError(f"h2o evaluates decoders; {pretrained!r} is an encoder-decoder")
+        self._attention_before = borrowed.attention_name(self.model.config)
+        self.use(setting, protocol, prompt_length=prompt_length, ratio_of=ratio_of)
+
+    def use(
+        self,
+        setting: Setting,
+        protocol: str = "simulate",
+        *,
+        prompt_length: int = 1,
+        ratio_of: str | None = None,
+    ) -> None:
+        """Evaluate with this setting from now on, the model staying loaded.
+
+        Raises: ValueError for a setting that does not go with the protocol or the model.
+        """
+        ratio_of = check(setting, protocol, prompt_length, ratio_of)
+        if protocol != "simulate":
+            check_no_tuned_prompt(self.model, f"protocol={protocol}")
+        if protocol != "simulate" or setting.variant != "full":
+            try_on(self.model, setting.config)
+        wanted = self._attention_before if protocol == "simulate" else "h2o"
+        if borrowed.attention_name(self.model.config) != wanted:
+            switch(self.model, wanted)
+        self.angles = AnglesByLength(self.model)
+        self.setting, self.protocol = setting, protocol
+        self.prompt_length, self.ratio_of = prompt_length, ratio_of
+        self.tally, self.is_counting = Tally(), False
+
+    def describe(self) -> dict[str, Any]:
+        """How numbers come about, for result files."""
+        return {
+            "protocol": self.protocol,
+            **self.setting.describe(),
+            "ratio_of": self.ratio_of,
+            "prompt_len": OF_CACHES.get(self.protocol, self.prompt_length),
+            **dataclasses.asdict(self.tally),
+        }
+
+    def get_model_info(self) -> dict[str, Any]:
+        if self.protocol == "drop" and self.tally.one_token_answers:
+            log.warning(one_token_note(self.tally.one_token_answers, self.tally.requests))
+        return super().get_model_info() | {"h2o": self.describe()}
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[Request],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        for _, context, continuation in requests:
+            self._count(context, continuation)
+        if self.setting.variant == "full" and self.protocol == "simulate":
+            score = self._as_hflm
+        else:
+            score = self._simulate if self.protocol == "simulate" else self._by_cache
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        if self.is_counting:
+            return answers
+        # Longest first, as in HFLM: the largest batch comes at once, and the time left is
+        # never understated.
+        order = sorted(
+            range(len(requests)),
+            key=lambda i: (-len(requests[i][1]) - len(requests[i][2]), *requests[i][1:]),
+        )
+        hide = disable_tqdm or self.rank > 0
+        with tqdm(total=len(requests), disable=hide, desc=self.setting.name) as bar:
+            for indices in self._batches(order, requests, override_bs or self._batch_size()):
+                batch = [requests[i] for i in indices]
+                for i, answer in zip(indices, score(batch), strict=True):
+                    answers[i], key = answer, requests[i][0]
+                    if key is not None:
+                        self.cache_hook.add_partial("loglikelihood", key, answer)
+                bar.update(len(indices))
+        return answers
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[Any]:
+        """As lm-eval's, and answers to the requests of `h2o.evaluation.text_tasks`."""
+        others = [x for x in requests if not text_tasks.is_of_text(x)]
+        known = iter(super().loglikelihood(others, disable_tqdm) if others else ())
+        of_texts = text_tasks.answers(self, [x for x in requests if text_tasks.is_of_text(x)])
+        return [next(of_texts if text_tasks.is_of_text(x) else known) for x in requests]
+
+    def count(self, kind: str, arguments: Sequence[tuple[Any, ...]]) -> Tally:
+        """What requests of a kind come to, without asking the model.
+
+        Args:
+            kind: lm-eval's: "loglikelihood", "loglikelihood_rolling" or "generate_until".
+            arguments: of each request.
+        """
+        before, self.tally, self.is_counting = self.tally, Tally(), True
+        try:
+            requests = [Instance(kind, {}, x, i) for i, x in enumerate(arguments)]
+            list(getattr(self, kind)(requests, disable_tqdm=True))
+            return self.tally
+        finally:
+            self.tally, self.is_counting = before, False
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """As HFLM's, with the windows of all texts in one call."""
+        windows = list[Request]()
+        starts = [0]
+        for (text,) in (request.args for request in requests):
+            pairs = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            windows += [(None, *utils.make_disjoint_window(pair)) for pair in pairs]
+            starts.append(len(windows))
+        answers = self._loglikelihood_tokens(windows, disable_tqdm)
+        sums = [sum(x for x, _ in answers[a:b]) for a, b in itertools.pairwise(starts)]
+        for request, total in zip(requests, sums, strict=True):
+            if self.is_counting:
+                break
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """HFLM's, by rows that are refilled as answers end where `h2o.generate_all` serves them."""
+        for context, how in (request.args for request in requests):
+            if self.protocol != "simulate":
+                new = normalize_gen_kwargs(how, self.max_gen_toks)["max_gen_toks"]
+                tokens = self.tok_encode(context)
+                self.tally.truncated += len(tokens) > self.max_length - new
+                self._hold(tokens[new - self.max_length :])
+        if self.is_counting:
+            return [""] * len(requests)
+        by_rows, by_batches = list[int](), list(range(len(requests)))
+        if self.protocol == "drop":
+            by_rows, by_batches = until.divided(self, self.setting, requests)
+        # Drawn before batches, which sample from the same generator.
+        seed = int(torch.randint(2**62, (), device="cpu")) if by_rows else 0
+        texts = dict[int, str]()
+        if by_batches:
+            chosen = [requests[index] for index in by_batches]
+            texts |= zip(by_batches, super().generate_until(chosen, disable_tqdm), strict=True)
+        if by_rows:
+            texts |= until.texts(
+                self,
+                self.setting,
+                requests,
+                by_rows,
+                rows=min(self._batch_size(), len(by_rows)),
+                seed=seed,
+                disable_tqdm=disable_tqdm or self.rank > 0,
+            )
+        return [texts[index] for index in range(len(requests))]
+
+    def _as_hflm(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
+        return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))
+
+    def _batches(self, order: list[int], requests: Sequence[Request], size: int) -> list[list[int]]:
+        """Indices of requests, at most `size` in each; alone where the longest text of a batch
+        would choose the rotary angles of all."""
+
+        def is_long(i: int) -> bool:
+            return any(self.angles.regime(len(requests[i][1]) + len(requests[i][2])))
+
+        batches = [[i] for i in order if is_long(i)]
+        rest = [i for i in order if not is_long(i)]
+        return batches + [rest[start : start + size] for start in range(0, len(rest), size)]
+
+    def _batch_size(self) -> int:
+        if self.batch_size != "auto":
+            return int(self.batch_size)
+        return self._detect_batch_size()
+
+    def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
+        if self.device.type == "cpu":
+            return CPU_BATCH
+        return super()._detect_batch_size(*args, **kwargs)
+
+    def _fit(self, context: list[int], continuation: list[int]) -> list[int]:
+        """The text, cut from the left to what the model takes, as HFLM does."""
+        return (context + continuation)[-(self.max_length + 1) :]
+
+    def _count(self, context: list[int], continuation: list[int]) -> None:
+        if not context or not 0 < len(continuation) <= self.max_length:
+            raise ValueError(
+                f"a request has {len(context)} context and {len(continuation)} continuation "
+                f"tokens: both must have some, and the model takes {self.max_length}"
+            )
+        text = self._fit(context, continuation)
+        cut = len(context) + len(continuation) - len(text)
+        if cut and not self.tally.truncated:
+            log.warning(
+                "a request of %d tokens exceeds the model's %d: its first %d tokens are cut, and "
+                "further ones likewise (their number is in the result file)",
+                len(context) + len(continuation), self.max_length, cut,
+            )  # fmt: skip
+        self._hold(text[:-1] if self.protocol == "simulate" else text[: -len(continuation)])
+        self.tally.one_token_answers += len(continuation) == 1
+        self.tally.truncated += cut > 0
+
+    def _hold(self, text: list[int]) -> None:
+        """Counts what is kept of a text that is simulated, or of a prompt."""
+        seen = len(self._parts(text)[0])
+        prompt = seen
+        if self.protocol == "simulate" and self.ratio_of == "prompt":
+            prompt = min(self.prompt_length, seen)
+        self.add(seen, prompt)
+
+    def add(self, seen: int, prompt: int) -> None:
+        """Counts a request whose text has so many tokens."""
+        self.tally.requests += 1
+        self.tally.tokens_seen += seen
+        self.tally.tokens_kept += self.setting.holding.for_model(self.model).held(seen, prompt)
+
+    def _simulate(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
+        logits = protocols.simulate(
+            self._forward,
+            self.model,
+            [self._fit(context, continuation) for _, context, continuation in batch],
+            [len(continuation) for _, _, continuation in batch],
+            h2o_config=self.setting.config,
+            masks=MASKS.get(self.setting.variant),
+            prompt_length=self.prompt_length,
+            ratio_of=self.ratio_of,
+        )
+        return [self._answer(x, tokens) for x, (_, _, tokens) in zip(logits, batch, strict=True)]
+
+    def _by_cache(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
+        texts = [self._fit(context, tokens)[: -len(tokens)] for _, context, tokens in batch]
+        continuations = [tokens for _, _, tokens in batch]
+        *prompts, cache = self._prompts(texts)
+        logits = protocols.by_cache(self._forward, prompts, continuations, cache)
+        return [self._answer(x, tokens) for x, tokens in zip(logits, continuations, strict=True)]
+
+    def _parts(self, prompt: list[int]) -> tuple[list[int], list[int]]:
+        """What is cut before the rest is read, and that."""
+        n = question_tokens(prompt, self.tokenizer) if self.protocol == "read" else 0
+        return prompt[: len(prompt) - n], prompt[len(prompt) - n :]
+
+    def _prompts(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor, H2OCache]:
+        """Ids and mask [B, n] of prompts, and the cache that goes with them: new, or it has read
+        the documents, whose columns are the first."""
+        parts = list(zip(*map(self._parts, texts), strict=True))
+        document, question = (protocols.padded(x, pad=self.tokenizer.pad_token_id) for x in parts)
+        ids, mask = (torch.cat(x, dim=1) for x in zip(document, question, strict=True))
+        if self.protocol == "read":
+            how = self._forward, self.model, self.setting
+            return ids, mask, protocols.documents(*how, *document, self.tokenizer)
+        return ids, mask, H2OCache(self.model.config, self.setting.config.for_model(self.model))
+
+    def _forward(self, last: int, ids: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
+        """Logits [B, last, vocabulary] of the last columns."""
+        if borrowed.accepts(self.model.forward, "logits_to_keep"):
+            kwargs["logits_to_keep"] = last  # the vocabulary is the largest matrix of small models
+        if (positions := kwargs.get("position_ids")) is not None:
+            kwargs["position_ids"] = positions.to(self.device)
+        self.angles.forget()
+        mixed = self.mixed_precision_dtype
+        with (
+            torch.no_grad(),
+            torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None),
+        ):
+            out = self.model(ids.to(self.device), attention_mask=mask.to(self.device), **kwargs)
+        return out.logits[:, -last:]
+
+    def _answer(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
+        """(log-likelihood, whether greedy decoding writes it) from logits [tokens, vocabulary]."""
+        target = torch.tensor(continuation, dtype=torch.long, device=logits.device)
+        logprobs = logits.log_softmax(-1, dtype=self.softmax_dtype)
+        chosen = logprobs.gather(-1, target[:, None]).sum()
+        return float(chosen), bool((logprobs.argmax(-1) == target).all())
+
+    def _model_generate(
+        self, context: Tensor, max_length: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self.protocol == "simulate":
+            if self.setting.variant != "full":
+                raise ValueError(
+                    "this task generates text, which cannot be simulated: use protocol=drop"
+                )
+            return super()._model_generate(context, max_length, *args, **kwargs)
+        columns, mask = context.shape[1], kwargs.pop("attention_mask", torch.ones_like(context))
+        texts = [ids[real.bool()].tolist() for ids, real in zip(context, mask, strict=True)]
+        ids, mask, kwargs[borrowed.CACHE] = self._prompts(texts)
+        kwargs["attention_mask"] = mask.to(context.device)
+        more = ids.shape[1] - columns  # pads between documents and questions
+        tokens = super()._model_generate(ids.to(context.device), max_length + more, *args, **kwargs)
+        return tokens[:, more:]

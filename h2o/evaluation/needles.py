@@ -1,0 +1,268 @@
+"""The task h2o_needles: whether facts within a long text can still be told at its end.
+
+A sentence (`h2o.evaluation.facts`) is hidden in a piece of a text. The piece is the prompt of a
+real `H2OCache`, which is cut to its budget before the question is known; then the question goes in,
+and the answer counts if greedy decoding writes it, token by token. What no token attends to while
+the text is read has to survive that cut: the hard case of every eviction (compare Kamradt, "Needle
+in a haystack", 2023). With decoys a text has several facts of each of two kinds, which differ in
+their subjects alone, and each is asked for from the same cut cache: a cache that keeps only one of
+a kind does not pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import random
+import re
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from h2o.borrowed import with_cache
+from h2o.errors import UserError
+from h2o.evaluation.facts import KINDS, Fact
+from h2o.evaluation.setting import Setting
+from h2o.evaluation.task_data import rows, text_of, tokenizer_of
+from h2o.hf.cache.new_cache import new_cache
+from h2o.hf.document.compress import compress_document
+from h2o.hf.rotary.positions import positions_after
+
+__all__ = [
+    "DEPTHS",
+    "LENGTHS",
+    "Trial",
+    "answer",
+    "dataset",
+    "encode",
+    "fed",
+    "found",
+    "found_share",
+    "kinds_of",
+    "results",
+    "share",
+    "trials",
+]
+
+LENGTHS = (256, 512, 1024)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Where in the text the sentence stands: at 0 it is the second one, at 1 the last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    """A fact in a text."""
+
+    fact: Fact
+    depth: float
+    """Where in the text its sentence stands."""
+    kind: str
+    """One of `h2o.evaluation.facts.KINDS`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One text with its sentences, each of which is asked for after the text alone."""
+
+    length: int
+    document: str
+    facts: tuple[Hidden, ...]
+
+    @property
+    def asked(self) -> list[tuple[str, str]]:
+        """Question and answer of each fact."""
+        return [(x.fact.question, x.fact.answer) for x in self.facts]
+
+
+Asked = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Token ids [1, n] of the question and the answer of each fact."""
+
+
+def dataset(
+    file: str | None = None,
+    lengths: int | Sequence[int] = LENGTHS,
+    facts: str | Sequence[str] = "number",
+    decoys: int = 0,
+    each: int = 4,
+    tokenizer: str | None = None,
+    pretrained: str | None = None,
+    **_: Any,
+) -> dict[str, Any]:
+    """The task's rows, from what lm-eval's --metadata says.
+
+    Args:
+        file: plain text, UTF-8, to hide facts in.
+        lengths: tokens of the texts.
+        facts: kinds of facts, names of `h2o.evaluation.facts.KINDS`, or "all".
+        decoys: further facts of the kind that is asked for, and of another one, in each text.
+        each: texts of every length, depth and kind.
+        tokenizer, pretrained: name or folder of the model's tokenizer.
+    """
+    lengths = [lengths] if isinstance(lengths, int) else list(lengths)
+    text, tokens = text_of(file, "h2o_needles"), tokenizer_of(tokenizer, pretrained)
+    return rows(
+        [
+            {
+                "text": trial.document,
+                "length": trial.length,
+                "depths": [x.depth for x in trial.facts],
+                "kinds": [x.kind for x in trial.facts],
+                "asked": {"facts": [list(pair) for pair in trial.asked]},
+            }
+            for trial in trials(text, tokens, lengths, each, kinds_of(facts), decoys)
+        ]
+    )
+
+
+def kinds_of(facts: str | Sequence[str]) -> list[str]:
+    """The kinds of facts that are asked for. Raises: UserError for a name that is none."""
+    names = facts.split(",") if isinstance(facts, str) else facts
+    chosen = list(KINDS) if facts == "all" else [name.strip() for name in names]
+    if unknown := [name for name in chosen if name not in KINDS]:
+        raise UserError(f"--facts {unknown[0]}: there are all, {', '.join(KINDS)}")
+    return chosen
+
+
+def results(doc: dict[str, Any], answers: Sequence[list[bool]]) -> dict[str, Any]:
+    """Which facts of a text were found."""
+    return {"found": answers[0]}
+
+
+def share(texts: Sequence[Sequence[bool]]) -> float:
+    """The share of the facts of all texts that were found."""
+    return statistics.fmean(itertools.chain(*texts))
+
+
+def trials(
+    text: str, tokenizer: Any, lengths: Sequence[int], each: int,
+    kinds: Sequence[str] = ("number",), decoys: int = 0,
+) -> list[Trial]:  # fmt: skip
+    """`each` trials of every length, and of every depth and kind of the fact that is asked for,
+    always the same ones.
+
+    Pieces of the text are taken one after the other, from its start again where it ends; a
+    length counts the piece's tokens, to which those of the sentences come. With `decoys` a text
+    has so many facts more of the kind and of the next one, all asked for.
+
+    Raises: UserError for a text with fewer tokens than a length, or without sentences.
+    """
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    if len(ids) < max(lengths):
+        raise UserError(
+            f"the text has {len(ids)} tokens, a length is {max(lengths)}: lower --lengths"
+        )
+    draw = random.Random(0)
+    chosen, start = [], 0
+    places = itertools.product(lengths, DEPTHS, range(len(kinds)), range(each))
+    for length, depth, first, _ in places:
+        if start + length > len(ids):
+            start = 0
+        piece = tokenizer.decode(ids[start : start + length])
+        start += length
+        if decoys:
+            facts = alike([kinds[(first + i) % len(kinds)] for i in (0, 1)], decoys + 1, draw)
+        else:
+            facts = [Hidden(KINDS[kinds[first]](draw), depth, kinds[first])]
+        chosen.append(Trial(length, hidden(piece, facts), tuple(facts)))
+    return chosen
+
+
+def alike(kinds: Sequence[str], each: int, draw: random.Random) -> list[Hidden]:
+    """So many facts of each kind, no two with the same question, spread over a text at random."""
+    facts: dict[str, tuple[str, Fact]] = {}
+    for count, kind in enumerate(kinds, 1):
+        while len(facts) < count * each:
+            fact = KINDS[kind](draw)
+            facts.setdefault(fact.question, (kind, fact))
+    depths = [i / (len(facts) - 1) for i in range(len(facts))]
+    draw.shuffle(depths)
+    return [
+        Hidden(fact, depth, kind)
+        for depth, (kind, fact) in zip(depths, facts.values(), strict=True)
+    ]
+
+
+def hidden(piece: str, facts: Sequence[Hidden]) -> str:
+    """The piece with the sentence of each fact between its own ones."""
+    ends = [match.end() for match in re.finditer(r"[.!?;]\s+|\n+", piece)]
+    if not ends:
+        raise UserError("a piece of the text has no end of a sentence: nowhere to hide a fact")
+    for one in sorted(facts, key=lambda one: -one.depth):  # places before it stay what they are
+        at = ends[round(one.depth * (len(ends) - 1))]
+        piece = f"{piece[:at]}{one.fact.sentence} {piece[at:]}"
+    return piece
+
+
+def answer(lm: Any, document: str, facts: Sequence[tuple[str, str]]) -> list[bool]:
+    """Which facts are found, pairs of question and answer. `lm`: an `h2o.evaluation.lm.H2OLM`.
+
+    Raises: ValueError for a document that does not go with the model or the protocol.
+    """
+    if lm.protocol == "simulate":
+        raise ValueError("facts are asked of a real cache: use --protocol drop")
+    ids, asked = encode(lm.tokenizer, document, facts)
+    tokens = ids.shape[1] + max(question.shape[1] + x.shape[1] for question, x in asked)
+    if tokens > lm.max_length:
+        raise ValueError(
+            f"a text of {ids.shape[1]} tokens and its question are more than the model's "
+            f"{lm.max_length} positions: lower --lengths"
+        )
+    lm.add(ids.shape[1], ids.shape[1])
+    return [] if lm.is_counting else found(lm.model, lm.setting, ids, asked, lm.tokenizer)
+
+
+def encode(
+    tokenizer: Any, document: str, asked: Sequence[tuple[str, str]]
+) -> tuple[torch.Tensor, Asked]:
+    """Token ids [1, n] of a document, and of questions and answers."""
+
+    def ids_of(text: str, **how: Any) -> torch.Tensor:
+        ids: torch.Tensor = tokenizer(text, return_tensors="pt", **how)["input_ids"]
+        return ids
+
+    pairs = [tuple(ids_of(x, add_special_tokens=False) for x in pair) for pair in asked]
+    return ids_of(document), pairs
+
+
+def fed(answer: torch.Tensor) -> list[torch.Tensor]:
+    """The tokens [1, 1] of an answer [1, m] but the last, which are read while it is decoded."""
+    return [answer[:, i : i + 1] for i in range(answer.shape[1] - 1)]
+
+
+@torch.no_grad()
+def found(
+    model: Any, setting: Setting, document: torch.Tensor, asked: Asked, tokenizer: Any = None
+) -> list[bool]:
+    """Whether greedy decoding would write each answer: as long as it does, feeding the answer is
+    the same as feeding what was decoded. Each question goes to a cache that has read the document
+    alone. `tokenizer`: for a second reading."""
+    config = None if setting.variant == "full" else setting.config
+    document = document.to(model.device)
+    cut = new_cache(model, config, document.shape[1])
+    if setting.reads_twice:
+        cut = compress_document(model, document, setting.config, readings=2, tokenizer=tokenizer)
+    else:
+        model.base_model(document, use_cache=True, **with_cache(cut))  # no logits needed
+    return [
+        _is_written(model, copy.deepcopy(cut) if len(asked) > 1 else cut, *pair) for pair in asked
+    ]
+
+
+def _is_written(model: Any, cache: Any, question: torch.Tensor, answer: torch.Tensor) -> bool:
+    """Whether greedy decoding writes the answer to a question. Changes the cache."""
+    decoded = []
+    for ids in (question, *fed(answer)):
+        ids = ids.to(model.device)
+        where = positions_after(model, int(cache.get_seq_length()), ids)
+        out = model(ids, use_cache=True, **with_cache(cache), **where)
+        decoded.append(out.logits[0, -1].argmax().item())
+    return bool(decoded == answer[0].tolist())
+
+
+def found_share(found: Sequence[bool]) -> tuple[float, float]:
+    """Share of the facts found and its standard error."""
+    mean = statistics.fmean(found)
+    return mean, (mean * (1 - mean) / max(1, len(found) - 1)) ** 0.5

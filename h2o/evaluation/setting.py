@@ -1,0 +1,308 @@
+"""Settings to compare: "full", "h2o:0.1+0.1", "local:0.2", "sink:4+0.2" and their like."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from h2o.budgets import BudgetUnit, parse_amount
+from h2o.config import PRESETS, H2OConfig
+from h2o.head_budgets import NAMED
+from h2o.policy import FIELDS
+from h2o.profile import Profile
+from h2o.result_cells import fingerprint
+
+__all__ = [
+    "GRAMMAR",
+    "OPTIONS",
+    "Setting",
+    "footnote",
+    "from_config",
+    "from_options",
+    "parse",
+    "parse_all",
+    "shares_of",
+    "with_profile",
+]
+
+OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "shares", "min_tokens")
+"""Fields of H2OConfig that may follow after slashes. Budgets stand before these, and a profile as
+`shares` is said by the kind."""
+
+VARIANTS = ("local", "global", "flexgen")
+"""The published masks (`h2o.evaluation.published_masks`), by name."""
+
+GRAMMAR = f"""\
+full                    every key is kept
+budget:BUDGET           H2OConfig(budget=BUDGET), the preset that is recommended for the model
+h2o:HEAVY+RECENT        heavy hitters and recent keys; h2o:0.2+0 is heavy hitters only
+h2o:BUDGET              the same with half of the budget each
+local:RECENT            the recent keys only, a sliding window
+sink:SINKS+RECENT       the first keys and the recent ones (StreamingLLM)
+authors:BUDGET          H2OConfig.authors(BUDGET)
+authors-bytes:BUDGET    H2OConfig.authors(BUDGET, budget_unit="bytes")
+robust:BUDGET           H2OConfig.robust(BUDGET)
+robust-bytes:BUDGET     H2OConfig.robust(BUDGET, budget_unit="bytes")
+echo:BUDGET             H2OConfig.echo(BUDGET)
+echo-bytes:BUDGET       H2OConfig.echo(BUDGET, budget_unit="bytes")
+calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one that comes with h2o
+calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, budget_unit="bytes")
+reread:BUDGET           H2OConfig.robust(BUDGET) after two readings of the document (needles, tasks)
+reread-bytes:BUDGET     H2OConfig.robust(BUDGET, budget_unit="bytes") after two (needles and tasks)
+random:BUDGET           sinks and recent keys of robust, the others drawn at random: a baseline
+random-bytes:BUDGET     the same with budget_unit="bytes"
+mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
+mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
+mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
+A number with a point is a fraction of the text, one without is a number of tokens. Options
+follow after slashes, as in h2o:0.1+0.1/sinks=4/score_by=mean/value_weighted=true; there are
+{", ".join(OPTIONS)}.
+Only real caches can have positions=cache_relative. shares is echo, with score_by=mean-echo.
+A setting keeps what it says: min_tokens is 0 where it is not given."""
+
+KINDS = (
+    "full",
+    "budget",
+    "h2o",
+    "local",
+    "sink",
+    *(f"{name}{of}" for name in (*PRESETS, "reread", "random") for of in ("", "-bytes")),
+    *(f"mask-{x}" for x in VARIANTS),
+)
+LISTED = ", ".join(kind for kind in KINDS if not kind.endswith("-bytes"))
+"""What errors name: of two that differ in what fractions are of, one is enough."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One column of a comparison: a policy, or a variant of the simulation."""
+
+    name: str
+    """As the user wrote it."""
+    kind: str
+    """What stands before the colon."""
+    variant: str
+    """"full", "h2o", "reread", or one of `VARIANTS`."""
+    config: H2OConfig
+    """H2OConfig.full() for "full"."""
+
+    @property
+    def dropping(self) -> bool:
+        """Whether a real cache can do it while it reads."""
+        return self.variant in ("full", "h2o")
+
+    @property
+    def reads_twice(self) -> bool:
+        """Whether the document is read twice."""
+        return self.variant == "reread"
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether a real cache can do it, while it reads or after `h2o.compress_document`."""
+        return self.dropping or self.reads_twice
+
+    @property
+    def holding(self) -> H2OConfig:
+        """What the cache that answers has."""
+        return self.config.after_reading if self.reads_twice else self.config
+
+    @property
+    def why_not_dropping(self) -> str:
+        """What an error says of it."""
+        why = "two readings, for needles and tasks" if self.reads_twice else "a mask, no cache"
+        return f"{self.name}: {why}"
+
+    @property
+    def sees_future(self) -> bool:
+        """Whether its rows see which tokens will matter later, as no cache can: its numbers are
+        too good, and tables mark them with `star`."""
+        return self.variant == "global"
+
+    @property
+    def star(self) -> str:
+        """What follows its name in tables; `footnote` says why."""
+        return " *" if self.sees_future else ""
+
+    def describe(self) -> dict[str, Any]:
+        """For result files: plain values only."""
+        budget = {} if self.variant == "full" else dataclasses.asdict(self.config)
+        for name, unset in (("budget", None), ("min_tokens", 0)):  # early files have neither
+            if budget.get(name) == unset:
+                budget.pop(name, None)
+        if isinstance(self.config.shares, Profile):
+            budget["shares"] = fingerprint(self.config.shares.as_dict())
+        future = {"sees_future": True} if self.sees_future else {}
+        return {"setting": self.name, "variant": self.variant, **future, **budget}
+
+
+def footnote(settings: Iterable[Setting]) -> list[str]:
+    """The line under a table that has a star, none under another."""
+    starred = any(setting.sees_future for setting in settings)
+    return ["* sees the future: not comparable"] if starred else []
+
+
+def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
+    """The settings of a comma-separated list.
+
+    With `budgets` ("0.04,0.1,0.2"), a name without numbers (h2o, local, sink, ...) stands for
+    itself at each of these.
+    """
+    amounts = [parse_amount(part) for part in (budgets or "").split(",") if part.strip()]
+    settings: dict[str, Setting] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        head, *options = part.split("/")
+        names = [part]
+        if ":" not in head and head != "full":
+            if head not in KINDS:
+                raise ValueError(f"setting {part!r}: unknown; there are {LISTED}")
+            if not amounts:
+                raise ValueError(f"{part!r} has no budget: write {head}:BUDGET, or add --budgets")
+            names = ["/".join([_at(head, amount), *options]) for amount in amounts]
+        for name in names:
+            settings[name] = parse(name)
+    if not settings:
+        raise ValueError(f"no settings to compare: there are {LISTED}")
+    return list(settings.values())
+
+
+def with_profile(settings: Iterable[Setting], profile: Profile) -> list[Setting]:
+    """The same, with a profile where that which comes with h2o was meant."""
+    chosen = [
+        dataclasses.replace(setting, config=dataclasses.replace(setting.config, shares=profile))
+        if setting.config.shares == "shipped"
+        else setting
+        for setting in settings
+    ]
+    if not any(setting.config.shares is profile for setting in chosen):
+        raise ValueError("--profile goes with calibrated settings in --compare")
+    return chosen
+
+
+def parse(text: str) -> Setting:
+    """One setting; ValueError with the whole grammar if it is none."""
+    head, *options = text.strip().split("/")
+    kind, colon, numbers = head.partition(":")
+    try:
+        if kind == "full" and not colon and not options:
+            return Setting(text, kind, "full", H2OConfig.full())
+        amounts = [parse_amount(part) for part in numbers.split("+")] if colon else []
+        config, variant = _build(kind, amounts)
+        if options:
+            if variant not in ("h2o", "reread"):
+                raise ValueError(f"{kind} has no options")
+            config = dataclasses.replace(config, **dict(map(_option, options)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"setting {text!r}: {error}; h2o eval --help lists what there is"
+        ) from None
+    return Setting(text, kind, variant, config)
+
+
+def shares_of(text: str) -> str | Profile:
+    """`H2OConfig.shares` as an option says it: by a name, or by the path of a profile.
+
+    Raises: OSError and ValueError for a profile that cannot be read.
+    """
+    return text if text in NAMED else Profile.load(text)
+
+
+def from_options(variant: str = "h2o", **policy: Any) -> Setting:
+    """The setting that a variant and fields of H2OConfig describe; `shares` as of `shares_of`."""
+    if isinstance(policy.get("shares"), str):
+        policy["shares"] = shares_of(policy["shares"])
+    if variant == "full":
+        if policy:
+            raise ValueError(f"variant full keeps every key: {next(iter(policy))} has no meaning")
+        return Setting("full", "full", "full", H2OConfig.full())
+    if variant not in ("h2o", *VARIANTS):
+        raise ValueError(f"variant is full, h2o, {', '.join(VARIANTS)}, not {variant!r}")
+    config = H2OConfig(**{"min_tokens": 0} | policy)
+    named = [x for x in OPTIONS if x in policy and (x != "shares" or config.shares_by_echo)]
+    options = "".join(f"/{name}={policy[name]}" for name in named)
+    kind = variant if variant == "h2o" else f"mask-{variant}"
+    if config.budget is not None:
+        if variant != "h2o":
+            raise ValueError(f"variant {variant} takes heavy and recent, not a budget")
+        kind = "budget"
+    return Setting(f"{kind}:{_amounts(config)}{options}", kind, variant, config)
+
+
+def from_config(config: H2OConfig) -> Setting:
+    """The setting of a config as it is; TypeError for another thing."""
+    if not isinstance(config, H2OConfig):
+        raise TypeError(f"expected an H2OConfig, not {config!r}")
+    plain = dataclasses.asdict(H2OConfig(budget=config.budget, min_tokens=0))
+    fields = dataclasses.asdict(config)
+    if not config.shares_by_echo:
+        fields["shares"] = plain["shares"]
+    if not config.needs_prompt_length:  # min_tokens has no meaning
+        fields["min_tokens"] = 0
+    options = "".join(f"/{name}={fields[name]}" for name in OPTIONS if fields[name] != plain[name])
+    kind = "h2o" if config.budget is None else "budget"
+    return Setting(f"{kind}:{_amounts(config)}{options}", kind, "h2o", config)
+
+
+def _amounts(config: H2OConfig) -> str:
+    """What stands after the colon."""
+    return f"{config.heavy}+{config.recent}" if config.budget is None else f"{config.budget}"
+
+
+def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
+    config, variant = _built(kind, amounts)
+    return dataclasses.replace(config, min_tokens=0), variant
+
+
+def _built(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
+    """Config and variant of a kind, with the `min_tokens` of H2OConfig."""
+    name = kind.removesuffix("-bytes")
+    unit: BudgetUnit = "bytes" if kind.endswith("-bytes") else "keys"
+    match kind, amounts:
+        case "h2o", [heavy, recent]:
+            return H2OConfig(heavy=heavy, recent=recent), "h2o"
+        case "h2o", [budget]:
+            return H2OConfig.authors(budget), "h2o"
+        case "budget", [budget]:
+            return H2OConfig(budget=budget), "h2o"
+        case _, [budget] if name in PRESETS:
+            return H2OConfig.preset(name, budget, unit), "h2o"
+        case _, [budget] if name == "reread":
+            return H2OConfig.robust(budget, unit), "reread"
+        case _, [budget] if name == "random":
+            robust = H2OConfig.robust(budget, unit)
+            return dataclasses.replace(robust, score_by="random", value_weighted=False), "h2o"
+        case "local", [recent]:
+            return H2OConfig.local(recent), "h2o"
+        case "sink", [int() as sinks, recent]:
+            return H2OConfig.streaming(recent, sinks), "h2o"
+        case "mask-local" | "mask-global" | "mask-flexgen", [heavy, recent]:
+            return H2OConfig(heavy=heavy, recent=recent), kind.removeprefix("mask-")
+    if kind not in KINDS:
+        raise ValueError(f"unknown; there are {LISTED}")
+    takes = [line.split()[0] for line in GRAMMAR.splitlines() if line.startswith(f"{kind}:")]
+    raise ValueError(f"not the numbers that it takes: {' or '.join(takes) or kind}")
+
+
+def _at(kind: str, budget: int | float) -> str:
+    """The setting of a kind at a budget, half of it heavy where there are two parts."""
+    if kind == "sink":
+        return f"sink:4+{budget}"
+    if kind.startswith("mask-"):
+        half = budget / 2 if isinstance(budget, float) else budget // 2
+        rest = half if isinstance(budget, float) else budget - half
+        return f"{kind}:{half}+{rest}"
+    return f"{kind}:{budget}"
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    if name not in OPTIONS:
+        raise ValueError(f"no option {name!r}: {', '.join(OPTIONS)}")
+    if name == "shares" and value != "echo":
+        raise ValueError(f"shares is echo here, not {value!r}")
+    if name not in (*FIELDS, "min_tokens"):
+        return name, value
+    try:
+        return name, int(value) if name == "min_tokens" else FIELDS[name].parse(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None

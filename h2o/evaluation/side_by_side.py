@@ -1,0 +1,310 @@
+"""`h2o eval`: lm-eval's own command line, and settings side by side on its tasks."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+from lm_eval import simple_evaluate
+from lm_eval.__main__ import cli_evaluate
+from lm_eval._cli import HarnessCLI
+from lm_eval.api.registry import model_registry
+from lm_eval.config.evaluate_config import EvaluatorConfig
+from lm_eval.loggers import EvaluationTracker
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import sanitize_model_name
+
+from h2o.errors import UserError
+from h2o.evaluation import kept_bytes
+from h2o.evaluation.fitting import check_fit
+from h2o.evaluation.lm import H2OLM, POLICY
+from h2o.evaluation.protocols import Tally, check, one_token_note
+from h2o.evaluation.setting import Setting, footnote
+from h2o.evaluation.task_rows import check_rows
+from h2o.evaluation.text_table import table
+from h2o.evaluation.text_tasks import Samples, TextTask
+from h2o.filesystem import make_writable
+from h2o.models import DEFAULT_MODEL, embedded_folder, is_gguf, tokenizer_folder
+from h2o.processes import several
+from h2o.result_cells import fingerprint, provenance
+
+__all__ = ["TASKS", "compare", "is_model_type", "run"]
+
+TASKS = Path(__file__).parent / "tasks"
+"""The folder of h2o's own task files."""
+
+OF_ALL_SETTINGS = (
+    "tasks", "num_fewshot", "limit", "samples", "gen_kwargs", "write_out", "system_instruction",
+    "apply_chat_template", "confirm_run_unsafe_code",
+)  # fmt: skip
+"""Options of lm-eval that `simple_evaluate` takes as they are."""
+
+SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+
+OF_ONE_SETTING = ("predict_only", "show_config", "check_integrity", "wandb_args", "trackio_args")
+"""Options of lm-eval that a table of several settings has no place for."""
+
+Measured = dict[str, Any]
+"""What lm-eval returns of one setting, with the model's "tally"."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """lm-eval's `run` with these arguments; the model "h2o" is registered."""
+    with lm_eval_arguments(arguments), readable_errors():
+        cli_evaluate()
+
+
+def is_model_type(name: str) -> bool:
+    """Whether lm-eval knows a kind of model by this name, as --model has it there."""
+    return name in model_registry
+
+
+def compare(
+    arguments: Sequence[str],
+    settings: Sequence[Setting],
+    output: Path,
+    *,
+    protocol: str = "simulate",
+    prompt_length: int = 1,
+    ratio_of: str | None = None,
+    as_json: bool = False,
+) -> str:
+    """Each setting on each task; the model is loaded once.
+
+    Args:
+        arguments: lm-eval's, without those that say what the cache does.
+        settings: what to compare.
+        output: folder of lm-eval's files, one folder a setting, and of the answers, which a run of
+            the same model, setting, protocol and versions does not ask for again.
+        as_json: return lm-eval's results of each setting.
+
+    Returns:
+        the table, as text; "" for processes that only help the first one.
+    """
+    arguments = [*arguments, "--output_path", str(output)]
+    with lm_eval_arguments(arguments), readable_errors():
+        config = EvaluatorConfig.from_cli(HarnessCLI().parse_args())
+        config.metadata = {"prompt_length": prompt_length} | (config.metadata or {})
+        manager = task_manager(config)
+    for name in OF_ONE_SETTING:
+        if getattr(config, name):
+            raise UserError(f"--{name} is for one setting: leave out --compare")
+    of_cache = set(config.model_args) & {*POLICY, "protocol", "prompt_length", "ratio_of"}
+    if of_cache:
+        raise UserError(
+            f"--model_args {sorted(of_cache)[0]}: settings of the cache go into --compare"
+        )
+    for setting in settings:  # before anything long is started
+        check(setting, protocol, prompt_length, ratio_of)
+    make_writable(output)
+    common = {"batch_size": config.batch_size, "device": config.device}
+    with readable_errors():
+        given = {x: y for x, y in common.items() if y is not None}
+        lm = H2OLM(variant="full", **config.model_args, **given)
+    check_fit(settings, full_cache=protocol != "simulate")(lm.model)
+    tasks = loaded(manager, config.tasks)
+    origin = provenance(
+        lm.model, lm.tokenizer, config.model_args.get("pretrained") or DEFAULT_MODEL
+    )
+    origin |= {"model_args": config.model_args, "max_length": lm.max_length}
+    measured: dict[Setting, Measured] = {}
+    for setting in settings:
+        lm.use(setting, protocol, prompt_length=prompt_length, ratio_of=ratio_of)
+        with readable_errors():
+            results = measure(lm, tasks, config, manager, output, origin)
+        if results is not None:
+            measured[setting] = results
+    if not measured:
+        return ""
+    if as_json:
+        listed = [x["config"]["h2o"] | {"results": x["results"]} for x in measured.values()]
+        return json.dumps({"folder": str(output), "settings": listed}, indent=1)
+    notes = [f"written: {output}"]
+    tally = next(iter(measured.values()))["tally"]
+    if protocol == "drop" and tally.one_token_answers:
+        notes.insert(0, one_token_note(tally.one_token_answers, tally.requests))
+    units = dict.fromkeys(getattr(task, "UNIT", lm.ratio_of) for task in tasks.values())
+    first = f"{origin['model']}, protocol {protocol}, fractions of the {' or the '.join(units)}"
+    return "\n".join([first, "", as_table(measured, tasks, lm.model), "", *notes])
+
+
+def loaded(manager: TaskManager, names: Sequence[Any]) -> dict[str, Any]:
+    """Tasks by name, whose rows are what their files say."""
+    tasks: dict[str, Any] = {}
+    for name in names:
+        known = name if isinstance(name, str) else name.get("task", str(name))
+        with readable_errors(known):
+            tasks |= manager.load([name])["tasks"]
+            for task in tasks.values():
+                check_rows(task)
+    return tasks
+
+
+def metadata(config: EvaluatorConfig) -> dict[str, Any]:
+    """What tasks that are made up for a tokenizer are told of it; they read folders only."""
+    name = config.model_args.get("pretrained")
+    folder = None
+    if name in (None, "", DEFAULT_MODEL):
+        folder = embedded_folder()
+    elif is_gguf(name):
+        folder = tokenizer_folder(name)
+    default = {} if folder is None else {"tokenizer": str(folder)}
+    return default | (config.metadata or {})
+
+
+def task_manager(config: EvaluatorConfig) -> TaskManager:
+    """The tasks that are asked for, by their names in `config.tasks`. Those of h2o and of
+    --include_path are looked at first: lm-eval looks for ten seconds at its own."""
+    folders = [str(TASKS), *([config.include_path] if config.include_path else [])]
+    manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata(config))
+    if isinstance(config.tasks, list) and set(config.tasks) <= set(manager.all_tasks):
+        return manager
+    config.include_path = folders
+    return config.process_tasks(metadata(config))
+
+
+def measure(
+    lm: H2OLM,
+    tasks: dict[str, Any],
+    config: EvaluatorConfig,
+    manager: TaskManager,
+    output: Path,
+    origin: dict[str, Any],
+) -> Measured | None:
+    """All tasks with the setting in use, and lm-eval's files of it. None in all but the first of
+    several processes. `origin`: what answers depend on beside the setting."""
+    how = {x: y for x, y in lm.describe().items() if x not in vars(lm.tally)}
+    where = {"output_path": str(output / file_name(lm.setting))}
+    tracker = EvaluationTracker(**config.hf_hub_log_args | where)
+    results = simple_evaluate(
+        model=lm,
+        task_manager=manager,
+        use_cache=None if is_cut(config) else str(output / "answers" / fingerprint(origin | how)),
+        log_samples=True,
+        evaluation_tracker=tracker,
+        fewshot_as_multiturn=bool(config.fewshot_as_multiturn),
+        metadata=metadata(config),
+        **{name: getattr(config, name) for name in OF_ALL_SETTINGS},
+        **config.cache_requests,
+        **dict(zip(SEEDS, config.seed or [None] * 4, strict=True)),
+    )
+    if results is None:
+        return None
+    samples = results.pop("samples")
+    for logged in samples.values():
+        logged.sort(key=lambda sample: sample["doc_id"])  # several processes have them by turns
+    tally = sum((counted(lm, tasks[task], x) for task, x in samples.items()), Tally())
+    units = {name: getattr(task, "UNIT", lm.ratio_of) for name, task in tasks.items()}
+    results["config"]["model_args"] = config.model_args
+    results["config"]["h2o"] = how | vars(tally) | {"fractions_of": units, "provenance": origin}
+    tracked = tracker.general_config_tracker  # to which a loaded model has no name
+    tracked.model_name = origin["model"]
+    tracked.model_name_sanitized = sanitize_model_name(origin["model"])
+    tracker.save_results_aggregated(results=results, samples=samples)
+    if config.log_samples:
+        for task, logged in samples.items():
+            tracker.save_results_samples(task_name=task, samples=logged)
+    return {**results, "samples": samples, "tally": tally}
+
+
+def is_cut(config: EvaluatorConfig) -> bool:
+    """Whether processes work on each request together. Each would remember answers of its own, and
+    wait for the others where these know one that it does not."""
+    return several() > 1 and config.model_args.get("tp_plan") is not None
+
+
+def file_name(setting: Setting) -> str:
+    """The name of a setting as that of a folder."""
+    return re.sub(r"[^\w.+=,-]", "_", setting.name)
+
+
+def counted(lm: H2OLM, task: Any, samples: Samples) -> Any:
+    """What the logged requests of a task come to, whether they were asked now or before."""
+    kind = "loglikelihood" if task.OUTPUT_TYPE == "multiple_choice" else task.OUTPUT_TYPE
+    once = [x for x in samples if x["filter"] == samples[0]["filter"]]  # logged for each filter
+    return lm.count(kind, [tuple(x) for sample in once for x in sample["arguments"]])
+
+
+def as_table(measured: dict[Setting, Measured], tasks: dict[str, Any], model: Any) -> str:
+    """Settings down, tasks across."""
+    full = next((x["samples"] for setting, x in measured.items() if setting.name == "full"), {})
+    rows = []
+    for setting, results in measured.items():
+        tally = results["tally"]
+        size = kept_bytes.bytes_share(
+            setting, model, tally.tokens_kept, tally.tokens_seen, tally.requests
+        )
+        cells = {
+            "setting": setting.name + setting.star,
+            "kept": f"{100 * tally.tokens_kept / tally.tokens_seen:.1f}%",
+            "bytes": kept_bytes.shown(size),
+            "tokens": f"{tally.tokens_kept / tally.requests:.0f}",
+        }
+        for name, metrics in results["results"].items():
+            if isinstance(task := tasks.get(name), TextTask):
+                cells |= task.columns(results["samples"][name], full.get(name))
+            else:
+                cells |= {f"{name} {x}": text for x, text in shown_metrics(metrics)}
+        rows.append(cells)
+    titles = list(dict.fromkeys(title for cells in rows for title in cells))
+    lines = table(titles, [[cells.get(title, "") for title in titles] for cells in rows])
+    return "\n".join([lines, *footnote(measured)])
+
+
+def shown_metrics(metrics: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name, value and its standard error) of the main metric, or of ROUGE all three, and where
+    there is one of accuracy by length-normalised likelihood."""
+    values: dict[str, str] = {}
+    for key, value in metrics.items():
+        name, _, filtered = key.partition(",")
+        # RULER's tasks have a metric for each length, -1 for one without texts.
+        is_missing = name.isdecimal() and value == -1
+        if not filtered or name.endswith("_stderr") or is_missing or isinstance(value, str):
+            continue
+        error = metrics.get(f"{name}_stderr,{filtered}")
+        shown = f" ±{error:.3f}" if isinstance(error, float) else ""
+        values[name if filtered == "none" else key] = f"{value:.3f}{shown}"
+    main = next((x for x in ("acc", "exact_match", "f1", "rouge1", *values) if x in values), "")
+    more = {"acc": ["acc_norm"], "rouge1": ["rouge2", "rougeL"]}.get(main, [])
+    return ((name, values[name]) for name in (main, *more) if name in values)
+
+
+@contextmanager
+def lm_eval_arguments(arguments: Sequence[str]) -> Iterator[None]:
+    """lm-eval reads the command line itself, so for its sake this is it."""
+    before = sys.argv
+    sys.argv = ["h2o eval", "run", *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def readable_errors(task: str = "") -> Iterator[None]:
+    """What a wrong task file does to lm-eval, in one line."""
+    from datasets.exceptions import DatasetsError
+
+    where = f"task {task}: " if task else ""
+    try:
+        yield
+    except jinja2.UndefinedError as error:
+        raise UserError(f"{where}a field that its task file names is missing: {error}") from error
+    except jinja2.TemplateError as error:
+        raise UserError(f"{where}a template of its task file is wrong: {error}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}its task file is no YAML: {error}") from error
+    except AssertionError as error:  # HFLM's and tasks' own checks
+        raise UserError(f"{where}{error or 'an assertion of lm-eval failed'}") from error
+    except (DatasetsError, OSError, KeyError, ValueError) as error:
+        reason = f"{error}" if isinstance(error, ValueError | OSError) else repr(error)
+        if reason.startswith("malformed node"):  # lm-eval takes what it cannot place for Python
+            reason = "doc_to_choice is no field of its rows, no template and no list"
+        raise UserError(f"{where}{reason}") from error

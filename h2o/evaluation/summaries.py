@@ -1,0 +1,78 @@
+"""The task h2o_summaries: summaries of articles in a file, judged by ROUGE.
+
+ROUGE-1, ROUGE-2 and ROUGE-L are F-measures with stemming, from the rouge-score package (Lin,
+"ROUGE: A Package for Automatic Evaluation of Summaries", 2004).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from h2o.errors import UserError
+from h2o.evaluation.task_data import rows, text_of
+
+__all__ = ["dataset", "results"]
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+INSTRUCTION = "Summarize the above article"
+TEMPLATE = "###\nArticle: {article}\n\n" + INSTRUCTION + " in {sentences}.\n"
+
+
+def dataset(file: str | None = None, **_: Any) -> dict[str, Any]:
+    """The task's rows, prompt and reference of each article in a file of JSON lines.
+
+    Two forms are known: requests as in HELM (`article`, `summary_gt` or `summary`) and articles as
+    in CNN/DailyMail (`article`, `highlights`). An article without an instruction gets one, for one
+    sentence or, with `highlights`, three.
+
+    Raises: UserError that names file, line and field.
+    """
+    listed = []
+    # Not splitlines, which divides at what may stand within JSON, such as U+2028.
+    for number, line in enumerate(text_of(file, "h2o_summaries").split("\n"), 1):
+        if line.strip():
+            listed.append(row_of(line, f"{file}, line {number}"))
+    if not listed:
+        raise UserError(f"{file} has no rows")
+    return rows(listed)
+
+
+def row_of(line: str, where: str) -> dict[str, str]:
+    """The row of one line; `where` begins the messages of errors."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: no JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: expected an object with article and summary")
+    known = [name for name in ("summary_gt", "summary", "highlights") if name in record]
+    if not known:
+        raise UserError(f"{where}: no summary_gt, summary or highlights")
+    article = _text(record, "article", where)
+    if INSTRUCTION not in article:
+        sentences = "3 sentences" if known[0] == "highlights" else "1 sentence"
+        article = TEMPLATE.format(article=article.strip(), sentences=sentences)
+    return {"prompt": article, "reference": _text(record, known[0], where)}
+
+
+def _text(record: dict[str, Any], field: str, where: str) -> str:
+    text = record.get(field)
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f"{where}: {field} is missing, empty or no text")
+    return text
+
+
+def results(doc: dict[str, str], answers: Sequence[str]) -> dict[str, float]:
+    """ROUGE of a summary."""
+    scores = _scorer().score(doc["reference"], answers[0].strip())
+    return {name: scores[name].fmeasure for name in ROUGE}
+
+
+@functools.cache
+def _scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(ROUGE, use_stemmer=True)

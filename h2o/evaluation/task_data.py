@@ -1,0 +1,36 @@
+"""What the datasets of h2o's own tasks are made from: a local file and a tokenizer."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from h2o.errors import UserError
+from h2o.filesystem import read_text
+
+__all__ = ["rows", "text_of", "tokenizer_of"]
+
+
+def text_of(file: str | None, task: str) -> str:
+    """The text that --metadata names. Raises: UserError without one."""
+    if file is None:
+        raise UserError(f"task {task} needs a file: --metadata file=PATH")
+    return read_text(Path(file))
+
+
+@functools.cache
+def tokenizer_of(tokenizer: str | None, pretrained: str | None) -> Any:
+    """The tokenizer that lm-eval tells tasks of. Raises: UserError if there is none."""
+    from transformers import AutoTokenizer
+
+    if not (name := tokenizer or pretrained):
+        raise UserError("the task cuts a text by tokens: --metadata tokenizer=FOLDER")
+    return AutoTokenizer.from_pretrained(name)
+
+
+def rows(listed: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rows as lm-eval takes them from a task's `custom_dataset`, in a split called test."""
+    from datasets import Dataset
+
+    return {"test": Dataset.from_list(listed)}

@@ -1,0 +1,150 @@
+"""Tasks of lm-eval whose requests only the model "h2o" can answer: windows of a text, which it
+reads token by token, and facts, which are asked from one cache.
+
+Such a request is of lm-eval's kind "loglikelihood", so that lm-eval deals it out, remembers its
+answer and logs it. Its arguments are a text and a dictionary in place of a continuation.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+from tqdm import tqdm
+
+from h2o.borrowed import attention_name
+from h2o.evaluation import needles, windows
+from h2o.hf.attention.attention import switch
+
+__all__ = ["FileTask", "Needles", "Perplexity", "Samples", "TextTask", "answers", "is_of_text"]
+
+Samples = list[dict[str, Any]]
+"""What lm-eval logs of a task: the metrics of each row by name, and the row as "doc"."""
+
+
+def is_of_text(request: Instance) -> bool:
+    """Whether a request is one of these tasks."""
+    return isinstance(request.args[1], dict)
+
+
+def answers(lm: Any, requests: Sequence[Instance]) -> Iterator[Any]:
+    """Answers to requests of these tasks by an `h2o.evaluation.lm.H2OLM`, which remembers each as
+    soon as it is known."""
+    attention = attention_name(lm.model.config)
+    hide = lm.is_counting or lm.rank > 0
+    try:
+        for request in tqdm(requests, disable=hide, desc=lm.setting.name):
+            text, asked = request.args
+            if "window" in asked:
+                answer: Any = windows.answer(lm, **asked)
+            else:
+                answer = needles.answer(lm, text, **asked)
+            if not lm.is_counting:
+                lm.cache_hook.add_partial("loglikelihood", request.args, answer)
+            yield answer
+    finally:
+        if attention_name(lm.model.config) != attention:
+            switch(lm.model, attention)
+
+
+class FileTask(ConfigurableTask):
+    """A task made from a file that --metadata names."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config={x: y for x, y in config.items() if x != "class"})
+
+    def build_all_requests(self, *, cache_requests: bool = False, **kwargs: Any) -> None:
+        """As lm-eval's, but never from its --cache_requests, which knows tasks by name alone and
+        would take one file's requests for another's."""
+        super().build_all_requests(**kwargs)
+
+
+class TextTask(FileTask):
+    """A task whose rows have a "text", and in "asked" what is asked of the text."""
+
+    UNIT: str
+    """What fractional budgets are fractions of."""
+
+    def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> Instance:
+        """One request a row, of the text alone: without examples and chat template."""
+        arguments = doc["text"], doc["asked"]
+        return Instance("loglikelihood", doc, arguments, 0, metadata=kwargs["metadata"])
+
+    @staticmethod
+    def columns(samples: Samples, full: Samples | None) -> dict[str, str]:
+        """Cells of a table of settings, by title. `full`: the same rows with the full cache."""
+        raise NotImplementedError
+
+
+class Perplexity(TextTask):
+    """Windows of a text (`h2o.evaluation.windows`), each answered by the loss and the number of the
+    tokens that count."""
+
+    UNIT = "window"
+
+    @staticmethod
+    def columns(samples: Samples, full: Samples | None) -> dict[str, str]:
+        each = [tuple(sample["perplexity"]) for sample in samples]
+        perplexity = math.exp(-_mean(each))
+        cells = {"perplexity": f"{perplexity:.2f} ±{perplexity * _error(each):.2f}"}
+        if full:
+            pairs = zip(each, (sample["perplexity"] for sample in full), strict=True)
+            lost = [(there[0] - here[0], here[1]) for here, there in pairs]
+            cells["nats lost"] = f"{_mean(lost):.3f} ±{_error(lost):.3f}"
+        return cells | {"scored": f"{sum(tokens for _, tokens in each)}"}
+
+
+def _mean(each: Sequence[tuple[float, int]]) -> float:
+    """The mean over tokens of (sum, tokens) of each window."""
+    return sum(total for total, _ in each) / sum(tokens for _, tokens in each)
+
+
+def _error(each: Sequence[tuple[float, int]]) -> float:
+    """The standard error of `_mean`, over windows."""
+    means = [total / tokens for total, tokens in each]
+    return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+
+
+class Needles(TextTask):
+    """Texts with facts (`h2o.evaluation.needles`), each answered by which of them are found."""
+
+    UNIT = "text"
+
+    @staticmethod
+    def columns(samples: Samples, full: Samples | None) -> dict[str, str]:
+        """What is found of all facts, of those that the full cache finds (what the model cannot do
+        tells nothing of a cache), and by length, depth and kind of the facts."""
+        facts = [fact for sample in samples for fact in _facts(sample)]
+        cells = {"found": _share([x["found"] for x in facts])}
+        whole = [x["found"] for sample in full or () for x in _facts(sample)]
+        if any(whole):
+            known = [x["found"] for x, is_known in zip(facts, whole, strict=True) if is_known]
+            cells[f"of full's {sum(whole)}"] = _share(known)
+        for name, title in PARTS.items():
+            values = list(dict.fromkeys(x[name] for x in facts))
+            if name == "depth":
+                values.sort()
+            for value in values if name != "kind" or len(values) > 1 else ():
+                part = [x["found"] for x in facts if x[name] == value]
+                cells[title.format(value)] = f"{statistics.fmean(part):.2f}"
+        return cells
+
+
+PARTS = {"length": "{} tokens", "depth": "depth {:.2g}", "kind": "{}"}
+"""What a table has a column for each value of, and its title. Of kinds there may be one only."""
+
+
+def _facts(sample: dict[str, Any]) -> list[dict[str, Any]]:
+    """Whether each fact of a text is found, and what a table divides facts by."""
+    doc = sample["doc"]
+    each = zip(sample["found"], doc["depths"], doc["kinds"], strict=True)
+    names = "found", "depth", "kind"
+    return [dict(zip(names, x, strict=True)) | {"length": doc["length"]} for x in each]
+
+
+def _share(found: Sequence[bool]) -> str:
+    return "{:.2f} ±{:.2f}".format(*needles.found_share(found))

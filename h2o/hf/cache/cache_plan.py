@@ -1,0 +1,198 @@
+"""Which layers an `H2OCache` has, by the model's config and an `H2OConfig`: found once, and shared.
+
+A full-attention layer becomes an `H2OLayer` with the form, scorer and stepper that the model and
+the settings ask for. All others stay transformers' own, as do the states of a layer that has these
+too.
+
+A server makes a cache for every request. What its layers are, which budgets they have and how the
+model rotates its keys depend on the two configs alone, so the plans of the last few pairs are
+remembered. A plan is found by what a model's config says, not by which object it is: a config that
+was changed is another one.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from h2o.config import H2OConfig
+from h2o.errors import UnsupportedError
+from h2o.hf.families.layer_kinds import has_states, layers_of
+from h2o.hf.forms.cache_relative import CacheRelativeForm
+from h2o.hf.forms.latent_form import LatentForm
+from h2o.hf.forms.plain_form import PlainForm
+from h2o.hf.forms.shared_form import SharedForm
+from h2o.hf.layers.captured import CapturedStepper
+from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.layers.layer_with_states import H2OLayerWithStates
+from h2o.hf.layers.steppers import EagerStepper
+from h2o.hf.prompt.one_budget import OneBudget
+from h2o.hf.prompt.prompt_echo import EchoScorer, PromptEcho, served_as
+from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
+from h2o.hf.rotary.model_rotary import Rotary
+from h2o.hf.store.pass_state import PassState
+from h2o.hf.support import Traits, rereads_after, setting_reasons, transformers_layers
+from h2o.model_identity import describe
+from h2o.profile import Profile
+
+__all__ = ["CachePlan", "plan_of"]
+
+
+class CachePlan:
+    """What all caches of a model's config and an `H2OConfig` have in common; never changed."""
+
+    def __init__(self, config: Any, h2o_config: H2OConfig) -> None:
+        """
+        Args:
+            config: the model's, which nobody else changes.
+            h2o_config: for this model (`H2OConfig.for_model`).
+
+        Raises:
+            UnsupportedError: a model that h2o cannot serve, or not with these settings.
+        """
+        self._config, self._empty = config, transformers_layers(config)
+        self.h2o_config, self._echo, self.not_dealt = served_as(config, h2o_config)
+        self._traits = Traits.of(config)
+        self._refuse()
+        self.model_shape = describe(config)
+        self.rereads_after = rereads_after(config)
+        """See `h2o.hf.support.rereads_after`"""
+        self.kinds = self._traits.kinds
+        self.has_states = any(map(has_states, self._empty))
+        self.configs = {
+            index: self.h2o_config.for_layer(index, len(self.kinds))
+            for index, kind in enumerate(self.kinds)
+            if kind == "h2o"
+        }
+        """Settings of each H2O layer"""
+        self.last = max((later[-1] for later in self._traits.reused_by.values()), default=0)
+        """The last layer that attends to keys of an earlier one, if any does"""
+        is_relative = self.h2o_config.positions == "cache_relative"
+        self._angles = Rotary(config) if is_relative else None
+        self._alike = self.h2o_config.shares_by_echo and _alike(config, list(self.configs))
+
+    def layers(
+        self, pass_state: PassState, *, trace: bool, compileable: bool
+    ) -> list[CacheLayerMixin]:
+        """Empty layers for a cache.
+
+        Raises:
+            UnsupportedError: settings that do not go together.
+        """
+        self._refuse(trace=trace, compileable=compileable)
+        angles, echo = copy.copy(self._angles), copy.copy(self._echo)
+        one_budget = None
+        if self.h2o_config.shares_by_echo:
+            one_budget = OneBudget(self.configs, alike=self._alike)
+        own = self._empty
+        if len(self.configs) < len(own):  # some stay, and hold what is this cache's alone
+            own = layers_of(self._config.get_text_config(decoder=True))
+        layers = []
+        for index, empty in enumerate(own):
+            if index not in self.configs:
+                layers.append(empty)
+                continue
+            layer_class: Any = H2OLayer
+            more: dict[str, Any] = {}
+            if has_states(empty):
+                layer_class = H2OLayerWithStates
+                more["number_of_states"] = empty.number_of_states
+            layers.append(
+                layer_class(
+                    self.configs[index],
+                    index,
+                    pass_state,
+                    form=self._form(index, angles),
+                    scorer=self._scorer(index, echo, one_budget),
+                    stepper=CapturedStepper() if compileable else EagerStepper(),
+                    trace=trace,
+                    **more,
+                )
+            )
+        return layers
+
+    def _form(self, layer: int, angles: Rotary | None) -> PlainForm:
+        if angles is not None and angles.turns(layer):
+            return CacheRelativeForm(angles)
+        if self._traits.latent:
+            return LatentForm(self._traits.latent)
+        reused_by = self._traits.reused_by.get(layer)
+        return SharedForm(reused_by) if reused_by else PlainForm()
+
+    def _scorer(
+        self, layer: int, echo: Rotary | None, one_budget: OneBudget | None
+    ) -> AttentionScorer:
+        if self.h2o_config.score_by == "random":
+            return RandomScorer()
+        if echo is None:
+            return AttentionScorer()
+        return EchoScorer(PromptEcho(echo, layer, self.configs[layer].policy), one_budget)
+
+    def _refuse(self, **settings: bool) -> None:
+        """Raises `UnsupportedError` for settings that do not go together, or with the model."""
+        if reasons := setting_reasons(self._traits, self.h2o_config, **settings):
+            raise UnsupportedError(reasons[0])
+
+
+def _alike(config: Any, layers: list[int]) -> bool:
+    """Whether these layers have as many heads of as many elements, as far as a config tells."""
+    text = config.get_text_config(decoder=True)
+    differ = getattr(text, "is_heterogeneous", False)
+    each = [text.per_layer_config[layer] for layer in layers] if differ else [text]
+    heads = [{name: x for name, x in vars(one).items() if "head" in name} for one in each]
+    by_layer = any(isinstance(x, list | tuple) for one in heads for x in one.values())
+    return not by_layer and all(one == heads[0] for one in heads)
+
+
+REMEMBERED = 8
+"""Plans that are remembered."""
+
+_PLAIN_SHARES = (str, tuple, Profile, type(None))
+
+_recent: list[tuple[Any, Any, CachePlan]] = []
+"""Plans with the model's and h2o's config that they were made for, the newest first. Replaced as a
+whole, since several threads may make caches."""
+
+
+def plan_of(model: Any, config: Any, h2o_config: H2OConfig) -> CachePlan:
+    """The plan for a model, which is given itself or by its config, and for the model's config.
+
+    Raises: as `CachePlan`, and as `H2OConfig.for_model`.
+    """
+    global _recent
+    shares = h2o_config.shares
+    if isinstance(shares, Profile) or (isinstance(shares, str) and shares == "shipped"):
+        h2o_config = h2o_config.for_model(model)  # which compares weights
+    amounts = h2o_config.budget, h2o_config.heavy, h2o_config.recent
+    wanted = h2o_config, repr(amounts)  # 1 token is not 1.0 of a prompt, though 1 == 1.0
+    # What is computed by a user's code may be another amount the next time.
+    is_plain = not any(map(callable, amounts)) and isinstance(shares, _PLAIN_SHARES)
+    for known, known_wanted, plan in _recent if is_plain else ():
+        if known_wanted == wanted and _are_alike(known, config):
+            return plan
+    config = copy.deepcopy(config)  # which its owner may change
+    with torch.inference_mode(False), torch.device("cpu"):  # whichever the caller is in
+        plan = CachePlan(config, h2o_config.for_model(config))
+    if is_plain:
+        _recent = [(config, wanted, plan), *_recent[: REMEMBERED - 1]]
+    return plan
+
+
+def _are_alike(a: Any, b: Any) -> bool:
+    """Whether two configs, or parts of them, say the same. Configs are compared here since their
+    own == may overlook attributes that are no fields of the class."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, PreTrainedConfig):
+        a, b = vars(a), vars(b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_are_alike(x, b[name]) for name, x in a.items())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_are_alike, a, b))
+    return bool(a == b)

@@ -1,0 +1,1 @@
+"""In which form a layer holds tokens, and how attention reads them."""

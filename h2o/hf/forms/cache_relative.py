@@ -1,0 +1,157 @@
+"""Cache-relative positions: a key's position is its rank among the keys held.
+
+Users ask for it by `positions="cache_relative"`. No position ever exceeds the budget then, however
+long the text (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024,
+section 3.2). The model hands over keys and queries rotated at the positions that it counts; the
+rotation is taken off before anything is stored, and put on again by rank in every forward pass.
+
+Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, Q new tokens, S slots, D
+head dimension, F rotary angles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.borrowed import cache_in
+from h2o.errors import UnsupportedError
+from h2o.hf.call.attention_call import AttentionCall, NewTokens
+from h2o.hf.forms.plain_form import PlainForm
+from h2o.hf.rotary.model_rotary import Rotary, turned
+from h2o.hf.store import slot_layout
+from h2o.quantisation import dequantised
+
+__all__ = ["CacheRelativeForm", "at_zero", "attend", "ranks"]
+
+
+class CacheRelativeForm(PlainForm):
+    """Holds keys without rotation, which attention rotates by rank."""
+
+    def __init__(self, rotary: Rotary) -> None:
+        """`rotary`: the model's, shared by the layers of a cache."""
+        self.rotary = rotary
+        self._ranks: Tensor | None = None  # [B, G, S] int32; None: to be computed
+
+    def tokens(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> NewTokens:
+        """Queries and keys as they were before the model rotated them."""
+        if call.position_ids is None:
+            raise UnsupportedError(
+                'positions="cache_relative" needs a model that tells its attention position_ids, '
+                'and this one does not: use H2OConfig(positions="original")'
+            )
+        off = self.rotary.off(call.position_ids, query.dtype, layer.layer_idx)
+        query, key = self.rotary.halves(query), self.rotary.halves(key)
+        if off is not None:
+            query, key = turned(query, off), turned(key, off)
+        return super().tokens(layer, query, key, value, call)
+
+    def attention(
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `PlainForm.attention`."""
+        self._ranks = None  # invalid after the eviction that follows
+        most = None
+        if tokens.mask is None:
+            most = min(layer.longest, max(layer.capacity.widest)) + tokens.query.shape[2]
+        return attend(
+            tokens.query,
+            tokens.key,
+            tokens.value,
+            slots,
+            layer.capacity.sizes,
+            rotary=self.rotary,
+            mask=tokens.mask,
+            most=most,
+            scale=tokens.scale,
+            softcap=tokens.softcap,
+            sink_logits=tokens.sink_logits,
+            policy=layer.policy,
+        )
+
+    def step(
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
+    ) -> Tensor:
+        """See `PlainForm.step`; the ranks are kept from step to step."""
+        if self._ranks is None:
+            self._ranks = ranks(slots, layer.capacity.sizes)
+        longest = min(layer.longest, max(layer.capacity.widest)) + 1
+        table = self.rotary.table(longest, slots.keys.device)
+        by_rank = ops.Rotary(table, self._ranks)
+        return super().step(layer, tokens, slots, out, rotary=by_rank)
+
+    def slots_changed(self) -> None:
+        """Forgets the ranks."""
+        self._ranks = None
+
+
+def at_zero(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a model's forward with which it leaves queries and keys unrotated.
+
+    Ranks decide where they are, so the model may take every token for the first of its text. Then
+    nothing has to be taken off, and no position grows with the text.
+    """
+    cache = cache_in(kwargs)
+    layers = getattr(cache, "layers", ())
+    forms = (getattr(layer, "form", None) for layer in layers)
+    if len(args) > 1 or not any(isinstance(form, CacheRelativeForm) for form in forms):
+        return kwargs
+    ids = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+    zeros = torch.zeros(ids.shape[:2], dtype=torch.long, device=ids.device)
+    return {**kwargs, "position_ids": zeros}
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: ops.Slots | None,
+    sizes: list[int],
+    *,
+    rotary: Rotary,
+    mask: Tensor | None = None,
+    most: int | None = None,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """`h2o.ops.attend` of queries and keys, new and stored, that are rotated by rank before it.
+
+    `sizes`: as `Capacity.sizes` of the slots. `most`: how many keys any query sees; None: it is
+    read off the tensors, which waits for their device.
+    """
+    H, Q = query.shape[1:3]
+    G = key.shape[1]
+    if mask is None:
+        order = torch.arange(Q, device=key.device)[None]
+    else:
+        order = (mask.cumsum(1) - 1).clamp(min=0)  # of a pad: any, no query sees it
+    order = order[:, None]  # [B or 1, G or 1, Q] ranks of the new tokens
+    if slots is not None:
+        by_head = slot_layout.heads(slots.positions, slots, sizes)
+        held = torch.stack([(x >= 0).sum(-1) for x in by_head], dim=1)
+        held = held[:, :1] if slots.budget.ndim == 2 else held  # the same for all heads
+        order = order + held[..., None]
+    table = rotary.table(int(order.max()) + 1 if most is None else most, key.device)
+    angles = table[order]  # [B or 1, G or 1, Q, 2, F]
+    query = turned(query.unflatten(1, (G, H // G)), angles[:, :, None]).flatten(1, 2)
+    if slots is not None:
+        at = ranks(slots, sizes).clamp(min=0).long()
+        D, dtype = key.shape[-1], key.dtype
+        keys, values = (dequantised(x, D).to(dtype) for x in (slots.keys, slots.values))
+        slots = slots._replace(keys=turned(keys, table[at]), values=values)
+    return ops.attend(query, turned(key, angles), value, slots, mask=mask, **more)
+
+
+def ranks(slots: ops.Slots, sizes: list[int]) -> Tensor:
+    """Rank of each key by position among the keys of its head, int32 [B, G, S]; -1: empty slot."""
+    out = torch.empty_like(slots.positions)
+    empty_last = slots.positions.masked_fill(slots.positions < 0, torch.iinfo(torch.int32).max)
+    by_head = (slot_layout.heads(x, slots, sizes) for x in (out, empty_last))
+    for ranked, positions in zip(*by_head, strict=True):
+        count = torch.arange(positions.shape[-1], dtype=out.dtype, device=out.device)
+        ranked.scatter_(-1, positions.argsort(dim=-1), count.expand_as(positions))
+    return out.masked_fill_(slots.positions < 0, -1)

@@ -1,0 +1,96 @@
+"""What scores the keys of a layer: attention, or chance; `h2o.hf.prompt.prompt_echo` has the third.
+
+A layer hands its scorer the attention that keys have received, and keeps the keys of the highest
+scores that it gets back.
+
+Shape letters: B batch rows, G key/value heads, Q new tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.prompt.one_budget import Prompt, positions_in
+from h2o.spans import PINNED
+
+__all__ = ["AttentionScorer", "RandomScorer", "draw_ranks", "head_numbers"]
+
+
+class AttentionScorer:
+    """Scores keys by the attention that they receive."""
+
+    uses_attention = True
+    """Whether a decode step's own operation makes the scores, which are sums of attention"""
+
+    def scores(
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots | None, received: Tensor
+    ) -> Tensor:
+        """Scores [B, G, Q] of new keys, from the attention that they have received; those of the
+        slots are up to date."""
+        return received
+
+    def after_prompt(self, tokens: NewTokens, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scores of a prompt's keys from those of its one pass, and the claims by which places are
+        dealt over all heads, both [B, G, Q]; None without."""
+        return scores, None
+
+    def store(self, layer: Any, prompt: Prompt) -> None:
+        """Has the layer store a prompt, as soon as its budgets are known."""
+        layer.store(prompt, prompt.by_row)
+
+    def reset(self) -> None:
+        """Forgets a prompt that is not stored yet."""
+
+
+class RandomScorer(AttentionScorer):
+    """Draws scores, the baseline that every ranking has to beat.
+
+    A key's rank is a hash of its layer, head and position. The rank is therefore the same in a
+    cache, in a simulation, in chunks and in any batch, and keys are kept with equal probability.
+    Attention changes no rank; a pinned key keeps its own.
+    """
+
+    uses_attention = False
+
+    def scores(
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots | None, received: Tensor
+    ) -> Tensor:
+        """Ranks [B, G, Q] of new keys; those of the slots are put back."""
+        positions, _ = positions_in(tokens.mask, received)
+        heads = head_numbers(received.shape[1], layer.part, received.device)
+        if slots is not None:
+            lengths = slots.lengths if slots.rows is None else slots.lengths[slots.rows.long()]
+            positions = positions + lengths[:, None, None]
+            of_slots = heads[:, None]
+            if slots.starts is not None:  # the slots of all heads lie on one axis
+                of_slots = heads.repeat_interleave(slots.starts.diff())
+            ranks = draw_ranks(slots.positions, of_slots, layer.layer_idx)
+            slots.scores.copy_(ranks.masked_fill(slots.scores == PINNED, PINNED))
+        return draw_ranks(positions, heads[:, None], layer.layer_idx)
+
+
+BITS = 0xFFFFFFFF
+
+
+def draw_ranks(positions: Tensor, heads: Tensor, layer: int) -> Tensor:
+    """Ranks in [0, 1), float32, of integer positions in heads that can be broadcast to them."""
+    seeds = _hash(heads.long() + (layer << 16))
+    return (_hash(positions.long() ^ seeds) >> 8).float() * 2.0**-24
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Finalizer of MurmurHash3 (Appleby, public domain) of the lower 32 bits of int64 numbers."""
+    x = x & BITS
+    for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+        x = ((x ^ (x >> shift)) * factor) & BITS
+    return x ^ (x >> 16)
+
+
+def head_numbers(G: int, part: tuple[int, int], device: torch.device) -> Tensor:
+    """Numbers of this process's heads among those of the model, [G]."""
+    return torch.arange(G, device=device) + part[0] * G

@@ -1,0 +1,176 @@
+"""Facts hidden in a text: where they stand, what counts as found, which caches find them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o import cli
+from h2o.borrowed import with_cache
+from h2o.errors import UserError
+from h2o.evaluation import facts, needles
+from h2o.evaluation.setting import parse
+from h2o.evaluation.text_tasks import Needles
+from tests.evaluation.conftest import build, exit_code, measured, table_of
+
+pytestmark = [
+    pytest.mark.usefixtures("lm_eval_apart"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of lm-eval's files
+]
+
+TEXT = "".join(f"Boat {i} came home at {i % 12} with {i * i % 89} fish. " for i in range(40))
+LENGTHS = (60, 110)
+
+
+def run(folder, tmp_path, *arguments):
+    file = tmp_path / "boats.txt"
+    file.write_text(TEXT)
+    where = ["--model", str(folder), "-o", str(tmp_path / "out")]
+    return cli.main(["eval", "--needle", str(file), *where, *map(str, arguments)])
+
+
+def test_facts_stand_where_they_should(tokenizer):
+    rows = needles.trials(TEXT, tokenizer, LENGTHS, 3)
+    assert rows == needles.trials(TEXT, tokenizer, LENGTHS, 3)
+    assert len(rows) == len(LENGTHS) * len(needles.DEPTHS) * 3
+    assert len({row.document for row in rows}) == len(rows)
+    for row in rows:
+        (hidden,) = row.facts
+        number = hidden.fact.answer.strip()
+        before, _, after = row.document.partition("The secret number of ")
+        town = after.partition(" ")[0]
+        assert after.startswith(f"{town} is {number}.")
+        assert len(before) + len(after.partition(".")[2]) == row.length + len(" ")
+        assert before.rstrip()[-1] == "."
+        assert town in hidden.fact.question
+        assert number not in hidden.fact.question
+        left, right = before.count(". "), after.count(". ") - 1  # but for the fact's own
+        assert left - 1 == round(hidden.depth * (left + right - 1))
+
+
+def test_decoys_are_facts_of_the_same_kinds_about_others(tokenizer):
+    """Each is asked for alone, and its question names the one that is meant."""
+    (row, *_) = needles.trials(TEXT, tokenizer, (110,), 1, ["number", "place", "gate"], decoys=3)
+    assert [x.kind for x in row.facts] == ["number"] * 4 + ["place"] * 4
+    assert len({question for question, _ in row.asked}) == 8
+    assert sorted(x.depth for x in row.facts) == [i / 7 for i in range(8)]
+    for hidden in row.facts:
+        assert row.document.count(hidden.fact.sentence) == 1
+
+
+def test_each_question_is_answered_as_if_it_were_the_only_one(tokenizer):
+    ours = build("llama")
+    (row, *_) = needles.trials(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
+    document, asked = needles.encode(tokenizer, row.document, row.asked)
+    setting = parse("h2o:0.2+0.2")
+    together = needles.found(ours, setting, document, asked)
+    assert together == [needles.found(ours, setting, document, [one])[0] for one in asked]
+
+
+@pytest.mark.parametrize("kind", facts.KINDS)
+def test_facts_of_every_kind(tokenizer, kind):
+    """The text says what is asked for, once; the question does not."""
+    rows = needles.trials(TEXT, tokenizer, (60,), 4, [kind])
+    assert {row.facts[0].kind for row in rows} == {kind}
+    hidden = [row.facts[0].fact for row in rows]
+    assert len({fact.answer for fact in hidden}) > len(rows) / 2
+    for row, fact in zip(rows, hidden, strict=True):
+        assert fact.answer.startswith(" ")
+        assert row.document.count(fact.answer) == 1
+        assert fact.answer.strip() not in fact.question
+        assert not fact.question.endswith(" ")
+
+
+def test_a_text_that_is_too_short_or_has_no_sentences(tokenizer):
+    with pytest.raises(UserError, match="lower --lengths"):
+        needles.trials("A boat.", tokenizer, (60,), 1)
+    with pytest.raises(UserError, match="nowhere to hide"):
+        needles.trials("boat " * 40, tokenizer, (60,), 1)
+
+
+@pytest.mark.parametrize("setting", ["full", "h2o:9+6"])
+def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
+    """The model's own answers, generated token by token, count as found; others do not."""
+    model, setting = build(), parse(setting)
+    (row, *_) = needles.trials(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
+    document, asked = needles.encode(tokenizer, row.document, row.asked)
+    config = None if setting.variant == "full" else setting.config
+    answers = []
+    for question, _ in asked:
+        cache = needles.new_cache(model, config, document.shape[1])
+        written, ids = [], question
+        with torch.no_grad():
+            model(document, **with_cache(cache), use_cache=True)
+            for _ in range(5):
+                logits = model(ids, **with_cache(cache), use_cache=True).logits
+                ids = logits[:, -1:].argmax(-1)
+                written.append(ids)
+        answers.append(torch.cat(written, 1))
+    own = [(question, answer) for (question, _), answer in zip(asked, answers, strict=True)]
+    assert needles.found(model, setting, document, own) == [True] * 4
+    wrong = [(question, torch.cat([x[:, :-1], (x[:, -1:] + 1) % 250], 1)) for question, x in own]
+    assert needles.found(model, setting, document, [wrong[0], *own[1:]]) == [False] + [True] * 3
+
+
+def test_compare(folder, tmp_path, capsys, monkeypatch):
+    settings = ["full", "h2o:500+0", "robust-bytes:0.2", "reread:500", "reread-bytes:0.2"]
+    settings += ["echo:500", "echo-bytes:0.2"]
+    arguments = ["--compare", ",".join(settings), "--lengths", "60,110", "--limit", 1]
+    arguments += ["--facts", "gate,number"]
+    assert run(folder, tmp_path, *arguments) == 0
+    out = capsys.readouterr().out
+    rows = table_of(out)
+    assert [rows[name]["kept"] for name in settings[:2]] == ["100.0%"] * 2
+    assert "of full's" not in out  # which finds none
+    titles = ["60 tokens", "110 tokens", "depth 0", "depth 0.25", "gate", "number"]
+    assert set(titles) < set(rows["full"])
+    for name in ("h2o:500+0", "reread:500", "echo:500"):
+        assert [rows[name][x] for x in titles] == [rows["full"][x] for x in titles]
+    contents = measured(tmp_path / "out")
+    assert list(contents) == settings
+    for content in contents.values():
+        assert content["config"]["h2o"]["requests"] == 2 * 2 * len(needles.DEPTHS)
+    monkeypatch.setattr(needles, "found", lambda *_: 1 / 0)  # nothing is measured again
+    assert run(folder, tmp_path, *arguments) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_what_the_full_cache_finds_is_a_column_of_its_own():
+    def samples(*found):
+        doc = {"depths": [0.5] * 3, "kinds": ["gate"] * 2 + ["place"], "length": 60}
+        return [{"found": list(found), "doc": doc}]
+
+    full = samples(True, True, False)
+    assert Needles.columns(full, full) == {
+        "found": "0.67 ±0.33", "of full's 2": "1.00 ±0.00", "60 tokens": "0.67",
+        "depth 0.5": "0.67", "gate": "1.00", "place": "0.00",
+    }  # fmt: skip
+    cut = Needles.columns(samples(False, True, True), full)
+    assert cut["of full's 2"] == "0.50 ±0.50"
+    assert [cut["gate"], cut["place"]] == ["0.50", "1.00"]
+
+
+def test_shares_and_errors():
+    share, error = needles.found_share([True, True, False, True])
+    assert share == 0.75
+    assert error == pytest.approx(0.25)
+    assert needles.found_share([True]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--compare", "mask-local:4+4"], 2, "a mask, no cache"),
+        (["--protocol", "simulate"], 2, "no such choice but drop"),
+        (["--lengths", "9000"], 1, "lower --lengths"),
+        (["--lengths", "310"], 1, "model's 320 positions"),
+        (["--lengths", "many"], 2, "--lengths many"),
+        (["--lengths", "0"], 2, "--lengths 0"),
+        (["--facts", "gates"], 1, "there are all, number, place"),
+        (["--decoys", "-1"], 2, "--decoys -1: at least 0"),
+        (["--limit", "0.5"], 2, "--limit 0.5: a number of texts"),
+    ],
+)
+def test_arguments_that_do_not_fit(folder, tmp_path, capsys, arguments, code, words):
+    assert exit_code(run, folder, tmp_path, *arguments) == code
+    assert words in capsys.readouterr().err

@@ -1,0 +1,86 @@
+"""`h2o info --memory`: the bytes of requests are those of caches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from h2o import H2OCache, cli, models
+from h2o.borrowed import with_cache
+from h2o.errors import UserError
+from h2o.evaluation.request_bytes import request_bytes
+from h2o.evaluation.setting import parse
+from tests.evaluation.conftest import exit_code
+from tests.hf.tiny import model, prompts
+
+SETTINGS = ["h2o:8+8", "robust:0.3", "robust-bytes:0.3", "echo-bytes:0.4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        *itertools.product(("llama", "gemma3"), SETTINGS),
+        *itertools.product(("qwen2", "deepseek_v2"), SETTINGS[:2]),
+    ],
+)
+def test_bytes_are_those_of_a_cache(name, setting):
+    """To within a slot of each head: fractions are rounded, and one budget for all heads moves
+    slots among them."""
+    ours, chosen, (ids,) = model(name), parse(setting), prompts(60)
+    cache = H2OCache(ours.config, chosen.config, prompt_length=60)
+    with torch.no_grad():
+        ours(ids, **with_cache(cache))
+        ours(ids[:, :1], **with_cache(cache))
+    layers = [layer for layer in cache.layers if hasattr(layer, "slots")]
+    real = sum(layer.row_bytes() for layer in layers)
+    found = request_bytes(ours.config, chosen, 60, 61)
+    text = ours.config.get_text_config(decoder=True)
+    head = 2 * 8 * 4  # bytes of a key with its value
+    if name == "gemma3":  # whose sliding layers are transformers' own
+        windows = sum(kind == "sliding_attention" for kind in text.layer_types)
+        found -= windows * text.num_key_value_heads * min(61, text.sliding_window) * head
+    heads = sum(layer.slots.free.shape[1] for layer in layers)
+    assert abs(found - real) <= (head + 20) * heads
+
+
+def test_a_model_that_is_not_supported():
+    with pytest.raises(UserError, match="not supported"):
+        request_bytes(AutoConfig.for_model("mamba"), parse("full"), 10, 20)
+
+
+@pytest.fixture
+def _small_config(monkeypatch):
+    """Reading the default model's config takes seconds."""
+    monkeypatch.setattr(models, "config_of", lambda name: model("llama").config)
+
+
+@pytest.mark.usefixtures("_small_config")
+def test_the_command(capsys):
+    say = ["info", "--model", "tiny", "--memory", "1MB", "--prompt", "100", "--new", "20"]
+    assert cli.main([*say, "--compare", "full,budget:0.5", "--json"]) == 0
+    full, half = json.loads(capsys.readouterr().out)
+    assert full["bytes"] == request_bytes(model("llama").config, parse("full"), 100, 120)
+    assert full["requests"] == 10**6 // full["bytes"] < half["requests"]
+    assert cli.main(say) == 0
+    assert "budget:0.1" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_small_config")
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--memory", "1MB"], 2, "goes with --model"),
+        (["--memory", "much", "--model", "tiny"], 2, "no number of bytes"),
+        (["--memory=-1GB", "--model", "tiny"], 2, "no number of bytes"),
+        (["--memory", "1MB", "--model", "tiny", "--prompt", "0"], 2, "at least 1"),
+        (["--memory", "1MB", "--model", "tiny", "--compare", "mask-local:4+4"], 2, "a mask"),
+        (["--memory", "1MB", "--model", "tiny", "--compare", "guess:1"], 2, "unknown"),
+    ],
+)
+def test_mistakes(capsys, arguments, code, words):
+    assert exit_code(cli.main, ["info", *arguments]) == code
+    assert words in capsys.readouterr().err

@@ -1,0 +1,234 @@
+"""Perplexity by one forward and by the real cache, token by token."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from h2o import Profile, cli
+from h2o.evaluation import windows
+from h2o.evaluation.setting import parse
+from tests.cases import checkered
+from tests.evaluation import conftest
+from tests.evaluation.conftest import measured, table_of
+
+pytestmark = [
+    pytest.mark.usefixtures("lm_eval_apart"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of lm-eval's files
+]
+
+TEXT = "\n".join(
+    f"On day {day} the keeper counted {day * 7 % 13} boats, {day * 5 % 11} gulls and one cat."
+    for day in range(8)
+)
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def run(folder, text, tmp_path, *arguments):
+    where = ["--model", str(folder), "-o", str(tmp_path / "out")]
+    return cli.main(["eval", "--perplexity", str(text), *where, *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "prompt_length"), checkered(["llama", "opt", "gpt_neox"], [1, 20])
+)
+def test_both_ways_agree(tokenizer, model_type, prompt_length):
+    model = conftest.build(model_type)
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :90]
+    full = windows.by_simulation(model, ids, parse("full"))
+    for setting in ["h2o:0.1+0.1", "local:8", "sink:4+0.1", "robust:0.2", "h2o:200+0", "full"]:
+        one = windows.by_simulation(model, ids, parse(setting), prompt_length)
+        other = windows.by_cache(model, ids, parse(setting), prompt_length)
+        torch.testing.assert_close(one, other, atol=5e-4, rtol=0)
+        if setting in ("h2o:200+0", "full"):
+            torch.testing.assert_close(one, full, atol=5e-4, rtol=0)
+        else:
+            assert (one - full).abs().max() > 0.01
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_random_keys_lose_the_same_both_ways(tokenizer):
+    model = conftest.build()
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :90]
+    for setting in map(parse, ["random:0.2", "random-bytes:0.2"]):
+        one = windows.by_simulation(model, ids, setting, 20)
+        other = windows.by_cache(model, ids, setting, 20)
+        torch.testing.assert_close(one, other, atol=5e-3, rtol=0)
+
+
+def test_it_is_the_models_own_loss(tokenizer):
+    model = conftest.build()
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :60]
+    with torch.no_grad():
+        want = model(ids, labels=ids).loss
+    torch.testing.assert_close(windows.by_simulation(model, ids, parse("full")).mean(), want)
+
+
+@pytest.mark.parametrize("protocol", ["simulate", "drop"])
+def test_after_a_prompt_what_the_cut_can_change_counts(
+    folder, text, tmp_path, capsys, tokenizer, protocol
+):
+    """Of a window of 80 tokens with a prompt of 50: 51 to 79, predicted by tokens 50 to 78."""
+    options = ["--window", 80, "--limit", 2, "--prompt-length", 50, "--protocol", protocol]
+    assert run(folder, text, tmp_path, "--compare", "full,h2o:4+4", *options) == 0
+    rows = table_of(capsys.readouterr().out)
+    assert [row["scored"] for row in rows.values()] == ["58", "58"]
+    model, ids = conftest.build(), tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :160]
+    losses = [
+        [windows.by_simulation(model, part, parse(x), 50) for part in ids.split(80, dim=1)]
+        for x in ("full", "h2o:4+4")
+    ]
+    for full, cut in zip(*losses, strict=True):
+        torch.testing.assert_close(full[:50], cut[:50], atol=1e-5, rtol=0)
+        assert torch.equal(windows.scored(cut, 50), cut[50:])
+        assert torch.equal(windows.scored(cut, 1), cut)
+    means = [torch.cat([x[50:] for x in each]).mean().item() for each in losses]
+    shown = float(rows["h2o:4+4"]["nats lost"].split()[0])
+    assert shown == pytest.approx(means[1] - means[0], abs=2e-3)
+    ours = measured(tmp_path / "out")["full"]["results"]["h2o_perplexity"]["perplexity,none"]
+    assert ours == pytest.approx(math.exp(means[0]), rel=1e-3)
+
+
+def test_a_last_window_without_tokens_to_score_is_left_out(tokenizer):
+    ids = tokenizer(TEXT)["input_ids"]
+    rest = len(ids) - 300
+    for prompt, number in ((rest - 2, 2), (rest - 1, 1)):
+        assert len(windows.windows_of(ids, 300, prompt)) == number
+
+
+def test_compare(folder, text, tmp_path, capsys, tokenizer):
+    settings = "full,h2o:0.1+0.1,local:0.2,mask-local:0.1+0.1,mask-global:0.1+0.1"
+    arguments = ["--compare", settings, "--window", 100]
+    assert run(folder, text, tmp_path, *arguments) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(str(folder))  # what is done meanwhile is said elsewhere
+    assert "* sees the future: not comparable" in out.splitlines()
+    rows = table_of(out)
+    assert [name.removesuffix(" *") for name in rows] == settings.split(",")
+    assert rows["full"]["kept"] == "100.0%"
+    assert rows["full"]["nats lost"] == "0.000 ±0.000"
+    tokens = len(tokenizer(TEXT)["input_ids"])
+    assert tokens % 100 > 1
+    number = math.ceil(tokens / 100)
+    assert {row["scored"] for row in rows.values()} == {f"{tokens - number}"}
+    model, ids = conftest.build(), tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    each = {
+        name: [windows.by_simulation(model, part, parse(name)) for part in ids.split(100, dim=1)]
+        for name in ("full", "local:0.2")
+    }
+    want = torch.cat(each["full"]).mean().exp().item()
+    assert rows["full"]["perplexity"].split()[0] == f"{want:.2f}"
+    lost = [(b - a).mean() for a, b in zip(each["full"], each["local:0.2"], strict=True)]
+    mean = torch.cat(each["local:0.2"]).mean() - torch.cat(each["full"]).mean()
+    error = torch.stack(lost).std() / len(lost) ** 0.5
+    shown = [float(x.strip("±")) for x in rows["local:0.2"]["nats lost"].split()]
+    assert shown == pytest.approx([mean.item(), error.item()], abs=1e-3)
+    contents = measured(tmp_path / "out")
+    facts = contents["h2o:0.1+0.1"]["config"]["h2o"]
+    assert facts["requests"] == number
+    assert {"model", "weights", "versions", "core"} <= set(facts["provenance"])
+    assert {"protocol", "ratio_of", "variant"} <= set(facts)
+    assert run(folder, text, tmp_path, *arguments, "--json") == 0
+    printed = json.loads(capsys.readouterr().out)["settings"]
+    assert [x["setting"] for x in printed] == settings.split(",")
+    for one in printed:
+        assert one["results"] == contents[one["setting"]]["results"]
+
+
+@pytest.mark.parametrize("protocol", ["simulate", "drop"])
+def test_an_interrupted_run_goes_on(folder, text, tmp_path, monkeypatch, protocol):
+    name = "by_simulation" if protocol == "simulate" else "by_cache"
+    original, calls = getattr(windows, name), []
+
+    def measure(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(windows, name, measure)
+    arguments = ["--compare", "full,h2o:8+8", "--window", 60, "--limit", 3, "--protocol", protocol]
+    assert run(folder, text, tmp_path, *arguments) == 130
+    assert run(folder, text, tmp_path, *arguments) == 0
+    assert len(calls) == 4 + 3
+    assert run(folder, text, tmp_path, *arguments) == 0
+    assert len(calls) == 7
+    text.write_text("Another " + TEXT)  # answers are of other tokens than these
+    assert run(folder, text, tmp_path, *arguments) == 0
+    assert len(calls) == 13
+
+
+def test_requests_of_one_file_are_not_those_of_another(folder, text, tmp_path, monkeypatch):
+    """lm-eval would keep them by the name of the task alone."""
+    monkeypatch.setattr("lm_eval.api.task.save_to_cache", lambda **_: pytest.fail("kept"))
+    arguments = ["--compare", "full", "--window", 60, "--limit", 2]
+    assert run(folder, text, tmp_path, *arguments, "--cache_requests") == 0
+
+
+def test_one_setting_by_options(folder, text, tmp_path, capsys):
+    options = ["--heavy", 6, "--recent", 5, "--sinks", 2, "--score-by", "mean", "--value-weighted"]
+    assert run(folder, text, tmp_path, *options, "--window", 80, "--limit", 1) == 0
+    (content,) = measured(tmp_path / "out").values()
+    want = {"heavy": 6, "recent": 5, "sinks": 2, "score_by": "mean", "value_weighted": True}
+    assert want.items() <= content["config"]["h2o"].items()
+    assert content["config"]["h2o"]["tokens_kept"] == 13
+
+
+def test_a_profile_of_one_setting_or_of_those_that_are_calibrated(folder, text, tmp_path, capsys):
+    shares = ((0.5, 1.5), (1.25, 0.75))
+    Profile((0.5,), (shares,), 64).save(tmp_path / "profile.json")
+    options = ["--profile", tmp_path / "profile.json", "--window", 80, "--limit", 1]
+    assert run(folder, text, tmp_path, "--heavy", 20, "--recent", 20, *options) == 0
+    assert run(folder, text, tmp_path, "--compare", "local:0.2,calibrated:0.2", *options) == 0
+    contents = measured(tmp_path / "out")
+    of = {name: x["config"]["h2o"].get("shares") for name, x in contents.items()}
+    assert [of["h2o:20+20"], of["local:0.2"]] == [of["calibrated:0.2"], None]
+    assert of["calibrated:0.2"]
+    code = conftest.exit_code(run, folder, text, tmp_path, "--compare", "local:0.2", *options)
+    assert code == 2
+    assert "--profile goes with calibrated" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--window", "1"], 1, "use at least --window 2"),
+        (["--window", "330"], 1, "the model's 320 positions"),
+        (["--limit", "0"], 2, "--limit 0"),
+        (["--prompt-length", "0"], 2, "--prompt-length 0: a number of tokens, at least 1"),
+        (
+            ["--window", "50", "--prompt-length", "49"],
+            1,
+            "a window of 50 tokens has none whose prediction the cut can change. Use at most "
+            "--prompt-length 48",
+        ),
+        (["--ratio-of", "prompt"], 2, "no such choice but text"),
+        (["--heavy", "0", "--recent", "0", "--window", "50"], 2, "budget of 0"),
+        (["--compare", "mask-local:4+4", "--protocol", "drop"], 2, "a mask, no cache"),
+        (["--compare", "mask-local:4+4", "--prompt-length", "9"], 2, "no prompt"),
+        (["--protocol", "read"], 2, "no question to cut before"),
+    ],
+)
+def test_arguments_that_do_not_fit(folder, text, tmp_path, capsys, arguments, code, words):
+    assert conftest.exit_code(run, folder, text, tmp_path, *arguments) == code
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"", b"a", b"\xff\xfe\xfa"])
+def test_files_that_are_no_text(folder, tmp_path, capsys, content):
+    file = tmp_path / "bad.txt"
+    if content is not None:
+        file.write_bytes(content)
+    assert run(folder, file, tmp_path) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("h2o eval: error:")
+    assert "bad.txt" in error

@@ -1,0 +1,94 @@
+"""Decode steps of a compileable cache are one graph, recorded once: what makes a GPU fast."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
+
+import h2o
+from h2o import H2OCache, H2OConfig
+from h2o.borrowed import with_cache
+from tests.hf.recordings import recording
+from tests.hf.test_compiled import GRAPHS, compiling
+from tests.hf.tiny import DEVICE, Family, batch, exact, greedy, needs_compiler, prompts, slow_if
+
+pytestmark = needs_compiler
+TOKENS = 30
+CONFIGS = {
+    "robust": exact(H2OConfig.robust(0.5)),
+    "authors": exact(H2OConfig.authors(0.5)),
+    "echo": exact(H2OConfig.echo(0.5)),
+    "echo, heads alike": H2OConfig(heavy=6, recent=6, score_by="mean-echo"),
+    "echo over all heads": H2OConfig(heavy=6, recent=6, score_by="mean-echo", shares="echo"),
+    "int8-int4": H2OConfig(heavy=6, recent=6, kv_dtype="int8-int4"),
+}
+
+
+@functools.cache
+def wide():
+    """A model whose heads have the 32 elements that four bits come in."""
+    torch.manual_seed(5)
+    config = Family("llama", {"head_dim": 32}).build_config()
+    built = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
+    built.set_attn_implementation("h2o")
+    return built
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        slow_if(rows == 3 or name in ("authors", "echo, heads alike"), name, rows)
+        for name in CONFIGS
+        for rows in (1, 3)
+    ],
+)
+def test_generate_records_a_step_once(name, rows):
+    """Also for a second cache: of a longer prompt, or of one as long where the budget is a fraction
+    of it. Budgets that are dealt out by the prompt give slots of another shape, hence another
+    recording."""
+    ours, seen = wide(), set()
+    compiled = compiling(recording(seen))
+    longer = 9 if isinstance(CONFIGS[name].heavy, int) else 0
+    for seed in range(2):
+        inputs = batch(prompts(*[40 + seed * longer, 17, 23][:rows], seed=seed))
+        expected = greedy(ours, inputs, TOKENS, **with_cache(H2OCache(ours.config, CONFIGS[name])))
+        cache = H2OCache(ours.config, CONFIGS[name], compileable=True)
+        got = greedy(ours, inputs, TOKENS, **with_cache(cache), **compiled)
+        assert got.tolist() == expected.tolist()
+    assert len(seen) == GRAPHS * (2 if CONFIGS[name].shares == "echo" else 1)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("name", ["robust", "int8-int4"])
+def test_generate_all_records_its_steps_once(name, monkeypatch):
+    """Whichever rows are idle. Prompts after the first are another graph, of which each length is a
+    recording."""
+    seen = set()
+    lengths = (40, 17, 23, 17, 40)
+    requests = [
+        h2o.Request(ids[0].tolist(), max_new_tokens=3 + 5 * i)
+        for i, ids in enumerate(prompts(*lengths))
+    ]
+    config = dataclasses.replace(CONFIGS[name], heavy=6, recent=6, budget_unit="keys")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=recording(seen)))
+    eager, compiled = (
+        [x.ids for x in h2o.generate_all(wide(), requests, config, rows=2, compileable=how)]
+        for how in (False, True)
+    )
+    assert compiled == eager
+    recordings = collections.Counter(graph for graph, _ in seen)
+    assert sorted(recordings.values()) == [1, len({*lengths[1:]})]

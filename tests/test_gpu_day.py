@@ -1,0 +1,70 @@
+"""The stages of `make gpu-day`, and its report. .ci/run has all of it on the emulated driver."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools.gpu import day
+
+
+def stage(name: str, code: str, seconds: int = 60) -> day.Stage:
+    return day.Stage(name, seconds, (sys.executable, "-c", code))
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process ends within ten seconds, in which init takes note of it."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_stage_that_fails_costs_the_others_nothing(tmp_path):
+    chosen = [
+        stage("wrong", "print('why'); raise SystemExit(3)"),
+        day.Stage("missing", 60, ("no-such-program",)),
+        stage("right", "import os; print(os.environ['WORD'])"),
+    ]
+    outcomes = day.run_all(chosen, 100, {**os.environ, "WORD": "heard"}, tmp_path)
+    assert [x.text for x in outcomes] == ["ended with 3", "left out: no no-such-program", "done"]
+    assert [x.failed for x in outcomes] == [True, False, False]
+    text = day.report(outcomes)
+    for part in ("wrong", "ended with 3", "why", "no no-such-program", "heard"):
+        assert part in text
+
+
+def test_a_stage_ends_at_its_limit_with_all_that_it_started(tmp_path):
+    child = tmp_path / "child"
+    code = (
+        "import os, subprocess, sys, time\n"
+        "x = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(child)!r}, 'w').write(str(x.pid)); time.sleep(600)"
+    )
+    outcomes = day.run_all([stage("slow", code, 5), stage("next", "")], 100, os.environ, tmp_path)
+    assert [x.text for x in outcomes] == ["stopped after 5 s", "done"]
+    assert is_gone(int(child.read_text()))
+
+
+def test_what_the_time_is_not_enough_for_is_a_failure(tmp_path):
+    (outcome,) = day.run_all([stage("late", "")], 0, os.environ, tmp_path)
+    assert (outcome.text, outcome.failed) == ("left out: no time left", True)
+
+
+def test_every_target_is_one_of_the_makefile(tmp_path):
+    if not Path("Makefile").is_file():
+        pytest.skip("needs a checkout")
+    targets = {x for one in day.stages("cuda", True, tmp_path) for x in one.command[1:]}
+    targets = {x for x in targets if x.startswith("gpu-")}
+    targets.remove("gpu-kernels")  # which calls make, and would be made
+    assert len(targets) == 6
+    done = subprocess.run(["make", "-n", *targets], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

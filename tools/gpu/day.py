@@ -1,0 +1,183 @@
+"""Build, check, tests and first figures on a machine with a GPU, in one report for the maintainers.
+
+    python tools/gpu/day.py [--device cpu] [--tiny] [--limit SECONDS] [--output FOLDER]
+
+It is run in the root of a checkout, by a Python that has torch and transformers, and needs no
+network (`make gpu-day`). Each stage has a limit of its own; one that fails or takes too long costs
+the others nothing but that time. `--device cpu --tiny` tries all of it on the stand-in of
+tests/cuda/standin, where times say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+LINES = 150
+"""Of a stage's output, the last ones, that the report has."""
+
+
+class Stage(NamedTuple):
+    name: str
+    seconds: int
+    """its limit"""
+    command: tuple[str, ...]
+
+
+class Outcome(NamedTuple):
+    stage: Stage
+    text: str
+    seconds: float
+    output: str
+    failed: bool
+
+
+# ---- The stages ----------------------------------------------------------------------------------
+
+TINY_TESTS = "tests/gpu/test_device.py -k '(current_stream and float16) or (waits and llama)'"
+
+
+def stages(device: str, tiny: bool, output: Path) -> list[Stage]:
+    """What is done, the most important first."""
+    make = ("make", "--silent", f"GPU_PYTHON={sys.executable}")
+    h2o = (sys.executable, "-m", "h2o")
+    on_gpu = device == "cuda"
+    tests = ["gpu-tests", *([f"GPU_TESTS={TINY_TESTS}"] if tiny else [])]
+    if on_gpu and importlib.util.find_spec("xdist"):
+        tests += ['PYTEST_MARKS=-m "not slow" -n 6']  # what the device computes is tiny
+
+    def tables(*names: str) -> tuple[str, ...]:
+        where = ("--device", "cuda" if on_gpu else "dry-run", *(["--quick"] if tiny else []))
+        files = ("--output", str(output), "--name", names[0])
+        return (sys.executable, "-m", "benchmarks", *names, *where, "--dtypes", "bfloat16", *files)
+
+    before = [
+        Stage("card", 30, ("nvidia-smi",)),
+        Stage("core", 300, (*make, "gpu-core")),
+        Stage("kernels", 400, (*make, "gpu-kernels")),
+        Stage("software", 60, (*h2o, "info")),
+        Stage("check", 180, (*h2o, "info", "--check")),
+        Stage("prompts and steps", 240, tables("prefill", "decode")),
+        Stage("tests", 900, (*make, *tests)),
+    ]
+    sanitizers = [
+        Stage(tool, 300, (*make, f"gpu-{tool}"))
+        for tool in ("memcheck", "racecheck", "synccheck", "initcheck")
+    ]
+    after = [
+        Stage("models", 400, tables("graph", "flexgen")),
+        Stage("a long prompt", 200, tables("long")),
+    ]
+    only_there = {"card", "kernels", *(stage.name for stage in sanitizers)}
+    return [x for x in before + sanitizers + after if on_gpu or x.name not in only_there]
+
+
+def environment(device: str, output: Path) -> dict[str, str]:
+    """Variables of all stages. The verdict of the check is kept for this day alone."""
+    path = [os.getcwd(), os.environ.get("PYTHONPATH", "")]
+    more = {
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "H2O_CACHE": str(output / "cache"),
+        "MAKEFLAGS": "",
+    }
+    if device == "cpu":
+        path.insert(0, os.path.join(os.getcwd(), "tests", "cuda", "standin"))
+        more["LD_LIBRARY_PATH"] = os.path.join(os.getcwd(), "build", "cuda")
+        more["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # the stand-in is in the main thread alone
+    return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+# ---- Running them --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def process(command: Sequence[str], variables: Mapping[str, str], log: IO[bytes]) -> Iterator:
+    """A process that leads a group, of which nothing is left in the end."""
+    running = subprocess.Popen(
+        command, env=dict(variables), stdin=subprocess.DEVNULL, stdout=log,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield running
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+
+
+def run(stage: Stage, left: float, variables: Mapping[str, str], log: Path) -> Outcome:
+    """Runs a stage within its limit and the time left."""
+    start, limit = time.monotonic(), min(stage.seconds, left)
+    if limit < 1:
+        return Outcome(stage, "left out: no time left", 0, "", True)
+    if shutil.which(stage.command[0]) is None:
+        return Outcome(stage, f"left out: no {stage.command[0]}", 0, "", False)
+    with log.open("wb") as file, process(stage.command, variables, file) as running:
+        try:
+            code = running.wait(limit)
+            text = "done" if code == 0 else f"ended with {code}"
+        except subprocess.TimeoutExpired:
+            code, text = -1, f"stopped after {limit:.0f} s"
+    output = log.read_text("utf-8", "replace")
+    return Outcome(stage, text, time.monotonic() - start, output, code != 0)
+
+
+def run_all(
+    chosen: Sequence[Stage], limit: float, variables: Mapping[str, str], output: Path
+) -> list[Outcome]:
+    end, outcomes = time.monotonic() + limit, []
+    for stage in chosen:
+        print(f"== {stage.name}: {' '.join(stage.command)}", flush=True)
+        log = output / f"{stage.name.replace(' ', '-')}.log"
+        outcomes.append(run(stage, end - time.monotonic(), variables, log))
+        print(f"== {stage.name}: {outcomes[-1].text}, {outcomes[-1].seconds:.0f} s", flush=True)
+    return outcomes
+
+
+# ---- The report ----------------------------------------------------------------------------------
+
+
+def report(outcomes: Sequence[Outcome]) -> str:
+    """What became of each stage, and the end of what it printed."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "minutes")
+    lines = [f"h2o on a GPU, {now}", ""]
+    lines += [f"{x.stage.name:20} {x.seconds:6.0f} s  {x.text}" for x in outcomes]
+    for outcome in outcomes:
+        lines += ["", f"==== {outcome.stage.name}: {' '.join(outcome.stage.command)}"]
+        lines += outcome.output.splitlines()[-LINES:]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="shapes that measure nothing")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds for all (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("build/gpu-day"))
+    options = parser.parse_args()
+    output = options.output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    chosen = stages(options.device, options.tiny, output)
+    variables = environment(options.device, output)
+    outcomes = run_all(chosen, options.limit, variables, output)
+    path = output / "report.txt"
+    path.write_text(report(outcomes), "utf-8")
+    print("\n".join(f"{x.stage.name:20} {x.seconds:6.0f} s  {x.text}" for x in outcomes))
+    print(f"Please send {path} to the maintainers: docs/cuda.md says where.")
+    return int(any(x.failed for x in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
