@@ -491,7 +491,7 @@ test-hf: .venv/core .venv/test ## transformers' own model tests, without and wit
 	.venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install 'lm-eval[api]==0.4.13' accelerate rouge-score
 	touch $@
 
-test-vllm: .venv/vllm/done ## engines and a server of vLLM's CPU build over h2o's pages, a quarter of an hour
+test-vllm: .venv/vllm/done ## engines and a server of vLLM's CPU build over h2o's pages, twenty minutes
 	.venv/vllm/bin/python -m pytest -q -W default tests/vllm
 
 test-ray: .venv/core .venv/ray ## examples/many_machines.py on two nodes, one of which is lost

@@ -42,8 +42,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="new ones of a request")
     parser.add_argument("--eager", action="store_true", help="without vLLM's compiling")
     options = parser.parse_args()
-    # h2o is in vLLM's first model runner; its workers get these variables too.
-    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from vllm.platforms import current_platform
 
     if options.executor == "ray" and not current_platform.ray_device_key:

@@ -1,30 +1,25 @@
 """H2O inside vLLM: a plugin that serves a model's attention from pages of fixed size.
 
 vLLM calls `register` in each of its processes, as the entry point `h2o` of
-`vllm.general_plugins` says. Nothing changes where `--additional-config` has no entry `h2o`.
-`plugin` is the only module that knows vLLM.
+`vllm.general_plugins` says, and tells `Requests`, the entry point `h2o` of
+`vllm.logits_processors`, of each request. Nothing changes where `--additional-config` has no entry
+`h2o`. `plugin`, `runners` and `served` are the only modules that know vLLM.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
-__all__ = ["TESTED", "is_tested", "register"]
+from h2o.vllm.versions import TESTED, is_tested
 
-TESTED = ("0.32",)
-"""Minor versions of vLLM whose internals `plugin` was tested with."""
-
-
-def is_tested(version: str) -> bool:
-    """Whether a version of vLLM is one of `TESTED`."""
-    return ".".join(version.split(".")[:2]) in TESTED
+__all__ = ["register"]
 
 
 def register() -> None:
     """Tells vLLM of h2o's attention, in the place of the CPU's and as the backend CUSTOM. The other
-    backends, and those of another vLLM than `TESTED`, only learn who refuses to serve: an entry
-    `h2o` is not passed over in silence, not even by vLLM's V2 model runner, which asks no logits
-    processor of this kind."""
+    backends, and those of another vLLM than `TESTED`, only learn who refuses to serve, so that an
+    entry `h2o` is never passed over in silence."""
     from vllm.version import __version__ as version
 
     try:
@@ -47,7 +42,22 @@ def register() -> None:
         if backend.value and not (on_cpu or by_path or backend.is_overridden()):
             register_backend(backend, f"h2o.vllm.untested.{backend.name}")
     if tested:
-        from h2o.vllm import metrics, plugin
+        from h2o.vllm import metrics
 
-        plugin.register_requests()
         metrics.publish()
+
+
+def __getattr__(name: str) -> Any:
+    """`Requests`; of a vLLM that was not tested a class that does nothing, since vLLM ends where
+    the entry point cannot be loaded."""
+    if name != "Requests":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.version import __version__ as version
+
+    if is_tested(version):
+        from h2o.vllm import runners
+
+        return runners.Requests
+    from h2o.vllm import untested
+
+    return untested.logits_processor()

@@ -1,8 +1,9 @@
 """What vLLM sees of h2o: an attention backend and the size of its pages.
 
-With `served` it alone knows vLLM, by the internals of the versions in `h2o.vllm.TESTED`. On the CPU
-platform vLLM always takes the backend CPU_ATTN, so h2o's stands in its place, and is vLLM's own
-wherever the config has no entry "h2o". On a GPU it is the backend CUSTOM, for which a user asks.
+With `served` and `runners` it alone knows vLLM, by the internals of the versions in
+`h2o.vllm.versions`. On the CPU platform vLLM always takes the backend CPU_ATTN, so h2o's stands in
+its place, and is vLLM's own wherever the config has no entry "h2o". On a GPU it is the backend
+CUSTOM, for which a user asks.
 
 A request has one page for life (vLLM's CircularBufferSpec), which holds its slots; tokens are not
 in blocks, so vLLM's slot mapping is not used, and nothing of a page can be shared. Of a model with
@@ -11,7 +12,6 @@ sliding windows in some layers these stay vLLM's own, and all blocks are as larg
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,18 +30,11 @@ from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from h2o.vllm.metrics import Meter, Place
 from h2o.vllm.page_budget import PageBudget, places_of
 from h2o.vllm.page_store import ALIGNMENT, PageStore
-from h2o.vllm.paged_rows import Batch, Begun, PagedLayer, Request, plan
-from h2o.vllm.served import (
-    Budgets,
-    Requests,
-    budget_of,
-    entry_of,
-    has_windows,
-    logger,
-    register_requests,
-)
+from h2o.vllm.paged_rows import Batch, Begun, PagedLayer, plan
+from h2o.vllm.runners import Requests
+from h2o.vllm.served import budget_of, entry_of, has_windows, logger
 
-__all__ = ["Budgets", "H2OAttentionBackend", "register_requests"]
+__all__ = ["H2OAttentionBackend"]
 
 BLOCK = 1 << 20
 """Tokens of a vLLM block: more than a request has, so that one block is all that it takes."""
@@ -232,10 +225,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.begun = Begun(places_of(entry_of(vllm_config)))
-        requests = Requests.of_config.get(vllm_config.instance_id)
-        self.request: Callable[[int], Request | None] = (
-            (lambda row: None) if requests is None else requests.rows.get
-        )
+        self.requests = Requests.of_engine(vllm_config)
         self.meter: Meter | None = None
         if impls_of(vllm_config, layer_names)[0].engine.has_windows:
             logger.info_once("h2o: layers with a sliding window are vLLM's own")
@@ -256,7 +246,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
                 rows.block_table_tensor[:, 0],
             )
         )
-        return plan(starts, lengths, pages, self.request, self.begun, self.device)
+        return plan(starts, lengths, pages, self.requests.of_batch(rows), self.begun, self.device)
 
 
 class H2OAttention(AttentionImpl[Batch]):

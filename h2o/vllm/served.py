@@ -1,41 +1,24 @@
-"""What h2o serves in vLLM, and whom: the entry "h2o" of the config, what is refused beside it, and
-the requests with their budgets. Knows vLLM, as `plugin` does."""
+"""What h2o serves in vLLM: the entry "h2o" of the config, and what is refused beside it. Knows
+vLLM, as `plugin` does."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from h2o.config import H2OConfig
-from h2o.vllm.page_budget import PageBudget, config_of, places_of, with_budget, with_pins
-from h2o.vllm.paged_rows import Request
+from h2o.vllm.page_budget import PageBudget, config_of, places_of
 
-__all__ = [
-    "Budgets",
-    "Requests",
-    "budget_of",
-    "entry_of",
-    "has_windows",
-    "logger",
-    "refuse",
-    "register_requests",
-]
+__all__ = ["budget_of", "entry_of", "has_windows", "logger", "refuse"]
 
 logger = init_logger("vllm.h2o")
 
 ENTRY = "h2o"
 """The entry of `--additional-config`."""
-
-
-# ---- What is served --------------------------------------------------------------------------
 
 
 def entry_of(vllm_config: VllmConfig) -> Any:
@@ -59,15 +42,8 @@ def budget_of(vllm_config: VllmConfig) -> PageBudget:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
     part = parallel.rank % ranks, ranks
-    layers, places = model.get_num_layers(parallel), places_of(entry_of(vllm_config))
-    return PageBudget(served_config(vllm_config), layers, model.max_model_len, places, part)
-
-
-def one_key(vllm_config: VllmConfig) -> Tensor:
-    """[1, G, 1, D] that stands for the keys of a layer of this model."""
-    model = vllm_config.model_config
-    shape = (1, model.get_num_kv_heads(vllm_config.parallel_config), 1, model.get_head_size())
-    return torch.empty(shape, dtype=model.dtype, device="cpu")
+    config, layers = served_config(vllm_config), model.get_num_layers(parallel)
+    return PageBudget(config, layers, model.max_model_len, places_of(entry_of(vllm_config)), part)
 
 
 def can_deal(vllm_config: VllmConfig) -> bool:
@@ -124,9 +100,13 @@ def refuse(vllm_config: VllmConfig) -> None:
             "give kv_dtype in the entry h2o",
         ),
         "a KV connector": (vllm_config.kv_transfer_config, "pages cannot be shared or moved"),
-        "vLLM's V2 model runner": (
-            vllm_config.use_v2_model_runner,
-            "set VLLM_USE_V2_MODEL_RUNNER=0",
+        "models that pool": (
+            model.runner_type == "pooling",
+            "no step follows a prompt, so no key is worth evicting",
+        ),
+        "micro-batches": (
+            parallel.use_ubatching,
+            "the pieces of a prompt are followed from batch to batch; leave out --enable-dbo",
         ),
         f"{model.get_total_num_kv_heads()} key/value heads on {parallel.tensor_parallel_size} "
         "tensor parallel ranks": (
@@ -137,77 +117,3 @@ def refuse(vllm_config: VllmConfig) -> None:
     for what, (present, reason) in reasons.items():
         if present:
             raise ValueError(f"h2o does not serve {what}: {reason}")
-
-
-# ---- Who the requests are --------------------------------------------------------------------
-
-
-class Requests(LogitsProcessor):
-    """The requests of a batch by row. vLLM tells logits processors of them before each forward
-    pass; logits stay as they are."""
-
-    of_config: dict[str, Requests] = {}  # noqa: RUF012 - by the instance of a config
-    """Those of each engine of this process, by `VllmConfig.instance_id`."""
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self.rows: dict[int, Request] = {}
-        self.config: H2OConfig | None = None
-        if entry_of(vllm_config) is not None:
-            self.budget = budget_of(vllm_config)  # which refuses, also for models whose layers
-            self.config = self.budget.config  # never ask for this module's backend
-            self.keys = one_key(vllm_config)
-            self.of_config[vllm_config.instance_id] = self
-
-    def update_state(self, batch_update: Any) -> None:
-        if self.config is not None:
-            process_dict_updates(self.rows, batch_update, self.request)
-
-    def request(self, params: Any, prompt: list[int] | None, answer: list[int]) -> Request | None:
-        """A new request; None where its prompt's length is not known.
-
-        Its own budget, `h2o_heavy` and `h2o_recent` of `vllm_xargs`, is as `H2OConfig` has them;
-        what is more than a page holds is cut off.
-        """
-        if prompt is None or self.config is None:
-            return None
-        arguments, config, pinned = params.extra_args or {}, None, []
-        try:
-            config = with_budget(self.config, arguments)
-        except (TypeError, ValueError) as error:  # here it would end the server
-            logger.warning("h2o: a request gets the server's budget: %s", error)
-        try:
-            asked = with_pins(self.config, arguments, len(prompt))
-            self.budget.check_room(self.keys, asked)
-            pinned = asked
-        except (TypeError, ValueError) as error:
-            logger.warning("h2o: a request is served without the pins that it asks for: %s", error)
-        return Request(len(prompt), config, pinned)
-
-    def apply(self, logits: Tensor) -> Tensor:
-        return logits
-
-    def is_argmax_invariant(self) -> bool:
-        return True
-
-
-class Budgets(Requests):
-    """The same. Named by `--logits-processors h2o.vllm.plugin:Budgets`, which has vLLM ask it of
-    each request before that is taken: a wrong budget becomes the answer 400, where else the request
-    gets the server's budget, and a line of the log says why."""
-
-    @classmethod
-    def validate_params(cls, sampling_params: Any) -> None:
-        """Raises ValueError for a wrong budget or pin."""
-        try:
-            arguments = sampling_params.extra_args or {}
-            with_budget(H2OConfig(), arguments)
-            with_pins(H2OConfig(), arguments)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-
-
-def register_requests() -> None:
-    """Has vLLM tell `Requests`. Among the processors that come with vLLM, since its V2 model runner
-    refuses to start where a plugin's entry point names one of this kind."""
-    if Requests not in BUILTIN_LOGITS_PROCESSORS:
-        BUILTIN_LOGITS_PROCESSORS.append(Requests)

@@ -62,7 +62,6 @@ def started(
         "model": model, "served-model-name": "tiny", "dtype": "float32", "max-model-len": 256,
         "max-num-seqs": 32, "kv-cache-memory-bytes": 2_000_000,
         "additional-config": json.dumps({"h2o": SMALL}),
-        "logits-processors": "h2o.vllm.plugin:Budgets",
     } | options  # fmt: skip
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     return launched([sys.executable, *command, "--enforce-eager", *flags], log, environment)

@@ -182,17 +182,18 @@ def test_the_echo_of_prompts_is_that_of_an_h2o_cache(name, tmp_path):
     assert (wanted == by_attention) == (name == "opt")
 
 
-def test_requests_have_budgets_of_their_own_without_a_flag(llama):
-    """A wrong one, which nobody refuses then, is the server's, said in the log."""
+def test_requests_have_budgets_of_their_own(llama):
+    """A wrong one is refused before the request is accepted."""
     folder, model = llama
     requests = [prompt for prompt in prompts() if len(prompt) > 30]
     with engine(folder, SMALL) as llm:
-        fewer, plain, wrong = (
-            served(llm, requests, extra_args=arguments)
-            for arguments in ({"h2o_heavy": 2}, None, {"h2o_heavy": "a lot"})
+        fewer, plain = (
+            served(llm, requests, extra_args=arguments) for arguments in ({"h2o_heavy": 2}, None)
         )
+        with pytest.raises(Exception, match="h2o_heavy must be a number of tokens"):
+            served(llm, requests[:1], extra_args={"h2o_heavy": "a lot"})
     assert fewer == alone(model, requests, H2OConfig(heavy=2, recent=8))
-    assert plain == wrong == alone(model, requests, H2OConfig(**SMALL))
+    assert plain == alone(model, requests, H2OConfig(**SMALL))
     assert fewer != plain
 
 

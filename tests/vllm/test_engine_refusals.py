@@ -12,7 +12,8 @@ from transformers import AutoConfig
 
 import h2o.vllm
 from tests.launch import launch
-from tests.vllm.engines import engine, tiny
+from tests.vllm.engines import engine, prompts, tiny
+from tests.vllm.engines import served as served_by
 
 EngineArgs = pytest.importorskip("vllm").EngineArgs
 import torch  # noqa: E402 - where vLLM is
@@ -22,8 +23,9 @@ from vllm.v1.attention.backend import AttentionType  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
+from vllm.v1.sample import logits_processor  # noqa: E402
 
-from h2o.vllm import plugin, served  # noqa: E402
+from h2o.vllm import plugin, served, untested, versions  # noqa: E402
 
 SMALL = {"heavy": 8, "recent": 8}
 
@@ -71,6 +73,27 @@ def test_ways_of_splitting_a_model_are_refused(llama, options, message):
     config = EngineArgs(**arguments, additional_config={"h2o": SMALL}, **options)
     with pytest.raises(ValueError, match=message):
         served.refuse(config.create_engine_config())
+
+
+def test_models_that_pool_and_micro_batches_are_refused(llama):
+    """Micro-batches by the config alone, since vLLM wants a mixture of experts on GPUs for them."""
+    arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
+    arguments |= {"additional_config": {"h2o": SMALL}}
+    with pytest.raises(ValueError, match="models that pool: no step follows a prompt"):
+        served.refuse(EngineArgs(**arguments, runner="pooling").create_engine_config())
+    config = EngineArgs(**arguments).create_engine_config()
+    served.refuse(config)
+    config.parallel_config.ubatch_size = 2
+    with pytest.raises(ValueError, match="micro-batches: the pieces of a prompt"):
+        served.refuse(config)
+
+
+def test_an_installation_without_the_entry_point_is_refused(llama, monkeypatch):
+    """Whose requests would be served as if their prompts had come whole, without their budgets."""
+    monkeypatch.setattr(logits_processor, "_load_logitsprocs_plugins", list)
+    with pytest.raises(RuntimeError, match=r"lacks the entry point h2o of vllm\.logits_processors"):
+        with engine(llama, SMALL):
+            pass
 
 
 def test_models_with_states_are_refused(tmp_path):
@@ -129,28 +152,34 @@ def test_values_of_another_size_than_keys_are_refused(llama):
 
 
 def test_an_untested_vllm_is_refused_by_name(llama, monkeypatch):
+    """And serves as ever without the entry, though it finds a logits processor of h2o."""
     from vllm.v1.attention import selector
 
-    monkeypatch.setattr(h2o.vllm, "TESTED", ("0.31",))
+    for module in (versions, untested):
+        monkeypatch.setattr(module, "TESTED", ("0.31",))
     h2o.vllm.register()
-    selector._cached_get_attn_backend.cache_clear()
+    forget = selector._cached_get_attn_backend, logits_processor.cached_load_custom_logitsprocs
+    for cached in forget:
+        cached.cache_clear()
     try:
-        with pytest.raises(ImportError, match=r"tested with vLLM 0\.31 and this is 0\.32"):
+        with pytest.raises(ImportError, match=r"tested with vLLM 0\.31 and this is 0\.3"):
             with engine(llama, SMALL):
                 pass
         with engine(llama) as llm:
-            assert llm is not None
+            assert served_by(llm, prompts((5,)), extra_args={"h2o_heavy": "a lot"})
     finally:
         monkeypatch.undo()
         h2o.vllm.register()
-        selector._cached_get_attn_backend.cache_clear()
+        for cached in forget:
+            cached.cache_clear()
 
 
 def test_a_vllm_without_such_backends_serves_as_ever_and_says_so(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
     monkeypatch.setattr(logging.getLogger("vllm.h2o"), "handlers", [caplog.handler])
     h2o.vllm.register()
-    assert "h2o knows vLLM 0.32, not 0.32.0: an entry h2o of --additional-config is" in caplog.text
+    assert "h2o knows vLLM 0.32, 0.33, not 0.3" in caplog.text
+    assert "an entry h2o of --additional-config is passed over" in caplog.text
 
 
 def test_attention_of_other_platforms_is_refused_and_without_the_entry_is_vllms(llama):
@@ -197,18 +226,6 @@ def test_gpus_are_served_by_the_backend_that_is_asked_for(llama, monkeypatch):
         served.refuse(config)
     monkeypatch.setattr(served, "current_platform", UnspecifiedPlatform())
     with pytest.raises(ValueError, match="other platforms than the CPU and NVIDIA's GPUs: none"):
-        served.refuse(config)
-
-
-def test_the_v2_model_runner_is_refused(llama, monkeypatch):
-    """Of this build vLLM refuses it before it has a config, so it is asked for afterwards."""
-    config = EngineArgs(
-        model=str(llama), skip_tokenizer_init=True, max_model_len=256,
-        additional_config={"h2o": SMALL},
-    ).create_engine_config()  # fmt: skip
-    served.refuse(config)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ValueError, match="V2 model runner: set VLLM_USE_V2_MODEL_RUNNER=0"):
         served.refuse(config)
 
 

@@ -84,10 +84,12 @@ def test_requests_have_budgets_of_their_own_within_a_page(server, llama):
         ({"h2o_heavy": "a lot"}, "h2o_heavy must be a number of tokens"),
         ({"h2o_heavy": -3}, "h2o_heavy must be from 0"),
         ({"h2o_recent": 1.5}, "h2o_recent=1.5: a float is a fraction"),
-        ({"h2o_heav": 3}, "h2o_heav: a request has h2o_heavy and h2o_recent"),
+        ({"h2o_heav": 3}, "h2o_heav: a request has h2o_heavy, h2o_recent and h2o_pinned"),
+        ({"h2o_pinned": "system"}, "h2o_pinned: this process does not see chats"),
+        ({"h2o_pinned": "4:x"}, "'4:x' is neither system nor prompt nor spans of tokens"),
     ],
 )
-def test_wrong_budgets_are_errors_of_the_client(server, arguments, reason):
+def test_wrong_budgets_and_pins_are_errors_of_the_client(server, arguments, reason):
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=60, max_retries=0)
     with pytest.raises(openai.BadRequestError, match=reason):
         client.completions.create(

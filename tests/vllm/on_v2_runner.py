@@ -1,0 +1,22 @@
+"""python -m pytest -p tests.vllm.on_v2_runner FILE...: engines run on vLLM's V2 model runner, whose
+Triton kernels are interpreted. vLLM's CPU build wants a Triton with a backend for CPUs, which the
+one from PyPI has not; interpreted kernels ask no backend for anything."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+
+os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+from triton import backends
+
+RUNNER = "vllm.v1.worker.cpu.model_runner"
+"""The module of the V2 runner, which vLLM imports when a worker takes it."""
+
+backends.backends["cpu"] = types.SimpleNamespace(driver=None)
+
+
+def pytest_sessionfinish(session, exitstatus):
+    assert exitstatus or RUNNER in sys.modules, "no engine has run on the V2 model runner"
