@@ -99,12 +99,13 @@ def test_full_attention_beside_sliding_windows(name, entry, tmp_path):
         {"heavy": 32, "recent": 32},
         {"preset": "calibrated", "budget": 48},
         {"budget": 48},
-        {"budget": 0.3, "budget_unit": "keys", "min_tokens": 16},
+        {"budget": 0.3, "budget_unit": "keys", "kv_dtype": None, "min_tokens": 16},
     ],
 )
 def test_tokens_of_smollm2(entry):
     """With its shipped profile too: heads of uneven budgets, prompts ranked by echo; and with
-    places that each prompt's echo deals over all layers."""
+    places that each prompt's echo deals over all layers. Stored as floats: rounding of another
+    product of matrices becomes another code of eight bits now and then, and another token."""
     preset, budget = entry.get("preset"), entry.get("budget")
     config = H2OConfig.preset(preset, budget) if preset else H2OConfig(**entry)
     model, tokenizer = models.load_model(dtype="float32", attn_implementation="h2o")
