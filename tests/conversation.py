@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from h2o import ops
-from h2o.slots import PER_ROW, PER_SLOT, empty_value
+from h2o.slots import PER_ROW
 from tests.inputs import Policy, Text, heads, kept
 
 
@@ -113,26 +112,6 @@ def own_rows(slots: Any) -> Any:
     rows = slots.rows.tolist()
     own = {name: x[rows] for name in PER_ROW if (x := getattr(slots, name)) is not None}
     return slots._replace(**own, rows=None)
-
-
-def on_one_axis(slots: Any, gap: int = 3) -> Any:
-    """Slots of torch with `starts`, whose rows have as many slots as their budgets need, wherever
-    there is room on an axis that is longer than they need; all else there is rubbish."""
-    sizes = slots.starts.diff()
-    wanted = torch.minimum(slots.budget.sum(-1, dtype=torch.int32) + 9, sizes)
-    begin = gap * torch.arange(1, len(wanted) + 1, dtype=torch.int32)[:, None]
-    starts = torch.cat([begin, begin + wanted.cumsum(1)], 1).int()
-    fields = {}
-    for name in PER_SLOT:
-        x = getattr(slots, name)
-        if x is not None:
-            shape = len(x), 2 * x.shape[1] + 4 * gap, *x.shape[2:]
-            rubbish = torch.nan if name in ("keys", "values") and x.is_floating_point() else 7
-            new = torch.full(shape, rubbish, dtype=x.dtype)
-            for row, (first, last) in zip(new, starts[:, [0, -1]].tolist(), strict=True):
-                row[first:last] = empty_value(name)
-            fields[name] = new
-    return slots._replace(**fields, starts=starts)
 
 
 class Pages:

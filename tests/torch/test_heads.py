@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from h2o import ops
+from h2o.slots import PER_SLOT, empty_value
 from tests import inputs
 from tests.cases import checkered, pairs
-from tests.conversation import Conversation, on_one_axis
+from tests.conversation import Conversation
 from tests.inputs import POLICIES, Text
 from tests.torch.engines import ROUNDING, assert_same, core, oracle, portable
 
@@ -149,6 +150,26 @@ def test_slots_of_other_strides_and_with_gaps():
     beside = [rooms[0, :, :, 16:], rooms[1, :, :, :5], rooms[1, :, :, 21:]]
     untouched = [rooms[:, :, :3], rooms[:, :, starts[-1] :], *beside]
     assert all((part == 7.0).all() for part in untouched)
+
+
+def on_one_axis(slots: ops.Slots, gap: int = 3) -> ops.Slots:
+    """Slots with `starts`, whose rows have as many slots as their budgets need, wherever
+    there is room on an axis that is longer than they need; all else there is rubbish."""
+    sizes = slots.starts.diff()
+    wanted = torch.minimum(slots.budget.sum(-1, dtype=torch.int32) + 9, sizes)
+    begin = gap * torch.arange(1, len(wanted) + 1, dtype=torch.int32)[:, None]
+    starts = torch.cat([begin, begin + wanted.cumsum(1)], 1).int()
+    fields = {}
+    for name in PER_SLOT:
+        x = getattr(slots, name)
+        if x is not None:
+            shape = len(x), 2 * x.shape[1] + 4 * gap, *x.shape[2:]
+            rubbish = torch.nan if name in ("keys", "values") and x.is_floating_point() else 7
+            new = torch.full(shape, rubbish, dtype=x.dtype)
+            for row, (first, last) in zip(new, starts[:, [0, -1]].tolist(), strict=True):
+                row[first:last] = empty_value(name)
+            fields[name] = new
+    return slots._replace(**fields, starts=starts)
 
 
 @pytest.mark.parametrize("name", ["everything", "decayed-max", "value-weighted"])
