@@ -144,4 +144,5 @@ def _by_layer(pages: ops.Slots, layers: int) -> list[ops.Slots]:
 
 def _write(row: torch.Tensor, numbers: Sequence[Any]) -> None:
     """Numbers of the host into a row of the device, for which the host need not wait."""
-    row.copy_(torch.tensor(numbers, dtype=row.dtype).view_as(row), non_blocking=True)
+    new = torch.tensor(numbers, dtype=row.dtype, device="cpu")
+    row.copy_(new.view_as(row), non_blocking=True)

@@ -19,6 +19,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorOfV2
 
 from h2o.config import H2OConfig
+from h2o.packages import install_command
 from h2o.vllm.page_budget import with_budget, with_pins
 from h2o.vllm.paged_rows import Request
 from h2o.vllm.served import budget_of, entry_of, logger
@@ -56,7 +57,7 @@ class Requests(ProcessorOfV1, ProcessorOfV2):
         if vllm_config.instance_id not in cls.of_config:
             raise RuntimeError(
                 "vLLM does not tell h2o of its requests: the installed h2o lacks the entry point "
-                "h2o of vllm.logits_processors. Install it again, for example by pip install h2o-kv"
+                f"h2o of vllm.logits_processors. Install it again: {install_command()}"
             )
         return cls.of_config[vllm_config.instance_id]
 
