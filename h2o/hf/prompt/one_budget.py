@@ -22,6 +22,7 @@ M keys of all rows and heads of a layer that are held.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -162,14 +163,6 @@ class OneBudget:
             self.left = self.keys_held
 
 
-def _lowest_of(ranks: Tensor, count: Tensor) -> Tensor:
-    """The count-th highest of the ranks [B, G, K] in each row and head, [B, G, 1]; infinity where
-    the count is 0."""
-    best = ranks.sort(-1, descending=True).values
-    best = torch.cat([torch.full_like(best[..., :1], math.inf), best], dim=-1)
-    return best.gather(-1, count.long().clamp(max=ranks.shape[-1])[..., None])
-
-
 def _lowest(best: Tensor) -> float:
     """Infinity where there is none; NaN, below which nothing lies, where any rank is NaN."""
     return float(best.min()) if len(best) else math.inf
@@ -203,6 +196,13 @@ class _Waiting:
         lowest = best.values.masked_fill(~is_own, math.inf)
         return torch.cat([lowest, torch.full_like(own, math.inf)], -1).amin(-1, keepdim=True)
 
+    @functools.cached_property
+    def _highest(self) -> Tensor:
+        """[B, G, K + 1]: infinity, then the ranks of what is not spared, the highest first. The bar
+        rises several times, and these stay."""
+        ranks = self.ranks.masked_fill(self.spared, -math.inf).sort(-1, descending=True).values
+        return torch.cat([torch.full_like(ranks[..., :1], math.inf), ranks], dim=-1)
+
     @property
     def is_ranked_alone(self) -> bool:
         """Whether what stores the keys makes the same ranks, but for `_ROUNDED`."""
@@ -219,8 +219,8 @@ class _Waiting:
         wins at most as many places as it has claims above the bar, beside those of its own."""
         prompt, policy = self.prompt, self.layer.policy
         places = ~((self.claims < self.ranks.new_tensor(bar)[:, None, None]) | self.spared)
-        ranks = self.ranks.masked_fill(self.spared, -math.inf)
-        lowest = _lowest_of(ranks, places.sum(-1)).minimum(self.lowest)
+        count = places.sum(-1, keepdim=True)
+        lowest = self._highest.gather(-1, count).minimum(self.lowest)
         if policy.score_by == "mean" or policy.value_weighted:
             lowest = lowest * _ROUNDED
         held = ~(self.ranks < lowest) | self.spared
