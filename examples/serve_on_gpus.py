@@ -25,6 +25,7 @@ import torch
 
 import h2o
 from h2o import models
+from h2o.borrowed import with_cache  # vLLM may want a transformers that has another name for it
 
 LONGEST = 1200
 """Tokens of a prompt; they begin at different words of a text."""
@@ -81,7 +82,7 @@ def alone(name: str, options: Any, prompts: list[list[int]]) -> list[list[int]]:
     for prompt in prompts:
         ids = torch.tensor([prompt], device=device)
         cache = h2o.H2OCache(model.config, config)
-        out = model.generate(ids, cache=cache, generation_config=greedy)
+        out = model.generate(ids, **with_cache(cache), generation_config=greedy)
         answers.append(out[0, len(prompt) :].tolist())
     return answers
 
