@@ -191,7 +191,7 @@ def text_task(args: argparse.Namespace, settings: list[Setting]) -> tuple[str, d
 def perplexity(
     args: argparse.Namespace, settings: list[Setting]
 ) -> tuple[str, dict[str, Any], str]:
-    """As `text_task`. The prompt's length is the task's, for it decides which tokens count."""
+    """Does as `text_task`. The prompt's length is the task's, for it decides which tokens count."""
     refuse(args, "perplexity", "ratio_of", ratio_of="text")
     if args.protocol == "read":
         raise Misused("--protocol read: a plain text has no question to cut before")
@@ -205,7 +205,7 @@ def perplexity(
 
 
 def needles(args: argparse.Namespace) -> tuple[str, dict[str, Any], str]:
-    """As `text_task`. --limit is of texts of each length, depth and kind, not of all."""
+    """Does as `text_task`. --limit is of texts of each length, depth and kind, not of all."""
     if args.decoys < 0:
         raise Misused(f"--decoys {args.decoys}: at least 0")
     if args.limit is not None and args.limit % 1:

@@ -188,7 +188,7 @@ class H2OLM(HFLM):
         return answers
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[Any]:
-        """As lm-eval's, and answers to the requests of `h2o.evaluation.text_tasks`."""
+        """Answers lm-eval's requests, and the requests of `h2o.evaluation.text_tasks`."""
         others = [x for x in requests if not text_tasks.is_of_text(x)]
         known = iter(super().loglikelihood(others, disable_tqdm) if others else ())
         of_texts = text_tasks.answers(self, [x for x in requests if text_tasks.is_of_text(x)])
@@ -212,7 +212,7 @@ class H2OLM(HFLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """As HFLM's, with the windows of all texts in one call."""
+        """Does as HFLM, with the windows of all texts in one call."""
         windows = list[Request]()
         starts = [0]
         for (text,) in (request.args for request in requests):

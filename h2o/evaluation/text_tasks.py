@@ -58,8 +58,8 @@ class FileTask(ConfigurableTask):
         super().__init__(config={x: y for x, y in config.items() if x != "class"})
 
     def build_all_requests(self, *, cache_requests: bool = False, **kwargs: Any) -> None:
-        """As lm-eval's, but never from its --cache_requests, which knows tasks by name alone and
-        would take one file's requests for another's."""
+        """Builds what lm-eval's task does, but never from its --cache_requests, which knows tasks
+        by name alone and would take one file's requests for another's."""
         super().build_all_requests(**kwargs)
 
 

@@ -147,7 +147,7 @@ class Traits(NamedTuple):
 
     model_type: str
     kinds: tuple[str, ...]
-    """Of the layers"""
+    """Kinds of the layers"""
     latent: int
     """Elements of a latent; 0: the model has keys"""
     reused_by: dict[int, tuple[int, ...]]

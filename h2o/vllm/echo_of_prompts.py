@@ -15,10 +15,8 @@ from torch import Tensor
 
 from h2o.config import H2OConfig
 from h2o.hf.call.attention_call import NewTokens
-from h2o.hf.families import tensor_parallel
-from h2o.hf.prompt.one_budget import Budgets, OneBudget, Prompt
+from h2o.hf.prompt.one_budget import Budgets, OneBudget, Prompt, Recipient
 from h2o.hf.prompt.prompt_echo import PromptEcho, not_dealt, rotary_for
-from h2o.policy import Policy
 from h2o.vllm.paged_rows import Cut, PromptScores
 
 __all__ = ["Dealer", "PromptEchoes", "not_dealt"]
@@ -69,8 +67,12 @@ class Dealer:
         del self._waiting[page]
         one_budget = OneBudget({i: part.config for i, part in enumerate(parts)}, alike=False)
         dealt: list[Cut] = []
+
+        def note(prompt: Prompt, by_row: Budgets) -> None:  # from the first layer to the last
+            dealt.append(parts[len(dealt)]._replace(budgets=by_row[0]))
+
         for i, part in enumerate(parts):
-            one_budget.take(_Layer(i, part, dealt), _prompt(part))
+            one_budget.take(Recipient(i, part.config, note), _prompt(part))
         return dealt
 
 
@@ -80,20 +82,3 @@ def _prompt(cut: Cut) -> Prompt:
         cut.keys, cut.values, None, cut.scores, cut.echo, [tokens], tokens, None, [cut.budgets],
         [cut.pinned], raised=False, floored=False,
     )  # fmt: skip
-
-
-class _Layer:
-    """Stands for an `H2OLayer` that a `OneBudget` gives its budgets to."""
-
-    part = tensor_parallel.WHOLE
-
-    def __init__(self, layer_idx: int, cut: Cut, dealt: list[Cut]) -> None:
-        self.layer_idx, self.config, self.cut, self.dealt = layer_idx, cut.config, cut, dealt
-
-    @property
-    def policy(self) -> Policy:
-        return self.config.policy
-
-    def store(self, prompt: Prompt, by_row: Budgets) -> None:
-        """Note the budgets."""
-        self.dealt.append(self.cut._replace(budgets=by_row[0]))

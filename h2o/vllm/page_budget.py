@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,15 +32,17 @@ PLACES = 2
 `--long-prefill-token-threshold` says otherwise."""
 
 
-def config_of(entry: Any, model: Any = None, *, together: bool = False) -> H2OConfig:
+def config_of(
+    entry: Any, model: Any = None, *, can_deal: Callable[[], bool] = lambda: False
+) -> H2OConfig:
     """The config that the entry `h2o` of `--additional-config` says: fields of `H2OConfig`, or
     {"preset": "robust", "budget": 256}, with "budget_unit" if wanted, and other fields; beside
     what `places_of` reads. {"budget": 0.2} alone is what is recommended for the model.
 
     Args:
         model: a config of transformers, for whose model it is.
-        together: whether the places of a prompt can be dealt over all layers, whose pages are then
-            one.
+        can_deal: tells whether the places of a prompt can be dealt over all layers, whose pages are
+            then one; asked where the entry wants that.
 
     Raises: TypeError, ValueError for what is no such thing, or is not served here.
     """
@@ -52,7 +54,7 @@ def config_of(entry: Any, model: Any = None, *, together: bool = False) -> H2OCo
     places = places_of(entry)
     config = _config(entry)
     if model is not None:
-        config = _of_pages(config.for_model(model), model, together and places > 0, places)
+        config = _of_pages(config.for_model(model), model, can_deal, places)
     refused = {
         'positions="cache_relative"': (config.positions == "cache_relative", "keys come rotated"),
         'score_by="mean-echo" with prompts that are cut after each piece': (
@@ -80,11 +82,13 @@ def _config(entry: Mapping[str, Any]) -> H2OConfig:
     return dataclasses.replace(config, **fields)
 
 
-def _of_pages(config: H2OConfig, model: Any, together: bool, places: int) -> H2OConfig:
+def _of_pages(
+    config: H2OConfig, model: Any, can_deal: Callable[[], bool], places: int
+) -> H2OConfig:
     """The config as pages can serve it. Where each layer has its own, equal for all, places cannot
     be dealt over these: heads share as the model's shipped profile says, or alike, and echo ranks
     within a head."""
-    if config.shares != "echo" or together:
+    if config.shares != "echo" or (places and can_deal()):
         return config
     score_by = "mean-echo" if places else "mean"
     return dataclasses.replace(config, shares=Profile.shipped(model), score_by=score_by)

@@ -323,14 +323,15 @@ class PagedLayer:
         budgets = self.budget.by_head(
             self.layer, keys, request.prompt, request.config, request.pinned
         )
-        pinned = count(request.pinned, self.budget.config.sinks)
-        config = self.budget.of_layer(request.config or self.budget.config, self.layer, keys)
-        cut = Cut(keys, values, scores, echo, budgets, pinned, config)
         number = _number(piece.page, keys)
         if self.deals is None:
             self.store.empty(piece.page, budgets)
             ops.evict(keys, values, scores, self.store.rows(number), policy=self.policy)
-        elif dealt := self.deals.take(piece.page, self.layer, cut):
+            return
+        pinned = count(request.pinned, self.budget.config.sinks)
+        config = self.budget.of_layer(request.config or self.budget.config, self.layer, keys)
+        cut = Cut(keys, values, scores, echo, budgets, pinned, config)
+        if dealt := self.deals.take(piece.page, self.layer, cut):
             budgets = [budget for part in dealt for budget in part.budgets]
             sizes = [self.budget.slots(self.budget.config.sinks + sum(x)) for x in budgets]
             self.store.empty(piece.page, budgets, sizes)

@@ -30,7 +30,7 @@ def entry_of(vllm_config: VllmConfig) -> Any:
 def served_config(vllm_config: VllmConfig) -> H2OConfig:
     """What the entry "h2o" says, for this model. Raises: TypeError, ValueError for a wrong one."""
     model = vllm_config.model_config.hf_text_config
-    return config_of(entry_of(vllm_config), model, together=can_deal(vllm_config))
+    return config_of(entry_of(vllm_config), model, can_deal=lambda: can_deal(vllm_config))
 
 
 def budget_of(vllm_config: VllmConfig) -> PageBudget:

@@ -88,8 +88,8 @@ class CapturedStepper(EagerStepper):
         return out
 
     def empty_in_place(self, layer: Any) -> None:
-        """As `layer.empty`, but the slots stay where they are, for a graph that goes on with
-        them."""
+        """Empties a layer as `layer.empty` does, but the slots stay where they are, for a graph
+        that goes on with them."""
         for row in range(layer.batch_size):
             empty_row(layer.slots, row)
         self.seen = layer.longest = layer.prompt_columns = 0

@@ -22,8 +22,10 @@ M keys of all rows and heads of a layer that are held.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +42,7 @@ __all__ = [
     "Budgets",
     "OneBudget",
     "Prompt",
+    "Recipient",
     "each_head",
     "parted",
     "positions_in",
@@ -76,6 +79,20 @@ class Prompt(NamedTuple):
     raised: bool
     floored: bool
     """Both as of `h2o.hf.prompt.prompt_budget.PromptBudget`"""
+
+
+@dataclasses.dataclass
+class Recipient:
+    """Stands for an `H2OLayer` where a `OneBudget` deals without one: is given what one stores."""
+
+    layer_idx: int
+    config: H2OConfig
+    store: Callable[[Prompt, Budgets], None]
+    part: tuple[int, int] = tensor_parallel.WHOLE
+
+    @property
+    def policy(self) -> Policy:
+        return self.config.policy
 
 
 ROOM = 1.125

@@ -9,7 +9,6 @@ Shape letters: B batch rows, G key/value heads, N columns of the text.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,12 +20,10 @@ from torch import nn
 from h2o.config import H2OConfig
 from h2o.hf.call.attend_and_evict import attention
 from h2o.hf.call.attention_call import NewTokens
-from h2o.hf.families import tensor_parallel
-from h2o.hf.prompt.one_budget import Budgets, OneBudget, Prompt, positions_in
+from h2o.hf.prompt.one_budget import Budgets, OneBudget, Prompt, Recipient, positions_in
 from h2o.hf.prompt.prompt_echo import PromptEcho
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store.pins import Pins
-from h2o.policy import Policy
 
 __all__ = ["SharedPlaces"]
 
@@ -100,28 +97,14 @@ class SharedPlaces:
             tokens.key, tokens.value, mask, scores, echo, mask.sum(1).tolist(), mask.shape[1], mask,
             by_row, pinned, raised=False, floored=False,
         )  # fmt: skip
-        stored = _Stored(layer, config, self._here.budgets)
-        self._here.one_budget.take(stored, prompt)
+        budgets = self._here.budgets
+
+        def note(prompt: Prompt, by_row: Budgets) -> None:
+            budgets[layer] = by_row
+
+        self._here.one_budget.take(Recipient(layer, config, note), prompt)
 
     def budgets(self, layer: int) -> Budgets:
         """(heavy, recent) of each row and head, as the last pass has dealt them."""
         budgets: Budgets = self._here.budgets[layer]
         return budgets
-
-
-@dataclasses.dataclass
-class _Stored:
-    """Stands for an `H2OLayer` that a `OneBudget` gives its budgets to."""
-
-    layer_idx: int
-    config: H2OConfig
-    budgets: dict[int, Budgets]
-    part: tuple[int, int] = tensor_parallel.WHOLE
-
-    @property
-    def policy(self) -> Policy:
-        return self.config.policy
-
-    def store(self, prompt: Prompt, by_row: Budgets) -> None:
-        """Note the budgets."""
-        self.budgets[self.layer_idx] = by_row
