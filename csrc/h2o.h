@@ -106,7 +106,7 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
  * slots 0..held all filled. Empty slots have position -1.
  * X(name, shape, dtype, flags of tables.h), in the order of h2o.slots.Slots. */
 #define H2O_SLOTS_FIELDS(X)                                                                        \
-    /* rows f32/f16/bf16, or u8 rows of quantise.h */                                              \
+    /* rows f32/f16/bf16, or u8 rows of quantize.h */                                              \
     X(keys, "ZGSD", H2O_NONE, H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_DENSE | H2O_WRITTEN)  \
     /* the same; absent where the keys are the values too: once checked they are those views */    \
     X(values, "ZGSD", H2O_NONE,                                                                    \
@@ -138,7 +138,7 @@ typedef struct {
 typedef enum { H2O_RANK_SUM = 0, H2O_RANK_MEAN = 1, H2O_RANK_MAX = 2 } h2o_score_by;
 
 /* Budgets are per row and live in the slots. What each field means, policy.h knows; how it is
- * spelt and what it may be, h2o_policy_fields of tables.h. */
+ * spelled and what it may be, h2o_policy_fields of tables.h. */
 typedef struct {
     int32_t sinks;
     h2o_score_by score_by;

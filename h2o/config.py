@@ -25,7 +25,7 @@ from h2o.budgets import (
 )
 from h2o.config_fields import ConfigFields, Positions
 from h2o.head_budgets import NAMED, LayerShares, check_shares, table
-from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, in_elements, per_token
+from h2o.kv_dtype import QUANTIZED, KvDtype, fewest_bits, fitting, in_elements, per_token
 from h2o.model_identity import describe, key_size, latent_row
 from h2o.policy import OPERATIONS_SCORE_BY, Policy, Ranking, checked
 from h2o.presets import PRESETS, Presets
@@ -128,10 +128,10 @@ class H2OConfig(Presets):
             put(self, name, value)
         if self.score_by == "random" and policy != Policy(self.sinks, "random"):
             raise ValueError(f'score_by="random" takes sinks alone: leave the rest out of {policy}')
-        if self.kv_dtype not in (None, "auto", *QUANTISED):
-            names = '", "'.join(("auto", *QUANTISED[:-1]))
+        if self.kv_dtype not in (None, "auto", *QUANTIZED):
+            names = '", "'.join(("auto", *QUANTIZED[:-1]))
             raise ValueError(
-                f'kv_dtype must be None, "{names}" or "{QUANTISED[-1]}", not {self.kv_dtype!r}'
+                f'kv_dtype must be None, "{names}" or "{QUANTIZED[-1]}", not {self.kv_dtype!r}'
             )
         if self.budget_unit not in ("keys", "bytes"):
             raise ValueError(f'budget_unit must be "keys" or "bytes", not {self.budget_unit!r}')

@@ -227,7 +227,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The weights are plain float32 now, but the model still says that it is quantised, which
+    # The weights are plain float32 now, but the model still says that it is quantized, which
     # save_pretrained refuses.
     if hasattr(model, "hf_quantizer"):
         del model.hf_quantizer

@@ -328,7 +328,7 @@ def simulate(
     backend = backends.serving(query)
     stored_keys = stored_values = None
     if kv_dtype is not None:
-        stored_keys, stored_values = _quantised(keys, values, mask, kv_dtype)
+        stored_keys, stored_values = _quantized(keys, values, mask, kv_dtype)
     sizes, key_sizes = four_sizes(query), four_sizes(keys)
     if sizes is not None and key_sizes is not None:
         (B, H, Q, D), G = sizes, key_sizes[1]
@@ -347,7 +347,7 @@ def simulate(
     return out, evicted_at, scores
 
 
-def _quantised(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str) -> Any:
+def _quantized(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str) -> Any:
     """Keys and values [B, G, Q, bytes] as a store without a budget holds them, by position."""
     B, G, Q, _ = sizes_of_keys(keys)
     slots = new_slots(keys, Q, kv_dtype=kv_dtype, shared=values is None)

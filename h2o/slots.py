@@ -38,7 +38,7 @@ class Slots(NamedTuple):
     """
 
     keys: Tensor
-    """[Z, G, S, D]; quantised: [Z, G, S, bytes] uint8, read by `h2o.quantisation.dequantised`"""
+    """[Z, G, S, D]; quantized: [Z, G, S, bytes] uint8, read by `h2o.quantization.dequantized`"""
     values: Tensor | None
     """as keys; None: the keys are the values too, as the latents of multi-head latent attention"""
     scores: Tensor
@@ -72,7 +72,7 @@ class Kind(NamedTuple):
     optional: bool = False
     """whether there are slots without it"""
     dtype: str = "float32"
-    """"": the floating dtype of the call, or uint8 where rows are quantised"""
+    """"": the floating dtype of the call, or uint8 where rows are quantized"""
 
 
 KINDS: dict[str, Kind] = {

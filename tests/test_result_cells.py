@@ -18,7 +18,7 @@ from tests.evaluation import conftest  # noqa: E402
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's
 def test_fingerprints_of_models():
-    """Adapters and quantised weights count; the name and how the weights are stored do not."""
+    """Adapters and quantized weights count; the name and how the weights are stored do not."""
     peft = pytest.importorskip("peft")
     model = conftest.build()
     plain = model_identity.of_model(model)

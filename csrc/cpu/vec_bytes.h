@@ -6,7 +6,7 @@
  *                           copy sums, for which there are not enough registers
  *   vb_unsigned(x)          signed bytes plus 128
  *   vb_dot(c, u, s)         c + the sum of four products of unsigned bytes and signed ones per lane
- *   vb_add vb_high(x)       x / 256 towards -infinity
+ *   vb_add vb_high(x)       x / 256 toward -infinity
  *   vb_number(hi, lo)       256 * hi + lo
  *   vb_zip(a, b, *lo, *hi)  words of two rows in turn, some in lo and the others in hi
  *   vb_hsum_pairs(a, b)     of sums of two such pairs of rows those of four, in turn

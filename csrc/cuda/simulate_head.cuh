@@ -7,7 +7,7 @@
 #include "kernels_simulate.h"
 
 /* Tokens of row b that the dense part covers: at least the prompt, and all before the first
- * eviction. In a quantised store only the prompt, since later tokens attend to quantised rows. */
+ * eviction. In a quantized store only the prompt, since later tokens attend to quantized rows. */
 DEVICE int64_t dense_tokens(const h2o_simulate_params *p, int64_t b) {
     int64_t budget = h2o_given(&p->stored_keys) ? 0 : INT32_MAX;
     for (int64_t g = 0; g < p->dims.G; g++) {

@@ -102,7 +102,7 @@ template <int OUTPUTS> DEVICE void step_outputs(const step_item *item, const flo
     }
 }
 
-/* The worst candidate of LANES neighbouring lanes. */
+/* The worst candidate of LANES neighboring lanes. */
 template <int LANES> DEVICE h2o_candidate worst_of_lanes(h2o_candidate worst) {
     UNROLL
     for (int offset = LANES / 2; offset > 0; offset /= 2) {

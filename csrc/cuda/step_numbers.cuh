@@ -1,4 +1,4 @@
-/* step_numbers.cuh - step_rows.cuh for quantised rows: a lane has so many bytes in sequence.
+/* step_numbers.cuh - step_rows.cuh for quantized rows: a lane has so many bytes in sequence.
  *
  * Since rows of Q8 begin at multiples of 2 bytes only, their words begin two elements late where
  * they have to, and are put together from two. The numbers of keys become 16-bit elements as they

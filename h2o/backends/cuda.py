@@ -225,7 +225,7 @@ def _workspace(tensor: Any, size: int) -> Any:
     return torch.empty(size, dtype=torch.uint8, device=tensor.device) if size else None
 
 
-def _synchronise(index: int) -> None:
+def _synchronize(index: int) -> None:
     """Waits for what the program has queued, whose errors say nothing about h2o's kernels."""
     import torch
 
@@ -259,7 +259,7 @@ def _new_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) 
     from h2o.backends import kernel_check
 
     facts = _facts(index)
-    _synchronise(index)
+    _synchronize(index)
     mistakes = kernel_check.mistakes(kernels, by_torch, _device(index))
     _remember(facts, mistakes)
     return mistakes

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from h2o.policy import Policy, RankBy
-from h2o.quantisation import dequantised
+from h2o.quantization import dequantized
 from h2o.slots import KINDS, PER_SLOT, Slots, new_slots
 
 __all__ = ["mistakes"]
@@ -46,7 +46,7 @@ class Size(NamedTuple):
 SHORT = Size(40, 9, 3, 18, 12)
 LONG = Size(200, 70, 3, 100, 80, room=60)
 """What real sizes take: several blocks for a head's step, tiles of keys that all queries see, more
-than one tile of queries for a key, of quantised slots too."""
+than one tile of queries for a key, of quantized slots too."""
 ROOMY = Size(39, 9, 3, 30, 30, room=960)
 """Nothing is evicted; a step has more blocks than are read at a time, and one without slots."""
 
@@ -371,7 +371,7 @@ def _sorted(slots: Slots, D: int) -> dict[str, Tensor]:
             continue
         if x.ndim > order.ndim:
             x = x.gather(-2, order[..., None].expand(*order.shape, x.shape[-1]))
-            contents[field] = dequantised(x, D).masked_fill(empty[..., None], 0)
+            contents[field] = dequantized(x, D).masked_fill(empty[..., None], 0)
         else:
             contents[field] = x.gather(-1, order).masked_fill(empty, -1)
     return contents
@@ -392,7 +392,7 @@ def _text(case: Case, tokens: int, device: torch.device, seed: int) -> tuple[Ten
     time = torch.arange(tokens, dtype=torch.float32, device="cpu").view(1, 1, -1, 1) / tokens
     noise = 0.5 * min(1.0, 60 / tokens)  # the more keys, the nearer lie their scores
     keys = noise * normal(B, G, tokens, D) + common * (weights / tokens - 0.5)
-    towards = common * (1 - 0.5 * time) + drift * time
-    query = towards.repeat_interleave(case.R, 1) + 0.3 * normal(B, G * case.R, tokens, D)
+    toward = common * (1 - 0.5 * time) + drift * time
+    query = toward.repeat_interleave(case.R, 1) + 0.3 * normal(B, G * case.R, tokens, D)
     values = normal(B, G, tokens, D)
     return tuple(x.to(case.dtype).to(device) for x in (query, keys, values))

@@ -14,7 +14,7 @@ from typing import Any
 from h2o.budgets import Amount, parse_amount
 from h2o.config import PRESETS, H2OConfig
 from h2o.evaluation.setting import Setting, from_config, parse_all, shares_of, with_profile
-from h2o.kv_dtype import QUANTISED
+from h2o.kv_dtype import QUANTIZED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
 from h2o.spans import Row, parsed
@@ -53,7 +53,7 @@ OPTIONS: dict[str, Field] = {
         "of keys: where they stood in the text, or their rank in the cache (%(default)s)",
     ),
     "kv_dtype": Field(
-        str, ("auto", *QUANTISED), None,
+        str, ("auto", *QUANTIZED), None,
         "store keys in eight bits, and values in eight or four; auto: in four where they go with "
         "the model",
     ),

@@ -1,6 +1,6 @@
 """The lm-eval model "h2o": log-likelihoods and texts of a model with an evicting cache.
 
-lm-eval's own Hugging Face model (`HFLM`) loads, tokenises and generates; what is new is how a
+lm-eval's own Hugging Face model (`HFLM`) loads, tokenizes and generates; what is new is how a
 log-likelihood comes about, by one of the protocols of `h2o.evaluation.protocols`. No logits are
 reused between requests, so that numbers do not depend on batches. lm-eval: Gao et al., "A framework
 for few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-harness.

@@ -260,7 +260,7 @@ def as_table(measured: dict[Setting, Measured], tasks: dict[str, Any], model: An
 
 def shown_metrics(metrics: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(name, value and its standard error) of the main metric, or of ROUGE all three, and where
-    there is one of accuracy by length-normalised likelihood."""
+    there is one of accuracy by length-normalized likelihood."""
     values: dict[str, str] = {}
     for key, value in metrics.items():
         name, _, filtered = key.partition(",")

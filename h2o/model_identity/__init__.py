@@ -2,7 +2,7 @@
 
 A path says where a model lay, not which one. `of_model` is exact: a fingerprint of names, shapes
 and a sample of each tensor's bytes, which costs milliseconds and changes with any training,
-adapter, merge, dtype or quantisation; results are looked up by it. (One number changed by hand
+adapter, merge, dtype or quantization; results are looked up by it. (One number changed by hand
 among millions may escape.) `sample` holds in any dtype: a few numbers, which `difference` compares
 to within a tolerance; profiles carry them. `record` is both, of each weight and of what else the
 config says; saved caches carry it. `of_files` is for what is not loaded. Weights of adapters count
@@ -166,7 +166,7 @@ def _weights_apart(
         if is_of_adapter(name) and name not in here:
             return f"its adapter's {name} is not at work here"
         values = _values(here[name], len(wanted)) if name in here else None
-        if values is None:  # quantised or cut: no comparison
+        if values is None:  # quantized or cut: no comparison
             continue
         if apart := _apart(values, wanted):
             return f"its shape is the same, but the weights of {name} differ by {apart:.1%}"
@@ -192,7 +192,7 @@ def _rounded(values: Sequence[float]) -> list[float]:
 
 
 def _values(weight: Weight, numbers: int) -> list[float] | None:
-    """Evenly spread numbers of a weight; None of one that is quantised, cut or not in memory."""
+    """Evenly spread numbers of a weight; None of one that is quantized, cut or not in memory."""
     tensor = weight.tensor
     if is_cut(weight) or not tensor.dtype.is_floating_point or tensor.element_size() < 2:
         return None

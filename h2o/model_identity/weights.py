@@ -59,7 +59,7 @@ def is_of_adapter(name: str) -> bool:
 
 
 def plain_tensors(name: str, value: Any, *, whole: bool) -> Iterator[tuple[str, Tensor]]:
-    """A tensor, or those inside of a quantised one, by name.
+    """A tensor, or those inside of a quantized one, by name.
 
     Args:
         whole: of a tensor that is cut over processes give all of it, for which all of them have to

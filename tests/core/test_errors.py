@@ -153,7 +153,7 @@ def test_without_a_scale_the_tensor_is_named(name, tensor, refused):
 
 
 @pytest.mark.parametrize("keys", [None, [1.0], np.zeros((2, 3, 4), np.float32)])
-def test_keys_that_cannot_be_quantised(keys):
+def test_keys_that_cannot_be_quantized(keys):
     operands = [make("simulate").get(x) for x in ("query", "values", "prompt", "budget")]
     with pytest.raises(ValueError, match=r"^keys: has shape .*, wanted \[B, G, any, D\]"):
         ops.simulate(operands[0], keys, *operands[1:], kv_dtype="int8")

@@ -29,7 +29,7 @@ def device(driver, kernels, built, monkeypatch):
     monkeypatch.setattr(cuda, "_device", lambda index: "cpu")
     monkeypatch.setattr(cuda, "_is_fake", lambda: False)
     monkeypatch.setattr(cuda, "_is_capturing", lambda: False)
-    monkeypatch.setattr(cuda, "_synchronise", driver.wait)
+    monkeypatch.setattr(cuda, "_synchronize", driver.wait)
     # test_launch.py has them all, as they are
     check_small(monkeypatch, kernel_check.Size(10, 3, 1, 4, 2))
     return driver
@@ -166,7 +166,7 @@ def test_a_failure_of_what_the_program_queued_is_not_the_kernels(device, built, 
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cuda, "_synchronise", settle)
+        patch.setattr(cuda, "_synchronize", settle)
         with pytest.warns(RuntimeWarning, match="could not be checked.*illegal memory access"):
             assert serving() == "torch"
     assert not (built.parent / "cache").exists()

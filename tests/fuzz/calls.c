@@ -39,7 +39,7 @@ static int64_t letter_size(const h2o_dims *d, char letter) {
         return d->S * d->G;
     case '+':
         return d->G + 1;
-    case 'K': /* bytes of a quantised key, and of a value */
+    case 'K': /* bytes of a quantized key, and of a value */
         return h2o_row_bytes(H2O_Q8, d->D);
     case 'V':
         return h2o_row_bytes(d->D % H2O_GROUP ? H2O_Q8 : H2O_Q4, d->D);

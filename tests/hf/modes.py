@@ -142,7 +142,7 @@ def policy(name: str, model: Any) -> H2OConfig:
 
 
 def uneven(model: Any) -> list[list[float]]:
-    """Shares [layers, key/value heads] from 0.4 to 2.6, no two neighbours' the same."""
+    """Shares [layers, key/value heads] from 0.4 to 2.6, no two neighbors' the same."""
     layers, heads = layers_and_heads(model)
     return [[0.4 + (5 * row + 7 * head) % 12 / 5 for head in range(heads)] for row in range(layers)]
 

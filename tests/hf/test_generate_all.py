@@ -107,7 +107,7 @@ def test_a_step_is_of_the_rows_that_are_not_idle():
     assert batches == [1] * 3 + [3] * 3 + [2] * 4 + [1] * 4
 
 
-def test_sampling_does_not_depend_on_neighbours():
+def test_sampling_does_not_depend_on_neighbors():
     """With processors, penalties and seeds of its own, as after torch.manual_seed alone."""
     ours = model("llama")
     settings = GenerationConfig(

@@ -277,7 +277,7 @@ def wrapped(ours):
 
 
 def test_a_projection_that_is_no_plain_matrix(monkeypatch):
-    """A quantised one, or one with an adapter, is asked for its matrix, once."""
+    """A quantized one, or one with an adapter, is asked for its matrix, once."""
     ours, twin, row = model("deepseek_v2"), model("deepseek_v2"), {"input_ids": prompts(30)[0]}
     wrapped(twin)
     monkeypatch.setattr(Wrapped, "asked", 0)
@@ -363,8 +363,8 @@ def test_a_plain_projection_is_read_as_it_is_now(dtype):
         check()
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao quantises weights")
-def test_a_quantised_projection_is_asked_for_its_matrix_once(monkeypatch):
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao quantizes weights")
+def test_a_quantized_projection_is_asked_for_its_matrix_once(monkeypatch):
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     ours, calls = model("deepseek_v2"), []

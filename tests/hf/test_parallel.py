@@ -108,11 +108,11 @@ def test_two_processes_hold_the_same_latents(tmp_path):
     for name, cases in expected.items():
         for rank in "01":
             found = torch.load(tmp_path / name / rank / "found.pt")
-            said = {case: found.pop(case) for case in ("quantised", "simulated")}
+            said = {case: found.pop(case) for case in ("quantized", "simulated")}
             if name == "deepseek_v3":
-                assert said == {"quantised": None, "simulated": None}
+                assert said == {"quantized": None, "simulated": None}
             else:
-                assert "leave kv_dtype out" in said["quantised"]
+                assert "leave kv_dtype out" in said["quantized"]
                 assert "without tp_plan" in said["simulated"]
             assert found.keys() == cases.keys()
             for case, (tokens, kept) in cases.items():

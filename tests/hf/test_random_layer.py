@@ -102,12 +102,12 @@ def test_the_choice_is_uniform():
     assert abs(chi_square - (keys - 1)) < 5 * (2 * (keys - 1)) ** 0.5
     sets = {tuple(sorted(x)) for layer in chosen.tolist() for x in layer}
     assert len(sets) == layers * heads, "two heads never keep the same keys"
-    pairs = Counter((a + 1 == b) for a, b in zip(*_neighbours(chosen), strict=True))
+    pairs = Counter((a + 1 == b) for a, b in zip(*_neighbors(chosen), strict=True))
     wanted = len(sets) * (kept - 1) * part  # a key's follower is kept as often as any
     assert abs(pairs[True] - wanted) < 8 * wanted**0.5
 
 
-def _neighbours(chosen):
+def _neighbors(chosen):
     ordered = chosen.sort(-1).values
     return ordered[..., :-1].flatten().tolist(), ordered[..., 1:].flatten().tolist()
 

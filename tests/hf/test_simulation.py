@@ -164,7 +164,7 @@ def test_equals_the_cache(family, chosen):
     settings = policy(chosen, model)
     base = {"ratio_of": "prompt"} if isinstance(settings["heavy"], float) else {}
     prompt = 40 if base else PROMPT
-    # Both ways' keys differ by float32 rounding, and now and then are quantised apart by it.
+    # Both ways' keys differ by float32 rounding, and now and then are quantized apart by it.
     atol = 2e-2 if "kv_dtype" in settings else 2e-4
     swaps = prove(model, text(), prompt, atol, base=base, **settings)
     if chosen not in ("local", "streaming", "tiny", "one", "full", "large"):

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from h2o.policy import PAPER, Policy, PolicyFields, one_policy
-from h2o.quantisation import dequantised, stored_like
+from h2o.quantization import dequantized, stored_like
 from h2o.rotary_embedding import rotated
 from h2o.sink_logits import softmax
 from h2o.slots import PER_SLOT, new_slots
@@ -87,8 +87,8 @@ def attend(
                 store = _store(slots, row, g)
                 held = _held_slots(store)
                 stored_values = store.keys if store.values is None else store.values
-                key = torch.cat([dequantised(store.keys[held], D), key])
-                value = torch.cat([dequantised(stored_values[held], D), value])
+                key = torch.cat([dequantized(store.keys[held], D), key])
+                value = torch.cat([dequantized(stored_values[held], D), value])
                 score = torch.cat([store.scores[held], score])
             key, value, score = (x.double() for x in (key, value, score))
             if rotary is not None:
@@ -197,8 +197,8 @@ def _candidates(
 
 
 def _read_back(x: Tensor | None, store: Tensor | None) -> Tensor | None:
-    """[B, G, n, D] as they are read from the store, float32 if it is quantised."""
-    return None if x is None or store is None else dequantised(stored_like(x, store), x.shape[-1])
+    """[B, G, n, D] as they are read from the store, float32 if it is quantized."""
+    return None if x is None or store is None else dequantized(stored_like(x, store), x.shape[-1])
 
 
 def _choose(

@@ -76,7 +76,7 @@ def paged(config: H2OConfig, prompt_scores=None) -> PagedLayer:
 
 
 def apart(place: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Uninitialised. Of a device that is not there all tensors begin at one address, so that those
+    """Uninitialized. Of a device that is not there all tensors begin at one address, so that those
     of other places lie elsewhere by their own account."""
     count, before = math.prod(shape), (place + 1) << 22
     return torch.empty(before + count, dtype=dtype)[before:].view(shape)

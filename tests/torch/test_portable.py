@@ -335,7 +335,7 @@ def test_a_step_takes_few_operations():
             ops.step(*tokens, slots)
         counts.append(counter.count)
     assert counts[0] <= 70
-    assert counts[1] <= 150, "keys and values are quantised at once"
+    assert counts[1] <= 150, "keys and values are quantized at once"
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_every_query_gives_each_of_its_heads_one_unit_of_attention(engine, name)
     indirect=["engine_of_any_dtype"],
 )
 def test_a_row_in_a_batch_is_the_row_alone(engine_of_any_dtype, padding, name):
-    """To the last bit, whatever its neighbours and wherever its pads."""
+    """To the last bit, whatever its neighbors and wherever its pads."""
     policy, rest = POLICIES[name], [*[1] * 12, 6, 1, 1]
     lengths, Q = [40, 1, 23, 0, 33], 41
     N = Q + sum(rest)

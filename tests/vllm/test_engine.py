@@ -174,7 +174,7 @@ def test_prompts_in_chunks_are_cut_at_their_end(entry, llama):
 
 @pytest.mark.parametrize("name", ["cohere", "opt"])
 def test_the_echo_of_prompts_is_that_of_an_h2o_cache(name, tmp_path):
-    """Whose rotary pairs are neighbours, and where there are none."""
+    """Whose rotary pairs are neighbors, and where there are none."""
     model = tiny(name, tmp_path, tie_word_embeddings=True)
     wanted = alone(model, prompts(), H2OConfig(**POLICIES["echo"]))
     with engine(tmp_path, POLICIES["echo"]) as llm:
@@ -262,7 +262,7 @@ def kinds(llm) -> set[str]:
     return names
 
 
-def test_sampled_requests_do_not_depend_on_their_neighbours(llama):
+def test_sampled_requests_do_not_depend_on_their_neighbors(llama):
     folder, _ = llama
     sampling = {"temperature": 1.0, "seed": 5}
     with engine(folder, SMALL) as llm:

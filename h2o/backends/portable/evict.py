@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o.backends.portable.ranking import budget_of, highest, rank_keys
 from h2o.backends.portable.slot_rows import Store, row_norms
 from h2o.policy import Policy
-from h2o.quantisation import stored_like
+from h2o.quantization import stored_like
 
 __all__ = ["evict"]
 

@@ -15,7 +15,7 @@ from h2o.backends.portable.attend import capped, dense, rows_of
 from h2o.backends.portable.ranking import Budget, budget_of, highest, lowest, rank_keys
 from h2o.backends.portable.slot_rows import row_norms
 from h2o.policy import Policy
-from h2o.quantisation import dequantised
+from h2o.quantization import dequantized
 from h2o.sink_logits import softmax
 
 __all__ = ["simulate"]
@@ -96,7 +96,7 @@ def simulate(
     )
     if stored_keys is not None and stored_values is not None:
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
-        keys, values = (dequantised(x, D).gather(2, index) for x in (stored_keys, stored_values))
+        keys, values = (dequantized(x, D).gather(2, index) for x in (stored_keys, stored_values))
         text = text._replace(keys=keys, values=values)
     _one_by_one(text, norms, positions, is_kept, limits)
 

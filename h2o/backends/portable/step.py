@@ -101,7 +101,7 @@ def step_by(compiler: Any) -> Callable[..., None]:
         return eager_step
 
     # No checks of its own buffers' sizes, a tenth of a small step's time; and what becomes float16
-    # is rounded to it, or scales of quantised rows would not be those that are stored.
+    # is rounded to it, or scales of quantized rows would not be those that are stored.
     inductor = {"size_asserts": False, "emulate_precision_casts": True}
     options = inductor if compiler == "inductor" else None
     return torch.compile(eager_step, backend=compiler, options=options)

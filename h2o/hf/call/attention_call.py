@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o import ops
-from h2o.quantisation import dequantised, stored_like
+from h2o.quantization import dequantized, stored_like
 
 __all__ = [
     "CACHE_HAS_NO_GRADIENT",
@@ -125,7 +125,7 @@ def as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
         return tokens
 
     def read_back(x: Tensor | None, store: Tensor | None) -> Tensor | None:
-        return x if x is None else dequantised(stored_like(x, store), x.shape[-1]).to(x.dtype)
+        return x if x is None else dequantized(stored_like(x, store), x.shape[-1]).to(x.dtype)
 
     return tokens._replace(
         key=read_back(tokens.key, slots.keys), value=read_back(tokens.value, slots.values)

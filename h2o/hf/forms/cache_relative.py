@@ -23,7 +23,7 @@ from h2o.hf.call.attention_call import AttentionCall, NewTokens
 from h2o.hf.forms.plain_form import PlainForm
 from h2o.hf.rotary.model_rotary import Rotary, turned
 from h2o.hf.store import slot_layout
-from h2o.quantisation import dequantised
+from h2o.quantization import dequantized
 
 __all__ = ["CacheRelativeForm", "at_zero", "attend", "ranks"]
 
@@ -141,7 +141,7 @@ def attend(
     if slots is not None:
         at = ranks(slots, sizes).clamp(min=0).long()
         D, dtype = key.shape[-1], key.dtype
-        keys, values = (dequantised(x, D).to(dtype) for x in (slots.keys, slots.values))
+        keys, values = (dequantized(x, D).to(dtype) for x in (slots.keys, slots.values))
         slots = slots._replace(keys=turned(keys, table[at]), values=values)
     return ops.attend(query, turned(key, angles), value, slots, mask=mask, **more)
 

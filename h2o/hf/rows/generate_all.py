@@ -65,7 +65,7 @@ def generate_all(
     ```
 
     A request gets the tokens that `generate()` gives it alone with an `H2OCache` of the same
-    config, up to rounding: nothing depends on its neighbours but in which order float sums of a
+    config, up to rounding: nothing depends on its neighbors but in which order float sums of a
     larger matrix product are added. Prompts are read one at a time, in chunks with
     `generation_config.prefill_chunk_size`; rows that run decode a token after each chunk, or after
     prompts of 2,048 tokens. Several calls, also of threads, may share a model.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o.hf.call.attention_call import Call, NewTokens
 from h2o.kv_dtype import stored_bytes
-from h2o.quantisation import dequantised, quantised
+from h2o.quantization import dequantized, quantized
 from h2o.sink_logits import softmax
 
 __all__ = ["VisibleKeys"]
@@ -85,5 +85,5 @@ class VisibleKeys(NamedTuple):
 def _stored(x: Tensor, size: int) -> Tensor:
     """[B, G, N, D] as read from a store with so many bytes for each."""
     D = x.shape[-1]
-    rows = quantised(x.reshape(-1, D), 8 if size == D + 2 else 4)
-    return dequantised(rows, D).view(x.shape)
+    rows = quantized(x.reshape(-1, D), 8 if size == D + 2 else 4)
+    return dequantized(rows, D).view(x.shape)

@@ -27,7 +27,7 @@ from h2o.hf.store.pass_state import PassState
 from h2o.hf.store.report import LayerReport
 from h2o.hf.store.slot_layout import Capacity
 from h2o.hf.store.trace import Trace
-from h2o.quantisation import dequantised
+from h2o.quantization import dequantized
 from h2o.slots import PER_ROW
 
 __all__ = ["LayerContents"]
@@ -273,7 +273,7 @@ class LayerContents(CacheLayerMixin):
     def _read(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The model's keys and values of what slots hold."""
         D, _ = self.row_size
-        read: tuple[Tensor, Tensor] = self.form.read(*(dequantised(rows[i], D) for i in (0, -1)))
+        read: tuple[Tensor, Tensor] = self.form.read(*(dequantized(rows[i], D) for i in (0, -1)))
         return read
 
     @property
