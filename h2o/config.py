@@ -14,20 +14,20 @@ from h2o.budgets import (
     Amount,
     Budget,
     BudgetUnit,
-    amount_of,
     at_least,
-    budget_of,
+    check_amount,
+    check_budget,
+    check_tokens,
     flat,
-    of_layer,
+    layer_amount,
     recent_part,
     spread,
-    tokens_of,
 )
 from h2o.config_fields import ConfigFields, Positions
 from h2o.head_budgets import NAMED, LayerShares, check_shares, table
 from h2o.kv_dtype import QUANTIZED, KvDtype, fewest_bits, fitting, in_elements, per_token
 from h2o.model_identity import describe, key_size, latent_row
-from h2o.policy import OPERATIONS_SCORE_BY, Policy, Ranking, checked
+from h2o.policy import OPERATIONS_SCORE_BY, Policy, Ranking, check_policy
 from h2o.presets import PRESETS, Presets
 from h2o.profile import Profile
 
@@ -121,10 +121,10 @@ class H2OConfig(Presets):
         if self.budget is not None:
             self._take_preset(self.__dict__.pop("_given"))
         for name in ("heavy", "recent"):
-            put(self, name, budget_of(name, getattr(self, name)))
-        put(self, "min_tokens", tokens_of("min_tokens", self.min_tokens))
+            put(self, name, check_budget(name, getattr(self, name)))
+        put(self, "min_tokens", check_tokens("min_tokens", self.min_tokens))
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
-        for name, value in checked(policy, get_args(Ranking))._asdict().items():
+        for name, value in check_policy(policy, get_args(Ranking))._asdict().items():
             put(self, name, value)
         if self.score_by == "random" and policy != Policy(self.sinks, "random"):
             raise ValueError(f'score_by="random" takes sinks alone: leave the rest out of {policy}')
@@ -238,7 +238,7 @@ class H2OConfig(Presets):
         Raises: ValueError when a list, or `shares`, has not one entry per layer.
         """
         heavy, recent = (
-            of_layer(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
+            layer_amount(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
         )
         shares = None
         if self.shares_by_echo:
@@ -340,7 +340,7 @@ class H2OConfig(Presets):
     def _take_preset(self, given: frozenset[str]) -> None:
         """Fill in the preset that `budget` means, but for the fields that were given."""
         put = object.__setattr__
-        put(self, "budget", amount_of("budget", self.budget))
+        put(self, "budget", check_amount("budget", self.budget))
         if not self.budget:
             raise ValueError(f"budget={self.budget} keeps nothing: it must be more than 0")
         preset = self.recommended(self.budget)

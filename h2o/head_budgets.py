@@ -23,9 +23,9 @@ __all__ = [
     "HasShares",
     "LayerShares",
     "Table",
-    "allotted",
+    "allocate_tokens",
     "check_shares",
-    "levelled",
+    "expand_to_heads",
     "table",
     "with_room",
 ]
@@ -96,7 +96,7 @@ def check_shares(shares: Table | HasShares, layers: int) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def allotted(k: int, shares: Table, least: int) -> tuple[tuple[int, ...], ...]:
+def allocate_tokens(k: int, shares: Table, least: int) -> tuple[tuple[int, ...], ...]:
     """Tokens of each head where the mean is k: in proportion to the shares, none below `least`.
 
     The sum is exactly k times the number of heads. What remains after rounding down goes to the
@@ -123,7 +123,7 @@ def allotted(k: int, shares: Table, least: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tokens[i : i + heads]) for i in range(0, len(flat), heads))
 
 
-def levelled(
+def expand_to_heads(
     rows: list[list[tuple[int, int]]], heads: int, part: tuple[int, int] = (0, 1)
 ) -> list[list[tuple[int, int]]]:
     """Budgets of a layer's rows, each with an entry for every head or one for all, all in one way.
@@ -216,7 +216,7 @@ class LayerShares:
         if pinned and heavy:
             in_proportion = math.ceil(pinned * (heavy + recent) / heavy)
             least = max(least, sinks + max(in_proportion, pinned + least_recent))
-        heads = allotted(k, shares, least)[self.layer]
+        heads = allocate_tokens(k, shares, least)[self.layer]
         recents = [
             max((keys - sinks) * recent // (heavy + recent), min(least_recent, keys - sinks))
             for keys in heads

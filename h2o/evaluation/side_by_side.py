@@ -32,7 +32,7 @@ from h2o.evaluation.text_table import table
 from h2o.evaluation.text_tasks import Samples, TextTask
 from h2o.filesystem import make_writable
 from h2o.models import DEFAULT_MODEL, embedded_folder, is_gguf, tokenizer_folder
-from h2o.processes import several
+from h2o.processes import world_size
 from h2o.result_cells import fingerprint, provenance
 
 __all__ = ["TASKS", "compare", "is_model_type", "run"]
@@ -217,7 +217,7 @@ def measure(
 def is_cut(config: EvaluatorConfig) -> bool:
     """Whether processes work on each request together. Each would remember answers of its own, and
     wait for the others where these know one that it does not."""
-    return several() > 1 and config.model_args.get("tp_plan") is not None
+    return world_size() > 1 and config.model_args.get("tp_plan") is not None
 
 
 def file_name(setting: Setting) -> str:

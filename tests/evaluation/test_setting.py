@@ -18,7 +18,7 @@ from h2o.evaluation.setting import (
     with_profile,
 )
 from h2o.policy import Policy
-from h2o.profile import _all_shipped
+from h2o.profile import _load_shipped
 
 
 def exact(config: H2OConfig) -> H2OConfig:
@@ -196,7 +196,7 @@ def test_budgets():
 
 
 def test_a_profile_of_ones_own():
-    (profile,) = _all_shipped()
+    (profile,) = _load_shipped()
     settings = parse_all("full,calibrated-bytes,h2o,calibrated,reread-bytes", "0.1")
     settings = with_profile(settings, profile)
     assert [s.config.shares is profile for s in settings] == [False, True, False, True, False]
@@ -212,7 +212,7 @@ def test_a_profile_of_ones_own():
 
 def test_a_profile_is_named_by_its_path(tmp_path):
     """As options and lm-eval's model arguments have it."""
-    (profile,) = _all_shipped()
+    (profile,) = _load_shipped()
     profile.save(tmp_path / "profile.json")
     setting = from_options(heavy=0.1, recent=0.1, shares=str(tmp_path / "profile.json"))
     assert setting.config.shares == profile

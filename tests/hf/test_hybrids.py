@@ -23,7 +23,7 @@ from h2o import (
 from h2o.borrowed import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS, has_states, kind_of
 from h2o.hf.store import states
-from h2o.hf.store.layer_state import state_of
+from h2o.hf.store.layer_state import layer_state
 from tests.hf.tiny import (
     LATENT_AND_STATES,
     WITH_STATES,
@@ -80,7 +80,7 @@ def prove_stepwise(ours, ids, **settings):
 
 def everything(cache):
     """{layer: {name: tensor}} of keys and states."""
-    return [state_of(layer).tensors for layer in cache.layers]
+    return [layer_state(layer).tensors for layer in cache.layers]
 
 
 def assert_same(one, other):

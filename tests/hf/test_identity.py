@@ -144,7 +144,7 @@ def test_others_are_refused(case, tmp_path):
     wrote, reads = (make() for make in OTHER[case])
     with pytest.raises(ValueError, match="of another model"):
         H2OCache.load(filed(wrote, tmp_path / "file"), reads)
-    assert model_identity.of_model(wrote) != model_identity.of_model(reads)
+    assert model_identity.model_fingerprint(wrote) != model_identity.model_fingerprint(reads)
 
 
 @pytest.mark.parametrize("case", SAME)
@@ -155,7 +155,7 @@ def test_the_same_is_known_again(case, tmp_path):
     assert H2OCache.load(path, reads.config)
     profile_of(wrote).check(reads)
     if case != "in another dtype":
-        assert model_identity.of_model(wrote) == model_identity.of_model(reads)
+        assert model_identity.model_fingerprint(wrote) == model_identity.model_fingerprint(reads)
 
 
 @pytest.mark.parametrize("case", [x for x in OTHER if "merged" not in x])

@@ -16,7 +16,7 @@ from h2o import H2OCache, H2OConfig, Profile
 from h2o.borrowed import with_cache
 from h2o.hf.cache import cache_file
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store.layer_state import state_of
+from h2o.hf.store.layer_state import layer_state
 from tests.hf.modes import uneven
 from tests.hf.tiny import greedy, model, prompts
 
@@ -75,7 +75,7 @@ def after(document, question):
 def assert_same(one, other):
     """Bit for bit, but for what was allocated and not written."""
     for a, b in zip(one.layers, other.layers, strict=True):
-        (tensors, numbers), (more, others) = state_of(a), state_of(b)
+        (tensors, numbers), (more, others) = layer_state(a), layer_state(b)
         assert numbers == others
         assert tensors.keys() == more.keys()
         for name, x in tensors.items():
@@ -97,9 +97,9 @@ def test_forks_are_independent(store):
         assert greedy(ours, inputs, **with_cache(fork)).tolist() == expected.tolist()
         assert_same(fork, alone)
         assert_same(cache, before)
-    shared = {x.data_ptr() for layer in cache.layers for x in state_of(layer).tensors.values()}
+    shared = {x.data_ptr() for layer in cache.layers for x in layer_state(layer).tensors.values()}
     for layer in forks[0].layers:
-        assert not shared & {x.data_ptr() for x in state_of(layer).tensors.values()}
+        assert not shared & {x.data_ptr() for x in layer_state(layer).tensors.values()}
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -414,9 +414,9 @@ def test_states_are_whole():
         for layer, old in zip(cache.layers, before, strict=True):
             assert isinstance(layer, H2OLayer)
             changed = {name for name, x in attributes(layer).items() if x is not old[name]}
-            names = {name.partition(".")[0] for name in state_of(layer).tensors}
+            names = {name.partition(".")[0] for name in layer_state(layer).tensors}
             assert "seen" in changed
-            assert changed - anew <= names | set(state_of(layer).numbers)
+            assert changed - anew <= names | set(layer_state(layer).numbers)
 
 
 def attributes(layer):

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, Profile
 from h2o.borrowed import with_cache
-from h2o.head_budgets import LEAST, allotted
+from h2o.head_budgets import LEAST, allocate_tokens
 from h2o.hf.cache import cache_plan
 from h2o.model_identity import describe, sample
 from tests import inputs
@@ -35,7 +35,7 @@ numbers = st.floats(0.01, 100.0)
 )
 def test_parts_of_a_budget(k, rows, least):
     shares = tuple(map(tuple, rows))
-    parts = np.array(allotted(k, shares, least))
+    parts = np.array(allocate_tokens(k, shares, least))
     assert parts.shape == (len(rows), 3)
     assert parts.sum() == k * parts.size
     assert parts.min() >= min(least, k)
@@ -45,10 +45,10 @@ def test_parts_of_a_budget(k, rows, least):
 
 
 def test_parts_go_with_the_shares():
-    assert allotted(100, ((1.0, 3.0),), LEAST) == ((50, 150),)
-    assert allotted(100, ((0.5, 1.5),), LEAST) == ((50, 150),)
-    assert allotted(10, ((1.0, 99.0), (50.0, 50.0)), LEAST) == ((8, 16), (8, 8))
-    assert allotted(5, ((1.0, 99.0),), LEAST) == ((5, 5),)
+    assert allocate_tokens(100, ((1.0, 3.0),), LEAST) == ((50, 150),)
+    assert allocate_tokens(100, ((0.5, 1.5),), LEAST) == ((50, 150),)
+    assert allocate_tokens(10, ((1.0, 99.0), (50.0, 50.0)), LEAST) == ((8, 16), (8, 8))
+    assert allocate_tokens(5, ((1.0, 99.0),), LEAST) == ((5, 5),)
 
 
 @pytest.mark.parametrize(

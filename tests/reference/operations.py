@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from h2o.policy import PAPER, Policy, PolicyFields, one_policy
-from h2o.quantization import dequantized, stored_like
-from h2o.rotary_embedding import rotated
+from h2o.quantization import dequantize, stored_like
+from h2o.rotary_embedding import rotate_by
 from h2o.sink_logits import softmax
 from h2o.slots import PER_SLOT, new_slots
 
@@ -87,18 +87,18 @@ def attend(
                 store = _store(slots, row, g)
                 held = _held_slots(store)
                 stored_values = store.keys if store.values is None else store.values
-                key = torch.cat([dequantized(store.keys[held], D), key])
-                value = torch.cat([dequantized(stored_values[held], D), value])
+                key = torch.cat([dequantize(store.keys[held], D), key])
+                value = torch.cat([dequantize(stored_values[held], D), value])
                 score = torch.cat([store.scores[held], score])
             key, value, score = (x.double() for x in (key, value, score))
             if rotary is not None:
-                key = rotated(key, rotary[: len(key)].double())
+                key = rotate_by(key, rotary[: len(key)].double())
             group = slice(g * R, (g + 1) * R)
             sinks = None if sink_logits is None else sink_logits[group].double()
             for seen, column in enumerate(new.tolist(), start=len(key) - len(new) + 1):
                 queries = query[b, group, column].double()
                 if rotary is not None:
-                    queries = rotated(queries, rotary[seen - 1].double())
+                    queries = rotate_by(queries, rotary[seen - 1].double())
                 p = _probabilities(queries, key[:seen], scale, softcap, sinks)
                 out[b, column, group] = (p @ value[:seen]).to(out.dtype)
                 received = p.amax(0) if policy.scores_largest else p.sum(0)
@@ -198,7 +198,7 @@ def _candidates(
 
 def _read_back(x: Tensor | None, store: Tensor | None) -> Tensor | None:
     """[B, G, n, D] as they are read from the store, float32 if it is quantized."""
-    return None if x is None or store is None else dequantized(stored_like(x, store), x.shape[-1])
+    return None if x is None or store is None else dequantize(stored_like(x, store), x.shape[-1])
 
 
 def _choose(

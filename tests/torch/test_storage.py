@@ -48,21 +48,21 @@ def test_the_core_stores_what_the_oracle_stores(kv_dtype, dtype, size):
     x[5, :50] = 0.0
     x = x.to(dtype)
     keys, values = stored(x, kv_dtype)
-    assert torch.equal(keys, quantization.quantized(x, 8))
-    assert torch.equal(values, quantization.quantized(x, 8 if kv_dtype == "int8" else 4))
+    assert torch.equal(keys, quantization.quantize(x, 8))
+    assert torch.equal(values, quantization.quantize(x, 8 if kv_dtype == "int8" else 4))
 
 
 @given(arrays(np.float32, (3, 64), elements=floats))
 def test_bytes_of_any_floats(x):
     keys, values = stored(torch.from_numpy(x), "int8-int4")
-    assert torch.equal(keys, quantization.quantized(torch.from_numpy(x), 8))
-    assert torch.equal(values, quantization.quantized(torch.from_numpy(x), 4))
+    assert torch.equal(keys, quantization.quantize(torch.from_numpy(x), 8))
+    assert torch.equal(values, quantization.quantize(torch.from_numpy(x), 4))
 
 
 @pytest.mark.parametrize(("bits", "levels"), [(8, 254), (4, 15)])
 def test_what_is_read_back_is_near(bits, levels):
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) * 5 + 2
-    back = quantization.dequantized(quantization.quantized(x, bits), 64)
+    back = quantization.dequantize(quantization.quantize(x, bits), 64)
     groups = x.view(200, -1, 64 if bits == 8 else 32)
     width = groups.amax(-1) - groups.amin(-1) if bits == 4 else 2 * groups.abs().amax(-1)
     error = (x - back).view(groups.shape).abs().amax(-1)
@@ -73,14 +73,14 @@ def test_what_is_not_finite_is_read_as_nan():
     x = torch.randn(4, 64)
     x[1, 5], x[2, 40] = torch.inf, torch.nan
     for bits in (8, 4):
-        rows = quantization.quantized(x, bits)
-        back = quantization.dequantized(rows, 64)
+        rows = quantization.quantize(x, bits)
+        back = quantization.dequantize(rows, 64)
         assert back[[0, 3]].isfinite().all()
         assert back[1, :32].isnan().all()
         assert back[2, 32:].isnan().all()
     keys, values = stored(x, "int8-int4")
-    assert torch.equal(keys, quantization.quantized(x, 8))
-    assert torch.equal(values, quantization.quantized(x, 4))
+    assert torch.equal(keys, quantization.quantize(x, 8))
+    assert torch.equal(values, quantization.quantize(x, 4))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.backends.portable.ranking import budget_of, highest, rank_keys
+from h2o.backends.portable.ranking import highest, rank_keys, split_budget
 from h2o.backends.portable.slot_rows import Store, row_norms
 from h2o.policy import Policy
 from h2o.quantization import stored_like
@@ -45,7 +45,7 @@ def evict(
         norms = torch.cat([store.by_head(slots.norms, 0), row_norms(values)], -1)
     all_scores = torch.cat([held_scores, scores], -1) + 0.0  # -0 becomes 0
     seen = before + tokens[..., None]
-    budget = budget_of(slots.budget, policy.sinks)
+    budget = split_budget(slots.budget, policy.sinks)
     ranks = rank_keys(policy, all_scores, positions, norms, seen, budget)
     is_kept = highest(ranks, positions, budget.k)
     lost = all_scores.masked_fill(is_kept | (positions < 0), 0)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.backends.portable.attend import capped
-from h2o.backends.portable.ranking import budget_of, lowest, rank_keys
-from h2o.backends.portable.slot_rows import Store, as_stored, products, row_norms
+from h2o.backends.portable.attend import apply_softcap
+from h2o.backends.portable.ranking import lowest, rank_keys, split_budget
+from h2o.backends.portable.slot_rows import Store, products, quantize_like_slots, row_norms
 from h2o.policy import Policy
-from h2o.rotary_embedding import rotated
+from h2o.rotary_embedding import rotate_by
 from h2o.sink_logits import softmax
 
 __all__ = ["eager_step", "step", "step_by"]
@@ -44,9 +44,9 @@ def eager_step(
     real = None if mask is None else mask.bool()[..., None]  # [B, 1, 1]
     lengths = slots.lengths.view(B, 1, 1).int()  # the position of the new token
     seen = lengths + 1
-    budget = budget_of(slots.budget, policy.sinks)
+    budget = split_budget(slots.budget, policy.sinks)
     index = store.index_of(slots.free)
-    for rows, new in as_stored(key, value, slots):
+    for rows, new in quantize_like_slots(key, value, slots):
         store.write_rows(rows, index, new, real)
     store.write(slots.positions, index, lengths, real)
     store.write(slots.scores, index, 0.0, real)
@@ -60,11 +60,11 @@ def eager_step(
     if table is not None and ranks is not None:
         before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] keys held
         store.write(ranks, index, before, real)
-        keys = rotated(keys.float(), table[store.shaped(ranks).clamp(0, len(table) - 1)])
-        queries = rotated(queries, table[before])
+        keys = rotate_by(keys.float(), table[store.shaped(ranks).clamp(0, len(table) - 1)])
+        queries = rotate_by(queries, table[before])
     positions = store.by_head(slots.positions, -1)
     # Scores are to be float32, and so must logits [B, G, R, S] be.
-    logits = capped(products(queries, keys.mT, exact=True) * scale, softcap)
+    logits = apply_softcap(products(queries, keys.mT, exact=True) * scale, softcap)
     sinks = None if sink_logits is None else sink_logits.view(1, G, H // G, 1)
     p = softmax(logits.masked_fill_((positions < 0)[:, :, None], -torch.inf), sinks)
     answer = store.answers_stored(p, D).view(B, 1, H, D)

@@ -19,7 +19,7 @@ from h2o.config import H2OConfig, one_config
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.wrapped import unwrapped
+from h2o.hf.families.wrapped import unwrap
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.rows.prompt_reader import PromptReader
 from h2o.hf.rows.request import Prompt, Request, Result, Running, Settings
@@ -117,7 +117,7 @@ def generate_all(
         )
     RowBatch(model, config, 1, compileable)  # refuses what cannot be served
     if prefix is not None:
-        prefix = _checked(prefix, config).fork()  # its owner may go on with it
+        prefix = _check_prefix(prefix, config).fork()  # its owner may go on with it
     settings = Settings(
         model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, pinned, on_token
     )
@@ -127,7 +127,7 @@ def generate_all(
     return results if as_completed else _in_order(results)
 
 
-def _checked(prefix: H2OCache, config: H2OConfig) -> H2OCache:
+def _check_prefix(prefix: H2OCache, config: H2OConfig) -> H2OCache:
     if (rows := _h2o_layers(prefix)[0].batch_size) > 1:
         raise ValueError(f"a prefix is a cache of one row, not of {rows}")
     for name in (field.name for field in dataclasses.fields(config)):
@@ -184,7 +184,7 @@ class _Engine:
         """Between two results, while the caller has its turn, the model has its own attention."""
         with contextlib.closing(self._results()) as results:
             while True:
-                with use_attention("served", unwrapped(self.settings.model), "h2o"):
+                with use_attention("served", unwrap(self.settings.model), "h2o"):
                     result = next(results, None)
                 if result is None:
                     return

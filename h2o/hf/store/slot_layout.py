@@ -25,11 +25,11 @@ __all__ = [
     "Capacity",
     "by_head",
     "capacities",
-    "enlarged",
+    "enlarge",
     "figures",
-    "filled",
+    "fill_slots",
+    "gather_held",
     "heads",
-    "held",
     "put_row",
     "row_bytes",
     "rows_like",
@@ -111,7 +111,7 @@ def by_head(slots: ops.Slots, sizes: list[int], field: str, empty: float = 0) ->
     return out
 
 
-def held(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:
+def gather_held(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:
     """The named fields of what is held, [B, G, K, ...] by ascending position, K as many as any head
     of any row holds, with the value that is given where one holds fewer. Positions are int64."""
     positions = by_head(slots, sizes, "positions", -1).long()
@@ -149,7 +149,7 @@ def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
     }
 
 
-def enlarged(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
+def enlarge(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
     """The same content in more slots: of each head, or of all, as many as `larger` says."""
     B, G = slots.free.shape
     shape, starts = (B, G, larger[0]), None
@@ -203,7 +203,7 @@ def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
     return total
 
 
-def filled(
+def fill_slots(
     keys: Tensor, values: Tensor | None, mask: Tensor | None, *, value_weighted: bool
 ) -> ops.Slots:
     """Slots without a budget that hold keys and values [B, G, n, D] with scores of 0.
@@ -221,7 +221,7 @@ def filled(
 def together(
     slots: ops.Slots, key: Tensor, value: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What `filled` made, and new tokens after it, as if all of them were new.
+    """What `fill_slots` made, and new tokens after it, as if all of them were new.
 
     Args:
         key, value: [B, G, Q, D].
