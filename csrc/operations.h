@@ -38,7 +38,7 @@ typedef struct {
 /* evict: takes the new keys with the scores that attend gave them into the
  * slots; what the budget has no room for, stored or new, is dropped.
  * A stored key that is kept keeps its slot, unless that lies beyond the last one
- * in use. Advances lengths, adds the dropped scores to lost, sets free. S must
+ * in use. Advances seen_tokens, adds the dropped scores to evicted_score, sets next_slot. S must
  * be at least min(k, held + new) for every row. */
 typedef struct {
     h2o_view keys;   /* [B,G,Q,D] */

@@ -97,8 +97,7 @@ DEVICE row_source token_source(const attend_item *item, const h2o_view *from, in
 }
 
 DEVICE row_source key_source(const attend_item *item, bool stored) {
-    return stored ? stored_source(&item->store.keys)
-                  : token_source(item, &item->p->keys, item->g);
+    return stored ? stored_source(&item->store.keys) : token_source(item, &item->p->keys, item->g);
 }
 
 DEVICE row_source value_source(const attend_item *item, bool stored) {
@@ -287,8 +286,7 @@ template <int TILES> DEVICE void dots_to_logits(float c[TILES][4], float scale, 
 
 /* The same in a unit in which they are exponents of 2: where there is no cap, that of the products
  * themselves. */
-template <int TILES>
-DEVICE void dots_to_exponents(float c[TILES][4], float scale, float softcap) {
+template <int TILES> DEVICE void dots_to_exponents(float c[TILES][4], float scale, float softcap) {
     if (softcap > 0.0f || !(scale > 0.0f)) dots_to_logits<TILES>(c, scale, softcap);
 }
 

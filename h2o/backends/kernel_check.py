@@ -347,14 +347,14 @@ def _slots(actual: Slots, expected: Slots, D: int) -> list[tuple[str, Tensor, Te
     return pairs + [
         (f"slots.{field}", getattr(actual, field), getattr(expected, field))
         for field, kind in KINDS.items()
-        if kind.written and field not in (*PER_SLOT, "free")
+        if kind.written and field not in (*PER_SLOT, "next_slot")
     ]
 
 
 def _sort_slots(slots: Slots, D: int) -> dict[str, Tensor]:
     """What each head holds by position, and whether its next token's slot is empty."""
     positions = slots.positions
-    free = slots.free.long().clamp(0, positions.shape[-1] - 1)
+    free = slots.next_slot.long().clamp(0, positions.shape[-1] - 1)
     by_head = positions.long()
     if slots.starts is not None:  # heads one after the other, as they are
         slot = torch.arange(positions.shape[1], dtype=torch.int32, device=positions.device)
@@ -363,7 +363,7 @@ def _sort_slots(slots: Slots, D: int) -> dict[str, Tensor]:
     order = by_head.argsort(-1)
     empty = positions.gather(-1, order) < 0
     contents = {
-        "free": positions.gather(-1, free if free.ndim == positions.ndim else free[..., None])
+        "next_slot": positions.gather(-1, free if free.ndim == positions.ndim else free[..., None])
     }
     for field in PER_SLOT:
         x = getattr(slots, field)

@@ -251,8 +251,8 @@ class PageBudget:
             sizes += each * (keys.shape[1] // len(each))
         slots = self._new_slots(keys[:1, :1].expand(-1, len(sizes), -1, -1), sizes)
         assert slots.starts is not None
-        lengths = slots.lengths.expand(1, self.layers).clone()
-        return slots._replace(lengths=lengths, starts=slots.starts[None])
+        lengths = slots.seen_tokens.expand(1, self.layers).clone()
+        return slots._replace(seen_tokens=lengths, starts=slots.starts[None])
 
     def slots(self, budget: int) -> int:
         """Slots of a head that keeps so many keys, of any request, and its next token."""

@@ -143,7 +143,7 @@ def test_quantized_rows_move_as_they_are(D, kind):
         before = slots.keys.copy(), slots.values.copy()
         slots.positions[..., hole] = -1
         slots.scores[..., hole] = 0
-        slots.free[:] = hole
+        slots.next_slot[:] = hole
         slots.budget[:] = [k, 0]
         worst = np.full((1, 2, 1), -1, np.float32)
         ops.evict(text.keys[:, :, -1:], text.values[:, :, -1:], worst, slots)

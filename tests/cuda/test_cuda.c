@@ -210,8 +210,8 @@ static void test_chunk(const chunk *c, h2o_dtype dtype) {
     const h2o_slots *const s = &p.slots;
     const h2o_view *const all[] = {&p.query,   &p.keys,       &p.values,      &p.out,
                                    &p.scores,  &p.mask,       &s->keys,       &s->values,
-                                   &s->scores, &s->positions, &s->free,       &s->lengths,
-                                   &s->budget, &s->lost,      &floats.scores, &floats.slots.scores,
+                                   &s->scores, &s->positions, &s->next_slot,       &s->seen_tokens,
+                                   &s->budget, &s->evicted_score,      &floats.scores, &floats.slots.scores,
                                    &before,    &first[0],     &first[1],      &first[2]};
     for (size_t i = 0; i < sizeof in / sizeof *in; i++) free(in[i]->data);
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]->data);
@@ -274,7 +274,7 @@ enum { STEP_WRITES = 9 };
 static void written_by(h2o_step_params *p, h2o_view *written[STEP_WRITES]) {
     h2o_slots *const s = &p->slots;
     h2o_view *const all[STEP_WRITES] = {&p->out,       &s->keys, &s->values,  &s->scores, &s->norms,
-                                        &s->positions, &s->free, &s->lengths, &s->lost};
+                                        &s->positions, &s->next_slot, &s->seen_tokens, &s->evicted_score};
     memcpy(written, all, sizeof all);
 }
 
@@ -312,7 +312,7 @@ static h2o_step_params in_float32(const h2o_step_params *from, const h2o_step_pa
         *new[i] = in_floats(new[i], D);
         for (int64_t unit = 0; unit < p.dims.B * p.dims.G; unit++) {
             const int64_t b = unit / p.dims.G, g = unit % p.dims.G;
-            const int32_t slot = AT(int32_t, from->slots.free, b, g, 0);
+            const int32_t slot = AT(int32_t, from->slots.next_slot, b, g, 0);
             memcpy(h2o_at(new[i], b, g, 0), h2o_at(rows[i], b, g, slot), (size_t)D * sizeof(float));
         }
     }
@@ -369,8 +369,8 @@ static void test_step(const one_step *s, h2o_dtype dtype) {
         CHECK(is_near(AT(float, first.slots.scores, b, g, slot),
                       (double)AT(float, floats.slots.scores, b, g, slot), 1e-5));
     }
-    check_same(&first.slots.free, &floats.slots.free);
-    check_same(&first.slots.lengths, &floats.slots.lengths);
+    check_same(&first.slots.next_slot, &floats.slots.next_slot);
+    check_same(&first.slots.seen_tokens, &floats.slots.seen_tokens);
     free_written(&first);
     free_written(&floats);
     free_read(&floats);

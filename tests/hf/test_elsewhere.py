@@ -252,5 +252,5 @@ def test_a_device_without_float64():
     with elsewhere("mps"):
         x = torch.ones(1, 2, 1, 8)
         slots = ops.new_slots(x, 5, 2, 2)
-        assert slots.lost.dtype == torch.float32
+        assert slots.evicted_score.dtype == torch.float32
         ops.step(x, x, x, slots)

@@ -140,7 +140,7 @@ def test_a_slot_is_one_row_for_all_heads(name):
         assert layer.slots.keys.shape == (1, 1, 13, 24)
         # Each of 37 queries of each head has given out an attention of 1.
         H = ours.config.num_attention_heads
-        total = scores.sum() + layer.slots.lost.sum()
+        total = scores.sum() + layer.slots.evicted_score.sum()
         torch.testing.assert_close(total.item(), 37.0 * H, rtol=1e-4, atol=0)
     report = cache.report()
     assert report.total.bytes_full == 2 * 37 * 24 * 4

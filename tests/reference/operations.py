@@ -128,7 +128,7 @@ def _probabilities(
 def ranks(slots: Any) -> Tensor:
     """Rank of each key by position among the keys of its head, int32 [B, G, S]; -1: empty slot."""
     ranks = torch.full_like(slots.positions, -1)
-    for b, g in itertools.product(*map(range, slots.free.shape)):
+    for b, g in itertools.product(*map(range, slots.next_slot.shape)):
         held = _held_slots(_store(slots, b, g))
         _store(slots._replace(positions=ranks), b, g).positions[held] = _range_like(held).int()
     return ranks
@@ -150,7 +150,7 @@ def evict(
     values = keys if values is None else values
     for b in range(B):
         new, row = _real_columns(mask, b, Q, keys.device), _row(slots, b)
-        seen = int(slots.lengths[row]) + len(new)
+        seen = int(slots.seen_tokens[row]) + len(new)
         for g in range(G if len(new) else 0):
             heavy, recent = _budget(slots.budget, row, g)
             store = _store(slots, row, g)
@@ -168,13 +168,13 @@ def evict(
             kept, evicted = _choose(
                 positions, rank.tolist(), is_pinned, policy.sinks, heavy, recent
             )
-            slots.lost[row, g] += candidates.scores[evicted].double().sum()
+            slots.evicted_score[row, g] += candidates.scores[evicted].double().sum()
             store.positions[:] = -1
             for name in PER_SLOT:
                 if getattr(store, name) is not None:
                     getattr(store, name)[: len(kept)] = getattr(candidates, name)[kept]
-            slots.free[row, g] = len(kept)
-        slots.lengths[row] = seen
+            slots.next_slot[row, g] = len(kept)
+        slots.seen_tokens[row] = seen
 
 
 def _candidates(
@@ -310,13 +310,13 @@ def simulate(
             )  # fmt: skip
             out[b, new] = answer[0]
             scores[b, :, new] = new_scores[0]
-            held = [real[slots.positions[0, g, : slots.free[0, g]].long()] for g in range(G)]
+            held = [real[slots.positions[0, g, : slots.next_slot[0, g]].long()] for g in range(G)]
             for g in range(G):
                 scores[b, g, held[g]] = slots.scores[0, g, : len(held[g])]
             evict(k, v, new_scores, slots, policy=policy)
             for g in range(G):
                 before = torch.cat([held[g], new])
-                after = real[slots.positions[0, g, : slots.free[0, g]].long()]
+                after = real[slots.positions[0, g, : slots.next_slot[0, g]].long()]
                 scores[b, g, after] = slots.scores[0, g, : len(after)]
                 evicted_at[b, g, before[~torch.isin(before, after)]] = int(new[-1]) + 1
     return out, evicted_at, scores
@@ -327,7 +327,7 @@ def kept(slots: Any) -> tuple[Tensor, Tensor]:
 
     K is the largest number held by any row and head; the others are padded with -1 and 0.
     """
-    B, G = slots.free.shape
+    B, G = slots.next_slot.shape
     held = [len(_held_slots(_store(slots, b, g))) for b in range(B) for g in range(G)]
     K = max(held)
     positions = slots.positions.new_full((B, G, K), -1, dtype=torch.int64)

@@ -365,7 +365,7 @@ def test_evictions_are_counted_where_pages_are_used_again(name):
     traffic(layer, served, seed=3, room=1000)
     slots = [alone(CONFIGS[name], each)[1] for each in served]
     eviction = layer.store.eviction()
-    assert eviction.lost == pytest.approx(sum(float(x.lost.sum()) for x in slots))
+    assert eviction.lost == pytest.approx(sum(float(x.evicted_score.sum()) for x in slots))
     kept = sum(float(x.scores[x.positions >= 0].double().sum()) for x in slots)
     assert eviction.kept == pytest.approx(kept)
 

@@ -31,7 +31,7 @@ def evict(
     B, G, Q, _ = keys.shape
     values = keys if values is None else values
     store = Store(slots)
-    before = slots.lengths[:, None, None]
+    before = slots.seen_tokens[:, None, None]
     order = torch.arange(Q, device=keys.device)[None]
     tokens = torch.full((1, 1), Q, dtype=torch.long, device=keys.device)
     if mask is not None:
@@ -50,9 +50,9 @@ def evict(
     is_kept = highest(ranks, positions, budget.k)
     lost = all_scores.masked_fill(is_kept | (positions < 0), 0)
     _write_kept(keys, values, slots, store, is_kept, positions, all_scores, norms)
-    slots.lost.add_(lost.sum(-1, dtype=slots.lost.dtype))
-    slots.free.copy_(is_kept.sum(-1))
-    slots.lengths.add_(tokens[:, 0])
+    slots.evicted_score.add_(lost.sum(-1, dtype=slots.evicted_score.dtype))
+    slots.next_slot.copy_(is_kept.sum(-1))
+    slots.seen_tokens.add_(tokens[:, 0])
 
 
 def _write_kept(

@@ -42,10 +42,10 @@ def eager_step(
     G = key.shape[1]
     store = Store(slots)
     real = None if mask is None else mask.bool()[..., None]  # [B, 1, 1]
-    lengths = slots.lengths.view(B, 1, 1).int()  # the position of the new token
+    lengths = slots.seen_tokens.view(B, 1, 1).int()  # the position of the new token
     seen = lengths + 1
     budget = split_budget(slots.budget, policy.sinks)
-    index = store.index_of(slots.free)
+    index = store.index_of(slots.next_slot)
     for rows, new in quantize_like_slots(key, value, slots):
         store.write_rows(rows, index, new, real)
     store.write(slots.positions, index, lengths, real)
@@ -83,7 +83,7 @@ def eager_step(
     if real is not None:
         evicts = evicts & real
     score = scores.gather(-1, last)
-    slots.lost.add_(torch.where(evicts, score, 0)[..., 0])
+    slots.evicted_score.add_(torch.where(evicts, score, 0)[..., 0])
     store.write(slots.positions, last, position.masked_fill(evicts, -1))
     if ranks is not None:
         rank = store.read(ranks, last)
@@ -91,8 +91,10 @@ def eager_step(
         store.write_by_head(ranks, after - ((after > rank) & evicts).int())
         store.write(ranks, last, rank.masked_fill(evicts, -1))
     free = torch.where(evicts, store.counted(last), seen)[..., 0]
-    slots.free.copy_(free if real is None else torch.where(real[..., 0], free, slots.free))
-    slots.lengths.add_(1 if real is None else real[:, 0, 0])
+    slots.next_slot.copy_(
+        free if real is None else torch.where(real[..., 0], free, slots.next_slot)
+    )
+    slots.seen_tokens.add_(1 if real is None else real[:, 0, 0])
 
 
 def step_by(compiler: Any) -> Callable[..., None]:

@@ -187,7 +187,7 @@ def _with_part(state: State, cache: Any, model: Any) -> State:
 
 def _heads(tensors: dict[str, Tensor], prefix: str) -> int | None:
     """Number of key/value heads in a layer's slots; None for an empty or sliding-window layer."""
-    free = tensors.get(f"{prefix}slots.free")
+    free = tensors.get(f"{prefix}slots.next_slot")
     return None if free is None else free.shape[1]
 
 

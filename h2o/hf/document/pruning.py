@@ -127,7 +127,7 @@ class _Held(NamedTuple):
 
 def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
     """As the layer's prompt would get them, with an entry for each head."""
-    heads = source.slots.free.shape[1]
+    heads = source.slots.next_slot.shape[1]
     rows = prompt_budget.prompt_budget(
         layer.config, layer.pass_state, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
         source.token_size,

@@ -110,7 +110,7 @@ class H2OLayer(CroppableLayer):
             self.row_size = last.shape[-1], last.element_size()
         elif rows.shape[0] != self.batch_size:
             self._refuse_rows(rows.shape[0])
-        elif rows.shape[1] != (heads := self.slots.free.shape[1]):
+        elif rows.shape[1] != (heads := self.slots.next_slot.shape[1]):
             raise ValueError(
                 f"this cache holds keys of {heads} heads in layer {self.layer_idx} and was given "
                 f"those of {rows.shape[1]}: it is of another model, or of one that was cut "
@@ -216,7 +216,7 @@ class H2OLayer(CroppableLayer):
         self.pass_state.repeat_to(B)
         counts = prompt_budget.count_tokens(tokens.mask, B, Q, self.config, self.pass_state)
         if unscored is not None:
-            counts = [x + y for x, y in zip(counts, unscored.lengths.tolist(), strict=True)]
+            counts = [x + y for x, y in zip(counts, unscored.seen_tokens.tolist(), strict=True)]
         pins = self.pass_state.pins
         if self.pass_state.is_first(self.layer_idx):  # which asks for all layers
             prompt_budget.begin_pins(self.pass_state, counts, tokens.mask, Q, self.token_size)
@@ -278,7 +278,9 @@ class H2OLayer(CroppableLayer):
             out, scores = self.attention(read, slots)
             if self.waits_for_pins:
                 positions, _ = positions_in(tokens.mask, scores)
-                after = (positions + slots.lengths[:, None, None]).masked_fill(positions < 0, -1)
+                after = (positions + slots.seen_tokens[:, None, None]).masked_fill(
+                    positions < 0, -1
+                )
                 scores = self.pass_state.pins.score(scores, after)
             return out, scores
 

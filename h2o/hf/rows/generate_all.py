@@ -328,9 +328,9 @@ def _figures(cache: H2OCache, row: int = 0) -> dict[str, int]:
     """`Result.report` of a row."""
     layers = _h2o_layers(cache)
     kept = [float((layer.slots.positions[row] >= 0).sum()) for layer in layers]
-    heads = [layer.slots.free.shape[1] for layer in layers]
+    heads = [layer.slots.next_slot.shape[1] for layer in layers]
     return {
-        "seen": int(layers[0].slots.lengths[row]),
+        "seen": int(layers[0].slots.seen_tokens[row]),
         "kept": round(sum(kept) / sum(heads)),
         "bytes": row_bytes(cache),
     }

@@ -105,7 +105,7 @@ class LayerContents(CacheLayerMixin):
         """Q more columns have been seen."""
         self.seen += Q
         if self.waits_for_pins:
-            self.waits_for_pins = self.pass_state.pins.wait(self.slots.lengths)
+            self.waits_for_pins = self.pass_state.pins.wait(self.slots.seen_tokens)
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
@@ -295,7 +295,7 @@ class LayerContents(CacheLayerMixin):
         return LayerReport(
             layer=self.layer_idx,
             kind="h2o",
-            bytes_full=self.seen * self.slots.free.numel() * math.prod(self.token_size),
+            bytes_full=self.seen * self.slots.next_slot.numel() * math.prod(self.token_size),
             raised=self.raised,
             floored=self.floored,
             unscored=self.unscored,

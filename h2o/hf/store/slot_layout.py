@@ -129,14 +129,14 @@ def gather_held(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Ten
 
 def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
     """Numbers of the slots for a report: fields of `LayerReport`."""
-    B, G = slots.free.shape
+    B, G = slots.next_slot.shape
     filled = slots.positions >= 0
     budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None].expand(B, G, 2)
     stored = [0 if x is None else x.numel() * x.element_size() for x in slots]
     is_pinned = by_head(slots, sizes, "scores") == PINNED
     scores = slots.scores[filled]
     return {
-        "seen": slots.lengths.tolist(),
+        "seen": slots.seen_tokens.tolist(),
         "kept_by_head": (by_head(slots, sizes, "positions", -1) >= 0).sum(-1).tolist(),
         "pinned_by_head": (is_pinned & (by_head(slots, sizes, "positions", -1) >= 0))
         .sum(-1)
@@ -144,14 +144,14 @@ def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
         "budget_by_head": (budget.sum(-1) + sinks).tolist(),
         "bytes_held": sum(stored[:2]),
         "bytes_bookkeeping": sum(stored[2:]),
-        "mass_evicted": slots.lost.sum().item(),
+        "mass_evicted": slots.evicted_score.sum().item(),
         "mass_kept": scores[scores < PINNED].cpu().double().sum().item(),
     }
 
 
 def enlarge(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
     """The same content in more slots: of each head, or of all, as many as `larger` says."""
-    B, G = slots.free.shape
+    B, G = slots.next_slot.shape
     shape, starts = (B, G, larger[0]), None
     if slots.starts is not None:
         ends = slots.starts.new_tensor(larger).cumsum(0, dtype=torch.int32)
@@ -192,7 +192,7 @@ def put_row(slots: ops.Slots, row: int, source: ops.Slots) -> None:
 def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
     """Bytes that a row takes in all tensors of slots of this kind, of which each head, or all, has
     as many as `sizes` says."""
-    wanted = sizes[0] * slots.free.shape[1] if slots.starts is None else sum(sizes)
+    wanted = sizes[0] * slots.next_slot.shape[1] if slots.starts is None else sum(sizes)
     here = slots.scores[0].numel()
     total = 0
     for name in PER_ROW:
