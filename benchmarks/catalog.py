@@ -63,7 +63,7 @@ TABLES = (
         cpu="P13: the decode step over strided views, against contiguous ones",
     ),
     Table(
-        "lengths", attention_tables.seen_tokens,
+        "lengths", attention_tables.lengths,
         cpu="P19: the rate of a prefill with scores on long prompts, against 4096 tokens",
     ),
     Table(

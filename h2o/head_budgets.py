@@ -2,8 +2,8 @@
 
 Heads differ in how much they lose by eviction, and the difference is a property of the model more
 than of the text (compare Feng et al., "Ada-KV", 2024, which shares within a layer, on the fly).
-`H2OConfig(..., shares=...)` gives each head its own part of the same total. Plain numbers only: no
-torch here.
+`H2OConfig(..., head_shares=...)` gives each head its own part of the same total. Plain numbers
+only: no torch here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 NAMED = ("shipped", "echo")
-"""`shares` by name: a profile that comes with h2o; a prompt's echo (`h2o.hf.prompt.one_budget`)"""
+"""Names for `head_shares`: the profile that comes with h2o, a prompt's echo
+(`h2o.hf.prompt.one_budget`)"""
 
 LEAST = 8
 """Tokens that a head keeps at least, sinks included, where the budget allows it; `min_tokens` of
@@ -43,7 +44,7 @@ Table = tuple[tuple[float, ...], ...]
 
 @runtime_checkable
 class HasShares(Protocol):
-    """What `shares` may be besides a table: shares that depend on the budget (`h2o.Profile`)."""
+    """Shares that depend on the budget (`h2o.Profile`), which `head_shares` may be for a table."""
 
     @property
     def window(self) -> int:
@@ -57,7 +58,7 @@ class HasShares(Protocol):
 
 
 def table(shares: Any) -> Table | HasShares:
-    """`shares` as users may give it (lists, an array, a Profile), checked.
+    """`head_shares` as users may give it (lists, an array, a Profile), checked.
 
     Raises: TypeError for what is none of these, ValueError for a number that is not positive and
     for layers of different numbers of heads.
@@ -178,7 +179,7 @@ def with_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tup
 
 @dataclasses.dataclass(frozen=True)
 class LayerShares:
-    """One layer's part of `shares`, as the config of that layer has it."""
+    """One layer's part of `head_shares`, as the config of that layer has it."""
 
     shares: Table | HasShares
     layer: int

@@ -87,7 +87,7 @@ class Presets:
 
         Without a profile the one that comes with h2o for the model, or a ValueError of the cache.
         """
-        ranked = {"score_by": "mean-echo", "shares": profile or "shipped"}
+        ranked = {"score_by": "mean-echo", "head_shares": profile or "shipped"}
         return dataclasses.replace(cls.robust(budget, budget_unit), **ranked)
 
     @classmethod
@@ -96,10 +96,11 @@ class Presets:
         and what the next words need, in one reading (docs/policies.md).
 
         In each head echo decides most of a key's score (`score_by="mean-echo"`), and the places of
-        all layers and heads go to the highest echo (`shares="echo"`). Steps are those of `robust`.
+        all layers and heads go to the highest echo (`head_shares="echo"`). Steps are those of
+        `robust`.
         """
         return dataclasses.replace(
-            cls.robust(budget, budget_unit), score_by="mean-echo", shares="echo"
+            cls.robust(budget, budget_unit), score_by="mean-echo", head_shares="echo"
         )
 
     @classmethod

@@ -2,7 +2,8 @@
 
 vLLM has pages of one size. A request's page is as large as the widest layer needs for the longest
 request; within it requests have budgets of their own. Where places are dealt over all layers
-(`shares="echo"`) those of all layers are one page, as large as equal budgets of heads would need.
+(`head_shares="echo"`) those of all layers are one page, as large as equal budgets of heads would
+need.
 """
 
 from __future__ import annotations
@@ -88,10 +89,10 @@ def _of_pages(
     """The config as pages can serve it. Where each layer has its own, equal for all, places cannot
     be dealt over these: heads share as the model's shipped profile says, or alike, and echo ranks
     within a head."""
-    if config.shares != "echo" or (places and can_deal()):
+    if config.head_shares != "echo" or (places and can_deal()):
         return config
     score_by = "mean-echo" if places else "mean"
-    return dataclasses.replace(config, shares=Profile.shipped(model), score_by=score_by)
+    return dataclasses.replace(config, head_shares=Profile.shipped(model), score_by=score_by)
 
 
 def entry_places(entry: Mapping[str, Any]) -> int:
@@ -243,7 +244,7 @@ class PageBudget:
         return self._new_slots(keys[:1], sizes[0] if len(sizes) == 1 else sizes)
 
     def empty_pages(self, keys: torch.Tensor) -> ops.Slots:
-        """The same in all layers on one axis: as of one layer with the heads of all, with lengths
+        """The same in all layers on one axis: as of one layer with the heads of all, with seen_tokens
         [1, L] and starts [1, L * G + 1]."""
         sizes: list[int] = []
         for layer in range(self.layers):

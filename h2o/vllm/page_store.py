@@ -69,7 +69,7 @@ class PageStore:
             memory: [pages, bytes] of a dtype of one byte, each at an address that `ALIGNMENT`
                 divides; at least `page_bytes` of each.
             page: slots of one row, empty; those of several layers as of one with all their heads,
-                but lengths [1, L] and starts [1, L * G + 1].
+                but seen_tokens [1, L] and starts [1, L * G + 1].
             alone: False: while no request of this store has a page others may write to it. Then
                 none is emptied before a request has it, and nothing is counted.
         """
@@ -141,7 +141,7 @@ def _by_layer(pages: ops.Slots, layers: int) -> list[ops.Slots]:
             name: getattr(pages, name)[:, heads]
             for name in ("next_slot", "budget", "evicted_score")
         }
-        own["lengths"] = pages.seen_tokens[:, layer]
+        own["seen_tokens"] = pages.seen_tokens[:, layer]
         own["starts"] = pages.starts[:, layer * G : (layer + 1) * G + 1]
         views.append(pages._replace(**own))
     return views

@@ -22,7 +22,7 @@ class Answers:
     """after each call, [B, G, N] bool"""
     scores: list[np.ndarray]
     """after each call, [B, G, N] float64, 0 where not held"""
-    lost: np.ndarray
+    evicted_score: np.ndarray
     """[B, G] float64"""
     position: np.ndarray
     """[B, N] int64: index of a column's token in its row, pads not counted"""

@@ -74,7 +74,7 @@ def test_shares_of_a_users_own_class_are_asked_each_time(config):
         def check_attention(self, attention, layer):
             pass
 
-    caches = [H2OCache(config, heavy=4, recent=4, shares=Shares()) for _ in range(2)]
+    caches = [H2OCache(config, heavy=4, recent=4, head_shares=Shares()) for _ in range(2)]
     assert caches[0].layers[0].config is not caches[1].layers[0].config
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not LATENT, reason="a newer transformers caches 
 LENGTHS = (5, 17, 23, 30)
 SMALL = {"heavy": 6, "recent": 6}
 FULL = {"heavy": 10**6}
-SERVED = [name for name in POLICIES if name != "shares"]
+SERVED = [name for name in POLICIES if name != "head_shares"]
 WHOLE = ("deepseek_v2", "youtu")
 """What attention of few heads does, and of many. The other families' latents come to the cache in
 the same shape (`test_what_the_cases_left_out_rest_on`), so a third of the cases is theirs."""

@@ -19,7 +19,7 @@ from tests.hf.test_compress import positions
 from tests.hf.test_prompt_echo import read
 from tests.hf.tiny import DEVICE, Family, prompts, shared
 
-SMALL = {"heavy": 8, "recent": 4, "sinks": 2, "score_by": "mean-echo", "shares": "echo"}
+SMALL = {"heavy": 8, "recent": 4, "sinks": 2, "score_by": "mean-echo", "head_shares": "echo"}
 PLACES = 8 + 4 + 2
 
 

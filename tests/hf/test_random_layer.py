@@ -23,7 +23,7 @@ POLICIES = {
     "no recent keys": {"heavy": 9, "recent": 0, "score_by": "random"},
     "int8": SMALL | {"kv_dtype": "int8"},
     "by head": SMALL | {"heavy": [2, 9, 3, 7], "recent": lambda layer, layers: [3, 5, 2, 4]},
-    "shares": SMALL | {"heavy": 9, "shares": [[0.4, 2.5, 1.0, 0.9]] * 4},
+    "head_shares": SMALL | {"heavy": 9, "head_shares": [[0.4, 2.5, 1.0, 0.9]] * 4},
 }
 
 

@@ -146,7 +146,7 @@ POLICIES = {
     "bytes": {"preset": "robust", "budget": 0.2, "budget_unit": "bytes"},
     "faded": {"heavy": 10, "recent": 6, "decay": 0.9, "score_by": "max"},
     "of heads": {"heavy": [[4, 12], [9, 3]], "recent": 4, "kv_dtype": "int8"},
-    "shares": {"heavy": 12, "recent": 12, "shares": [[1, 2], [3, 1]]},
+    "head_shares": {"heavy": 12, "recent": 12, "head_shares": [[1, 2], [3, 1]]},
     "echo": {"heavy": 10, "recent": 6, "sinks": 2, "score_by": "mean-echo", "value_weighted": True},
     "shared echo": {"budget": 24},
 }

@@ -71,7 +71,7 @@ class H2OCache(ReadableCache):
             from the one that it was.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `budget`, or `heavy`,
             `recent`, `sinks`, `min_tokens`, `score_by`, `decay`, `value_weighted`,
-            `positions`, `shares`, `kv_dtype`, `budget_unit`.
+            `positions`, `head_shares`, `kv_dtype`, `budget_unit`.
         prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only
             needed where fractions meet a prompt that is fed in chunks
             (`generate(prefill_chunk_size=...)`): else the first forward pass is the prompt, and

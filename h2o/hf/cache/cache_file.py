@@ -252,10 +252,10 @@ def _settings(cache: Any) -> dict[str, Any]:
         amounts = [_amounts(getattr(x.config if x else config, name)) for x in h2o_layers]
         alike = len(set(map(repr, amounts))) == 1 and not isinstance(amounts[0], list)
         fields[name] = amounts[0] if alike else amounts
-    shares = fields["shares"]
+    shares = fields["head_shares"]
     if isinstance(shares, LayerShares):
         table = shares.shares
-        fields["shares"] = table.as_dict() if isinstance(table, Profile) else table
+        fields["head_shares"] = table.as_dict() if isinstance(table, Profile) else table
     return {
         "config": fields,
         "trace": first is not None and first.traced,
@@ -276,8 +276,8 @@ def _config(fields: dict[str, Any]) -> H2OConfig:
             "was written with merge, which h2o no longer has. Read the text again with a budget "
             "(H2OConfig.echo) and save it anew"
         )
-    if isinstance(fields["shares"], dict):
-        fields["shares"] = Profile.from_dict(fields["shares"])
+    if isinstance(fields["head_shares"], dict):
+        fields["head_shares"] = Profile.from_dict(fields["head_shares"])
     if fields["slot"] is not None:
         fields["slot"] = tuple(fields["slot"])
     try:
@@ -303,5 +303,5 @@ def brief(config: H2OConfig) -> str:
         if isinstance(value, float):
             value = round(value, 6)
         if field.name in ("heavy", "recent") or value != getattr(default, field.name):
-            shown.append((field.name, "..." if field.name == "shares" else repr(value)))
+            shown.append((field.name, "..." if field.name == "head_shares" else repr(value)))
     return ", ".join(f"{name}={value}" for name, value in shown if name != "slot")

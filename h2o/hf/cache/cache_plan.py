@@ -164,7 +164,7 @@ def get_plan(model: Any, config: Any, h2o_config: H2OConfig) -> CachePlan:
     Raises: as `CachePlan`, and as `H2OConfig.for_model`.
     """
     global _recent
-    shares = h2o_config.shares
+    shares = h2o_config.head_shares
     if isinstance(shares, Profile) or (isinstance(shares, str) and shares == "shipped"):
         h2o_config = h2o_config.for_model(model)  # which compares weights
     amounts = h2o_config.budget, h2o_config.heavy, h2o_config.recent

@@ -205,8 +205,8 @@ class H2OLayer(CroppableLayer):
     def _meet(self, module: Any) -> None:
         """Learns at the prompt what the model's attention module says for all passes."""
         self.part = tensor_parallel.part(module)
-        if isinstance(self.config.shares, LayerShares):
-            self.config.shares.check_attention(module)
+        if isinstance(self.config.head_shares, LayerShares):
+            self.config.head_shares.check_attention(module)
 
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
         """The first forward pass, also over keys of a DynamicCache: sets the budgets."""

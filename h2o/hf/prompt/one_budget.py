@@ -1,7 +1,7 @@
 """One budget for all heads: a prompt's slots go to the keys of the highest echo, of whichever head.
 
-With `shares="echo"` the places of all layers and heads of a row are dealt together (compare Feng et
-al., "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent keys. What
+With `head_shares="echo"` the places of all layers and heads of a row are dealt together (compare Feng
+et al., "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent keys. What
 all have room for beyond that goes to the keys of the highest echo (`h2o.hf.prompt.prompt_echo`),
 the keys' claims. How many places a head has got is its budget from then on, and the highest ranks
 of the head fill them. A prompt that comes in chunks is its first one here: with that the choice is
@@ -130,8 +130,8 @@ class OneBudget:
         """
         if layer.part != tensor_parallel.WHOLE:
             raise UnsupportedError(
-                'shares="echo" does not support a model that is cut over several processes: use '
-                'H2OConfig.robust(budget, budget_unit="bytes")'
+                'head_shares="echo" does not support a model that is cut over several processes: '
+                'use H2OConfig.robust(budget, budget_unit="bytes")'
             )
         new = _Waiting(layer, prompt)
         if layer.layer_idx == self.first:

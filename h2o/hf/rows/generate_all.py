@@ -222,7 +222,7 @@ class _Engine:
                 raise ValueError("a budget of its own in rows of so many bytes: give rows instead")
             self.reading = Running(index, request, self.settings)
             pins = self.reading.cache.pass_state.pins
-            if self.bytes is not None and pins and self.settings.config.shares is not None:
+            if self.bytes is not None and pins and self.settings.config.head_shares is not None:
                 raise ValueError("pinned keys change the shares of heads: give rows, not bytes")
             if self.reader and request.config is None and not pins:
                 self.reading.read_by(self.reader)

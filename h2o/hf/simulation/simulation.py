@@ -78,7 +78,7 @@ def simulated(
     Args:
         model: any that an `H2OCache` can serve; layers without full attention stay as they are.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
-            `sinks`, `score_by`, `decay`, `value_weighted`, `kv_dtype`, `shares`,
+            `sinks`, `score_by`, `decay`, `value_weighted`, `kv_dtype`, `head_shares`,
             `min_tokens`, or one `budget`.
         masks: a rule in place of the cache's, which takes only `heavy` and `recent`, without
             `min_tokens`: `h2o.evaluation.published_masks.MASKS` has those that the authors of H2O
@@ -323,7 +323,7 @@ def check(
             "a simulation cannot roll positions: in one forward pass every key has one. Use "
             'positions="original", or the real cache (h2o.patched, --protocol drop)'
         )
-    plain = (config.policy, config.shares, config.kv_dtype) == (Policy(), None, None)
+    plain = (config.policy, config.head_shares, config.kv_dtype) == (Policy(), None, None)
     if masks is not None and (pins or not plain):
         raise ValueError(
             f"masks {masks.name!r} take heavy and recent only, no sinks, score_by, decay, "
