@@ -31,9 +31,7 @@ from h2o.policy import OPERATIONS_SCORE_BY, Policy, Ranking, check_policy
 from h2o.presets import PRESETS, Presets
 from h2o.profile import Profile
 
-__all__ = ["PRESETS", "UNLIMITED", "H2OConfig", "one_config"]
-
-"""Published forms of H2O beside the cache of this package; see `h2o.simulation_mask`."""
+__all__ = ["PARAMETERS", "PRESETS", "UNLIMITED", "H2OConfig", "one_config"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,8 +93,6 @@ class H2OConfig(Presets):
     """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
     that may be taken of what the prompt would take in a full cache in the model's dtype, everything
     that a slot needs counted, sinks included; as many keys are kept as fit."""
-    slot: tuple[int, int] | None = None
-    """Bytes of a token in a full cache and in a slot; `for_model` finds it where it is needed."""
     min_tokens: int = 128
     """Where `heavy` or `recent` is a fraction, no head keeps fewer keys than this, sinks included
     and at least a quarter of them recent; a prompt that is shorter stays whole. 0: no limit."""
@@ -104,6 +100,9 @@ class H2OConfig(Presets):
     """"original": a key stays at the position that it came at, as in the paper. "cache_relative": a
     key's rotary position is its rank among the keys held, the query's the number of keys held
     before it, so that no position exceeds the budget however long the text. Rotary models only."""
+    _token_bytes: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
+    """Bytes of a token in a full cache and in a slot, which `for_model` finds for fractions of
+    bytes."""
 
     def __new__(cls, *amounts: Any, **fields: Any) -> H2OConfig:
         if amounts:
@@ -210,7 +209,8 @@ class H2OConfig(Presets):
         """
         if self.budget is not None:
             return dataclasses.replace(self, budget=None).for_model(model)
-        shares, slot, kv_dtype = self.head_shares, self.slot, self.kv_dtype
+        shares, kv_dtype = self.head_shares, self.kv_dtype
+        token_bytes = self._token_bytes
         config = getattr(model, "config", model)
         if isinstance(shares, str) and shares == "shipped":
             shares = Profile.shipped(model)
@@ -224,8 +224,10 @@ class H2OConfig(Presets):
         if kv_dtype == "auto":
             kv_dtype = fewest_bits(None if latent_row(config) else describe(config).get("head_dim"))
         if self.budget_unit == "bytes":
-            slot = per_token(*key_size(config), kv_dtype, self.value_weighted)
-        return dataclasses.replace(self, head_shares=shares, slot=slot, kv_dtype=kv_dtype)
+            token_bytes = per_token(*key_size(config), kv_dtype, self.value_weighted)
+        return dataclasses.replace(
+            self, head_shares=shares, kv_dtype=kv_dtype, _token_bytes=token_bytes
+        )
 
     def for_keys(self, D: int, element: int, rows: int = 2) -> H2OConfig:
         """This config where keys of D elements come with so many bytes each, and a token has so
@@ -234,9 +236,10 @@ class H2OConfig(Presets):
         A model's config says which dtype it was loaded in, not what `model.to` made of it.
         """
         full = rows * D * element
-        if self.slot is None or self.slot[0] == full:
+        if self._token_bytes is None or self._token_bytes[0] == full:
             return self
-        return dataclasses.replace(self, slot=in_elements(self.slot, full, self.kv_dtype))
+        token_bytes = in_elements(self._token_bytes, full, self.kv_dtype)
+        return dataclasses.replace(self, _token_bytes=token_bytes)
 
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.
@@ -303,13 +306,13 @@ class H2OConfig(Presets):
 
     def _of_bytes(self, n: int) -> tuple[int, int]:
         """(heavy, recent) that fit, with the sinks and a free slot, into a part of the bytes."""
-        if self.slot is None:
+        if self._token_bytes is None:
             raise ValueError('budget_unit="bytes": ask config.for_model(model) first')
         heavy, recent = self._amounts
         part = heavy + recent
         if part == 0:  # sinks alone
             return 0, 0
-        rest = fitting(int(part * n * self.slot[0]), self.slot, self.sinks)
+        rest = fitting(int(part * n * self._token_bytes[0]), self._token_bytes, self.sinks)
         recent = int(rest * recent / part)
         return rest - recent, recent
 
@@ -361,9 +364,8 @@ class H2OConfig(Presets):
     def _check_shared(self) -> None:
         """What a layer's heads share must be one amount."""
         lists = [x for x in (self.heavy, self.recent) if isinstance(x, tuple)]
-        if not isinstance(
-            self.head_shares, LayerShares
-        ):  # of all layers: in each a number or a list
+        of_layer = isinstance(self.head_shares, LayerShares)
+        if not of_layer:  # of all layers: in each a number or a list
             lists = [x for amounts in lists for x in amounts if isinstance(x, tuple)]
         if self.head_shares is not None and lists:
             raise ValueError(
@@ -385,12 +387,15 @@ class H2OConfig(Presets):
             )
 
 
+PARAMETERS = tuple(x.name for x in dataclasses.fields(H2OConfig) if not x.name.startswith("_"))
+"""The fields that users give."""
+
+
 def one_config(h2o_config: H2OConfig | None, parameters: ConfigFields) -> H2OConfig:
     """The config that was given whole, or as keywords."""
     if h2o_config is None:
-        known = [field.name for field in dataclasses.fields(H2OConfig)]
-        if unknown := sorted(set(parameters) - set(known)):
-            raise TypeError(f"unknown parameter {unknown[0]!r}; there are {', '.join(known)}")
+        if unknown := sorted(set(parameters) - set(PARAMETERS)):
+            raise TypeError(f"unknown parameter {unknown[0]!r}; there are {', '.join(PARAMETERS)}")
         return H2OConfig(**parameters)
     if not isinstance(h2o_config, H2OConfig):
         raise TypeError(

@@ -36,7 +36,6 @@ class ConfigFields(PolicyFields, total=False):
     kv_dtype: KvDtype | None
     head_shares: Any
     budget_unit: BudgetUnit
-    slot: tuple[int, int] | None
     min_tokens: int
     positions: Positions
 

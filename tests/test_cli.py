@@ -16,7 +16,7 @@ import pytest
 from h2o import H2OConfig, Profile, cli, compress_document, load_model
 from h2o.borrowed import with_cache
 from h2o.cli import cache_options
-from h2o.config import PRESETS
+from h2o.config import PARAMETERS, PRESETS
 from h2o.evaluation import setting
 from h2o.packages import install_command
 from h2o.policy import FIELDS
@@ -331,7 +331,7 @@ def test_commands_have_the_same_options(command, capsys):
     of a cache where all caches are calibrated."""
     options = options_of(command, capsys)
     assert {"--model", "--dtype", "--device"} <= options
-    fields = {field.name for field in dataclasses.fields(H2OConfig)} - {"slot", "budget"}
+    fields = {*PARAMETERS} - {"budget"}
     assert fields == set(cache_options.OPTIONS)
     assert set(FIELDS) <= fields
     wanted = {"--preset", "--budget", *map(cache_options.spelled, fields)}

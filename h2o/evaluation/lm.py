@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from h2o import borrowed, models
-from h2o.config import H2OConfig
+from h2o.config import PARAMETERS, H2OConfig
 from h2o.evaluation import protocols, text_tasks, until
 from h2o.evaluation.fitting import try_on
 from h2o.evaluation.protocols import PROTOCOLS, Tally, check, one_token_note
@@ -45,7 +45,7 @@ CPU_BATCH = 8
 """What batch_size=auto means there: lm-eval would try larger ones until memory runs out, which on
 a CPU ends in the machine's standstill instead of an error."""
 
-POLICY = ("variant", *(field.name for field in dataclasses.fields(H2OConfig)))
+POLICY = ("variant", *PARAMETERS)
 
 OF_CACHES = {"drop": "context", "read": "document"}
 """What a real cache cuts, by protocol."""

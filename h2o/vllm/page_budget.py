@@ -17,7 +17,7 @@ import torch
 
 from h2o import ops
 from h2o.budgets import check_amount
-from h2o.config import H2OConfig, one_config
+from h2o.config import PARAMETERS, H2OConfig, one_config
 from h2o.head_budgets import expand_to_heads
 from h2o.profile import Profile
 from h2o.spans import Row, count, merge_spans, parse_spans
@@ -77,9 +77,8 @@ def _config(entry: Mapping[str, Any]) -> H2OConfig:
         return one_config(None, fields)
     preset = {name: fields.pop(name) for name in ("budget", "budget_unit") if name in fields}
     config = H2OConfig.preset(fields.pop("preset"), **preset)
-    known = [field.name for field in dataclasses.fields(H2OConfig)]
-    if unknown := sorted({*fields} - {*known}):
-        raise TypeError(f"unknown parameter {unknown[0]!r}; there are {', '.join(known)}")
+    if unknown := sorted({*fields} - {*PARAMETERS}):
+        raise TypeError(f"unknown parameter {unknown[0]!r}; there are {', '.join(PARAMETERS)}")
     return dataclasses.replace(config, **fields)
 
 

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from h2o import H2OConfig
+from h2o.config import PARAMETERS
 from h2o.evaluation.setting import (
     OPTIONS,
     footnote,
@@ -156,9 +157,7 @@ def test_refused(text):
 
 def test_every_field_of_a_config_can_be_written():
     """Before the slashes, after them, or by the kind of a setting."""
-    fields = [field.name for field in dataclasses.fields(H2OConfig)]
-    before, by_kind = {"budget", "heavy", "recent"}, {"slot"}
-    assert {*OPTIONS} == {*fields} - before - by_kind
+    assert {*OPTIONS} == {*PARAMETERS} - {"budget", "heavy", "recent"}
     assert OPTIONS[: len(Policy._fields)] == Policy._fields
     written = "h2o:4+5/decay=0.5/value_weighted=True/kv_dtype=int8"
     config = H2OConfig(

@@ -42,7 +42,7 @@ def test_values_take_the_bits_that_go_with_the_head_dimension():
         config = LlamaConfig(head_dim=D)
         sized = H2OConfig.robust(0.1, budget_unit="bytes").for_model(config)
         assert sized.kv_dtype == kv_dtype
-        assert sized.slot == per_token(*key_size(config), kv_dtype, value_weighted=True)
+        assert sized._token_bytes == per_token(*key_size(config), kv_dtype, value_weighted=True)
         assert sized.for_model(config) == sized
     total = filled(exact(H2OConfig.robust(0.1, budget_unit="bytes"))).total
     assert total.bytes_held + total.bytes_bookkeeping <= 0.1 * total.bytes_full

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from h2o.config import H2OConfig
+from h2o.config import PARAMETERS, H2OConfig
 from h2o.filesystem import atomic_write
 from h2o.head_budgets import LayerShares
 from h2o.hf.families import tensor_parallel
@@ -278,8 +278,8 @@ def _config(fields: dict[str, Any]) -> H2OConfig:
         )
     if isinstance(fields["head_shares"], dict):
         fields["head_shares"] = Profile.from_dict(fields["head_shares"])
-    if fields["slot"] is not None:
-        fields["slot"] = tuple(fields["slot"])
+    if fields["_token_bytes"] is not None:
+        fields["_token_bytes"] = tuple(fields["_token_bytes"])
     try:
         return H2OConfig(**fields)
     except TypeError as error:
@@ -294,14 +294,14 @@ def stored_config(cache: Any) -> H2OConfig:
 def brief(config: H2OConfig) -> str:
     """Its budget, and the other fields that are not H2OConfig's defaults, as keywords.
 
-    A table of shares is named only, and of bytes no `slot` is.
+    A table of shares is named only.
     """
     default = H2OConfig()
     shown = []
-    for field in dataclasses.fields(H2OConfig):
-        value = getattr(config, field.name)
+    for name in PARAMETERS:
+        value = getattr(config, name)
         if isinstance(value, float):
             value = round(value, 6)
-        if field.name in ("heavy", "recent") or value != getattr(default, field.name):
-            shown.append((field.name, "..." if field.name == "head_shares" else repr(value)))
-    return ", ".join(f"{name}={value}" for name, value in shown if name != "slot")
+        if name in ("heavy", "recent") or value != getattr(default, name):
+            shown.append((name, "..." if name == "head_shares" else repr(value)))
+    return ", ".join(f"{name}={value}" for name, value in shown)

@@ -10,12 +10,11 @@ batching (Yu et al., Orca, OSDI 2022) without pages.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
-from h2o.config import H2OConfig, one_config
+from h2o.config import PARAMETERS, H2OConfig, one_config
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.cache.cache import H2OCache
@@ -130,7 +129,7 @@ def generate_all(
 def _check_prefix(prefix: H2OCache, config: H2OConfig) -> H2OCache:
     if (rows := _h2o_layers(prefix)[0].batch_size) > 1:
         raise ValueError(f"a prefix is a cache of one row, not of {rows}")
-    for name in (field.name for field in dataclasses.fields(config)):
+    for name in PARAMETERS:
         read, wanted = getattr(prefix.config, name), getattr(config, name)
         if read != wanted:
             raise ValueError(
