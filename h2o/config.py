@@ -230,8 +230,8 @@ class H2OConfig(Presets):
         )
 
     def for_keys(self, D: int, element: int, rows: int = 2) -> H2OConfig:
-        """This config where keys of D elements come with so many bytes each, and a token has so
-        many rows: a key and a value, or one that is both.
+        """This config for keys of D elements of `element` bytes, where a token has two rows, a key
+        and a value, or one that is both.
 
         A model's config says which dtype it was loaded in, not what `model.to` made of it.
         """
@@ -318,7 +318,8 @@ class H2OConfig(Presets):
 
     @property
     def _heads(self) -> list[H2OConfig]:
-        """Of one layer's config the heads', with plain amounts; this one if all have the same."""
+        """The configs of the heads of one layer, with plain amounts; `[self]` if all have the
+        same."""
         if not isinstance(self.heavy, tuple) and not isinstance(self.recent, tuple):
             return [self]
         layers = spread(self._amounts, "layer of the model")

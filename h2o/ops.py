@@ -263,7 +263,7 @@ def step(
         _refuse_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
     if fields:
         policy = one_policy(policy, fields)
-    backend = backends.opened(query)
+    backend = backends.serving_if_open(query)
     sizes = four_sizes(query)
     if sizes is not None:
         B, H, Q, D = sizes

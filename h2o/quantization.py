@@ -50,8 +50,8 @@ def dequantize(rows: Tensor, D: int) -> Tensor:
 
 
 def codes(rows: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of rows [..., bytes] the q [..., N, D / N], int8 or uint8, of N groups that share a scale,
-    and float32 [..., N, 1] their scale and minimum; None: 0."""
+    """Codes, scales and minimums of rows [..., bytes]: [..., N, D / N] int8 or uint8 for N groups
+    that share a scale, and float32 [..., N, 1] twice; the minimum is None where it is 0."""
     if rows.shape[-1] == D + 2:
         scale = _copy(rows[..., D:]).view(torch.float16).float()
         return rows[..., None, :D].view(torch.int8), scale[..., None], None
@@ -61,13 +61,13 @@ def codes(rows: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def floats(q: Tensor, scale: Tensor, least: Tensor | None) -> Tensor:
-    """float32 [..., D] of `codes`."""
+    """Numbers [..., D] float32 from what `codes` gives."""
     x = q.float().mul_(scale)
     return (x if least is None else x.add_(least)).flatten(-2)
 
 
 def stored_like(x: Tensor, rows: Tensor) -> Tensor:
-    """x [..., D] as the store holds it of which these are rows, [..., D] floats or [..., bytes]."""
+    """Convert x [..., D] to the format of a store's rows, [..., D] floats or [..., bytes]."""
     if rows.dtype != torch.uint8:
         return x.to(rows.dtype)
     D = x.shape[-1]

@@ -35,7 +35,7 @@ def by_torch(monkeypatch):
     """The operations in this process, as a build without the core has them."""
     operations = {x: functools.partial(without_core.call, x, "run") for x in backends.OPERATIONS}
     served = types.SimpleNamespace(**operations)
-    for name in ("serving", "open_operations"):
+    for name in ("serving", "serving_if_open"):
         monkeypatch.setattr(backends, name, lambda tensor: served)
 
 

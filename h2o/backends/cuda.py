@@ -27,7 +27,7 @@ from typing import Any
 
 from h2o import _core
 
-__all__ = ["check", "describe", "open_operations", "serving"]
+__all__ = ["check", "describe", "serving_if_open", "serving"]
 
 FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 """The kernels, for every architecture; no part of a plain build."""
@@ -54,7 +54,7 @@ def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     return operations
 
 
-def open_operations(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
+def serving_if_open(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     """As `serving`, but a device that `serving` has not met is left to `by_torch`, with a warning:
     a decode step waits neither for a check nor for a file."""
     operations = _serving.get(index)

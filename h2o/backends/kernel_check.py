@@ -295,7 +295,7 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
 
 
 def _ranks(positions: Tensor) -> Tensor:
-    """Of each key by position among those of its head, -1 for an empty slot; as positions."""
+    """Rank of each key by position within its head, -1 for an empty slot; shaped as positions."""
     order = positions.masked_fill(positions < 0, torch.iinfo(torch.int32).max).argsort(-1)
     return order.argsort(-1).int().masked_fill(positions < 0, -1)
 

@@ -1,9 +1,10 @@
 """A batch of requests through a layer: prompts, pieces of prompts and decode steps at once.
 
-`plan` says once a forward pass what the rows of the batch are, `PagedLayer` does that in each
-layer. A prompt that comes in pieces is kept whole until its end, then cut to its budget, so that
-what a request keeps does not depend on how vLLM cut it, hence not on other requests. There is room
-for so many at a time (`Begun`); a piece for which there is none is taken as an end.
+`plan` sorts the rows of the batch once for each forward pass, and `PagedLayer` runs them in each
+layer. A page holds all that one request keeps. A prompt that comes in pieces is kept whole until
+its end, then cut to its budget, so that what a request keeps does not depend on how vLLM cut it,
+hence not on other requests. There is room for so many at a time (`Begun`); a piece for which there
+is none is taken as an end.
 
 Letters: n tokens of the batch, H query heads, G key/value heads, D head dimension.
 """

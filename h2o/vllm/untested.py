@@ -1,5 +1,5 @@
-"""In the place of what h2o was not tested with, another vLLM or other attention than h2o's:
-refuses to serve where the config has an entry `h2o`.
+"""Backends that stand for what h2o was not tested with, another vLLM or other attention than h2o's:
+they refuse to serve if the config has an entry `h2o`.
 
 Names are those of vLLM's backends. They are looked up when a model's attention is chosen, where
 vLLM knows the config; without the entry each is vLLM's own.

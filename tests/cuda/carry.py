@@ -98,7 +98,9 @@ def switch(device: str) -> None:
 
         return chosen
 
-    backends.serving, backends.opened = map(carrying, (backends.serving, backends.opened))
+    backends.serving, backends.serving_if_open = map(
+        carrying, (backends.serving, backends.serving_if_open)
+    )
 
 
 def _cuda() -> SimpleNamespace:

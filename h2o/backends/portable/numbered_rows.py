@@ -17,7 +17,7 @@ __all__ = ["by_number"]
 
 
 def by_number(operation: Callable[..., Any], *written: str) -> Callable[..., Any]:
-    """The same operation, whose slots may say which of their rows it is about.
+    """Let an operation take slots with `rows`, which say which of their rows the call is about.
 
     `written`: the fields of the slots that it writes to, by default all that any operation does.
     A number that is no row is taken for the nearest one: on a device nobody can look at it.

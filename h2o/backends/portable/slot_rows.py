@@ -1,9 +1,10 @@
-"""`Store`: reads and writes slots by head, in both layouts, and dequantizes keys and values.
+"""`Store`: a view of one call's slots by head, whichever their layout: it reads, writes and
+dequantizes them, and multiplies by their values.
 
-In a store with `starts` the slots of all heads lie on one axis T. Numbers of slots (scores,
-positions) are small, so they are spread there to [B, G, T], with slots of other heads empty, and a
-head's index is one on axis T. Keys and values are not spread: products go over all slots of a row,
-[B, 1, T, D], for every head.
+In a store with `starts` the slots of all heads lie on one axis T. What has one number a slot
+(scores, positions) is small, so it is spread there to [B, G, T], with slots of other heads empty,
+and a head's index is one on axis T. Keys and values are not spread: products go over all slots of a
+row, [B, 1, T, D], for every head.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Whether new tokens continue what a cache has seen: what a caller says of the earlier ones must
-agree with the cache.
+"""Checks that new tokens continue what a cache has seen, by their positions and attention mask.
 
 A prompt that is given again, or one that is shorter than what was seen, is cut by `generate()` as
 if the cache had seen its beginning, and the rest would be attended to as new tokens after the old
-ones. Positions and masks show it.
+ones.
 
 Shape letters: B batch rows, Q new tokens, n padded columns.
 """

@@ -126,7 +126,7 @@ class _Held(NamedTuple):
 
 
 def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
-    """As the layer's prompt would get them, with an entry for each head."""
+    """The budgets that a prompt of this layer would get, with an entry for each head."""
     heads = source.slots.next_slot.shape[1]
     rows = prompt_budget.prompt_budget(
         layer.config, layer.pass_state, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
@@ -136,7 +136,7 @@ def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
 
 
 def _later(budgets: Budgets, wanted: Budgets) -> Budgets:
-    """As many places, of which more are for recent keys: as many as wanted, or `LATER_RECENT`."""
+    """The same totals with more for recent keys: what was wanted, at most `LATER_RECENT`."""
     later = []
     for row, wanted_row in zip(budgets, wanted, strict=True):
         recents = [

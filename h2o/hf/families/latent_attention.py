@@ -1,10 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): what a layer of it needs here.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), and its absorbed form.
 
 transformers caches one row for each token, a latent and a key that is rotated already, and expands
 it to keys and values of every head (`expand_kv`, by the linear module `kv_b_proj`) before it calls
-the attention function. Instead of that the queries can be brought to the latents and the answers
-back from them ("absorbed"): then all query heads attend to one head of keys, the rows, whose first
-elements are the values too.
+the attention function. The absorbed form multiplies queries and outputs by that matrix instead:
+then all query heads attend to one head of keys, the rows, whose first elements are the values too.
 
 Shape letters: B batch rows, H query heads, Q new tokens, N keys, L elements of a latent, P of a
 rotated key, C of the rest of a key before attention, V of a value; a row has L + P elements.

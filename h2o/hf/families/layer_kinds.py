@@ -74,7 +74,7 @@ _REASONS = {
 
 
 def kind_of(layer: Any) -> str | None:
-    """Of a layer of transformers' own cache, or of an `H2OCache`; None: h2o cannot serve it."""
+    """Kind of a layer of transformers' own cache or of an `H2OCache`; None: h2o cannot serve it."""
     kind: str | None = getattr(layer, "kind", None) or _KINDS.get(type(layer))
     return kind
 

@@ -20,7 +20,7 @@ __all__ = ["Pads", "pads_of", "reusing", "shared_keys_refusal"]
 
 
 def reusing(config: Any) -> dict[int, tuple[int, ...]]:
-    """Of each full-attention layer with keys that later ones reuse, which ones these are."""
+    """Full-attention layers whose keys later ones reuse, each with these later layers."""
     text = config.get_text_config(decoder=True)
     if not getattr(text, "num_kv_shared_layers", None):
         return {}

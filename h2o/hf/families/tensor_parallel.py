@@ -38,7 +38,8 @@ def part(module: nn.Module) -> tuple[int, int]:
 
 
 def part_of_heads(model: nn.Module) -> tuple[int, int]:
-    """As `part`, of a whole model: some are cut over processes but for their attention."""
+    """The `part` of a whole model; `WHOLE` for one that is cut over processes except for its
+    attention."""
     here = part(model)
     attention = [x for x in model.modules() if hasattr(x, "layer_idx") and not _has_layers(x)]
     if attention and all(mesh_of(x) is None for x in attention):

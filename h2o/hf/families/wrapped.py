@@ -31,8 +31,8 @@ def unwrap(model: Any) -> Any:
 
 
 def input_device(model: Any) -> torch.device:
-    """Where a model takes its token ids. Of weights that accelerate keeps in a file or in the
-    host's memory it has no numbers between two passes: then where it computes with them."""
+    """The device that a model takes token ids on. If accelerate keeps the weights in a file or in
+    the host's memory, it is the device that they are moved to for a forward pass."""
     device: torch.device = model.device
     if device.type != "meta":
         return device

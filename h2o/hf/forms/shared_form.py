@@ -1,10 +1,12 @@
-"""Keys that later layers of the model attend to in the same forward pass.
+"""`SharedForm`: the keys and values of a layer that later layers of the model reuse (Gemma 3n and
+4).
 
-The layer scores and evicts by its own queries, as any layer. Later layers attend to what the layer
-attended to in that pass: the keys held before it, and the new ones. So the eviction, which comes
-first, must not take anything from them. A prompt meets an empty cache; a decode step overwrites
-nothing but the free slot, by the new key, so that the state of the slots before it is enough. Only
-a chunk overwrites keys: of these the layer keeps a copy until the last layer has attended.
+They attend to them in the same forward pass. The layer scores and evicts by its own queries, as any
+layer. Later layers attend to what the layer attended to in that pass: the keys held before it, and
+the new ones. So the eviction, which comes first, must not take anything from them. A prompt meets
+an empty cache; a decode step overwrites nothing but the free slot, by the new key, so that the
+state of the slots before it is enough. Only a chunk overwrites keys: of these the layer keeps a
+copy until the last layer has attended.
 
 Scores of later layers do not count: while a prompt is read, models may leave out all queries of
 these layers but the last.

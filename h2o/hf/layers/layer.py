@@ -292,8 +292,9 @@ class H2OLayer(CroppableLayer):
         self, keys: Tensor, values: Tensor | None, mask: Tensor, scores: Tensor,
         by_row: Budgets, source: LayerContents,
     ) -> None:  # fmt: skip
-        """As after a prompt with these keys and values [B, G, K, D], mask [B, K], scores
-        [B, G, K] and budgets of each row and head, which `source` has read."""
+        """Take the state that a prompt of these keys and values [B, G, K, D], mask [B, K], scores
+        [B, G, K] and budgets of each row and head would leave; `source` is the layer that read it.
+        """
         self._keep(keys, values, mask, scores, by_row, keys.shape[2])
         self.row_size, self.seen = source.row_size, source.seen
         self.prompt_columns = source.seen

@@ -27,7 +27,7 @@ class H2OLayerWithStates(H2OLayer, StatesAndKeysLayer):
         StatesLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:
-        """Of the states; slots are made when the prompt's length is known."""
+        """Make the states; slots are made when the prompt's length is known."""
         if states:
             StatesLayer.lazy_initialization(self, **states)
 

@@ -11,10 +11,10 @@ The choice needs the claims of all layers, but not all of their keys. A row has 
 read, call its N-th highest claim the bar. It never falls, since later layers can only add claims. A
 head wins at most as many places as it has claims above the bar. Of the keys beyond its own it needs
 so many of the highest rank; the others' keys and values are forgotten at once, and their scores
-stay, since what is evicted counts. So while a prompt is read there are held, of the layers read
-before, at most N keys of each row and what ties with the last, and an eighth more (`ROOM`), besides
-what each head keeps anyway. Where a mean decays, or layers differ in heads or sizes, all of the
-prompt is held.
+stay, since what is evicted counts. So while a prompt is read, the layers that have read it hold at
+most N keys of each row (with those that tie with the last) and an eighth more (`ROOM`), besides
+what each head keeps anyway. Where a mean decays, or layers differ in heads or sizes, they hold the
+whole prompt.
 
 Shape letters: B batch rows, G key/value heads of a layer, K tokens of the prompt, D head dimension,
 M keys of all rows and heads of a layer that are held.
@@ -111,7 +111,7 @@ class OneBudget:
         self.forget()
 
     def forget(self) -> None:
-        """Of a pass that broke off."""
+        """Forget what a pass that broke off has left."""
         self.waiting: dict[int, _Waiting] = {}
         self.places: list[int] = []  # that all layers of each row have for their highest claims
         self.best: list[Tensor] = []  # of each row, so many of the claims read, or all

@@ -1,7 +1,8 @@
-"""What scores the keys of a layer: attention, or chance; `h2o.hf.prompt.prompt_echo` has the third.
+"""Scorers: `AttentionScorer`, which every policy of the literature here goes by, and
+`RandomScorer`, a baseline. `EchoScorer` is in `h2o.hf.prompt.prompt_echo`.
 
-A layer hands its scorer the attention that keys have received, and keeps the keys of the highest
-scores that it gets back.
+A layer hands its scorer the attention that keys have received, and stores the scores that it gets
+back. Eviction ranks keys by their scores as the policy says (`h2o.policy`).
 
 Shape letters: B batch rows, G key/value heads, Q new tokens.
 """

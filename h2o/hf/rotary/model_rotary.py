@@ -222,7 +222,8 @@ class Rotary:
         return True
 
     def _sizes(self, x: Tensor) -> Tensor:
-        """Of pairs in x [..., D], which is in `halves`, the lengths; the rest as it is."""
+        """Lengths of the pairs that are rotated, and the other elements as they are; x [..., D] has
+        the order of `halves`."""
         pairs = x[..., : self.width].unflatten(-1, (2, -1))
         return torch.cat([torch.linalg.vector_norm(pairs, dim=-2), x[..., self.width :]], dim=-1)
 

@@ -228,7 +228,7 @@ class Probe:
 
 
 def _fingerprint(module: nn.Module) -> str:
-    """What a module was told of its layer, but for its number, and what it is made of."""
+    """A module's settings, its layer's number left out, and what it is made of."""
     plain = [
         (name, value)
         for part in module.modules()

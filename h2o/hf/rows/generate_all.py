@@ -198,8 +198,8 @@ class _Engine:
                 return
 
     def _read(self) -> Iterator[Result]:
-        """Goes on with the prompt at hand, or begins the next one, if a row is idle: until a row
-        runs, and while the rows that run wait for no more than one piece or `TOKENS_A_STEP`."""
+        """Read waiting prompts while a row is idle. Between two decode steps the rows that run wait
+        for at most one piece of a prompt or `TOKENS_A_STEP` tokens."""
         read = 0
         while self.batch is None or not all(self.running):
             if self.reading is None:

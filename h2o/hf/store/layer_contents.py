@@ -1,8 +1,8 @@
 """The contents of one layer of an `H2OCache` between forward passes: slots and token counts.
 
-`h2o.hf.layers.layer` adds the forward pass. Here is the rest of the interface of a cache layer: for
-transformers lengths, mask sizes and the selection of rows for beam search; for users the kept keys
-and the report.
+`LayerContents` is the base of `H2OLayer` (`h2o.hf.layers.layer`), which adds the forward pass. It
+has what transformers asks of a cache layer besides (lengths, mask sizes, the selection of rows for
+beam search), and the kept keys and the report for users.
 
 Shape letters: B batch rows, G key/value heads, S slots, n columns of another cache, D head
 dimension, K keys held. A column is an index in the padded batch; a position is a token's index in

@@ -1,4 +1,4 @@
-"""State that the layers of one `H2OCache` share: how far a forward pass has come, and whose it is.
+"""State that the layers of one `H2OCache` share: how far a forward pass has come, and its thread.
 
 A `PassState` records which layer's new keys have not reached attention yet, which thread runs
 the forward pass, and how long the prompt is. With it a cache detects a pass that broke off, keys
@@ -26,7 +26,7 @@ WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token; "
     "give one of the two only"
 )
-"""Error text for a text that comes again with its first new token."""
+"""The error where `generate()` feeds the whole text again, with its first new token."""
 
 _lock = threading.Lock()
 """Guards `_thread` of all conversations; one lock for all, since locks cannot be copied."""
