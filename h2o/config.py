@@ -33,8 +33,6 @@ from h2o.profile import Profile
 
 __all__ = ["PRESETS", "UNLIMITED", "H2OConfig", "one_config"]
 
-"""Published forms of H2O beside the cache of this package; see `h2o.simulation_mask`."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class H2OConfig(Presets):
