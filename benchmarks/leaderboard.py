@@ -286,8 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         budgets = ",".join(f"{1 - float(share):.6g}" for share in options.removed.split(","))
     settings = parse_all(options.compare or COMPARED[options.benchmark], budgets)
     for setting in settings:
-        if not setting.has_cache:
-            parser.error(f"{setting.why_not_dropping}; it cannot answer")
+        if setting.is_mask:
+            parser.error(f"{setting.why_no_cache}; it cannot answer")
     if options.benchmark == "math" and options.data is None:
         parser.error("math needs --data: MATH-500 as JSON lines, see benchmarks/README.md")
     model, tokenizer = models.load_model(

@@ -15,7 +15,7 @@ from h2o.cli.cache_options import (
     add_device,
     add_dtype,
     add_model,
-    config_from,
+    make_config,
 )
 
 DESCRIPTION = """\
@@ -65,7 +65,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.output.is_dir():
         parser.error(f"argument --output: {options.output} is a folder, wanted a file: page.html")
     try:
-        options.config = config_from(options)
+        options.config = make_config(options)
         compare = COMPARE if options.compare is None else options.compare
         options.settings = [] if compare == "none" else parse_all(compare)
     except (OSError, TypeError, ValueError) as error:

@@ -14,7 +14,7 @@ from h2o.cli.cache_options import (
     add_device,
     add_dtype,
     add_model,
-    settings_from,
+    make_settings,
 )
 
 if TYPE_CHECKING:
@@ -88,12 +88,12 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.output and options.output.is_dir():
         parser.error(f"argument --output: {options.output} is a folder")
     try:
-        settings = settings_from(options, COMPARE, ",".join(options.budgets))
+        settings = make_settings(options, COMPARE, ",".join(options.budgets))
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     for one in settings:
-        if not one.dropping:
-            parser.error(f"argument --compare {one.why_not_dropping}")
+        if not one.is_cache:
+            parser.error(f"argument --compare {one.why_no_cache}")
     full = setting.parse("full")
     options.request = Request(
         settings=[full, *(one for one in settings if one.variant != "full")],

@@ -14,7 +14,7 @@ from h2o.cli.cache_options import (
     add_dtype,
     add_model,
     add_pin,
-    config_from,
+    make_config,
 )
 from h2o.cli.comparison import Result
 from h2o.config import H2OConfig
@@ -65,14 +65,14 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.max_new_tokens < 1:
         parser.error("argument --max-new-tokens: must be at least 1")
     try:
-        options.config = config_from(options)
+        options.config = make_config(options)
         named = options.compare not in (None, USUAL)
         options.settings = parse_all(options.compare) if named else []
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     for setting in options.settings:
-        if not setting.dropping:
-            parser.error(f"argument --compare: {setting.why_not_dropping}")
+        if not setting.is_cache:
+            parser.error(f"argument --compare: {setting.why_no_cache}")
     if options.system is not None and not options.chat:
         parser.error("argument --system: goes with --chat")
     if options.pin == "system" and options.system is None and options.prompts is None:

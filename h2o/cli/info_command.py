@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from h2o.cli.cache_options import add_cache_options, add_compare, add_dtype, settings_from
+from h2o.cli.cache_options import add_cache_options, add_compare, add_dtype, make_settings
 from h2o.cli.prompts_file import parse_bytes
 
 COMPARE = "full,budget:0.2,budget:0.1"
@@ -47,12 +47,12 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         if getattr(options, name) < 1:
             parser.error(f"argument --{name}: must be at least 1, not {getattr(options, name)}")
     try:
-        options.settings = settings_from(options, COMPARE)
+        options.settings = make_settings(options, COMPARE)
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     for one in options.settings:
-        if not one.has_cache:
-            parser.error(f"argument --compare {one.why_not_dropping}")
+        if one.is_mask:
+            parser.error(f"argument --compare {one.why_no_cache}")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -105,8 +105,8 @@ def print_support(name: str, as_json: bool) -> int:
 def print_requests(options: argparse.Namespace) -> int:
     """How many requests of a model fit in memory, by setting. The exit code is 0."""
     from h2o import models
+    from h2o.evaluation.cache_bytes import request_bytes
     from h2o.evaluation.fitting import check_fit
-    from h2o.evaluation.request_bytes import request_bytes
     from h2o.evaluation.text_table import table
 
     config = models.config_of(options.model)

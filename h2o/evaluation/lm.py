@@ -321,7 +321,8 @@ class H2OLM(HFLM):
         """Counts a request whose text has so many tokens."""
         self.tally.requests += 1
         self.tally.tokens_seen += seen
-        self.tally.tokens_kept += self.setting.holding.for_model(self.model).held(seen, prompt)
+        config = self.setting.answering_config.for_model(self.model)
+        self.tally.tokens_kept += config.held(seen, prompt)
 
     def _simulate(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         logits = protocols.simulate(

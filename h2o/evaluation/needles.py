@@ -83,10 +83,10 @@ Asked = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 def dataset(
     file: str | None = None,
-    lengths: int | Sequence[int] = LENGTHS,
+    lengths: int | str | Sequence[int] = LENGTHS,
     facts: str | Sequence[str] = "number",
     decoys: int = 0,
-    each: int = 4,
+    each: float = 4,
     tokenizer: str | None = None,
     pretrained: str | None = None,
     **_: Any,
@@ -95,13 +95,16 @@ def dataset(
 
     Args:
         file: plain text, UTF-8, to hide facts in.
-        lengths: tokens of the texts.
-        facts: kinds of facts, names of `h2o.evaluation.facts.KINDS`, or "all".
+        lengths: tokens of the texts, as a list or with commas.
+        facts: kinds of facts with commas, names of `h2o.evaluation.facts.KINDS`, or "all".
         decoys: further facts of the kind that is asked for, and of another one, in each text.
         each: texts of every length, depth and kind.
         tokenizer, pretrained: name or folder of the model's tokenizer.
     """
-    lengths = [lengths] if isinstance(lengths, int) else list(lengths)
+    if decoys < 0:
+        raise UserError(f"--decoys {decoys}: at least 0")
+    if each < 1 or each % 1:
+        raise UserError(f"--limit {each:g}: a number of texts, at least 1")
     text, tokens = text_of(file, "h2o_needles"), tokenizer_of(tokenizer, pretrained)
     return rows(
         [
@@ -112,9 +115,23 @@ def dataset(
                 "kinds": [x.kind for x in trial.facts],
                 "asked": {"facts": [list(pair) for pair in trial.asked]},
             }
-            for trial in trials(text, tokens, lengths, each, kinds_of(facts), decoys)
+            for trial in trials(
+                text, tokens, parse_lengths(lengths), int(each), kinds_of(facts), decoys
+            )
         ]
     )
+
+
+def parse_lengths(lengths: int | str | Sequence[int]) -> list[int]:
+    """Lengths of texts in tokens. Raises: UserError for anything but numbers from 1 on."""
+    parts = [lengths] if isinstance(lengths, int) else lengths
+    try:
+        numbers = [int(x) for x in (parts.split(",") if isinstance(parts, str) else parts)]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UserError(f"--lengths {lengths}: numbers of tokens, such as 256,512")
+    return numbers
 
 
 def kinds_of(facts: str | Sequence[str]) -> list[str]:

@@ -67,10 +67,10 @@ def check(setting: Setting, protocol: str, prompt_length: int, ratio_of: str | N
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol is simulate, drop or read, not {protocol!r}")
     if setting.reads_twice and protocol != "read":
-        raise ValueError(f"{setting.why_not_dropping}; use protocol=read")
+        raise ValueError(f"{setting.why_no_cache}; use protocol=read")
     if protocol != "simulate":
-        if not setting.has_cache:
-            raise ValueError(f"{setting.why_not_dropping}; use protocol=simulate")
+        if setting.is_mask:
+            raise ValueError(f"{setting.why_no_cache}; it goes with protocol=simulate only")
         if prompt_length != 1 or ratio_of not in (None, "prompt"):
             raise ValueError(
                 f"protocol={protocol} takes the context as prompt, and fractions of it: "

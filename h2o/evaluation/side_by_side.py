@@ -22,11 +22,11 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import sanitize_model_name
 
 from h2o.errors import UserError
-from h2o.evaluation import kept_bytes
+from h2o.evaluation.cache_bytes import bytes_share
 from h2o.evaluation.fitting import check_fit
 from h2o.evaluation.lm import H2OLM, POLICY
 from h2o.evaluation.protocols import Tally, check, one_token_note
-from h2o.evaluation.setting import Setting, footnote
+from h2o.evaluation.setting import Setting
 from h2o.evaluation.task_rows import check_rows
 from h2o.evaluation.text_table import table
 from h2o.evaluation.text_tasks import Samples, TextTask
@@ -238,13 +238,11 @@ def as_table(measured: dict[Setting, Measured], tasks: dict[str, Any], model: An
     rows = []
     for setting, results in measured.items():
         tally = results["tally"]
-        size = kept_bytes.bytes_share(
-            setting, model, tally.tokens_kept, tally.tokens_seen, tally.requests
-        )
+        size = bytes_share(setting, model, tally.tokens_kept, tally.tokens_seen, tally.requests)
         cells = {
-            "setting": setting.name + setting.star,
+            "setting": setting.name + " *" * setting.sees_future,
             "kept": f"{100 * tally.tokens_kept / tally.tokens_seen:.1f}%",
-            "bytes": kept_bytes.shown(size),
+            "bytes": "" if size is None else f"{size:.1f}%",
             "tokens": f"{tally.tokens_kept / tally.requests:.0f}",
         }
         for name, metrics in results["results"].items():
@@ -255,7 +253,9 @@ def as_table(measured: dict[Setting, Measured], tasks: dict[str, Any], model: An
         rows.append(cells)
     titles = list(dict.fromkeys(title for cells in rows for title in cells))
     lines = table(titles, [[cells.get(title, "") for title in titles] for cells in rows])
-    return "\n".join([lines, *footnote(measured)])
+    if any(setting.sees_future for setting in measured):
+        lines += "\n* sees the future: not comparable"
+    return lines
 
 
 def shown_metrics(metrics: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -160,15 +160,15 @@ def test_shares_and_errors():
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--compare", "mask-local:4+4"], 2, "a mask, no cache"),
-        (["--protocol", "simulate"], 2, "no such choice but drop"),
+        (["--compare", "mask-local:4+4"], 1, "a mask, no cache"),
+        (["--protocol", "simulate"], 2, "measured with read or drop"),
         (["--lengths", "9000"], 1, "lower --lengths"),
         (["--lengths", "310"], 1, "model's 320 positions"),
-        (["--lengths", "many"], 2, "--lengths many"),
-        (["--lengths", "0"], 2, "--lengths 0"),
+        (["--lengths", "many"], 1, "--lengths many"),
+        (["--lengths", "0"], 1, "--lengths 0"),
         (["--facts", "gates"], 1, "there are all, number, place"),
-        (["--decoys", "-1"], 2, "--decoys -1: at least 0"),
-        (["--limit", "0.5"], 2, "--limit 0.5: a number of texts"),
+        (["--decoys", "-1"], 1, "--decoys -1: at least 0"),
+        (["--limit", "0.5"], 1, "--limit 0.5: a number of texts"),
     ],
 )
 def test_arguments_that_do_not_fit(folder, tmp_path, capsys, arguments, code, words):
