@@ -15,6 +15,7 @@ from h2o.cli.cache_options import (
     add_device,
     add_dtype,
     add_model,
+    load_model,
     make_config,
 )
 
@@ -103,17 +104,12 @@ def measure(options: argparse.Namespace) -> None:
     from h2o.analysis.analyze import analyze
     from h2o.analysis.figures import OWN
     from h2o.analysis.page import LONGEST, write
-    from h2o.evaluation.fitting import check_fit
     from h2o.evaluation.setting import from_config
     from h2o.progress import stopwatch
 
     say = stopwatch()
     config, settings = options.config, options.settings
-    fit = check_fit([from_config(config), *settings])
-    how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load_model(
-        options.model, **how, attn_implementation=None, say=say, check=fit
-    )
+    model, tokenizer = load_model(options, [from_config(config), *settings], say)
     text = texts.article() if options.content is None else options.content
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

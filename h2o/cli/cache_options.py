@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from h2o.budgets import Amount, parse_amount
@@ -30,6 +30,7 @@ __all__ = [
     "add_pin",
     "get_given",
     "has_budget",
+    "load_model",
     "make_config",
     "make_setting",
     "make_settings",
@@ -219,6 +220,26 @@ def make_settings(
         raise ValueError(f"{first} is for one setting; write it into --compare")
     settings += [] if one is None else [one]
     return with_profile(settings, profile) if isinstance(profile, Profile) else settings
+
+
+def load_model(
+    options: argparse.Namespace, settings: Iterable[Setting], say: Callable[[str], None]
+) -> tuple[Any, Any]:
+    """The model of --model and its tokenizer. `say` gets a line before each part.
+
+    Raises: UserError for a model that cannot be loaded or does not go with one of the settings.
+    """
+    from h2o import models
+    from h2o.evaluation.fitting import check_fit
+
+    return models.load_model(
+        options.model,
+        dtype=options.dtype,
+        device=options.device,
+        attn_implementation=None,
+        say=say,
+        check=check_fit(settings),
+    )
 
 
 def preset_budget(options: argparse.Namespace) -> Amount:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from h2o.cli import texts
-from h2o.cli.cache_options import add_device, add_dtype, add_model
+from h2o.cli.cache_options import add_device, add_dtype, add_model, load_model
 
 DESCRIPTION = """\
 Measures which heads of a model need more of a cache than others, on texts of your choice, and
@@ -63,20 +63,14 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     """Loads, measures and writes; says on stderr what takes long."""
-    from h2o import models
     from h2o.calibration.calibrate import calibrate
     from h2o.config import H2OConfig
-    from h2o.evaluation.fitting import check_fit
     from h2o.evaluation.setting import from_config
     from h2o.hf.support import supports
     from h2o.progress import stopwatch
 
     say = stopwatch()
-    fit = check_fit([from_config(H2OConfig())])
-    how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load_model(
-        options.model, **how, attn_implementation=None, say=say, check=fit
-    )
+    model, tokenizer = load_model(options, [from_config(H2OConfig())], say)
     ids = {
         name: tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
         for name, text in contents.items()

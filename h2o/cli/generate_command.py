@@ -14,6 +14,7 @@ from h2o.cli.cache_options import (
     add_dtype,
     add_model,
     add_pin,
+    load_model,
     make_config,
 )
 from h2o.cli.comparison import Result
@@ -109,7 +110,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def generate(options: argparse.Namespace) -> Result:
     """Generates greedily with an H2OCache, or with each of `caches`."""
     from h2o import generation, models
-    from h2o.evaluation.fitting import check_fit
     from h2o.hf.rows.system_turn import system_span
     from h2o.progress import Progress
 
@@ -121,10 +121,8 @@ def generate(options: argparse.Namespace) -> Result:
     text = "\n\n".join(parts)
     if len(parts) < (2 if options.reread else 1):
         raise UserError("the prompt is empty")
-    fit = check_fit([from_config(options.config), *options.settings])
-    how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load_model(
-        options.model, **how, attn_implementation=None, say=progress.say, check=fit
+    model, tokenizer = load_model(
+        options, [from_config(options.config), *options.settings], progress.say
     )
     chat = options.chat or (shipped and tokenizer.chat_template is not None)
     ids = models.encode(tokenizer, text, chat, options.system).to(model.device)

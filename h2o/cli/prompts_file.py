@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from h2o.cli.cache_options import load_model
 from h2o.errors import UserError
 from h2o.filesystem import atomic_write, make_writable
 from h2o.model_identity import of_files
@@ -99,7 +100,6 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> int:
     """The exit code: 1 where some prompt could not be read. Raises: UserError."""
     from h2o import models
-    from h2o.evaluation.fitting import check_fit
     from h2o.evaluation.setting import from_config
     from h2o.hf.rows.generate_all import generate_all
     from h2o.hf.rows.request import Request
@@ -115,11 +115,7 @@ def run(options: argparse.Namespace) -> int:
         progress.say(f"{len(done)} of {len(options.lines)} answers are there")
     if not lines:
         return 0
-    fit = check_fit([from_config(options.config)])
-    how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load_model(
-        options.model, **how, attn_implementation=None, say=progress.say, check=fit
-    )
+    model, tokenizer = load_model(options, [from_config(options.config)], progress.say)
     requests = [
         Request(
             models.messages(line.prompt, options.system)
