@@ -457,7 +457,7 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
     table = text[text.index("prompt of") :].splitlines()[1:]
     assert table[0].split() == ["full", "h2o", "robust", "local"]
     assert table[-1] == 'robust: H2OConfig.robust(0.1, budget_unit="bytes"), a tenth of the bytes'
-    rows = {line[:30].strip(): line[30:].split() for line in table[1:-1]}
+    rows = {name: cells for name, *cells in (re.split(r"  +", x) for x in table[2:-1])}
     assert rows["attention mass evicted"][0] == "0.0%"
     assert rows["leading tokens as with full"][0] == "60"
     assert all(len(line) <= 90 for line in lines)

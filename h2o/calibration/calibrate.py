@@ -17,7 +17,7 @@ from torch import Tensor
 from h2o.analysis.collect import full_layers
 from h2o.calibration.allocate import allocate
 from h2o.calibration.head_costs import costs, watch
-from h2o.calibration.refine import around, moved, worth
+from h2o.calibration.refine import measure_worth, move_keys, surround
 from h2o.config import H2OConfig
 from h2o.head_budgets import LEAST
 from h2o.hf.families import tensor_parallel
@@ -165,7 +165,7 @@ def calibrate(
         window=window,
         model=describe(model.config),
         weights=sample(model),
-        texts=tuple(_described(input_ids, chosen)),
+        texts=tuple(_describe_texts(input_ids, chosen)),
         settings={
             **settings, "windows": len(chosen), "refine": refine, "steps": STEPS, "read": READ,
             "dtype": origin["dtype"],
@@ -253,18 +253,18 @@ def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int
 
 def _worth(model: Any, piece: Window, budgets: np.ndarray) -> np.ndarray:
     """[full layers, G]"""
-    return _of_all_heads(worth(model, piece.ids, budgets, policy)[0], model)
+    return _of_all_heads(measure_worth(model, piece.ids, budgets, policy)[0], model)
 
 
 def _of_all_heads(local: np.ndarray, model: Any) -> np.ndarray:
-    """[full layers, G, ...] from the heads that each process has, the same on all of them."""
+    """Results [full layers, G, ...] of all heads, from those that each process has."""
     if local.shape[1] == describe(model.config).get("num_key_value_heads"):
         return local
     return np.concatenate(_processes(model).everyone(local), axis=1)
 
 
 def _processes(model: Any) -> Processes:
-    """Those that a model is cut over."""
+    """The processes that a model is cut over."""
     mesh = tensor_parallel.mesh_of(model)
     if mesh is None:
         return ALONE
@@ -272,7 +272,7 @@ def _processes(model: Any) -> Processes:
 
 
 def _shares(costs: np.ndarray, grid: Sequence[int], fraction: float, window: int) -> np.ndarray:
-    """[full layers, G], mean 1, from costs [full layers, G, grid]."""
+    """Shares [full layers, G] with mean 1, from costs [full layers, G, grid]."""
     layers, G, _ = costs.shape
     table = np.pad(costs.reshape(layers * G, -1), ((0, 0), (0, 1)))  # a whole window costs nothing
     total = layers * G * max(fraction * window, LEAST)
@@ -289,7 +289,7 @@ def _step(
     once: Callable[..., dict[str, Any]],
 ) -> np.ndarray:
     """Shares after a step of refinement."""
-    budgets = around(spread(shares, fraction * window, window), LEAST, window)
+    budgets = surround(spread(shares, fraction * window, window), LEAST, window)
     results = [
         once(
             piece,
@@ -299,13 +299,13 @@ def _step(
         for piece in pieces
     ]
     worths = np.mean([x["worth"] for x in results], axis=0)
-    keys = moved(budgets[0], budgets[1] - budgets[2], worths)
+    keys = move_keys(budgets[0], budgets[1] - budgets[2], worths)
     keys = spread(keys, fraction * window, window)
     return keys / keys.mean()
 
 
 def spread(shares: np.ndarray, mean: float, most: int) -> np.ndarray:
-    """Keys for each head: so many on average, none below LEAST or above `most`."""
+    """Keys for each head: `mean` on average, none below LEAST or above `most`."""
     mean = min(max(mean, LEAST), most)
     low, high = 0.0, most * shares.size / shares.min()
     for _ in range(60):  # the factor at which the total is right
@@ -318,13 +318,14 @@ def spread(shares: np.ndarray, mean: float, most: int) -> np.ndarray:
 
 
 def _of_model(shares: np.ndarray, full: Sequence[int], model: Any) -> tuple[tuple[float, ...], ...]:
-    """For every layer of the model; ones where it has a sliding window."""
+    """Shares for every layer of the model, 1 where the layer has a sliding window."""
     table = np.ones((len(transformers_layers(model.config)), shares.shape[1]))
     table[list(full)] = shares
     return tuple(tuple(round(float(x), 4) for x in row) for row in table)
 
 
-def _described(input_ids: Any, chosen: Sequence[Window]) -> Iterator[dict[str, Any]]:
+def _describe_texts(input_ids: Any, chosen: Sequence[Window]) -> Iterator[dict[str, Any]]:
+    """Name, digest and number of windows of each text."""
     for name, ids in _texts(input_ids):
         number = sum(piece.text == name for piece in chosen)
         yield {"name": name, "sha256": _sha256(ids), "tokens": len(ids), "windows": number}

@@ -29,19 +29,19 @@ from h2o.hf.families import tensor_parallel
 from h2o.hf.families.wrapped import input_device
 from h2o.sink_logits import softmax
 
-__all__ = ["around", "moved", "worth"]
+__all__ = ["measure_worth", "move_keys", "surround"]
 
 RATIO = 1.5
 """A budget is compared with so many times it, and with this part of it."""
 
 
-def around(budgets: np.ndarray, least: int, most: int) -> np.ndarray:
+def surround(budgets: np.ndarray, least: int, most: int) -> np.ndarray:
     """[3, ...] int: budgets as they are, more, and less."""
     three = np.stack([budgets, budgets * RATIO, budgets / RATIO])
     return np.clip(np.rint(three), least, most).astype(int)
 
 
-def worth(
+def measure_worth(
     model: Any, ids: Tensor, budgets: np.ndarray, policy: Callable[[int], H2OConfig]
 ) -> tuple[np.ndarray, float]:
     """What the keys between fewer and more are worth to each head, on one text.
@@ -95,7 +95,7 @@ def worth(
     return torch.stack(rows).cpu().numpy(), divergence / n
 
 
-def moved(budgets: np.ndarray, between: np.ndarray, worths: np.ndarray) -> np.ndarray:
+def move_keys(budgets: np.ndarray, between: np.ndarray, worths: np.ndarray) -> np.ndarray:
     """Budgets after a step: a head's times the root of its keys' worth over the mean of all.
 
     Args:

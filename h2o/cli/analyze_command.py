@@ -136,6 +136,7 @@ def measure(options: argparse.Namespace) -> None:
         options.output,
         model=options.model or models.DEFAULT_MODEL,
         source=options.text or texts.ARTICLE,
+        budget=from_config(config).name,
         configs={setting.name: setting.config for setting in settings} or OWN,
         removal=removal,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Adds to the options the `settings` whose requests are counted."""
+    """Add the `settings` whose requests are counted to the options."""
     if options.memory is None:
         return
     if options.model is None:
@@ -56,7 +55,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """The exit code: 0 where the answer is a good one. Raises: UserError (`h2o.errors`)."""
+    """Run the command. The exit code is 0 if the answer is a good one. Raises: UserError."""
     if options.model:
         from h2o.models import quiet_libraries
 
@@ -75,11 +74,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         print(packages.without_core(), file=sys.stderr)
     core = ops.info()
     versions = {"h2o": core.pop("version"), "python": platform.python_version()}
-    for name in ("numpy", "torch", "transformers"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
+    versions |= packages.versions("numpy", "torch", "transformers")
     machine = {"system": platform.platform(), "processors": os.cpu_count()}
     facts = {"core": core, "versions": versions, "machine": machine}
     if options.json:
@@ -88,12 +83,12 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     rows = [row for section in facts.values() for row in section.items()]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        print(f"{name.replace('_', ' '):<{width}}  {readable(value)}")
+        print(f"{name.replace('_', ' '):<{width}}  {format_value(value)}")
     return 0
 
 
 def print_support(name: str, as_json: bool) -> int:
-    """From a hub name's or folder's config alone. The exit code is 0 if h2o serves the model."""
+    """Print how h2o supports a model, by its config alone. The exit code is 0 if it does."""
     from h2o import models
     from h2o.hf.support import supports
 
@@ -103,7 +98,7 @@ def print_support(name: str, as_json: bool) -> int:
 
 
 def print_requests(options: argparse.Namespace) -> int:
-    """How many requests of a model fit in memory, by setting. The exit code is 0."""
+    """Print how many requests of a model fit in memory, by setting. The exit code is 0."""
     from h2o import models
     from h2o.evaluation.cache_bytes import request_bytes
     from h2o.evaluation.fitting import check_fit
@@ -129,7 +124,7 @@ def print_requests(options: argparse.Namespace) -> int:
 
 
 def print_check(as_json: bool) -> int:
-    """What the kernels of CUDA devices get wrong. The exit code is 0 if they get nothing wrong."""
+    """Print what the kernels of CUDA devices get wrong. The exit code is 0 if that is nothing."""
     from h2o import backends
     from h2o.errors import UserError
 
@@ -146,12 +141,12 @@ def print_check(as_json: bool) -> int:
     return 1 if any(mistakes.values()) else 0
 
 
-def readable(value: Any) -> str:
-    """A value as a reader takes it."""
+def format_value(value: Any) -> str:
+    """A value as text for readers."""
     if value is None:
         return "not installed"
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {readable(part)}" for name, part in value.items())
+        return ", ".join(f"{name}: {format_value(part)}" for name, part in value.items())
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
     return str(value)

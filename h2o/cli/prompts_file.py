@@ -12,7 +12,6 @@ another prompt than the file has now is an error.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from h2o.cli.cache_options import load_model
 from h2o.errors import UserError
 from h2o.filesystem import atomic_write, make_writable
 from h2o.model_identity import of_files
+from h2o.result_cells import fingerprint
 
 if TYPE_CHECKING:
     from h2o.hf.rows.request import Result
@@ -32,7 +32,9 @@ __all__ = ["add_arguments", "check", "run"]
 FIELDS = {"id", "prompt", "messages", "max_new_tokens", "seed", "pinned"}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 ROWS = 16
-"""At a time, where neither --rows nor --bytes says how many."""
+"""Prompts at a time, unless --rows or --bytes says how many."""
+SETTINGS = ("model", "dtype", "max_new_tokens", "chat", "system", "pin")
+"""Options that answers depend on, beside those of the cache."""
 
 
 class Line(NamedTuple):
@@ -46,8 +48,8 @@ class Line(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """What the answer depends on beside the settings."""
-        return _sha256([self.prompt, self.max_new_tokens, self.seed, self.pinned])
+        """Digest of what the answer depends on beside the settings."""
+        return fingerprint(self._asdict() | {"id": None})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +77,7 @@ def parse_bytes(text: str) -> int:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Adds `lines`, the prompts of the file, to the options of a command that has some."""
+    """Add `lines`, the prompts of the file, to the options."""
     others = ("output", "rows", "bytes")
     if options.prompts is None:
         if asked := [name for name in others if getattr(options, name) is not None]:
@@ -98,7 +100,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code: 1 where some prompt could not be read. Raises: UserError."""
+    """Answer the prompts. The exit code is 1 if a prompt could not be read. Raises: UserError."""
     from h2o import models
     from h2o.evaluation.setting import from_config
     from h2o.hf.rows.generate_all import generate_all
@@ -196,16 +198,11 @@ def _line(number: int, content: Any) -> Line:
 
 
 def _digest(options: argparse.Namespace) -> str:
-    """Digest of what answers depend on beside their prompt. Another model may lie at the same
-    path."""
-    lying = of_files([options.model]) if options.model else ""
-    facts = [asdict(options.config), options.model, lying, options.dtype, options.max_new_tokens]
-    return _sha256([*facts, options.chat, options.system, options.pin])
-
-
-def _sha256(facts: Any) -> str:
-    text = json.dumps(facts, default=str, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    """Digest of what answers depend on beside their prompt, with the model's files, since another
+    model may be at the same path."""
+    files = of_files([options.model]) if options.model else ""
+    facts = {x: getattr(options, x) for x in SETTINGS}
+    return fingerprint({**facts, "config": asdict(options.config), "files": files})
 
 
 def _answer(line: Line, result: Result, settings: str) -> dict[str, Any]:

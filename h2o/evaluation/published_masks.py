@@ -151,7 +151,7 @@ def _flexgen(
     every = np.arange(G)
 
     def drop(newest: int, row: int) -> None:
-        """Of the keys at positions up to `newest` the lowest."""
+        """Drop the lowest of the keys at positions up to `newest`."""
         victim = n - 1 - newest + score[:, n - 1 - newest :].argmin(-1)
         score[every, victim] = np.inf
         shared[every, :, n - 1 - victim] = row

@@ -16,7 +16,7 @@ from h2o import cli, models
 from h2o.cli import eval_command
 from h2o.evaluation import side_by_side
 from h2o.evaluation.lm import H2OLM
-from h2o.evaluation.side_by_side import shown_metrics
+from h2o.evaluation.side_by_side import format_metrics
 from tests.evaluation import conftest
 from tests.evaluation.conftest import measured, table_of
 
@@ -184,9 +184,9 @@ def test_metrics_have_the_errors_of_their_filter():
         "name": "a", "sample_len": 3, "4096,none": -1, "4096_stderr,none": "N/A",
         "exact_match,strict": 0.5, "exact_match_stderr,strict": 0.1,
     }  # fmt: skip
-    assert list(shown_metrics(metrics)) == [("exact_match,strict", "0.500 ±0.100")]
+    assert list(format_metrics(metrics)) == [("exact_match,strict", "0.500 ±0.100")]
     accuracy = {"acc,none": 0.25, "acc_norm,none": 0.5, "acc_norm_stderr,none": 0.25}
-    assert list(shown_metrics(accuracy)) == [("acc", "0.250"), ("acc_norm", "0.500 ±0.250")]
+    assert list(format_metrics(accuracy)) == [("acc", "0.250"), ("acc_norm", "0.500 ±0.250")]
 
 
 def test_lm_eval_runs_tasks_of_texts_itself(folder, tmp_path):

@@ -89,8 +89,8 @@ def test_after_a_prompt_what_the_cut_can_change_counts(
     ]
     for full, cut in zip(*losses, strict=True):
         torch.testing.assert_close(full[:50], cut[:50], atol=1e-5, rtol=0)
-        assert torch.equal(windows.scored(cut, 50), cut[50:])
-        assert torch.equal(windows.scored(cut, 1), cut)
+        assert torch.equal(windows.select_scored(cut, 50), cut[50:])
+        assert torch.equal(windows.select_scored(cut, 1), cut)
     means = [torch.cat([x[50:] for x in each]).mean().item() for each in losses]
     shown = float(rows["h2o:4+4"]["nats lost"].split()[0])
     assert shown == pytest.approx(means[1] - means[0], abs=2e-3)
@@ -102,7 +102,7 @@ def test_a_last_window_without_tokens_to_score_is_left_out(tokenizer):
     ids = tokenizer(TEXT)["input_ids"]
     rest = len(ids) - 300
     for prompt, number in ((rest - 2, 2), (rest - 1, 1)):
-        assert len(windows.windows_of(ids, 300, prompt)) == number
+        assert len(windows.cut_windows(ids, 300, prompt)) == number
 
 
 def test_compare(folder, text, tmp_path, capsys, tokenizer):
