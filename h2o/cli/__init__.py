@@ -3,8 +3,9 @@
 Each command is a module that is imported when the command is asked for. It has
 
     add_arguments(parser)           its options, of which none but the standard library is needed
-    check(parser, options)          if there is one: ends by `parser.error` for options that do not
-                                    go together, before a library is imported
+    check(parser, options)          if there is one: ends by `parser.error`, OSError, TypeError or
+                                    ValueError for options that do not go together, before a
+                                    library is imported
     run(parser, options) -> int     the command, and its exit code; UserError or UnsupportedError
                                     (`h2o.errors`) for what the user can put right
 
@@ -127,7 +128,10 @@ def parser_of(entry: Command) -> Parser:
 def run(options: argparse.Namespace) -> int:
     """Run a parsed command and return its exit code."""
     if check := getattr(options.module, "check", None):
-        check(options.parser, options)
+        try:
+            check(options.parser, options)
+        except (OSError, TypeError, ValueError) as error:
+            options.parser.error(str(error))
     from h2o.errors import UnsupportedError, UserError
     from h2o.models import quiet_libraries
 

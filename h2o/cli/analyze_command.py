@@ -17,6 +17,7 @@ from h2o.cli.cache_options import (
     add_model,
     load_model,
     make_config,
+    parse_count,
 )
 
 DESCRIPTION = """\
@@ -42,10 +43,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="(%(default)s)")  # fmt: skip
     add_dtype(add)
     add_device(add)
-    add("--tokens", type=int, metavar="N", help="only the first so many of the text; default: as "
-        "many as the model has positions")  # fmt: skip
+    add("--tokens", type=parse_count, metavar="N", help="only the first so many of the text; "
+        "default: as many as the model has positions")  # fmt: skip
     add_cache_options(p, CACHE_FIELDS)
-    add("--prompt-length", type=int, default=1, metavar="N",
+    add("--prompt-length", type=parse_count, default=1, metavar="N",
         help="tokens before the first eviction (%(default)s)")  # fmt: skip
     add_compare(add, COMPARE, ", whose retained attention is drawn too; none for no others")
     add("--removal-tokens", type=int, default=1024, metavar="N", help="remove keys from the "
@@ -57,20 +58,13 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Add to the options the `config`, the `settings` to compare, and the `content` of --text."""
     from h2o.evaluation.setting import parse_all
 
-    for name in ("tokens", "prompt_length"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"argument --{name.replace('_', '-')}: must be at least 1, not {value}")
     if options.removal_tokens < 0 or options.removal_tokens in (1, 2):
         parser.error("argument --removal-tokens: must be 0 or at least 3")
     if options.output.is_dir():
         parser.error(f"argument --output: {options.output} is a folder, wanted a file: page.html")
-    try:
-        options.config = make_config(options)
-        compare = COMPARE if options.compare is None else options.compare
-        options.settings = [] if compare == "none" else parse_all(compare)
-    except (OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
+    options.config = make_config(options)
+    compare = COMPARE if options.compare is None else options.compare
+    options.settings = [] if compare == "none" else parse_all(compare)
     for setting in options.settings:
         if setting.variant != "h2o":
             parser.error(f"argument --compare: {setting.name} is no cache; {COMPARE} are")

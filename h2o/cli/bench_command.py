@@ -15,6 +15,7 @@ from h2o.cli.cache_options import (
     add_model,
     load_model,
     make_settings,
+    parse_count,
 )
 
 __all__ = ["add_arguments", "check", "run"]
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(add)
     add_dtype(add)
     add_device(add)
-    add("--prompts", nargs="+", type=int, default=[512, 2048, 4096], metavar="N",
+    add("--prompts", nargs="+", type=parse_count, default=[512, 2048, 4096], metavar="N",
         help="prompt lengths in tokens (512 2048 4096)")  # fmt: skip
     add = parser.add_argument_group("beside the full cache").add_argument
     add("--budgets", nargs="+", default=["0.1", "0.2"], metavar="B", help="what h2o keeps: a "
@@ -41,9 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_compare(add, COMPARE, "; a name without a budget has each of --budgets")
     add_cache_options(parser.add_argument_group("or beside it one cache"), min_tokens=0)
     add = parser.add_argument_group("how").add_argument
-    add("--tokens", type=int, default=16, metavar="N", help="decoded in each round (%(default)s)")
-    add("--rounds", type=int, default=5, metavar="N", help="(%(default)s)")
-    add("--threads", type=int, metavar="N", help="torch's number of threads")
+    add(
+        "--tokens",
+        type=parse_count,
+        default=16,
+        metavar="N",
+        help="decoded in each round (%(default)s)",
+    )
+    add("--rounds", type=parse_count, default=5, metavar="N", help="(%(default)s)")
+    add("--threads", type=parse_count, metavar="N", help="torch's number of threads")
     add("--json", action="store_true", help="for machines: one object, nothing else")
     add("--output", type=Path, metavar="FILE", help="write that object to a file too")
 
@@ -53,19 +60,9 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     together."""
     from h2o.evaluation import setting
 
-    counts = [("tokens", options.tokens), ("rounds", options.rounds)]
-    counts += [("prompts", length) for length in options.prompts]
-    if options.threads is not None:
-        counts.append(("threads", options.threads))
-    for name, number in counts:
-        if number < 1:
-            parser.error(f"argument --{name}: must be at least 1, not {number}")
     if options.output and options.output.is_dir():
         parser.error(f"argument --output: {options.output} is a folder")
-    try:
-        settings = make_settings(options, COMPARE, ",".join(options.budgets))
-    except (OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
+    settings = make_settings(options, COMPARE, ",".join(options.budgets))
     for one in settings:
         if not one.is_cache:
             parser.error(f"argument --compare {one.why_no_cache}")

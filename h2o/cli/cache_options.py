@@ -35,6 +35,7 @@ __all__ = [
     "make_setting",
     "make_settings",
     "option_name",
+    "parse_count",
 ]
 
 OPTIONS: dict[str, Field] = {
@@ -114,6 +115,17 @@ def add_pin(add: Callable[..., Any]) -> None:
     add("--pin", type=parse_pins, metavar="WHAT", help="keys that are never evicted and count in "
         "the budget: system, a chat's system turn; prompt, all of it; or spans of its tokens, "
         "such as 0:40,100:120")  # fmt: skip
+
+
+def parse_count(text: str) -> int:
+    """Parse a number that is at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
 
 
 def parse_pins(text: str) -> str | Row:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from h2o.cli import texts
-from h2o.cli.cache_options import add_device, add_dtype, add_model, load_model
+from h2o.cli.cache_options import add_device, add_dtype, add_model, load_model, parse_count
 
 DESCRIPTION = """\
 Measures which heads of a model need more of a cache than others, on texts of your choice, and
@@ -33,7 +33,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_device(add)
     add("--window", type=int, default=1024, metavar="N",
         help="texts are read in windows of so many tokens (%(default)s)")  # fmt: skip
-    add("--limit", type=int, metavar="N",
+    add("--limit", type=parse_count, metavar="N",
         help="only so many windows, spread over the texts")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of what is drawn (%(default)s)")
 
@@ -47,8 +47,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     refuse_several("h2o calibrate")
     if options.output.suffix != ".json":
         parser.error(f"argument --output: wanted a name such as profile.json, not {options.output}")
-    if options.limit is not None and options.limit < 1:
-        parser.error(f"argument --limit: must be at least 1, not {options.limit}")
     names = [name if name == "-" else Path(name).name for name in options.text]
     if len(set(names)) < len(names):
         parser.error("argument --text: two files of the same name")

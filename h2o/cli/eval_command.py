@@ -16,6 +16,7 @@ from h2o.cli.cache_options import (
     get_given,
     has_budget,
     make_settings,
+    parse_count,
 )
 from h2o.cli.prompts_file import ROWS
 from h2o.errors import UserError
@@ -99,7 +100,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="of one setting: lm-eval's memory of answers, with which an interrupted run goes on; "
         "a file for each model and setting",
     )  # fmt: skip
-    p.add_argument("--limit", "-L", type=float, help="only the first so many rows or "
+    p.add_argument("--limit", "-L", type=parse_limit, help="only the first so many rows or "
                    "windows; texts of each length, depth and kind of fact (default 4)")  # fmt: skip
 
     one = p.add_argument_group("the cache")
@@ -109,7 +110,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      "real cache")  # fmt: skip
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
     add_cache_options(one, min_tokens=0)
-    one.add_argument("--prompt-length", type=int, metavar="N",
+    one.add_argument("--prompt-length", type=parse_count, metavar="N",
                      help="tokens before the first eviction (simulation, perplexity); perplexity "
                      "and nats lost are then of the tokens after it that the cut can change, not "
                      "of the prompt")  # fmt: skip
@@ -137,7 +138,6 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Run the command; `args.rest` is for lm-eval. Raises: UserError."""
     is_table = args.compare is not None or has_budget(args) or not args.tasks
     try:
-        check_numbers(args)
         settings = choose_settings(args)
         if args.json and not is_table:
             raise Misused("--json with --tasks goes with --compare: lm-eval writes one setting's "
@@ -162,14 +162,14 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return 0
 
 
-def check_numbers(args: argparse.Namespace) -> None:
-    """Raise Misused for options that no kind of evaluation takes."""
-    if args.limit is not None and not (0 < args.limit < 1 or args.limit % 1 == 0 < args.limit):
-        raise Misused(
-            f"--limit {args.limit:g}: a number of rows or windows, at least 1, or of a task a share"
+def parse_limit(text: str) -> float:
+    """Parse a number of rows that is at least 1, or a share of them."""
+    limit = float(text)
+    if not (0 < limit < 1 or limit % 1 == 0 < limit):
+        raise argparse.ArgumentTypeError(
+            f"{text} is no number of rows or windows, at least 1, and no share of a task's"
         )
-    if args.prompt_length is not None and args.prompt_length < 1:
-        raise Misused(f"--prompt-length {args.prompt_length}: a number of tokens, at least 1")
+    return limit
 
 
 def choose_settings(args: argparse.Namespace) -> list[Setting]:

@@ -16,6 +16,7 @@ from h2o.cli.cache_options import (
     add_pin,
     load_model,
     make_config,
+    parse_count,
 )
 from h2o.cli.comparison import Result
 from h2o.config import H2OConfig
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how").add_argument
     add_dtype(add)
     add_device(add)
-    add("--max-new-tokens", type=int, default=120, metavar="N", help="(%(default)s)")
+    add("--max-new-tokens", type=parse_count, default=120, metavar="N", help="(%(default)s)")
     add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="show it beside the full "
         "cache and these, as h2o eval --help lists them; without SETTINGS beside a preset in a "
         "tenth of the bytes, and `local`, the same budget without heavy hitters")  # fmt: skip
@@ -63,14 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Add the `config`, the `settings` to compare and the `document` to the options."""
-    if options.max_new_tokens < 1:
-        parser.error("argument --max-new-tokens: must be at least 1")
-    try:
-        options.config = make_config(options)
-        named = options.compare not in (None, USUAL)
-        options.settings = parse_all(options.compare) if named else []
-    except (OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
+    options.config = make_config(options)
+    named = options.compare not in (None, USUAL)
+    options.settings = parse_all(options.compare) if named else []
     for setting in options.settings:
         if not setting.is_cache:
             parser.error(f"argument --compare: {setting.why_no_cache}")

@@ -12,7 +12,13 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from h2o.cli.cache_options import add_cache_options, add_compare, add_dtype, make_settings
+from h2o.cli.cache_options import (
+    add_cache_options,
+    add_compare,
+    add_dtype,
+    make_settings,
+    parse_count,
+)
 from h2o.cli.prompts_file import parse_bytes
 
 COMPARE = "full,budget:0.2,budget:0.1"
@@ -28,9 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests that fit, with --model")
     group.add_argument("--memory", type=parse_bytes, metavar="B", help="for the caches of all "
                        "requests, such as 40GB")  # fmt: skip
-    group.add_argument("--prompt", type=int, default=2048, metavar="N",
+    group.add_argument("--prompt", type=parse_count, default=2048, metavar="N",
                        help="tokens of a prompt (%(default)s)")  # fmt: skip
-    group.add_argument("--new", type=int, default=256, metavar="N", help="new tokens (%(default)s)")
+    group.add_argument(
+        "--new", type=parse_count, default=256, metavar="N", help="new tokens (%(default)s)"
+    )
     add_dtype(group.add_argument)
     add_compare(group.add_argument, COMPARE)
     add_cache_options(parser.add_argument_group("or one cache"), min_tokens=0)
@@ -42,13 +50,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         return
     if options.model is None:
         parser.error("argument --memory: goes with --model")
-    for name in ("prompt", "new"):
-        if getattr(options, name) < 1:
-            parser.error(f"argument --{name}: must be at least 1, not {getattr(options, name)}")
-    try:
-        options.settings = make_settings(options, COMPARE)
-    except (OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
+    options.settings = make_settings(options, COMPARE)
     for one in options.settings:
         if one.is_mask:
             parser.error(f"argument --compare {one.why_no_cache}")

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from h2o.cli.cache_options import load_model
+from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
 from h2o.filesystem import atomic_write, make_writable
 from h2o.model_identity import of_files
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt or messages, id, max_new_tokens, seed, pinned")  # fmt: skip
     add("--output", metavar="FILE", help="answers as JSON Lines, as they are complete; what it "
         "has already is not answered again")  # fmt: skip
-    add("--rows", type=int, metavar="N", help=f"prompts at a time ({ROWS})")
+    add("--rows", type=parse_count, metavar="N", help=f"prompts at a time ({ROWS})")
     add("--bytes", type=parse_bytes, metavar="B", help="instead of --rows: what the keys and "
         "values of all rows may take, such as 64MB")  # fmt: skip
 
@@ -90,9 +90,6 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(f"argument --{name.replace('_', '-')}: does not go with --prompts")
     if options.rows is not None and options.bytes is not None:
         parser.error("argument --bytes: instead of --rows")
-    for name in ("rows", "bytes"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            parser.error(f"argument --{name}: must be at least 1")
     try:
         options.lines = list(_lines(Path(options.prompts)))
     except (OSError, ValueError) as error:

@@ -409,8 +409,8 @@ def test_bad_rows(folder, tmp_path, capsys, row, words):
         (["--variant", "full", "--heavy", "4"], "heavy has no meaning"),
         (["--heavy", "0", "--recent", "0"], "budget of 0"),
         (["--json"], "--json with --tasks goes with --compare"),
-        (["--prompt-length", "0"], "--prompt-length 0: a number of tokens, at least 1"),
-        (["--compare", "full", "--prompt-length", "-2"], "--prompt-length -2: a number of tokens"),
+        (["--prompt-length", "0"], "--prompt-length: must be at least 1"),
+        (["--compare", "full", "--prompt-length", "-2"], "--prompt-length: must be at least 1"),
         (
             ["--variant", "full", "--model_args", "prompt_length=0"],
             "prompt_length must be .*, at least 1",
