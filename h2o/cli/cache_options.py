@@ -15,10 +15,10 @@ from typing import Any
 from h2o.budgets import Amount, parse_amount
 from h2o.config import PRESETS, H2OConfig
 from h2o.evaluation.setting import Setting, from_config, load_shares, parse_all, with_profile
-from h2o.kv_dtype import QUANTISED
+from h2o.kv_dtype import QUANTIZED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
-from h2o.spans import Row, parsed
+from h2o.spans import Row, parse_spans
 
 __all__ = [
     "OPTIONS",
@@ -55,11 +55,11 @@ OPTIONS: dict[str, Field] = {
         "of keys: where they stood in the text, or their rank in the cache (%(default)s)",
     ),
     "kv_dtype": Field(
-        str, ("auto", *QUANTISED), None,
+        str, ("auto", *QUANTIZED), None,
         "store keys in eight bits, and values in eight or four; auto: in four where they go with "
         "the model",
     ),
-    "shares": Field(
+    "head_shares": Field(
         str, None, "FILE",
         "share the budget among heads as `h2o calibrate` found it; shipped: the profile that "
         "comes with h2o for the model; echo: as a prompt's echo says, "
@@ -81,7 +81,7 @@ FIFTH = 0.2
 
 def option_name(field: str) -> str:
     """The option of a field, such as --score-by of score_by."""
-    return "--profile" if field == "shares" else f"--{field.replace('_', '-')}"
+    return "--profile" if field == "head_shares" else f"--{field.replace('_', '-')}"
 
 
 def add_model(add: Callable[..., Any]) -> None:
@@ -131,7 +131,7 @@ def parse_count(text: str) -> int:
 def parse_pins(text: str) -> str | Row:
     """Parse what --pin says."""
     try:
-        return parsed(text)
+        return parse_spans(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -175,8 +175,8 @@ def make_config(options: argparse.Namespace) -> H2OConfig:
     go together, OSError for a profile that cannot be read.
     """
     fields = options.cache_defaults | get_given(options, options.cache_fields)
-    if "shares" in fields:
-        fields["shares"] = load_shares(fields["shares"])
+    if "head_shares" in fields:
+        fields["head_shares"] = load_shares(fields["head_shares"])
     if not has_budget(options):
         return H2OConfig(**fields)
     for name in ("heavy", "recent"):
@@ -187,8 +187,8 @@ def make_config(options: argparse.Namespace) -> H2OConfig:
             raise ValueError("--budget-unit goes with --preset, or with --heavy and --recent")
         return H2OConfig(budget=options.budget, **fields)
     profile = None
-    if fields.get("shares") != "echo":
-        profile = fields.pop("shares", None)
+    if fields.get("head_shares") != "echo":
+        profile = fields.pop("head_shares", None)
     elif options.preset == "calibrated":
         raise ValueError("--preset calibrated shares by a profile, not by --profile echo")
     unit = fields.pop("budget_unit", "keys")
@@ -205,8 +205,8 @@ def make_setting(options: argparse.Namespace) -> Setting | None:
     if options.preset is None:
         return from_config(config) if fields or has_budget(options) else None
     suffix = "-bytes" if fields.pop("budget_unit", "keys") == "bytes" else ""
-    if fields.get("shares") != "echo":
-        fields.pop("shares", None)
+    if fields.get("head_shares") != "echo":
+        fields.pop("head_shares", None)
     parts = [f"{options.preset}{suffix}:{preset_budget(options)}"]
     return Setting("/".join(parts + [f"{x}={y}" for x, y in fields.items()]), "h2o", config)
 
@@ -223,9 +223,9 @@ def make_settings(
         one = make_setting(options)
         return [one] if one is not None else parse_all(default, budgets)
     settings = parse_all(options.compare, budgets)
-    profile = None if options.shares is None else load_shares(options.shares)
+    profile = None if options.head_shares is None else load_shares(options.head_shares)
     if isinstance(profile, Profile):  # for all calibrated settings
-        options = argparse.Namespace(**vars(options) | {"shares": None})
+        options = argparse.Namespace(**vars(options) | {"head_shares": None})
     one = make_setting(options)
     if one is not None and not has_budget(options):
         first = option_name(next(iter(get_given(options, options.cache_fields))))

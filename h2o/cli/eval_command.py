@@ -25,7 +25,7 @@ from h2o.evaluation.setting import GRAMMAR, Setting, from_options
 from h2o.filesystem import make_writable
 from h2o.models import DTYPES, need_transformers, torch_device
 from h2o.packages import install_command
-from h2o.processes import is_first, several
+from h2o.processes import is_first, world_size
 from h2o.result_cells import fingerprint
 
 __all__ = ["add_arguments", "run"]
@@ -243,12 +243,12 @@ def run_lm_eval(args: argparse.Namespace, rest: list[str], how: dict[str, Any]) 
         arguments += ["--include_path", str(comparison.TASKS)]
     output = args.output_path or OUTPUT
     make_writable(output)
-    if args.use_cache and several() > 1 and any("tp_plan" in x for x in rest):
+    if args.use_cache and world_size() > 1 and any("tp_plan" in x for x in rest):
         raise Misused("--use_cache does not go with a model that is cut over processes: drop it")
     if args.use_cache:
         # lm-eval files answers under the question alone. The name keeps apart answers of other
         # budgets, of other models, and of a model that was at the same path before.
-        files = model_identity.of_files([*map(str, model_args.values()), *rest])
+        files = model_identity.files_fingerprint([*map(str, model_args.values()), *rest])
         name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": files})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
     comparison.run([*arguments, "--output_path", str(output)])

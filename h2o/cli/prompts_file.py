@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
 from h2o.filesystem import atomic_write, make_writable
-from h2o.model_identity import of_files
+from h2o.model_identity import files_fingerprint
 from h2o.result_cells import fingerprint
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _line(number: int, content: Any) -> Line:
 def _digest(options: argparse.Namespace) -> str:
     """Digest of what answers depend on beside their prompt, with the model's files, since another
     model may be at the same path."""
-    files = of_files([options.model]) if options.model else ""
+    files = files_fingerprint([options.model]) if options.model else ""
     facts = {x: getattr(options, x) for x in SETTINGS}
     return fingerprint({**facts, "config": asdict(options.config), "files": files})
 

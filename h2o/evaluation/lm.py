@@ -38,7 +38,7 @@ from h2o.hf.attention.attention import switch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.tuned_prompts import check_no_tuned_prompt
 from h2o.hf.rotary.angles import AnglesByLength
-from h2o.processes import several
+from h2o.processes import world_size
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
 
@@ -101,7 +101,7 @@ class H2OLM(HFLM):
             log.info("device=%s: torch has none here; cpu", device)
             device = "cpu"
         kwargs["device"] = str(models.torch_device(device))
-        if several() > 1 and isinstance(pretrained, str) and kwargs["device"] == "cpu":
+        if world_size() > 1 and isinstance(pretrained, str) and kwargs["device"] == "cpu":
             PartialState(cpu=True)  # or accelerate would take another device where there is one
         super().__init__(pretrained, **kwargs)
         if self._device.type == "meta":  # all is offloaded; accelerate takes inputs along

@@ -25,7 +25,7 @@ __all__ = [
     "with_profile",
 ]
 
-OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "shares", "min_tokens")
+OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "head_shares", "min_tokens")
 """Fields of H2OConfig that may follow after slashes. Budgets stand before the slashes, and the kind
 of a setting says whether it has a profile."""
 
@@ -53,7 +53,7 @@ mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
 A number with a point is a fraction of the text, one without is a number of tokens. Options
 follow after slashes, as in h2o:0.1+0.1/sinks=4/score_by=mean/value_weighted=true; there are
 {", ".join(OPTIONS)}.
-Only real caches can have positions=cache_relative. shares is echo, with score_by=mean-echo.
+Only real caches can have positions=cache_relative. head_shares is echo, with score_by=mean-echo.
 min_tokens is 0 unless it is given."""
 
 KINDS = (
@@ -118,8 +118,8 @@ class Setting:
         for name, unset in (("budget", None), ("min_tokens", 0)):  # early files have neither
             if budget.get(name) == unset:
                 budget.pop(name, None)
-        if isinstance(self.config.shares, Profile):
-            budget["shares"] = fingerprint(self.config.shares.as_dict())
+        if isinstance(self.config.head_shares, Profile):
+            budget["head_shares"] = fingerprint(self.config.head_shares.as_dict())
         future = {"sees_future": True} if self.sees_future else {}
         return {"setting": self.name, "variant": self.variant, **future, **budget}
 
@@ -151,12 +151,14 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
 def with_profile(settings: Iterable[Setting], profile: Profile) -> list[Setting]:
     """The settings, with this profile instead of the one that comes with h2o."""
     chosen = [
-        dataclasses.replace(setting, config=dataclasses.replace(setting.config, shares=profile))
-        if setting.config.shares == "shipped"
+        dataclasses.replace(
+            setting, config=dataclasses.replace(setting.config, head_shares=profile)
+        )
+        if setting.config.head_shares == "shipped"
         else setting
         for setting in settings
     ]
-    if not any(setting.config.shares is profile for setting in chosen):
+    if not any(setting.config.head_shares is profile for setting in chosen):
         raise ValueError("--profile goes with calibrated settings in --compare")
     return chosen
 
@@ -184,7 +186,7 @@ def parse(text: str) -> Setting:
 
 
 def load_shares(text: str) -> str | Profile:
-    """`H2OConfig.shares` from an option: a name, or the path of a profile.
+    """`H2OConfig.head_shares` from an option: a name, or the path of a profile.
 
     Raises: OSError and ValueError for a profile that cannot be read.
     """
@@ -192,15 +194,15 @@ def load_shares(text: str) -> str | Profile:
 
 
 def from_options(variant: str = "h2o", **policy: Any) -> Setting:
-    """The setting of a variant and fields of H2OConfig; `shares` as for `load_shares`."""
+    """The setting of a variant and fields of H2OConfig; `head_shares` as for `load_shares`."""
     if variant == "full":
         if policy:
             raise ValueError(f"variant full keeps every key: {next(iter(policy))} has no meaning")
         return parse("full")
     if variant not in ("h2o", *VARIANTS):
         raise ValueError(f"variant is full, h2o, {', '.join(VARIANTS)}, not {variant!r}")
-    if isinstance(policy.get("shares"), str):
-        policy["shares"] = load_shares(policy["shares"])
+    if isinstance(policy.get("head_shares"), str):
+        policy["head_shares"] = load_shares(policy["head_shares"])
     return from_config(H2OConfig(**{"min_tokens": 0} | policy), variant)
 
 
@@ -211,7 +213,7 @@ def from_config(config: H2OConfig, variant: str = "h2o") -> Setting:
     plain = dataclasses.asdict(H2OConfig(budget=config.budget, min_tokens=0))
     fields = dataclasses.asdict(config)
     if not config.shares_by_echo:
-        fields["shares"] = plain["shares"]
+        fields["head_shares"] = plain["head_shares"]
     if not config.needs_prompt_length:  # min_tokens has no meaning
         fields["min_tokens"] = 0
     options = "".join(f"/{name}={fields[name]}" for name in OPTIONS if fields[name] != plain[name])
@@ -269,8 +271,8 @@ def _parse_option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if name not in OPTIONS:
         raise ValueError(f"no option {name!r}: {', '.join(OPTIONS)}")
-    if name == "shares" and value != "echo":
-        raise ValueError(f"shares is echo here, not {value!r}")
+    if name == "head_shares" and value != "echo":
+        raise ValueError(f"head_shares is echo here, not {value!r}")
     if name not in (*FIELDS, "min_tokens"):
         return name, value
     try:

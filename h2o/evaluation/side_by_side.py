@@ -32,7 +32,7 @@ from h2o.evaluation.text_table import table
 from h2o.evaluation.text_tasks import Samples, TextTask
 from h2o.filesystem import make_writable
 from h2o.models import DEFAULT_MODEL, embedded_folder, is_gguf, tokenizer_folder
-from h2o.processes import several
+from h2o.processes import world_size
 from h2o.result_cells import fingerprint, provenance
 
 __all__ = ["TASKS", "compare", "is_model_type", "run"]
@@ -224,7 +224,7 @@ def measure(
 def is_tensor_parallel(config: EvaluatorConfig) -> bool:
     """Whether processes share the work on each request. With a cache of answers in each process one
     would wait for others that know an answer already."""
-    return several() > 1 and config.model_args.get("tp_plan") is not None
+    return world_size() > 1 and config.model_args.get("tp_plan") is not None
 
 
 def file_name(setting: Setting) -> str:
