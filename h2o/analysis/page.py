@@ -87,7 +87,7 @@ def _pictures(
 
 
 def _data(a: Analysis, tokenizer: Any) -> dict[str, Any]:
-    """What the page's script reads."""
+    """The data for the page's script."""
     scores = np.stack([a.scores(layer, "query") for layer in a.layers])
     evicted_at = np.stack([a.evicted_at(layer) for layer in a.layers])
     texts = pieces(tokenizer, a.ids)

@@ -1,4 +1,4 @@
-"""`h2o.calibrate`: reads texts with a model, and says what share each head should have."""
+"""`h2o.calibrate`: the share of a budget that each head should have, measured on texts."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from h2o.waiting_threads import sleeping
 __all__ = ["FRACTIONS", "Window", "budget_grid", "calibrate", "iterate_windows", "policy"]
 
 FRACTIONS = (0.04, 0.1, 0.2, 0.4, 0.7)
-"""Budgets at which a profile has shares, as parts of a text."""
+"""Budgets at which a profile has shares, as fractions of a text."""
 
 REFINED = 0.2
-"""Up to this budget what heads do to each other decides as much as what they cost alone."""
+"""The largest budget whose shares are refined. Below it the heads' effects on each other matter as
+much as what each head costs alone."""
 
 STEPS, READ = 2, 16
-"""Steps of refinement at each such budget, and the windows that each of them reads."""
+"""Steps of refinement at each of these budgets, and windows of a step."""
 
 SINKS, HEAVY = 4, 0.75
 KIND = "h2o calibrate"
@@ -45,7 +46,7 @@ KIND = "h2o calibrate"
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """One piece of a text."""
+    """A window of a text."""
 
     text: str
     ids: Tensor
@@ -70,7 +71,7 @@ def calibrate(
     resume: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
-    """Measures which heads of a model need more of a cache than others.
+    """Measure which heads of a model need more of a cache than others.
 
     ```python
     profile = h2o.calibrate(model, tokenizer(text, return_tensors="pt")["input_ids"])
@@ -131,7 +132,7 @@ def calibrate(
     count = itertools.count()
 
     def once(piece: Window, measure: Callable[[], dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """What is measured on a window, or was in an earlier run."""
+        """Measure on a window, or find the result of an earlier run."""
         done = next(count)
         facts = {"window": piece.sha256, "settings": settings, "origin": origin, **more}
         result = cells.find(facts) if cells else None
@@ -188,7 +189,7 @@ def budget_grid(window: int) -> list[int]:
 
 
 def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[Window]:
-    """The windows that are read, in turn from each text.
+    """Yield the windows to read, in turn from each text.
 
     Raises: TypeError for what are no token ids, ValueError for a text shorter than a window.
     """
@@ -218,7 +219,7 @@ def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[
 
 
 def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name, int64 [n]) of each text."""
+    """Name and token ids int64 [n] of each text."""
     if isinstance(input_ids, Mapping):
         named = [(str(name), ids) for name, ids in input_ids.items()]
     elif isinstance(input_ids, Sequence) and not isinstance(input_ids, str | bytes):
@@ -244,7 +245,7 @@ def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int) -> np.ndarray:
-    """[full layers, G, grid]"""
+    """Costs [full layers, G, grid] of a window."""
     generator = torch.Generator("cpu").manual_seed(int(piece.sha256[:12], 16) + seed)
     layers = watch(model, piece.ids, generator, draws)
     by_layer = [costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]
@@ -252,7 +253,7 @@ def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int
 
 
 def _worth(model: Any, piece: Window, budgets: np.ndarray) -> np.ndarray:
-    """[full layers, G]"""
+    """Worth [full layers, G] of keys in a window."""
     return _of_all_heads(measure_worth(model, piece.ids, budgets, policy)[0], model)
 
 

@@ -55,7 +55,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Add to the options the `config`, the `settings` to compare, and the `content` of --text."""
+    """Add the `config`, the `settings` to compare and the `content` of --text to the options."""
     from h2o.evaluation.setting import parse_all
 
     if options.removal_tokens < 0 or options.removal_tokens in (1, 2):
@@ -93,7 +93,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Load, measure and write, and say on stderr what takes long."""
+    """Load the model, measure and write the page, with progress on stderr."""
     from h2o import models
     from h2o.analysis.analyze import analyze
     from h2o.analysis.figures import OWN

@@ -17,8 +17,9 @@ writes a profile for H2OConfig(head_shares=...): a small JSON file.
   h2o calibrate --model Qwen/Qwen3-0.6B --text chapter.txt --output profile.json
 """
 EPILOG = """\
-30000 tokens of text as the model will read them are enough, several kinds better than one. What an
-interrupted run has measured lies beside the profile, in a file that the next run goes on from.
+30000 tokens of text like the text that the model will read are enough. Several kinds of text are
+better than one. An interrupted run leaves a file beside the profile, from which the next run
+continues.
 """
 
 
@@ -39,7 +40,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """The exit code. Raises: UserError."""
+    """Run the command and return its exit code. Raises: UserError."""
     from h2o.errors import UserError
     from h2o.filesystem import make_writable
     from h2o.processes import refuse_several
@@ -60,7 +61,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
-    """Loads, measures and writes; says on stderr what takes long."""
+    """Load the model, calibrate and write the profile, with progress on stderr."""
     from h2o.calibration.calibrate import calibrate
     from h2o.config import H2OConfig
     from h2o.evaluation.setting import from_config
@@ -93,7 +94,7 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
 
 
 def extremes(table: Sequence[Sequence[float]], layers: Sequence[str]) -> Iterator[str]:
-    """The heads with the largest and the smallest shares, of layers that h2o serves."""
+    """Lines about the heads with the largest and the smallest shares, in layers that evict."""
     heads = sorted(
         (share, layer, head)
         for layer, row in enumerate(table)

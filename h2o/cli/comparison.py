@@ -30,7 +30,7 @@ class Result:
 
 
 def columns(result: Result) -> list[str]:
-    """The texts of the runs in columns."""
+    """Lines with the texts of the runs in columns."""
     terminal = max(60, shutil.get_terminal_size((100, 24)).columns)
     width = (terminal - 3 * (len(result.runs) - 1)) // len(result.runs)
     texts = []
@@ -56,7 +56,7 @@ BY_NAME = "as its name says"
 
 
 def answers(result: Result, question: str) -> list[str]:
-    """The answers to a question about the shipped article, one under the other."""
+    """Lines with the answers to a question about the shipped article, one below the other."""
     width = max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
     tokens = f"an article of {result.prompt_tokens} tokens"
     lines = [f"{result.model}, {result.dtype}, has read {tokens}. {question}", ""]

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_bytes(text: str) -> int:
-    """64MB is 64,000,000."""
+    """Parse a number of bytes: 64MB is 64,000,000."""
     number = text.strip().upper().rstrip("KMGTB")
     suffix = text.strip().upper()[len(number) :]
     try:
