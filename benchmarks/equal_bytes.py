@@ -87,7 +87,7 @@ def main() -> None:
     )
     limit = options.skip + options.limit
     text = tokenizer(options.text.read_text("utf-8"), verbose=False)["input_ids"]
-    parts = windows.windows_of(text, options.window)[options.skip : limit]
+    parts = windows.cut_windows(text, options.window)[options.skip : limit]
     origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
     config = model.config
     full = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim

@@ -37,11 +37,11 @@ from h2o import models
 from h2o.borrowed import with_cache
 from h2o.errors import UserError
 from h2o.evaluation.fitting import check_fit
-from h2o.evaluation.protocols import documents, padded
+from h2o.evaluation.protocols import pad_rows, read_documents
 from h2o.evaluation.questions import question_start
 from h2o.evaluation.setting import Setting, parse_all
 from h2o.evaluation.text_table import table
-from h2o.evaluation.until import by_rows, in_rows
+from h2o.evaluation.until import can_use_rows, generate_in_rows
 from h2o.hf.rows.request import Request
 from h2o.result_cells import fingerprint, provenance
 
@@ -172,8 +172,8 @@ def written(
     if how.pad_token_id is None:
         how.pad_token_id = tokenizer.eos_token_id
     whole = [Request(torch.tensor(a + b), generation_config=how) for a, b in prompts]
-    if not cut and in_rows(model, setting, whole[0], tokenizer):
-        yield from by_rows(model, setting, whole, rows, tokenizer)
+    if not cut and can_use_rows(model, setting, whole[0], tokenizer):
+        yield from generate_in_rows(model, setting, whole, rows, tokenizer)
         return
     for start in range(0, len(prompts), rows):
         batch = batch_written(model, tokenizer, setting, prompts[start : start + rows], how)
@@ -190,8 +190,8 @@ def batch_written(
         ids, mask, position_ids = (x.to(model.device) for x in (ids, mask, position_ids))
         model.base_model(ids, attention_mask=mask, position_ids=position_ids, **more)
 
-    first, rest = (padded(part, pad=how.pad_token_id) for part in zip(*prompts, strict=True))
-    cache = documents(forward, model, setting, *first, tokenizer)
+    first, rest = (pad_rows(part, pad=how.pad_token_id) for part in zip(*prompts, strict=True))
+    cache = read_documents(forward, model, setting, *first, tokenizer)
     ids, mask = (torch.cat(x, dim=1).to(model.device) for x in zip(first, rest, strict=True))
     out = model.generate(ids, attention_mask=mask, generation_config=how, **with_cache(cache))
     return [without_pads(row.tolist(), how.pad_token_id) for row in out[:, ids.shape[1] :]]
@@ -286,8 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         budgets = ",".join(f"{1 - float(share):.6g}" for share in options.removed.split(","))
     settings = parse_all(options.compare or COMPARED[options.benchmark], budgets)
     for setting in settings:
-        if not setting.has_cache:
-            parser.error(f"{setting.why_not_dropping}; it cannot answer")
+        if setting.is_mask:
+            parser.error(f"{setting.why_no_cache}; it cannot answer")
     if options.benchmark == "math" and options.data is None:
         parser.error("math needs --data: MATH-500 as JSON lines, see benchmarks/README.md")
     model, tokenizer = models.load_model(

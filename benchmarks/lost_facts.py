@@ -84,7 +84,7 @@ def finds(model: Any, cache: H2OCache, asked: needles.Asked) -> tuple[bool, int]
     """Whether the one fact asked for is found, and the columns seen after the question."""
     ((question, answer),) = asked
     decoded = []
-    for ids in (question, *needles.fed(answer)):
+    for ids in (question, *needles.split_fed(answer)):
         logits = model(ids, cache=cache, use_cache=True).logits
         decoded.append(logits[0, -1].argmax().item())
         if len(decoded) == 1:
@@ -95,7 +95,7 @@ def finds(model: Any, cache: H2OCache, asked: needles.Asked) -> tuple[bool, int]
 @torch.no_grad()
 def measured(model: Any, tokenizer: Any, setting: Any, trial: needles.Trial) -> dict[str, Any]:
     """One trial: numbers, and tensors of layers and heads."""
-    document, asked = needles.encode(tokenizer, trial.document, trial.asked)
+    document, asked = needles.encode(tokenizer, trial.document, trial.questions)
     fact, n = place(tokenizer, trial.document, trial.facts[0].fact), document.shape[1]
     cache = H2OCache(model.config, setting.config, prompt_length=n, trace=True)
     model.base_model(document, cache=cache, use_cache=True)
@@ -143,8 +143,8 @@ def main() -> None:
     model.set_attn_implementation("h2o")
     lengths = [int(x) for x in options.lengths.split(",")]
     text = options.text.read_text("utf-8")
-    trials = needles.trials(
-        text, tokenizer, lengths, options.limit, needles.kinds_of(options.facts)
+    trials = needles.make_trials(
+        text, tokenizer, lengths, options.limit, needles.parse_kinds(options.facts)
     )
     first, second, heads = [], [], []
     for setting in settings:

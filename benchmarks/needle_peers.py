@@ -72,8 +72,8 @@ def main() -> None:
     origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
     lengths = [int(x) for x in options.lengths.split(",")]
     text = options.text.read_text("utf-8")
-    trials = needles.trials(
-        text, tokenizer, lengths, options.limit, needles.kinds_of(options.facts)
+    trials = needles.make_trials(
+        text, tokenizer, lengths, options.limit, needles.parse_kinds(options.facts)
     )
     listed = rows(options.count)
     cells = Cells(options.output_path / "needle_peers.json", "facts found by peers")
@@ -84,7 +84,7 @@ def main() -> None:
         tqdm(total=len(trials) * len(results)) as bar,
     ):
         for trial in trials:
-            document, asked = needles.encode(tokenizer, trial.document, trial.asked)
+            document, asked = needles.encode(tokenizer, trial.document, trial.questions)
             ((question, answer),) = asked
             parts = [document[0].tolist(), question[0].tolist() + answer[0].tolist()]
             for name, *what in listed:
@@ -123,7 +123,7 @@ def line(
         name,
         *(f"{share:.1%}" for share in shares),
         *(
-            "{:.2f} ±{:.2f}".format(*needles.found_share([y["found"] for y in x]))
+            "{:.2f} ±{:.2f}".format(*needles.mean_and_error([y["found"] for y in x]))
             for x in (found, known)
             if x
         ),

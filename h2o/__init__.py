@@ -37,7 +37,6 @@ from h2o.profile import Profile
 if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.analysis.analyze import analyze as analyze
     from h2o.calibration.calibrate import calibrate as calibrate
-    from h2o.evaluation.published_masks import simulation_mask as simulation_mask
     from h2o.hf.cache.cache import H2OCache as H2OCache
     from h2o.hf.document.compress import compress_document as compress_document
     from h2o.hf.layers.layer import H2OLayer as H2OLayer
@@ -70,7 +69,6 @@ _LAZY = {
     "packed_weights": "h2o.hf.rows.packed_weights",
     "patched": "h2o.hf.patch",
     "simulated": "h2o.hf.simulation.simulation",
-    "simulation_mask": "h2o.evaluation.published_masks",
     "supports": "h2o.hf.support",
     "system_span": "h2o.hf.rows.system_turn",
 }

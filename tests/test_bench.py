@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from h2o import cli  # noqa: E402
+from h2o import cli, load_model  # noqa: E402
 from h2o.evaluation import setting, speed  # noqa: E402
 from tests.test_cli import tiny  # noqa: E402, F401
 
@@ -71,12 +71,12 @@ def test_the_table_for_readers(tiny, capsys):  # noqa: F811
     assert cli.main(["bench", *arguments, "--threads", "1"]) == 0
     captured = capsys.readouterr()
     assert "60 tokens: round 2 of 2" in captured.err
-    head, _, names, *lines = captured.out.splitlines()
+    head, _, names, _, *lines = captured.out.splitlines()
     assert "1 thread; medians of 2 rounds" in head
-    assert names.split()[:2] == ["prompt", "cache"]
+    assert names.split()[:2] == ["cache", "prompt"]
     rows = [line.split() for line in lines if "full" in line or "authors" in line]
     assert [row[:2] for row in rows[:-1]] == [
-        ["30", "full"], ["30", "authors:6"], ["60", "full"], ["60", "authors:6"]
+        ["full", "30"], ["authors:6", "30"], ["full", "60"], ["authors:6", "60"]
     ]  # fmt: skip
     assert rows[1][3].endswith("x")
     assert rows[1][-1].endswith("%")
@@ -91,11 +91,9 @@ def test_caches_take_turns(tiny, monkeypatch):  # noqa: F811
         original(contender)
 
     monkeypatch.setattr(speed.Contender, "run", run)
-    request = speed.Request(
-        settings=[setting.parse(name) for name in ("full", "authors:8")],
-        prompts=[20], model=tiny, tokens=2, rounds=3,
-    )  # fmt: skip
-    speed.measure(request, lambda text: None)
+    settings = [setting.parse(name) for name in ("full", "authors:8")]
+    model, tokenizer = load_model(tiny)
+    speed.measure(model, tokenizer, settings, [20], tokens=2, rounds=3, say=lambda text: None)
     warm, *rounds = [log[i : i + 2] for i in range(0, len(log), 2)]
     assert [warm, *rounds] == [
         ["full", "authors:8"], ["full", "authors:8"], ["authors:8", "full"], ["full", "authors:8"]

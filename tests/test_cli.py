@@ -334,7 +334,7 @@ def test_commands_have_the_same_options(command, capsys):
     fields = {*PARAMETERS} - {"budget"}
     assert fields == set(cache_options.OPTIONS)
     assert set(FIELDS) <= fields
-    wanted = {"--preset", "--budget", *map(cache_options.spelled, fields)}
+    wanted = {"--preset", "--budget", *map(cache_options.option_name, fields)}
     if command != "calibrate":
         assert "--compare" in options
         assert wanted - options == ({"--positions"} if command == "analyze" else set())
@@ -343,18 +343,18 @@ def test_commands_have_the_same_options(command, capsys):
 def test_a_config_is_what_the_options_say():
     parser = argparse.ArgumentParser()
     cache_options.add_cache_options(parser)
-    assert cache_options.config_from(parser.parse_args([])) == H2OConfig()
+    assert cache_options.make_config(parser.parse_args([])) == H2OConfig()
     for name, text, value in (
         ("heavy", "7", 7), ("recent", "0.3", 0.3), ("sinks", "4", 4), ("score_by", "mean", "mean"),
         ("decay", "0.5", 0.5), ("positions", "cache_relative", "cache_relative"),
         ("kv_dtype", "int8", "int8"), ("head_shares", "shipped", "shipped"),
         ("score_by", "mean-echo", "mean-echo"),
     ):  # fmt: skip
-        options = parser.parse_args([cache_options.spelled(name), text])
-        assert cache_options.config_from(options) == H2OConfig(**{name: value})
+        options = parser.parse_args([cache_options.option_name(name), text])
+        assert cache_options.make_config(options) == H2OConfig(**{name: value})
     options = parser.parse_args(["--value-weighted"])
-    assert cache_options.config_from(options) == H2OConfig(value_weighted=True)
-    assert cache_options.asked(parser.parse_args(["--sinks", "0"])) == {"sinks": 0}
+    assert cache_options.make_config(options) == H2OConfig(value_weighted=True)
+    assert cache_options.get_given(parser.parse_args(["--sinks", "0"])) == {"sinks": 0}
 
 
 def test_a_preset_is_what_the_options_say(tmp_path):
@@ -363,14 +363,14 @@ def test_a_preset_is_what_the_options_say(tmp_path):
     cache_options.add_cache_options(settings, min_tokens=0)
 
     def said(text):
-        return cache_options.config_from(parser.parse_args(text.split()))
+        return cache_options.make_config(parser.parse_args(text.split()))
 
     for name in PRESETS:
         assert said(f"--preset {name}") == H2OConfig.preset(name, 0.2)
         assert said(f"--preset {name} --budget 64") == H2OConfig.preset(name, 64)
         in_bytes = H2OConfig.preset(name, 0.1, budget_unit="bytes")
         assert said(f"--preset {name} --budget 0.1 --budget-unit bytes") == in_bytes
-        one = cache_options.described(
+        one = cache_options.make_setting(
             settings.parse_args(
                 f"--preset {name} --budget 0.1 --budget-unit bytes --sinks 2".split()
             )
@@ -388,7 +388,7 @@ def test_a_preset_is_what_the_options_say(tmp_path):
     assert said("--heavy 0.05 --recent 0.05 --budget-unit bytes --min-tokens 0") == authors
     assert said("--budget 0.1") == H2OConfig(budget=0.1)
     assert said("--budget 64 --sinks 2") == H2OConfig(budget=64, sinks=2)
-    one = cache_options.described(settings.parse_args(["--budget", "0.1"]))
+    one = cache_options.make_setting(settings.parse_args(["--budget", "0.1"]))
     assert one == setting.parse(one.name) == setting.parse("budget:0.1")
     for wrong in (
         "--budget 0.1 --recent 4", "--budget 0.1 --budget-unit keys", "--preset robust --heavy 0.1",
@@ -457,7 +457,7 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
     table = text[text.index("prompt of") :].splitlines()[1:]
     assert table[0].split() == ["full", "h2o", "robust", "local"]
     assert table[-1] == 'robust: H2OConfig.robust(0.1, budget_unit="bytes"), a tenth of the bytes'
-    rows = {line[:30].strip(): line[30:].split() for line in table[1:-1]}
+    rows = {name: cells for name, *cells in (re.split(r"  +", x) for x in table[2:-1])}
     assert rows["attention mass evicted"][0] == "0.0%"
     assert rows["leading tokens as with full"][0] == "60"
     assert all(len(line) <= 90 for line in lines)
@@ -669,9 +669,9 @@ def test_one_line_says_what_is_wrong(line, code, words):
         ("bench --tokens 0", "--tokens: must be at least 1"),
         ("bench --prompts 512 0", "--prompts: must be at least 1"),
         ("bench --threads 0", "--threads: must be at least 1"),
-        ("eval --tasks copa --limit 0", "--limit 0"),
-        ("eval --tasks copa --limit=-3", "--limit -3"),
-        ("eval --tasks copa --limit nan", "--limit nan"),
+        ("eval --tasks copa --limit 0", "0 is no number of rows"),
+        ("eval --tasks copa --limit=-3", "-3 is no number of rows"),
+        ("eval --tasks copa --limit nan", "nan is no number of rows"),
         ("eval --tasks copa --compare ''", "no settings to compare"),
         ("eval --tasks copa --compare full,foo", "setting 'foo': unknown; there are full"),
     ],

@@ -130,7 +130,6 @@ def test_a_profile_of_other_weights_is_refused(folders, tmp_path, capsys):
         (f"{EVAL} --compare full,h2o:8+many", "h2o:8+many"),
         (f"{EVAL} --heavy 0 --recent 0", "budget"),
         (f"{EVAL} --decay 2", "decay"),
-        (f"{EVAL} --compare full,h2o:8+8/positions=cache_relative", "cannot roll positions"),
         (f"{EVAL} --dtype float31", "choose from 'auto', 'float32'"),
         (f"{EVAL} --profile no/such/file --compare full,calibrated:0.2", "no/such/file"),
         (f"{GENERATE} --profile no/such/file", "no/such/file"),

@@ -192,4 +192,4 @@ FIGURES: dict[str, Callable[..., Any]] = {
         scores,
     )
 }
-"""By the names that `Analysis.plot` takes."""
+"""The figures, by the names for `Analysis.plot`."""

@@ -1,4 +1,4 @@
-"""What was measured in one text, and the questions that it answers."""
+"""Measurements of one text, and the questions that they answer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Token(NamedTuple):
 
 
 class MeasuredText:
-    """What `h2o.analyze` measures in a text. `Analysis`, which shows it, explains the letters."""
+    """Measurements of `h2o.analyze` in a text. `Analysis` explains the letters of shapes."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class MeasuredText:
         return np.stack([self._small[threshold][layer] for layer in self.layers])
 
     def power_law(self, per: str = "layer") -> measures.PowerLaw:
-        """How scores fall with rank, and how many keys carry most of the attention.
+        """Fall of the scores with rank, and number of keys that carry most of the attention.
 
         Arrays [L], or [L, G], [L, H] `per` head. Paper: figure 2b.
         """

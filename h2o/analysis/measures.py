@@ -25,12 +25,12 @@ SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 
 @dataclasses.dataclass(frozen=True)
 class PowerLaw:
-    """How unevenly attention is spread: arrays over the leading axes of the scores."""
+    """Distribution of attention over keys: arrays over the leading axes of the scores."""
 
     slope: np.ndarray
     """Log score against log rank: -1 is Zipf's law"""
     r2: np.ndarray
-    """How well that straight line fits: 1 is a power law"""
+    """R2 of this straight line: 1 is a power law"""
     exponential_r2: np.ndarray
     """R2 of an exponential law, log score against rank"""
     keys: dict[float, np.ndarray]

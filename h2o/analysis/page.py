@@ -32,13 +32,14 @@ def write(
     *,
     model: str,
     source: str,
+    budget: str,
     configs: Configs,
     removal: dict[str, Any] | None = None,
 ) -> None:
     """Write the page of an analysis. A layer and token take about 2 (H + G) bytes and a third.
 
     Args:
-        model, source: names of the model and of the text.
+        model, source, budget: names of the model, of the text, and of the config.
         configs: caches whose retained attention is drawn.
         removal: options of `a.removal`. None leaves the removal of keys out.
     """
@@ -56,7 +57,7 @@ def write(
         a=a,
         model=model,
         source=Path(source).name,
-        budget=_budget(a),
+        budget=budget,
         pictures=pictures,
         data=_data(a, tokenizer),
         **_observations(a),
@@ -86,7 +87,7 @@ def _pictures(
 
 
 def _data(a: Analysis, tokenizer: Any) -> dict[str, Any]:
-    """What the page's script reads."""
+    """The data for the page's script."""
     scores = np.stack([a.scores(layer, "query") for layer in a.layers])
     evicted_at = np.stack([a.evicted_at(layer) for layer in a.layers])
     texts = pieces(tokenizer, a.ids)
@@ -109,20 +110,6 @@ def _base64(raw: bytes) -> str:
 def _format(value: float, form: str = ".4g") -> str:
     """A number, or "none": a text may be too short to have one."""
     return format(float(value), form) if math.isfinite(value) else "none"
-
-
-def _budget(a: Analysis) -> str:
-    """A config in few words."""
-    amounts = {"heavy": a.config.heavy, "recent": a.config.recent}
-    parts = [
-        f"{name} {value:.0%}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in amounts.items()
-        if isinstance(value, int | float)
-    ]
-    parts = parts or ["its own budget for each layer"]
-    if a.config.sinks:
-        parts.append(f"{a.config.sinks} sinks")
-    return " + ".join(parts)
 
 
 def _observations(a: Analysis) -> dict[str, Any]:

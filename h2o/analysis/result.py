@@ -1,4 +1,4 @@
-"""What `h2o.analyze` returns: what was measured, and the ways to show it."""
+"""`Analysis`, the result of `h2o.analyze`: measurements and the ways to show them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Analysis"]
 
 
 class Analysis(MeasuredText):
-    """What `h2o.analyze` measured in a text. Arrays are NumPy's.
+    """The measurements of `h2o.analyze` in a text. Arrays are NumPy's.
 
     Letters: L analyzed layers, H query heads, G key/value heads, n tokens. `layer` is the model's
     number. `per` says whose scores: "kv" (a key/value head, whose query heads are added up, as a

@@ -1,4 +1,4 @@
-"""From what heads cost alone to how much each of them gets.
+"""Allocation of keys to heads, from what each head costs alone.
 
 Costs add up here, so that the best allocation for a total equalizes what one more key saves: along
 the lower convex hull of each head's costs the steepest step is taken first until the total is

@@ -1,4 +1,4 @@
-"""`h2o.calibrate`: reads texts with a model, and says what share each head should have."""
+"""`h2o.calibrate`: the share of a budget that each head should have, measured on texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from h2o.analysis.collect import full_layers
 from h2o.calibration.allocate import allocate
 from h2o.calibration.head_costs import costs, watch
-from h2o.calibration.refine import around, move_budgets, worth
+from h2o.calibration.refine import measure_worth, move_budgets, surround
 from h2o.config import H2OConfig
 from h2o.head_budgets import LEAST
 from h2o.hf.families import tensor_parallel
@@ -31,13 +31,14 @@ from h2o.waiting_threads import sleeping
 __all__ = ["FRACTIONS", "Window", "budget_grid", "calibrate", "iterate_windows", "policy"]
 
 FRACTIONS = (0.04, 0.1, 0.2, 0.4, 0.7)
-"""Budgets at which a profile has shares, as parts of a text."""
+"""Budgets at which a profile has shares, as fractions of a text."""
 
 REFINED = 0.2
-"""Up to this budget what heads do to each other decides as much as what they cost alone."""
+"""The largest budget whose shares are refined. Below it the heads' effects on each other matter as
+much as what each head costs alone."""
 
 STEPS, READ = 2, 16
-"""Steps of refinement at each such budget, and the windows that each of them reads."""
+"""Steps of refinement at each of these budgets, and windows of a step."""
 
 SINKS, HEAVY = 4, 0.75
 KIND = "h2o calibrate"
@@ -45,7 +46,7 @@ KIND = "h2o calibrate"
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """One piece of a text."""
+    """A window of a text."""
 
     text: str
     ids: Tensor
@@ -70,7 +71,7 @@ def calibrate(
     resume: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
-    """Measures which heads of a model need more of a cache than others.
+    """Measure which heads of a model need more of a cache than others.
 
     ```python
     profile = h2o.calibrate(model, tokenizer(text, return_tensors="pt")["input_ids"])
@@ -131,7 +132,7 @@ def calibrate(
     count = itertools.count()
 
     def once(piece: Window, measure: Callable[[], dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """What is measured on a window, or was in an earlier run."""
+        """Measure on a window, or find the result of an earlier run."""
         done = next(count)
         facts = {"window": piece.sha256, "settings": settings, "origin": origin, **more}
         result = cells.find(facts) if cells else None
@@ -165,7 +166,7 @@ def calibrate(
         window=window,
         model=describe(model.config),
         weights=sample(model),
-        texts=tuple(_describe(input_ids, chosen)),
+        texts=tuple(_describe_texts(input_ids, chosen)),
         settings={
             **settings, "windows": len(chosen), "refine": refine, "steps": STEPS, "read": READ,
             "dtype": origin["dtype"],
@@ -188,7 +189,7 @@ def budget_grid(window: int) -> list[int]:
 
 
 def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[Window]:
-    """The windows that are read, in turn from each text.
+    """Yield the windows to read, in turn from each text.
 
     Raises: TypeError for what are no token ids, ValueError for a text shorter than a window.
     """
@@ -218,7 +219,7 @@ def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[
 
 
 def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name, int64 [n]) of each text."""
+    """Name and token ids int64 [n] of each text."""
     if isinstance(input_ids, Mapping):
         named = [(str(name), ids) for name, ids in input_ids.items()]
     elif isinstance(input_ids, Sequence) and not isinstance(input_ids, str | bytes):
@@ -244,7 +245,7 @@ def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int) -> np.ndarray:
-    """[full layers, G, grid]"""
+    """Costs [full layers, G, grid] of a window."""
     generator = torch.Generator("cpu").manual_seed(int(piece.sha256[:12], 16) + seed)
     layers = watch(model, piece.ids, generator, draws)
     by_layer = [costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]
@@ -252,19 +253,19 @@ def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int
 
 
 def _worth(model: Any, piece: Window, budgets: np.ndarray) -> np.ndarray:
-    """[full layers, G]"""
-    return _of_all_heads(worth(model, piece.ids, budgets, policy)[0], model)
+    """Worth [full layers, G] of keys in a window."""
+    return _of_all_heads(measure_worth(model, piece.ids, budgets, policy)[0], model)
 
 
 def _of_all_heads(local: np.ndarray, model: Any) -> np.ndarray:
-    """[full layers, G, ...] from the heads that each process has, the same on all of them."""
+    """Results [full layers, G, ...] of all heads, from those that each process has."""
     if local.shape[1] == describe(model.config).get("num_key_value_heads"):
         return local
     return np.concatenate(_processes(model).everyone(local), axis=1)
 
 
 def _processes(model: Any) -> Processes:
-    """Those that a model is cut over."""
+    """The processes that a model is cut over."""
     mesh = tensor_parallel.mesh_of(model)
     if mesh is None:
         return ALONE
@@ -272,7 +273,7 @@ def _processes(model: Any) -> Processes:
 
 
 def _shares(costs: np.ndarray, grid: Sequence[int], fraction: float, window: int) -> np.ndarray:
-    """[full layers, G], mean 1, from costs [full layers, G, grid]."""
+    """Shares [full layers, G] with mean 1, from costs [full layers, G, grid]."""
     layers, G, _ = costs.shape
     table = np.pad(costs.reshape(layers * G, -1), ((0, 0), (0, 1)))  # a whole window costs nothing
     total = layers * G * max(fraction * window, LEAST)
@@ -289,7 +290,7 @@ def _step(
     once: Callable[..., dict[str, Any]],
 ) -> np.ndarray:
     """Shares after a step of refinement."""
-    budgets = around(spread(shares, fraction * window, window), LEAST, window)
+    budgets = surround(spread(shares, fraction * window, window), LEAST, window)
     results = [
         once(
             piece,
@@ -305,7 +306,7 @@ def _step(
 
 
 def spread(shares: np.ndarray, mean: float, most: int) -> np.ndarray:
-    """Keys for each head: so many on average, none below LEAST or above `most`."""
+    """Keys for each head: `mean` on average, none below LEAST or above `most`."""
     mean = min(max(mean, LEAST), most)
     low, high = 0.0, most * shares.size / shares.min()
     for _ in range(60):  # the factor at which the total is right
@@ -318,13 +319,14 @@ def spread(shares: np.ndarray, mean: float, most: int) -> np.ndarray:
 
 
 def _of_model(shares: np.ndarray, full: Sequence[int], model: Any) -> tuple[tuple[float, ...], ...]:
-    """For every layer of the model; ones where it has a sliding window."""
+    """Shares for every layer of the model, 1 where the layer has a sliding window."""
     table = np.ones((len(transformers_layers(model.config)), shares.shape[1]))
     table[list(full)] = shares
     return tuple(tuple(round(float(x), 4) for x in row) for row in table)
 
 
-def _describe(input_ids: Any, chosen: Sequence[Window]) -> Iterator[dict[str, Any]]:
+def _describe_texts(input_ids: Any, chosen: Sequence[Window]) -> Iterator[dict[str, Any]]:
+    """Name, digest and number of windows of each text."""
     for name, ids in _texts(input_ids):
         number = sum(piece.text == name for piece in chosen)
         yield {"name": name, "sha256": _sha256(ids), "tokens": len(ids), "windows": number}

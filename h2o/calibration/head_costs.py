@@ -1,4 +1,4 @@
-"""What it costs a model that one head evicts, to second order, from one forward and one backward.
+"""Costs of one head's eviction, to second order, from one forward and one backward pass.
 
 The text's own tokens are no labels. Continuations that are drawn from what the model itself
 predicts give the Fisher information, whose quadratic form is the Kullback-Leibler divergence of
@@ -46,11 +46,11 @@ class Watched:
     softcap: float
     sink_logits: Tensor | None
     gradients: list[Tensor]
-    """Of each drawn continuation [n, H, D] float32: of its log-likelihood by the output"""
+    """Gradient [n, H, D] float32 of each drawn continuation's log-likelihood by the output"""
 
 
 def watch(model: Any, ids: Tensor, generator: torch.Generator, draws: int) -> dict[int, Watched]:
-    """Each full layer of a model on one text [n], nothing evicted."""
+    """Run a model over a text [n] without eviction, and return what each full layer did."""
     layers: dict[int, Watched] = {}
     outputs: list[Tensor] = []
 
@@ -76,7 +76,7 @@ def watch(model: Any, ids: Tensor, generator: torch.Generator, draws: int) -> di
 
 
 def costs(watched: Watched, budgets: Sequence[int], policy: Callable[[int], H2OConfig]) -> Tensor:
-    """What each key/value head alone costs with each budget, nats per token.
+    """Costs of each key/value head alone at each budget, in nats per token.
 
     Args:
         budgets: tokens that a head may hold.
@@ -108,11 +108,11 @@ def costs(watched: Watched, budgets: Sequence[int], policy: Callable[[int], H2OC
         return (total.T / (2 * n * len(watched.gradients))).cpu()
 
 
-ROWS = 128  # of logits that are looked at together
+ROWS = 128  # logits rows that exist at one time
 
 
 def _likelihood_gradient(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """By the logits [n, vocabulary], of the log-likelihood of tokens that are drawn from them."""
+    """Gradient by the logits [n, vocabulary] of the log-likelihood of tokens drawn from them."""
     gradient = torch.empty_like(logits)
     for first in range(0, len(logits), ROWS):
         rows = logits[first : first + ROWS].float().softmax(-1)

@@ -1,4 +1,4 @@
-"""From one allocation to a better one, where all heads evict at once.
+"""Refinement of an allocation, with eviction in all heads at once.
 
 What heads cost alone does not add up where much is evicted. Here the model runs as the caches
 would let it, and what a head's budget does to the Kullback-Leibler divergence of the full model's
@@ -29,22 +29,22 @@ from h2o.hf.families import tensor_parallel
 from h2o.hf.families.wrapped import input_device
 from h2o.sink_logits import softmax
 
-__all__ = ["around", "move_budgets", "worth"]
+__all__ = ["measure_worth", "move_budgets", "surround"]
 
 RATIO = 1.5
-"""A budget is compared with so many times it, and with this part of it."""
+"""The factor between a budget and the larger and the smaller one that it is compared with."""
 
 
-def around(budgets: np.ndarray, least: int, most: int) -> np.ndarray:
-    """[3, ...] int: budgets as they are, more, and less."""
+def surround(budgets: np.ndarray, least: int, most: int) -> np.ndarray:
+    """Surround budgets with larger and smaller ones: int [3, ...], as they are, more, and less."""
     three = np.stack([budgets, budgets * RATIO, budgets / RATIO])
     return np.clip(np.rint(three), least, most).astype(int)
 
 
-def worth(
+def measure_worth(
     model: Any, ids: Tensor, budgets: np.ndarray, policy: Callable[[int], H2OConfig]
 ) -> tuple[np.ndarray, float]:
-    """What the keys between fewer and more are worth to each head, on one text.
+    """Measure what the keys between the smaller and the larger budget are worth to each head.
 
     Args:
         ids: [n], no pads.
@@ -118,9 +118,9 @@ def _attend(
     softcap: float,
     sink_logits: Tensor | None,
 ) -> Tensor:
-    """What `ops.simulate` gives, with a gradient: [1, n, H, D] from [H, n, D] and twice [G, n, D].
+    """Attention of `ops.simulate` with a gradient: [1, n, H, D] from [H, n, D] and twice [G, n, D].
 
-    Which keys are held counts as given.
+    The choice of keys has no gradient.
     """
     H, n, D = query.shape
     G = len(keys)

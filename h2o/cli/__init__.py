@@ -3,8 +3,9 @@
 Each command is a module that is imported when the command is asked for. It has
 
     add_arguments(parser)           its options, of which none but the standard library is needed
-    check(parser, options)          if there is one: ends by `parser.error` for options that do not
-                                    go together, before a library is imported
+    check(parser, options)          if there is one: ends by `parser.error`, OSError, TypeError or
+                                    ValueError for options that do not go together, before a
+                                    library is imported
     run(parser, options) -> int     the command, and its exit code; UserError or UnsupportedError
                                     (`h2o.errors`) for what the user can put right
 
@@ -29,7 +30,7 @@ class Command(NamedTuple):
     module: str
     help: str
     loads_model: bool = True
-    """Whether other libraries would write between our lines; to quiet them takes a second."""
+    """Whether other libraries must be silenced first, which takes a second"""
 
 
 COMMANDS = (
@@ -43,8 +44,8 @@ COMMANDS = (
 
 
 SPIN_COUNT = "10000"
-"""How often a thread of torch looks for its next piece of work before it sleeps. libgomp's default
-is thirty times as often: milliseconds, in which a busy machine runs nothing else on that core."""
+"""Rounds that an idle thread of torch waits for work before it sleeps. libgomp's default is thirty
+times as many, milliseconds in which a busy machine runs nothing else on that core."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,7 +59,7 @@ class Version(argparse.Action):
     """--version, which looks for it only when asked."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(nargs=0, help="the version, and no more", **kwargs)
+        super().__init__(nargs=0, help="print the version and exit", **kwargs)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib.metadata import version
@@ -89,14 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:  # a full disk, for one
         drop_output()
-        return failed(parser, error)
+        return report_error(parser, error)
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "h2o":
             raise
         extra = "eval" if "eval" in (arguments or sys.argv) else "hf"
         from h2o.packages import install_command
 
-        return failed(parser, f"{error}: run {install_command(extra)}")
+        return report_error(parser, f"{error}: run {install_command(extra)}")
 
 
 def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
@@ -125,9 +126,12 @@ def parser_of(entry: Command) -> Parser:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carries a parsed command out; its exit code."""
+    """Run a parsed command and return its exit code."""
     if check := getattr(options.module, "check", None):
-        check(options.parser, options)
+        try:
+            check(options.parser, options)
+        except (OSError, TypeError, ValueError) as error:
+            options.parser.error(str(error))
     from h2o.errors import UnsupportedError, UserError
     from h2o.models import quiet_libraries
 
@@ -138,17 +142,17 @@ def run(options: argparse.Namespace) -> int:
             quiet_libraries()
         return options.module.run(options.parser, options)
     except (UserError, UnsupportedError) as error:
-        return failed(options.parser, error)
+        return report_error(options.parser, error)
 
 
-def failed(parser: Parser, error: Exception | str) -> int:
-    """Say in one line what the user can put right."""
+def report_error(parser: Parser, error: Exception | str) -> int:
+    """Print an error in one line, and return the exit code."""
     print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return 1
 
 
 def drop_output() -> None:
-    """Of what could not be written nothing more is tried when the process ends."""
+    """Discard the rest of the output, so that nothing tries to write it when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -15,7 +15,9 @@ from h2o.cli.cache_options import (
     add_device,
     add_dtype,
     add_model,
-    config_from,
+    load_model,
+    make_config,
+    parse_count,
 )
 
 DESCRIPTION = """\
@@ -41,10 +43,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="(%(default)s)")  # fmt: skip
     add_dtype(add)
     add_device(add)
-    add("--tokens", type=int, metavar="N", help="only the first so many of the text; default: as "
-        "many as the model has positions")  # fmt: skip
+    add("--tokens", type=parse_count, metavar="N", help="only the first so many of the text; "
+        "default: as many as the model has positions")  # fmt: skip
     add_cache_options(p, CACHE_FIELDS)
-    add("--prompt-length", type=int, default=1, metavar="N",
+    add("--prompt-length", type=parse_count, default=1, metavar="N",
         help="tokens before the first eviction (%(default)s)")  # fmt: skip
     add_compare(add, COMPARE, ", whose retained attention is drawn too; none for no others")
     add("--removal-tokens", type=int, default=1024, metavar="N", help="remove keys from the "
@@ -53,23 +55,16 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Add to the options the `config`, the `settings` to compare, and the `content` of --text."""
+    """Add the `config`, the `settings` to compare and the `content` of --text to the options."""
     from h2o.evaluation.setting import parse_all
 
-    for name in ("tokens", "prompt_length"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"argument --{name.replace('_', '-')}: must be at least 1, not {value}")
     if options.removal_tokens < 0 or options.removal_tokens in (1, 2):
         parser.error("argument --removal-tokens: must be 0 or at least 3")
     if options.output.is_dir():
         parser.error(f"argument --output: {options.output} is a folder, wanted a file: page.html")
-    try:
-        options.config = config_from(options)
-        compare = COMPARE if options.compare is None else options.compare
-        options.settings = [] if compare == "none" else parse_all(compare)
-    except (OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
+    options.config = make_config(options)
+    compare = COMPARE if options.compare is None else options.compare
+    options.settings = [] if compare == "none" else parse_all(compare)
     for setting in options.settings:
         if setting.variant != "h2o":
             parser.error(f"argument --compare: {setting.name} is no cache; {COMPARE} are")
@@ -98,22 +93,17 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Load, measure and write, and say on stderr what takes long."""
+    """Load the model, measure and write the page, with progress on stderr."""
     from h2o import models
     from h2o.analysis.analyze import analyze
     from h2o.analysis.figures import OWN
     from h2o.analysis.page import LONGEST, write
-    from h2o.evaluation.fitting import check_fit
     from h2o.evaluation.setting import from_config
     from h2o.progress import stopwatch
 
     say = stopwatch()
     config, settings = options.config, options.settings
-    fit = check_fit([from_config(config), *settings])
-    how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load_model(
-        options.model, **how, attn_implementation=None, say=say, check=fit
-    )
+    model, tokenizer = load_model(options, [from_config(config), *settings], say)
     text = texts.article() if options.content is None else options.content
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -140,6 +130,7 @@ def measure(options: argparse.Namespace) -> None:
         options.output,
         model=options.model or models.DEFAULT_MODEL,
         source=options.text or texts.ARTICLE,
+        budget=from_config(config).name,
         configs={setting.name: setting.config for setting in settings} or OWN,
         removal=removal,
     )

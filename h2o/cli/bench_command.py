@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from h2o.cli.cache_options import (
     add_cache_options,
@@ -14,11 +13,10 @@ from h2o.cli.cache_options import (
     add_device,
     add_dtype,
     add_model,
-    settings_from,
+    load_model,
+    make_settings,
+    parse_count,
 )
-
-if TYPE_CHECKING:
-    from h2o.evaluation.speed import Result
 
 __all__ = ["add_arguments", "check", "run"]
 
@@ -35,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(add)
     add_dtype(add)
     add_device(add)
-    add("--prompts", nargs="+", type=int, default=[512, 2048, 4096], metavar="N",
+    add("--prompts", nargs="+", type=parse_count, default=[512, 2048, 4096], metavar="N",
         help="prompt lengths in tokens (512 2048 4096)")  # fmt: skip
     add = parser.add_argument_group("beside the full cache").add_argument
     add("--budgets", nargs="+", default=["0.1", "0.2"], metavar="B", help="what h2o keeps: a "
@@ -44,15 +42,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_compare(add, COMPARE, "; a name without a budget has each of --budgets")
     add_cache_options(parser.add_argument_group("or beside it one cache"), min_tokens=0)
     add = parser.add_argument_group("how").add_argument
-    add("--tokens", type=int, default=16, metavar="N", help="decoded in each round (%(default)s)")
-    add("--rounds", type=int, default=5, metavar="N", help="(%(default)s)")
-    add("--threads", type=int, metavar="N", help="torch's number of threads")
+    add(
+        "--tokens",
+        type=parse_count,
+        default=16,
+        metavar="N",
+        help="decoded in each round (%(default)s)",
+    )
+    add("--rounds", type=parse_count, default=5, metavar="N", help="(%(default)s)")
+    add("--threads", type=parse_count, metavar="N", help="torch's number of threads")
     add("--json", action="store_true", help="for machines: one object, nothing else")
     add("--output", type=Path, metavar="FILE", help="write that object to a file too")
 
 
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Add the `settings` to time to the options. End by `parser.error` for options that do not fit
+    together."""
+    from h2o.evaluation import setting
+
+    if options.output and options.output.is_dir():
+        parser.error(f"argument --output: {options.output} is a folder")
+    settings = make_settings(options, COMPARE, ",".join(options.budgets))
+    for one in settings:
+        if not one.is_cache:
+            parser.error(f"argument --compare {one.why_no_cache}")
+    full = setting.parse("full")
+    options.settings = [full, *(one for one in settings if one.variant != "full")]
+
+
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """The exit code. Raises: UserError (`h2o.errors`)."""
+    """Run the command and return its exit code. Raises: UserError (`h2o.errors`)."""
     from h2o import models
     from h2o.evaluation import speed
     from h2o.filesystem import atomic_write, make_writable
@@ -64,81 +83,43 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         import torch
 
         torch.set_num_threads(options.threads)
-    result = speed.measure(options.request, (lambda text: None) if options.json else models.say)
-    text = json.dumps(asdict(result), indent=2)
+    say = (lambda text: None) if options.json else models.say
+    model, tokenizer = load_model(options, options.settings, say)
+    result = {"model": options.model or models.DEFAULT_MODEL} | speed.measure(
+        model, tokenizer, options.settings, options.prompts,
+        tokens=options.tokens, rounds=options.rounds, say=say,
+    )  # fmt: skip
+    text = json.dumps(result, indent=2)
     if options.output:
         with atomic_write(options.output) as draft:
             draft.write_text(text + "\n", "utf-8")
-    print(text if options.json else "\n".join(table(result)))
+    print(text if options.json else format_result(result))
     return 0
 
 
-def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Ends with an error message where what is asked for makes no sense; else it is `request`."""
-    from h2o.evaluation import setting
-    from h2o.evaluation.speed import Request
-
-    counts = [("tokens", options.tokens), ("rounds", options.rounds)]
-    counts += [("prompts", length) for length in options.prompts]
-    if options.threads is not None:
-        counts.append(("threads", options.threads))
-    for name, number in counts:
-        if number < 1:
-            parser.error(f"argument --{name}: must be at least 1, not {number}")
-    if options.output and options.output.is_dir():
-        parser.error(f"argument --output: {options.output} is a folder")
-    try:
-        settings = settings_from(options, COMPARE, ",".join(options.budgets))
-    except (OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
-    for one in settings:
-        if not one.dropping:
-            parser.error(f"argument --compare {one.why_not_dropping}")
-    full = setting.parse("full")
-    options.request = Request(
-        settings=[full, *(one for one in settings if one.variant != "full")],
-        prompts=options.prompts,
-        model=options.model,
-        dtype=options.dtype,
-        device=options.device,
-        tokens=options.tokens,
-        rounds=options.rounds,
-    )
-
-
-def table(result: Result) -> list[str]:
+def format_result(result: dict[str, Any]) -> str:
     """The figures for a reader: each cache's, and how they compare with the full one's."""
-    where = result.machine
-    on = where["name"]
-    if where["device"] == "cpu":
-        on += f", {where['threads']} thread{'s' if where['threads'] > 1 else ''}"
-    header = (
-        "prompt", "cache", "prefill s", "", "ms a token", "tokens/s", "", "cache MB", "",
-    )  # fmt: skip
-    rows = [header]
-    for one in result.measurements:
-        full = one.setting == "full"
+    from h2o.evaluation.text_table import table
+
+    machine = result["machine"]
+    name = machine["name"]
+    if machine["device"] == "cpu":
+        name += f", {machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    rows = []
+    for one in result["measurements"]:
+        ratios = ["", "", ""]
+        if one["setting"] != "full":
+            speedups = one["prefill_speedup"], one["token_speedup"]
+            ratios = [*(f"{x:.2f}x" for x in speedups), f"{one['bytes_ratio']:.0%}"]
         rows.append(
             (
-                str(one.prompt_tokens),
-                one.setting,
-                f"{one.prefill_seconds:.3f}",
-                "" if full else f"{one.prefill_speedup:.2f}x",
-                f"{1e3 * one.token_seconds:.1f}",
-                f"{one.tokens_per_second:.1f}",
-                "" if full else f"{one.token_speedup:.2f}x",
-                f"{one.bytes_held / 1e6:.1f}",
-                "" if full else f"{one.bytes_ratio:.0%}",
+                one["setting"], one["prompt_tokens"],
+                f"{one['prefill_seconds']:.3f}", ratios[0],
+                f"{1e3 * one['token_seconds']:.1f}", f"{one['tokens_per_second']:.1f}", ratios[1],
+                f"{one['bytes_held'] / 1e6:.1f}", ratios[2],
             )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{result.model}, {result.dtype}, on {on}; medians of {result.rounds} rounds", ""]
-    for i, row in enumerate(rows):
-        cells = [
-            cell.ljust(width) if column == 1 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        if i > 1 and row[1] == "full":
-            lines.append("")
-        lines.append("  ".join(cells).rstrip())
-    return [*lines, "", "x: times as fast as the full cache; %: of its bytes"]
+        )  # fmt: skip
+    header = ("cache", "prompt", "prefill s", "", "ms a token", "tokens/s", "", "cache MB", "")
+    title = f"{result['model']}, {result['dtype']}, on {name}; medians of {result['rounds']} rounds"
+    note = "x: times as fast as the full cache; %: of its bytes"
+    return "\n".join([title, "", table(header, rows), "", note])

@@ -1,19 +1,20 @@
-"""Options that several commands have, each spelled here once: the model, its dtype and device, what
-a cache keeps, which are fields of H2OConfig and presets, and lists of settings to compare.
+"""Options that several commands have: the model, its dtype and device, what a cache keeps, and
+lists of settings to compare.
 
-Those of the policy come from `h2o.policy.FIELDS`, so that a new field has its option without more.
+What a cache keeps is a preset or the fields of H2OConfig. Those of the policy come from
+`h2o.policy.FIELDS`, so a new field of the policy is an option too.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from h2o.budgets import Amount, parse_amount
 from h2o.config import PRESETS, H2OConfig
-from h2o.evaluation.setting import Setting, from_config, parse_all, shares_of, with_profile
+from h2o.evaluation.setting import Setting, from_config, load_shares, parse_all, with_profile
 from h2o.kv_dtype import QUANTIZED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
@@ -26,14 +27,15 @@ __all__ = [
     "add_device",
     "add_dtype",
     "add_model",
-    "add_option",
     "add_pin",
-    "asked",
-    "config_from",
-    "described",
+    "get_given",
     "has_budget",
-    "settings_from",
-    "spelled",
+    "load_model",
+    "make_config",
+    "make_setting",
+    "make_settings",
+    "option_name",
+    "parse_count",
 ]
 
 OPTIONS: dict[str, Field] = {
@@ -69,25 +71,21 @@ OPTIONS: dict[str, Field] = {
         "(%(default)s)",
     ),
 }  # fmt: skip
-"""By the names of H2OConfig's fields."""
-
-SPELLED = {"head_shares": "profile"}
-"""Options that are not called as their field is."""
+"""The options of a cache, by the names of H2OConfig's fields."""
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(H2OConfig)}
-
 
 FIFTH = 0.2
 """The budget of a preset that is given none."""
 
 
-def spelled(name: str) -> str:
-    """The option of a field: --score-by of score_by."""
-    return f"--{SPELLED.get(name, name).replace('_', '-')}"
+def option_name(field: str) -> str:
+    """The option of a field, such as --score-by of score_by."""
+    return "--profile" if field == "head_shares" else f"--{field.replace('_', '-')}"
 
 
 def add_model(add: Callable[..., Any]) -> None:
-    """--model, where one is embedded; `add` is the add_argument of a parser or group."""
+    """Add --model. `add` is the add_argument of a parser or group."""
     add(
         "--model",
         metavar="NAME",
@@ -96,7 +94,7 @@ def add_model(add: Callable[..., Any]) -> None:
 
 
 def add_dtype(add: Callable[..., Any], more: str = "") -> None:
-    """--dtype, one that h2o computes in; `more` is added to the help."""
+    """Add --dtype, with the dtypes that h2o computes in. `more` is added to the help."""
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
@@ -106,21 +104,32 @@ def add_dtype(add: Callable[..., Any], more: str = "") -> None:
 
 
 def add_device(add: Callable[..., Any]) -> None:
-    """--device."""
+    """Add --device."""
     add("--device", default="cpu", metavar="NAME",
         help="where the model runs: cpu, cuda, cuda:1, mps, ... (%(default)s)")  # fmt: skip
 
 
 def add_pin(add: Callable[..., Any]) -> None:
-    """--pin and --system, which chats begin with."""
+    """Add --pin and --system."""
     add("--system", metavar="TEXT", help="what a chat's system message says (with --chat)")
     add("--pin", type=parse_pins, metavar="WHAT", help="keys that are never evicted and count in "
         "the budget: system, a chat's system turn; prompt, all of it; or spans of its tokens, "
         "such as 0:40,100:120")  # fmt: skip
 
 
+def parse_count(text: str) -> int:
+    """Parse a number that is at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
 def parse_pins(text: str) -> str | Row:
-    """Parse spans of an option's text, by `h2o.spans.parse_spans`."""
+    """Parse what --pin says."""
     try:
         return parse_spans(text)
     except ValueError as error:
@@ -128,38 +137,19 @@ def parse_pins(text: str) -> str | Row:
 
 
 def add_compare(add: Callable[..., Any], default: str | None = None, more: str = "") -> None:
-    """Add --compare, a list of settings for `settings_from`. `more` is added to its help."""
+    """Add --compare, a list of settings for `make_settings`. `more` is added to its help."""
     shown = "" if default is None else f" ({default})"
     add("--compare", metavar="SETTINGS", help="caches, with commas between, as "
         f"h2o eval --help lists them{more}{shown}")  # fmt: skip
 
 
-def add_cache_options(
-    group: Any, names: Sequence[str] = tuple(OPTIONS), budget: Amount = FIFTH, **defaults: Any
-) -> None:
-    """Adds presets and the options of these fields to a parser or a group of one.
+def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defaults: Any) -> None:
+    """Add presets and the options of these fields to a parser or a group of one.
 
-    An option that is left out is None, so that it can be told what was asked for. What holds then
-    is H2OConfig's default or that of `defaults`, and `budget` where a preset is given none.
+    An option that is left out is None. `make_config` then takes the value of `defaults`, or else
+    H2OConfig's default.
     """
-    group.set_defaults(cache_fields=tuple(names), cache_defaults=defaults, preset_budget=budget)
-    add_preset_options(group, budget)
-    for name in names:
-        add_option(group, name, (DEFAULTS | defaults)[name])
-
-
-def add_option(group: Any, name: str, shown: Any) -> None:
-    """The option of a field, whose help has this default."""
-    field = OPTIONS[name]
-    kind: dict[str, Any] = {"action": "store_true"}
-    if not field.flag:
-        kind = {"type": field.parse, "choices": field.choices, "metavar": field.metavar}
-    text = field.help.replace("%(default)s", f"{shown}")
-    group.add_argument(spelled(name), dest=name, default=None, help=text, **kind)
-
-
-def add_preset_options(group: Any, shown: Amount) -> None:
-    """--preset and --budget, whose help has this default."""
+    group.set_defaults(cache_fields=tuple(names), cache_defaults=defaults)
     group.add_argument(
         "--preset", choices=PRESETS, help="a config by name, instead of --heavy and --recent"
     )
@@ -167,96 +157,113 @@ def add_preset_options(group: Any, shown: Amount) -> None:
         "--budget", type=parse_amount, metavar="B",
         help="alone: one number for the preset that is recommended for the model, tokens or a "
         "share of a full cache's bytes; of --preset: tokens, or a fraction of the keys, or with "
-        f"--budget-unit bytes of the bytes ({shown})",
+        f"--budget-unit bytes of the bytes ({FIFTH})",
     )  # fmt: skip
+    for name in names:
+        field = OPTIONS[name]
+        kind: dict[str, Any] = {"action": "store_true"}
+        if not field.flag:
+            kind = {"type": field.parse, "choices": field.choices, "metavar": field.metavar}
+        text = field.help.replace("%(default)s", f"{(DEFAULTS | defaults)[name]}")
+        group.add_argument(option_name(name), dest=name, default=None, help=text, **kind)
 
 
-def config_from(options: argparse.Namespace) -> H2OConfig:
-    """The config that the options of a command describe, those that it has.
+def make_config(options: argparse.Namespace) -> H2OConfig:
+    """The config that the options of a command describe.
 
-    Raises: TypeError and ValueError for what H2OConfig does not take, and for options that do not
+    Raises: TypeError and ValueError for what H2OConfig does not take and for options that do not
     go together, OSError for a profile that cannot be read.
     """
-    fields = asked(options, options.cache_fields)
+    fields = options.cache_defaults | get_given(options, options.cache_fields)
     if "head_shares" in fields:
-        fields["head_shares"] = shares_of(fields["head_shares"])
+        fields["head_shares"] = load_shares(fields["head_shares"])
     if not has_budget(options):
-        return H2OConfig(**options.cache_defaults | fields)
+        return H2OConfig(**fields)
     for name in ("heavy", "recent"):
         if name in fields:
-            raise ValueError(f"give a --budget or {spelled(name)}, not both")
-    fields = {x: y for x, y in options.cache_defaults.items() if x == "min_tokens"} | fields
+            raise ValueError(f"give a --budget or {option_name(name)}, not both")
     if options.preset is None:
         if "budget_unit" in fields:
             raise ValueError("--budget-unit goes with --preset, or with --heavy and --recent")
         return H2OConfig(budget=options.budget, **fields)
-    shares = fields.pop("head_shares", None)
-    if shares == "echo":
-        if options.preset == "calibrated":
-            raise ValueError(f"--preset calibrated shares by a profile, not by --profile {shares}")
-        fields["head_shares"], shares = shares, None
-    if shares is not None and options.preset != "calibrated":
-        raise ValueError(f"--profile goes with --preset calibrated, not with {options.preset}")
-    profile = None if shares == "shipped" else shares
-    config = H2OConfig.preset(
-        options.preset, budget_of(options), fields.pop("budget_unit", "keys"), profile
-    )
+    profile = None
+    if fields.get("head_shares") != "echo":
+        profile = fields.pop("head_shares", None)
+    elif options.preset == "calibrated":
+        raise ValueError("--preset calibrated shares by a profile, not by --profile echo")
+    unit = fields.pop("budget_unit", "keys")
+    config = H2OConfig.preset(options.preset, preset_budget(options), unit, profile)
     return dataclasses.replace(config, **fields)
 
 
-def described(options: argparse.Namespace) -> Setting | None:
-    """The config as a setting, None where no option says anything of a cache.
+def make_setting(options: argparse.Namespace) -> Setting | None:
+    """The config of the options as a setting, None if no option is about a cache.
 
-    Raises: as `config_from`.
+    Raises: as `make_config`.
     """
-    config, fields = config_from(options), asked(options, options.cache_fields)
+    config, fields = make_config(options), get_given(options, options.cache_fields)
     if options.preset is None:
         return from_config(config) if fields or has_budget(options) else None
-    kind = (
-        f"{options.preset}-bytes"
-        if fields.pop("budget_unit", "keys") == "bytes"
-        else options.preset
-    )
+    suffix = "-bytes" if fields.pop("budget_unit", "keys") == "bytes" else ""
     if fields.get("head_shares") != "echo":
         fields.pop("head_shares", None)
-    name = "/".join([f"{kind}:{budget_of(options)}", *(f"{x}={y}" for x, y in fields.items())])
-    return Setting(name, kind, "h2o", config)
+    parts = [f"{options.preset}{suffix}:{preset_budget(options)}"]
+    return Setting("/".join(parts + [f"{x}={y}" for x, y in fields.items()]), "h2o", config)
 
 
-def settings_from(
+def make_settings(
     options: argparse.Namespace, default: str = "", budgets: str | None = None
 ) -> list[Setting]:
-    """Those of --compare, with `budgets` where they have none, and after them the preset. Without
-    --compare the one that options describe or, where none does, those of `default`.
+    """The settings of --compare, with `budgets` for those that have none, and after them the
+    preset. Without --compare the one that options describe, or else those of `default`.
 
-    Raises: as `config_from`, and ValueError for options of one cache beside --compare.
+    Raises: as `make_config`, and ValueError for options of one cache beside --compare.
     """
     if options.compare is None:
-        one = described(options)
+        one = make_setting(options)
         return [one] if one is not None else parse_all(default, budgets)
     settings = parse_all(options.compare, budgets)
-    profile = None if options.head_shares is None else shares_of(options.head_shares)
-    if isinstance(profile, Profile):  # of all that are calibrated
+    profile = None if options.head_shares is None else load_shares(options.head_shares)
+    if isinstance(profile, Profile):  # for all calibrated settings
         options = argparse.Namespace(**vars(options) | {"head_shares": None})
-    one = described(options)
+    one = make_setting(options)
     if one is not None and not has_budget(options):
-        first = spelled(next(iter(asked(options, options.cache_fields))))
+        first = option_name(next(iter(get_given(options, options.cache_fields))))
         raise ValueError(f"{first} is for one setting; write it into --compare")
     settings += [] if one is None else [one]
     return with_profile(settings, profile) if isinstance(profile, Profile) else settings
 
 
-def budget_of(options: argparse.Namespace) -> Amount:
-    """Of the preset."""
-    return options.preset_budget if options.budget is None else options.budget
+def load_model(
+    options: argparse.Namespace, settings: Iterable[Setting], say: Callable[[str], None]
+) -> tuple[Any, Any]:
+    """The model of --model and its tokenizer. `say` gets a line before each part.
+
+    Raises: UserError for a model that cannot be loaded or does not go with one of the settings.
+    """
+    from h2o import models
+    from h2o.evaluation.fitting import check_fit
+
+    return models.load_model(
+        options.model,
+        dtype=options.dtype,
+        device=options.device,
+        attn_implementation=None,
+        say=say,
+        check=check_fit(settings),
+    )
+
+
+def preset_budget(options: argparse.Namespace) -> Amount:
+    return FIFTH if options.budget is None else options.budget
 
 
 def has_budget(options: argparse.Namespace) -> bool:
-    """Whether one number says how much is kept: of a preset, or of the recommended one."""
+    """Whether one number is the budget: of a preset, or of the recommended one."""
     return options.preset is not None or options.budget is not None
 
 
-def asked(options: argparse.Namespace, names: Sequence[str] = tuple(OPTIONS)) -> dict[str, Any]:
-    """Options that have a value, by name."""
+def get_given(options: argparse.Namespace, names: Sequence[str] = tuple(OPTIONS)) -> dict[str, Any]:
+    """The options that have a value, by name."""
     values = {name: getattr(options, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}

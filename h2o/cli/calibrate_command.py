@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from h2o.cli import texts
-from h2o.cli.cache_options import add_device, add_dtype, add_model
+from h2o.cli.cache_options import add_device, add_dtype, add_model, load_model, parse_count
 
 DESCRIPTION = """\
 Measures which heads of a model need more of a cache than others, on texts of your choice, and
@@ -17,8 +17,9 @@ writes a profile for H2OConfig(head_shares=...): a small JSON file.
   h2o calibrate --model Qwen/Qwen3-0.6B --text chapter.txt --output profile.json
 """
 EPILOG = """\
-30000 tokens of text as the model will read them are enough, several kinds better than one. What an
-interrupted run has measured lies beside the profile, in a file that the next run goes on from.
+30000 tokens of text like the text that the model will read are enough. Several kinds of text are
+better than one. An interrupted run leaves a file beside the profile, from which the next run
+continues.
 """
 
 
@@ -33,13 +34,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_device(add)
     add("--window", type=int, default=1024, metavar="N",
         help="texts are read in windows of so many tokens (%(default)s)")  # fmt: skip
-    add("--limit", type=int, metavar="N",
+    add("--limit", type=parse_count, metavar="N",
         help="only so many windows, spread over the texts")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of what is drawn (%(default)s)")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """The exit code. Raises: UserError."""
+    """Run the command and return its exit code. Raises: UserError."""
     from h2o.errors import UserError
     from h2o.filesystem import make_writable
     from h2o.processes import refuse_several
@@ -47,8 +48,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     refuse_several("h2o calibrate")
     if options.output.suffix != ".json":
         parser.error(f"argument --output: wanted a name such as profile.json, not {options.output}")
-    if options.limit is not None and options.limit < 1:
-        parser.error(f"argument --limit: must be at least 1, not {options.limit}")
     names = [name if name == "-" else Path(name).name for name in options.text]
     if len(set(names)) < len(names):
         parser.error("argument --text: two files of the same name")
@@ -62,21 +61,15 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
-    """Loads, measures and writes; says on stderr what takes long."""
-    from h2o import models
+    """Load the model, calibrate and write the profile, with progress on stderr."""
     from h2o.calibration.calibrate import calibrate
     from h2o.config import H2OConfig
-    from h2o.evaluation.fitting import check_fit
     from h2o.evaluation.setting import from_config
     from h2o.hf.support import supports
     from h2o.progress import stopwatch
 
     say = stopwatch()
-    fit = check_fit([from_config(H2OConfig())])
-    how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load_model(
-        options.model, **how, attn_implementation=None, say=say, check=fit
-    )
+    model, tokenizer = load_model(options, [from_config(H2OConfig())], say)
     ids = {
         name: tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
         for name, text in contents.items()
@@ -101,7 +94,7 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
 
 
 def extremes(table: Sequence[Sequence[float]], layers: Sequence[str]) -> Iterator[str]:
-    """The heads with the largest and the smallest shares, of layers that h2o serves."""
+    """Lines about the heads with the largest and the smallest shares, in layers that evict."""
     heads = sorted(
         (share, layer, head)
         for layer, row in enumerate(table)

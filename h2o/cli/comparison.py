@@ -1,4 +1,4 @@
-"""What `h2o generate` prints of its runs: a table, texts in columns, answers to a question."""
+"""Print the runs of `h2o generate`: a table, texts in columns, answers to a question."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 __all__ = ["Result", "answers", "columns", "table"]
 
 PRESETS = ("robust", "calibrated")
-"""Of H2OConfig, which a comparison runs in a tenth of the bytes."""
+"""Presets of H2OConfig that a comparison runs in a tenth of the bytes."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was done; `asdict` of it is the output of --json."""
+    """What was generated. `asdict` of it is the output of --json."""
 
     model: str
     dtype: str
@@ -30,7 +30,7 @@ class Result:
 
 
 def columns(result: Result) -> list[str]:
-    """The texts of the runs in columns."""
+    """Lines with the texts of the runs in columns."""
     terminal = max(60, shutil.get_terminal_size((100, 24)).columns)
     width = (terminal - 3 * (len(result.runs) - 1)) // len(result.runs)
     texts = []
@@ -56,7 +56,7 @@ BY_NAME = "as its name says"
 
 
 def answers(result: Result, question: str) -> list[str]:
-    """The answers to a question about the shipped article, one under the other."""
+    """Lines with the answers to a question about the shipped article, one below the other."""
     width = max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
     tokens = f"an article of {result.prompt_tokens} tokens"
     lines = [f"{result.model}, {result.dtype}, has read {tokens}. {question}", ""]
@@ -70,7 +70,9 @@ def answers(result: Result, question: str) -> list[str]:
                 paragraph, width, initial_indent=" " * 12, subsequent_indent=" " * 12
             ) or [""]
         lines.append("")
-    kept = "; ".join(f"{x.mode} {x.tokens_held}, {KEEPS.get(x.mode, BY_NAME)}" for x in result.runs)
+    kept = "; ".join(
+        f"{x.mode} {x.tokens_held}, {KEEPS.get(x.mode, 'as its name says')}" for x in result.runs
+    )
     return [*lines, *textwrap.wrap(f"Kept, of {result.runs[0].tokens_seen} keys: {kept}.", width)]
 
 
@@ -80,28 +82,28 @@ def milliseconds(run: Run) -> str:
 
 
 def table(result: Result) -> list[str]:
-    """What the runs took, a column for each."""
-    share = {run.mode: run.tokens_held / run.tokens_seen for run in result.runs}
-    rows: list[tuple[str, Callable[[Any], str]]] = [
-        ("", lambda run: run.mode),
-        ("prefill, tokens/s", lambda run: f"{run.prefill_tokens_per_second:.0f}"),
-        ("decode, tokens/s", lambda run: f"{run.decode_tokens_per_second:.1f}"),
-        ("KV cache held, MB", lambda run: f"{run.kv_bytes_held / 1e6:.1f}"),
-        ("KV cache of a full cache, MB", lambda run: f"{run.kv_bytes_full / 1e6:.1f}"),
-        ("tokens held", lambda run: f"{run.tokens_held} ({share[run.mode]:.0%})"),
-        ("tokens evicted", lambda run: f"{run.tokens_evicted}"),
-        ("attention mass evicted", lambda run: f"{run.mass_evicted:.1%}"),
-    ]
+    """The figures of the runs, a column for each."""
+    from h2o.evaluation import text_table
+
+    figures: dict[str, Callable[[Run], str]] = {
+        "prefill, tokens/s": lambda run: f"{run.prefill_tokens_per_second:.0f}",
+        "decode, tokens/s": lambda run: f"{run.decode_tokens_per_second:.1f}",
+        "KV cache held, MB": lambda run: f"{run.kv_bytes_held / 1e6:.1f}",
+        "KV cache of a full cache, MB": lambda run: f"{run.kv_bytes_full / 1e6:.1f}",
+        "tokens held": lambda run: f"{run.tokens_held} ({run.tokens_held / run.tokens_seen:.0%})",
+        "tokens evicted": lambda run: f"{run.tokens_evicted}",
+        "attention mass evicted": lambda run: f"{run.mass_evicted:.1%}",
+    }
     if result.runs[0].tokens_agree is not None:
-        rows.append(("leading tokens as with full", lambda run: f"{run.tokens_agree}"))
-    head = f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens"
-    width = max(14, *(2 + len(run.mode) for run in result.runs))
-    lines = [
-        f"{name:<30}" + "".join(f"{of(run):>{width}}" for run in result.runs) for name, of in rows
-    ]
+        figures["leading tokens as with full"] = lambda run: f"{run.tokens_agree}"
+    rows = [[name, *map(of_run, result.runs)] for name, of_run in figures.items()]
     presets = [
         f'{run.mode}: H2OConfig.{run.mode}(0.1, budget_unit="bytes"), a tenth of the bytes'
         for run in result.runs
         if run.mode in PRESETS
     ]
-    return [head, *lines, *presets]
+    return [
+        f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens",
+        text_table.table(("", *(run.mode for run in result.runs)), rows),
+        *presets,
+    ]

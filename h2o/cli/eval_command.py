@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from h2o import model_identity
 from h2o.cli.cache_options import (
@@ -13,19 +13,15 @@ from h2o.cli.cache_options import (
     add_cache_options,
     add_compare,
     add_device,
-    asked,
+    get_given,
     has_budget,
-    settings_from,
-    spelled,
+    make_settings,
+    parse_count,
 )
 from h2o.cli.prompts_file import ROWS
 from h2o.errors import UserError
 from h2o.evaluation.facts import KINDS
-from h2o.evaluation.setting import (
-    GRAMMAR,
-    Setting,
-    from_options,
-)
+from h2o.evaluation.setting import GRAMMAR, Setting, from_options
 from h2o.filesystem import make_writable
 from h2o.models import DTYPES, need_transformers, torch_device
 from h2o.packages import install_command
@@ -38,6 +34,25 @@ OUTPUT = Path("h2o-eval")
 
 CACHE = ("variant", *OPTIONS)
 """Options that describe one setting."""
+
+PROTOCOL = ("protocol", "prompt_length", "ratio_of")
+
+
+class TextTask(NamedTuple):
+    """A task of h2o that has an option of its own, whose value is a file."""
+
+    name: str
+    protocols: tuple[str, ...]
+    """The protocols that it can be measured with, the default first"""
+    metadata: tuple[str, ...] = ()
+    """Options that lm-eval's --metadata tells the task"""
+
+
+TEXT_TASKS = {
+    "summarize": TextTask("h2o_summaries", ("drop",)),
+    "perplexity": TextTask("h2o_perplexity", ("simulate", "drop"), ("window", "prompt_length")),
+    "needle": TextTask("h2o_needles", ("read", "drop"), ("lengths", "facts", "decoys")),
+}
 
 DESCRIPTION = """\
 What eviction costs: accuracy on lm-eval's tasks, ROUGE of summaries, perplexity, or facts that are
@@ -60,7 +75,7 @@ class Misused(ValueError):
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """What is h2o's own; lm-eval's options are left over."""
+    """Add h2o's own options. The others are lm-eval's."""
     p.description = DESCRIPTION
     p.epilog = "settings of --compare, separated by commas:\n" + GRAMMAR
     p.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -85,7 +100,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="of one setting: lm-eval's memory of answers, with which an interrupted run goes on; "
         "a file for each model and setting",
     )  # fmt: skip
-    p.add_argument("--limit", "-L", type=float, help="only the first so many rows or "
+    p.add_argument("--limit", "-L", type=parse_limit, help="only the first so many rows or "
                    "windows; texts of each length, depth and kind of fact (default 4)")  # fmt: skip
 
     one = p.add_argument_group("the cache")
@@ -95,7 +110,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      "real cache")  # fmt: skip
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
     add_cache_options(one, min_tokens=0)
-    one.add_argument("--prompt-length", type=int, metavar="N",
+    one.add_argument("--prompt-length", type=parse_count, metavar="N",
                      help="tokens before the first eviction (simulation, perplexity); perplexity "
                      "and nats lost are then of the tokens after it that the cut can change, not "
                      "of the prompt")  # fmt: skip
@@ -108,48 +123,38 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )
 
     text = p.add_argument_group("perplexity and needles")
-    text.add_argument("--window", type=int, default=1024, help="of perplexity (default 1024)")
-    text.add_argument("--lengths", default="256,512,1024", metavar="TOKENS",
-                      help="of texts in which facts are hidden (default %(default)s)")  # fmt: skip
-    text.add_argument("--facts", default="number", metavar="KINDS",
+    text.add_argument("--window", type=int, metavar="N", help="of perplexity (default 1024)")
+    text.add_argument("--lengths", metavar="TOKENS",
+                      help="of texts in which facts are hidden (default 256,512,1024)")  # fmt: skip
+    text.add_argument("--facts", metavar="KINDS",
                       help=f"of facts that are hidden: all, or some of {', '.join(KINDS)} "
-                      "(default %(default)s)")  # fmt: skip
-    text.add_argument("--decoys", type=int, default=0, metavar="N",
+                      "(default number)")  # fmt: skip
+    text.add_argument("--decoys", type=int, metavar="N",
                       help="hide N more facts of the kind that is asked for in each text, and as "
-                      "many of another kind, and ask for each alone (default "
-                      "%(default)s)")  # fmt: skip
+                      "many of another kind, and ask for each alone (default 0)")  # fmt: skip
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Runs the command; `args.rest` is for lm-eval. Raises: UserError."""
-    rest = args.rest
+    """Run the command; `args.rest` is for lm-eval. Raises: UserError."""
+    is_table = args.compare is not None or has_budget(args) or not args.tasks
     try:
-        check_numbers(args)
-        if args.budgets is not None and args.compare is None:
-            raise Misused("--budgets goes with --compare")
-        settings, one = compared(args)
-        if args.json and args.tasks and not settings:
+        settings = choose_settings(args)
+        if args.json and not is_table:
             raise Misused("--json with --tasks goes with --compare: lm-eval writes one setting's "
                           "results into --output-path")  # fmt: skip
+        if is_table and args.use_cache:
+            raise Misused("--compare remembers answers by itself: drop --use_cache")
+        how = get_given(args, PROTOCOL)
+        tasks = ["--tasks", *args.tasks] if args.tasks else choose_text_task(args, how)
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     need_transformers()
     torch_device(args.device)
     try:
-        if args.tasks and not settings:
-            # What --model_args says of a setting is checked where these are read.
-            check_protocol(args, one * (args.protocol in ("drop", "read")))
-            own_command_line(args, rest)
-        elif args.tasks:
-            check_protocol(args, settings)
-            how = asked(args, ("protocol", "prompt_length", "ratio_of"))
-            side_by_side(args, settings, ["--tasks", *args.tasks, *rest], **how)
+        if is_table:
+            print_table(args, settings, [*tasks, *args.rest], how)
         else:
-            task, told, protocol = text_task(args, settings or one)
-            arguments = ["--tasks", task, "--metadata", json.dumps(told), *rest]
-            if args.summarize:
-                arguments = ["--batch_size", f"{ROWS}", *arguments]
-            side_by_side(args, settings or one, arguments, protocol=protocol)
+            run_lm_eval(args, [*tasks, *args.rest], how)
     except Misused as error:
         parser.error(str(error))
     except ValueError as error:
@@ -157,106 +162,62 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return 0
 
 
-def compared(args: argparse.Namespace) -> tuple[list[Setting], list[Setting]]:
-    """(those of a table, or the one that options describe: one of the two is empty)."""
+def parse_limit(text: str) -> float:
+    """Parse a number of rows that is at least 1, or a share of them."""
+    limit = float(text)
+    if not (0 < limit < 1 or limit % 1 == 0 < limit):
+        raise argparse.ArgumentTypeError(
+            f"{text} is no number of rows or windows, at least 1, and no share of a task's"
+        )
+    return limit
+
+
+def choose_settings(args: argparse.Namespace) -> list[Setting]:
+    """The settings of --compare, or the one that options describe."""
+    if args.budgets is not None and args.compare is None:
+        raise Misused("--budgets goes with --compare")
     if args.compare is None and not has_budget(args):
-        return [], [from_options(**asked(args, CACHE))]
+        return [from_options(**get_given(args, CACHE))]
     if args.variant is not None:
         raise Misused("--variant is for one setting; write it into --compare")
-    return settings_from(args, budgets=args.budgets), []
+    return make_settings(args, budgets=args.budgets)
 
 
-def check_numbers(args: argparse.Namespace) -> None:
-    """Misused for options that no kind of evaluation takes."""
-    if args.limit is not None and not (0 < args.limit < 1 or args.limit % 1 == 0 < args.limit):
-        raise Misused(
-            f"--limit {args.limit:g}: a number of rows or windows, at least 1, or of a task a share"
-        )
-    if args.prompt_length is not None and args.prompt_length < 1:
-        raise Misused(f"--prompt-length {args.prompt_length}: a number of tokens, at least 1")
+def choose_text_task(args: argparse.Namespace, how: dict[str, Any]) -> list[str]:
+    """lm-eval's arguments for --summarize, --perplexity or --needle. Completes the protocol."""
+    (option,) = get_given(args, tuple(TEXT_TASKS))
+    task = TEXT_TASKS[option]
+    protocol = how.setdefault("protocol", task.protocols[0])
+    if protocol not in task.protocols:
+        known = " or ".join(task.protocols)
+        raise Misused(f"--protocol {protocol}: --{option} is measured with {known}")
+    if "ratio_of" in how:
+        raise Misused(f"--ratio-of goes with --tasks; --{option} has fractions of the whole text")
+    metadata = {"file": f"{getattr(args, option)}"} | get_given(args, task.metadata)
+    if "prompt_length" in metadata and protocol == "drop":
+        how.pop("prompt_length")  # of the window, and not of the protocol
+    arguments = ["--batch_size", f"{ROWS}"] if args.summarize else []
+    if args.needle and args.limit is not None:  # texts of each length, depth and kind
+        metadata["each"], args.limit = args.limit, None
+    return ["--tasks", task.name, *arguments, "--metadata", json.dumps(metadata)]
 
 
-def text_task(args: argparse.Namespace, settings: list[Setting]) -> tuple[str, dict[str, Any], str]:
-    """(lm-eval's task, what --metadata tells it, protocol) of summaries, perplexity or needles."""
-    if args.perplexity:
-        return perplexity(args, settings)
-    what = "needles" if args.needle else "summaries"
-    refuse(args, what, "protocol", "prompt_length", "ratio_of", protocol="drop")
-    need_caches([x for x in settings if not args.needle or not x.reads_twice], f"{what} need one")
-    if args.needle:
-        return needles(args)
-    return "h2o_summaries", {"file": f"{args.summarize}"}, "drop"
-
-
-def perplexity(
-    args: argparse.Namespace, settings: list[Setting]
-) -> tuple[str, dict[str, Any], str]:
-    """Does as `text_task`. The prompt's length is the task's, for it decides which tokens count."""
-    refuse(args, "perplexity", "ratio_of", ratio_of="text")
-    if args.protocol == "read":
-        raise Misused("--protocol read: a plain text has no question to cut before")
-    if args.protocol == "drop":
-        need_caches(settings, "use --protocol simulate")
-    else:
-        check_protocol(args, settings)
-    told = {"file": f"{args.perplexity}", "window": args.window}
-    told["prompt_length"] = args.prompt_length or 1
-    return "h2o_perplexity", told, args.protocol or "simulate"
-
-
-def needles(args: argparse.Namespace) -> tuple[str, dict[str, Any], str]:
-    """Does as `text_task`. --limit is of texts of each length, depth and kind, not of all."""
-    if args.decoys < 0:
-        raise Misused(f"--decoys {args.decoys}: at least 0")
-    if args.limit is not None and args.limit % 1:
-        raise Misused(f"--limit {args.limit:g}: a number of texts, at least 1")
-    each = {} if args.limit is None else {"each": int(args.limit)}
-    args.limit = None
-    told = {
-        "file": f"{args.needle}",
-        "lengths": whole_numbers("--lengths", args.lengths),
-        "facts": args.facts,
-        "decoys": args.decoys,
-    }
-    return "h2o_needles", told | each, "read"
-
-
-def need_caches(settings: list[Setting], hint: str) -> None:
-    """Misused for settings that no real cache can do."""
-    for setting in settings:
-        if not setting.dropping:
-            raise Misused(f"{setting.why_not_dropping}; {hint}")
-
-
-def check_protocol(args: argparse.Namespace, settings: list[Setting]) -> None:
-    """Misused for settings that do not go with the protocol."""
-    from h2o.evaluation.protocols import check
-
-    for setting in settings:
-        try:
-            check(setting, args.protocol or "simulate", args.prompt_length or 1, args.ratio_of)
-        except ValueError as error:
-            raise Misused(f"{setting.name}: {error}") from error
-
-
-def whole_numbers(option: str, text: str) -> list[int]:
-    """Of a comma-separated list; Misused for anything but numbers from 1 on."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise Misused(f"{option} {text}: numbers of tokens, such as 256,512")
-    return [int(part) for part in parts]
-
-
-def refuse(args: argparse.Namespace, what: str, *names: str, **harmless: Any) -> None:
-    """Misused for options that `what` does not have, unless they say what holds anyway."""
-    for name, value in asked(args, names).items():
-        if harmless.get(name) != value:
-            hint = f" but {harmless[name]}" if name in harmless else ""
-            raise Misused(f"{spelled(name)} {value}: {what} have no such choice{hint}")
+def print_table(
+    args: argparse.Namespace, settings: list[Setting], rest: list[str], how: dict[str, Any]
+) -> None:
+    """Print a table of settings on lm-eval's tasks."""
+    comparison = import_side_by_side()
+    arguments, model_args = for_lm_eval(args, rest)
+    output = args.output_path or OUTPUT
+    text = comparison.compare(
+        [*arguments, *as_model_args(model_args)], settings, output, as_json=args.json, **how
+    )
+    if is_first():
+        print(text)
 
 
 def for_lm_eval(args: argparse.Namespace, rest: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """(arguments, --model_args) that options of ours are for lm-eval."""
+    """(arguments, --model_args) that h2o's options become for lm-eval."""
     arguments = ["--device", args.device, *rest]
     if args.limit is not None:
         arguments += ["--limit", f"{args.limit:g}"]
@@ -266,26 +227,11 @@ def for_lm_eval(args: argparse.Namespace, rest: list[str]) -> tuple[list[str], d
     return arguments, model_args
 
 
-def side_by_side(
-    args: argparse.Namespace, settings: list[Setting], rest: list[str], **how: Any
-) -> None:
-    """A table of settings on lm-eval's tasks."""
-    comparison = lm_eval_side()
-    if args.use_cache:
-        raise Misused("--compare remembers answers by itself: drop --use_cache")
+def run_lm_eval(args: argparse.Namespace, rest: list[str], how: dict[str, Any]) -> None:
+    """Run lm-eval's own command for one setting."""
+    comparison = import_side_by_side()
     arguments, model_args = for_lm_eval(args, rest)
-    arguments += as_model_args(model_args)
-    output = args.output_path or OUTPUT
-    text = comparison.compare(arguments, settings, output, as_json=args.json, **how)
-    if is_first():
-        print(text)
-
-
-def own_command_line(args: argparse.Namespace, rest: list[str]) -> None:
-    """lm-eval with its own command line, for one setting."""
-    comparison = lm_eval_side()
-    arguments, model_args = for_lm_eval(args, ["--tasks", *args.tasks, *rest])
-    how = asked(args, ("protocol", "prompt_length", "ratio_of", *CACHE))
+    how = how | get_given(args, CACHE)
     model_type = "h2o"
     if args.model and comparison.is_model_type(args.model):
         model_type = model_args.pop("pretrained")
@@ -300,16 +246,16 @@ def own_command_line(args: argparse.Namespace, rest: list[str]) -> None:
     if args.use_cache and world_size() > 1 and any("tp_plan" in x for x in rest):
         raise Misused("--use_cache does not go with a model that is cut over processes: drop it")
     if args.use_cache:
-        # lm-eval files answers under the question alone. Those of another budget or model must
-        # not be taken for this one's, nor those of another model that lay at the same place.
-        lying = model_identity.files_fingerprint([*map(str, model_args.values()), *rest])
-        name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": lying})
+        # lm-eval files answers under the question alone. The name keeps apart answers of other
+        # budgets, of other models, and of a model that was at the same path before.
+        files = model_identity.files_fingerprint([*map(str, model_args.values()), *rest])
+        name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": files})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
     comparison.run([*arguments, "--output_path", str(output)])
 
 
-def lm_eval_side() -> Any:
-    """The module that knows lm-eval. Raises: UserError where that is not installed."""
+def import_side_by_side() -> Any:
+    """Import the module that needs lm-eval. Raises: UserError if lm-eval is not installed."""
     try:
         from h2o.evaluation import side_by_side
     except ImportError as error:

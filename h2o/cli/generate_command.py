@@ -14,7 +14,9 @@ from h2o.cli.cache_options import (
     add_dtype,
     add_model,
     add_pin,
-    config_from,
+    load_model,
+    make_config,
+    parse_count,
 )
 from h2o.cli.comparison import Result
 from h2o.config import H2OConfig
@@ -25,7 +27,7 @@ from h2o.profile import Profile
 if TYPE_CHECKING:
     from h2o.generation import Run
 
-__all__ = ["add_arguments", "caches", "check", "run"]
+__all__ = ["add_arguments", "check", "run", "usual_caches"]
 
 QUESTION = "What is Marrow Point?"
 """Follows the shipped article, when the user gives no prompt: its first sentence has the answer."""
@@ -33,7 +35,7 @@ QUESTION = "What is Marrow Point?"
 USUAL = "usual"
 """--compare without settings."""
 TENTH = 0.1
-"""Of a full cache's bytes: what the preset of a comparison may take."""
+"""The share of a full cache's bytes that the preset of a comparison may use."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how").add_argument
     add_dtype(add)
     add_device(add)
-    add("--max-new-tokens", type=int, default=120, metavar="N", help="(%(default)s)")
+    add("--max-new-tokens", type=parse_count, default=120, metavar="N", help="(%(default)s)")
     add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="show it beside the full "
         "cache and these, as h2o eval --help lists them; without SETTINGS beside a preset in a "
         "tenth of the bytes, and `local`, the same budget without heavy hitters")  # fmt: skip
@@ -61,18 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Adds to the options the `config` and the `document`, the text of --prompt-file."""
-    if options.max_new_tokens < 1:
-        parser.error("argument --max-new-tokens: must be at least 1")
-    try:
-        options.config = config_from(options)
-        named = options.compare not in (None, USUAL)
-        options.settings = parse_all(options.compare) if named else []
-    except (OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
+    """Add the `config`, the `settings` to compare and the `document` to the options."""
+    options.config = make_config(options)
+    named = options.compare not in (None, USUAL)
+    options.settings = parse_all(options.compare) if named else []
     for setting in options.settings:
-        if not setting.dropping:
-            parser.error(f"argument --compare: {setting.why_not_dropping}")
+        if not setting.is_cache:
+            parser.error(f"argument --compare: {setting.why_no_cache}")
     if options.system is not None and not options.chat:
         parser.error("argument --system: goes with --chat")
     if options.pin == "system" and options.system is None and options.prompts is None:
@@ -81,7 +78,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     prompts_file.check(parser, options)
     if options.prompt_file is not None:
         options.document = texts.read(parser, "--prompt-file", options.prompt_file)
-    texts.checked(parser, "--prompt", options.prompt)
+    texts.check_encoding(parser, "--prompt", options.prompt)
     if options.reread and (options.prompt is None) != (options.document is None):
         parser.error("--reread wants a --prompt-file and a --prompt, or neither")
     for option in ("compile", "prompts"):
@@ -90,7 +87,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """The exit code. Raises: UserError."""
+    """Run the command and return its exit code. Raises: UserError."""
     from h2o.cli import comparison
 
     if options.prompts is not None:
@@ -107,27 +104,16 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def generate(options: argparse.Namespace) -> Result:
-    """Generates greedily with an H2OCache, or with each of `caches`."""
+    """Generate greedily with an H2OCache, or with each of the caches to compare."""
     from h2o import generation, models
-    from h2o.evaluation.fitting import check_fit
-    from h2o.hf.rows.system_turn import system_span
     from h2o.progress import Progress
 
-    shipped, progress = is_shipped(options), Progress(quiet=options.json)
-    parts = [texts.article(), QUESTION] if shipped else [options.prompt, options.document]
-    if options.reread and not shipped:
-        parts.reverse()
-    parts = [part.strip() for part in parts if part and part.strip()]
-    text = "\n\n".join(parts)
-    if len(parts) < (2 if options.reread else 1):
-        raise UserError("the prompt is empty")
-    fit = check_fit([from_config(options.config), *options.settings])
-    how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load_model(
-        options.model, **how, attn_implementation=None, say=progress.say, check=fit
-    )
-    chat = options.chat or (shipped and tokenizer.chat_template is not None)
-    ids = models.encode(tokenizer, text, chat, options.system).to(model.device)
+    progress = Progress(quiet=options.json)
+    parts = prompt_parts(options)
+    settings = [from_config(options.config), *options.settings]
+    model, tokenizer = load_model(options, settings, progress.say)
+    chat = options.chat or (is_shipped(options) and tokenizer.chat_template is not None)
+    ids = models.encode(tokenizer, "\n\n".join(parts), chat, options.system).to(model.device)
     tokens = ids.shape[1]
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit and tokens + options.max_new_tokens > limit:
@@ -140,25 +126,11 @@ def generate(options: argparse.Namespace) -> Result:
     if options.reread:
         start = models.encode(tokenizer, parts[0], chat, options.system)
         document = generation.leading_agreement(start[0].tolist(), ids[0].tolist())
-    pinned = options.pin
-    if pinned == "system":
-        chat_messages = models.messages(text, options.system)
-        try:
-            pinned = [system_span(tokenizer, chat_messages, ids[0].tolist())]
-        except ValueError as error:
-            raise UserError(f"--pin: {error}") from error
+    pinned = find_pins(options, tokenizer, parts, ids)
     generation.warm_up(model, ids)
-    config = options.config
     runs: list[Run] = []
     full: list[int] | None = None
-    compared: dict[str, H2OConfig | None]
-    compared = {"h2o": config}
-    if options.compare == USUAL:
-        compared = caches(config, model, tokens)
-    elif options.compare is not None:
-        more = {x.name: x.config for x in options.settings if x.variant != "full"}
-        compared = {"full": None, **compared, **more}
-    for mode, cache in compared.items():
+    for mode, cache in choose_caches(options, model, tokens).items():
         one, new = generation.generate(
             mode, cache, model, tokenizer, ids,
             max_new_tokens=options.max_new_tokens,
@@ -177,23 +149,64 @@ def generate(options: argparse.Namespace) -> Result:
         model=options.model or models.DEFAULT_MODEL,
         dtype=str(model.dtype).removeprefix("torch."),
         prompt_tokens=tokens,
-        budget=asdict(config),
+        budget=asdict(options.config),
         versions=generation.versions(),
         runs=runs,
     )
 
 
+def prompt_parts(options: argparse.Namespace) -> list[str]:
+    """The parts of the prompt, in the order in which the model reads them.
+
+    Raises: UserError for an empty prompt, and with --reread for an empty part.
+    """
+    shipped = is_shipped(options)
+    parts = [texts.article(), QUESTION] if shipped else [options.prompt, options.document]
+    if options.reread and not shipped:
+        parts.reverse()
+    parts = [part.strip() for part in parts if part and part.strip()]
+    if len(parts) < (2 if options.reread else 1):
+        raise UserError("the prompt is empty")
+    return parts
+
+
+def find_pins(options: argparse.Namespace, tokenizer: Any, parts: list[str], ids: Any) -> Any:
+    """`pinned` of the cache, as --pin says. Raises: UserError if there is no system turn."""
+    from h2o import models
+    from h2o.hf.rows.system_turn import system_span
+
+    if options.pin != "system":
+        return options.pin
+    messages = models.messages("\n\n".join(parts), options.system)
+    try:
+        return [system_span(tokenizer, messages, ids[0].tolist())]
+    except ValueError as error:
+        raise UserError(f"--pin: {error}") from error
+
+
+def choose_caches(
+    options: argparse.Namespace, model: Any, prompt_tokens: int
+) -> dict[str, H2OConfig | None]:
+    """The caches to generate with, by the names that are shown; None is transformers' own."""
+    if options.compare is None:
+        return {"h2o": options.config}
+    if options.compare == USUAL:
+        return usual_caches(options.config, model, prompt_tokens)
+    more = {x.name: x.config for x in options.settings if x.variant != "full"}
+    return {"full": None, "h2o": options.config, **more}
+
+
 def is_shipped(options: argparse.Namespace) -> bool:
-    """Whether the user gives no text, and the shipped article is read."""
+    """Whether the prompt is the shipped article, since the user gives none."""
     return options.prompt is None and options.document is None
 
 
-def caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OConfig | None]:
-    """What a comparison runs, by the names that it shows; None is transformers' own cache.
+def usual_caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OConfig | None]:
+    """The caches of --compare without settings, by the names that are shown.
 
-    "full" comes first, as the others are held against it; then "h2o", which is `config`; the best
-    preset for the model in a tenth of the bytes, "calibrated" where there is a profile and "robust"
-    where there is none; and "local", as many keys as h2o, but the newest.
+    "full" comes first, since the others are compared with it; then "h2o", which is `config`; the
+    best preset for the model in a tenth of the bytes, "calibrated" if there is a profile and
+    "robust" if there is none; and "local", as many keys as h2o, but the newest.
     """
     fitted = config.for_model(model)
     heavy, recent = fitted.tokens(prompt_tokens)

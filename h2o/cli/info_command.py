@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -13,7 +12,13 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from h2o.cli.cache_options import add_cache_options, add_compare, add_dtype, settings_from
+from h2o.cli.cache_options import (
+    add_cache_options,
+    add_compare,
+    add_dtype,
+    make_settings,
+    parse_count,
+)
 from h2o.cli.prompts_file import parse_bytes
 
 COMPARE = "full,budget:0.2,budget:0.1"
@@ -29,34 +34,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests that fit, with --model")
     group.add_argument("--memory", type=parse_bytes, metavar="B", help="for the caches of all "
                        "requests, such as 40GB")  # fmt: skip
-    group.add_argument("--prompt", type=int, default=2048, metavar="N",
+    group.add_argument("--prompt", type=parse_count, default=2048, metavar="N",
                        help="tokens of a prompt (%(default)s)")  # fmt: skip
-    group.add_argument("--new", type=int, default=256, metavar="N", help="new tokens (%(default)s)")
+    group.add_argument(
+        "--new", type=parse_count, default=256, metavar="N", help="new tokens (%(default)s)"
+    )
     add_dtype(group.add_argument)
     add_compare(group.add_argument, COMPARE)
     add_cache_options(parser.add_argument_group("or one cache"), min_tokens=0)
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Adds to the options the `settings` whose requests are counted."""
+    """Add the `settings` whose requests are counted to the options."""
     if options.memory is None:
         return
     if options.model is None:
         parser.error("argument --memory: goes with --model")
-    for name in ("prompt", "new"):
-        if getattr(options, name) < 1:
-            parser.error(f"argument --{name}: must be at least 1, not {getattr(options, name)}")
-    try:
-        options.settings = settings_from(options, COMPARE)
-    except (OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
+    options.settings = make_settings(options, COMPARE)
     for one in options.settings:
-        if not one.has_cache:
-            parser.error(f"argument --compare {one.why_not_dropping}")
+        if one.is_mask:
+            parser.error(f"argument --compare {one.why_no_cache}")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """The exit code: 0 where the answer is a good one. Raises: UserError (`h2o.errors`)."""
+    """Run the command. The exit code is 0 if the answer is a good one. Raises: UserError."""
     if options.model:
         from h2o.models import quiet_libraries
 
@@ -75,11 +76,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         print(packages.without_core(), file=sys.stderr)
     core = ops.info()
     versions = {"h2o": core.pop("version"), "python": platform.python_version()}
-    for name in ("numpy", "torch", "transformers"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
+    versions |= packages.versions("numpy", "torch", "transformers")
     machine = {"system": platform.platform(), "processors": os.cpu_count()}
     facts = {"core": core, "versions": versions, "machine": machine}
     if options.json:
@@ -88,12 +85,12 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     rows = [row for section in facts.values() for row in section.items()]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        print(f"{name.replace('_', ' '):<{width}}  {readable(value)}")
+        print(f"{name.replace('_', ' '):<{width}}  {format_value(value)}")
     return 0
 
 
 def print_support(name: str, as_json: bool) -> int:
-    """From a hub name's or folder's config alone. The exit code is 0 if h2o serves the model."""
+    """Print how h2o supports a model, by its config alone. The exit code is 0 if it does."""
     from h2o import models
     from h2o.hf.support import supports
 
@@ -103,10 +100,10 @@ def print_support(name: str, as_json: bool) -> int:
 
 
 def print_requests(options: argparse.Namespace) -> int:
-    """How many requests of a model fit in memory, by setting. The exit code is 0."""
+    """Print how many requests of a model fit in memory, by setting. The exit code is 0."""
     from h2o import models
+    from h2o.evaluation.cache_bytes import request_bytes
     from h2o.evaluation.fitting import check_fit
-    from h2o.evaluation.request_bytes import request_bytes
     from h2o.evaluation.text_table import table
 
     config = models.config_of(options.model)
@@ -129,7 +126,7 @@ def print_requests(options: argparse.Namespace) -> int:
 
 
 def print_check(as_json: bool) -> int:
-    """What the kernels of CUDA devices get wrong. The exit code is 0 if they get nothing wrong."""
+    """Print what the kernels of CUDA devices get wrong. The exit code is 0 if that is nothing."""
     from h2o import backends
     from h2o.errors import UserError
 
@@ -146,12 +143,12 @@ def print_check(as_json: bool) -> int:
     return 1 if any(mistakes.values()) else 0
 
 
-def readable(value: Any) -> str:
-    """A value as a reader takes it."""
+def format_value(value: Any) -> str:
+    """A value as text for readers."""
     if value is None:
         return "not installed"
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {readable(part)}" for name, part in value.items())
+        return ", ".join(f"{name}: {format_value(part)}" for name, part in value.items())
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
     return str(value)

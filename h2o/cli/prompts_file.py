@@ -12,16 +12,17 @@ another prompt than the file has now is an error.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
 from h2o.filesystem import atomic_write, make_writable
 from h2o.model_identity import files_fingerprint
+from h2o.result_cells import fingerprint
 
 if TYPE_CHECKING:
     from h2o.hf.rows.request import Result
@@ -31,7 +32,9 @@ __all__ = ["add_arguments", "check", "run"]
 FIELDS = {"id", "prompt", "messages", "max_new_tokens", "seed", "pinned"}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 ROWS = 16
-"""At a time, where neither --rows nor --bytes says how many."""
+"""Prompts at a time, unless --rows or --bytes says how many."""
+SETTINGS = ("model", "dtype", "max_new_tokens", "chat", "system", "pin")
+"""Options that answers depend on, beside those of the cache."""
 
 
 class Line(NamedTuple):
@@ -45,8 +48,8 @@ class Line(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """What the answer depends on beside the settings."""
-        return _sha256([self.prompt, self.max_new_tokens, self.seed, self.pinned])
+        """Digest of what the answer depends on beside the settings."""
+        return fingerprint(self._asdict() | {"id": None})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,13 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt or messages, id, max_new_tokens, seed, pinned")  # fmt: skip
     add("--output", metavar="FILE", help="answers as JSON Lines, as they are complete; what it "
         "has already is not answered again")  # fmt: skip
-    add("--rows", type=int, metavar="N", help=f"prompts at a time ({ROWS})")
+    add("--rows", type=parse_count, metavar="N", help=f"prompts at a time ({ROWS})")
     add("--bytes", type=parse_bytes, metavar="B", help="instead of --rows: what the keys and "
         "values of all rows may take, such as 64MB")  # fmt: skip
 
 
 def parse_bytes(text: str) -> int:
-    """64MB is 64,000,000."""
+    """Parse a number of bytes: 64MB is 64,000,000."""
     number = text.strip().upper().rstrip("KMGTB")
     suffix = text.strip().upper()[len(number) :]
     try:
@@ -74,7 +77,7 @@ def parse_bytes(text: str) -> int:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Adds `lines`, the prompts of the file, to the options of a command that has some."""
+    """Add `lines`, the prompts of the file, to the options."""
     others = ("output", "rows", "bytes")
     if options.prompts is None:
         if asked := [name for name in others if getattr(options, name) is not None]:
@@ -87,9 +90,6 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(f"argument --{name.replace('_', '-')}: does not go with --prompts")
     if options.rows is not None and options.bytes is not None:
         parser.error("argument --bytes: instead of --rows")
-    for name in ("rows", "bytes"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            parser.error(f"argument --{name}: must be at least 1")
     try:
         options.lines = list(_lines(Path(options.prompts)))
     except (OSError, ValueError) as error:
@@ -97,9 +97,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code: 1 where some prompt could not be read. Raises: UserError."""
+    """Answer the prompts. The exit code is 1 if a prompt could not be read. Raises: UserError."""
     from h2o import models
-    from h2o.evaluation.fitting import check_fit
     from h2o.evaluation.setting import from_config
     from h2o.hf.rows.generate_all import generate_all
     from h2o.hf.rows.request import Request
@@ -115,11 +114,7 @@ def run(options: argparse.Namespace) -> int:
         progress.say(f"{len(done)} of {len(options.lines)} answers are there")
     if not lines:
         return 0
-    fit = check_fit([from_config(options.config)])
-    how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load_model(
-        options.model, **how, attn_implementation=None, say=progress.say, check=fit
-    )
+    model, tokenizer = load_model(options, [from_config(options.config)], progress.say)
     requests = [
         Request(
             models.messages(line.prompt, options.system)
@@ -200,16 +195,11 @@ def _line(number: int, content: Any) -> Line:
 
 
 def _digest(options: argparse.Namespace) -> str:
-    """Digest of what answers depend on beside their prompt. Another model may lie at the same
-    path."""
-    lying = files_fingerprint([options.model]) if options.model else ""
-    facts = [asdict(options.config), options.model, lying, options.dtype, options.max_new_tokens]
-    return _sha256([*facts, options.chat, options.system, options.pin])
-
-
-def _sha256(facts: Any) -> str:
-    text = json.dumps(facts, default=str, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    """Digest of what answers depend on beside their prompt, with the model's files, since another
+    model may be at the same path."""
+    files = files_fingerprint([options.model]) if options.model else ""
+    facts = {x: getattr(options, x) for x in SETTINGS}
+    return fingerprint({**facts, "config": asdict(options.config), "files": files})
 
 
 def _answer(line: Line, result: Result, settings: str) -> dict[str, Any]:

@@ -7,10 +7,10 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-__all__ = ["ARTICLE", "article", "checked", "read"]
+__all__ = ["ARTICLE", "article", "check_encoding", "read"]
 
 ARTICLE = "lighthouse.txt"
-"""Of h2o/data: 2100 tokens about a lighthouse that there is not, so that no model knows it."""
+"""A file of h2o/data: 2100 tokens about an invented lighthouse, so that no model has seen it."""
 
 
 def article() -> str:
@@ -34,7 +34,7 @@ def read(parser: argparse.ArgumentParser, argument: str, name: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def checked(parser: argparse.ArgumentParser, argument: str, text: str | None) -> str | None:
+def check_encoding(parser: argparse.ArgumentParser, argument: str, text: str | None) -> str | None:
     """The text of an argument; ends with an error for bytes that are no UTF-8."""
     try:
         if text is not None:

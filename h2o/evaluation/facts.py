@@ -15,7 +15,7 @@ class Fact:
 
     sentence: str
     question: str
-    """Up to where the answer begins."""
+    """The question, up to where the answer begins."""
     answer: str
     """Begins with a space."""
 
@@ -38,35 +38,36 @@ WORDS = (
 )  # fmt: skip
 
 
-def asked(question: str, answer_begins: str) -> str:
+def ask(question: str, answer_begins: str) -> str:
+    """A question with the beginning of the answer."""
     return f"\n\nQuestion: {question}\nAnswer: {answer_begins}"
 
 
 def number(draw: random.Random) -> Fact:
     town, digits = draw.choice(TOWNS), str(draw.randint(10000, 99999))
     begins = f"The secret number of {town} is"
-    question = asked(f"What is the secret number of {town}?", begins)
+    question = ask(f"What is the secret number of {town}?", begins)
     return Fact(f"{begins} {digits}.", question, f" {digits}")
 
 
 def place(draw: random.Random) -> Fact:
     name, thing = draw.choice(NAMES), draw.choice(THINGS)
     begins = f"{name} keeps the spare key under the"
-    question = asked(f"Where does {name} keep the spare key?", begins)
+    question = ask(f"Where does {name} keep the spare key?", begins)
     return Fact(f"{begins} {thing}.", question, f" {thing}")
 
 
 def password(draw: random.Random) -> Fact:
     town, words = draw.choice(TOWNS), " ".join(draw.sample(WORDS, 2))
     begins = f"The password of the library in {town} is"
-    question = asked(f"What is the password of the library in {town}?", begins)
+    question = ask(f"What is the password of the library in {town}?", begins)
     return Fact(f"{begins} {words}.", question, f" {words}")
 
 
 def gate(draw: random.Random) -> Fact:
     town, name = draw.choice(TOWNS), f"{draw.choice('BCDFGHJK')}{draw.randint(11, 99)}"
     begins = f"The ferry to {town} leaves from gate"
-    question = asked(f"From which gate does the ferry to {town} leave?", begins)
+    question = ask(f"From which gate does the ferry to {town} leave?", begins)
     return Fact(f"{begins} {name}.", question, f" {name}")
 
 
@@ -75,14 +76,14 @@ def pairs(draw: random.Random) -> Fact:
     names, numbers = draw.sample(NAMES, 10), draw.sample(range(100, 1000), 10)
     entries = [f"{name} {digits}" for name, digits in zip(names, numbers, strict=True)]
     name, digits = draw.choice(entries).split()
-    question = asked(f"Which room does {name} have?", f"The rooms of the guests: {name}")
+    question = ask(f"Which room does {name} have?", f"The rooms of the guests: {name}")
     return Fact(f"The rooms of the guests: {', '.join(entries)}.", question, f" {digits}")
 
 
 def paraphrase(draw: random.Random) -> Fact:
     """A question that repeats little of the sentence but a name."""
     name, digits = draw.choice(NAMES), str(draw.randint(1000, 9999))
-    question = asked(f"What must I dial to reach {name}?", f"To reach {name}, dial")
+    question = ask(f"What must I dial to reach {name}?", f"To reach {name}, dial")
     return Fact(f"Call {name} on the telephone number {digits}.", question, f" {digits}")
 
 

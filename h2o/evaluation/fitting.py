@@ -1,4 +1,4 @@
-"""Whether settings go with a model, which is asked before anything that takes long."""
+"""Check that settings go with a model, before anything that takes long."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["check_fit", "try_on"]
 
 
 def check_fit(settings: Iterable[Setting], *, full_cache: bool = False) -> Callable[[Any], None]:
-    """What `h2o.models.load_model` calls with a model's config and then with the model.
+    """A check that `h2o.models.load_model` calls with a model's config and then with the model.
 
     Args:
-        settings: to be tried one after the other.
-        full_cache: whether "full" is an `H2OCache` too, and not what transformers has.
+        settings: the settings to check, in this order.
+        full_cache: whether "full" is an `H2OCache` too, instead of transformers' own cache.
 
     Returns:
-        a function of a model or its config that raises UserError for the first setting that does
-        not go with it, by its name.
+        a function of a model or its config, which raises UserError with the name of the first
+        setting that does not fit.
     """
     tried = [(x.name, x.config) for x in settings if full_cache or x.variant != "full"]
 
@@ -38,11 +38,11 @@ def check_fit(settings: Iterable[Setting], *, full_cache: bool = False) -> Calla
 
 
 def try_on(model: Any, h2o_config: H2OConfig) -> None:
-    """Makes what a cache of this config needs to know of a model, or of one with this config.
+    """Check that a cache of this config fits a model, or a model of this config.
 
-    Raises: `UnsupportedError` for a model that h2o cannot serve, or not in this way; ValueError for
-    a profile of another model, or a `kv_dtype` that its head dimension does not go with; TypeError
-    for a model in float64.
+    Raises: `UnsupportedError` for a model that h2o does not support, at all or with this config;
+    ValueError for a profile of another model, or a `kv_dtype` that its head dimension does not fit;
+    TypeError for a model in float64.
     """
     from h2o import borrowed
     from h2o.hf.cache.cache import H2OCache

@@ -1,8 +1,8 @@
 """The lm-eval model "h2o": log-likelihoods and texts of a model with an evicting cache.
 
-lm-eval's own Hugging Face model (`HFLM`) loads, tokenizes and generates; what is new is how a
-log-likelihood comes about, by one of the protocols of `h2o.evaluation.protocols`. No logits are
-reused between requests, so that numbers do not depend on batches. lm-eval: Gao et al., "A framework
+lm-eval's own Hugging Face model (`HFLM`) loads, tokenizes and generates. Log-likelihoods are
+computed by one of the protocols of `h2o.evaluation.protocols`. No logits are reused between
+requests, so results do not depend on batches. lm-eval: Gao et al., "A framework
 for few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-harness.
 """
 
@@ -33,6 +33,7 @@ from h2o.evaluation.protocols import PROTOCOLS, Tally, check, one_token_note
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.questions import question_tokens
 from h2o.evaluation.setting import Setting, from_config, from_options
+from h2o.evaluation.text_tasks import is_text_request
 from h2o.hf.attention.attention import switch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.tuned_prompts import check_no_tuned_prompt
@@ -42,35 +43,34 @@ from h2o.processes import world_size
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
 
 CPU_BATCH = 8
-"""What batch_size=auto means there: lm-eval would try larger ones until memory runs out, which on
-a CPU ends in the machine's standstill instead of an error."""
+"""The batch size on a CPU for batch_size=auto. lm-eval would try larger ones until memory runs out,
+which on a CPU hangs the machine instead of raising an error."""
 
 POLICY = ("variant", *PARAMETERS)
 
 OF_CACHES = {"drop": "context", "read": "document"}
-"""What a real cache cuts, by protocol."""
+"""The text that a real cache cuts, by protocol."""
 
 Request = tuple[Any, list[int], list[int]]
-"""What lm-eval passes on: (key, context, continuation), the latter two in tokens."""
+"""A request as lm-eval passes it: (key, context, continuation), the latter two in tokens."""
 
 log = logging.getLogger(__name__)
 
 
 @register_model("h2o")
 class H2OLM(HFLM):
-    """`--model h2o`; arguments beside HFLM's own:
+    """lm-eval's model "h2o", with these arguments beside those of HFLM.
 
     Args:
-        pretrained: a name or folder; without it the embedded SmolLM2-135M-Instruct.
-        device: any that torch has; "cuda", which lm-eval says by default, is "cpu" without one.
+        pretrained: a name or folder, by default the embedded SmolLM2-135M-Instruct.
+        device: a device of torch. "cuda", lm-eval's default, becomes "cpu" if torch has none.
         batch_size: "auto" is 8 on the CPU.
         protocol: "simulate", "drop" or "read".
         variant: "h2o" (default), "full", or in simulation "local", "global", "flexgen".
-        heavy, recent, and every other field of `H2OConfig`; or, from Python, `h2o_config`, one of
-            these.
+        heavy, recent, and every other field of `H2OConfig`; or, from Python, an `h2o_config`.
         prompt_length: "simulate" only: tokens before the first eviction.
-        ratio_of: what fractions refer to: "text" (default in simulation) or "prompt" (always
-            so in "drop" and "read", where it is the context, or its document).
+        ratio_of: what fractions refer to, "text" or "prompt". The default is "text" in simulation.
+            In "drop" and "read" it is always "prompt": the context, or its document.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class H2OLM(HFLM):
         prompt_length: int = 1,
         ratio_of: str | None = None,
     ) -> None:
-        """Evaluate with this setting from now on, the model staying loaded.
+        """Evaluate with this setting from now on, without loading the model again.
 
         Raises: ValueError for a setting that does not go with the protocol or the model.
         """
@@ -141,7 +141,7 @@ class H2OLM(HFLM):
         self.tally, self.is_counting = Tally(), False
 
     def describe(self) -> dict[str, Any]:
-        """How numbers come about, for result files."""
+        """The setting, the protocol and the tally, for result files."""
         return {
             "protocol": self.protocol,
             **self.setting.describe(),
@@ -170,8 +170,8 @@ class H2OLM(HFLM):
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         if self.is_counting:
             return answers
-        # Longest first, as in HFLM: the largest batch comes at once, and the time left is
-        # never understated.
+        # Longest first, as in HFLM: a batch that is too large fails at once, and the time left
+        # is never understated.
         order = sorted(
             range(len(requests)),
             key=lambda i: (-len(requests[i][1]) - len(requests[i][2]), *requests[i][1:]),
@@ -189,17 +189,17 @@ class H2OLM(HFLM):
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[Any]:
         """Answers lm-eval's requests, and the requests of `h2o.evaluation.text_tasks`."""
-        others = [x for x in requests if not text_tasks.is_of_text(x)]
+        others = [x for x in requests if not is_text_request(x)]
         known = iter(super().loglikelihood(others, disable_tqdm) if others else ())
-        of_texts = text_tasks.answers(self, [x for x in requests if text_tasks.is_of_text(x)])
-        return [next(of_texts if text_tasks.is_of_text(x) else known) for x in requests]
+        of_texts = text_tasks.answer_requests(self, filter(is_text_request, requests))
+        return [next(of_texts if is_text_request(x) else known) for x in requests]
 
     def count(self, kind: str, arguments: Sequence[tuple[Any, ...]]) -> Tally:
-        """What requests of a kind come to, without asking the model.
+        """The tally of requests of a kind, without running the model.
 
         Args:
             kind: lm-eval's: "loglikelihood", "loglikelihood_rolling" or "generate_until".
-            arguments: of each request.
+            arguments: arguments of each request.
         """
         before, self.tally, self.is_counting = self.tally, Tally(), True
         try:
@@ -212,7 +212,7 @@ class H2OLM(HFLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Does as HFLM, with the windows of all texts in one call."""
+        """Log-likelihoods of whole texts, with HFLM's windows of all texts in one call."""
         windows = list[Request]()
         starts = [0]
         for (text,) in (request.args for request in requests):
@@ -233,7 +233,7 @@ class H2OLM(HFLM):
         return sums
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """HFLM's, by rows that are refilled as answers end where `h2o.generate_all` serves them."""
+        """Generate as HFLM does, in the rows of `h2o.generate_all` where they are supported."""
         for context, how in (request.args for request in requests):
             if self.protocol != "simulate":
                 new = normalize_gen_kwargs(how, self.max_gen_toks)["max_gen_toks"]
@@ -244,7 +244,7 @@ class H2OLM(HFLM):
             return [""] * len(requests)
         by_rows, by_batches = list[int](), list(range(len(requests)))
         if self.protocol == "drop":
-            by_rows, by_batches = until.divided(self, self.setting, requests)
+            by_rows, by_batches = until.divide_requests(self, self.setting, requests)
         # Drawn before batches, which sample from the same generator.
         seed = int(torch.randint(2**62, (), device="cpu")) if by_rows else 0
         texts = dict[int, str]()
@@ -252,7 +252,7 @@ class H2OLM(HFLM):
             chosen = [requests[index] for index in by_batches]
             texts |= zip(by_batches, super().generate_until(chosen, disable_tqdm), strict=True)
         if by_rows:
-            texts |= until.texts(
+            texts |= until.generate_texts(
                 self,
                 self.setting,
                 requests,
@@ -267,8 +267,8 @@ class H2OLM(HFLM):
         return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))
 
     def _batches(self, order: list[int], requests: Sequence[Request], size: int) -> list[list[int]]:
-        """Indices of requests, at most `size` in each; alone where the longest text of a batch
-        would choose the rotary angles of all."""
+        """Indices of requests in batches of at most `size`. A text whose length decides about
+        rotary angles is a batch alone."""
 
         def is_long(i: int) -> bool:
             return any(self.angles.regime(len(requests[i][1]) + len(requests[i][2])))
@@ -288,7 +288,7 @@ class H2OLM(HFLM):
         return super()._detect_batch_size(*args, **kwargs)
 
     def _fit(self, context: list[int], continuation: list[int]) -> list[int]:
-        """The text, cut from the left to what the model takes, as HFLM does."""
+        """Cut a text from the left to the length that the model supports, as HFLM does."""
         return (context + continuation)[-(self.max_length + 1) :]
 
     def _count(self, context: list[int], continuation: list[int]) -> None:
@@ -310,7 +310,7 @@ class H2OLM(HFLM):
         self.tally.truncated += cut > 0
 
     def _hold(self, text: list[int]) -> None:
-        """Counts what is kept of a text that is simulated, or of a prompt."""
+        """Count the keys that are kept of a simulated text, or of a prompt."""
         seen = len(self._parts(text)[0])
         prompt = seen
         if self.protocol == "simulate" and self.ratio_of == "prompt":
@@ -318,10 +318,11 @@ class H2OLM(HFLM):
         self.add(seen, prompt)
 
     def add(self, seen: int, prompt: int) -> None:
-        """Counts a request whose text has so many tokens."""
+        """Count a request with a text of `seen` tokens."""
         self.tally.requests += 1
         self.tally.tokens_seen += seen
-        self.tally.tokens_kept += self.setting.holding.for_model(self.model).held(seen, prompt)
+        config = self.setting.answering_config.for_model(self.model)
+        self.tally.tokens_kept += config.held(seen, prompt)
 
     def _simulate(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         logits = protocols.simulate(
@@ -344,19 +345,19 @@ class H2OLM(HFLM):
         return [self._answer(x, tokens) for x, tokens in zip(logits, continuations, strict=True)]
 
     def _parts(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """What is cut before the rest is read, and that."""
+        """Split a prompt into the document, after which the cache is cut, and the question."""
         n = question_tokens(prompt, self.tokenizer) if self.protocol == "read" else 0
         return prompt[: len(prompt) - n], prompt[len(prompt) - n :]
 
     def _prompts(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor, H2OCache]:
-        """Ids and mask [B, n] of prompts, and the cache that goes with them: new, or it has read
-        the documents, whose columns are the first."""
+        """Ids and mask [B, n] of prompts, and their cache, which is empty or, with protocol "read",
+        holds the documents, the first padded columns."""
         parts = list(zip(*map(self._parts, texts), strict=True))
-        document, question = (protocols.padded(x, pad=self.tokenizer.pad_token_id) for x in parts)
+        document, question = (protocols.pad_rows(x, pad=self.tokenizer.pad_token_id) for x in parts)
         ids, mask = (torch.cat(x, dim=1) for x in zip(document, question, strict=True))
         if self.protocol == "read":
             how = self._forward, self.model, self.setting
-            return ids, mask, protocols.documents(*how, *document, self.tokenizer)
+            return ids, mask, protocols.read_documents(*how, *document, self.tokenizer)
         return ids, mask, H2OCache(self.model.config, self.setting.config.for_model(self.model))
 
     def _forward(self, last: int, ids: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
@@ -394,6 +395,6 @@ class H2OLM(HFLM):
         texts = [ids[real.bool()].tolist() for ids, real in zip(context, mask, strict=True)]
         ids, mask, kwargs[borrowed.CACHE] = self._prompts(texts)
         kwargs["attention_mask"] = mask.to(context.device)
-        more = ids.shape[1] - columns  # pads between documents and questions
+        more = ids.shape[1] - columns  # padding between documents and questions
         tokens = super()._model_generate(ids.to(context.device), max_length + more, *args, **kwargs)
         return tokens[:, more:]

@@ -1,12 +1,12 @@
-"""The task h2o_needles: whether facts within a long text can still be told at its end.
+"""The task h2o_needles: whether facts within a long text are still found at its end.
 
 A sentence (`h2o.evaluation.facts`) is hidden in a piece of a text. The piece is the prompt of a
-real `H2OCache`, which is cut to its budget before the question is known; then the question goes in,
-and the answer counts if greedy decoding writes it, token by token. What no token attends to while
-the text is read has to survive that cut: the hard case of every eviction (compare Kamradt, "Needle
-in a haystack", 2023). With decoys a text has several facts of each of two kinds, which differ in
-their subjects alone, and each is asked for from the same cut cache: a cache that keeps only one of
-a kind does not pass.
+real `H2OCache`, which is cut to its budget before the question is known. The question follows, and
+the answer counts if greedy decoding writes it token by token. Keys that no token attends to during
+the prefill have to survive the cut, which is the hard case of every eviction (compare Kamradt,
+"Needle in a haystack", 2023). With decoys a text has several facts of each of two kinds, which
+differ in their subjects alone. Each fact is asked for from the same cut cache, so a cache that
+keeps only one of a kind does not pass.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = [
     "answer",
     "dataset",
     "encode",
-    "fed",
-    "found",
-    "found_share",
-    "kinds_of",
+    "find_facts",
+    "make_trials",
+    "mean_and_error",
+    "parse_kinds",
     "results",
     "share",
-    "trials",
+    "split_fed",
 ]
 
 LENGTHS = (256, 512, 1024)
@@ -72,7 +72,7 @@ class Trial:
     facts: tuple[Hidden, ...]
 
     @property
-    def asked(self) -> list[tuple[str, str]]:
+    def questions(self) -> list[tuple[str, str]]:
         """Question and answer of each fact."""
         return [(x.fact.question, x.fact.answer) for x in self.facts]
 
@@ -83,10 +83,10 @@ Asked = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 def dataset(
     file: str | None = None,
-    lengths: int | Sequence[int] = LENGTHS,
+    lengths: int | str | Sequence[int] = LENGTHS,
     facts: str | Sequence[str] = "number",
     decoys: int = 0,
-    each: int = 4,
+    each: float = 4,
     tokenizer: str | None = None,
     pretrained: str | None = None,
     **_: Any,
@@ -95,13 +95,16 @@ def dataset(
 
     Args:
         file: plain text, UTF-8, to hide facts in.
-        lengths: tokens of the texts.
-        facts: kinds of facts, names of `h2o.evaluation.facts.KINDS`, or "all".
+        lengths: tokens of the texts, as a list or with commas.
+        facts: kinds of facts with commas, names of `h2o.evaluation.facts.KINDS`, or "all".
         decoys: further facts of the kind that is asked for, and of another one, in each text.
         each: texts of every length, depth and kind.
         tokenizer, pretrained: name or folder of the model's tokenizer.
     """
-    lengths = [lengths] if isinstance(lengths, int) else list(lengths)
+    if decoys < 0:
+        raise UserError(f"--decoys {decoys}: at least 0")
+    if each < 1 or each % 1:
+        raise UserError(f"--limit {each:g}: a number of texts, at least 1")
     text, tokens = text_of(file, "h2o_needles"), tokenizer_of(tokenizer, pretrained)
     return rows(
         [
@@ -110,14 +113,28 @@ def dataset(
                 "length": trial.length,
                 "depths": [x.depth for x in trial.facts],
                 "kinds": [x.kind for x in trial.facts],
-                "asked": {"facts": [list(pair) for pair in trial.asked]},
+                "asked": {"facts": [list(pair) for pair in trial.questions]},
             }
-            for trial in trials(text, tokens, lengths, each, kinds_of(facts), decoys)
+            for trial in make_trials(
+                text, tokens, parse_lengths(lengths), int(each), parse_kinds(facts), decoys
+            )
         ]
     )
 
 
-def kinds_of(facts: str | Sequence[str]) -> list[str]:
+def parse_lengths(lengths: int | str | Sequence[int]) -> list[int]:
+    """Lengths of texts in tokens. Raises: UserError for anything but numbers from 1 on."""
+    parts = [lengths] if isinstance(lengths, int) else lengths
+    try:
+        numbers = [int(x) for x in (parts.split(",") if isinstance(parts, str) else parts)]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UserError(f"--lengths {lengths}: numbers of tokens, such as 256,512")
+    return numbers
+
+
+def parse_kinds(facts: str | Sequence[str]) -> list[str]:
     """The kinds of facts that are asked for. Raises: UserError for a name that is none."""
     names = facts.split(",") if isinstance(facts, str) else facts
     chosen = list(KINDS) if facts == "all" else [name.strip() for name in names]
@@ -136,12 +153,12 @@ def share(texts: Sequence[Sequence[bool]]) -> float:
     return statistics.fmean(itertools.chain(*texts))
 
 
-def trials(
+def make_trials(
     text: str, tokenizer: Any, lengths: Sequence[int], each: int,
     kinds: Sequence[str] = ("number",), decoys: int = 0,
 ) -> list[Trial]:  # fmt: skip
-    """`each` trials of every length, and of every depth and kind of the fact that is asked for,
-    always the same ones.
+    """Make `each` trials of every length, and of every depth and kind of the asked fact, the same
+    ones in every call.
 
     Pieces of the text are taken one after the other, from its start again where it ends; a
     length counts the piece's tokens, to which those of the sentences come. With `decoys` a text
@@ -163,15 +180,15 @@ def trials(
         piece = tokenizer.decode(ids[start : start + length])
         start += length
         if decoys:
-            facts = alike([kinds[(first + i) % len(kinds)] for i in (0, 1)], decoys + 1, draw)
+            facts = draw_alike([kinds[(first + i) % len(kinds)] for i in (0, 1)], decoys + 1, draw)
         else:
             facts = [Hidden(KINDS[kinds[first]](draw), depth, kinds[first])]
-        chosen.append(Trial(length, hidden(piece, facts), tuple(facts)))
+        chosen.append(Trial(length, hide(piece, facts), tuple(facts)))
     return chosen
 
 
-def alike(kinds: Sequence[str], each: int, draw: random.Random) -> list[Hidden]:
-    """So many facts of each kind, no two with the same question, spread over a text at random."""
+def draw_alike(kinds: Sequence[str], each: int, draw: random.Random) -> list[Hidden]:
+    """Draw `each` facts of every kind, no two with the same question, at random depths."""
     facts: dict[str, tuple[str, Fact]] = {}
     for count, kind in enumerate(kinds, 1):
         while len(facts) < count * each:
@@ -185,8 +202,8 @@ def alike(kinds: Sequence[str], each: int, draw: random.Random) -> list[Hidden]:
     ]
 
 
-def hidden(piece: str, facts: Sequence[Hidden]) -> str:
-    """The piece with the sentence of each fact between its own ones."""
+def hide(piece: str, facts: Sequence[Hidden]) -> str:
+    """Put the sentence of each fact between the sentences of the piece."""
     ends = [match.end() for match in re.finditer(r"[.!?;]\s+|\n+", piece)]
     if not ends:
         raise UserError("a piece of the text has no end of a sentence: nowhere to hide a fact")
@@ -197,7 +214,7 @@ def hidden(piece: str, facts: Sequence[Hidden]) -> str:
 
 
 def answer(lm: Any, document: str, facts: Sequence[tuple[str, str]]) -> list[bool]:
-    """Which facts are found, pairs of question and answer. `lm`: an `h2o.evaluation.lm.H2OLM`.
+    """Whether an `h2o.evaluation.lm.H2OLM` finds each fact, a pair of question and answer.
 
     Raises: ValueError for a document that does not go with the model or the protocol.
     """
@@ -211,7 +228,7 @@ def answer(lm: Any, document: str, facts: Sequence[tuple[str, str]]) -> list[boo
             f"{lm.max_length} positions: lower --lengths"
         )
     lm.add(ids.shape[1], ids.shape[1])
-    return [] if lm.is_counting else found(lm.model, lm.setting, ids, asked, lm.tokenizer)
+    return [] if lm.is_counting else find_facts(lm.model, lm.setting, ids, asked, lm.tokenizer)
 
 
 def encode(
@@ -227,13 +244,13 @@ def encode(
     return ids_of(document), pairs
 
 
-def fed(answer: torch.Tensor) -> list[torch.Tensor]:
-    """The tokens [1, 1] of an answer [1, m] but the last, which are read while it is decoded."""
+def split_fed(answer: torch.Tensor) -> list[torch.Tensor]:
+    """The tokens [1, 1] of an answer [1, m] that decoding feeds: all but the last."""
     return [answer[:, i : i + 1] for i in range(answer.shape[1] - 1)]
 
 
 @torch.no_grad()
-def found(
+def find_facts(
     model: Any, setting: Setting, document: torch.Tensor, asked: Asked, tokenizer: Any = None
 ) -> list[bool]:
     """Whether greedy decoding would write each answer: as long as it does, feeding the answer is
@@ -254,7 +271,7 @@ def found(
 def _is_written(model: Any, cache: Any, question: torch.Tensor, answer: torch.Tensor) -> bool:
     """Whether greedy decoding writes the answer to a question. Changes the cache."""
     decoded = []
-    for ids in (question, *fed(answer)):
+    for ids in (question, *split_fed(answer)):
         ids = ids.to(model.device)
         where = positions_after(model, int(cache.get_seq_length()), ids)
         out = model(ids, use_cache=True, **with_cache(cache), **where)
@@ -262,7 +279,7 @@ def _is_written(model: Any, cache: Any, question: torch.Tensor, answer: torch.Te
     return bool(decoded == answer[0].tolist())
 
 
-def found_share(found: Sequence[bool]) -> tuple[float, float]:
+def mean_and_error(found: Sequence[bool]) -> tuple[float, float]:
     """Share of the facts found and its standard error."""
     mean = statistics.fmean(found)
     return mean, (mean * (1 - mean) / max(1, len(found) - 1)) ** 0.5

@@ -1,14 +1,14 @@
-"""How log-likelihoods come about with an evicting cache: as tensors of a batch and forward passes.
+"""Protocols: how the log-likelihoods of a batch are computed with an evicting cache.
 
-- "simulate": one forward over context and continuation, in which every row sees what a cache would
-  have kept (`h2o.simulated`), from the first token on.
-- "drop": the context as prompt through an `H2OCache`, then the continuation token by token. Its
-  first token is predicted from the full prompt, before anything is dropped, so answers of one token
-  cannot feel the budget; `Tally` counts them.
-- "read": the same, but that the prompt is cut to the budget before its question
-  (`h2o.evaluation.questions`) is read, as where a document is there before anybody asks.
+- "simulate": one forward pass over context and continuation, in which every row sees the keys that
+  a cache would have kept (`h2o.simulated`). Eviction starts with the first token.
+- "drop": prefill of the context with an `H2OCache`, then the continuation token by token. The first
+  token of the continuation is predicted from the full prompt, before anything is evicted. No budget
+  can change answers of one token; `Tally` counts them.
+- "read": as "drop", but the cache is cut before the question of the prompt
+  (`h2o.evaluation.questions`), as if the document was there before anybody asked.
 
-Rows are padded with a mask, and budgets are each row's own: numbers do not depend on batches.
+Rows are padded with a mask and have budgets of their own, so results do not depend on batches.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = [
     "Tally",
     "by_cache",
     "check",
-    "documents",
     "one_token_note",
-    "padded",
+    "pad_rows",
+    "read_documents",
     "simulate",
 ]
 
@@ -47,14 +47,14 @@ columns"""
 
 @dataclasses.dataclass
 class Tally:
-    """What happened since `H2OLM.use`; part of every result file."""
+    """Counts of requests and tokens since `H2OLM.use`; part of every result file."""
 
     requests: int = 0
     one_token_answers: int = 0
     truncated: int = 0
     tokens_seen: int = 0
     tokens_kept: int = 0
-    """Summed over requests, as `tokens_seen`: at the end of the text ("simulate"), of the prompt
+    """Sum over requests, like `tokens_seen`, at the end of the text ("simulate"), of the prompt
     ("drop") or of the document ("read")."""
 
     def __add__(self, other: Tally) -> Tally:
@@ -63,14 +63,17 @@ class Tally:
 
 
 def check(setting: Setting, protocol: str, prompt_length: int, ratio_of: str | None) -> str:
-    """What fractions refer to; ValueError for what does not go together."""
+    """The text that fractions refer to, "text" or "prompt".
+
+    Raises: ValueError for a setting, a protocol and options that do not go together.
+    """
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol is simulate, drop or read, not {protocol!r}")
     if setting.reads_twice and protocol != "read":
-        raise ValueError(f"{setting.why_not_dropping}; use protocol=read")
+        raise ValueError(f"{setting.why_no_cache}; use protocol=read")
     if protocol != "simulate":
-        if not setting.has_cache:
-            raise ValueError(f"{setting.why_not_dropping}; use protocol=simulate")
+        if setting.is_mask:
+            raise ValueError(f"{setting.why_no_cache}; it goes with protocol=simulate only")
         if prompt_length != 1 or ratio_of not in (None, "prompt"):
             raise ValueError(
                 f"protocol={protocol} takes the context as prompt, and fractions of it: "
@@ -85,21 +88,21 @@ def check(setting: Setting, protocol: str, prompt_length: int, ratio_of: str | N
 def one_token_note(answers: int, requests: int) -> str:
     return (
         f"protocol=drop: {answers} of {requests} requests have answers of one "
-        "token, which is predicted before anything is dropped: no budget can change them"
+        "token, which is predicted before anything is evicted: no budget can change them"
     )
 
 
 def simulate(
     forward: Forward, model: Any, texts: Sequence[list[int]], tails: Sequence[int], **how: Any
 ) -> list[Tensor]:
-    """One forward over the whole texts, right-padded.
+    """Run one forward pass over the whole texts, right-padded.
 
     Args:
         tails: tokens at the end of each text that are to be predicted.
         how: the rest of `h2o.simulated`'s arguments.
 
     Returns:
-        Of each text the logits [tail, vocabulary].
+        The logits [tail, vocabulary] of each text.
     """
     longest = max(map(len, texts)) - 1
     ids = torch.zeros(len(texts), longest, dtype=torch.long, device="cpu")
@@ -117,8 +120,8 @@ def simulate(
     ]
 
 
-def padded(rows: Sequence[list[int]], left: bool = True, pad: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows of tokens as ids [B, n] and a mask [B, n], 0 at a pad."""
+def pad_rows(rows: Sequence[list[int]], left: bool = True, pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Pad rows of tokens to ids [B, n] and a mask [B, n], 0 at padding."""
     longest = max(map(len, rows))
     ids = torch.full((len(rows), longest), pad, dtype=torch.long, device="cpu")
     mask = torch.zeros_like(ids)
@@ -129,10 +132,10 @@ def padded(rows: Sequence[list[int]], left: bool = True, pad: int = 0) -> tuple[
     return ids, mask
 
 
-def documents(
+def read_documents(
     forward: Forward, model: Any, setting: Setting, ids: Tensor, mask: Tensor, tokenizer: Any
 ) -> H2OCache:
-    """A cache that has read left-padded documents [B, n], and been cut to its budget."""
+    """Read left-padded documents [B, n] with a new cache, and cut the cache to its budget."""
     if setting.reads_twice:
         mask = mask.to(model.device)
         return compress_document(
@@ -140,12 +143,12 @@ def documents(
         )
     config = setting.config.for_model(model)
     cache = H2OCache(model.config, config, prompt_length=mask.sum(1).tolist())
-    forward(1, ids, mask, position_ids=positions(mask), use_cache=True, **with_cache(cache))
+    forward(1, ids, mask, position_ids=number_positions(mask), use_cache=True, **with_cache(cache))
     return cache
 
 
-def positions(mask: Tensor) -> Tensor:
-    """Of tokens [B, n], counted from each row's first."""
+def number_positions(mask: Tensor) -> Tensor:
+    """Positions of tokens [B, n], counted from the first token of each row."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
@@ -155,18 +158,18 @@ def by_cache(
     continuations: Sequence[list[int]],
     cache: H2OCache,
 ) -> list[Tensor]:
-    """What the cache has not read of left-padded prompts, then all continuations token by token.
+    """Read what is left of left-padded prompts, then all continuations token by token.
 
     Args:
-        prompts: ids and mask [B, n]; the cache holds the first columns already, or none.
+        prompts: ids and mask [B, n]. The cache may hold the first padded columns already.
 
     Returns:
-        Of each continuation the logits [its tokens, vocabulary].
+        The logits [tokens, vocabulary] of each continuation.
     """
     longest = prompts[0].shape[1]
-    rest = padded([tokens[:-1] for tokens in continuations], left=False)
+    rest = pad_rows([tokens[:-1] for tokens in continuations], left=False)
     ids, mask = (torch.cat(parts, dim=1) for parts in zip(prompts, rest, strict=True))
-    places, logits = positions(mask), []
+    places, logits = number_positions(mask), []
     steps = ((t, t + 1) for t in range(longest, ids.shape[1]))
     for start, stop in [(cache.get_seq_length(), longest), *steps]:
         logits.append(

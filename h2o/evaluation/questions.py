@@ -19,12 +19,12 @@ def question_start(text: str) -> int:
 
 
 def question_tokens(tokens: list[int], tokenizer: Any) -> int:
-    """How many tokens at the end of a request ask about what stands before them.
+    """Number of tokens of the question at the end of a request, from `question_start` on.
 
-    They begin at `question_start`. Of a single line it is the last token.
+    In a request of a single line the question is the last token.
 
     Args:
-        tokens: of the request, at least two.
+        tokens: the tokens of the request, at least two.
 
     Returns:
         A number from 1 to one less than there are tokens.

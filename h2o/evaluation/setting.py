@@ -17,18 +17,17 @@ __all__ = [
     "GRAMMAR",
     "OPTIONS",
     "Setting",
-    "footnote",
     "from_config",
     "from_options",
+    "load_shares",
     "parse",
     "parse_all",
-    "shares_of",
     "with_profile",
 ]
 
 OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "head_shares", "min_tokens")
-"""Fields of H2OConfig that may follow after slashes. Budgets stand before these, and a profile as
-`head_shares` is said by the kind."""
+"""Fields of H2OConfig that may follow after slashes. Budgets stand before the slashes, and the kind
+of a setting says whether it has a profile."""
 
 VARIANTS = ("local", "global", "flexgen")
 """The published masks (`h2o.evaluation.published_masks`), by name."""
@@ -41,25 +40,21 @@ h2o:BUDGET              the same with half of the budget each
 local:RECENT            the recent keys only, a sliding window
 sink:SINKS+RECENT       the first keys and the recent ones (StreamingLLM)
 authors:BUDGET          H2OConfig.authors(BUDGET)
-authors-bytes:BUDGET    H2OConfig.authors(BUDGET, budget_unit="bytes")
 robust:BUDGET           H2OConfig.robust(BUDGET)
-robust-bytes:BUDGET     H2OConfig.robust(BUDGET, budget_unit="bytes")
 echo:BUDGET             H2OConfig.echo(BUDGET)
-echo-bytes:BUDGET       H2OConfig.echo(BUDGET, budget_unit="bytes")
 calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one that comes with h2o
-calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, budget_unit="bytes")
 reread:BUDGET           H2OConfig.robust(BUDGET) after two readings of the document (needles, tasks)
-reread-bytes:BUDGET     H2OConfig.robust(BUDGET, budget_unit="bytes") after two (needles and tasks)
 random:BUDGET           sinks and recent keys of robust, the others drawn at random: a baseline
-random-bytes:BUDGET     the same with budget_unit="bytes"
+authors-bytes:BUDGET    H2OConfig.authors(BUDGET, budget_unit="bytes"); so with each preset, reread
+                        and random
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
 mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
 A number with a point is a fraction of the text, one without is a number of tokens. Options
 follow after slashes, as in h2o:0.1+0.1/sinks=4/score_by=mean/value_weighted=true; there are
 {", ".join(OPTIONS)}.
-Only real caches can have positions=cache_relative. shares is echo, with score_by=mean-echo.
-A setting keeps what it says: min_tokens is 0 where it is not given."""
+Only real caches can have positions=cache_relative. head_shares is echo, with score_by=mean-echo.
+min_tokens is 0 unless it is given."""
 
 KINDS = (
     "full",
@@ -71,7 +66,7 @@ KINDS = (
     *(f"mask-{x}" for x in VARIANTS),
 )
 LISTED = ", ".join(kind for kind in KINDS if not kind.endswith("-bytes"))
-"""What errors name: of two that differ in what fractions are of, one is enough."""
+"""The kinds that errors name. -bytes is left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,53 +74,46 @@ class Setting:
     """One column of a comparison: a policy, or a variant of the simulation."""
 
     name: str
-    """As the user wrote it."""
-    kind: str
-    """What stands before the colon."""
+    """The setting as the user wrote it."""
     variant: str
     """"full", "h2o", "reread", or one of `VARIANTS`."""
     config: H2OConfig
     """H2OConfig.full() for "full"."""
 
     @property
-    def dropping(self) -> bool:
-        """Whether a real cache can do it while it reads."""
+    def is_cache(self) -> bool:
+        """Whether a cache that reads the text once does it."""
         return self.variant in ("full", "h2o")
 
     @property
     def reads_twice(self) -> bool:
-        """Whether the document is read twice."""
+        """Whether the cache reads the document twice, by `h2o.compress_document`."""
         return self.variant == "reread"
 
     @property
-    def has_cache(self) -> bool:
-        """Whether a real cache can do it, while it reads or after `h2o.compress_document`."""
-        return self.dropping or self.reads_twice
+    def is_mask(self) -> bool:
+        """Whether only a simulation does it."""
+        return self.variant in VARIANTS
 
     @property
-    def holding(self) -> H2OConfig:
-        """What the cache that answers has."""
+    def answering_config(self) -> H2OConfig:
+        """The config of the cache that answers, after all readings."""
         return self.config.after_reading if self.reads_twice else self.config
 
     @property
-    def why_not_dropping(self) -> str:
-        """What an error says of it."""
+    def why_no_cache(self) -> str:
+        """What errors say where `is_cache` is needed."""
         why = "two readings, for needles and tasks" if self.reads_twice else "a mask, no cache"
         return f"{self.name}: {why}"
 
     @property
     def sees_future(self) -> bool:
-        """Whether its rows see which tokens will matter later, as no cache can: its numbers are
-        too good, and tables mark them with `star`."""
+        """Whether rows see which tokens will matter later, as no cache can. The numbers are then
+        too good, and tables mark them."""
         return self.variant == "global"
 
-    @property
-    def star(self) -> str:
-        """What follows its name in tables; `footnote` says why."""
-        return " *" if self.sees_future else ""
-
     def describe(self) -> dict[str, Any]:
-        """For result files: plain values only."""
+        """The setting for result files, in plain values."""
         budget = {} if self.variant == "full" else dataclasses.asdict(self.config)
         for name, unset in (("budget", None), ("min_tokens", 0)):  # early files have neither
             if budget.get(name) == unset:
@@ -134,12 +122,6 @@ class Setting:
             budget["head_shares"] = fingerprint(self.config.head_shares.as_dict())
         future = {"sees_future": True} if self.sees_future else {}
         return {"setting": self.name, "variant": self.variant, **future, **budget}
-
-
-def footnote(settings: Iterable[Setting]) -> list[str]:
-    """The line under a table that has a star, none under another."""
-    starred = any(setting.sees_future for setting in settings)
-    return ["* sees the future: not comparable"] if starred else []
 
 
 def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
@@ -158,7 +140,7 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
                 raise ValueError(f"setting {part!r}: unknown; there are {LISTED}")
             if not amounts:
                 raise ValueError(f"{part!r} has no budget: write {head}:BUDGET, or add --budgets")
-            names = ["/".join([_at(head, amount), *options]) for amount in amounts]
+            names = ["/".join([_with_budget(head, amount), *options]) for amount in amounts]
         for name in names:
             settings[name] = parse(name)
     if not settings:
@@ -167,7 +149,7 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
 
 
 def with_profile(settings: Iterable[Setting], profile: Profile) -> list[Setting]:
-    """The same, with a profile where that which comes with h2o was meant."""
+    """The settings, with this profile instead of the one that comes with h2o."""
     chosen = [
         dataclasses.replace(
             setting, config=dataclasses.replace(setting.config, head_shares=profile)
@@ -187,22 +169,24 @@ def parse(text: str) -> Setting:
     kind, colon, numbers = head.partition(":")
     try:
         if kind == "full" and not colon and not options:
-            return Setting(text, kind, "full", H2OConfig.full())
+            return Setting(text, "full", H2OConfig.full())
         amounts = [parse_amount(part) for part in numbers.split("+")] if colon else []
         config, variant = _build(kind, amounts)
+        fields: dict[str, Any] = {"min_tokens": 0}
         if options:
             if variant not in ("h2o", "reread"):
                 raise ValueError(f"{kind} has no options")
-            config = dataclasses.replace(config, **dict(map(_option, options)))
+            fields |= map(_parse_option, options)
+        config = dataclasses.replace(config, **fields)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"setting {text!r}: {error}; h2o eval --help lists what there is"
         ) from None
-    return Setting(text, kind, variant, config)
+    return Setting(text, variant, config)
 
 
-def shares_of(text: str) -> str | Profile:
-    """`H2OConfig.head_shares` as an option says it: by a name, or by the path of a profile.
+def load_shares(text: str) -> str | Profile:
+    """`H2OConfig.head_shares` from an option: a name, or the path of a profile.
 
     Raises: OSError and ValueError for a profile that cannot be read.
     """
@@ -210,27 +194,19 @@ def shares_of(text: str) -> str | Profile:
 
 
 def from_options(variant: str = "h2o", **policy: Any) -> Setting:
-    """The setting of a variant and fields of H2OConfig; `head_shares` as for `shares_of`."""
-    if isinstance(policy.get("head_shares"), str):
-        policy["head_shares"] = shares_of(policy["head_shares"])
+    """The setting of a variant and fields of H2OConfig; `head_shares` as for `load_shares`."""
     if variant == "full":
         if policy:
             raise ValueError(f"variant full keeps every key: {next(iter(policy))} has no meaning")
-        return Setting("full", "full", "full", H2OConfig.full())
+        return parse("full")
     if variant not in ("h2o", *VARIANTS):
         raise ValueError(f"variant is full, h2o, {', '.join(VARIANTS)}, not {variant!r}")
-    config = H2OConfig(**{"min_tokens": 0} | policy)
-    named = [x for x in OPTIONS if x in policy and (x != "head_shares" or config.shares_by_echo)]
-    options = "".join(f"/{name}={policy[name]}" for name in named)
-    kind = variant if variant == "h2o" else f"mask-{variant}"
-    if config.budget is not None:
-        if variant != "h2o":
-            raise ValueError(f"variant {variant} takes heavy and recent, not a budget")
-        kind = "budget"
-    return Setting(f"{kind}:{_amounts(config)}{options}", kind, variant, config)
+    if isinstance(policy.get("head_shares"), str):
+        policy["head_shares"] = load_shares(policy["head_shares"])
+    return from_config(H2OConfig(**{"min_tokens": 0} | policy), variant)
 
 
-def from_config(config: H2OConfig) -> Setting:
+def from_config(config: H2OConfig, variant: str = "h2o") -> Setting:
     """The setting of a config as it is; TypeError for another thing."""
     if not isinstance(config, H2OConfig):
         raise TypeError(f"expected an H2OConfig, not {config!r}")
@@ -241,21 +217,16 @@ def from_config(config: H2OConfig) -> Setting:
     if not config.needs_prompt_length:  # min_tokens has no meaning
         fields["min_tokens"] = 0
     options = "".join(f"/{name}={fields[name]}" for name in OPTIONS if fields[name] != plain[name])
-    kind = "h2o" if config.budget is None else "budget"
-    return Setting(f"{kind}:{_amounts(config)}{options}", kind, "h2o", config)
-
-
-def _amounts(config: H2OConfig) -> str:
-    """What stands after the colon."""
-    return f"{config.heavy}+{config.recent}" if config.budget is None else f"{config.budget}"
+    kind = "h2o" if variant == "h2o" else f"mask-{variant}"
+    amounts = f"{config.heavy}+{config.recent}"
+    if config.budget is not None:
+        if variant != "h2o":
+            raise ValueError(f"variant {variant} takes heavy and recent, not a budget")
+        kind, amounts = "budget", f"{config.budget}"
+    return Setting(f"{kind}:{amounts}{options}", variant, config)
 
 
 def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
-    config, variant = _built(kind, amounts)
-    return dataclasses.replace(config, min_tokens=0), variant
-
-
-def _built(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
     """Config and variant of a kind, with the `min_tokens` of H2OConfig."""
     name = kind.removesuffix("-bytes")
     unit: BudgetUnit = "bytes" if kind.endswith("-bytes") else "keys"
@@ -281,11 +252,11 @@ def _built(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
             return H2OConfig(heavy=heavy, recent=recent), kind.removeprefix("mask-")
     if kind not in KINDS:
         raise ValueError(f"unknown; there are {LISTED}")
-    takes = [line.split()[0] for line in GRAMMAR.splitlines() if line.startswith(f"{kind}:")]
+    takes = [line.split()[0] for line in GRAMMAR.splitlines() if line.startswith(f"{name}:")]
     raise ValueError(f"not the numbers that it takes: {' or '.join(takes) or kind}")
 
 
-def _at(kind: str, budget: int | float) -> str:
+def _with_budget(kind: str, budget: int | float) -> str:
     """The setting of a kind at a budget, half of it heavy where there are two parts."""
     if kind == "sink":
         return f"sink:4+{budget}"
@@ -296,12 +267,12 @@ def _at(kind: str, budget: int | float) -> str:
     return f"{kind}:{budget}"
 
 
-def _option(text: str) -> tuple[str, Any]:
+def _parse_option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if name not in OPTIONS:
         raise ValueError(f"no option {name!r}: {', '.join(OPTIONS)}")
     if name == "head_shares" and value != "echo":
-        raise ValueError(f"shares is echo here, not {value!r}")
+        raise ValueError(f"head_shares is echo here, not {value!r}")
     if name not in (*FIELDS, "min_tokens"):
         return name, value
     try:

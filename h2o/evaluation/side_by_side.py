@@ -22,11 +22,11 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import sanitize_model_name
 
 from h2o.errors import UserError
-from h2o.evaluation import kept_bytes
+from h2o.evaluation.cache_bytes import bytes_share
 from h2o.evaluation.fitting import check_fit
 from h2o.evaluation.lm import H2OLM, POLICY
 from h2o.evaluation.protocols import Tally, check, one_token_note
-from h2o.evaluation.setting import Setting, footnote
+from h2o.evaluation.setting import Setting
 from h2o.evaluation.task_rows import check_rows
 from h2o.evaluation.text_table import table
 from h2o.evaluation.text_tasks import Samples, TextTask
@@ -52,7 +52,7 @@ OF_ONE_SETTING = ("predict_only", "show_config", "check_integrity", "wandb_args"
 """Options of lm-eval that a table of several settings has no place for."""
 
 Measured = dict[str, Any]
-"""What lm-eval returns of one setting, with the model's "tally"."""
+"""lm-eval's results of one setting, with the model's "tally"."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -109,7 +109,7 @@ def compare(
         given = {x: y for x, y in common.items() if y is not None}
         lm = H2OLM(variant="full", **config.model_args, **given)
     check_fit(settings, full_cache=protocol != "simulate")(lm.model)
-    tasks = loaded(manager, config.tasks)
+    tasks = load_tasks(manager, config.tasks)
     origin = provenance(
         lm.model, lm.tokenizer, config.model_args.get("pretrained") or DEFAULT_MODEL
     )
@@ -135,8 +135,8 @@ def compare(
     return "\n".join([first, "", as_table(measured, tasks, lm.model), "", *notes])
 
 
-def loaded(manager: TaskManager, names: Sequence[Any]) -> dict[str, Any]:
-    """Tasks by name, whose rows are what their files say."""
+def load_tasks(manager: TaskManager, names: Sequence[Any]) -> dict[str, Any]:
+    """Load tasks by name, and check that their rows are what their files say."""
     tasks: dict[str, Any] = {}
     for name in names:
         known = name if isinstance(name, str) else name.get("task", str(name))
@@ -148,7 +148,7 @@ def loaded(manager: TaskManager, names: Sequence[Any]) -> dict[str, Any]:
 
 
 def metadata(config: EvaluatorConfig) -> dict[str, Any]:
-    """What tasks that are made up for a tokenizer are told of it; they read folders only."""
+    """Metadata for tasks, with the folder of the tokenizer for tasks that are made for it."""
     name = config.model_args.get("pretrained")
     folder = None
     if name in (None, "", DEFAULT_MODEL):
@@ -160,8 +160,8 @@ def metadata(config: EvaluatorConfig) -> dict[str, Any]:
 
 
 def task_manager(config: EvaluatorConfig) -> TaskManager:
-    """The tasks that are asked for, by their names in `config.tasks`. Those of h2o and of
-    --include_path are looked at first: lm-eval looks for ten seconds at its own."""
+    """A manager of the tasks in `config.tasks`. The tasks of h2o and of --include_path come first,
+    since lm-eval needs ten seconds to list its own."""
     folders = [str(TASKS), *([config.include_path] if config.include_path else [])]
     manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata(config))
     if isinstance(config.tasks, list) and set(config.tasks) <= set(manager.all_tasks):
@@ -178,15 +178,22 @@ def measure(
     output: Path,
     origin: dict[str, Any],
 ) -> Measured | None:
-    """All tasks with the setting in use, and lm-eval's files of it. None in all but the first of
-    several processes. `origin`: what answers depend on beside the setting."""
+    """Measure all tasks with the setting in use, and write lm-eval's files.
+
+    Args:
+        origin: what answers depend on beside the setting.
+
+    Returns:
+        None in all but the first of several processes.
+    """
     how = {x: y for x, y in lm.describe().items() if x not in vars(lm.tally)}
     where = {"output_path": str(output / file_name(lm.setting))}
+    answers = output / "answers" / fingerprint(origin | how)
     tracker = EvaluationTracker(**config.hf_hub_log_args | where)
     results = simple_evaluate(
         model=lm,
         task_manager=manager,
-        use_cache=None if is_cut(config) else str(output / "answers" / fingerprint(origin | how)),
+        use_cache=None if is_tensor_parallel(config) else str(answers),
         log_samples=True,
         evaluation_tracker=tracker,
         fewshot_as_multiturn=bool(config.fewshot_as_multiturn),
@@ -200,7 +207,7 @@ def measure(
     samples = results.pop("samples")
     for logged in samples.values():
         logged.sort(key=lambda sample: sample["doc_id"])  # several processes have them by turns
-    tally = sum((counted(lm, tasks[task], x) for task, x in samples.items()), Tally())
+    tally = sum((count_requests(lm, tasks[task], x) for task, x in samples.items()), Tally())
     units = {name: getattr(task, "UNIT", lm.ratio_of) for name, task in tasks.items()}
     results["config"]["model_args"] = config.model_args
     results["config"]["h2o"] = how | vars(tally) | {"fractions_of": units, "provenance": origin}
@@ -214,9 +221,9 @@ def measure(
     return {**results, "samples": samples, "tally": tally}
 
 
-def is_cut(config: EvaluatorConfig) -> bool:
-    """Whether processes work on each request together. Each would remember answers of its own, and
-    wait for the others where these know one that it does not."""
+def is_tensor_parallel(config: EvaluatorConfig) -> bool:
+    """Whether processes share the work on each request. With a cache of answers in each process one
+    would wait for others that know an answer already."""
     return world_size() > 1 and config.model_args.get("tp_plan") is not None
 
 
@@ -225,8 +232,8 @@ def file_name(setting: Setting) -> str:
     return re.sub(r"[^\w.+=,-]", "_", setting.name)
 
 
-def counted(lm: H2OLM, task: Any, samples: Samples) -> Any:
-    """What the logged requests of a task come to, whether they were asked now or before."""
+def count_requests(lm: H2OLM, task: Any, samples: Samples) -> Any:
+    """The tally of the logged requests of a task, with those answered in an earlier run."""
     kind = "loglikelihood" if task.OUTPUT_TYPE == "multiple_choice" else task.OUTPUT_TYPE
     once = [x for x in samples if x["filter"] == samples[0]["filter"]]  # logged for each filter
     return lm.count(kind, [tuple(x) for sample in once for x in sample["arguments"]])
@@ -238,29 +245,29 @@ def as_table(measured: dict[Setting, Measured], tasks: dict[str, Any], model: An
     rows = []
     for setting, results in measured.items():
         tally = results["tally"]
-        size = kept_bytes.bytes_share(
-            setting, model, tally.tokens_kept, tally.tokens_seen, tally.requests
-        )
+        size = bytes_share(setting, model, tally.tokens_kept, tally.tokens_seen, tally.requests)
         cells = {
-            "setting": setting.name + setting.star,
+            "setting": setting.name + " *" * setting.sees_future,
             "kept": f"{100 * tally.tokens_kept / tally.tokens_seen:.1f}%",
-            "bytes": kept_bytes.shown(size),
+            "bytes": "" if size is None else f"{size:.1f}%",
             "tokens": f"{tally.tokens_kept / tally.requests:.0f}",
         }
         for name, metrics in results["results"].items():
             if isinstance(task := tasks.get(name), TextTask):
                 cells |= task.columns(results["samples"][name], full.get(name))
             else:
-                cells |= {f"{name} {x}": text for x, text in shown_metrics(metrics)}
+                cells |= {f"{name} {x}": text for x, text in format_metrics(metrics)}
         rows.append(cells)
     titles = list(dict.fromkeys(title for cells in rows for title in cells))
     lines = table(titles, [[cells.get(title, "") for title in titles] for cells in rows])
-    return "\n".join([lines, *footnote(measured)])
+    if any(setting.sees_future for setting in measured):
+        lines += "\n* sees the future: not comparable"
+    return lines
 
 
-def shown_metrics(metrics: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, value and its standard error) of the main metric, or of ROUGE all three, and where
-    there is one of accuracy by length-normalized likelihood."""
+def format_metrics(metrics: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name, value and standard error) of the main metric. For ROUGE all three metrics are main
+    ones, and accuracy comes with that by length-normalized likelihood."""
     values: dict[str, str] = {}
     for key, value in metrics.items():
         name, _, filtered = key.partition(",")
@@ -278,7 +285,7 @@ def shown_metrics(metrics: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def lm_eval_arguments(arguments: Sequence[str]) -> Iterator[None]:
-    """lm-eval reads the command line itself, so for its sake this is it."""
+    """Set the command line, which lm-eval reads itself."""
     before = sys.argv
     sys.argv = ["h2o eval", "run", *arguments]
     try:
@@ -289,7 +296,7 @@ def lm_eval_arguments(arguments: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def readable_errors(task: str = "") -> Iterator[None]:
-    """What a wrong task file does to lm-eval, in one line."""
+    """Turn the exceptions that lm-eval raises for a wrong task file into a UserError."""
     from datasets.exceptions import DatasetsError
 
     where = f"task {task}: " if task else ""

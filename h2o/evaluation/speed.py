@@ -1,10 +1,10 @@
 """How fast a model is with the full cache and with h2o's, on this machine.
 
-For each prompt length every cache generates from the same prompt, in turn (A B C, B C A, ...): a
-machine's speed drifts, so what is compared is always of the same round. The full cache is
-transformers' DynamicCache under sdpa, and all of them go through the model's own generate(), as
-they do for those who use them. A streamer takes the times: it is handed the first token at the end
-of the prefill, and the others one by one.
+For each prompt length every cache generates from the same prompt, in turn (A B C, B C A, ...). The
+speed of a machine drifts, so ratios are of runs in the same round. The full cache is transformers'
+DynamicCache under sdpa, and every cache goes through the model's own generate(), as it does for
+users. A streamer takes the times: it gets the first token at the end of the prefill, and the others
+one by one.
 """
 
 from __future__ import annotations
@@ -16,74 +16,19 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from h2o import models, packages
+from h2o import packages
 from h2o.errors import UnsupportedError, UserError
-from h2o.evaluation.fitting import check_fit
 from h2o.evaluation.setting import Setting
 
-__all__ = ["Measurement", "Request", "Result", "measure"]
+__all__ = ["Contender", "measure", "processor"]
 
 PACKAGES = ("h2o-kv", "torch", "transformers", "numpy")
 
-
-@dataclass(frozen=True)
-class Request:
-    """What to measure."""
-
-    settings: Sequence[Setting]
-    """the caches, "full" first"""
-    prompts: Sequence[int] = (512, 2048, 4096)
-    """lengths, in tokens"""
-    model: str | None = None
-    """as for `h2o.models.load_model`"""
-    dtype: str = "auto"
-    device: str = "cpu"
-    """torch's name of it"""
-    tokens: int = 16
-    """decoded after the first, in each round"""
-    rounds: int = 5
-    """after one that is not timed"""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One cache at one prompt length. Times are medians over the rounds."""
-
-    prompt_tokens: int
-    setting: str
-    """"full", or as the grammar of `h2o eval --compare` spells it"""
-    prefill_seconds: float
-    """from the prompt to the first token"""
-    token_seconds: float
-    """of each later one"""
-    tokens_per_second: float
-    bytes_held: int
-    """by the cache at the end: keys, values, and what h2o keeps beside them"""
-    prefill_speedup: float
-    """the full cache's time / this one's, the median over rounds: above 1 this one is faster"""
-    token_speedup: float
-    bytes_ratio: float
-    """this one's bytes / the full cache's"""
-    prefill_samples: list[float]
-    """seconds, by round"""
-    token_samples: list[float]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What was measured, and where; `asdict` of it is the output of --json."""
-
-    model: str
-    dtype: str
-    tokens: int
-    rounds: int
-    machine: dict[str, Any]
-    versions: dict[str, str | None]
-    measurements: list[Measurement]
+Report = Callable[[str], None]
+"""Gets a line before each part."""
 
 
 class TokenTimes:
@@ -94,12 +39,12 @@ class TokenTimes:
         self.times: list[float] = []
 
     def put(self, value: Any) -> None:
-        """First the prompt [1, n], when its reading is about to start, then each token."""
+        """Note the time: first of the prompt, just before the prefill, then of each token."""
         self.synchronize()
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        pass
+        """Nothing is left to note."""
 
 
 class Contender:
@@ -112,7 +57,7 @@ class Contender:
         self.bytes_held = 0
 
     def run(self) -> None:
-        """One round. Raises: UserError for a model or a length that this cache cannot serve."""
+        """Run one round. Raises: UserError for a model or a length that the cache cannot serve."""
         import torch
         from transformers import GenerationConfig
 
@@ -146,64 +91,74 @@ class Contender:
         start, first, *_, last = streamer.times
         self.prefill.append(first - start)
         self.token.append((last - first) / self.tokens)
-        self.bytes_held = bytes_held(cache)
+        self.bytes_held = count_bytes(cache)
 
-    def measured(self, full: Contender) -> Measurement:
-        """Its figures, beside those of the full cache."""
+    def summarize(self, full: Contender) -> dict[str, Any]:
+        """The figures, as medians over rounds, with their ratios to the full cache's.
+
+        A speedup is the full cache's time over this one's. Bytes are those of keys, values, and
+        what h2o keeps beside them, at the end.
+        """
         token = statistics.median(self.token)
-        return Measurement(
-            prompt_tokens=self.ids.shape[1],
-            setting=self.setting.name,
-            prefill_seconds=statistics.median(self.prefill),
-            token_seconds=token,
-            tokens_per_second=1 / token,
-            bytes_held=self.bytes_held,
-            prefill_speedup=median_ratio(full.prefill, self.prefill),
-            token_speedup=median_ratio(full.token, self.token),
-            bytes_ratio=self.bytes_held / full.bytes_held,
-            prefill_samples=self.prefill,
-            token_samples=self.token,
-        )
+        return {
+            "prompt_tokens": self.ids.shape[1],
+            "setting": self.setting.name,
+            "prefill_seconds": statistics.median(self.prefill),
+            "token_seconds": token,
+            "tokens_per_second": 1 / token,
+            "bytes_held": self.bytes_held,
+            "prefill_speedup": median_ratio(full.prefill, self.prefill),
+            "token_speedup": median_ratio(full.token, self.token),
+            "bytes_ratio": self.bytes_held / full.bytes_held,
+            "prefill_samples": self.prefill,
+            "token_samples": self.token,
+        }
 
 
-def measure(request: Request, say: Callable[[str], None]) -> Result:
-    """Loads the model and times every cache at every length; `say` gets a line before each part.
+def measure(
+    model: Any,
+    tokenizer: Any,
+    settings: Sequence[Setting],
+    prompts: Sequence[int],
+    *,
+    tokens: int,
+    rounds: int,
+    say: Report,
+) -> dict[str, Any]:
+    """Time every cache at every prompt length.
 
-    Raises: UserError.
+    Args:
+        settings: the caches, "full" first.
+        prompts: lengths, in tokens.
+        tokens: decoded after the first one, in each round.
+        rounds: after one that is not timed.
+
+    Raises: UserError for a model or a length that a cache cannot serve.
     """
-    models.need_transformers()
-    device = models.torch_device(request.device)
-    fit = check_fit(request.settings)
-    how = {"dtype": request.dtype, "device": request.device}
-    model, tokenizer = models.load_model(
-        request.model, **how, attn_implementation=None, say=say, check=fit
-    )
     limit = getattr(model.config, "max_position_embeddings", None)
-    longest = max(request.prompts) + request.tokens + 1
-    if limit and longest > limit:
+    if limit and max(prompts) + tokens + 1 > limit:
         raise UserError(
-            f"a prompt of {max(request.prompts)} tokens and {request.tokens + 1} new ones are more "
+            f"a prompt of {max(prompts)} tokens and {tokens + 1} new ones are more "
             f"than the {limit} positions of the model: name shorter --prompts"
         )
     measurements = []
-    for length in request.prompts:
-        ids = prompt_ids(tokenizer, length).to(device)
-        contenders = [Contender(x, model, ids, request.tokens) for x in request.settings]
-        take_turns(contenders, request.rounds, lambda text, n=length: say(f"{n} tokens: {text}"))
-        measurements += [contender.measured(contenders[0]) for contender in contenders]
-    return Result(
-        model=request.model or models.DEFAULT_MODEL,
-        dtype=str(model.dtype).removeprefix("torch."),
-        tokens=request.tokens,
-        rounds=request.rounds,
-        machine=machine(device),
-        versions=packages.versions(*PACKAGES),
-        measurements=measurements,
-    )
+    for length in prompts:
+        ids = make_prompt(tokenizer, length).to(model.device)
+        contenders = [Contender(x, model, ids, tokens) for x in settings]
+        take_turns(contenders, rounds, lambda text, n=length: say(f"{n} tokens: {text}"))
+        measurements += [contender.summarize(contenders[0]) for contender in contenders]
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "tokens": tokens,
+        "rounds": rounds,
+        "machine": describe_machine(model.device),
+        "versions": packages.versions(*PACKAGES),
+        "measurements": measurements,
+    }
 
 
-def take_turns(contenders: list[Contender], rounds: int, say: Callable[[str], None]) -> None:
-    """One untimed run of each, in which libraries make themselves ready, then the rounds."""
+def take_turns(contenders: list[Contender], rounds: int, say: Report) -> None:
+    """Run each once untimed, in which libraries make themselves ready, then the rounds."""
     say("warming up")
     for contender in contenders:
         contender.run()
@@ -216,8 +171,8 @@ def take_turns(contenders: list[Contender], rounds: int, say: Callable[[str], No
             contender.run()
 
 
-def prompt_ids(tokenizer: Any, tokens: int) -> Any:
-    """[1, tokens]: the document that h2o ships, repeated as often as needed."""
+def make_prompt(tokenizer: Any, tokens: int) -> Any:
+    """Token ids [1, tokens]: the document that h2o ships, repeated as often as needed."""
     import torch
 
     document = importlib.resources.files("h2o").joinpath("data/lighthouse.txt")
@@ -226,8 +181,8 @@ def prompt_ids(tokenizer: Any, tokens: int) -> Any:
     return torch.tensor([repeated], dtype=torch.long, device="cpu")
 
 
-def bytes_held(cache: Any) -> int:
-    """Of keys, values, and what h2o keeps beside them."""
+def count_bytes(cache: Any) -> int:
+    """Bytes of keys, values, and what h2o keeps beside them."""
     if hasattr(cache, "report"):
         total = cache.report().total
         return total.bytes_held + total.bytes_bookkeeping
@@ -237,11 +192,11 @@ def bytes_held(cache: Any) -> int:
 
 
 def median_ratio(numerators: list[float], denominators: list[float]) -> float:
-    """Of the ratios round by round."""
+    """Median of the ratios, round by round."""
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
-def machine(device: Any) -> dict[str, Any]:
+def describe_machine(device: Any) -> dict[str, Any]:
     """What the figures depend on beside the software."""
     import torch
 
@@ -261,7 +216,7 @@ def machine(device: Any) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The CPU's name, as Linux tells it."""
+    """The CPU's name, from Linux where there is one."""
     try:
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""What the datasets of h2o's own tasks are made from: a local file and a tokenizer."""
+"""The file and the tokenizer that the datasets of h2o's own tasks are made from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def text_of(file: str | None, task: str) -> str:
 
 @functools.cache
 def tokenizer_of(tokenizer: str | None, pretrained: str | None) -> Any:
-    """The tokenizer that lm-eval tells tasks of. Raises: UserError if there is none."""
+    """Load the tokenizer that lm-eval names to tasks. Raises: UserError if there is none."""
     from transformers import AutoTokenizer
 
     if not (name := tokenizer or pretrained):
@@ -30,7 +30,7 @@ def tokenizer_of(tokenizer: str | None, pretrained: str | None) -> Any:
 
 
 def rows(listed: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rows as lm-eval takes them from a task's `custom_dataset`, in a split called test."""
+    """Rows for a task's `custom_dataset`, in a split called test."""
     from datasets import Dataset
 
     return {"test": Dataset.from_list(listed)}

@@ -1,4 +1,4 @@
-"""Whether the rows of a task are what its file says, before lm-eval guesses about them."""
+"""Check that the rows of a task are what its file says, before lm-eval guesses about them."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Tasks of lm-eval whose requests only the model "h2o" can answer: windows of a text, which it
-reads token by token, and facts, which are asked from one cache.
+"""Tasks of lm-eval whose requests only the model "h2o" can answer: windows of a text, and facts to
+find in a text.
 
-Such a request is of lm-eval's kind "loglikelihood", so that lm-eval deals it out, remembers its
-answer and logs it. Its arguments are a text and a dictionary in place of a continuation.
+Such a request is of lm-eval's kind "loglikelihood", so lm-eval distributes it, caches its answer
+and logs it. The arguments are a text, and a dictionary in place of a continuation.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -20,24 +20,32 @@ from h2o.borrowed import attention_name
 from h2o.evaluation import needles, windows
 from h2o.hf.attention.attention import switch
 
-__all__ = ["FileTask", "Needles", "Perplexity", "Samples", "TextTask", "answers", "is_of_text"]
+__all__ = [
+    "FileTask",
+    "Needles",
+    "Perplexity",
+    "Samples",
+    "TextTask",
+    "answer_requests",
+    "is_text_request",
+]
 
 Samples = list[dict[str, Any]]
-"""What lm-eval logs of a task: the metrics of each row by name, and the row as "doc"."""
+"""lm-eval's log of a task: the metrics of each row by name, and the row as "doc"."""
 
 
-def is_of_text(request: Instance) -> bool:
+def is_text_request(request: Instance) -> bool:
     """Whether a request is one of these tasks."""
     return isinstance(request.args[1], dict)
 
 
-def answers(lm: Any, requests: Sequence[Instance]) -> Iterator[Any]:
-    """Answers to requests of these tasks by an `h2o.evaluation.lm.H2OLM`, which remembers each as
-    soon as it is known."""
+def answer_requests(lm: Any, requests: Iterable[Instance]) -> Iterator[Any]:
+    """Answer requests of these tasks by an `h2o.evaluation.lm.H2OLM`, which caches each answer at
+    once."""
     attention = attention_name(lm.model.config)
     hide = lm.is_counting or lm.rank > 0
     try:
-        for request in tqdm(requests, disable=hide, desc=lm.setting.name):
+        for request in tqdm(list(requests), disable=hide, desc=lm.setting.name):
             text, asked = request.args
             if "window" in asked:
                 answer: Any = windows.answer(lm, **asked)
@@ -58,8 +66,8 @@ class FileTask(ConfigurableTask):
         super().__init__(config={x: y for x, y in config.items() if x != "class"})
 
     def build_all_requests(self, *, cache_requests: bool = False, **kwargs: Any) -> None:
-        """Builds what lm-eval's task does, but never from its --cache_requests, which knows tasks
-        by name alone and would take one file's requests for another's."""
+        """Build the requests without --cache_requests, which knows tasks by name alone and would
+        take one file's requests for another's."""
         super().build_all_requests(**kwargs)
 
 
@@ -67,10 +75,10 @@ class TextTask(FileTask):
     """A task whose rows have a "text", and in "asked" what is asked of the text."""
 
     UNIT: str
-    """What fractional budgets are fractions of."""
+    """The text that fractional budgets refer to"""
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> Instance:
-        """One request a row, of the text alone: without examples and chat template."""
+        """Construct one request a row, without examples and chat template."""
         arguments = doc["text"], doc["asked"]
         return Instance("loglikelihood", doc, arguments, 0, metadata=kwargs["metadata"])
 
@@ -116,8 +124,8 @@ class Needles(TextTask):
 
     @staticmethod
     def columns(samples: Samples, full: Samples | None) -> dict[str, str]:
-        """What is found of all facts, of those that the full cache finds (what the model cannot do
-        tells nothing of a cache), and by length, depth and kind of the facts."""
+        """Shares found of all facts, of those that the full cache finds, and by length, depth and
+        kind. Facts that the model cannot find at all say nothing about a cache."""
         facts = [fact for sample in samples for fact in _facts(sample)]
         cells = {"found": _share([x["found"] for x in facts])}
         whole = [x["found"] for sample in full or () for x in _facts(sample)]
@@ -135,7 +143,7 @@ class Needles(TextTask):
 
 
 PARTS = {"length": "{} tokens", "depth": "depth {:.2g}", "kind": "{}"}
-"""What a table has a column for each value of, and its title. Of kinds there may be one only."""
+"""Properties whose values are columns of a table, with the title of a column."""
 
 
 def _facts(sample: dict[str, Any]) -> list[dict[str, Any]]:
@@ -147,4 +155,4 @@ def _facts(sample: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _share(found: Sequence[bool]) -> str:
-    return "{:.2f} ±{:.2f}".format(*needles.found_share(found))
+    return "{:.2f} ±{:.2f}".format(*needles.mean_and_error(found))

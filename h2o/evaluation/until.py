@@ -1,8 +1,8 @@
 """lm-eval's `generate_until` through the rows of `h2o.generate_all`.
 
-A request means what it means to lm-eval's Hugging Face model (`HFLM`) in a batch of its own: by
-HFLM's own functions it is tokenized and cut, its arguments become those of `generate()`, its end is
-found and its text cut.
+Answers are those of lm-eval's Hugging Face model (`HFLM`) for each request in a batch of its own:
+HFLM's functions tokenize and cut the prompt, make the arguments of `generate()`, find the end and
+cut the text.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.rows.generate_all import generate_all, serves
 from h2o.hf.rows.request import Request, decoding_arguments
 
-__all__ = ["by_rows", "divided", "in_rows", "texts"]
+__all__ = ["can_use_rows", "divide_requests", "generate_in_rows", "generate_texts"]
 
 
-def in_rows(model: Any, setting: Setting, request: Request, tokenizer: Any = None) -> bool:
-    """Whether requests like this one are for `by_rows`. Others, and those of the full cache, whose
-    rows would grow without bounds, are for `model.generate()`."""
+def can_use_rows(model: Any, setting: Setting, request: Request, tokenizer: Any = None) -> bool:
+    """Whether `generate_in_rows` supports requests like this one. Others are for
+    `model.generate()`, and so are those of the full cache, whose rows would grow without bounds."""
     return setting.variant == "h2o" and serves(model, setting.config, request, tokenizer)
 
 
-def by_rows(
+def generate_in_rows(
     model: Any, setting: Setting, requests: Iterable[Request], rows: int, tokenizer: Any = None
 ) -> Iterator[tuple[int, list[int]]]:
-    """(index, new tokens) of each request, as they finish: the tokens that `generate()` gives it
-    alone, with a cache of the setting.
+    """Yield (index, new tokens) of each request when it is finished. The tokens are those of
+    `generate()` for the request alone, with a cache of the setting.
 
     Raises: what reading a prompt raises.
     """
@@ -55,28 +55,28 @@ def by_rows(
             yield result.index, result.ids
 
 
-def divided(
+def divide_requests(
     lm: HFLM, setting: Setting, requests: Sequence[Instance]
 ) -> tuple[list[int], list[int]]:
-    """(those for rows, those for HFLM's batches), by index, the longest first."""
+    """Divide requests into (those for rows, those for HFLM's batches), by index, longest first."""
     order = sorted(
         range(len(requests)),
         key=lambda i: (-len(lm.tok_encode(requests[i].args[0])), requests[i].args[0]),
     )
     known: dict[str, bool] = {}
-    """By arguments, which alone decide"""
+    """Whether rows support a request, by its arguments"""
     parts: tuple[list[int], list[int]] = ([], [])
     for i in order:
         context, how = requests[i].args
         if (name := repr(how)) not in known:
-            known[name] = _has_room(lm, how) and in_rows(
+            known[name] = _has_room(lm, how) and can_use_rows(
                 lm.model, setting, _request(lm, setting, context, how)
             )
         parts[not known[name]].append(i)
     return parts
 
 
-def texts(
+def generate_texts(
     lm: HFLM,
     setting: Setting,
     requests: Sequence[Instance],
@@ -85,7 +85,7 @@ def texts(
     seed: int,
     disable_tqdm: bool = False,
 ) -> dict[int, str]:
-    """The answers to `requests` of these indices; HFLM's memory of answers has each at once.
+    """Answer the requests of these indices. HFLM's cache of answers gets each at once.
 
     Args:
         rows: at a time.
@@ -103,7 +103,7 @@ def texts(
             total=len(indices), disable=disable_tqdm, desc="Running generate_until requests"
         ) as bar,
         torch.autocast(lm.device.type, dtype=mixed, enabled=mixed is not None),
-        contextlib.closing(by_rows(lm.model, setting, all_of_them(), rows)) as results,
+        contextlib.closing(generate_in_rows(lm.model, setting, all_of_them(), rows)) as results,
     ):
         for number, ids in results:
             i = indices[number]
@@ -115,7 +115,7 @@ def texts(
 
 
 def _has_room(lm: HFLM, how: dict[str, Any]) -> bool:
-    """Whether any of a prompt is left beside the new tokens; if not, HFLM says so."""
+    """Whether the new tokens leave room for a prompt. If not, HFLM raises an error."""
     return normalize_gen_kwargs(how, lm.max_gen_toks)["max_gen_toks"] < lm.max_length
 
 
@@ -127,7 +127,7 @@ def _stop(lm: HFLM, kwargs: dict[str, Any]) -> list[str]:
 def _request(
     lm: HFLM, setting: Setting, context: str, how: dict[str, Any], seed: int | None = None
 ) -> Request:
-    """What HFLM's `_model_generate` would have `generate()` do with this prompt."""
+    """The request that HFLM's `_model_generate` would make of this prompt for `generate()`."""
     kwargs: dict[str, Any] = normalize_gen_kwargs(how, lm.max_gen_toks)
     stop, new = _stop(lm, kwargs), kwargs.pop("max_gen_toks")
     ids, mask = lm.tok_batch_encode(
@@ -153,7 +153,7 @@ def _request(
 
 
 def _text(lm: HFLM, ids: list[int], stop: list[str]) -> str:
-    """An answer as HFLM gives it: what follows on thoughts, up to the first stop string."""
+    """The answer of these tokens, as in HFLM: after the thoughts, up to the first stop string."""
     end = lm.think_end_token
     if not isinstance(end, int):
         return postprocess_generated_text(lm.tok_decode(ids), stop, end)

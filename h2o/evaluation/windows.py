@@ -1,10 +1,10 @@
 """The task h2o_perplexity: how well a model predicts a long text with an evicting cache.
 
-The text is cut into windows that know nothing of each other. In each, the model predicts every
-token but the first, evicting from the first token on. After a prompt, which is read whole and then
-cut, only the tokens count whose prediction the cut can change: those after the first one that
-follows the prompt. Two protocols lead to the same numbers: the simulation, one forward a window,
-and the real cache, token by token.
+The text is cut into windows that know nothing of each other. In each window the model predicts
+every token but the first, and eviction starts with the first token. With a prompt, which is read
+whole and then cut, only the tokens count whose prediction the cut can change. Those are all after
+the first token that follows the prompt. Two protocols give the same numbers: the simulation, with
+one forward pass a window, and the real cache, token by token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.rotary.positions import positions_after
 from h2o.hf.simulation.simulation import simulated
 
-__all__ = ["answer", "by_cache", "by_simulation", "dataset", "read", "scored", "windows_of"]
+__all__ = ["answer", "by_cache", "by_simulation", "cut_windows", "dataset", "read", "select_scored"]
 
 
 def dataset(
@@ -40,13 +40,13 @@ def dataset(
     Args:
         file: plain text, UTF-8.
         window: tokens of a window; the last one may be shorter.
-        prompt_length: tokens of each window before the first eviction; see `scored`.
+        prompt_length: tokens of each window before the first eviction; see `select_scored`.
         tokenizer, pretrained: name or folder of the model's tokenizer.
     """
     text, tokens = text_of(file, "h2o_perplexity"), tokenizer_of(tokenizer, pretrained)
     ids = tokens(text, verbose=False)["input_ids"]
     try:
-        windows = windows_of(ids, window, prompt_length)
+        windows = cut_windows(ids, window, prompt_length)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     return rows(
@@ -57,8 +57,8 @@ def dataset(
     )
 
 
-def windows_of(ids: list[int], window: int, prompt_length: int = 1) -> list[list[int]]:
-    """The windows that have tokens to score. Raises: UserError if there are none."""
+def cut_windows(ids: list[int], window: int, prompt_length: int = 1) -> list[list[int]]:
+    """Cut a text into windows that have tokens to score. Raises: UserError if there are none."""
     if len(ids) < 2:
         raise UserError(f"{len(ids)} tokens: nothing to predict")
     if window < 2:
@@ -99,14 +99,16 @@ def answer(lm: Any, window: list[int], prompt_length: int) -> tuple[float, int]:
         return 0.0, len(window)
     measure = by_simulation if lm.protocol == "simulate" else by_cache
     ids = torch.tensor([window], dtype=torch.long, device=lm.device)
-    loss = scored(measure(lm.model, ids, lm.setting, prompt_length), prompt_length)
+    loss = select_scored(measure(lm.model, ids, lm.setting, prompt_length), prompt_length)
     return loss.double().sum().item(), loss.numel()
 
 
-def scored(loss: Tensor, prompt_length: int) -> Tensor:
-    """The losses that count, of those of tokens 1 to n - 1. The prompt's last token predicts the
-    next one before anything is evicted, so after a prompt those are left out that eviction cannot
-    change. Without one (`prompt_length` 1) all count, as in a full cache's perplexity."""
+def select_scored(loss: Tensor, prompt_length: int) -> Tensor:
+    """Select the losses that eviction can change, from those of tokens 1 to n - 1.
+
+    The prompt's last token predicts the next one before anything is evicted. Without a prompt
+    (`prompt_length` 1) all losses count, as in a full cache's perplexity.
+    """
     return loss[prompt_length:] if prompt_length > 1 else loss
 
 
@@ -132,7 +134,7 @@ def by_cache(model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1) 
 
 
 def read(model: Any, cache: H2OCache, ids: Tensor, tokens: int | None = None) -> list[Tensor]:
-    """Logits [1, n, vocabulary] of ids [1, N], all in one pass or so many tokens in each."""
+    """Logits [1, n, vocabulary] of ids [1, N], in one pass or in passes of `tokens`."""
     before = attention_name(model.config)
     model.set_attn_implementation("h2o")
     try:

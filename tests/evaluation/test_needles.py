@@ -30,8 +30,8 @@ def run(folder, tmp_path, *arguments):
 
 
 def test_facts_stand_where_they_should(tokenizer):
-    rows = needles.trials(TEXT, tokenizer, LENGTHS, 3)
-    assert rows == needles.trials(TEXT, tokenizer, LENGTHS, 3)
+    rows = needles.make_trials(TEXT, tokenizer, LENGTHS, 3)
+    assert rows == needles.make_trials(TEXT, tokenizer, LENGTHS, 3)
     assert len(rows) == len(LENGTHS) * len(needles.DEPTHS) * 3
     assert len({row.document for row in rows}) == len(rows)
     for row in rows:
@@ -50,9 +50,11 @@ def test_facts_stand_where_they_should(tokenizer):
 
 def test_decoys_are_facts_of_the_same_kinds_about_others(tokenizer):
     """Each is asked for alone, and its question names the one that is meant."""
-    (row, *_) = needles.trials(TEXT, tokenizer, (110,), 1, ["number", "place", "gate"], decoys=3)
+    (row, *_) = needles.make_trials(
+        TEXT, tokenizer, (110,), 1, ["number", "place", "gate"], decoys=3
+    )
     assert [x.kind for x in row.facts] == ["number"] * 4 + ["place"] * 4
-    assert len({question for question, _ in row.asked}) == 8
+    assert len({question for question, _ in row.questions}) == 8
     assert sorted(x.depth for x in row.facts) == [i / 7 for i in range(8)]
     for hidden in row.facts:
         assert row.document.count(hidden.fact.sentence) == 1
@@ -60,17 +62,17 @@ def test_decoys_are_facts_of_the_same_kinds_about_others(tokenizer):
 
 def test_each_question_is_answered_as_if_it_were_the_only_one(tokenizer):
     ours = build("llama")
-    (row, *_) = needles.trials(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
-    document, asked = needles.encode(tokenizer, row.document, row.asked)
+    (row, *_) = needles.make_trials(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
+    document, asked = needles.encode(tokenizer, row.document, row.questions)
     setting = parse("h2o:0.2+0.2")
-    together = needles.found(ours, setting, document, asked)
-    assert together == [needles.found(ours, setting, document, [one])[0] for one in asked]
+    together = needles.find_facts(ours, setting, document, asked)
+    assert together == [needles.find_facts(ours, setting, document, [one])[0] for one in asked]
 
 
 @pytest.mark.parametrize("kind", facts.KINDS)
 def test_facts_of_every_kind(tokenizer, kind):
     """The text says what is asked for, once; the question does not."""
-    rows = needles.trials(TEXT, tokenizer, (60,), 4, [kind])
+    rows = needles.make_trials(TEXT, tokenizer, (60,), 4, [kind])
     assert {row.facts[0].kind for row in rows} == {kind}
     hidden = [row.facts[0].fact for row in rows]
     assert len({fact.answer for fact in hidden}) > len(rows) / 2
@@ -83,17 +85,17 @@ def test_facts_of_every_kind(tokenizer, kind):
 
 def test_a_text_that_is_too_short_or_has_no_sentences(tokenizer):
     with pytest.raises(UserError, match="lower --lengths"):
-        needles.trials("A boat.", tokenizer, (60,), 1)
+        needles.make_trials("A boat.", tokenizer, (60,), 1)
     with pytest.raises(UserError, match="nowhere to hide"):
-        needles.trials("boat " * 40, tokenizer, (60,), 1)
+        needles.make_trials("boat " * 40, tokenizer, (60,), 1)
 
 
 @pytest.mark.parametrize("setting", ["full", "h2o:9+6"])
 def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
     """The model's own answers, generated token by token, count as found; others do not."""
     model, setting = build(), parse(setting)
-    (row, *_) = needles.trials(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
-    document, asked = needles.encode(tokenizer, row.document, row.asked)
+    (row, *_) = needles.make_trials(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
+    document, asked = needles.encode(tokenizer, row.document, row.questions)
     config = None if setting.variant == "full" else setting.config
     answers = []
     for question, _ in asked:
@@ -107,9 +109,11 @@ def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
                 written.append(ids)
         answers.append(torch.cat(written, 1))
     own = [(question, answer) for (question, _), answer in zip(asked, answers, strict=True)]
-    assert needles.found(model, setting, document, own) == [True] * 4
+    assert needles.find_facts(model, setting, document, own) == [True] * 4
     wrong = [(question, torch.cat([x[:, :-1], (x[:, -1:] + 1) % 250], 1)) for question, x in own]
-    assert needles.found(model, setting, document, [wrong[0], *own[1:]]) == [False] + [True] * 3
+    assert (
+        needles.find_facts(model, setting, document, [wrong[0], *own[1:]]) == [False] + [True] * 3
+    )
 
 
 def test_compare(folder, tmp_path, capsys, monkeypatch):
@@ -130,7 +134,7 @@ def test_compare(folder, tmp_path, capsys, monkeypatch):
     assert list(contents) == settings
     for content in contents.values():
         assert content["config"]["h2o"]["requests"] == 2 * 2 * len(needles.DEPTHS)
-    monkeypatch.setattr(needles, "found", lambda *_: 1 / 0)  # nothing is measured again
+    monkeypatch.setattr(needles, "find_facts", lambda *_: 1 / 0)  # nothing is measured again
     assert run(folder, tmp_path, *arguments) == 0
     assert capsys.readouterr().out == out
 
@@ -151,24 +155,24 @@ def test_what_the_full_cache_finds_is_a_column_of_its_own():
 
 
 def test_shares_and_errors():
-    share, error = needles.found_share([True, True, False, True])
+    share, error = needles.mean_and_error([True, True, False, True])
     assert share == 0.75
     assert error == pytest.approx(0.25)
-    assert needles.found_share([True]) == (1.0, 0.0)
+    assert needles.mean_and_error([True]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--compare", "mask-local:4+4"], 2, "a mask, no cache"),
-        (["--protocol", "simulate"], 2, "no such choice but drop"),
+        (["--compare", "mask-local:4+4"], 1, "a mask, no cache"),
+        (["--protocol", "simulate"], 2, "measured with read or drop"),
         (["--lengths", "9000"], 1, "lower --lengths"),
         (["--lengths", "310"], 1, "model's 320 positions"),
-        (["--lengths", "many"], 2, "--lengths many"),
-        (["--lengths", "0"], 2, "--lengths 0"),
+        (["--lengths", "many"], 1, "--lengths many"),
+        (["--lengths", "0"], 1, "--lengths 0"),
         (["--facts", "gates"], 1, "there are all, number, place"),
-        (["--decoys", "-1"], 2, "--decoys -1: at least 0"),
-        (["--limit", "0.5"], 2, "--limit 0.5: a number of texts"),
+        (["--decoys", "-1"], 1, "--decoys -1: at least 0"),
+        (["--limit", "0.5"], 1, "--limit 0.5: a number of texts"),
     ],
 )
 def test_arguments_that_do_not_fit(folder, tmp_path, capsys, arguments, code, words):

@@ -144,7 +144,7 @@ def test_log_likelihoods(lm, name):
         logits = stepped(lm.model, rest, tokens.shape[1], cache)
         want = logits.log_softmax(-1).gather(-1, tokens[0, :, None]).sum()
         close(got, want.double())
-    if setting.dropping:
+    if setting.is_cache:
         lm.use(setting, "drop")
         assert (numbers(lm, PAIRS)[0] - together).abs().max() > 0.01
 
@@ -227,7 +227,7 @@ def test_rows_of_ruler_are_cut_before_their_questions(lm):
 @pytest.mark.parametrize(
     ("name", "protocol", "words"),
     [
-        ("mask-local:0.1+0.1", "read", "use protocol=simulate"),
+        ("mask-local:0.1+0.1", "read", "protocol=simulate only"),
         ("reread:0.1", "drop", "use protocol=read"),
         ("reread:0.1", "simulate", "use protocol=read"),
     ],

@@ -11,7 +11,6 @@ from h2o import H2OConfig
 from h2o.config import PARAMETERS
 from h2o.evaluation.setting import (
     OPTIONS,
-    footnote,
     from_config,
     from_options,
     parse,
@@ -99,9 +98,9 @@ def exact(config: H2OConfig) -> H2OConfig:
 )
 def test_parse(text, kind, variant, config):
     setting = parse(text)
-    assert (setting.name, setting.kind, setting.variant) == (text, kind, variant)
+    assert (setting.name, setting.variant) == (text, variant)
     assert config is None or setting.config == (config if kind == "full" else exact(config))
-    assert setting.dropping == (variant in ("full", "h2o"))
+    assert setting.is_cache == (variant in ("full", "h2o"))
     assert setting.describe()["setting"] == text
 
 
@@ -109,16 +108,14 @@ def test_what_h2o_read_makes_is_for_needles():
     for text, reads_twice in (("reread:0.1", True), ("echo:0.1", False), ("robust:0.1", False)):
         assert parse(text).reads_twice == reads_twice
     assert parse("reread:0.1/sinks=2").config.sinks == 2
-    assert parse("reread:0.1").why_not_dropping == "reread:0.1: two readings, for needles and tasks"
-    assert parse("reread:0.1").holding.score_by == "max"
+    assert parse("reread:0.1").why_no_cache == "reread:0.1: two readings, for needles and tasks"
+    assert parse("reread:0.1").answering_config.score_by == "max"
 
 
 def test_what_sees_the_future_is_marked():
     settings = parse_all("full,h2o,mask-local,mask-global,mask-flexgen", "0.2")
-    assert [s.star for s in settings] == ["", "", "", " *", ""]
+    assert [s.sees_future for s in settings] == [False, False, False, True, False]
     assert [s.describe().get("sees_future") for s in settings] == [None] * 3 + [True, None]
-    assert footnote(settings) == ["* sees the future: not comparable"]
-    assert footnote(settings[:3]) == []
 
 
 @pytest.mark.parametrize(

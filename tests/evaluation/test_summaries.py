@@ -146,10 +146,10 @@ def test_the_chat_template_is_used(folder, file, tmp_path, capsys, tokenizer):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--compare", "mask-local:4+4"], 2, "a mask, no cache"),
-        (["--protocol", "simulate"], 2, "no such choice but drop"),
-        (["--prompt-length", "5"], 2, "no such choice"),
-        (["--limit", "1.5"], 2, "--limit 1.5"),
+        (["--compare", "mask-local:4+4"], 1, "a mask, no cache"),
+        (["--protocol", "simulate"], 2, "measured with drop"),
+        (["--prompt-length", "5"], 1, "are for protocol=simulate"),
+        (["--limit", "1.5"], 2, "1.5 is no number of rows"),
     ],
 )
 def test_arguments_that_do_not_fit(folder, file, tmp_path, capsys, arguments, code, words):

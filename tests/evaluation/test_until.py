@@ -235,7 +235,7 @@ def test_what_rows_do_not_serve_goes_in_batches(pairs, model_type, setting, prot
     """Sliding windows, the full cache, documents: the texts of before."""
     lm = H2OLM(conftest.build(model_type), tokenizer=pairs, batch_size=4)
     lm.use(parse(setting), protocol)
-    monkeypatch.setattr(until, "texts", None)
+    monkeypatch.setattr(until, "generate_texts", None)
     requests = [asked(context, max_gen_toks=9) for context in CONTEXTS]
     assert in_rows(lm, requests) == alone(lm, requests)
 

@@ -89,8 +89,8 @@ def test_after_a_prompt_what_the_cut_can_change_counts(
     ]
     for full, cut in zip(*losses, strict=True):
         torch.testing.assert_close(full[:50], cut[:50], atol=1e-5, rtol=0)
-        assert torch.equal(windows.scored(cut, 50), cut[50:])
-        assert torch.equal(windows.scored(cut, 1), cut)
+        assert torch.equal(windows.select_scored(cut, 50), cut[50:])
+        assert torch.equal(windows.select_scored(cut, 1), cut)
     means = [torch.cat([x[50:] for x in each]).mean().item() for each in losses]
     shown = float(rows["h2o:4+4"]["nats lost"].split()[0])
     assert shown == pytest.approx(means[1] - means[0], abs=2e-3)
@@ -102,7 +102,7 @@ def test_a_last_window_without_tokens_to_score_is_left_out(tokenizer):
     ids = tokenizer(TEXT)["input_ids"]
     rest = len(ids) - 300
     for prompt, number in ((rest - 2, 2), (rest - 1, 1)):
-        assert len(windows.windows_of(ids, 300, prompt)) == number
+        assert len(windows.cut_windows(ids, 300, prompt)) == number
 
 
 def test_compare(folder, text, tmp_path, capsys, tokenizer):
@@ -203,19 +203,20 @@ def test_a_profile_of_one_setting_or_of_those_that_are_calibrated(folder, text, 
     [
         (["--window", "1"], 1, "use at least --window 2"),
         (["--window", "330"], 1, "the model's 320 positions"),
-        (["--limit", "0"], 2, "--limit 0"),
-        (["--prompt-length", "0"], 2, "--prompt-length 0: a number of tokens, at least 1"),
+        (["--limit", "0"], 2, "0 is no number of rows"),
+        (["--prompt-length", "0"], 2, "--prompt-length: must be at least 1"),
         (
             ["--window", "50", "--prompt-length", "49"],
             1,
             "a window of 50 tokens has none whose prediction the cut can change. Use at most "
             "--prompt-length 48",
         ),
-        (["--ratio-of", "prompt"], 2, "no such choice but text"),
+        (["--ratio-of", "prompt"], 2, "--ratio-of goes with --tasks"),
         (["--heavy", "0", "--recent", "0", "--window", "50"], 2, "budget of 0"),
-        (["--compare", "mask-local:4+4", "--protocol", "drop"], 2, "a mask, no cache"),
-        (["--compare", "mask-local:4+4", "--prompt-length", "9"], 2, "no prompt"),
-        (["--protocol", "read"], 2, "no question to cut before"),
+        (["--compare", "mask-local:4+4", "--protocol", "drop"], 1, "a mask, no cache"),
+        (["--compare", "mask-local:4+4", "--prompt-length", "9"], 1, "no prompt"),
+        (["--compare", "h2o:8+8/positions=cache_relative"], 1, "cannot roll positions"),
+        (["--protocol", "read"], 2, "measured with simulate or drop"),
     ],
 )
 def test_arguments_that_do_not_fit(folder, text, tmp_path, capsys, arguments, code, words):

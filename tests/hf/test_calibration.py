@@ -15,7 +15,7 @@ import h2o
 from h2o.calibration import calibrate as module
 from h2o.calibration.allocate import allocate, hull
 from h2o.calibration.head_costs import costs, watch
-from h2o.calibration.refine import around, move_budgets, worth
+from h2o.calibration.refine import measure_worth, move_budgets, surround
 from h2o.errors import UserError
 from h2o.model_identity import describe, sample
 from tests.hf import tiny
@@ -143,7 +143,7 @@ def test_worth_is_the_slope_of_the_divergence(name):
     def divergence(said):
         return (full.exp() * (full - said)).sum().item() / 60
 
-    measured, total = worth(model, ids, budgets, module.policy)
+    measured, total = measure_worth(model, ids, budgets, module.policy)
     assert total == pytest.approx(divergence(run(16)[0]), rel=1e-3)
     change = run(13)[1] - run(20)[1]
     step = 0.02
@@ -154,7 +154,7 @@ def test_worth_is_the_slope_of_the_divergence(name):
     assert (rest == 0).all()
 
 
-def test_steps_move_keys_to_where_they_do_most():
+def test_steps_move_budgets_to_where_they_do_most():
     budgets = np.array([[10.0, 10, 10, 10]])
     after = move_budgets(budgets, np.full((1, 4), 10), np.array([[4.0, 1, -1, 0]]))
     assert after.tolist() == [[20, 10, 5, 5]]
@@ -164,7 +164,7 @@ def test_steps_move_keys_to_where_they_do_most():
         assert spread_budgets.mean() == pytest.approx(mean)
         assert spread_budgets.min() >= 8
         assert spread_budgets.max() <= 100
-    assert around(np.array([[10.0, 90]]), 8, 100).tolist() == [[[10, 90]], [[15, 100]], [[8, 60]]]
+    assert surround(np.array([[10.0, 90]]), 8, 100).tolist() == [[[10, 90]], [[15, 100]], [[8, 60]]]
 
 
 # ---- allocation ----------------------------------------------------------------------------------

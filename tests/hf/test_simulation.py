@@ -14,9 +14,10 @@ from transformers import DynamicCache
 
 import h2o
 from h2o.borrowed import with_cache
-from h2o.evaluation.published_masks import MASKS, simulation_mask
+from h2o.evaluation.published_masks import MASKS
 from tests.hf import tiny
 from tests.hf.modes import layers_and_heads
+from tests.reference.published_masks import simulation_mask
 
 TEXT, PROMPT = 96, 8
 POLICIES = {

@@ -98,8 +98,8 @@ def test_double_precision_names_the_remedy():
 
 def test_the_sliding_window_of_a_comparison_is_plain():
     from h2o import H2OConfig
-    from h2o.cli.generate_command import caches
+    from h2o.cli.generate_command import usual_caches
     from tests.hf import tiny
 
     config = H2OConfig(heavy=8, recent=8, kv_dtype="int8")
-    assert caches(config, tiny.model("llama"), 40)["local"] == H2OConfig.local(16)
+    assert usual_caches(config, tiny.model("llama"), 40)["local"] == H2OConfig.local(16)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from h2o.evaluation.published_masks import simulation_mask
 from tests import inputs
 from tests.conversation import Conversation
 from tests.reference import operations as reference
+from tests.reference.published_masks import simulation_mask
 from tests.torch.engines import one_thread, oracle
 
 
@@ -123,23 +123,3 @@ def test_mask_puts_ties_at_the_lower_position_and_nan_last():
     logits[0, 0, 3, 3] = torch.nan  # row 3 makes keys 0 to 3 NaN, 4 is a number
     mask = simulation_mask(logits, heavy=2, recent=0, prompt_length=5)
     assert mask[0, 0, 5].tolist() == [True, False, False, False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"variant": "paper"}, "'h2o', 'local', 'global' or 'flexgen'"),
-        ({"heavy": -1}, "heavy must not be negative"),
-        ({"recent": 1.5}, r"recent as a fraction lies in \[0, 1\]"),
-        ({"heavy": float("nan")}, r"heavy as a fraction lies in \[0, 1\]"),
-        ({"heavy": 0, "recent": 0}, "no key at all"),
-        ({"sinks": 1, "variant": "local"}, "'local' has no sinks"),
-        ({"prompt_length": 2, "variant": "global"}, "'global' has no prompt"),
-        ({"prompt_length": 0}, "prompt_length must be at least 1"),
-        ({"logits": torch.zeros(1, 1, 4, 5)}, r"\[B, H, n, n\], not \[1, 1, 4, 5\]"),
-    ],
-)
-def test_mask_refuses(arguments, message):
-    arguments = {"logits": torch.zeros(1, 1, 4, 4), "heavy": 2, "recent": 1, **arguments}
-    with pytest.raises(ValueError, match=message):
-        simulation_mask(**arguments)

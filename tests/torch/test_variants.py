@@ -12,6 +12,7 @@ from h2o.evaluation import published_masks
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.setting import VARIANTS
 from tests import inputs
+from tests.reference.published_masks import simulation_mask
 
 
 def visibility(evicted_at: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ def drifting_logits(seed: int, n: int, H: int = 4) -> Tensor:
 def test_readable_masks(variant, heavy, recent, n):
     logits = drifting_logits(n + heavy, n)
     _, evicted_at = through(variant, logits, heavy, recent)
-    want = published_masks.simulation_mask(logits[None], heavy, recent, variant)[0]
+    want = simulation_mask(logits[None], heavy, recent, variant)[0]
     assert torch.equal(visibility(evicted_at), want)
 
 
@@ -64,9 +65,7 @@ def test_readable_masks(variant, heavy, recent, n):
 def test_flexgen_prompt(prompt_length):
     logits = drifting_logits(prompt_length, 120)
     _, evicted_at = through("flexgen", logits, 8, 7, prompt_length=prompt_length)
-    want = published_masks.simulation_mask(
-        logits[None], 8, 7, "flexgen", prompt_length=prompt_length
-    )[0]
+    want = simulation_mask(logits[None], 8, 7, "flexgen", prompt_length=prompt_length)[0]
     assert torch.equal(visibility(evicted_at), want)
 
 
@@ -74,7 +73,7 @@ def test_the_variants_differ():
     """On the inputs of these tests, or they could not tell one from the other."""
     logits = drifting_logits(7, 120)
     seen = [visibility(through(variant, logits, 8, 7)[1]) for variant in VARIANTS]
-    seen.append(published_masks.simulation_mask(logits[None], 8, 7, "h2o")[0])
+    seen.append(simulation_mask(logits[None], 8, 7, "h2o")[0])
     for i, a in enumerate(seen):
         for b in seen[:i]:
             assert not torch.equal(a, b)
@@ -83,9 +82,7 @@ def test_the_variants_differ():
 def test_equal_scores_keep_the_lower_position():
     logits = torch.zeros(1, 6, 6)
     _, evicted_at = through("local", logits, 3, 0)
-    assert torch.equal(
-        visibility(evicted_at), published_masks.simulation_mask(logits[None], 3, 0, "local")[0]
-    )
+    assert torch.equal(visibility(evicted_at), simulation_mask(logits[None], 3, 0, "local")[0])
 
 
 def test_groups():
@@ -140,15 +137,6 @@ def test_retained_mass_under_a_softcap():
     mass = attention_blocks.retained_mass(logits, unit, evicted_at, scale=1.0, softcap=3.0)
     want = attention_blocks.retained_mass(capped, unit, evicted_at, scale=1.0)
     torch.testing.assert_close(mass, want)
-
-
-@pytest.mark.parametrize("variant", ["h2o", *VARIANTS])
-def test_what_are_no_logits(variant):
-    for shape in ((2, 8, 8), (1, 2, 8, 9), (1, 2, 0, 0), (0, 2, 8, 8)):
-        with pytest.raises(ValueError, match=r"logits must be \[B, H, n, n\]"):
-            published_masks.simulation_mask(torch.zeros(shape), 2, 2, variant=variant)
-    with pytest.raises(TypeError, match="must be a torch tensor, not ndarray"):
-        published_masks.simulation_mask(np.zeros((1, 2, 8, 8)), 2, 2, variant=variant)
 
 
 def test_settings_name_the_masks_that_there_are():

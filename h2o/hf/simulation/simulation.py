@@ -82,7 +82,7 @@ def simulated(
             `min_tokens`, or one `budget`.
         masks: a rule in place of the cache's, which takes only `heavy` and `recent`, without
             `min_tokens`: `h2o.evaluation.published_masks.MASKS` has those that the authors of H2O
-            measured with (`h2o.simulation_mask` describes them).
+            measured with.
         prompt_length: tokens before the first eviction, pads not counted, for all rows or one
             number per row. 1 evicts from the very beginning (Zhang et al., NeurIPS 2023,
             Algorithm 1). Not with masks that have no prompt.
