@@ -137,6 +137,14 @@ def test_stored_keys_go_the_kernels_way():
     assert seen == [tuple(call)]
 
 
+def test_what_torchs_attention_cannot_goes_the_kernels_way():
+    call, seen = prompt(), []
+    with pytest.warns(RuntimeWarning, match=r"so h2o's kernels do \(no plan\)"):
+        attend_by(unable, lambda *operands: seen.append(operands), least_tokens=1)(*call)
+    assert seen == [tuple(call)]
+    assert (call.out == 7).all()
+
+
 # ---- Which way ---------------------------------------------------------------------------------
 
 
@@ -168,6 +176,10 @@ def absent(*operands):
     return torch.ops.aten._no_such_attention(*operands)
 
 
+def unable(*operands):
+    raise RuntimeError("no plan\nfor this shape")
+
+
 def own(clock, wide, narrow):
     """The operations, where h2o's attention takes longer than its sums alone, which take 1."""
 
@@ -188,10 +200,10 @@ def chosen(kernels):
 
 def test_the_fastest_that_is_right_is_chosen(clock, monkeypatch):
     ways = {"slow": taking(clock, 4.0), "quick": taking(clock, 2.0)}
-    ways |= {"wrong": taking(clock, 0.0, wrong), "absent": absent}
+    ways |= {"wrong": taking(clock, 0.0, wrong), "absent": absent, "unable": unable}
     monkeypatch.setattr(prompt_attention, "WAYS", ways)
     assert chosen(own(clock, wide=4.0, narrow=2.5)) == {128: "quick"}
-    monkeypatch.setattr(prompt_attention, "WAYS", {"absent": absent})
+    monkeypatch.setattr(prompt_attention, "WAYS", {"absent": absent, "unable": unable})
     assert chosen(own(clock, wide=4.0, narrow=2.5)) == {}
 
 
