@@ -14,16 +14,12 @@ from h2o.backends import cuda, prompt_attention
 from h2o.backends.prompt_attention import AttendOperands, attend_by
 from h2o.policy import Policy
 from tests import inputs
+from tests.cuda.carry import flash
 from tests.cuda.device import carried
 from tests.cuda.test_serving import device, forget, serving  # noqa: F401
 from tests.reference import operations as reference
 
 HOLES = [[0, 1, 2, 40, 41, 99], [], [128, 129]]
-
-
-def flash(query, keys, values, scale):
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return attention(query, keys, values, 0.0, True, scale=scale)
 
 
 def text(B, D, N):
