@@ -151,20 +151,9 @@ def attend(
     if scale is None:
         scale = default_scale(query, sizes)
     backend.attend(
-        query,
-        keys,
-        values,
-        mask,
-        slots,
-        out,
-        scores,
-        scale,
-        softcap,
-        policy,
-        sink_logits,
+        query, keys, values, mask, slots, out, scores, scale, softcap, policy, sink_logits, None,
         None,
-        None,
-    )
+    )  # fmt: skip
     return out, scores
 
 
@@ -196,20 +185,9 @@ def log_sums(
         scale = default_scale(query, sizes)
     values = keys if slots is None or slots.values is not None else None
     backends.serving(query).attend(
-        query,
-        keys,
-        values,
-        mask,
-        slots,
-        out,
-        scores,
-        scale,
-        softcap,
-        PAPER,
-        sink_logits,
-        sums,
+        query, keys, values, mask, slots, out, scores, scale, softcap, PAPER, sink_logits, sums,
         None,
-    )
+    )  # fmt: skip
     return sums
 
 
