@@ -18,6 +18,7 @@ static const h2o_operand operands[] = {
     H2O_OPERAND(attend, policy, POLICY),
     H2O_TENSOR(attend, sink_logits, "H", H2O_F32, H2O_OPTIONAL),
     H2O_TENSOR(attend, log_sums, "BHQ", H2O_F32, H2O_OPTIONAL | H2O_WRITTEN),
+    H2O_TENSOR(attend, known_log_sums, "BHQ", H2O_F32, H2O_OPTIONAL),
 };
 
 static int check_attend(void *parameters, h2o_error *error) {

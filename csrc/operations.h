@@ -16,7 +16,9 @@
  * pads. Writes out, writes scores of the new keys, and updates slots.scores in
  * place to decay^n * score + what the n real new queries gave (or the larger of the two).
  * With log_sums these are all that it writes: log of what the softmax of each query divides by,
- * for who wants the weights of few keys only. On CPUs; GPUs have no such kernel. */
+ * for who wants the weights of few keys only. On CPUs; GPUs have no such kernel.
+ * With known_log_sums, which another attention gave with its outputs, GPUs leave out as it is and
+ * write scores only. On CPUs they save nothing: all is computed and written. */
 typedef struct {
     h2o_view query;  /* [B,H,Q,D] */
     h2o_view keys;   /* [B,G,Q,D] new keys */
@@ -24,13 +26,14 @@ typedef struct {
     h2o_view mask;   /* [B,Q] u8, optional */
     bool has_slots;  /* of which those that are H2O_ATTENDED */
     h2o_slots slots;
-    h2o_view out;         /* [B,Q,H,D], 0 where the query is a pad */
-    h2o_view scores;      /* [B,G,Q] f32, 0 where the key is a pad */
-    h2o_view sink_logits; /* [H] f32, optional */
-    h2o_view log_sums;    /* [B,H,Q] f32, optional, 0 where the query is a pad */
-    float scale;          /* logits = softcap(scale * q.k) */
-    float softcap;        /* 0: none; else cap * tanh(logit / cap) */
-    h2o_policy policy;    /* of which it reads score_by and decay */
+    h2o_view out;            /* [B,Q,H,D], 0 where the query is a pad */
+    h2o_view scores;         /* [B,G,Q] f32, 0 where the key is a pad */
+    h2o_view sink_logits;    /* [H] f32, optional */
+    h2o_view log_sums;       /* [B,H,Q] f32, optional, 0 where the query is a pad */
+    h2o_view known_log_sums; /* [B,H,Q] f32, optional; pads' say nothing, +infinity is a NaN */
+    float scale;             /* logits = softcap(scale * q.k) */
+    float softcap;           /* 0: none; else cap * tanh(logit / cap) */
+    h2o_policy policy;       /* of which it reads score_by and decay */
     h2o_dims dims;
     h2o_counts counts;
 } h2o_attend_params;

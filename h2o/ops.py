@@ -129,7 +129,9 @@ def attend(
     Memory is O(Q + S) beyond the outputs; no Q x S matrix is made. A value that is not
     finite shows in the outputs of the tokens that see it, and in no other: an infinite one
     is infinite there, but may be NaN where its weight is too small for a float32 (a logit
-    some 87 below the row's highest), since 0 times infinity is NaN.
+    some 87 below the row's highest), since 0 times infinity is NaN. Where torch's own attention
+    answers prompts on CUDA (`h2o info` says so), outputs of some hundred tokens before it may be
+    NaN too.
     """
     if grad_enabled():
         _refuse_grad(
@@ -149,8 +151,9 @@ def attend(
     if scale is None:
         scale = default_scale(query, sizes)
     backend.attend(
-        query, keys, values, mask, slots, out, scores, scale, softcap, policy, sink_logits, None
-    )
+        query, keys, values, mask, slots, out, scores, scale, softcap, policy, sink_logits, None,
+        None,
+    )  # fmt: skip
     return out, scores
 
 
@@ -182,8 +185,9 @@ def log_sums(
         scale = default_scale(query, sizes)
     values = keys if slots is None or slots.values is not None else None
     backends.serving(query).attend(
-        query, keys, values, mask, slots, out, scores, scale, softcap, PAPER, sink_logits, sums
-    )
+        query, keys, values, mask, slots, out, scores, scale, softcap, PAPER, sink_logits, sums,
+        None,
+    )  # fmt: skip
     return sums
 
 

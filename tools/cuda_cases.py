@@ -26,7 +26,8 @@ class Case(NamedTuple):
     """A call of an operation."""
 
     operation: str
-    """attend, chunk (attend to slots), evict, step or simulate"""
+    """attend, known (attend where log sums are known), chunk (attend to slots), evict, step or
+    simulate"""
     tokens: int
     """of the prompt, or keys held"""
     dtype: str = "float16"
@@ -60,7 +61,7 @@ class Case(NamedTuple):
 
     def launches(self, kernel: str) -> bool:
         """Whether the kernel is what the case is about."""
-        return self.operation != "simulate" or "simulate" in kernel
+        return self.operation not in ("simulate", "known") or self.operation in kernel
 
 
 def cases(prompts: list[int], held: list[int], middle: list[int]) -> list[Case]:
@@ -70,6 +71,7 @@ def cases(prompts: list[int], held: list[int], middle: list[int]) -> list[Case]:
     listed += [Case("attend", n, "float32") for n in middle]
     listed += [Case("attend", n, t, None, d) for t, d, n in product(FLOATS, (64, 256), middle)]
     listed += [Case("attend", n, policy="max") for n in middle]
+    listed += [Case("known", n) for n in prompts]
     listed += [Case("simulate", n, "float16") for n in prompts]
     listed += [Case("simulate", n, t) for t, n in product(("float32", "bfloat16"), middle)]
     listed += [Case("evict", n, stored=s) for s, n in product(both, prompts)]
@@ -94,7 +96,8 @@ def run(case: Case) -> None:
     """Calls the operation; the slots of a step or a chunk are filled by an `evict` before it."""
     import torch
 
-    from h2o import ops
+    from h2o import backends, ops
+    from h2o.policy import Policy
 
     dtype, depth = getattr(torch, case.dtype), case.head_dim
     fields = POLICIES[case.policy]
@@ -107,6 +110,15 @@ def run(case: Case) -> None:
 
     if case.operation == "attend":
         ops.attend(*text(case.tokens), **fields)
+        return
+    if case.operation == "known":
+        query, keys, values = text(case.tokens)
+        out, scores = torch.empty_like(query).transpose(1, 2), torch.empty(1, 1, case.tokens)
+        log_sums = torch.zeros(1, case.heads, case.tokens)
+        backends.core.attend(
+            query, keys, values, None, None, out, scores, depth**-0.5, 0.0, Policy(), None, None,
+            log_sums,
+        )  # fmt: skip
         return
     if case.operation == "simulate":
         budget = torch.tensor([[case.kept - case.kept // 2, case.kept // 2]], dtype=torch.int32)

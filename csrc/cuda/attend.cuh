@@ -5,7 +5,8 @@
  *
  *   prepare   columns of each row's tokens, and the decay weights of the queries
  *   forward   outputs [B,Q,H,D], row max and factor of each query: forward.cuh, or
- *             matrix_forward.cuh
+ *             matrix_forward.cuh; known, where another attention has made the outputs and what each
+ *             softmax divides by
  *   sums      scores of keys from column sums: sums.cuh, or matrix_sums.cuh
  *
  * The matrix_ variants use tensor cores, which want all of queries, keys and values in the same
@@ -25,6 +26,20 @@ KERNEL(h2o_cuda_prepare, h2o_attend_params) {
                 workspace, (select_buffer *)shared);
 }
 EXPORT_KERNEL(h2o_cuda_prepare, h2o_attend_params)
+
+/* Grid: tiles of tokens, H, B. For a query whose softmax was NaN flash attention says +infinity. */
+KERNEL(h2o_cuda_known, h2o_attend_params) {
+    const int64_t token = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    const int64_t h = blockIdx.y, b = blockIdx.z;
+    const attend_item item = open_attend(&params, workspace, b, h / params.dims.R);
+    if (token >= item.tokens) return;
+    const float given = *(const float *)h2o_at(&params.known_log_sums, b, h, item.columns[token]);
+    const float log_sum = given == INFINITY ? given - given : given;
+    const bool matrices = cuda_fits_matrices(&params);
+    const float unit = matrices ? logit_unit(params.scale, params.softcap) : 1.0f;
+    write_softmax(&item, h, token, log_sum / unit, 1.0f);
+}
+EXPORT_KERNEL(h2o_cuda_known, h2o_attend_params)
 
 /* Any floats, and any rows of slots. */
 #define DEFINE_ATTEND(depth)                                                                       \

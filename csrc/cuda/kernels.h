@@ -138,6 +138,20 @@ H2O_INLINE attend_layout cuda_attend_layout(const h2o_dims *d) {
     return at;
 }
 
+H2O_INLINE bool cuda_is_half(h2o_dtype type) { return type == H2O_F16 || type == H2O_BF16; }
+
+/* Whether all numbers are of the same 16 bits, as the tensor cores want them, or are stored as
+ * matrix_tiles.cuh makes such of them. */
+H2O_INLINE bool cuda_fits_matrices(const h2o_attend_params *p) {
+    const h2o_dtype type = p->query.dtype;
+    if (!cuda_is_half(type)) return false;
+    if (!p->has_slots) return true;
+    const h2o_dtype keys = h2o_stored_type(&p->slots.keys, p->dims.D);
+    const h2o_dtype values = h2o_stored_type(&p->slots.values, p->dims.D);
+    return (keys == type || h2o_row_has_scale(keys)) &&
+           (values == type || h2o_row_is_quantized(values));
+}
+
 /* Bytes of a block's shared memory where it selects: see select_buffer. */
 H2O_INLINE unsigned cuda_select_shared(void) { return 4096; }
 

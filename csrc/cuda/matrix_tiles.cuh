@@ -284,14 +284,16 @@ template <int TILES> DEVICE void dots_to_logits(float c[TILES][4], float scale, 
         c[i / 4][i % 4] = capped_large(c[i / 4][i % 4], softcap, inverse);
 }
 
-/* The same in a unit in which they are exponents of 2: where there is no cap, that of the products
- * themselves. */
-template <int TILES> DEVICE void dots_to_exponents(float c[TILES][4], float scale, float softcap) {
-    if (softcap > 0.0f || !(scale > 0.0f)) dots_to_logits<TILES>(c, scale, softcap);
+/* Where there is no cap, logits stay products: what one of these is as a logit, ... */
+DEVICE float logit_unit(float scale, float softcap) {
+    return softcap > 0.0f || !(scale > 0.0f) ? 1.0f : scale;
 }
 
-DEVICE float exponent_unit(float scale, float softcap) {
-    return softcap > 0.0f || !(scale > 0.0f) ? LOG2_E : scale * LOG2_E;
+/* ... and as an exponent of 2. */
+DEVICE float exponent_unit(float scale, float softcap) { return logit_unit(scale, softcap) * LOG2_E; }
+
+template <int TILES> DEVICE void dots_to_exponents(float c[TILES][4], float scale, float softcap) {
+    if (softcap > 0.0f || !(scale > 0.0f)) dots_to_logits<TILES>(c, scale, softcap);
 }
 
 #endif

@@ -14,7 +14,8 @@ enum {
     SIMULATE_ROWS,
     SIMULATE_LOGITS,
     SIMULATE_VALUES = SIMULATE_LOGITS + KINDS,
-    FORWARD = SIMULATE_VALUES + KINDS
+    KNOWN = SIMULATE_VALUES + KINDS,
+    FORWARD
 };
 enum {
     SUMS = FORWARD + KINDS * SIZES,
@@ -39,6 +40,7 @@ const char *const cuda_kernel_names[CUDA_KERNELS] = {
     [SIMULATE_ROWS] = "h2o_cuda_simulate_rows",
     [SIMULATE_LOGITS] = EACH_KIND("h2o_cuda_simulate_logits"),
     [SIMULATE_VALUES] = EACH_KIND("h2o_cuda_simulate_values"),
+    [KNOWN] = "h2o_cuda_known",
     [FORWARD] = ALL_SIZES("h2o_cuda_forward"),
     [SUMS] = ALL_SIZES("h2o_cuda_sums"),
     [STEP_MATRICES] = HALF_SIZES("h2o_cuda_step"),
@@ -52,33 +54,20 @@ static void add_launch(cuda_plan *plan, int kernel, const void *params, size_t s
         (cuda_launch){kernel, params, size, {(unsigned)x, (unsigned)y, (unsigned)z}, block, shared};
 }
 
-static bool is_half(h2o_dtype type) { return type == H2O_F16 || type == H2O_BF16; }
-
 /* The index of the smallest depth of kernels that has room for a head dimension, and that depth. */
 static int size_of(int64_t D) { return D <= 64 ? 0 : D <= 128 ? 1 : 2; }
 static int depth_of(int64_t D) { return 64 << size_of(D); }
-
-/* Whether all numbers are of the same 16 bits, as the tensor cores want them, or are stored as
- * matrix_tiles.cuh makes such of them. */
-static bool fits_matrices(const h2o_attend_params *p) {
-    const h2o_dtype type = p->query.dtype;
-    if (!is_half(type)) return false;
-    if (!p->has_slots) return true;
-    const h2o_dtype keys = h2o_stored_type(&p->slots.keys, p->dims.D);
-    const h2o_dtype values = h2o_stored_type(&p->slots.values, p->dims.D);
-    return (keys == type || h2o_row_has_scale(keys)) &&
-           (values == type || h2o_row_is_quantized(values));
-}
 
 /* Of KINDS, for numbers of a dtype. */
 static int kind_of(h2o_dtype type, bool matrices) {
     return !matrices ? 0 : type == H2O_F16 ? 1 : 2;
 }
 
-/* forward and sums, after a kernel has prepared the rows. */
+/* forward, or what stands for it where the log sums are known, and sums, after a kernel has prepared
+ * the rows. */
 static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
     const h2o_dims *const d = &params->dims;
-    const bool matrices = fits_matrices(params);
+    const bool matrices = cuda_fits_matrices(params);
     const int kind = kind_of(params->query.dtype, matrices);
     const int size = size_of(d->D), depth = depth_of(d->D);
     const int tile = matrices ? MATRIX_ROWS : ATTEND_TILE;
@@ -87,8 +76,13 @@ static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
     const int64_t tiles = cuda_ceil(d->Q, tile);
     const int64_t stored = params->has_slots ? cuda_ceil(cuda_slots(&params->slots), tile) : 0;
     if (kind == 2) plan->capability = 80;
-    add_launch(plan, FORWARD + kind * SIZES + size, params, sizeof *params, tiles, d->H, d->B,
-               ATTEND_THREADS, (unsigned)forward);
+    if (h2o_given(&params->known_log_sums)) {
+        add_launch(plan, KNOWN, params, sizeof *params, cuda_ceil(d->Q, ATTEND_THREADS), d->H, d->B,
+                   ATTEND_THREADS, 0);
+    } else {
+        add_launch(plan, FORWARD + kind * SIZES + size, params, sizeof *params, tiles, d->H, d->B,
+                   ATTEND_THREADS, (unsigned)forward);
+    }
     add_launch(plan, SUMS + kind * SIZES + size, params, sizeof *params,
                cuda_sums_blocks(stored, tiles), d->G, d->B, ATTEND_THREADS, (unsigned)sums);
 }
@@ -126,7 +120,7 @@ static bool is_step_of_matrices(const h2o_step_params *p) {
     const h2o_dtype of_keys = h2o_stored_type(keys, p->dims.D);
     const h2o_dtype of_values = h2o_stored_type(values, p->dims.D);
     const unsigned words = h2o_row_has_scale(of_values) ? 2 : 4;
-    if (!is_half(type) || p->dims.D % RUN != 0 || p->dims.D > CUDA_DEPTH) return false;
+    if (!cuda_is_half(type) || p->dims.D % RUN != 0 || p->dims.D > CUDA_DEPTH) return false;
     if (!has_aligned_rows(&p->query, 2)) return false;
     if (h2o_given(&p->rotary.table)) return false;
     if (of_keys == type && of_values == type)
@@ -151,7 +145,7 @@ static void plan_step(const h2o_step_params *params, cuda_plan *plan) {
 /* The tokens after the dense part, a window after the other. At least one token is in that part. */
 static void add_windows(cuda_plan *plan, const h2o_simulate_params *params) {
     const h2o_dims *const d = &params->dims;
-    const bool matrices = fits_matrices(&plan->dense) && !h2o_given(&params->stored_keys);
+    const bool matrices = cuda_fits_matrices(&plan->dense) && !h2o_given(&params->stored_keys);
     const int kind = kind_of(params->query.dtype, matrices), before = plan->count;
     const int tile = matrices ? MATRIX_ROWS : ATTEND_TILE;
     const int depth = matrices ? WINDOW_DEPTH : VALUES_DEPTH;

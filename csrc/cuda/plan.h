@@ -1,7 +1,7 @@
 /* plan.h - what to launch for an operation: kernels, sizes of grids and of memory. From the
  * shapes of a checked call alone; no tensor is read. Counters in the workspace are cleared before.
  *
- *     attend        prepare, forward, sums
+ *     attend        prepare, forward (known, where the log sums are), sums
  *     evict         evict, move (where many rows can move)
  *     step          one kernel
  *     simulate      prepare, forward, sums, open, then for each window: logits, rows, values */
@@ -10,7 +10,7 @@
 
 #include "kernels_simulate.h"
 
-enum { CUDA_MOST_LAUNCHES = 7, CUDA_KERNELS = 43 };
+enum { CUDA_MOST_LAUNCHES = 7, CUDA_KERNELS = 44 };
 
 /* The names of all kernels. Those for tensor cores in bfloat16 are there from compute capability 8.0
  * on only. */

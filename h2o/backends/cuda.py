@@ -11,11 +11,14 @@ everything where
 - there is no driver, or one that cannot load the kernels;
 - the kernels' answers on this device differ from those of the torch backend: see
   `h2o.backends.kernel_check`.
+
+Outputs of long prompts may be those of torch's own attention: see `h2o.backends.prompt_attention`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -23,7 +26,7 @@ import threading
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from h2o import _core
 
@@ -83,13 +86,16 @@ def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
             f"in this graph on {_device(index)}"
         )
         return by_torch
-    chosen, kernels = by_torch, _kernels(by_torch)
+    chosen, kernels, verdict = by_torch, _kernels(by_torch), Verdict([], {})
     try:
-        reason = _load(index) or _remembered_check(index, kernels, by_torch)
+        reason = _load(index)
+        if reason is None:
+            verdict = _remembered_check(index, kernels, by_torch)
+            reason = "; ".join(verdict.mistakes) or None
     except Exception as error:  # no memory left, for one: it says nothing about the kernels
         reason = f"they could not be checked, which the next process tries again ({_line(error)})"
     if reason is None:
-        chosen = kernels
+        chosen = _with_attention(kernels, verdict.prompts)
     else:
         _reasons[index] = reason
         if FATBIN.is_file():
@@ -171,6 +177,22 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(**{name: operation(name) for name in vars(by_torch)})
 
 
+def _with_attention(kernels: SimpleNamespace, prompts: dict[int, str]) -> SimpleNamespace:
+    """The operations, where prompts go by the ways that are chosen for their head dimensions."""
+    if not prompts:
+        return kernels
+    from h2o.backends.prompt_attention import WAYS, attend_by, depth_of
+
+    chosen = {depth: attend_by(WAYS[name], kernels.attend) for depth, name in prompts.items()}
+
+    def attend(*operands: Any) -> None:
+        with current(operands[0]):
+            _core.call("attend", "check", *operands)
+        chosen.get(depth_of(operands[0].shape[3]), kernels.attend)(*operands)
+
+    return SimpleNamespace(**vars(kernels) | {"attend": attend})
+
+
 # ---- State of torch ----------------------------------------------------------------------------
 
 
@@ -235,6 +257,21 @@ def _synchronize(index: int) -> None:
 # ---- The check ---------------------------------------------------------------------------------
 
 
+class Verdict(NamedTuple):
+    """What is known of a device's kernels."""
+
+    mistakes: list[str]
+    """what they get wrong; empty: they serve"""
+    prompts: dict[int, str]
+    """which attention of torch answers prompts, see `h2o.backends.prompt_attention.fastest`"""
+
+    @property
+    def ways(self) -> str:
+        """The latter in words."""
+        parts = (f"{name} up to head dimension {depth}" for depth, name in self.prompts.items())
+        return ", ".join(parts)
+
+
 def check(index: int, by_torch: SimpleNamespace) -> list[str]:
     """Checks the kernels of a device anew; what they got wrong.
 
@@ -244,7 +281,7 @@ def check(index: int, by_torch: SimpleNamespace) -> list[str]:
     if reason is not None:
         raise RuntimeError(reason)
     try:
-        return _new_check(index, _kernels(by_torch), by_torch)
+        return _new_check(index, _kernels(by_torch), by_torch).mistakes
     except Exception as error:
         text = f"the kernels of {_device(index)} could not be checked ({_line(error)})"
         raise RuntimeError(text) from error
@@ -254,25 +291,29 @@ def _device(index: int) -> str:
     return f"cuda:{index}"
 
 
-def _new_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) -> list[str]:
-    """The mistakes of a device's kernels, which the cache folder then holds."""
-    from h2o.backends import kernel_check
+def _new_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) -> Verdict:
+    """The verdict on a device's kernels, which the cache folder then holds."""
+    import torch
 
-    facts = _facts(index)
+    from h2o.backends import kernel_check, prompt_attention
+
+    facts, device = _facts(index), _device(index)
     _synchronize(index)
-    mistakes = kernel_check.mistakes(kernels, by_torch, _device(index))
-    _remember(facts, mistakes)
-    return mistakes
+    verdict = Verdict(kernel_check.mistakes(kernels, by_torch, device), {})
+    if not verdict.mistakes:
+        wait = functools.partial(_synchronize, index)
+        try:
+            prompts = prompt_attention.fastest(kernels, by_torch, device, wait)
+        except torch.OutOfMemoryError:  # the next process tries again
+            return verdict
+        verdict = verdict._replace(prompts=prompts)
+    _remember(facts, verdict)
+    return verdict
 
 
-def _remembered_check(
-    index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace
-) -> str | None:
-    """The mistakes of a device's kernels as a text, or None; from the cache folder if there."""
-    mistakes = _recall(_facts(index))
-    if mistakes is None:
-        mistakes = _new_check(index, kernels, by_torch)
-    return "; ".join(mistakes) or None
+def _remembered_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) -> Verdict:
+    """The verdict on a device's kernels, from the cache folder if it is there."""
+    return _recall(_facts(index)) or _new_check(index, kernels, by_torch)
 
 
 def _facts(index: int) -> dict[str, Any]:
@@ -297,14 +338,20 @@ def _file(facts: dict[str, Any]) -> Path:
     return cache_folder() / f"check-{name}.json"
 
 
-def _recall(facts: dict[str, Any]) -> list[str] | None:
+def _recall(facts: dict[str, Any]) -> Verdict | None:
+    from h2o.backends.prompt_attention import DEPTHS, WAYS
+
     try:
-        return list(map(str, json.loads(_file(facts).read_text("utf-8"))["mistakes"]))
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
-        return None
+        known = json.loads(_file(facts).read_text("utf-8"))
+        prompts = {int(depth): name for depth, name in known["prompts"].items()}
+        if prompts.keys() <= set(DEPTHS) and set(prompts.values()) <= WAYS.keys():
+            return Verdict(list(map(str, known["mistakes"])), prompts)
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return None
 
 
-def _remember(facts: dict[str, Any], mistakes: list[str]) -> None:
+def _remember(facts: dict[str, Any], verdict: Verdict) -> None:
     """Where the folder cannot be written to, every process checks anew."""
     from h2o.filesystem import atomic_write
 
@@ -312,9 +359,18 @@ def _remember(facts: dict[str, Any], mistakes: list[str]) -> None:
         path = _file(facts)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as draft:
-            draft.write_text(json.dumps({**facts, "mistakes": mistakes}, indent=2), "utf-8")
+            draft.write_text(json.dumps(facts | verdict._asdict(), indent=2), "utf-8")
     except (OSError, RuntimeError):
         return
+
+
+def _known_ways(index: int) -> str:
+    """Which attention of torch answers prompts, as far as a check has decided."""
+    try:
+        verdict = _recall(_facts(index))
+    except (ImportError, OSError):  # without torch or the kernels none is there
+        return ""
+    return verdict.ways if verdict else ""
 
 
 def describe() -> str:
@@ -331,6 +387,7 @@ def describe() -> str:
     names = ", ".join(
         f"{name}, compute capability {major}.{minor}"
         + (", torch for prompts in bfloat16 and heads above 128" if major < 8 else "")
-        for name, major, minor in devices
+        + (f", outputs of prompts by {ways}" if (ways := _known_ways(index)) else "")
+        for index, (name, major, minor) in enumerate(devices)
     )
     return f"C ({names or 'no device'}; driver for CUDA {version // 1000}.{version % 1000 // 10})"

@@ -13,14 +13,14 @@ Shape letters as in `h2o.ops`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from h2o.backends.default_settings import default_settings
 from h2o.policy import Policy, RankBy
 from h2o.quantization import dequantize
 from h2o.slots import KINDS, PER_SLOT, Slots, new_slots
@@ -119,16 +119,19 @@ CASES = (
 B, G, SINKS = 2, 2, 2
 
 
-def mistakes(kernels: Any, by_torch: Any, device: Any) -> list[str]:
-    """What `kernels` answer otherwise than `by_torch`, each with operation and case.
+def mistakes(
+    kernels: Any, by_torch: Any, device: Any, cases: Sequence[Case] | None = None
+) -> list[str]:
+    """What `kernels` answer otherwise than `by_torch`, each with operation and case; by default of
+    all `CASES`.
 
     Both have the operations of `_core.call`, with its operands.
 
     Raises: what ends the check and says nothing about the kernels, such as torch.OutOfMemoryError.
     """
     texts: list[str] = []
-    with _default_settings(torch.device(device)):
-        for seed, case in enumerate(CASES):
+    with default_settings(torch.device(device)):
+        for seed, case in enumerate(CASES if cases is None else cases):
             text = _first_mistake(kernels, by_torch, case, torch.device(device), seed)
             if text is not None:
                 texts.append(f"{text} ({case.name})")
@@ -137,58 +140,13 @@ def mistakes(kernels: Any, by_torch: Any, device: Any) -> list[str]:
     return texts
 
 
-@contextlib.contextmanager
-def _default_settings(device: torch.device) -> Iterator[None]:
-    """Sets aside what the program has set in torch: default device and dtype, deterministic
-    algorithms, gradients, autocast, products of float32 in fewer bits (TF32)."""
-    dtype, strict = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        torch.set_default_dtype(torch.float32)
-        if strict:
-            torch.use_deterministic_algorithms(False)
-        with (
-            _whole_products(),
-            device,
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-        ):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        if strict:
-            torch.use_deterministic_algorithms(True, warn_only=warns)
-
-
-@contextlib.contextmanager
-def _whole_products() -> Iterator[None]:
-    """Products of float32 on CUDA in float32. As of torch 2.9 they have a setting of their own, and
-    torch raises where the former one, which older versions have alone, is read and differs."""
-    products = torch.backends.cuda.matmul
-    if not hasattr(products, "fp32_precision"):
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(precision)
-        return
-    precision, products.fp32_precision = products.fp32_precision, "ieee"
-    try:
-        yield
-    finally:
-        products.fp32_precision = "none"  # which follows torch.backends.fp32_precision
-        if products.fp32_precision != precision:
-            products.fp32_precision = precision
-
-
 def _first_mistake(
     kernels: Any, by_torch: Any, case: Case, device: torch.device, seed: int
 ) -> str | None:
     """The first: what follows from a wrong state says nothing."""
     name = "the text"
     try:
-        for name, arguments, results in _calls(case, device, seed):
+        for name, arguments, results in _calls(case, device, seed, by_torch):
             copies = _map_tensors(arguments, Tensor.clone)
             getattr(kernels, name)(*copies)
             getattr(by_torch, name)(*arguments)
@@ -235,7 +193,7 @@ def _equal(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
     return bool(((actual - expected).abs() <= tolerance * largest).all())
 
 
-def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
+def _calls(case: Case, device: torch.device, seed: int, by_torch: Any) -> Iterator[Any]:
     """(operation, arguments, results): results(copies, arguments) pairs what both have written.
     What is in the arguments when it goes on has been written by the torch backend."""
     D, H = case.D, G * case.R
@@ -281,8 +239,15 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         new = tuple(None if x is None else x.contiguous() for x in new)
         pads = mask[:, now].contiguous() if case.pads else None
         stored = slots if first else None
-        arguments = (query[:, :, now], *new, pads, stored, out, scores, *numbers, sinks, None)
-        yield "attend", arguments, _attend_results
+        seen, rest = (query[:, :, now], *new, pads), (out, scores, *numbers, sinks)
+        log_sums, fresh = number(B, H, tokens), _map_tensors([stored], Tensor.clone)[0]
+        by_torch.attend(*seen, stored, *rest, log_sums, None)  # which writes these only
+        yield (
+            "attend",
+            (*seen, fresh, *rest, None, log_sums),
+            lambda a, b: _attend_results(a, b)[1:],
+        )
+        yield "attend", (*seen, stored, *rest, None, None), _attend_results
         if first == 0 and case.size is LONG:  # scores that differ in their last bits only
             order = torch.arange(scores.numel(), dtype=torch.float32, device=device)
             near = 1 + (37 * order % 101).view_as(scores) / 2**23

@@ -64,6 +64,7 @@ OPERANDS = {
     "stored_values": Operand("BGQD", optional=True, dtype="uint8"),
     "sink_logits": Operand("H", optional=True, dtype="float32"),
     "log_sums": Operand("BHQ", written=True, optional=True, dtype="float32"),
+    "known_log_sums": Operand("BHQ", optional=True, dtype="float32"),
 }
 """As the rows of `csrc/<operation>.c` have them, which tests compare."""
 

@@ -18,7 +18,7 @@ from h2o import _core, backends
 from h2o.backends import cuda
 from h2o.slots import Slots
 
-__all__ = ["DEVICES", "carry", "mapped", "switch", "tensors"]
+__all__ = ["DEVICES", "carry", "flash", "mapped", "switch", "tensors"]
 
 
 def mapped(arguments: Any, function: Callable[[Any], Any]) -> list[Any]:
@@ -77,6 +77,12 @@ def _write(original: Any, before: torch.Tensor, after: torch.Tensor) -> None:
         np.copyto(original, after.numpy())
     else:
         original.copy_(after)
+
+
+def flash(query: Any, keys: Any, values: Any, scale: float) -> Any:
+    """torch's attention for CPUs, as those of `h2o.backends.prompt_attention`."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return attention(query, keys, values, 0.0, True, scale=scale)
 
 
 # ---- The switch --------------------------------------------------------------------------------

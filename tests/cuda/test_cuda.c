@@ -161,6 +161,84 @@ static h2o_attend_params make_chunk(const chunk *c, h2o_dtype dtype, test_random
     return p;
 }
 
+/* Scores of all keys, as near as those of floats. */
+static void check_chunk_scores(const h2o_attend_params *p, const h2o_attend_params *floats) {
+    const int64_t B = p->query.shape[0], G = p->keys.shape[1], Q = p->keys.shape[2];
+    const int64_t S = p->slots.scores.shape[2];
+    for (int64_t i = 0; i < B * G * (S + Q); i++) {
+        const int64_t b = i / (S + Q) / G, g = i / (S + Q) % G, j = i % (S + Q), q = j - S;
+        if (q < 0 && AT(int32_t, p->slots.positions, b, g, j) < 0) continue;
+        const h2o_view *const got = q < 0 ? &p->slots.scores : &p->scores;
+        const h2o_view *const wanted = q < 0 ? &floats->slots.scores : &floats->scores;
+        const int64_t at = q < 0 ? j : q;
+        CHECK(is_near(AT(float, *got, b, g, at), (double)AT(float, *wanted, b, g, at), 1e-5));
+    }
+}
+
+static bool is_token_of(const h2o_view *mask, int64_t b, int64_t q) {
+    return !h2o_given(mask) || AT(uint8_t, *mask, b, q, 0);
+}
+
+/* The log of what the softmax of each query divides by, [B,H,Q]; NaN at pads. */
+static h2o_view log_sums_of(const h2o_attend_params *floats) {
+    const int64_t B = floats->query.shape[0], H = floats->query.shape[1];
+    const int64_t Q = floats->query.shape[2], D = floats->query.shape[3];
+    const int64_t G = floats->keys.shape[1], S = floats->slots.keys.shape[2];
+    const h2o_view log_sums = make_layout(SPREAD, H2O_F32, 3, B, H, Q, 1, 1);
+    double *const logits = test_alloc((size_t)(S + Q) * sizeof *logits);
+    for (int64_t i = 0; i < B * H; i++) {
+        const int64_t b = i / H, h = i % H, g = h / (H / G);
+        const plain_unit u = make_plain(&floats->query, &floats->keys, &floats->values, b, g);
+        double *const stored = plain_rows(&floats->slots.keys, b, g);
+        for (int64_t q = 0; q < Q; q++) {
+            const double *const query = u.query + (h % (H / G) * Q + q) * D;
+            int64_t n = 0;
+            for (int64_t j = 0; j < S + q + 1; j++) {
+                const bool is_key = j < S ? AT(int32_t, floats->slots.positions, b, g, j) >= 0
+                                          : is_token_of(&floats->mask, b, j - S);
+                const double *const key = j < S ? stored + j * D : u.keys + (j - S) * D;
+                if (is_key) {
+                    logits[n++] = plain_logit(query, key, D, floats->scale, floats->softcap);
+                }
+            }
+            const double log_sum = plain_log_sum(logits, n, (double)-INFINITY);
+            AT(float, log_sums, b, h, q) = is_token_of(&floats->mask, b, q) ? (float)log_sum : NAN;
+        }
+        free(stored);
+        free_plain(&u);
+    }
+    free(logits);
+    return log_sums;
+}
+
+/* From known log sums come the same scores, and nothing else is written; where one is infinite, as
+ * flash attention has it of a softmax that is NaN, so are the scores of the keys that it sees. */
+static void check_known(const h2o_attend_params *p, const h2o_attend_params *floats,
+                        const h2o_view *before) {
+    const runner with = {.ops = &h2o_ops_generic, .workers = 1};
+    h2o_attend_params call = *p;
+    call.known_log_sums = log_sums_of(floats);
+    call.out = copy_of(&p->out);
+    call.scores = copy_of(&p->scores);
+    call.slots.scores = copy_of(before);
+    const h2o_view known = call.known_log_sums, out = call.out, scores = call.slots.scores;
+    memset(out.data, 0xa5, tensor_bytes(&out));
+    h2o_attend_params checked = call; /* a call sets strides that say nothing, and dims */
+    run_operation(H2O_ATTEND, &checked, &with);
+    check_chunk_scores(&call, floats);
+    for (size_t i = 0; i < tensor_bytes(&out); i++) {
+        CHECK(((const unsigned char *)out.data)[i] == 0xa5);
+    }
+    const int64_t last = known.shape[2] - 1, slot = 5;
+    AT(float, known, 0, 0, last) = INFINITY;
+    run_operation(H2O_ATTEND, &call, &with);
+    if (is_token_of(&p->mask, 0, last)) {
+        CHECK(isnan(AT(float, call.scores, 0, 0, last)) && isnan(AT(float, scores, 0, 0, slot)));
+        CHECK(!isnan(AT(float, scores, 0, 1, slot)));
+    }
+    free(known.data), free(out.data), free(call.scores.data), free(scores.data);
+}
+
 /* The chunk by tensor cores, and in float32 over what the rows stand for, which takes the kernels
  * without. Logits and scores are as near to each other as those of floats; outputs as 16 bits. */
 static void test_chunk(const chunk *c, h2o_dtype dtype) {
@@ -198,15 +276,9 @@ static void test_chunk(const chunk *c, h2o_dtype dtype) {
         CHECK(is_near(load_at(&p.out, b, q, h, i % D), (double)load_at(&floats.out, b, q, h, i % D),
                       unit_roundoff(dtype)));
     }
-    for (int64_t i = 0; i < c->dims.B * c->dims.G * (c->dims.S + c->dims.Q); i++) {
-        const int64_t unit = i / (c->dims.S + c->dims.Q), j = i % (c->dims.S + c->dims.Q);
-        const int64_t b = unit / c->dims.G, g = unit % c->dims.G, q = j - c->dims.S;
-        if (q < 0 && AT(int32_t, p.slots.positions, b, g, j) < 0) continue;
-        const float got = q < 0 ? AT(float, p.slots.scores, b, g, j) : AT(float, p.scores, b, g, q);
-        const float wanted =
-            q < 0 ? AT(float, floats.slots.scores, b, g, j) : AT(float, floats.scores, b, g, q);
-        CHECK(is_near(got, (double)wanted, 1e-5));
-    }
+    check_chunk_scores(&p, &floats);
+    check_known(&p, &floats, &before);
+    check_known(&floats, &floats, &before);
     const h2o_slots *const s = &p.slots;
     const h2o_view *const all[] = {&p.query,   &p.keys,       &p.values,      &p.out,
                                    &p.scores,  &p.mask,       &s->keys,       &s->values,

@@ -18,7 +18,7 @@ def attend_arguments(D: int, dtype: torch.dtype) -> list:
     """Arguments of a prompt of ten tokens on the CPU."""
     query, key, value = (torch.randn(1, heads, 10, D, dtype=dtype) for heads in (4, 2, 2))
     out, scores = torch.zeros(1, 10, 4, D, dtype=dtype), torch.zeros(1, 2, 10)
-    return [query, key, value, None, None, out, scores, D**-0.5, 0.0, Policy(), None, None]
+    return [query, key, value, None, None, out, scores, D**-0.5, 0.0, Policy(), None, None, None]
 
 
 def test_what_a_device_before_8_0_lacks_is_the_torch_backends(library):

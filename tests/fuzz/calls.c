@@ -188,10 +188,10 @@ static void choose_starts_by_row(bench *w, h2o_slots *slots) {
     }
 }
 
-/* The logs of row sums: rarely wanted, and chosen last. */
-static h2o_view choose_log_sums(bench *w) {
-    if (choose(&w->in, 4) != 1) return (h2o_view){.name = "log_sums"};
-    return choose_tensor(w, "log_sums", "BHQ", H2O_F32);
+/* The logs of row sums: rarely wanted or known, and chosen last. */
+static h2o_view choose_log_sums(bench *w, const char *name) {
+    if (choose(&w->in, 4) != 1) return (h2o_view){.name = name};
+    return choose_tensor(w, name, "BHQ", H2O_F32);
 }
 
 /* A store that holds what it says, mostly: the first slots of each head. */
@@ -337,7 +337,8 @@ static void call_operation(bench *w) {
         p.sink_logits = choose_sinks(w);
         if (p.has_slots) p.slots.rows = choose_rows(w);
         if (p.has_slots) choose_starts_by_row(w, &p.slots);
-        p.log_sums = choose_log_sums(w);
+        p.log_sums = choose_log_sums(w, "log_sums");
+        p.known_log_sums = choose_log_sums(w, "known_log_sums");
         call_with(H2O_ATTEND, &p, call);
         break;
     }

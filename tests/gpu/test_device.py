@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from h2o import H2OCache, backends, ops
-from h2o.backends import cuda
+from h2o.backends import cuda, prompt_attention
 from h2o.borrowed import with_cache
 from h2o.hf.families.layer_kinds import kind_of
+from h2o.policy import Policy
+from tests.cuda.carry import flash
 from tests.hf.modes import POLICIES, TOKENS, policy
 from tests.hf.tiny import DEVICE, FAMILIES, TWINS, batch, greedy, model, prompts, slow_if
 from tests.inputs import drifting
@@ -107,6 +109,39 @@ def test_one_captured_step_serves_all_tokens(kind, capacity):
         graph.replay()
         assert_equal(captured.held(), eager.held())
     assert not torch.equal(eager.slots.positions, first[3])
+
+
+WAYS = prompt_attention.WAYS if ON_GPU else {"flash": flash}
+
+
+@pytest.mark.parametrize("pads", [False, True], ids=["whole", "pads"])
+@pytest.mark.parametrize("D", [64, 72, 128])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_by_torchs_attention_waits_for_nothing_and_is_captured(way, D, pads):
+    """Its answers are those of the torch backend."""
+    text = drifting(3, B=2, H=4, G=2, N=200, D=D)
+    query, keys, values = (torch.from_numpy(x).to(DEVICE, torch.bfloat16) for x in text)
+    mask = torch.ones(2, 200, dtype=torch.bool, device=DEVICE)
+    mask[1, :7] = mask[1, 50] = False
+    call = prompt_attention.AttendOperands(
+        query, keys, values, mask if pads else None, None, query.new_zeros(2, 200, 4, D),
+        torch.zeros(2, 2, 200, device=DEVICE), D**-0.5, 0.0, Policy(), None, None, None,
+    )  # fmt: skip
+    operations = cuda._kernels(backends._portable()) if ON_GPU else backends.core
+    attend = prompt_attention.attend_by(WAYS[way], operations.attend, least_tokens=1, strict=True)
+    try:
+        attend(*call)
+    except (AttributeError, RuntimeError) as error:
+        pytest.skip(f"torch has it not here: {error}")
+    with unwaiting():
+        attend(*call)
+    wanted = call._replace(out=call.out.clone(), scores=call.scores.clone())
+    backends._portable().attend(*wanted)
+    for x in (call.out, call.scores):
+        x.fill_(7.0)
+    recorded(lambda: attend(*call)).replay()
+    torch.testing.assert_close(call.out, wanted.out, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(call.scores, wanted.scores, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

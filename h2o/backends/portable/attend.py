@@ -54,8 +54,10 @@ def attend(
     policy: Policy,
     sink_logits: Tensor | None,
     log_sums: Tensor | None,
+    known_log_sums: Tensor | None,
 ) -> None:
-    """See `h2o.ops.attend`; `h2o.ops.log_sums` where these are given."""
+    """See `h2o.ops.attend`; `h2o.ops.log_sums` where these are given. Those that are known save
+    nothing here."""
     real = None if mask is None else mask.bool()
     weights = total = None
     decay = policy.decay

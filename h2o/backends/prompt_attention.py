@@ -1,0 +1,240 @@
+"""Outputs of a prompt by torch's own attention, on devices where that is faster than h2o's kernel.
+
+Flash attention, torch's and cuDNN's, returns the log of what each softmax divides by beside its
+outputs. From these the kernels make the scores in one pass over queries and keys
+(`known_log_sums`), where h2o's own way takes two. Which way a device goes is measured once
+(`fastest`), among those whose answers are those of the torch backend.
+
+The names of torch that stand here are private. A version without one of them lacks that way.
+
+Shape letters as in `h2o.ops`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o.backends import kernel_check
+from h2o.backends.default_settings import default_settings
+from h2o.policy import Policy
+
+__all__ = ["DEPTHS", "WAYS", "attend_by", "depth_of", "fastest"]
+
+Attention = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""Causal attention of query [B, H, Q, D] over keys and values [B, G, Q, D], with a scale. Returns
+outputs [B, H, Q, D] and log sums [B, H, Q] float32."""
+
+
+def flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """FlashAttention 2, on CUDA from compute capability 8.0 on."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention
+    out, log_sums, *_ = attention(query, keys, values, 0.0, True, scale=scale)
+    return out, log_sums
+
+
+def cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """That of cuDNN, which plans anew for each new shape."""
+    attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, log_sums, *_ = attention(query, keys, values, None, True, 0.0, True, scale=scale)
+    return out, log_sums.reshape(query.shape[:3])
+
+
+WAYS: dict[str, Attention] = {"flash": flash, "cudnn": cudnn}
+"""By the name that `h2o info` prints."""
+
+DEPTHS = (64, 128, 256)
+"""Head dimensions up to which a way is chosen each, as the kernels are compiled for them."""
+
+LEAST_TOKENS = 1024
+"""Shorter prompts take no less time with more launches."""
+
+LEAST_SCALE = 1e-6
+"""Of q.k: the kernels divide log sums by the scale."""
+
+MEASURED = (1, 32, 8, 2048)
+"""B, H, G and Q of the prompt that is timed, ..."""
+
+LAYERS = 32
+"""... in as many calls as a model with so many layers makes."""
+
+
+class AttendOperands(NamedTuple):
+    """Those of `_core.call("attend", ...)`, in order."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor | None
+    mask: Tensor | None
+    slots: Any
+    out: Tensor
+    scores: Tensor
+    scale: float
+    softcap: float
+    policy: Policy
+    sink_logits: Tensor | None
+    log_sums: Tensor | None
+    known_log_sums: Tensor | None
+
+
+def depth_of(D: int) -> int:
+    """The entry of `DEPTHS` for a head dimension; 0 above them."""
+    return next((depth for depth in DEPTHS if D <= depth), 0)
+
+
+def attend_by(
+    attention: Attention,
+    attend: Callable[..., None],
+    *,
+    least_tokens: int = LEAST_TOKENS,
+    strict: bool = False,
+) -> Callable[..., None]:
+    """The operation `attend`, with the outputs of `attention` where these are all that a call needs
+    of it. The operands have been checked.
+
+    Where torch raises, as for a shape that cuDNN has no plan for, `attend` makes the outputs too;
+    strict: raise that.
+    """
+
+    def run(*operands: Any) -> None:
+        call = AttendOperands(*operands)
+        if call.query.shape[2] >= least_tokens and _suits(call):
+            try:
+                call = call._replace(known_log_sums=_answer(attention, call))
+            except RuntimeError as error:  # before anything was written
+                if strict:
+                    raise
+                _warn_unable(error)
+        attend(*call)
+
+    return run
+
+
+def _warn_unable(error: RuntimeError) -> None:
+    line, *_ = str(error).splitlines() or [type(error).__name__]
+    text = f"torch's attention cannot answer this prompt, so h2o's kernels do ({line})"
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _suits(call: AttendOperands) -> bool:
+    """Whether a call has nothing that flash attention lacks."""
+    D = call.query.shape[3]
+    more = (call.slots, call.sink_logits, call.log_sums, call.known_log_sums)
+    return (
+        all(x is None for x in more)
+        and call.softcap == 0
+        and call.scale >= LEAST_SCALE
+        and call.query.dtype in (torch.float16, torch.bfloat16)
+        and D % 8 == 0
+        and depth_of(D) > 0
+        and all(x is None or _is_aligned(x) for x in call[:3])
+    )
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether all rows begin at multiples of 16 bytes, elements one after the other."""
+    *steps, step = x.stride()
+    return step == 1 and x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in steps)
+
+
+def _answer(attention: Attention, call: AttendOperands) -> Tensor:
+    """Writes the outputs of a call; returns the log sums [B, H, Q]. A mask is brought to what is
+    causal: tokens come first, in order, and pads, which no token then sees, after them."""
+    query, keys = call.query, call.keys
+    values = keys if call.values is None else call.values
+    if call.mask is None:
+        out, log_sums = attention(query, keys, values, call.scale)
+        call.out.copy_(out.transpose(1, 2))
+        return log_sums
+    pads = call.mask == 0
+    order = pads.byte().argsort(dim=1, stable=True)
+    place = order.argsort(dim=1)
+    query, keys, values = (
+        x.take_along_dim(order[:, None, :, None], 2) for x in (query, keys, values)
+    )
+    values.masked_fill_(pads.take_along_dim(order, 1)[:, None, :, None], 0)  # 0 times NaN is NaN
+    out, log_sums = attention(query, keys, values, call.scale)
+    call.out.copy_(out.transpose(1, 2).take_along_dim(place[:, :, None, None], 1))
+    call.out.masked_fill_(pads[:, :, None, None], 0)
+    return log_sums.take_along_dim(place[:, None], 2)
+
+
+# ---- Which way ---------------------------------------------------------------------------------
+
+
+def fastest(
+    kernels: SimpleNamespace, by_torch: SimpleNamespace, device: Any, wait: Callable[[], None]
+) -> dict[int, str]:
+    """The names of the ways that are faster than h2o's own, by the entry of `DEPTHS`.
+
+    Args:
+        kernels, by_torch: the operations of `_core.call`, the latter as the right answers.
+        wait: waits for the device.
+    """
+    chosen = {}
+    for depth in DEPTHS:
+        right = {
+            name: attend_by(attention, kernels.attend, least_tokens=1, strict=True)
+            for name, attention in WAYS.items()
+            if _is_right(attention, kernels, by_torch, depth, device)
+        }
+        if not right:
+            continue
+        with default_settings(torch.device(device)):
+            right[""] = kernels.attend
+            seconds = {name: _seconds(attend, depth, wait) for name, attend in right.items()}
+        chosen[depth] = min(seconds, key=seconds.__getitem__)
+    return {depth: name for depth, name in chosen.items() if name}
+
+
+def _is_right(
+    attention: Attention,
+    kernels: SimpleNamespace,
+    by_torch: SimpleNamespace,
+    depth: int,
+    device: Any,
+) -> bool:
+    """Whether there is such an attention, and its answers are those of the torch backend."""
+    attend = attend_by(attention, kernels.attend, least_tokens=1, strict=True)
+    operations = SimpleNamespace(**vars(kernels) | {"attend": attend})
+    try:
+        return not kernel_check.mistakes(operations, by_torch, device, cases=_cases(depth))
+    except (AttributeError, TypeError, RuntimeError):  # this torch or this device has it not
+        return False
+
+
+def _cases(depth: int) -> tuple[kernel_check.Case, ...]:
+    case = kernel_check.Case(depth, torch.bfloat16, kernel_check.LONG, simulated=False)
+    return case, dataclasses.replace(
+        case, D=depth - 8, dtype=torch.float16, pads=True, score_by="max"
+    )
+
+
+def _seconds(attend: Callable[..., None], D: int, wait: Callable[[], None]) -> float:
+    """The time of a prompt's calls of `attend` in all layers, on torch's default device.
+
+    The prompt has a length that was not met before, since what plans for it does so in one layer of
+    every such prompt.
+    """
+    B, H, G, Q = MEASURED
+    times = []
+    for tokens in range(Q, Q - 3, -1):
+        query, keys, values = (torch.randn(B, x, tokens, D).bfloat16() for x in (H, G, G))
+        call = AttendOperands(
+            query, keys, values, None, None, torch.empty_like(query).view(B, tokens, H, D),
+            torch.empty(B, G, tokens), D**-0.5, 0.0, Policy(), None, None, None,
+        )  # fmt: skip
+        wait()
+        begin = time.perf_counter()
+        for _ in range(LAYERS):
+            attend(*call)
+        wait()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])  # the first one loads what it needs
