@@ -21,6 +21,7 @@ __all__ = [
     "check_amount",
     "check_budget",
     "check_tokens",
+    "check_total",
     "flat",
     "layer_amount",
     "parse_amount",
@@ -175,3 +176,16 @@ def layer_amount(name: str, budget: Any, layer: int, layers: int) -> Any:
             )
         return (budget[layer],) if isinstance(budget[layer], tuple) else budget[layer]
     return budget
+
+
+def check_total(heavy: Any, recent: Any, sinks: int) -> None:
+    """Raises ValueError for a budget that is 0 in any layer, whatever the prompt."""
+    if sinks or callable(heavy) or callable(recent):
+        return
+    rows = spread((heavy, recent), "layer of the model")
+    pairs = [pair for row in rows for pair in spread(row, "key/value head of a layer")]
+    if any(pair == (0, 0) for pair in pairs):
+        raise ValueError(
+            "a budget of 0 tokens keeps nothing: one of heavy, recent and sinks must be more "
+            f"than 0 (heavy={heavy}, recent={recent}, sinks=0)"
+        )

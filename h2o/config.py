@@ -18,6 +18,7 @@ from h2o.budgets import (
     check_amount,
     check_budget,
     check_tokens,
+    check_total,
     flat,
     layer_amount,
     recent_part,
@@ -157,7 +158,7 @@ class H2OConfig(Presets):
             raise ValueError(
                 f'positions must be "original" or "cache_relative", not {self.positions!r}'
             )
-        self._check_total()
+        check_total(self.heavy, self.recent, self.sinks)
 
     def __deepcopy__(self, memo: Any) -> H2OConfig:
         """The same: nothing changes it, and forks of a cache need no copies."""
@@ -372,19 +373,6 @@ class H2OConfig(Presets):
             raise ValueError(
                 "shares divide what a layer has among its key/value heads, but heavy or recent "
                 "already say it for each head: give one of the two"
-            )
-
-    def _check_total(self) -> None:
-        """A budget that is 0 whatever the prompt, in any layer, is an error now."""
-        amounts = self.heavy, self.recent
-        if self.sinks or any(map(callable, amounts)):
-            return
-        rows = spread(amounts, "layer of the model")
-        pairs = [pair for row in rows for pair in spread(row, "key/value head of a layer")]
-        if any(heavy == 0 and recent == 0 for heavy, recent in pairs):
-            raise ValueError(
-                "a budget of 0 tokens keeps nothing: one of heavy, recent and sinks must be more "
-                f"than 0 (heavy={self.heavy}, recent={self.recent}, sinks=0)"
             )
 
 

@@ -25,7 +25,7 @@ if HAS_CORE:
 else:
     from h2o.backends import without_core as _core
 
-__all__ = ["OPERATIONS", "VERSION", "by_torch", "check", "info", "serving_if_open", "serving"]
+__all__ = ["OPERATIONS", "VERSION", "by_torch", "check", "info", "serving", "serving_if_open"]
 
 VERSION: str = _core.info()["version"]
 OPERATIONS: tuple[str, ...] = _core.OPERATIONS
