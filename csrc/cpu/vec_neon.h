@@ -9,6 +9,8 @@ enum { VL = 4, REGISTERS = 32 };
 #define TILE_VECTORS 4
 
 typedef float32x4_t vf;
+typedef int32x4_t vi;
+typedef uint32x4_t vu;
 
 VEC vf vf_set1(float x) { return vdupq_n_f32(x); }
 VEC vf vf_zero(void) { return vdupq_n_f32(0.0f); }
@@ -90,6 +92,13 @@ VEC void vf_store_f16(void *p, vf x) { half_store_n(p, narrow_f16(x), VL); }
 VEC void vf_store_bf16(void *p, vf x) { half_store_n(p, narrow_bf16(x), VL); }
 VEC void vf_store_f16_n(void *p, vf x, int n) { half_store_n(p, narrow_f16(x), n); }
 VEC void vf_store_bf16_n(void *p, vf x, int n) { half_store_n(p, narrow_bf16(x), n); }
+
+VEC vu load_bytes(const void *p) {
+    uint32_t word;
+    memcpy(&word, p, sizeof word);
+    const uint16x8_t pairs = vshll_n_u8(vcreate_u8(word), 8);
+    return vshll_n_u16(vget_low_u16(pairs), 16);
+}
 
 VEC void vf_transpose(vf v[VL]) {
     const float32x4x2_t a = vtrnq_f32(v[0], v[1]), b = vtrnq_f32(v[2], v[3]);
