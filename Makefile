@@ -396,9 +396,12 @@ gpu-kernels:
 		[ -n "$$here" ] || { echo "torch finds no CUDA device here"; exit 1; }; rm -f h2o/kernels.fatbin; \
 		$(MAKE) h2o/kernels.fatbin NVCC=$(NVCC_HERE) ARCHITECTURES="$$here"; }
 
+# Each level on a processor that has no higher one.
+NEON_PROCESSORS := neon=cortex-a53 neondot=neoverse-n1 neonbf16=max
 test-neon: ## the C tests for aarch64; needs gcc-aarch64-linux-gnu and qemu-user-static
-	$(MAKE) test-c OUT=build/c-neon CC=aarch64-linux-gnu-gcc \
-		EMULATOR="timeout -k 1 600 env H2O_TEST_LEVEL=neon H2O_TEST_EMULATED=1 qemu-aarch64-static -L /usr/aarch64-linux-gnu"
+	@set -e; for pair in $(NEON_PROCESSORS); do \
+		$(MAKE) test-c OUT=build/c-neon CC=aarch64-linux-gnu-gcc \
+			EMULATOR="timeout -k 1 600 env H2O_TEST_LEVEL=$${pair%=*} H2O_TEST_EMULATED=1 qemu-aarch64-static -cpu $${pair\#*=} -L /usr/aarch64-linux-gnu"; done
 
 # Not those that do all in forks, which Windows has not. The first build makes zig's libc, for minutes.
 WINE ?= $(firstword $(shell command -v wine64) /usr/lib/wine/wine64)
