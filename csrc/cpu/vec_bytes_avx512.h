@@ -28,8 +28,8 @@ VEC void vb_store(void *p, vb x) { _mm512_storeu_si512(p, x); }
 VEC void vb_store_bytes(void *p, vb x) { _mm_storeu_si128(p, _mm512_cvtepi32_epi8(x)); }
 
 VEC void vb_store_limbs(void *p, vb x, vb y) {
-    const vb order = _mm512_broadcast_i32x4(
-        _mm_setr_epi8(1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14));
+    const vb order =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14));
     vb_store(p, _mm512_shuffle_epi8(_mm512_packus_epi32(x, y), order));
 }
 

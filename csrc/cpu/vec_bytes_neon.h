@@ -31,8 +31,8 @@ VEC void vb_store_bytes(void *p, vb x) {
 
 VEC void vb_store_limbs(void *p, vb x, vb y) {
     const uint16x8_t both = vuzp1q_u16(vreinterpretq_u16_s32(x), vreinterpretq_u16_s32(y));
-    const uint32x2x2_t limbs = vzip_u32(vreinterpret_u32_u8(vshrn_n_u16(both, 8)),
-                                        vreinterpret_u32_u8(vmovn_u16(both)));
+    const uint32x2x2_t limbs =
+        vzip_u32(vreinterpret_u32_u8(vshrn_n_u16(both, 8)), vreinterpret_u32_u8(vmovn_u16(both)));
     vst1q_u32(p, vcombine_u32(limbs.val[0], limbs.val[1]));
 }
 
@@ -78,8 +78,7 @@ VEC void vb_zip(vb a, vb b, vb *lo, vb *hi) {
 
 VEC vb vb_hsum_pairs(vb a, vb b) {
     const int64x2_t x = vreinterpretq_s64_s32(a), y = vreinterpretq_s64_s32(b);
-    return vb_add(vreinterpretq_s32_s64(vzip1q_s64(x, y)),
-                  vreinterpretq_s32_s64(vzip2q_s64(x, y)));
+    return vb_add(vreinterpretq_s32_s64(vzip1q_s64(x, y)), vreinterpretq_s32_s64(vzip2q_s64(x, y)));
 }
 
 VEC vb vb_hsum_quarters(const vb v[4]) { return v[0]; }
@@ -126,9 +125,7 @@ VEC void vb_interleave_u4(const char *const p[4], vb o[4]) {
 
 VEC void vb_columns(vb x[4]) { (void)x; }
 
-VEC vf vf_from_f16(const uint16_t h[VL]) {
-    return widen_f16((uint16x4_t){h[0], h[1], h[2], h[3]});
-}
+VEC vf vf_from_f16(const uint16_t h[VL]) { return widen_f16((uint16x4_t){h[0], h[1], h[2], h[3]}); }
 
 VEC vf vf_load_pairs(const char *const p[1]) { return vf_load_f16(p[0]); }
 VEC void vf_transpose_pairs(vf x[4]) { vf_transpose(x); }

@@ -9,9 +9,7 @@
 #define H2O_VEC_FOUR_H
 
 VEC vf vf_set1_f16(const void *p) { return vf_set1(load_scalar(p, H2O_F16)); }
-VEC vf vf_load_i8(const void *p) {
-    return __builtin_convertvector((vi)load_bytes(p) >> 24, vf);
-}
+VEC vf vf_load_i8(const void *p) { return __builtin_convertvector((vi)load_bytes(p) >> 24, vf); }
 /* Adding 1.5 * 2^23 leaves a whole number in the lowest bits. */
 VEC void vf_store_bytes(void *p, vf x) {
     const vf moved = x + vf_set1(12582912.0f);

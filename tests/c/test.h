@@ -103,7 +103,8 @@ static const h2o_ops *const levels[] = {
 #elif defined(H2O_LEVELS_ARM)
     &h2o_ops_neon,
 #if defined(H2O_LEVELS_ARM_DOT)
-    &h2o_ops_neondot,   &h2o_ops_neonbf16,
+    &h2o_ops_neondot,
+    &h2o_ops_neonbf16,
 #endif
 #endif
 };

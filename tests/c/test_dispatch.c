@@ -64,7 +64,8 @@ int main(void) {
 #elif defined(__aarch64__)
         "neon",
 #if defined(H2O_LEVELS_ARM_DOT)
-        "neondot",   "neonbf16",
+        "neondot",
+        "neonbf16",
 #endif
 #endif
     };

@@ -26,7 +26,8 @@ typedef struct {
 /* About Gaussian: four uniform numbers, which end at 3.5. */
 static float gaussian(test_random *random) {
     const uint64_t bits = random_bits(random);
-    const uint64_t sum = (bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48);
+    const uint64_t sum =
+        (bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48);
     return ((float)sum * 0x1p-16f - 2.0f) * 1.7320508f;
 }
 
@@ -45,8 +46,7 @@ static text gaussian_text(const shape *s, test_random *random) {
     const h2o_view way = make_tensor(H2O_F32, 4, s->B, G, 1, s->D);
     EACH_ELEMENT(&way, b, g, q, d) store_at(&way, b, g, q, d, gaussian(random));
     EACH_ELEMENT(&t.query, b, h, q, d) {
-        store_at(&t.query, b, h, q, d,
-                 load_at(&way, b, h / s->R, 0, d) + 0.3f * gaussian(random));
+        store_at(&t.query, b, h, q, d, load_at(&way, b, h / s->R, 0, d) + 0.3f * gaussian(random));
     }
     EACH_ELEMENT(&t.keys, b, g, q, d) store_at(&t.keys, b, g, q, d, gaussian(random));
     EACH_ELEMENT(&t.values, b, g, q, d) store_at(&t.values, b, g, q, d, gaussian(random));
@@ -146,8 +146,7 @@ static void everything(const text *t) {
 
 /* The same rounded to bfloat16; frees the first. */
 static h2o_view rounded(h2o_view x) {
-    const h2o_view to =
-        make_tensor(H2O_BF16, 4, x.shape[0], x.shape[1], x.shape[2], x.shape[3]);
+    const h2o_view to = make_tensor(H2O_BF16, 4, x.shape[0], x.shape[1], x.shape[2], x.shape[3]);
     EACH_ELEMENT(&x, b, h, q, d) store_at(&to, b, h, q, d, load_at(&x, b, h, q, d));
     free(x.data);
     return to;
@@ -226,10 +225,9 @@ static answer run(const runner *with, const shape *s, const text *t) {
 }
 
 static void free_answer(const answer *a) {
-    const h2o_view *const views[] = {
-        &a->slots.keys, &a->slots.values,  &a->slots.scores, &a->slots.positions,
-        &a->slots.free, &a->slots.lengths, &a->slots.budget, &a->slots.lost,
-        &a->out};
+    const h2o_view *const views[] = {&a->slots.keys,      &a->slots.values, &a->slots.scores,
+                                     &a->slots.positions, &a->slots.free,   &a->slots.lengths,
+                                     &a->slots.budget,    &a->slots.lost,   &a->out};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) free(views[i]->data);
 }
 
@@ -241,7 +239,8 @@ static double element(const char *row, h2o_dtype stored, int64_t d, int64_t D) {
     const int byte = (uint8_t)row[q4_elements(d) + d % (H2O_GROUP / 2)];
     const char *const at = row + q4_scale(d, D);
     return (double)load_scalar(at + 2, H2O_F16) +
-           (double)load_scalar(at, H2O_F16) * (d % H2O_GROUP < H2O_GROUP / 2 ? byte & 15 : byte >> 4);
+           (double)load_scalar(at, H2O_F16) *
+               (d % H2O_GROUP < H2O_GROUP / 2 ? byte & 15 : byte >> 4);
 }
 
 /* [n, D]: the text's rows, those that were held as the slots have them. */
@@ -325,8 +324,8 @@ static void judge(const char *what, const char *kind, const char *level, const s
                  floats = error_of(r, r->floats, channels);
     if (!(kernel <= 2.0 * floats)) {
         fprintf(stderr, "%s, %s of %s: D %d, R %d, %d of %d tokens, %s %s: %g, floats %g\n", level,
-                what, kind, (int)s->D, (int)s->R, (int)s->fresh, (int)s->n,
-                h2o_dtype_name(s->keys), h2o_dtype_name(s->values), kernel, floats);
+                what, kind, (int)s->D, (int)s->R, (int)s->fresh, (int)s->n, h2o_dtype_name(s->keys),
+                h2o_dtype_name(s->values), kernel, floats);
         exit(1);
     }
     free(r->exact), free(r->kernel), free(r->floats);
