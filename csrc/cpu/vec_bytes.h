@@ -10,7 +10,7 @@
  *   VALUE_BIAS              what vb_interleave adds to signed bytes
  *   vb_dot_value(c, l, i, v)  c + the sum of four products of the unsigned bytes of word l[i] and
  *                           bytes of vb_interleave or vb_interleave_u4 per lane; l: two words
- *   vb_add vb_high(x)       x / 256 towards -infinity
+ *   vb_add vb_high(x)       x / 256 toward -infinity
  *   vb_number(hi, lo)       256 * hi + lo
  *   vb_zip(a, b, *lo, *hi)  words of two rows in turn, some in lo and the others in hi
  *   vb_hsum_pairs(a, b)     of sums of two such pairs of rows those of four, in turn

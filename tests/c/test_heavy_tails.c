@@ -4,7 +4,7 @@
  * same attention in float32 over the same rows, with the output rounded to bfloat16. Neither rows
  * of the batch nor workers change a bit. (tests/torch/heavy_tails.py has these inputs too.) */
 #define _GNU_SOURCE
-#include "quantise.h"
+#include "quantize.h"
 
 #include "plain.h"
 
@@ -225,9 +225,10 @@ static answer run(const runner *with, const shape *s, const text *t) {
 }
 
 static void free_answer(const answer *a) {
-    const h2o_view *const views[] = {&a->slots.keys,      &a->slots.values, &a->slots.scores,
-                                     &a->slots.positions, &a->slots.free,   &a->slots.lengths,
-                                     &a->slots.budget,    &a->slots.lost,   &a->out};
+    const h2o_view *const views[] = {
+        &a->slots.keys,      &a->slots.values,        &a->slots.scores,
+        &a->slots.positions, &a->slots.next_slot,     &a->slots.seen_tokens,
+        &a->slots.budget,    &a->slots.evicted_score, &a->out};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) free(views[i]->data);
 }
 
