@@ -297,6 +297,8 @@ static rows make_rows(int64_t count, int64_t width) {
     return (rows){count, width, test_alloc(bytes), test_alloc(bytes), test_alloc(bytes)};
 }
 
+static void free_rows(const rows *r) { free(r->exact), free(r->kernel), free(r->floats); }
+
 /* The mean of the relative errors of rows. A channel counts by its own size if `channels`, so that
  * an outlier channel hides nothing. */
 static double error_of(const rows *r, const double *x, bool channels) {
@@ -319,8 +321,8 @@ static double error_of(const rows *r, const double *x, bool channels) {
     return sqrt(total);
 }
 
-static void judge(const char *what, const char *kind, const char *level, const shape *s, rows *r,
-                  bool channels) {
+static void judge(const char *what, const char *kind, const char *level, const shape *s,
+                  const rows *r, bool channels) {
     const double kernel = error_of(r, r->kernel, channels),
                  floats = error_of(r, r->floats, channels);
     if (!(kernel <= 2.0 * floats)) {
@@ -329,7 +331,6 @@ static void judge(const char *what, const char *kind, const char *level, const s
                 h2o_dtype_name(s->values), kernel, floats);
         exit(1);
     }
-    free(r->exact), free(r->kernel), free(r->floats);
 }
 
 /* The exact answer and that of the float path: outputs of all queries, scores of a step. */
@@ -398,6 +399,8 @@ static void test_shape(const h2o_ops *ops, const shape *s, const char *kind,
     judge("output", kind, ops->name, s, &out, true);
     if (s->fresh == 1) judge("scores", kind, ops->name, s, &scores, false);
     free_answer(&a);
+    free_rows(&out);
+    free_rows(&scores);
     free(t.query.data), free(t.keys.data), free(t.values.data);
 }
 
