@@ -244,8 +244,8 @@ class PageBudget:
         return self._new_slots(keys[:1], sizes[0] if len(sizes) == 1 else sizes)
 
     def empty_pages(self, keys: torch.Tensor) -> ops.Slots:
-        """The same in all layers on one axis: as of one layer with the heads of all, with seen_tokens
-        [1, L] and starts [1, L * G + 1]."""
+        """The same in all layers on one axis: as of one layer with the heads of all, with
+        seen_tokens [1, L] and starts [1, L * G + 1]."""
         sizes: list[int] = []
         for layer in range(self.layers):
             each = [self.slots(k) for k in self._kept(layer, keys)]
