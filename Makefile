@@ -396,10 +396,15 @@ gpu-kernels:
 		[ -n "$$here" ] || { echo "torch finds no CUDA device here"; exit 1; }; rm -f h2o/kernels.fatbin; \
 		$(MAKE) h2o/kernels.fatbin NVCC=$(NVCC_HERE) ARCHITECTURES="$$here"; }
 
-test-neon: ## the C tests for aarch64; needs gcc-aarch64-linux-gnu and qemu-user-static
-	$(MAKE) test-c OUT=build/c-neon CC=aarch64-linux-gnu-gcc \
-		EMULATOR="timeout -k 1 600 env H2O_TEST_LEVEL=neon H2O_TEST_EMULATED=1 qemu-aarch64-static -L /usr/aarch64-linux-gnu"
-
+# $(1): a level, $(2): a processor that has no higher one. neondot has nothing but a step of its own.
+NEON := OUT=build/c-neon CC=aarch64-linux-gnu-gcc
+IN_QEMU = EMULATOR="timeout -k 1 600 env H2O_TEST_LEVEL=$(1) H2O_TEST_EMULATED=1 \
+	qemu-aarch64-static -cpu $(2) -L /usr/aarch64-linux-gnu"
+test-neon: ## the C tests for aarch64, at each level; needs gcc-aarch64-linux-gnu and qemu-user-static
+	$(MAKE) test-c $(NEON) $(call IN_QEMU,neon,cortex-a53)
+	$(MAKE) test-c $(NEON) $(call IN_QEMU,neonbf16,max)
+	$(MAKE) test-c $(NEON) $(call IN_QEMU,neondot,neoverse-n1) \
+		C_TESTS="$(addprefix build/c-neon/test_,dispatch vec_neondot heavy_tails)"
 # Not those that do all in forks, which Windows has not. The first build makes zig's libc, for minutes.
 WINE ?= $(firstword $(shell command -v wine64) /usr/lib/wine/wine64)
 WINDOWS_TESTS := $(addprefix build/c-windows/test_,policy attend kernels scratch parallel vec_generic vec_avx2)

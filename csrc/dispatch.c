@@ -4,7 +4,7 @@
  * The processor is asked once, at import. A feature counts as present when the
  * processor has the instructions and the operating system saves the registers
  * that they use (XGETBV; Intel 64 and IA-32 Architectures Software Developer's
- * Manual, volume 1, sections 13.3 and 15.2).
+ * Manual, volume 1, sections 13.3 and 15.2). On aarch64 the system is asked.
  */
 #include "run.h"
 
@@ -79,9 +79,15 @@ static uint32_t ask_processor(void) {
 
 static const struct {
     const char *name;
-} features[] = {{"neon"}};
+} features[] = {{"neon"}, {"dotprod"}, {"bf16"}, {"i8mm"}};
 
-static uint32_t ask_processor(void) { return 1; } /* every aarch64 has it */
+static uint32_t ask_processor(void) {
+    uint32_t present = 1; /* every aarch64 has the first */
+    for (size_t i = 1; i < sizeof features / sizeof features[0]; i++) {
+        present |= (uint32_t)h2o_arm_has(features[i].name) << i;
+    }
+    return present;
+}
 
 #else
 
@@ -112,6 +118,10 @@ static const struct {
 #endif
 #elif defined(H2O_LEVELS_ARM)
     {&h2o_ops_neon, {"neon"}},
+#if defined(H2O_LEVELS_ARM_DOT)
+    {&h2o_ops_neondot, {"dotprod"}},
+    {&h2o_ops_neonbf16, {"bf16", "i8mm"}},
+#endif
 #endif
 };
 

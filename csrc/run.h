@@ -30,7 +30,7 @@ typedef struct {
  * parameters of its row in h2o_operations. CPU kernels always return H2O_OK; a
  * device's launch may fail. */
 typedef struct {
-    const char *name; /* "generic", "avx2", "avx512", "avx512bf16", "avx512amx", "neon", "cuda" */
+    const char *name; /* "generic", "avx2", ..., "neon", ..., or "cuda" */
     size_t (*workspace)(h2o_operation operation, const void *params, const h2o_exec *exec);
     int (*run)(h2o_operation operation, const void *params, const h2o_exec *exec, h2o_error *error);
 } h2o_ops;
@@ -44,8 +44,11 @@ typedef struct {
 #endif
 #elif !defined(H2O_GENERIC_ONLY) && defined(__aarch64__)
 #define H2O_LEVELS_ARM
+#if __clang_major__ >= 16 || (!defined(__clang__) && __GNUC__ >= 10)
+#define H2O_LEVELS_ARM_DOT /* compilers before know nothing of them within a file */
 #endif
-extern const h2o_ops h2o_ops_generic, h2o_ops_neon;
+#endif
+extern const h2o_ops h2o_ops_generic, h2o_ops_neon, h2o_ops_neondot, h2o_ops_neonbf16;
 extern const h2o_ops h2o_ops_avx2, h2o_ops_avx512, h2o_ops_avx512bf16, h2o_ops_avx512amx;
 
 /* dispatch.c: chosen once, at import, from CPUID and the H2O_CPU variable.

@@ -21,6 +21,7 @@
 #endif
 #if defined(__linux__)
 #include <link.h>
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #elif defined(__APPLE__)
 #include <mach-o/dyld.h>
@@ -160,7 +161,7 @@ int h2o_quota(const char *root) {
 
 #endif
 
-/* ---- Tiles --------------------------------------------------------------- */
+/* ---- Features of the processor ------------------------------------------- */
 
 /* Linux saves the tiles of a process that has asked for it: 8 KiB for each thread. */
 bool h2o_may_use_tiles(void) {
@@ -171,6 +172,38 @@ bool h2o_may_use_tiles(void) {
     return false;
 #endif
 }
+
+#if defined(__aarch64__) && (defined(__linux__) || defined(__APPLE__))
+
+static const struct {
+    const char *name, *apple;
+    int words, bit; /* AT_HWCAP or AT_HWCAP2 of Linux, and in it */
+} arm_features[] = {{"dotprod", "hw.optional.arm.FEAT_DotProd", 1, 20},
+                    {"i8mm", "hw.optional.arm.FEAT_I8MM", 2, 13},
+                    {"bf16", "hw.optional.arm.FEAT_BF16", 2, 14}};
+
+static bool has_arm_feature(size_t i) {
+#if defined(__linux__)
+    return getauxval(arm_features[i].words == 1 ? AT_HWCAP : AT_HWCAP2) >> arm_features[i].bit & 1;
+#else
+    int has = 0;
+    size_t size = sizeof has;
+    return sysctlbyname(arm_features[i].apple, &has, &size, NULL, 0) == 0 && has;
+#endif
+}
+
+bool h2o_arm_has(const char *feature) {
+    for (size_t i = 0; i < sizeof arm_features / sizeof *arm_features; i++) {
+        if (strcmp(arm_features[i].name, feature) == 0) return has_arm_feature(i);
+    }
+    return false;
+}
+
+#else
+
+bool h2o_arm_has(const char *feature) { return (void)feature, false; }
+
+#endif
 
 /* ---- Libraries --------------------------------------------------------- */
 

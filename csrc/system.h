@@ -43,6 +43,10 @@ void h2o_at_fork(void (*before)(void), void (*in_parent)(void), void (*in_child)
 /* Whether this process may use them, if the processor has them; asks for them. */
 bool h2o_may_use_tiles(void);
 
+/* Whether the system says that this aarch64 processor has "dotprod", "bf16" or "i8mm", which programs
+ * may not ask the processor itself; false where systems do not say. */
+bool h2o_arm_has(const char *feature);
+
 /* ---- Libraries --------------------------------------------------------- */
 
 /* A number that changes when a library is loaded; 0 where the system does not count. */

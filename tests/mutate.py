@@ -173,7 +173,8 @@ def closing(code: str, opening: int) -> int:
 def draw(count: int, seed: int, only: str | None) -> list[Edit]:
     """Edits of random lines; lines of other processors and of other levels are left out."""
     paths = [*ROOT.glob("csrc/*.[ch]"), *ROOT.glob("csrc/cpu/*.inc"), *ROOT.glob("csrc/cpu/*.h")]
-    left_out = {f"vec_{x}.h" for x in ("avx2", "avx512", "neon", "generic")} - {f"{VECTORS}.h"}
+    others = ("avx2", "avx512", "neon", "bytes_neon", "generic")
+    left_out = {f"vec_{x}.h" for x in others} - {f"{VECTORS}.h"}
     left_out |= {"dlpack_abi.h"}
     lines = [
         (path, number, line)

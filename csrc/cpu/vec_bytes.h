@@ -1,153 +1,66 @@
 /* vec_bytes.h - products of bytes as they are stored, where the level has them (H2O_DOT_BYTES):
- * AVX-512 VNNI. A vb carries 4 * VL bytes, or VL whole numbers of 32 bits, whose sums wrap.
+ * AVX-512 VNNI, and aarch64 with FEAT_DotProd. A vb carries 4 * VL bytes, or VL whole numbers of 32
+ * bits, whose sums wrap.
  *
- *   vb_zero vb_load         and vb_set1(word), a word's four bytes in all lanes; vb_set1_word(p)
+ *   vb_zero vb_load         and vb_set1(word), a word's four bytes in all lanes
  *   vb_held(x)              x in a register: gcc would load it for each product that it enters, and
  *                           copy sums, for which there are not enough registers
- *   vb_unsigned(x)          signed bytes plus 128
- *   vb_dot(c, u, s)         c + the sum of four products of unsigned bytes and signed ones per lane
+ *   KEY_BIAS vb_key(x)      signed bytes plus this, which is what vb_dot_key takes
+ *   vb_dot_key(c, k, s)     c + the sum of four products of such bytes and signed ones per lane
+ *   VALUE_BIAS              what vb_interleave adds to signed bytes
+ *   vb_dot_value(c, l, i, v)  c + the sum of four products of the unsigned bytes of word l[i] and
+ *                           bytes of vb_interleave or vb_interleave_u4 per lane; l: two words
  *   vb_add vb_high(x)       x / 256 toward -infinity
  *   vb_number(hi, lo)       256 * hi + lo
  *   vb_zip(a, b, *lo, *hi)  words of two rows in turn, some in lo and the others in hi
  *   vb_hsum_pairs(a, b)     of sums of two such pairs of rows those of four, in turn
- *   vb_hsum_quarters(v)     of four such sums those of sixteen rows
+ *   vb_hsum_quarters(v)     of four such sums those of sixteen rows; with VL 4 of one those of four
  *   vb_rounded(x) vb_floats(x)       floats to nearest whole numbers, and whole numbers as floats
  *   vb_store_bytes(p, x)    the low bytes of the VL numbers
  *   vb_store_limbs(p, x, y) numbers of 16 bits: of four lanes a word of the high bytes of x, one of
- *                           y's, then their low ones; and so on
+ *                           its low ones, then y's; and so on
  *   vb_interleave(p, o)     four rows of 4 * VL bytes from p[] on: each lane of o[4] has the four
  *                           rows' bytes of a column, in an order of columns that vb_columns undoes
- *   vb_interleave_u4(p, o)  the same of two groups of elements in halves of bytes, in their order
+ *   vb_interleave_u4(p, o)  the same of four rows of 2 * VL bytes of groups in halves of bytes: o[0]
+ *                           has the low halves of VL bytes, o[1] their high ones, and so on; in
+ *                           their order
  *   vb_columns(x)           x[4] sums of lanes of vb_interleave: x[j] the columns from VL * j on
  *   vf_from_f16(h)          VL halves in variables as floats
- *   vf_load_pairs(p)        of four rows scale and minimum of two groups, f16, as floats: a row's
+ *   vf_load_pairs(p)        of VL / 4 rows scale and minimum of two groups, f16, as floats: a row's
  *                           in four lanes side by side
- *   vf_transpose_pairs(x)   x[4] of sixteen rows become the scales of the first group, its minima,
- *                           and those of the second
+ *   vf_transpose_pairs(x)   x[4] of VL rows become the scales of the first group, its minima, and
+ *                           those of the second
+ *
+ * and with H2O_MATRIX_BYTES, where two rows of eight bytes are multiplied by two others at once, so
+ * that both limbs of a query are one factor:
+ *
+ *   vb_zip(a, b, *lo, *hi)  eights of bytes instead of words
+ *   vb_dot_key(c, k, s)     c + products of each row of k with each of s: those of the first come
+ *                           first
+ *   vb_numbers(a, b)        of two such sums, where s is the high limbs and then the low ones, the
+ *                           numbers of the four rows
  */
 #ifndef H2O_VEC_BYTES_H
 #define H2O_VEC_BYTES_H
 
 #include "vec.h"
 
+/* How many vectors the limbs of a query are that products are summed with apart. */
+#ifdef H2O_MATRIX_BYTES
+enum { LIMB_SUMS = 1 };
+#else
+enum { LIMB_SUMS = 2 };
+#endif
+
 #ifdef H2O_DOT_BYTES
+#if defined(H2O_VEC_AVX512)
+#include "vec_bytes_avx512.h"
+#else
+#include "vec_bytes_neon.h"
+#endif
 
-typedef __m512i vb;
-
-VEC vb vb_zero(void) { return _mm512_setzero_si512(); }
-VEC vb vb_load(const void *p) { return _mm512_loadu_si512(p); }
-VEC vb vb_add(vb a, vb b) { return _mm512_add_epi32(a, b); }
-VEC vb vb_set1(int32_t word) { return _mm512_set1_epi32(word); }
-VEC vb vb_set1_word(const void *p) {
-    int32_t word;
-    memcpy(&word, p, sizeof word);
-    return vb_set1(word);
-}
-VEC vb vb_unsigned(vb x) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)0x80)); }
-VEC vb vb_dot(vb c, vb u, vb s) { return _mm512_dpbusd_epi32(c, u, s); }
-VEC vb vb_held(vb x) {
-    __asm__("" : "+v"(x));
-    return x;
-}
-VEC vb vb_number(vb hi, vb lo) { return vb_add(_mm512_slli_epi32(hi, 8), lo); }
-VEC vb vb_high(vb x) { return _mm512_srai_epi32(x, 8); }
-VEC vb vb_rounded(vf x) { return _mm512_cvtps_epi32(x); }
-VEC vf vb_floats(vb x) { return _mm512_cvtepi32_ps(x); }
-VEC void vb_store(void *p, vb x) { _mm512_storeu_si512(p, x); }
-VEC void vb_store_bytes(void *p, vb x) { _mm_storeu_si128(p, _mm512_cvtepi32_epi8(x)); }
-
-VEC void vb_store_limbs(void *p, vb x, vb y) {
-    const vb order =
-        _mm512_broadcast_i32x4(_mm_setr_epi8(1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14));
-    vb_store(p, _mm512_shuffle_epi8(_mm512_packus_epi32(x, y), order));
-}
-
-VEC void vb_zip(vb a, vb b, vb *lo, vb *hi) {
-    *lo = _mm512_unpacklo_epi32(a, b);
-    *hi = _mm512_unpackhi_epi32(a, b);
-}
-
-VEC vb vb_hsum_pairs(vb a, vb b) {
-    return vb_add(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-}
-
-VEC vb vb_hsum_quarters(const vb v[4]) {
-    vb half[2];
-    UNROLL
-    for (int i = 0; i < 2; i++) {
-        half[i] = vb_add(_mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0x88),
-                         _mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0xdd));
-    }
-    return vb_add(_mm512_shuffle_i32x4(half[0], half[1], 0x88),
-                  _mm512_shuffle_i32x4(half[0], half[1], 0xdd));
-}
-
-/* o[j] has, in the n-th quarter of its lanes, the columns 16 n + 4 j and the three behind. */
-VEC void vb_interleave(const char *const p[4], vb o[4]) {
-    const __m512i r[4] = {vb_load(p[0]), vb_load(p[1]), vb_load(p[2]), vb_load(p[3])};
-    const __m512i a = _mm512_unpacklo_epi8(r[0], r[1]), b = _mm512_unpackhi_epi8(r[0], r[1]),
-                  c = _mm512_unpacklo_epi8(r[2], r[3]), d = _mm512_unpackhi_epi8(r[2], r[3]);
-    o[0] = _mm512_unpacklo_epi16(a, c);
-    o[1] = _mm512_unpackhi_epi16(a, c);
-    o[2] = _mm512_unpacklo_epi16(b, d);
-    o[3] = _mm512_unpackhi_epi16(b, d);
-}
-
-/* A group's four rows fill a vector: their words are transposed, and then the bytes of four. */
-VEC void vb_interleave_u4(const char *const p[4], vb o[4]) {
-    const __m512i words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
-                  bytes = _mm512_broadcast_i32x4(
-                      _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)),
-                  low = _mm512_set1_epi8(15);
-    UNROLL
-    for (int i = 0; i < 2; i++) {
-        __m128i r[4];
-        UNROLL
-        for (int k = 0; k < 4; k++) r[k] = _mm_loadu_si128((const __m128i *)(p[k] + 16 * i));
-        __m512i x = _mm512_inserti32x4(_mm512_castsi128_si512(r[0]), r[1], 1);
-        x = _mm512_inserti32x4(_mm512_inserti32x4(x, r[2], 2), r[3], 3);
-        x = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(words, x), bytes);
-        o[2 * i] = _mm512_and_si512(x, low);
-        o[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi32(x, 4), low);
-    }
-}
-
-VEC void vb_columns(vb x[4]) {
-    const __m512i a = _mm512_shuffle_i32x4(x[0], x[1], 0x44),
-                  b = _mm512_shuffle_i32x4(x[0], x[1], 0xee),
-                  c = _mm512_shuffle_i32x4(x[2], x[3], 0x44),
-                  d = _mm512_shuffle_i32x4(x[2], x[3], 0xee);
-    x[0] = _mm512_shuffle_i32x4(a, c, 0x88);
-    x[1] = _mm512_shuffle_i32x4(a, c, 0xdd);
-    x[2] = _mm512_shuffle_i32x4(b, d, 0x88);
-    x[3] = _mm512_shuffle_i32x4(b, d, 0xdd);
-}
-
-/* From registers: halves stored one by one and then loaded as a vector would be waited for. */
-VEC vf vf_from_f16(const uint16_t h[VL]) {
-#define FOUR(i) (short)h[i], (short)h[i + 1], (short)h[i + 2], (short)h[i + 3]
-    return _mm512_cvtph_ps(_mm256_setr_epi16(FOUR(0), FOUR(4), FOUR(8), FOUR(12)));
-#undef FOUR
-}
-
-VEC vf vf_load_pairs(const char *const p[4]) {
-    const __m128i a = _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *)p[0]),
-                                         _mm_loadl_epi64((const __m128i *)p[1])),
-                  b = _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *)p[2]),
-                                         _mm_loadl_epi64((const __m128i *)p[3]));
-    return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1));
-}
-
-/* Within quarters, and then these by words. */
-VEC void vf_transpose_pairs(vf x[4]) {
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const vf a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]),
-             c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
-    x[0] = _mm512_permutexvar_ps(order, _mm512_shuffle_ps(a, c, 0x44));
-    x[1] = _mm512_permutexvar_ps(order, _mm512_shuffle_ps(a, c, 0xee));
-    x[2] = _mm512_permutexvar_ps(order, _mm512_shuffle_ps(b, d, 0x44));
-    x[3] = _mm512_permutexvar_ps(order, _mm512_shuffle_ps(b, d, 0xee));
-}
-
+#ifndef H2O_MATRIX_BYTES
+VEC vb vb_numbers(vb a, vb b) { return (void)b, a; } /* for compilers only */
+#endif
 #endif
 #endif

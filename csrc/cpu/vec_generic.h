@@ -93,6 +93,19 @@ VEC vu load_half(const void *p) {
 #endif
 }
 
+VEC vu load_bytes(const void *p) {
+#ifdef __SSE2__
+    int32_t word;
+    memcpy(&word, p, sizeof word);
+    const __m128i pairs = _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_cvtsi32_si128(word));
+    return (vu)_mm_unpacklo_epi16(_mm_setzero_si128(), pairs);
+#else
+    uint8_t b[VL];
+    memcpy(b, p, sizeof b);
+    return (vu){b[0], b[1], b[2], b[3]} << 24;
+#endif
+}
+
 /* float_from_f16 of half.h, all three cases at once: numbers get the other
  * bias, infinities and NaN all exponent bits, subnormals are fraction * 2^-24. */
 VEC vf vf_load_f16(const void *p) {

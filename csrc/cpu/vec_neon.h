@@ -1,4 +1,5 @@
-/* vec_neon.h - the vector layer (vec.h) with vectors of four floats: aarch64 Advanced SIMD. */
+/* vec_neon.h - the vector layer (vec.h) with vectors of four floats: aarch64 Advanced SIMD,
+ * and with H2O_DOT_BF16 dot products of bf16 pairs (FEAT_BF16). */
 #ifndef H2O_VEC_NEON_H
 #define H2O_VEC_NEON_H
 
@@ -9,6 +10,8 @@ enum { VL = 4, REGISTERS = 32 };
 #define TILE_VECTORS 4
 
 typedef float32x4_t vf;
+typedef int32x4_t vi;
+typedef uint32x4_t vu;
 
 VEC vf vf_set1(float x) { return vdupq_n_f32(x); }
 VEC vf vf_zero(void) { return vdupq_n_f32(0.0f); }
@@ -74,6 +77,9 @@ VEC vf widen_f16(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
 VEC vf widen_bf16(uint16x4_t h) { return vreinterpretq_f32_u32(vshll_n_u16(h, 16)); }
 VEC uint16x4_t narrow_f16(vf x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
 
+#ifdef H2O_DOT_BF16
+VEC uint16x4_t narrow_bf16(vf x) { return vreinterpret_u16_bf16(vcvt_bf16_f32(x)); }
+#else
 VEC uint16x4_t narrow_bf16(vf x) {
     const uint32x4_t bits = vreinterpretq_u32_f32(x);
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
@@ -81,6 +87,7 @@ VEC uint16x4_t narrow_bf16(vf x) {
     const uint32x4_t nan = vorrq_u32(bits, vdupq_n_u32(0x400000));
     return vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), number, nan), 16);
 }
+#endif
 
 VEC vf vf_load_f16(const void *p) { return widen_f16(half_n(p, VL)); }
 VEC vf vf_load_bf16(const void *p) { return widen_bf16(half_n(p, VL)); }
@@ -90,6 +97,13 @@ VEC void vf_store_f16(void *p, vf x) { half_store_n(p, narrow_f16(x), VL); }
 VEC void vf_store_bf16(void *p, vf x) { half_store_n(p, narrow_bf16(x), VL); }
 VEC void vf_store_f16_n(void *p, vf x, int n) { half_store_n(p, narrow_f16(x), n); }
 VEC void vf_store_bf16_n(void *p, vf x, int n) { half_store_n(p, narrow_bf16(x), n); }
+
+VEC vu load_bytes(const void *p) {
+    uint32_t word;
+    memcpy(&word, p, sizeof word);
+    const uint16x8_t pairs = vshll_n_u8(vcreate_u8(word), 8);
+    return vshll_n_u16(vget_low_u16(pairs), 16);
+}
 
 VEC void vf_transpose(vf v[VL]) {
     const float32x4x2_t a = vtrnq_f32(v[0], v[1]), b = vtrnq_f32(v[2], v[3]);
@@ -102,5 +116,33 @@ VEC void vf_transpose(vf v[VL]) {
 VEC vf vf_hsums(const vf v[VL]) {
     return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
 }
+
+#ifdef H2O_DOT_BF16
+
+/* Sums are rounded to odd, and subnormal numbers count as 0. */
+VEC vf vf_dot_bf16(vf a, vf b, vf c) {
+    return vbfdotq_f32(c, vreinterpretq_bf16_f32(a), vreinterpretq_bf16_f32(b));
+}
+
+VEC vf vf_pair_bf16(vf a, vf b) {
+    return vreinterpretq_f32_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(a), b));
+}
+
+VEC void vf_zip_bf16(vf a, vf b, vf *lo, vf *hi) {
+    const uint16x8_t x = vreinterpretq_u16_f32(a), y = vreinterpretq_u16_f32(b);
+    *lo = vreinterpretq_f32_u16(vzip1q_u16(x, y));
+    *hi = vreinterpretq_f32_u16(vzip2q_u16(x, y));
+}
+
+VEC vf vf_set1_two(const void *p) { return vreinterpretq_f32_u64(vld1q_dup_u64(p)); }
+
+VEC void vf_zip(vf a, vf b, vf *lo, vf *hi) {
+    *lo = vzip1q_f32(a, b);
+    *hi = vzip2q_f32(a, b);
+}
+
+VEC vf vf_add_zipped(vf lo, vf hi) { return vpaddq_f32(lo, hi); }
+
+#endif
 
 #endif

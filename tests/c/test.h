@@ -102,6 +102,10 @@ static const h2o_ops *const levels[] = {
 #endif
 #elif defined(H2O_LEVELS_ARM)
     &h2o_ops_neon,
+#if defined(H2O_LEVELS_ARM_DOT)
+    &h2o_ops_neondot,
+    &h2o_ops_neonbf16,
+#endif
 #endif
 };
 

@@ -63,6 +63,10 @@ int main(void) {
 #endif
 #elif defined(__aarch64__)
         "neon",
+#if defined(H2O_LEVELS_ARM_DOT)
+        "neondot",
+        "neonbf16",
+#endif
 #endif
     };
     in_child(without_wish_the_highest, NULL);
