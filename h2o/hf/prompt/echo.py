@@ -5,7 +5,8 @@ a token shortly before that key (Olsson et al., "In-context Learning and Inducti
 arXiv:2209.11895). So the text's own queries are asked once more as if they stood behind it,
 each by as many positions later as its row is long, over all keys of the row without a causal mask.
 A key's score is the largest attention that it gets from the queries of its own token and of the
-`BEFORE` tokens before it. With rotary positions such a query is the first one, rotated on.
+`BEFORE` tokens before it. With rotary positions such a query is the first one, rotated on; a query
+rotated on gives a key what the query gives the key rotated back, and there are fewer keys.
 
 Shape letters: H query heads, G key/value heads, R = H / G, n tokens of a row, m of them, D head
 dimension, F rotary angles.
@@ -51,7 +52,7 @@ def largest(
     if n == 0:
         return logs
     keys = keys.to(query.dtype)
-    if angles is not None:  # there are fewer keys than queries
+    if angles is not None:
         keys = turned(keys, torch.stack([angles[0], -angles[1]]))
     by_core = backends.HAS_CORE and backends.serving(keys) is backends.core
     rows = ROWS if by_core else max(1, ENTRIES // max(1, H * n))
@@ -104,7 +105,7 @@ def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 def _held(keys: Tensor) -> ops.Slots | None:
     """Slots with keys [G, n, D]; None for none."""
-    G, n, _ = keys.shape
+    n = keys.shape[1]
     if n == 0:
         return None
     slots = ops.new_slots(keys[None], n, shared=True)
@@ -115,11 +116,10 @@ def _held(keys: Tensor) -> ops.Slots | None:
 
 
 def _totals(asked: Tensor, held: ops.Slots | None, first: Tensor, how: _Logits) -> Tensor:
-    """The log of the sum of the exponentials of queries [G, R, m, D] with the keys that are held and
-    the first one, [G, 1, D]; [G, R, m].
+    """The log of the sum of the exponentials of queries [G, R, m, D] with all keys, [G, R, m].
 
     Each query comes as a head of its own: that is how all of them see all keys. A call has new
-    keys: the first one is.
+    keys, so the first one, [G, 1, D], is not among those that are held.
     """
     G, R, m, D = asked.shape
     sinks = how.sink_logits
