@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from h2o import backends, ops
-from h2o.hf.rotary.model_rotary import turned
+from h2o.hf.rotary.model_rotary import rotate
 from h2o.policy import BEFORE
 
 __all__ = ["largest"]
@@ -53,10 +53,10 @@ def largest(
         return logs
     keys = keys.to(query.dtype)
     if angles is not None:
-        keys = turned(keys, torch.stack([angles[0], -angles[1]]))
+        keys = rotate(keys, torch.stack([angles[0], -angles[1]]))
     by_core = backends.HAS_CORE and backends.serving(keys) is backends.core
     rows = ROWS if by_core else max(1, ENTRIES // max(1, H * n))
-    held, grouped = _held(keys[:, 1:]), query.unflatten(0, (G, H // G))
+    held, grouped = _hold(keys[:, 1:]), query.unflatten(0, (G, H // G))
     for first in range(0, n, rows):
         asked = grouped[:, :, first : first + rows]
         near = how.capped(_nearest(asked, keys[:, first : first + rows + BEFORE], how.scale))
@@ -103,7 +103,7 @@ def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
     return diagonals.flatten(3)[..., :m]
 
 
-def _held(keys: Tensor) -> ops.Slots | None:
+def _hold(keys: Tensor) -> ops.Slots | None:
     """Slots with keys [G, n, D]; None for none."""
     n = keys.shape[1]
     if n == 0:
@@ -111,7 +111,7 @@ def _held(keys: Tensor) -> ops.Slots | None:
     slots = ops.new_slots(keys[None], n, shared=True)
     slots.keys[0] = keys
     slots.positions[:] = torch.arange(n, dtype=torch.int32, device=keys.device)
-    slots.lengths[:] = n
+    slots.seen_tokens[:] = n
     return slots
 
 
