@@ -188,7 +188,7 @@ class _Waiting:
     """The prompt of a layer until its budgets are known."""
 
     def __init__(self, layer: Any, prompt: Prompt) -> None:
-        self.layer, self.prompt = layer, prompt
+        self.layer = layer
         G, sinks = prompt.scores.shape[1], layer.policy.sinks
         by_row = each_head(prompt.by_row, G)
         self.floor, self.spare = reserve_for_heads(by_row, sinks, layer.config.floor, prompt.pinned)
@@ -198,7 +198,8 @@ class _Waiting:
         self.spared = _always_kept(positions, tokens, sinks, self.floor)
         self.lowest = self._spare_own()  # [B, G, 1], rank of the last key that is a head's own
         self.claims = prompt.claims.masked_fill(self.spared, -math.inf)
-        self.held: Tensor | None = None  # [M], whose rows `prompt` has, of [B * G * K]; None: all
+        self.prompt = prompt._replace(claims=None)
+        self.held: Tensor | None = None  # [M] int32, rows of `prompt`, of B * G * K; None: all
         self._highest: Tensor | None = None  # see `_rank_of`
 
     def _spare_own(self) -> Tensor:
@@ -237,7 +238,8 @@ class _Waiting:
             stay &= prompt.mask.bool()[:, None]
         stay = stay.flatten()
         if self.held is None:
-            rows = self.held = stay.nonzero()[:, 0]
+            rows = stay.nonzero()[:, 0]
+            self.held = rows.int()
         else:
             rows = stay.index_select(0, self.held).nonzero()[:, 0]
             self.held = self.held.index_select(0, rows)
@@ -266,7 +268,7 @@ class _Waiting:
 
         def spread(rows: Tensor) -> Tensor:
             out = rows.new_zeros(self.ranks.numel(), rows.shape[-1])
-            return out.index_copy_(0, held, rows).view(*self.ranks.shape, -1)
+            return out.index_copy_(0, held.long(), rows).view(*self.ranks.shape, -1)
 
         values = None if prompt.values is None else spread(prompt.values)
         return prompt._replace(keys=spread(prompt.keys), values=values)
