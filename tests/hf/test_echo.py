@@ -172,7 +172,7 @@ def test_a_row_by_kernels_and_by_torch(how, size, n, by_torch, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_in_sixteen_bits(dtype):
-    """Queries are rounded once they are rotated on, as the model's own are."""
+    """Keys are rounded once they are rotated back, as the model's own are."""
     generator = torch.Generator().manual_seed(0)
     query, keys = (torch.randn(h, 300, 32, generator=generator).to(dtype) for h in (4, 2))
     angles = torch.linspace(0, 3, 16)
@@ -185,7 +185,7 @@ def test_a_row_in_sixteen_bits(dtype):
 
 @pytest.mark.parametrize("first", [-0.9, 3.0])
 def test_a_first_key_of_next_to_no_attention_and_of_all(first):
-    """It is added up twice, and taken away once."""
+    """It is added up once, though it does not lie among the others."""
     generator = torch.Generator().manual_seed(1)
     query, keys = (torch.randn(h, 300, 32, generator=generator).half() for h in (4, 2))
     query += 1.5

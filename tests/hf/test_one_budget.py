@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from contextlib import contextmanager
 
 import pytest
@@ -118,6 +119,21 @@ def test_what_is_hard_to_order(change, of, monkeypatch):
         return tuple(made)
 
     monkeypatch.setattr(PromptEcho, "scores", change_one)
+    as_if_all_were_held(deep(), prompts(60, 44), **SMALL)
+
+
+def test_a_bar_that_becomes_nan(monkeypatch):
+    """In a later layer: what was not dropped by then stays."""
+    scores = PromptEcho.scores
+    calls = itertools.count()
+
+    def change_later_ones(self, tokens, received):
+        made, echo = scores(self, tokens, received)
+        if next(calls) % 6 >= 3:
+            echo[..., 7] = torch.nan
+        return made, echo
+
+    monkeypatch.setattr(PromptEcho, "scores", change_later_ones)
     as_if_all_were_held(deep(), prompts(60, 44), **SMALL)
 
 

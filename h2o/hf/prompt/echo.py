@@ -5,7 +5,8 @@ a token shortly before that key (Olsson et al., "In-context Learning and Inducti
 arXiv:2209.11895). So the text's own queries are asked once more as if they stood behind it,
 each by as many positions later as its row is long, over all keys of the row without a causal mask.
 A key's score is the largest attention that it gets from the queries of its own token and of the
-`BEFORE` tokens before it. With rotary positions such a query is the first one, rotated on.
+`BEFORE` tokens before it. With rotary positions such a query is the first one, rotated on; a query
+rotated on gives a key what the query gives the key rotated back, and there are fewer keys.
 
 Shape letters: H query heads, G key/value heads, R = H / G, n tokens of a row, m of them, D head
 dimension, F rotary angles.
@@ -13,15 +14,14 @@ dimension, F rotary angles.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from h2o import backends, ops
 from h2o.hf.rotary.model_rotary import rotate
-from h2o.hf.store import slot_layout
 from h2o.policy import BEFORE
 
 __all__ = ["largest"]
@@ -30,7 +30,7 @@ ENTRIES = 1 << 21
 """Attention entries that exist at one time, where torch makes them."""
 ROWS = 1024
 """Queries of each head that the kernels are asked at a time."""
-TILE = 32
+TILE = 16
 """Queries whose nearest keys come from one product of matrices."""
 
 
@@ -47,24 +47,24 @@ def largest(
     """
     H, n, D = query.shape
     G = len(keys)
-    grouped, keys = query.unflatten(0, (G, H // G)), keys.to(query.dtype)
     how = _Logits(D**-0.5 if scale is None else scale, softcap, sink_logits)
-    scores = torch.zeros(G, n, dtype=torch.float32, device=keys.device)
+    logs = torch.full((G, n), -math.inf, dtype=torch.float32, device=keys.device)
     if n == 0:
-        return scores
+        return logs
+    keys = keys.to(query.dtype)
+    if angles is not None:
+        keys = rotate(keys, torch.stack([angles[0], -angles[1]]))
     by_core = backends.HAS_CORE and backends.serving(keys) is backends.core
     rows = ROWS if by_core else max(1, ENTRIES // max(1, H * n))
-    held = slot_layout.fill_slots(keys[None], None, None, value_weighted=False)
+    held, grouped = _hold(keys[:, 1:]), query.unflatten(0, (G, H // G))
     for first in range(0, n, rows):
         asked = grouped[:, :, first : first + rows]
-        asked = asked if angles is None else rotate(asked, angles)
-        near = _nearest(asked, keys[:, first : first + rows + BEFORE], how.scale)
-        total = _totals(asked, held, keys[:, :1], how)
-        weights = (how.capped(near) - total[..., None]).exp().amax(1)  # [G, rows, BEFORE + 1]
+        near = how.capped(_nearest(asked, keys[:, first : first + rows + BEFORE], how.scale))
+        best = near.sub_(_totals(asked, held, keys[:, :1], how)).amax(2)
         for offset in range(BEFORE + 1):
-            part = scores[:, first + offset : first + offset + rows]
-            torch.maximum(part, weights[:, : part.shape[1], offset], out=part)
-    return scores
+            part = logs[:, first + offset : first + offset + rows]
+            torch.maximum(part, best[offset, :, : part.shape[1]], out=part)
+    return logs.exp_()
 
 
 class _Logits(NamedTuple):
@@ -83,35 +83,47 @@ class _Logits(NamedTuple):
 
 def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
     """Products, scaled, of queries [G, R, m, D] with the key of their own token and of the `BEFORE`
-    tokens behind it, [G, R, m, BEFORE + 1] float32; of the keys [G, m to m + BEFORE, D], which
+    tokens behind it, [BEFORE + 1, G, R, m] float32; of the keys [G, m to m + BEFORE, D], which
     begin with the first query's. Behind the last of them stands nothing that counts.
 
     Of tiles of queries by keys the diagonals are taken: one product of matrices for all.
     """
-    _, R, m, _ = asked.shape
+    G, R, m, D = asked.shape
     tiles = -(-m // TILE)
-    whole = asked if m == tiles * TILE else pad(asked, (0, 0, 0, tiles * TILE - m))
-    queries = whole.unflatten(2, (tiles, TILE)).transpose(1, 2).flatten(2, 3).float()
-    behind = pad(keys.float() * scale, (0, 0, 0, tiles * TILE + BEFORE - keys.shape[1]))
-    windows = behind.unfold(1, TILE + BEFORE, TILE)  # [G, tiles, D, TILE + BEFORE]
-    products = (queries @ windows).unflatten(2, (R, TILE))
-    diagonals = [products.diagonal(offset, -2, -1) for offset in range(BEFORE + 1)]
-    return torch.stack(diagonals, -1).transpose(1, 2).flatten(2, 3)[:, :, :m]
+    queries = asked.new_zeros(G, tiles * TILE, R, D, dtype=torch.float32)
+    queries[:, :m] = asked.transpose(1, 2)
+    behind = asked.new_zeros(G, tiles * TILE + BEFORE, D, dtype=torch.float32)
+    behind[:, : keys.shape[1]] = keys
+    windows = behind.mul_(scale).unfold(1, TILE + BEFORE, TILE)  # [G, tiles, D, TILE + BEFORE]
+    products = queries.view(G, tiles, TILE * R, D) @ windows
+    of_group, of_tile, of_row, _ = products.stride()
+    diagonals = products.as_strided(
+        (BEFORE + 1, G, R, tiles, TILE), (1, of_group, of_row, of_tile, R * of_row + 1)
+    )
+    return diagonals.flatten(3)[..., :m]
 
 
-def _totals(asked: Tensor, held: ops.Slots, first: Tensor, how: _Logits) -> Tensor:
-    """The log of the sum of the exponentials of queries [G, R, m, D] with all keys that are held,
-    [G, R, m].
+def _hold(keys: Tensor) -> ops.Slots | None:
+    """Slots with keys [G, n, D]; None for none."""
+    n = keys.shape[1]
+    if n == 0:
+        return None
+    slots = ops.new_slots(keys[None], n, shared=True)
+    slots.keys[0] = keys
+    slots.positions[:] = torch.arange(n, dtype=torch.int32, device=keys.device)
+    slots.seen_tokens[:] = n
+    return slots
 
-    Each query comes as a head of its own: that is how all of them see all keys. It sees one key a
-    second time, the first one, [G, 1, D], since a call has new keys; that is taken away again. It
-    is at most half of the sum.
+
+def _totals(asked: Tensor, held: ops.Slots | None, first: Tensor, how: _Logits) -> Tensor:
+    """The log of the sum of the exponentials of queries [G, R, m, D] with all keys, [G, R, m].
+
+    Each query comes as a head of its own: that is how all of them see all keys. A call has new
+    keys, so the first one, [G, 1, D], is not among those that are held.
     """
     G, R, m, D = asked.shape
     sinks = how.sink_logits
-    twice = ops.log_sums(
+    return ops.log_sums(
         asked.reshape(1, -1, 1, D), first[None], held, scale=how.scale, softcap=how.softcap,
         sink_logits=None if sinks is None else sinks.repeat_interleave(m),
     ).view(G, R, m)  # fmt: skip
-    logit = how.capped((asked.float() * how.scale * first.float()[:, None]).sum(-1))
-    return twice + torch.log1p(-(logit - twice).exp())

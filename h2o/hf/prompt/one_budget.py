@@ -23,7 +23,6 @@ M keys of all rows and heads of a layer that are held.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -162,7 +161,7 @@ class OneBudget:
 
     def _drop(self, new: _Waiting) -> None:
         """Raises the bar by the claims of a layer, and drops what cannot be kept."""
-        claims = new.claims.masked_fill(new.spared, -math.inf).flatten(1)
+        claims = new.claims.flatten(1)
         bar = []
         for b, places in enumerate(self.places):
             best = torch.cat([self.best[b], claims[b].to(self.best[b].device)])
@@ -189,17 +188,19 @@ class _Waiting:
     """The prompt of a layer until its budgets are known."""
 
     def __init__(self, layer: Any, prompt: Prompt) -> None:
-        self.layer, self.prompt = layer, prompt
+        self.layer = layer
         G, sinks = prompt.scores.shape[1], layer.policy.sinks
         by_row = each_head(prompt.by_row, G)
         self.floor, self.spare = reserve_for_heads(by_row, sinks, layer.config.floor, prompt.pinned)
         positions, tokens = positions_in(prompt.mask, prompt.scores)
         self.ranks = _ranks(prompt, positions, tokens, layer.policy)
         assert prompt.claims is not None
-        self.claims = prompt.claims
         self.spared = _always_kept(positions, tokens, sinks, self.floor)
         self.lowest = self._spare_own()  # [B, G, 1], rank of the last key that is a head's own
-        self.held: Tensor | None = None  # [B, G, K], whose rows `prompt` has, [M, D]; None: all
+        self.claims = prompt.claims.masked_fill(self.spared, -math.inf)
+        self.prompt = prompt._replace(claims=None)
+        self.held: Tensor | None = None  # [M] int32, rows of `prompt`, of B * G * K; None: all
+        self._highest: Tensor | None = None  # see `_rank_of`
 
     def _spare_own(self) -> Tensor:
         """Adds to `spared` the highest ranks that are each head's own; infinity where none is."""
@@ -212,13 +213,6 @@ class _Waiting:
         )
         lowest = best.values.masked_fill(~is_own, math.inf)
         return torch.cat([lowest, torch.full_like(own, math.inf)], -1).amin(-1, keepdim=True)
-
-    @functools.cached_property
-    def _highest(self) -> Tensor:
-        """[B, G, K + 1]: infinity, then the ranks of what is not spared, the highest first. The bar
-        rises several times, and these stay."""
-        ranks = self.ranks.masked_fill(self.spared, -math.inf).sort(-1, descending=True).values
-        return torch.cat([torch.full_like(ranks[..., :1], math.inf), ranks], dim=-1)
 
     @property
     def is_ranked_alone(self) -> bool:
@@ -235,21 +229,36 @@ class _Waiting:
         """Drop the keys that no budget can have room for once the places' bar is this high: a head
         wins at most as many places as it has claims above the bar, beside those of its own."""
         prompt, policy = self.prompt, self.layer.policy
-        places = ~((self.claims < self.ranks.new_tensor(bar)[:, None, None]) | self.spared)
-        count = places.sum(-1, keepdim=True)
-        lowest = self._highest.gather(-1, count).minimum(self.lowest)
+        places = ~(self.claims < self.ranks.new_tensor(bar)[:, None, None])
+        lowest = self._rank_of(places.sum(-1, keepdim=True)).minimum(self.lowest)
         if policy.score_by == "mean" or policy.value_weighted:
             lowest = lowest * _ROUNDED
-        held = ~(self.ranks < lowest) | self.spared
+        stay = (self.ranks >= lowest).logical_or_(self.spared)
         if prompt.mask is not None:
-            held &= prompt.mask.bool()[:, None]
+            stay &= prompt.mask.bool()[:, None]
+        stay = stay.flatten()
         if self.held is None:
-            where = held.nonzero(as_tuple=True)
+            rows = stay.nonzero()[:, 0]
+            self.held = rows.int()
         else:
-            held &= self.held
-            where = held[self.held].nonzero(as_tuple=True)
-        values = None if prompt.values is None else prompt.values[where]
-        self.prompt, self.held = prompt._replace(keys=prompt.keys[where], values=values), held
+            rows = stay.index_select(0, self.held).nonzero()[:, 0]
+            self.held = self.held.index_select(0, rows)
+
+        def pick(x: Tensor) -> Tensor:
+            return x.reshape(-1, x.shape[-1]).index_select(0, rows)
+
+        values = None if prompt.values is None else pick(prompt.values)
+        self.prompt = prompt._replace(keys=pick(prompt.keys), values=values)
+
+    def _rank_of(self, count: Tensor) -> Tensor:
+        """The count-th highest of the ranks that are not spared, count [B, G, 1]; infinity for 0.
+
+        They are ordered once, as far as the first count goes: the bar rises several times. A bar
+        that has become NaN drops nothing more."""
+        if self._highest is None:
+            ranks = self.ranks.masked_fill(self.spared, -math.inf).topk(int(count.max())).values
+            self._highest = torch.cat([torch.full_like(self.lowest, math.inf), ranks], dim=-1)
+        return self._highest.gather(-1, count.clamp(max=self._highest.shape[-1] - 1))
 
     def whole(self) -> Prompt:
         """The prompt as it was read, with zeros in the places of what was dropped."""
@@ -258,9 +267,8 @@ class _Waiting:
             return prompt
 
         def spread(rows: Tensor) -> Tensor:
-            out = rows.new_zeros(*held.shape, rows.shape[-1])
-            out[held] = rows
-            return out
+            out = rows.new_zeros(self.ranks.numel(), rows.shape[-1])
+            return out.index_copy_(0, held.long(), rows).view(*self.ranks.shape, -1)
 
         values = None if prompt.values is None else spread(prompt.values)
         return prompt._replace(keys=spread(prompt.keys), values=values)
