@@ -118,8 +118,8 @@ int main(void) {
          .policy = all,
          .scale = -0.1f,
          .how = SPREAD},
-        /* fewer chunks of slots than workers, which divide them: columns of values do not fill vectors,
-         * rows differ in length, and a step has nothing to do in some */
+        /* fewer chunks of slots than workers, which divide them: columns of values do not fill
+         * vectors, rows differ in length, and a step has nothing to do in some */
         {.dims = make_dims(2, 1, 3, 150, 120, 410),
          .spare = 1,
          .prompt = 100,
