@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from . import (
     attention_tables,
+    busy_table,
     decode_tables,
     disk_table,
     echo_table,
@@ -102,6 +103,10 @@ TABLES = (
     Table(
         "threads", thread_table.threads,
         cpu="whether torch's operators get slower beside h2o",
+    ),
+    Table(
+        "busy", busy_table.busy,
+        cpu="a decode step beside 0, 1, 2 and 4 busy processes, against SDPA beside them",
     ),
     Table(
         "model", model_tables.generate,

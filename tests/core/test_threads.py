@@ -19,7 +19,8 @@ import os
 import sys
 import numpy as np
 from tests.core.test_threads import conversation, text
-told = lambda: b"".join(conversation(text(5)) + conversation(text(6, heads=71)))
+texts = [text(5), text(6, heads=71), text(7, heads=3)]
+told = lambda: b"".join(answer for words in texts for answer in conversation(words))
 digest = lambda: hashlib.sha256(told()).hexdigest()
 print(digest())
 if "fork" in sys.argv:
