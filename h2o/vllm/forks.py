@@ -29,7 +29,7 @@ class Forks:
         self.replayed: dict[int, Outputs] = {}
         """Of requests that repeat a whole prompt, in this pass"""
         self.stored: dict[int, Outputs] = {}
-        """By the pages that hold prompts; of a prefix there are none"""
+        """By the pages that hold prompts"""
         self.requests = 0
         """that have begun with a stored prompt so far"""
         self.tokens = 0
@@ -58,12 +58,12 @@ class Forks:
         return self.replayed[page][layer]
 
     def note(self, page: int, layer: int, out: Tensor) -> None:
-        """The attention of the last token of the prompt of a page, which has just been read."""
+        """The attention of the last token of a prompt, or of its prefix, which has been read."""
         self._last.setdefault(page, {})[layer] = out.clone()
 
-    def store(self, stores: Iterable[PageStore], page: int, other: int, *, whole: bool) -> None:
-        """Keeps what a page holds in another page: after a whole prompt, or its prefix."""
-        self.stored[other] = self._last[page] if whole else {}
+    def store(self, stores: Iterable[PageStore], page: int, other: int) -> None:
+        """Keeps what a page holds in another page: a prompt, or the prefix of one."""
+        self.stored[other] = self._last[page]
         _copy(stores, page, other)
 
     def drop(self, pages: Iterable[int]) -> None:

@@ -301,7 +301,7 @@ class PagedLayer:
         for page, token in batch.replayed:
             out[token] = forks.attention(page, self.layer)
         for piece in batch.pieces:
-            if piece.length == piece.request.prompt:
+            if piece.length in (piece.request.first, piece.request.prompt):
                 forks.note(piece.page, self.layer, out[piece.end - 1])
 
     def _piece(self, piece: Piece, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:

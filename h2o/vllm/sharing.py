@@ -117,11 +117,11 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
         plan, self.plan = self.plan, Plan()
         plan.left |= self.prompts.leave(scheduler_output.preempted_req_ids or ())
-        for page, key, whole in self.prompts.advance(scheduler_output.num_scheduled_tokens):
+        for page, key in self.prompts.advance(scheduler_output.num_scheduled_tokens):
             if key in self.prompts.pages or not self.pool.get_num_free_blocks():
                 continue
             (block,) = self.pool.get_new_blocks(1)
-            plan.stores.append(Store(page, block.block_id, whole))
+            plan.stores.append(Store(page, block.block_id))
             self.prompts.put(key, block.block_id)
             self._keep(block)
         plan.dropped, self.plan.dropped = plan.dropped + self.plan.dropped, []
@@ -179,8 +179,8 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         plan: Any = self._get_connector_metadata()
-        for page, other, whole in plan.stores:
-            self.forks.store(self._stores(), page, other, whole=whole)
+        for page, other in plan.stores:
+            self.forks.store(self._stores(), page, other)
         self.forks.end()
 
 

@@ -73,7 +73,6 @@ class Store(NamedTuple):
 
     page: int
     other: int
-    whole: bool
 
 
 @dataclasses.dataclass
@@ -121,25 +120,25 @@ class StoredPrompts:
             for other, one in self.reading.items()
         )
 
-    def advance(self, scheduled: Mapping[str, int]) -> list[tuple[int, bytes, bool]]:
-        """Goes on by a pass with so many tokens of each request: (page, key, whole) of what may be
-        stored after it."""
+    def advance(self, scheduled: Mapping[str, int]) -> list[tuple[int, bytes]]:
+        """Goes on by a pass with so many tokens of each request: (page, key) of what may be stored
+        after it."""
         done = []
         for request, one in [*self.reading.items()]:
             new = scheduled.get(request, 0)
             before, one.read = one.read, one.read + new
             wanted = one.asked
             if before < wanted.prefix == one.read and wanted.beginning is not None:
-                done.append((one, wanted.beginning, False))
+                done.append((one, wanted.beginning))
             if one.read >= wanted.tokens:
                 del self.reading[request]
                 if new > 1:  # else it is a step, whose attention nobody notes
-                    done.append((one, wanted.whole, True))
+                    done.append((one, wanted.whole))
         pieces = [one for one in self.reading.values() if one.is_whole]
         if len(pieces) > self.places:
             for one in pieces:
                 one.exact = False
-        return [(one.page, key, whole) for one, key, whole in done if one.exact]
+        return [(one.page, key) for one, key in done if one.exact]
 
     def put(self, key: bytes, page: int) -> None:
         self.pages[key] = page

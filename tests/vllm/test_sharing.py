@@ -98,4 +98,6 @@ def test_a_prefix_is_read_once(name, chunk, llama, monkeypatch):
         assert (forks(llm).requests, forks(llm).tokens) == (5, 300)
         assert served(llm, requests, **arguments) == wanted
         assert served(llm, requests) == alone(model, requests, config)
+        before = forks(llm).requests
         assert served(llm, [beginning], **arguments) == alone(model, [beginning], config)
+        assert forks(llm).requests == before + 1
