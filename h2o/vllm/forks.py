@@ -66,6 +66,10 @@ class Forks:
         self.stored[other] = self._last[page]
         _copy(stores, page, other)
 
+    def outputs_bytes(self) -> int:
+        """Of the attention that is kept beside the pages; for any thread."""
+        return sum(out.nbytes for outs in [*self.stored.values()] for out in outs.values())
+
     def drop(self, pages: Iterable[int]) -> None:
         """These pages are others' now."""
         for page in pages:

@@ -144,11 +144,6 @@ class Begun:
                 return piece.place, self.pieces.pop(page)
         return None, None
 
-    def forget(self, pages: set[int]) -> None:
-        """The prompts of these pages come to no end."""
-        for page in pages:
-            self.pieces.pop(page, None)
-
 
 def plan(
     starts: Sequence[int],

@@ -113,6 +113,7 @@ def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Mete
         spec.page_size_bytes * len(layers),
         pages - 1,  # the first is vLLM's
         lambda: [*dict.fromkeys(impl.paged.store for impl in impls if impl.paged is not None)],
+        impls[0].engine.forks,
     )
 
 
@@ -271,7 +272,8 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
     def _batch(self, *rows: Any) -> Batch:
         if self.forks is None:
             return plan(*rows, self.begun, self.device)
-        self.begun.forget(self.forks.taken())
+        for page in self.forks.taken():
+            self.begun.pieces.pop(page, None)  # of a request that has ended
         return plan(*rows, self.begun, self.device, self.forks.replayed)
 
 

@@ -24,7 +24,7 @@ ON_V2 = (
     "test_requests_have_budgets_of_their_own",
     "test_all_keys_are_dense_attention_and_without_the_entry_nothing_is_ours",
     "test_log_likelihoods_of_a_prompt_are_those_of_all_keys",
-    "test_prefix_caching_is_turned_off_with_a_note",
+    "test_requests_that_begin_alike_share_nothing_unasked",
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -10,7 +12,6 @@ from h2o.borrowed import with_cache
 from h2o.hf.prompt import prompt_echo
 from tests.vllm.engines import (
     NEW,
-    MiB,
     SamplingParams,
     alone,
     engine,
@@ -37,7 +38,7 @@ def llama(tmp_path_factory):
 def forks(llm):
     """What the worker knows of stored prompts."""
     (found,) = llm.apply_model(
-        lambda model: [x.impl.engine.forks for x in model.modules() if hasattr(x, "impl")][0]
+        lambda model: next(x.impl.engine.forks for x in model.modules() if hasattr(x, "impl"))
     )
     return found
 
@@ -101,3 +102,65 @@ def test_a_prefix_is_read_once(name, chunk, llama, monkeypatch):
         before = forks(llm).requests
         assert served(llm, [beginning], **arguments) == alone(model, [beginning], config)
         assert forks(llm).requests == before + 1
+
+
+def test_samples_of_one_prompt_and_pins(llama):
+    """Pins are settings, which requests must have in common too, and lie in the prefix."""
+    folder, model = llama
+    (beginning,), config = prompts((60,), 5), H2OConfig(heavy=20, recent=8)
+    requests = [beginning + rest for rest in prompts((5, 40), 6)]
+    pins = {"h2o_prefix": 60, "h2o_pinned": "3:9"}
+    wanted = after_prefix(model, requests, 60, config, pinned=[(3, 9)])
+    unpinned = after_prefix(model, requests, 60, config)
+    assert wanted != unpinned
+    with engine(folder, {"heavy": 20, "recent": 8}) as llm:
+        for arguments, answers in ((pins, wanted), ({"h2o_prefix": 60}, unpinned)):
+            assert served(llm, requests, extra_args=arguments) == answers
+        assert forks(llm).requests == 2
+        sampling = SamplingParams(max_tokens=8, n=4, seed=1, ignore_eos=True, detokenize=False)
+        many = [
+            [list(one.token_ids) for one in out.outputs]
+            for out in llm.generate([{"prompt_token_ids": x} for x in requests], sampling)
+        ]
+        assert forks(llm).requests == 8
+        assert all(len({*map(tuple, of_prompt)}) == 4 for of_prompt in many)
+
+
+@pytest.mark.parametrize("entry", [SMALL, {"budget": 24}])
+def test_few_pages_and_requests_that_leave(entry, llama, monkeypatch):
+    """Prompts that are stored make room, those for the longest not asked for first; who leaves in
+    the middle of a prompt, leaves nothing to who gets the page."""
+    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    folder, model = llama
+    config, dice = H2OConfig(**entry), random.Random(1)
+    rests, requests = prompts((30, 70, 100), 6), []
+    for beginning in prompts((60, 64), 5):
+        ids, n = [beginning + rest for rest in rests], len(beginning)
+        requests += zip(ids, [None] * 3, alone(model, ids, config), strict=True)
+        after = after_prefix(model, ids, n, config, 24)
+        requests += zip(ids, [{"h2o_prefix": n}] * 3, after, strict=True)
+    greedy = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True, "detokenize": False}
+    asked, answers = {}, {}
+    options = {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 6}
+    with engine(folder, entry, **options) as llm:
+        pages = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+        assert pages == 6
+        for step in range(800):
+            here = sorted({*asked} - {*answers})
+            if step < 700 and dice.random() < 0.6 - 0.2 * len(here):
+                ids, arguments, asked[str(step)] = dice.choice(requests)
+                sampling = SamplingParams(**greedy, extra_args=arguments)
+                llm.llm_engine.add_request(str(step), {"prompt_token_ids": ids}, sampling)
+            if step % 19 == 0 and here:
+                gone = dice.choice(here)
+                llm.llm_engine.abort_request([gone])
+                del asked[gone]
+            for out in llm.llm_engine.step():
+                if out.finished:
+                    answers[out.request_id] = list(out.outputs[0].token_ids)
+        pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pages - 1
+        assert forks(llm).requests > 20
+        assert len(forks(llm).stored) < pages
+    assert len(asked) > 40
+    assert answers == asked
