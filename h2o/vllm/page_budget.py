@@ -23,8 +23,10 @@ from h2o.spans import Row, count, merged, parsed
 from h2o.vllm.page_store import ALIGNMENT, page_bytes
 
 __all__ = [
+    "CONTEXT",
     "PREFIX",
     "PageBudget",
+    "by_token",
     "config_of",
     "places_of",
     "prefix_of",
@@ -38,6 +40,12 @@ PINS = "h2o_pinned"
 PREFIX = "h2o_prefix"
 """Of `vllm_xargs`: tokens of the prompt's beginning that are read and cut by themselves, and held
 in common with other requests that say so"""
+
+CONTEXT = "h2o_context"
+"""Of `vllm_xargs`: the same, but what follows is read as an answer would be, token by token: so its
+log-likelihoods are those of the keys that are kept"""
+
+OF_REQUESTS = ("h2o_heavy", "h2o_recent", PINS, PREFIX, CONTEXT)
 
 PLACES = 2
 """Prompts that are kept whole at a time. vLLM reads one prompt in pieces after the other, unless
@@ -132,9 +140,9 @@ def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | Non
     Raises: TypeError, ValueError for a wrong one, which name what is wrong.
     """
     wanted = {name: x for name, x in arguments.items() if name.startswith("h2o_")}
-    if unknown := sorted({*wanted} - {"h2o_heavy", "h2o_recent", PINS, PREFIX}):
-        raise ValueError(f"{unknown[0]}: a request has h2o_heavy, h2o_recent, {PINS} and {PREFIX}")
-    for name in (PINS, PREFIX):
+    if unknown := sorted({*wanted} - {*OF_REQUESTS}):
+        raise ValueError(f"{unknown[0]}: a request has {', '.join(OF_REQUESTS)}")
+    for name in (PINS, PREFIX, CONTEXT):
         wanted.pop(name, None)
     if not wanted:
         return None
@@ -143,17 +151,26 @@ def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | Non
 
 
 def prefix_of(arguments: Mapping[str, Any], prompt: int) -> int:
-    """The tokens of a prompt's prefix, `h2o_prefix` of a request's `vllm_xargs`; 0 where none is
-    said, and where it is all of a prompt of so many tokens.
+    """The tokens of a prompt's prefix, `h2o_prefix` or `h2o_context` of a request's `vllm_xargs`; 0
+    where none is said, and where it is all of a prompt of so many tokens.
 
-    Raises: ValueError for what is no number of tokens.
+    Raises: ValueError for what is no number of tokens, and for both.
     """
-    prefix = arguments.get(PREFIX)
-    if prefix is None:
-        return 0
-    if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 1:
-        raise ValueError(f"{PREFIX} must be a number of tokens from 1, such as 40, not {prefix!r}")
-    return prefix if prefix < prompt else 0
+    said = {name: arguments[name] for name in (PREFIX, CONTEXT) if arguments.get(name) is not None}
+    if len(said) > 1:
+        raise ValueError(f"{PREFIX} and {CONTEXT} both say where a prompt is cut: give one")
+    for name, prefix in said.items():
+        if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 1:
+            raise ValueError(
+                f"{name} must be a number of tokens from 1, such as 40, not {prefix!r}"
+            )
+        return prefix if prefix < prompt else 0
+    return 0
+
+
+def by_token(arguments: Mapping[str, Any]) -> bool:
+    """Whether what follows the prefix is read token by token."""
+    return arguments.get(CONTEXT) is not None
 
 
 def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None = None) -> Row:
@@ -176,9 +193,8 @@ def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None =
     if pinned == "prompt":
         return [(0, prompt)] if prompt else []
     if prompt is not None and pinned[-1][1] > prompt:
-        raise ValueError(
-            f"{PINS} ends at token {pinned[-1][1]}, and the prompt, or its {PREFIX}, has {prompt}"
-        )
+        part = "prefix" if prefix_of(arguments, prompt + 1) else "prompt"
+        raise ValueError(f"{PINS} ends at token {pinned[-1][1]}, and the {part} has {prompt}")
     return pinned
 
 

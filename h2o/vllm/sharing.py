@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from h2o.vllm.page_budget import places_of, prefix_of
+from h2o.vllm.page_budget import by_token, places_of, prefix_of
 from h2o.vllm.served import CONNECTOR, SHARING, entry_of, has_windows
 from h2o.vllm.stored_prompts import Asked, Begin, Reading, Store, StoredPrompts, asked
 
@@ -186,9 +186,12 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _prefix(request: Any) -> int:
     """Tokens of the prefix that a request wants to be cut by itself."""
+    return prefix_of(_arguments(request), request.num_prompt_tokens)
+
+
+def _arguments(request: Any) -> dict[str, Any]:
     params = request.sampling_params
-    arguments = (params and params.extra_args) or {}
-    return prefix_of(arguments, request.num_prompt_tokens)
+    return (params and params.extra_args) or {}
 
 
 def _asked(request: Any) -> Asked | None:
@@ -204,8 +207,8 @@ def _asked(request: Any) -> Asked | None:
     )
     if alone:
         return None
-    arguments = request.sampling_params.extra_args or {}
-    return asked(request.prompt_token_ids, _prefix(request), arguments, request.cache_salt)
+    known = request.prompt_token_ids, _prefix(request), _arguments(request)
+    return asked(*known, request.cache_salt)
 
 
 # ---- Scheduler -------------------------------------------------------------------------------
@@ -224,7 +227,8 @@ class Prefixes(Scheduler):
         if num_computed_tokens < prefix:
             return min(new, prefix - num_computed_tokens)
         if prefix and num_computed_tokens < prompt:
-            piece = min(self._largest_piece(), prompt - num_computed_tokens)
+            most = 1 if by_token(_arguments(request)) else self._largest_piece()
+            piece = min(most, prompt - num_computed_tokens)
             return piece if piece <= new else 0  # as soon as there is room for so many
         return new
 

@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from h2o.vllm.page_budget import PREFIX
+from h2o.vllm.page_budget import CONTEXT, PREFIX, by_token
 
 __all__ = ["Asked", "Begin", "Reading", "Store", "StoredPrompts", "asked"]
 
@@ -44,15 +44,16 @@ def asked(
     settings = sorted(
         (name, repr(x))
         for name, x in arguments.items()
-        if name.startswith("h2o_") and name != PREFIX
+        if name.startswith("h2o_") and name not in (PREFIX, CONTEXT)
     )
 
-    def known_by(n: int, cut: int) -> bytes:
+    def known_by(n: int, *cut: int) -> bytes:
         said = repr((settings, salt, cut)).encode()
         return hashlib.sha256(array.array("q", tokens[:n]).tobytes() + said).digest()
 
-    beginning = known_by(prefix, 0) if prefix else None
-    return Asked(len(tokens), known_by(len(tokens), prefix), prefix, beginning)
+    beginning = known_by(prefix) if prefix else None
+    cut = (prefix, by_token(arguments)) if prefix else ()
+    return Asked(len(tokens), known_by(len(tokens), *cut), prefix, beginning)
 
 
 class Begin(NamedTuple):

@@ -84,7 +84,7 @@ def test_requests_have_budgets_of_their_own_within_a_page(server, llama):
         ({"h2o_heavy": "a lot"}, "h2o_heavy must be a number of tokens"),
         ({"h2o_heavy": -3}, "h2o_heavy must be from 0"),
         ({"h2o_recent": 1.5}, "h2o_recent=1.5: a float is a fraction"),
-        ({"h2o_heav": 3}, "h2o_heav: a request has h2o_heavy, h2o_recent, h2o_pinned and"),
+        ({"h2o_heav": 3}, "h2o_heav: a request has h2o_heavy, h2o_recent, h2o_pinned, h2o_prefix"),
         ({"h2o_prefix": "40"}, "h2o_prefix must be a number of tokens from 1"),
         ({"h2o_prefix": 0}, "h2o_prefix must be a number of tokens from 1"),
         ({"h2o_pinned": "system"}, "h2o_pinned: this process does not see chats"),

@@ -126,6 +126,22 @@ def test_samples_of_one_prompt_and_pins(llama):
         assert all(len({*map(tuple, of_prompt)}) == 4 for of_prompt in many)
 
 
+def test_who_leaves_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
+    """To a request that gets the page next and begins with what is stored."""
+    folder, model = llama
+    (beginning, long), config = prompts((60, 100), 5), H2OConfig(**SMALL)
+    requests = [beginning + rest for rest in prompts((5, 20), 6)]
+    arguments = {"extra_args": {"h2o_prefix": 60}}
+    with engine(folder, SMALL, max_num_batched_tokens=32) as llm:
+        served(llm, requests[:1], **arguments)
+        llm.llm_engine.add_request("0", {"prompt_token_ids": long}, SamplingParams(max_tokens=8))
+        llm.llm_engine.step()
+        llm.llm_engine.abort_request(["0"])
+        answers = served(llm, requests[1:], **arguments)
+        assert forks(llm).requests == 1
+    assert answers == after_prefix(model, requests[1:], 60, config, 24)
+
+
 @pytest.mark.parametrize("entry", [SMALL, {"budget": 24}])
 def test_few_pages_and_requests_that_leave(entry, llama, monkeypatch):
     """Prompts that are stored make room, those for the longest not asked for first; who leaves in
@@ -164,3 +180,35 @@ def test_few_pages_and_requests_that_leave(entry, llama, monkeypatch):
         assert len(forks(llm).stored) < pages
     assert len(asked) > 40
     assert answers == asked
+
+
+@pytest.mark.parametrize("entry", [SMALL, {"budget": 24}])
+@pytest.mark.parametrize("chunk", [256, 32])
+def test_log_likelihoods_after_a_context(entry, chunk, llama, monkeypatch):
+    """Those of `h2o eval --protocol drop`: the context is cut at its end, what follows goes on
+    token by token."""
+    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    folder, model = llama
+    model.set_attn_implementation("h2o")
+    (ids,) = prompts((100,))
+    wanted = {}
+    for context in (60, 95, 99):
+        cache, found = H2OCache(model.config, H2OConfig(**entry)), []
+        for part in (ids[:context], *([token] for token in ids[context:-1])):
+            with torch.no_grad():
+                logits = model(torch.tensor([part]), **with_cache(cache)).logits[0, -1]
+            found.append(logits.log_softmax(-1)[ids[context + len(found)]].item())
+        wanted[context] = found
+    with engine(folder, entry, max_num_batched_tokens=chunk) as llm:
+        sampling = [
+            SamplingParams(
+                max_tokens=1, prompt_logprobs=0, detokenize=False, extra_args={"h2o_context": n}
+            )
+            for n in (*wanted, *wanted)
+        ]
+        outs = llm.generate([{"prompt_token_ids": ids}] * 6, sampling, use_tqdm=False)
+    for context, out in zip((*wanted, *wanted), outs, strict=True):
+        pairs = [*zip(out.prompt_logprobs, ids, strict=True)][context:]
+        found = [x[token].logprob for x, token in pairs]
+        assert found == pytest.approx(wanted[context], abs=1e-4)
+    assert wanted[60][39 - 5 :] != pytest.approx(wanted[95], abs=1e-3)
