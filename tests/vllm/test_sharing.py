@@ -13,6 +13,7 @@ from h2o.hf.prompt import prompt_echo
 from tests.vllm.engines import (
     NEW,
     SamplingParams,
+    after_prefix,
     alone,
     engine,
     prompts,
@@ -41,25 +42,6 @@ def forks(llm):
         lambda model: next(x.impl.engine.forks for x in model.modules() if hasattr(x, "impl"))
     )
     return found
-
-
-def after_prefix(model, requests, prefix: int, config, piece: int = 1 << 20, pinned=None):
-    """The tokens of `generate()` with an H2OCache that has read the prefix, then the rest in
-    pieces."""
-    model.set_attn_implementation("h2o")
-    answers = []
-    for request in requests:
-        ids, cache = torch.tensor([request]), H2OCache(model.config, config, pinned=pinned)
-        end = prefix if prefix < len(request) else 0
-        with torch.no_grad():
-            if end:
-                model(ids[:, :end], **with_cache(cache))
-            while len(request) - end > piece:
-                model(ids[:, end : end + piece], **with_cache(cache))
-                end += piece
-        out = model.generate(ids, **with_cache(cache), max_new_tokens=NEW, do_sample=False)
-        answers.append(out[0, len(request) :].tolist())
-    return answers
 
 
 @pytest.mark.parametrize("name", ENTRIES)
