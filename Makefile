@@ -435,7 +435,7 @@ tsan-cuda: ## the kernels for GPUs, each thread a thread to ThreadSanitizer; nee
 	build/cuda-tsan/test_shim
 	build/cuda-tsan/test_cuda
 
-msan-cuda: ## the same under MemorySanitizer, to which shared memory and workspaces are uninitialised; needs clang
+msan-cuda: ## the same under MemorySanitizer, to which shared memory and workspaces are uninitialized; needs clang
 	$(TOGETHER) $(addprefix build/cuda-msan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-msan CC=$(CLANG) \
 		CXX=$(CLANG)++ CFLAGS="$(SANITIZE) -fsanitize=memory"
 	build/cuda-msan/test_shim

@@ -4,7 +4,7 @@ What the environment may say:
 
 H2O_PURE=1       no core at all: a wheel for any system, which serves by torch operations
 H2O_WERROR=1     warnings are errors
-H2O_DEBUG=1      unoptimised, with debug information
+H2O_DEBUG=1      unoptimized, with debug information
 H2O_COVERAGE=1   instrumented for gcov
 
 Objects are rebuilt when a source or header changes, not when these variables

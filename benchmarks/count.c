@@ -65,8 +65,8 @@ static h2o_policy policy(void) {
 
 static void clear(const h2o_slots *slots) {
     FILL(int32_t, slots->positions, -1);
-    FILL(int32_t, slots->free, 0);
-    FILL(int64_t, slots->lengths, 0);
+    FILL(int32_t, slots->next_slot, 0);
+    FILL(int64_t, slots->seen_tokens, 0);
 }
 
 static int prepare(h2o_error *error) {

@@ -2,7 +2,7 @@
 an environment of its own; and its own compiled steps.
 
 Weights: float32 and bfloat16 as transformers loads them; int8 and int4 are bfloat16 with linear
-layers that torchao has quantised (pip install torchao). vLLM has bfloat16 weights, OpenVINO the
+layers that torchao has quantized (pip install torchao). vLLM has bfloat16 weights, OpenVINO the
 4-bit ones of the model's file; both keep every key, but where OpenVINO's own eviction is named.
 """
 

@@ -8,7 +8,7 @@ comes before the cut. Budgets are parts of what a full cache holds of the whole 
 the table are those that each method then holds, all tensors of h2o's slots counted, so `authors`,
 whose fractions are of keys, has a little more than its name says. h2o keeps to its budget from the
 cut on. A press of kvpress only cuts the prompt, and then grows with every token; what it leaves may
-be quantised too. "cut" lets it have the budget when the prompt is cut, and more at the end; "end"
+be quantized too. "cut" lets it have the budget when the prompt is cut, and more at the end; "end"
 gives it so much less that it has the budget at the end. The peers run in an environment of their
 own, which is made under h2o's cache folder.
 """

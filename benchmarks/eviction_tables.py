@@ -32,9 +32,9 @@ def evict(options: Options) -> Iterator[Row]:
             raise WrongResult("evict and topk + sort + gather keep different keys")
 
         def empty(slots=slots) -> None:
-            slots.lengths.zero_()
+            slots.seen_tokens.zero_()
             slots.positions.fill_(-1)
-            slots.free.zero_()
+            slots.next_slot.zero_()
 
         def cut(x=(keys, values, scores), slots=slots) -> None:
             h2o.ops.evict(*x, slots)

@@ -37,11 +37,11 @@ def latents(options: Options) -> Iterator[Row]:
 
     The roofline is that of reading the weights of the attention."""
     for name, shape in SHAPES.items():
-        for spelt, dtype in options.wanted("bfloat16"):
+        for spelled, dtype in options.wanted("bfloat16"):
             model = _one_layer(*shape, options.quick, dtype)
             for n in (40,) if options.quick else LENGTHS:
                 with torch.no_grad():
-                    yield _row(model, name, spelt, n, options.rounds)
+                    yield _row(model, name, spelled, n, options.rounds)
 
 
 def _one_layer(

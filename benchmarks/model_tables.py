@@ -166,7 +166,7 @@ class Generation:
 
 
 def with_memory(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors of which a quantised one consists; of another itself."""
+    """The tensors of which a quantized one consists; of another itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

@@ -29,7 +29,7 @@ enum { CHAINS = 16 };
 enum { CHAINS = 10 };
 #endif
 
-/* Keeps a vector alive, and its value unknown to the optimiser. */
+/* Keeps a vector alive, and its value unknown to the optimizer. */
 #if defined(__aarch64__)
 #define OPAQUE(x) __asm__ volatile("" : "+w"(x))
 #else

@@ -16,7 +16,7 @@ from h2o import backends, models
 from h2o.errors import UserError
 from h2o.filesystem import make_writable
 
-from . import catalogue, machine, options, reporting
+from . import catalog, machine, options, reporting
 from .peers.environments import PeerMissing
 
 
@@ -25,9 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Time h2o beside its peers."
     )
-    options.add_arguments(parser, catalogue.described())
+    options.add_arguments(parser, catalog.described())
     chosen = parser.parse_args(arguments)
-    checked = options.check(parser, chosen, lambda device: list(catalogue.tables(device)))
+    checked = options.check(parser, chosen, lambda device: list(catalog.tables(device)))
     models.quiet_libraries()
     try:
         return run_tables(chosen, checked)
@@ -46,7 +46,7 @@ def run_tables(chosen: argparse.Namespace, checked: options.Options) -> int:
     make_writable(chosen.output)
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
-    names = chosen.tables or list(catalogue.tables(checked.device))
+    names = chosen.tables or list(catalog.tables(checked.device))
     result = run(names, checked, chosen.output / f"{chosen.name}.json")
     try:
         reporting.plot(result, chosen.output / f"{chosen.name}.png")
@@ -81,7 +81,7 @@ def run(names: Sequence[str], checked: options.Options, path: Path) -> dict[str,
         "missing": {},
         "load": {},
     }
-    tables = catalogue.tables(checked.device)
+    tables = catalog.tables(checked.device)
     on = "" if checked.device == "cpu" else f" --device {checked.device}"
     for name in names:
         before = os.getloadavg()[0]

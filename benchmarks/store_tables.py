@@ -22,7 +22,7 @@ KV_DTYPES = ("int8", "int8-int4")
 
 
 def bits(options: Options) -> Iterator[Row]:
-    """P14: the decode step over quantised keys and values against bfloat16 ones, as many of them
+    """P14: the decode step over quantized keys and values against bfloat16 ones, as many of them
     and as many bytes of them; layers in turn, and a single one that fits into a near cache."""
     B, H, G, D = (2, 4, 2, 64) if options.quick else (1, 32, 8, 128)
     sizes = ((12, 2),) if options.quick else ((512, 1), (8192, 16))

@@ -26,7 +26,7 @@ from h2o import models
 from .model_tables import load, prompt
 from .options import Options
 from .peers.environments import Peer, PeerMissing
-from .peers.unquantised_weights import unquantised_weights
+from .peers.unquantized_weights import unquantized_weights
 from .timing import Row, Times
 
 BUDGET = 256
@@ -310,7 +310,7 @@ def vllm(stack: contextlib.ExitStack, work: Work, options: dict[str, Any] | None
 
 def openvino(stack: contextlib.ExitStack, model: Any, kept: int) -> Engine:
     threads = str(torch.get_num_threads())
-    peer = stack.enter_context(Peer("openvino", str(unquantised_weights("float16")), threads))
+    peer = stack.enter_context(Peer("openvino", str(unquantized_weights("float16")), threads))
 
     def answer(work: Work) -> tuple[float, Answers]:
         blocks = (work.bytes or 2000 * MB) // (BLOCK * token_bytes(model))
@@ -321,7 +321,7 @@ def openvino(stack: contextlib.ExitStack, model: Any, kept: int) -> Engine:
 
 
 def llama_cpp(stack: contextlib.ExitStack, model: Any) -> Engine:
-    weights, threads = str(unquantised_weights("bfloat16")), str(torch.get_num_threads())
+    weights, threads = str(unquantized_weights("bfloat16")), str(torch.get_num_threads())
     peer = stack.enter_context(Peer("llama_cpp", weights, threads))
 
     def answer(work: Work) -> tuple[float, Answers]:

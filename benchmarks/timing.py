@@ -1,6 +1,6 @@
 """How the benchmarks take times: contenders in turn, A B A B, and medians.
 
-A machine's speed drifts while one measures: its clock, its neighbours, its
+A machine's speed drifts while one measures: its clock, its neighbors, its
 page cache. So no contender is timed in a block of its own; each round times every one
 of them once, and what is compared is always of the same round.
 """

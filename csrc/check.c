@@ -188,7 +188,7 @@ int h2o_fail_kernels(const h2o_view *leader, h2o_error *error) {
 
 /* Gives dimensions of size 1, whose stride says nothing, the stride of C order,
  * so that kernels may look at strides alone. */
-static void normalise_strides(h2o_view *view) {
+static void normalize_strides(h2o_view *view) {
     uint64_t inner = 1;
     for (int32_t i = view->ndim - 1; i >= 0; i--) {
         if (view->shape[i] == 1) {
@@ -244,7 +244,7 @@ static bool is_injective(const h2o_view *view) {
 
 static int check_layout(const rule *rule, range *bytes, h2o_error *error) {
     h2o_view *view = rule->view;
-    normalise_strides(view);
+    normalize_strides(view);
     if (!find_range(view, bytes)) {
         char shape[100];
         return h2o_fail(error, H2O_EVALUE, "%s: of shape %s is larger than any memory", view->name,
@@ -377,7 +377,7 @@ static int check_policy(const h2o_policy *policy, h2o_error *error) {
     return H2O_OK;
 }
 
-/* "34 (int8) or 20 (int4)": bytes of the quantised rows that there are of D elements. */
+/* "34 (int8) or 20 (int4)": bytes of the quantized rows that there are of D elements. */
 static const char *rows_text(int64_t D, char text[100]) {
     size_t used = 0;
 #define ROW(name, ...)                                                                             \
@@ -386,7 +386,7 @@ static const char *rows_text(int64_t D, char text[100]) {
                                  used > 0 ? " or " : "", h2o_row_bytes(H2O_##name, D),             \
                                  h2o_dtype_name(H2O_##name));                                      \
     }
-    H2O_QUANTISED_ROWS(ROW)
+    H2O_QUANTIZED_ROWS(ROW)
 #undef ROW
     return text;
 }
@@ -397,7 +397,7 @@ int h2o_check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h2o_
         const h2o_view *const view = views[i];
         if (view->dtype == H2O_U8 && view->shape[view->ndim - 1] == D) {
             return h2o_fail(error, H2O_ETYPE,
-                            "%s: has dtype %s, wanted floats like the query, or quantised rows",
+                            "%s: has dtype %s, wanted floats like the query, or quantized rows",
                             view->name, h2o_dtype_name(view->dtype));
         }
         if (view->dtype == H2O_U8 && h2o_stored_type(view, D) == H2O_NONE) {
@@ -409,7 +409,7 @@ int h2o_check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h2o_
     }
     if ((keys->dtype == H2O_U8) != (values->dtype == H2O_U8)) {
         return h2o_fail(error, H2O_ETYPE,
-                        "%s: has dtype %s and %s %s, wanted both quantised or none", keys->name,
+                        "%s: has dtype %s and %s %s, wanted both quantized or none", keys->name,
                         h2o_dtype_name(keys->dtype), values->name, h2o_dtype_name(values->dtype));
     }
     return H2O_OK;

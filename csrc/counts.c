@@ -1,7 +1,7 @@
 /* counts.c - copies the small tensors of a call into h2o_counts, and checks their values: see
  * operands.h.
  *
- * lengths [Z], budget [Z,2] or [Z,G,2], free [Z,G], starts [G+1] or [Z,G+1], rows [B], prompt [B] and mask [B,Q]
+ * seen_tokens [Z], budget [Z,2] or [Z,G,2], next_slot [Z,G], starts [G+1] or [Z,G+1], rows [B], prompt [B] and mask [B,Q]
  * decide how much a kernel reads and where it writes. Another thread may change them meanwhile, so each
  * number is loaded once, here or in the operation's file; kernels use the copies only.
  */
@@ -174,7 +174,7 @@ static int count_length(const h2o_view *lengths, int64_t b, h2o_row *row, h2o_er
 int h2o_count_row(const h2o_slots *slots, const h2o_policy *policy, const h2o_dims *dims, int64_t b,
                   const h2o_counts_memory *counted, h2o_error *error) {
     h2o_row *const row = &counted->rows[b];
-    int status = count_length(&slots->lengths, counted->heads[b * dims->G].row, row, error);
+    int status = count_length(&slots->seen_tokens, counted->heads[b * dims->G].row, row, error);
     for (int64_t g = 0; g < dims->G && status == H2O_OK; g++) {
         h2o_head *const head = &counted->heads[b * dims->G + g];
         status = h2o_count_budget(&slots->budget, head->row, g, policy, head, error);

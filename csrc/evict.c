@@ -1,5 +1,5 @@
 /* evict.c - a call of evict: its operands in order, what they must satisfy, and that the slots suffice for
- * what is kept and hold what lengths and budgets say. */
+ * what is kept and hold what seen_tokens and budgets say. */
 #include "operands.h"
 #include "policy.h"
 
@@ -26,7 +26,7 @@ static int check_evict(void *parameters, h2o_error *error) {
     return h2o_check_needed(&params->slots, &params->policy, error);
 }
 
-/* Slots 0..held hold what lengths and budget say: otherwise evict would have more
+/* Slots 0..held hold what seen_tokens and budget say: otherwise evict would have more
  * keys than are to be kept. */
 static int check_filled(const h2o_slots *slots, int64_t g, const h2o_head *head, h2o_error *error) {
     const int32_t *const positions =
@@ -43,7 +43,7 @@ static int check_filled(const h2o_slots *slots, int64_t g, const h2o_head *head,
     return h2o_fail(error, H2O_EVALUE,
                     "%s[%" PRId64 ", %" PRId64 "]: %" PRId64 " of the slots are filled, %" PRId64
                     " of these among the first %" PRId64
-                    ", but lengths and budget say that %" PRId64 " are",
+                    ", but seen_tokens and budget say that %" PRId64 " are",
                     slots->positions.name, head->row, g, filled, early, held + 1, held);
 }
 

@@ -34,7 +34,7 @@ typedef struct {
     struct {  /* what producers are asked for and given, made once; strings are interned */
         PyObject *table, *dlpack, *max_version, *stream;
         PyObject *unordered; /* -1, DLPack's word for a stream that nothing has to wait for */
-        PyObject *version; /* (major, minor) */
+        PyObject *version;   /* (major, minor) */
     } names;
 } h2o_exchange;
 

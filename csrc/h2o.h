@@ -99,14 +99,14 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
  * Row b of a call's batch is row b of the slots; or row rows[b] where rows is given, so that a
  * call takes some of many rows, wherever they lie.
  *
- * Invariants, for a row b that has seen lengths[b] real tokens and whose
- * budget is k = sinks + heavy + recent: held = min(lengths[b], k) slots are
+ * Invariants, for a row b that has seen seen_tokens[b] real tokens and whose
+ * budget is k = sinks + heavy + recent: held = min(seen_tokens[b], k) slots are
  * filled; they lie within slots 0..held; if the hole among these held + 1 is
- * not the last one it is free[b,g]. So the step that fills free[b,g] finds
+ * not the last one it is next_slot[b,g]. So the step that fills next_slot[b,g] finds
  * slots 0..held all filled. Empty slots have position -1.
  * X(name, shape, dtype, flags of tables.h), in the order of h2o.slots.Slots. */
 #define H2O_SLOTS_FIELDS(X)                                                                        \
-    /* rows f32/f16/bf16, or u8 rows of quantise.h */                                              \
+    /* rows f32/f16/bf16, or u8 rows of quantize.h */                                              \
     X(keys, "ZGSD", H2O_NONE, H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_DENSE | H2O_WRITTEN)  \
     /* the same; absent where the keys are the values too: once checked they are those views */    \
     X(values, "ZGSD", H2O_NONE,                                                                    \
@@ -116,13 +116,13 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
     /* index in the row without pads, -1 empty */                                                  \
     X(positions, "ZGS", H2O_I32, H2O_PER_SLOT | H2O_ATTENDED | H2O_DENSE | H2O_WRITTEN)            \
     /* the slot that the next token takes */                                                       \
-    X(free, "ZG", H2O_I32, H2O_WRITTEN)                                                            \
+    X(next_slot, "ZG", H2O_I32, H2O_WRITTEN)                                                       \
     /* real tokens that the row has seen */                                                        \
-    X(lengths, "Z", H2O_I64, H2O_WRITTEN)                                                          \
+    X(seen_tokens, "Z", H2O_I64, H2O_WRITTEN)                                                      \
     /* heavy, recent */                                                                            \
     X(budget, "ZG2", H2O_I32, H2O_PER_HEAD)                                                        \
     /* sum of the scores of evicted keys */                                                        \
-    X(lost, "ZG", H2O_F64, H2O_WRITTEN)                                                            \
+    X(evicted_score, "ZG", H2O_F64, H2O_WRITTEN)                                                   \
     /* L2 norm of each value; given if value_weighted only */                                      \
     X(norms, "ZGS", H2O_F32, H2O_PER_SLOT | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)                \
     /* where the slots of each head begin, and where the last one's end */                         \
@@ -138,7 +138,7 @@ typedef struct {
 typedef enum { H2O_RANK_SUM = 0, H2O_RANK_MEAN = 1, H2O_RANK_MAX = 2 } h2o_score_by;
 
 /* Budgets are per row and live in the slots. What each field means, policy.h knows; how it is
- * spelt and what it may be, h2o_policy_fields of tables.h. */
+ * spelled and what it may be, h2o_policy_fields of tables.h. */
 typedef struct {
     int32_t sinks;
     h2o_score_by score_by;
@@ -161,9 +161,9 @@ typedef struct {
     int64_t offset; /* index on the second axis of the store where its slots begin */
     int64_t slots;  /* how many */
     int32_t heavy, recent;
-    int64_t budget; /* k */
-    int64_t held;   /* slots 0..held of the store, one of them empty, are in use */
-    int64_t free;   /* step: the empty one */
+    int64_t budget;    /* k */
+    int64_t held;      /* slots 0..held of the store, one of them empty, are in use */
+    int64_t next_slot; /* step: the empty one */
 } h2o_head;
 
 typedef struct {

@@ -35,7 +35,7 @@ H2O_INLINE uint16_t bf16_from_float(float x) {
 #ifndef H2O_OWN_F16
 /* Moves the fraction into place, then fixes the exponent: a normal number by
  * adding the difference of the biases, a subnormal by letting the floating
- * point unit normalise it, infinity and NaN by filling the exponent. */
+ * point unit normalize it, infinity and NaN by filling the exponent. */
 H2O_INLINE float float_from_f16(uint16_t h) {
     const uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
     const uint32_t rest = (uint32_t)(h & 0x7fffu) << 13;

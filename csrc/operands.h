@@ -44,8 +44,8 @@ int h2o_check_operands(const h2o_operation_row *row, void *params, h2o_error *er
  * log2(e) * softcap * tanh(scale / softcap * q.k): these factors must be numbers. */
 int h2o_check_logits(float scale, float softcap, h2o_error *error);
 
-/* Whether quantised keys and values have rows that are some quantisation of D elements, and
- * both are quantised or neither is. */
+/* Whether quantized keys and values have rows that are some quantization of D elements, and
+ * both are quantized or neither is. */
 int h2o_check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h2o_error *error);
 
 /* Whether norms come exactly when they are needed. */

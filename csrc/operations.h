@@ -38,7 +38,7 @@ typedef struct {
 /* evict: takes the new keys with the scores that attend gave them into the
  * slots; what the budget has no room for, stored or new, is dropped.
  * A stored key that is kept keeps its slot, unless that lies beyond the last one
- * in use. Advances lengths, adds the dropped scores to lost, sets free. S must
+ * in use. Advances seen_tokens, adds the dropped scores to evicted_score, sets next_slot. S must
  * be at least min(k, held + new) for every row. */
 typedef struct {
     h2o_view keys;   /* [B,G,Q,D] */
@@ -98,8 +98,8 @@ typedef struct {
     h2o_view mask;          /* [B,Q] u8, optional */
     h2o_view prompt;        /* [B] i32, real tokens before the first eviction, >= 1 */
     h2o_view budget;        /* [B,2] or [B,G,2] i32: heavy, recent */
-    h2o_view stored_keys;   /* optional: what a quantised store would hold of each token, */
-    h2o_view stored_values; /* [B,G,Q] rows of quantise.h, by position */
+    h2o_view stored_keys;   /* optional: what a quantized store would hold of each token, */
+    h2o_view stored_values; /* [B,G,Q] rows of quantize.h, by position */
     h2o_view sink_logits;   /* [H] f32, optional, as in attend */
     h2o_view out;           /* [B,Q,H,D] */
     h2o_view evicted_at;    /* [B,G,Q] i32 */

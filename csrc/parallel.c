@@ -6,7 +6,7 @@
  *
  *   torch  on torch's own pool: torch_parallel_for of its stable C interface
  *          (torch/csrc/stable/c/shim.h), found in the libtorch_cpu that the
- *          process has already loaded; torch.set_num_threads is honoured;
+ *          process has already loaded; torch.set_num_threads is honored;
  *   gomp   on the pool of a libgomp that is already loaded, through
  *          GOMP_parallel, which is what `#pragma omp parallel` compiles to. It is
  *          given no number of threads: libgomp ends and starts threads whenever that

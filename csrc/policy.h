@@ -17,7 +17,7 @@
  * Ranks are compared as order-preserving unsigned integers, never as floats,
  * so that the order is total. What runs once per decoded token is inline: each
  * instruction set level compiles it with its own flags, and the loops are
- * written without branches so that compilers vectorise them.
+ * written without branches so that compilers vectorize them.
  */
 #ifndef H2O_POLICY_H
 #define H2O_POLICY_H
@@ -217,7 +217,7 @@ typedef struct {
  * state has it, the newest.
  * keys [n]: scratch.
  *
- * Three sweeps over memory that is in L1, each a reduction that vectorises:
+ * Three sweeps over memory that is in L1, each a reduction that vectorizes:
  * the lowest key, the highest position with it, the index of that. */
 H2O_INLINE h2o_candidate h2o_policy_candidate(const h2o_ranking *ranking, int64_t n,
                                               const float *scores, const int32_t *positions,

@@ -58,8 +58,8 @@ const char *const *h2o_cpu_levels(void); /* names this machine can run, NULL-end
 
 /* parallel.c: the borrowed thread pool. */
 int h2o_check_threads(h2o_error *error); /* H2O_EVALUE where H2O_THREADS is no such number */
-int h2o_threads(void);               /* how many workers to offer now */
-const char *h2o_thread_source(void); /* "torch", "gomp" or "own" */
+int h2o_threads(void);                   /* how many workers to offer now */
+const char *h2o_thread_source(void);     /* "torch", "gomp" or "own" */
 void h2o_parallel(int workers, h2o_worker_fn function, void *context);
 
 /* scratch.c: workspace that is kept between calls. Acquire returns 64-byte

@@ -46,7 +46,7 @@ static int check_simulate(void *parameters, h2o_error *error) {
 }
 
 /* Until the budget of some head is full nothing is evicted, however short the prompt. But in a
- * quantised store (stored) the tokens after the prompt see what is stored. */
+ * quantized store (stored) the tokens after the prompt see what is stored. */
 static int64_t dense_tokens(const h2o_row *row, const h2o_head *heads, int64_t G, int64_t prompt,
                             bool stored) {
     int64_t budget = stored ? 0 : heads[0].budget;

@@ -67,13 +67,14 @@ static int check_step(void *parameters, h2o_error *error) {
 
 /* The slot that a head's new key takes. */
 static int count_free(const h2o_slots *slots, int64_t g, h2o_head *head, h2o_error *error) {
-    const int32_t free_slot = h2o_load_i32(&slots->free, head->row, g, 0);
-    head->free = free_slot;
+    const int32_t free_slot = h2o_load_i32(&slots->next_slot, head->row, g, 0);
+    head->next_slot = free_slot;
     if (free_slot < 0 || free_slot > head->held) {
         return h2o_fail(error, H2O_EVALUE,
                         "%s[%" PRId64 ", %" PRId64 "]: is %d, wanted 0..%" PRId64
                         ", as the row holds %" PRId64 " tokens",
-                        slots->free.name, head->row, g, (int)free_slot, head->held, head->held);
+                        slots->next_slot.name, head->row, g, (int)free_slot, head->held,
+                        head->held);
     }
     return H2O_OK;
 }

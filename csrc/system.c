@@ -113,9 +113,8 @@ static double least_quota(const char *mount, const char *group, bool version_2) 
     if (snprintf(folder, sizeof folder, "%s%s", mount, group) >= PATH) return least;
     for (;;) {
         double x[2]; /* time, and the period for which it is granted */
-        const bool known = version_2
-                               ? read_two(folder, "cpu.max", NULL, x)
-                               : read_two(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us", x);
+        const bool known = version_2 ? read_two(folder, "cpu.max", NULL, x)
+                                     : read_two(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us", x);
         if (known) least = fmin(least, x[0] / x[1]);
         char *const slash = strrchr(folder, '/');
         if (slash < folder + strlen(mount)) return least;
@@ -135,7 +134,8 @@ static double quota_of_line(const char *root, char *line) {
     const bool cpu = strcmp(controllers, ":cpu") == 0 || strncmp(controllers, ":cpu,", 5) == 0 ||
                      strcmp(controllers, ":cpuacct,cpu") == 0;
     if (!version_2 && !cpu) return INFINITY;
-    if (snprintf(mount, sizeof mount, "%s/sys/fs/cgroup%s", root, version_2 ? "" : "/cpu") >= PATH) {
+    if (snprintf(mount, sizeof mount, "%s/sys/fs/cgroup%s", root, version_2 ? "" : "/cpu") >=
+        PATH) {
         return INFINITY;
     }
     return least_quota(mount, group + 1, version_2);

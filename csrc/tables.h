@@ -20,7 +20,7 @@ enum {
     H2O_OPTIONAL = 1, /* may be absent */
     H2O_WRITTEN = 2,
     H2O_DENSE = 4,     /* the last stride must be 1: kernels read whole vectors */
-    H2O_STORED = 8,    /* floats as the others, or bytes: rows of a quantised store */
+    H2O_STORED = 8,    /* floats as the others, or bytes: rows of a quantized store */
     H2O_PER_SLOT = 16, /* GS is T where the slots' starts are given */
     H2O_PER_HEAD = 32, /* G may be missing: all heads have the same */
     H2O_ATTENDED = 64, /* of slots: attend reads it ... */

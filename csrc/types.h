@@ -6,7 +6,7 @@
  * and type_size, are the same idea.)
  *
  * A new row type is a line in each list, here; what host and devices have to agree on in
- * quantise.h; and how its rows are written and read, in cpu/stored_rows.h and for devices. */
+ * quantize.h; and how its rows are written and read, in cpu/stored_rows.h and for devices. */
 #ifndef H2O_TYPES_H
 #define H2O_TYPES_H
 
@@ -24,9 +24,9 @@
     X(F64, "float64", 8)                                                                           \
     X(I32, "int32", 4)                                                                             \
     X(I64, "int64", 8)                                                                             \
-    X(U8, "bool or uint8", 1) /* masks, 0 is a pad; rows of a quantised store */                   \
+    X(U8, "bool or uint8", 1) /* masks, 0 is a pad; rows of a quantized store */                   \
     X(Q8, "int8", 1)          /* not of tensors: rows of D elements in bytes, ... */               \
-    X(Q4, "int4", 1)          /* ... see quantise.h */
+    X(Q4, "int4", 1)          /* ... see quantize.h */
 
 /* X(name, elements of a group, bytes of a group, bytes of the row's scale, whether it rotates)
  *
@@ -35,8 +35,8 @@
  * dot products may be multiplied by it when they are done. Keys can be kept with cache-relative
  * positions (h2o_rotary) where rows of their type rotate. */
 #define H2O_FLOAT_ROWS(X) X(F32, 1, 4, 0, true) X(F16, 1, 2, 0, true) X(BF16, 1, 2, 0, true)
-#define H2O_QUANTISED_ROWS(X) X(Q8, 1, 1, 2, true) X(Q4, H2O_GROUP, H2O_GROUP / 2 + 4, 0, false)
-#define H2O_ROWS(X) H2O_FLOAT_ROWS(X) H2O_QUANTISED_ROWS(X)
+#define H2O_QUANTIZED_ROWS(X) X(Q8, 1, 1, 2, true) X(Q4, H2O_GROUP, H2O_GROUP / 2 + 4, 0, false)
+#define H2O_ROWS(X) H2O_FLOAT_ROWS(X) H2O_QUANTIZED_ROWS(X)
 
 enum { H2O_GROUP = 32 }; /* elements of a row of Q4 that share scale and minimum */
 
@@ -82,9 +82,9 @@ H2O_INLINE bool h2o_row_has_scale(h2o_dtype stored) {
 #undef H2O_SCALE
 }
 
-H2O_INLINE bool h2o_row_is_quantised(h2o_dtype stored) {
+H2O_INLINE bool h2o_row_is_quantized(h2o_dtype stored) {
 #define H2O_IS(name, group, bytes, scale, rotates) || stored == H2O_##name
-    return false H2O_QUANTISED_ROWS(H2O_IS);
+    return false H2O_QUANTIZED_ROWS(H2O_IS);
 #undef H2O_IS
 }
 
@@ -94,11 +94,11 @@ H2O_INLINE bool h2o_row_rotates(h2o_dtype stored) {
 #undef H2O_ROTATES
 }
 
-/* The quantised type whose rows of D elements have so many bytes; H2O_NONE if none has. */
+/* The quantized type whose rows of D elements have so many bytes; H2O_NONE if none has. */
 H2O_INLINE h2o_dtype h2o_row_type(int64_t bytes, int64_t D) {
 #define H2O_HAS(name, group, bytes_, scale, rotates)                                               \
     if (bytes == h2o_row_bytes(H2O_##name, D)) return H2O_##name;
-    H2O_QUANTISED_ROWS(H2O_HAS)
+    H2O_QUANTIZED_ROWS(H2O_HAS)
 #undef H2O_HAS
     return H2O_NONE;
 }

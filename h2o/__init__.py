@@ -81,7 +81,7 @@ __all__ = ["H2OConfig", "Profile", "UnsupportedError", "__version__", "ops", *_L
 def _get(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'h2o' has no attribute {name!r}")
-    with packages.explained(f"h2o.{name}"):
+    with packages.explain_missing(f"h2o.{name}"):
         value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
@@ -106,7 +106,7 @@ def _register() -> None:
     attention "h2o" raises the ImportError that says so, as everything else of h2o does.
     """
     try:
-        with packages.explained('attn_implementation="h2o"'):
+        with packages.explain_missing('attn_implementation="h2o"'):
             importlib.import_module("h2o.hf.attention.attention")  # registers when imported
     except ImportError as error:
         _register_error(error)

@@ -17,16 +17,16 @@ __all__ = [
     "Amount",
     "Budget",
     "BudgetUnit",
-    "amount_of",
     "at_least",
-    "budget_of",
+    "check_amount",
+    "check_budget",
+    "check_tokens",
     "flat",
-    "of_layer",
+    "layer_amount",
     "parse_amount",
-    "parted",
     "recent_part",
+    "split_heavy_recent",
     "spread",
-    "tokens_of",
 ]
 
 UNLIMITED = 2**31 - 1
@@ -60,7 +60,7 @@ def parse_amount(text: str) -> Amount:
 parse_amount.__name__ = "amount"  # argparse names a type so: "invalid amount value: 'x'"
 
 
-def parted(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
+def split_heavy_recent(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
     """(heavy, recent) of a budget, of which `heavy` is the share of the heavy hitters."""
     if isinstance(budget, float):
         return budget * heavy, budget * (1 - heavy)
@@ -110,7 +110,7 @@ def spread(amounts: tuple[Any, Any], what: str) -> list[tuple[Any, Any]]:
     return list(zip(heavy, recent, strict=True))
 
 
-def budget_of(name: str, value: Any) -> Any:
+def check_budget(name: str, value: Any) -> Any:
     """A budget with its numbers checked: an amount, a function, or a tuple with an amount, or a
     tuple of amounts for its heads, for each layer."""
     if callable(value):
@@ -119,26 +119,26 @@ def budget_of(name: str, value: Any) -> Any:
     if is_list(rows):
         if not rows:
             raise ValueError(f"{name} is an empty list: give one amount per layer of the model")
-        return tuple(of_heads(f"{name}[{i}]", amount) for i, amount in enumerate(rows))
-    return amount_of(name, value)
+        return tuple(check_head_amounts(f"{name}[{i}]", amount) for i, amount in enumerate(rows))
+    return check_amount(name, value)
 
 
-def of_heads(name: str, value: Any) -> Any:
+def check_head_amounts(name: str, value: Any) -> Any:
     """What one layer may keep: an amount, or a tuple with one for each head."""
     if not is_list(value):
-        return amount_of(name, value)
+        return check_amount(name, value)
     if not value:
         raise ValueError(f"{name} is an empty list: give one amount per key/value head")
-    return tuple(amount_of(f"{name}[{i}]", amount) for i, amount in enumerate(value))
+    return tuple(check_amount(f"{name}[{i}]", amount) for i, amount in enumerate(value))
 
 
 def is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def amount_of(name: str, value: Any) -> Amount:
+def check_amount(name: str, value: Any) -> Amount:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return tokens_of(name, value)
+        return check_tokens(name, value)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         fraction = float(value)
         if math.isnan(fraction) or not 0 <= fraction <= 1:
@@ -153,7 +153,7 @@ def amount_of(name: str, value: Any) -> Amount:
     )
 
 
-def tokens_of(name: str, value: Any) -> int:
+def check_tokens(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a number of tokens (int), not {value!r}")
     tokens = operator.index(value)
@@ -162,10 +162,10 @@ def tokens_of(name: str, value: Any) -> int:
     return tokens
 
 
-def of_layer(name: str, budget: Any, layer: int, layers: int) -> Any:
+def layer_amount(name: str, budget: Any, layer: int, layers: int) -> Any:
     """An amount, or where heads have their own the list of one layer."""
     if callable(budget):
-        amounts = of_heads(f"{name}({layer}, {layers})", budget(layer, layers))
+        amounts = check_head_amounts(f"{name}({layer}, {layers})", budget(layer, layers))
         return (amounts,) if isinstance(amounts, tuple) else amounts
     if isinstance(budget, tuple):
         if len(budget) != layers:

@@ -14,20 +14,20 @@ from h2o.budgets import (
     Amount,
     Budget,
     BudgetUnit,
-    amount_of,
     at_least,
-    budget_of,
+    check_amount,
+    check_budget,
+    check_tokens,
     flat,
-    of_layer,
+    layer_amount,
     recent_part,
     spread,
-    tokens_of,
 )
 from h2o.config_fields import ConfigFields, Positions
 from h2o.head_budgets import NAMED, LayerShares, check_shares, table
-from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, in_elements, per_token
+from h2o.kv_dtype import QUANTIZED, KvDtype, fewest_bits, fitting, in_elements, per_token
 from h2o.model_identity import describe, key_size, latent_row
-from h2o.policy import OPERATIONS_SCORE_BY, Policy, Ranking, checked
+from h2o.policy import OPERATIONS_SCORE_BY, Policy, Ranking, check_policy
 from h2o.presets import PRESETS, Presets
 from h2o.profile import Profile
 
@@ -83,7 +83,7 @@ class H2OConfig(Presets):
     bits; "int8-int4", values in four bits, in groups of 32 with scale and minimum of 16 bits
     (compare Liu et al., "KIVI", ICML 2024); "auto", the second where the model's head dimension is
     a multiple of 32. The new tokens of one forward pass see each other as they are."""
-    shares: Any = None
+    head_shares: Any = None
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
     `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
@@ -121,17 +121,17 @@ class H2OConfig(Presets):
         if self.budget is not None:
             self._take_preset(self.__dict__.pop("_given"))
         for name in ("heavy", "recent"):
-            put(self, name, budget_of(name, getattr(self, name)))
-        put(self, "min_tokens", tokens_of("min_tokens", self.min_tokens))
+            put(self, name, check_budget(name, getattr(self, name)))
+        put(self, "min_tokens", check_tokens("min_tokens", self.min_tokens))
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
-        for name, value in checked(policy, get_args(Ranking))._asdict().items():
+        for name, value in check_policy(policy, get_args(Ranking))._asdict().items():
             put(self, name, value)
         if self.score_by == "random" and policy != Policy(self.sinks, "random"):
             raise ValueError(f'score_by="random" takes sinks alone: leave the rest out of {policy}')
-        if self.kv_dtype not in (None, "auto", *QUANTISED):
-            names = '", "'.join(("auto", *QUANTISED[:-1]))
+        if self.kv_dtype not in (None, "auto", *QUANTIZED):
+            names = '", "'.join(("auto", *QUANTIZED[:-1]))
             raise ValueError(
-                f'kv_dtype must be None, "{names}" or "{QUANTISED[-1]}", not {self.kv_dtype!r}'
+                f'kv_dtype must be None, "{names}" or "{QUANTIZED[-1]}", not {self.kv_dtype!r}'
             )
         if self.budget_unit not in ("keys", "bytes"):
             raise ValueError(f'budget_unit must be "keys" or "bytes", not {self.budget_unit!r}')
@@ -142,11 +142,17 @@ class H2OConfig(Presets):
                 'budget_unit="bytes" takes fractions, one heavy and one recent for all layers and '
                 f"heads, not heavy={self.heavy!r} and recent={self.recent!r}"
             )
-        named = isinstance(self.shares, str) and self.shares in NAMED
-        if not named and self.shares is not None and not isinstance(self.shares, LayerShares):
-            put(self, "shares", table(self.shares))
+        named = isinstance(self.head_shares, str) and self.head_shares in NAMED
+        if (
+            not named
+            and self.head_shares is not None
+            and not isinstance(self.head_shares, LayerShares)
+        ):
+            put(self, "head_shares", table(self.head_shares))
         if self.shares_by_echo and self.score_by != "mean-echo":
-            raise ValueError(f'shares="echo" goes with score_by="mean-echo", not {self.score_by!r}')
+            raise ValueError(
+                f'head_shares="echo" goes with score_by="mean-echo", not {self.score_by!r}'
+            )
         self._check_shared()
         if self.positions not in ("original", "cache_relative"):
             raise ValueError(
@@ -173,14 +179,14 @@ class H2OConfig(Presets):
     @property
     def shares_by_echo(self) -> bool:
         """Whether the echo of a prompt's keys says how its heads share the budget."""
-        return isinstance(self.shares, str) and self.shares == "echo"
+        return isinstance(self.head_shares, str) and self.head_shares == "echo"
 
     @property
     def after_reading(self) -> H2OConfig:
         """What the cache of `h2o.compress_document` goes on with."""
-        shares = None if self.shares_by_echo else self.shares  # dealt by repetition
+        shares = None if self.shares_by_echo else self.head_shares  # dealt by repetition
         return dataclasses.replace(
-            self, score_by="max", decay=1.0, value_weighted=False, shares=shares
+            self, score_by="max", decay=1.0, value_weighted=False, head_shares=shares
         )
 
     @property
@@ -204,7 +210,7 @@ class H2OConfig(Presets):
         """
         if self.budget is not None:
             return dataclasses.replace(self, budget=None).for_model(model)
-        shares, slot, kv_dtype = self.shares, self.slot, self.kv_dtype
+        shares, slot, kv_dtype = self.head_shares, self.slot, self.kv_dtype
         config = getattr(model, "config", model)
         if isinstance(shares, str) and shares == "shipped":
             shares = Profile.shipped(model)
@@ -219,7 +225,7 @@ class H2OConfig(Presets):
             kv_dtype = fewest_bits(None if latent_row(config) else describe(config).get("head_dim"))
         if self.budget_unit == "bytes":
             slot = per_token(*key_size(config), kv_dtype, self.value_weighted)
-        return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
+        return dataclasses.replace(self, head_shares=shares, slot=slot, kv_dtype=kv_dtype)
 
     def for_keys(self, D: int, element: int, rows: int = 2) -> H2OConfig:
         """This config where keys of D elements come with so many bytes each, and a token has so
@@ -235,29 +241,29 @@ class H2OConfig(Presets):
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.
 
-        Raises: ValueError when a list, or `shares`, has not one entry per layer.
+        Raises: ValueError when a list, or `head_shares`, has not one entry per layer.
         """
         heavy, recent = (
-            of_layer(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
+            layer_amount(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
         )
         shares = None
         if self.shares_by_echo:
-            shares = self.shares
-        elif self.shares is not None:
-            check_shares(self.shares, layers)
-            shares = LayerShares(self.shares, layer)
-        return dataclasses.replace(self, heavy=heavy, recent=recent, shares=shares)
+            shares = self.head_shares
+        elif self.head_shares is not None:
+            check_shares(self.head_shares, layers)
+            shares = LayerShares(self.head_shares, layer)
+        return dataclasses.replace(self, heavy=heavy, recent=recent, head_shares=shares)
 
     def head_tokens(self, n: int, pinned: int = 0) -> list[tuple[int, int]]:
         """(heavy, recent) of each key/value head of one layer's config; a single one if all have
         the same. `n` as of `tokens`; `pinned` as of `LayerShares.apportioned`."""
-        if not isinstance(self.shares, LayerShares):
+        if not isinstance(self.head_shares, LayerShares):
             return [head.tokens(n) for head in self._heads]
         heavy, recent = self.tokens(n)
         if self.sinks + heavy + recent >= UNLIMITED:
             return [(heavy, recent)]
         fraction = (self.sinks + heavy + recent) / n if self.needs_prompt_length and n else None
-        return self.shares.apportioned(heavy, recent, self.sinks, fraction, self.floor, pinned)
+        return self.head_shares.apportioned(heavy, recent, self.sinks, fraction, self.floor, pinned)
 
     def tokens(self, n: int) -> tuple[int, int]:
         """(heavy, recent) in tokens, for a row whose prompt has n tokens, pads not counted.
@@ -340,24 +346,26 @@ class H2OConfig(Presets):
     def _take_preset(self, given: frozenset[str]) -> None:
         """Fill in the preset that `budget` means, but for the fields that were given."""
         put = object.__setattr__
-        put(self, "budget", amount_of("budget", self.budget))
+        put(self, "budget", check_amount("budget", self.budget))
         if not self.budget:
             raise ValueError(f"budget={self.budget} keeps nothing: it must be more than 0")
         preset = self.recommended(self.budget)
         for field in dataclasses.fields(self):
             if field.name not in given:
                 put(self, field.name, getattr(preset, field.name))
-        if self.score_by != preset.score_by and "shares" not in given:
-            put(self, "shares", None)  # echo deals places where it ranks keys
+        if self.score_by != preset.score_by and "head_shares" not in given:
+            put(self, "head_shares", None)  # echo deals places where it ranks keys
         if (self.heavy, self.recent) != (preset.heavy, preset.recent):
             raise ValueError("give either budget, or heavy and recent, which it is together")
 
     def _check_shared(self) -> None:
         """What a layer's heads share must be one amount."""
         lists = [x for x in (self.heavy, self.recent) if isinstance(x, tuple)]
-        if not isinstance(self.shares, LayerShares):  # of all layers: in each a number or a list
+        if not isinstance(
+            self.head_shares, LayerShares
+        ):  # of all layers: in each a number or a list
             lists = [x for amounts in lists for x in amounts if isinstance(x, tuple)]
-        if self.shares is not None and lists:
+        if self.head_shares is not None and lists:
             raise ValueError(
                 "shares divide what a layer has among its key/value heads, but heavy or recent "
                 "already say it for each head: give one of the two"

@@ -34,7 +34,7 @@ class ConfigFields(PolicyFields, total=False):
     heavy: Budget
     recent: Budget
     kv_dtype: KvDtype | None
-    shares: Any
+    head_shares: Any
     budget_unit: BudgetUnit
     slot: tuple[int, int] | None
     min_tokens: int

@@ -14,9 +14,9 @@ import numpy as np
 
 from h2o.packages import install_command
 
-__all__ = ["COLOUR", "Html", "axes_or_new", "labels", "need", "pieces", "shade_text", "shades"]
+__all__ = ["COLOR", "Html", "axes_or_new", "labels", "need", "pieces", "shade_text", "shades"]
 
-COLOUR = "255 140 0"
+COLOR = "255 140 0"
 """The shade of the highest score, on which black and struck text stay readable"""
 
 
@@ -47,7 +47,7 @@ def shade_text(texts: Sequence[str], scores: Sequence[float], held: Sequence[flo
     for position, (text, score, shade, kept) in enumerate(
         zip(texts, scores, shades(scores), held, strict=True)
     ):
-        style = f"background:rgb({COLOUR}/{shade:.2f})" if shade >= 0.005 else ""
+        style = f"background:rgb({COLOR}/{shade:.2f})" if shade >= 0.005 else ""
         if not kept:
             style += ";color:#555;text-decoration:line-through"
         title = f"{position}: {score:.4g}" + ("" if kept else ", evicted")

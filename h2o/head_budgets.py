@@ -2,8 +2,8 @@
 
 Heads differ in how much they lose by eviction, and the difference is a property of the model more
 than of the text (compare Feng et al., "Ada-KV", 2024, which shares within a layer, on the fly).
-`H2OConfig(..., shares=...)` gives each head its own part of the same total. Plain numbers only: no
-torch here.
+`H2OConfig(..., head_shares=...)` gives each head its own part of the same total. Plain numbers
+only: no torch here.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ __all__ = [
     "HasShares",
     "LayerShares",
     "Table",
-    "allotted",
+    "allocate_tokens",
     "check_shares",
-    "levelled",
+    "expand_to_heads",
     "table",
     "with_room",
 ]
 
 NAMED = ("shipped", "echo")
-"""`shares` by name: a profile that comes with h2o; a prompt's echo (`h2o.hf.prompt.one_budget`)"""
+"""Names for `head_shares`: the profile that comes with h2o, a prompt's echo
+(`h2o.hf.prompt.one_budget`)"""
 
 LEAST = 8
 """Tokens that a head keeps at least, sinks included, where the budget allows it; `min_tokens` of
@@ -43,7 +44,7 @@ Table = tuple[tuple[float, ...], ...]
 
 @runtime_checkable
 class HasShares(Protocol):
-    """What `shares` may be besides a table: shares that depend on the budget (`h2o.Profile`)."""
+    """Shares that depend on the budget (`h2o.Profile`), which `head_shares` may be for a table."""
 
     @property
     def window(self) -> int:
@@ -57,7 +58,7 @@ class HasShares(Protocol):
 
 
 def table(shares: Any) -> Table | HasShares:
-    """`shares` as users may give it (lists, an array, a Profile), checked.
+    """`head_shares` as users may give it (lists, an array, a Profile), checked.
 
     Raises: TypeError for what is none of these, ValueError for a number that is not positive and
     for layers of different numbers of heads.
@@ -96,7 +97,7 @@ def check_shares(shares: Table | HasShares, layers: int) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def allotted(k: int, shares: Table, least: int) -> tuple[tuple[int, ...], ...]:
+def allocate_tokens(k: int, shares: Table, least: int) -> tuple[tuple[int, ...], ...]:
     """Tokens of each head where the mean is k: in proportion to the shares, none below `least`.
 
     The sum is exactly k times the number of heads. What remains after rounding down goes to the
@@ -123,7 +124,7 @@ def allotted(k: int, shares: Table, least: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tokens[i : i + heads]) for i in range(0, len(flat), heads))
 
 
-def levelled(
+def expand_to_heads(
     rows: list[list[tuple[int, int]]], heads: int, part: tuple[int, int] = (0, 1)
 ) -> list[list[tuple[int, int]]]:
     """Budgets of a layer's rows, each with an entry for every head or one for all, all in one way.
@@ -178,7 +179,7 @@ def with_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tup
 
 @dataclasses.dataclass(frozen=True)
 class LayerShares:
-    """One layer's part of `shares`, as the config of that layer has it."""
+    """One layer's part of `head_shares`, as the config of that layer has it."""
 
     shares: Table | HasShares
     layer: int
@@ -216,7 +217,7 @@ class LayerShares:
         if pinned and heavy:
             in_proportion = math.ceil(pinned * (heavy + recent) / heavy)
             least = max(least, sinks + max(in_proportion, pinned + least_recent))
-        heads = allotted(k, shares, least)[self.layer]
+        heads = allocate_tokens(k, shares, least)[self.layer]
         recents = [
             max((keys - sinks) * recent // (heavy + recent), min(least_recent, keys - sinks))
             for keys in heads

@@ -9,7 +9,7 @@ from typing import Literal
 
 __all__ = [
     "FIXED",
-    "QUANTISED",
+    "QUANTIZED",
     "KvDtype",
     "fewest_bits",
     "fitting",
@@ -22,7 +22,7 @@ FIXED = 32
 """Bytes of a head beside its slots: free slot, budget, lost mass, a part of the row's length."""
 
 
-QUANTISED = ("int8", "int8-int4")
+QUANTIZED = ("int8", "int8-int4")
 """How keys and values may be stored in bytes; a `kv_dtype` of None: as they are."""
 
 KvDtype = Literal["auto", "int8", "int8-int4"]

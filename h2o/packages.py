@@ -59,7 +59,7 @@ def check_transformers(name: str) -> None:
 
 
 @contextlib.contextmanager
-def explained(name: str) -> Iterator[None]:
+def explain_missing(name: str) -> Iterator[None]:
     """Within the block, h2o's modules are imported for `name`, and what transformers lacks for them
     becomes an ImportError that names the tested versions.
 
@@ -188,12 +188,12 @@ def same_sources() -> bool:
         if file.hash is not None and file.hash.mode == "sha256"
     }
     return all(
-        installed.get(f"h2o/{file.relative_to(PACKAGE).as_posix()}") == _recorded(file)
+        installed.get(f"h2o/{file.relative_to(PACKAGE).as_posix()}") == _installed_from(file)
         for file in PACKAGE.rglob("*.py")
     )
 
 
-def _recorded(file: Path) -> str:
+def _installed_from(file: Path) -> str:
     """A file's hash as a distribution records it."""
     digest = hashlib.sha256(file.read_bytes()).digest()
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()

@@ -12,7 +12,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
-from h2o.budgets import tokens_of
+from h2o.budgets import check_tokens
 
 __all__ = [
     "BEFORE",
@@ -24,7 +24,7 @@ __all__ = [
     "PolicyFields",
     "RankBy",
     "Ranking",
-    "checked",
+    "check_policy",
     "one_policy",
 ]
 
@@ -114,14 +114,14 @@ FIELDS: dict[str, Field] = {
 """By the names, and in the order, of the fields of `Policy`."""
 
 
-def checked(policy: Policy, choices: Sequence[str] = get_args(RankBy)) -> Policy:
+def check_policy(policy: Policy, choices: Sequence[str] = get_args(RankBy)) -> Policy:
     """The same in plain Python numbers; `choices` is what it may rank by.
 
     Raises: TypeError for a thing that is no number (a bool is none), ValueError for a number out
     of range.
     """
     _, score_by, decay, value_weighted = policy
-    sinks = tokens_of("sinks", policy.sinks)
+    sinks = check_tokens("sinks", policy.sinks)
     if score_by not in choices:
         *others, last = (f'"{name}"' for name in choices)
         raise ValueError(f"score_by must be {', '.join(others)} or {last}, not {score_by!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from h2o.budgets import UNLIMITED, Amount, Budget, BudgetUnit, amount_of, parted
+from h2o.budgets import UNLIMITED, Amount, Budget, BudgetUnit, check_amount, split_heavy_recent
 from h2o.head_budgets import HasShares
 from h2o.kv_dtype import KvDtype
 
@@ -49,7 +49,7 @@ class Presets:
     def authors(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
         """The published algorithm at this budget: half heavy hitters, half recent tokens, and no
         `min_tokens`."""
-        heavy, recent = parted(amount_of("budget", budget), 0.5)
+        heavy, recent = split_heavy_recent(check_amount("budget", budget), 0.5)
         return cls(heavy=heavy, recent=recent, budget_unit=budget_unit, min_tokens=0)
 
     @classmethod
@@ -62,9 +62,11 @@ class Presets:
         cache's bytes, and keys are stored in eight bits, values in four, which keeps 2.2 times as
         many (values in eight bits too where the head dimension is no multiple of 32).
         """
-        budget = amount_of("budget", budget)
+        budget = check_amount("budget", budget)
         sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
-        heavy, recent = parted(budget if isinstance(budget, float) else budget - sinks, 0.75)
+        heavy, recent = split_heavy_recent(
+            budget if isinstance(budget, float) else budget - sinks, 0.75
+        )
         stored: KvDtype | None = "auto" if budget_unit == "bytes" else None
         return cls(
             heavy=heavy,
@@ -85,7 +87,7 @@ class Presets:
 
         Without a profile the one that comes with h2o for the model, or a ValueError of the cache.
         """
-        ranked = {"score_by": "mean-echo", "shares": profile or "shipped"}
+        ranked = {"score_by": "mean-echo", "head_shares": profile or "shipped"}
         return dataclasses.replace(cls.robust(budget, budget_unit), **ranked)
 
     @classmethod
@@ -94,10 +96,11 @@ class Presets:
         and what the next words need, in one reading (docs/policies.md).
 
         In each head echo decides most of a key's score (`score_by="mean-echo"`), and the places of
-        all layers and heads go to the highest echo (`shares="echo"`). Steps are those of `robust`.
+        all layers and heads go to the highest echo (`head_shares="echo"`). Steps are those of
+        `robust`.
         """
         return dataclasses.replace(
-            cls.robust(budget, budget_unit), score_by="mean-echo", shares="echo"
+            cls.robust(budget, budget_unit), score_by="mean-echo", head_shares="echo"
         )
 
     @classmethod

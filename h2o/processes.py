@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from h2o.errors import UserError
 
-__all__ = ["ALONE", "Processes", "is_first", "refuse_several", "several"]
+__all__ = ["ALONE", "Processes", "is_first", "refuse_several", "world_size"]
 
 Result = TypeVar("Result")
 
@@ -51,14 +51,14 @@ ALONE = Processes()
 
 def refuse_several(command: str) -> None:
     """Raises: UserError where a launcher has started a command several times that is for one."""
-    if (world := several()) > 1:
+    if (world := world_size()) > 1:
         raise UserError(
             f"{command} is for one process, and {world} were launched, which would all do the same "
             "work and write the same files: start it without torchrun or accelerate launch"
         )
 
 
-def several() -> int:
+def world_size() -> int:
     """How many processes a launcher has started, 1 without one."""
     if not all(os.environ.get(name) for name in LAUNCHED):
         return 1
@@ -67,4 +67,4 @@ def several() -> int:
 
 def is_first() -> bool:
     """Whether this is the process that prints, of those that a launcher has started."""
-    return several() == 1 or os.environ["RANK"] == "0"
+    return world_size() == 1 or os.environ["RANK"] == "0"

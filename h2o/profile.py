@@ -109,21 +109,21 @@ class Profile:
             raise ValueError(f"budget_fraction must be above 0, not {budget_fraction!r}")
         after = bisect.bisect_left(self.fractions, budget_fraction)
         if after == 0 or after == len(self.fractions):
-            return _normalised(self.shares[min(after, len(self.fractions) - 1)])
+            return _normalize(self.shares[min(after, len(self.fractions) - 1)])
         low, high = self.fractions[after - 1 : after + 1]
         part = math.log(budget_fraction / low) / math.log(high / low)
         mixed = tuple(
             tuple((1 - part) * a + part * b for a, b in zip(*rows, strict=True))
             for rows in zip(*self.shares[after - 1 : after + 1], strict=True)
         )
-        return _normalised(mixed)
+        return _normalize(mixed)
 
     def check(self, model: Any) -> None:
         """Whether this profile is of a model, or can be of one with this config.
 
         Args:
             model: a model of transformers, whose shape and weights are looked at, or its config,
-                which has a shape only. Any dtype will do; quantised parameters are not compared.
+                which has a shape only. Any dtype will do; quantized parameters are not compared.
 
         Raises: ValueError that names what differs.
         """
@@ -192,7 +192,7 @@ class Profile:
     @classmethod
     def shipped(cls, model: Any) -> Profile | None:
         """The profile that comes with h2o for this model or config, None if there is none."""
-        for profile in _all_shipped():
+        for profile in _load_shipped():
             try:
                 profile.check(model)
             except ValueError:
@@ -204,14 +204,14 @@ class Profile:
 REMEDY = "Run h2o calibrate on this model"
 
 
-def _normalised(table: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+def _normalize(table: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
     every = [x for row in table for x in row]
     mean = math.fsum(every) / len(every)
     return tuple(tuple(x / mean for x in row) for row in table)
 
 
 @functools.cache
-def _all_shipped() -> list[Profile]:
+def _load_shipped() -> list[Profile]:
     files = resources.files("h2o").joinpath("data").iterdir()
     texts = [x.read_text("utf-8") for x in files if x.name.endswith(".profile.json")]
     return [Profile.from_dict(json.loads(text)) for text in texts]

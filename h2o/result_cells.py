@@ -26,7 +26,7 @@ def provenance(model: Any, tokenizer: Any, name: str) -> dict[str, Any]:
     device = model.device.type
     return {
         "model": name,
-        "weights": model_identity.of_model(model, tokenizer),
+        "weights": model_identity.model_fingerprint(model, tokenizer),
         "dtype": str(model.dtype).removeprefix("torch."),
         "versions": versions(*PACKAGES),
         "python": platform.python_version(),

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["rotated"]
+__all__ = ["rotate_by"]
 
 
-def rotated(x: Tensor, angles: Tensor) -> Tensor:
+def rotate_by(x: Tensor, angles: Tensor) -> Tensor:
     """Rotary embedding of x [..., D] by angles [..., 2, F], cosines and sines.
 
     Element i < F and element F + i turn together by angle i; those from 2 F on stay as they are.

@@ -25,9 +25,9 @@ __all__ = ["Slots", "new_slots"]
 class Slots(NamedTuple):
     """What one layer holds; the operations update the tensors in place.
 
-    A slot is an index on axis S. A row that has seen `lengths[b]` tokens and may
-    keep k = sinks + heavy + recent of them holds min(lengths[b], k), in the
-    lowest slots, except that `free[b, g]` may be a hole among them.
+    A slot is an index on axis S. A row that has seen `seen_tokens[b]` tokens and may
+    keep k = sinks + heavy + recent of them holds min(seen_tokens[b], k), in the
+    lowest slots, except that `next_slot[b, g]` may be a hole among them.
 
     Heads may have budgets of their own, and numbers of slots of their own, so that memory falls
     with the budgets: then `starts` is given, a row's slots lie one head after the other on one
@@ -38,20 +38,20 @@ class Slots(NamedTuple):
     """
 
     keys: Tensor
-    """[Z, G, S, D]; quantised: [Z, G, S, bytes] uint8, read by `h2o.quantisation.dequantised`"""
+    """[Z, G, S, D]; quantized: [Z, G, S, bytes] uint8, read by `h2o.quantization.dequantize`"""
     values: Tensor | None
     """as keys; None: the keys are the values too, as the latents of multi-head latent attention"""
     scores: Tensor
     """[Z, G, S] float32: attention that each key has received, the sum or the largest"""
     positions: Tensor
     """[Z, G, S] int32: index of the token in its row, pads not counted; -1: empty"""
-    free: Tensor
+    next_slot: Tensor
     """[Z, G] int32: the slot that the next token takes"""
-    lengths: Tensor
+    seen_tokens: Tensor
     """[Z] int64: tokens that the row has seen, pads not counted"""
     budget: Tensor
     """[Z, 2], or [Z, G, 2] for heads with budgets of their own, int32: heavy, recent"""
-    lost: Tensor
+    evicted_score: Tensor
     """[Z, G] float64 (on mps float32): sum of the scores of evicted keys at their eviction"""
     norms: Tensor | None = None
     """[Z, G, S] float32: L2 norm of each value; given exactly if value_weighted"""
@@ -72,7 +72,7 @@ class Kind(NamedTuple):
     optional: bool = False
     """whether there are slots without it"""
     dtype: str = "float32"
-    """"": the floating dtype of the call, or uint8 where rows are quantised"""
+    """"": the floating dtype of the call, or uint8 where rows are quantized"""
 
 
 KINDS: dict[str, Kind] = {
@@ -80,10 +80,10 @@ KINDS: dict[str, Kind] = {
     "values": Kind("ZGSD", optional=True, dtype=""),
     "scores": Kind("ZGS"),
     "positions": Kind("ZGS", dtype="int32"),
-    "free": Kind("ZG", dtype="int32"),
-    "lengths": Kind("Z", dtype="int64"),
+    "next_slot": Kind("ZG", dtype="int32"),
+    "seen_tokens": Kind("Z", dtype="int64"),
     "budget": Kind("Z2", written=False, dtype="int32"),
-    "lost": Kind("ZG", dtype="float64"),
+    "evicted_score": Kind("ZG", dtype="float64"),
     "norms": Kind("ZGS", optional=True),
     "starts": Kind("+", written=False, optional=True, dtype="int32"),
     "rows": Kind("B", written=False, optional=True, dtype="int32"),
@@ -164,10 +164,10 @@ def new_slots(
         values=None if shared else full(keys, shapes[1], 0, dtype),
         scores=full(keys, shape, 0, "float32"),
         positions=full(keys, shape, -1, "int32"),
-        free=full(keys, (B, G), 0, "int32"),
-        lengths=full(keys, (B,), 0, "int64"),
+        next_slot=full(keys, (B, G), 0, "int32"),
+        seen_tokens=full(keys, (B,), 0, "int64"),
         budget=budget,
-        lost=full(keys, (B, G), 0, "float64"),
+        evicted_score=full(keys, (B, G), 0, "float64"),
         norms=full(keys, shape, 0, "float32") if value_weighted else None,
         starts=starts,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-__all__ = ["PINNED", "Row", "count", "merged", "parsed", "runs"]
+__all__ = ["PINNED", "Row", "count", "merge_spans", "parse_spans", "runs"]
 
 PINNED = math.inf
 """The score of a pinned key"""
@@ -14,7 +14,7 @@ Row = list[tuple[int, int]]
 """Spans (start, stop) of one row, ascending and apart"""
 
 
-def merged(spans: Iterable[Sequence[int]]) -> Row:
+def merge_spans(spans: Iterable[Sequence[int]]) -> Row:
     """Spans in order, with those that touch made one.
 
     Raises: ValueError for one that is empty or begins before the text.
@@ -35,7 +35,7 @@ def merged(spans: Iterable[Sequence[int]]) -> Row:
 
 def runs(numbers: Iterable[int]) -> Row:
     """Spans of ascending numbers."""
-    return merged((i, i + 1) for i in numbers)
+    return merge_spans((i, i + 1) for i in numbers)
 
 
 def count(row: Row, sinks: int) -> int:
@@ -43,7 +43,7 @@ def count(row: Row, sinks: int) -> int:
     return sum(max(0, stop - max(start, sinks)) for start, stop in row)
 
 
-def parsed(text: str) -> str | Row:
+def parse_spans(text: str) -> str | Row:
     """0:40,100:120 is [(0, 40), (100, 120)]; "system" and "prompt" stay what they are.
 
     Raises: ValueError for any other text.
@@ -51,7 +51,7 @@ def parsed(text: str) -> str | Row:
     if text in ("system", "prompt"):
         return text
     try:
-        return merged([tuple(map(int, part.split(":"))) for part in text.split(",")])
+        return merge_spans([tuple(map(int, part.split(":"))) for part in text.split(",")])
     except (TypeError, ValueError):
         raise ValueError(
             f"{text!r} is neither system nor prompt nor spans of tokens, such as 0:40,100:120"

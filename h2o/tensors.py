@@ -34,7 +34,7 @@ _NO_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")
 
 
 def empty(like: Tensor, shape: tuple[int, ...], dtype: str | None = None) -> Tensor:
-    """An uninitialised tensor of like's library, device and (if no other is given) dtype.
+    """An uninitialized tensor of like's library, device and (if no other is given) dtype.
 
     On a device that has no float64 (mps) it is float32 instead.
     """

@@ -77,7 +77,7 @@ def plain(output: Any) -> Any:
 
 
 def in_palette(picture: str) -> str:
-    """A PNG of 128 colours, which takes half of the bytes; as base64 both."""
+    """A PNG of 128 colors, which takes half of the bytes; as base64 both."""
     from PIL import Image
 
     small = io.BytesIO()

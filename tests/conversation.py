@@ -170,9 +170,11 @@ def as_float64(tensor: Any) -> np.ndarray:
 
 
 def check_slots(slots: Any, sinks: int) -> None:
-    """Held slots are where `h2o.ops.Slots` says, and `free` is the one to fill."""
+    """Held slots are where `h2o.ops.Slots` says, and `next_slot` is the one to fill."""
     positions = heads(slots, "positions", -1)
-    free, lengths, budget = (np.asarray(x) for x in (slots.free, slots.lengths, slots.budget))
+    free, lengths, budget = (
+        np.asarray(x) for x in (slots.next_slot, slots.seen_tokens, slots.budget)
+    )
     S = positions.shape[-1]
     for b, length in enumerate(lengths.tolist()):
         for g, (row, hole) in enumerate(zip(positions[b], free[b].tolist(), strict=True)):

@@ -18,7 +18,7 @@ pytest.importorskip("benchmarks.runner", reason="the benchmarks are not here")
 
 from benchmarks import (  # noqa: E402
     callgrind,
-    catalogue,
+    catalog,
     correctness,
     disk_table,
     inputs,
@@ -238,8 +238,8 @@ def test_a_peer_that_cannot_be_had_is_named(tmp_path, monkeypatch):
         raise PeerMissing("no such package")
         yield
 
-    absent = catalogue.Table("absent", table, cpu="P0")
-    monkeypatch.setattr(catalogue, "TABLES", (absent, *catalogue.TABLES))
+    absent = catalog.Table("absent", table, cpu="P0")
+    monkeypatch.setattr(catalog, "TABLES", (absent, *catalog.TABLES))
     result = quick(tmp_path, "absent", "overhead")
     assert result["missing"] == {"absent": "no such package"}
     assert {row["row"] for row in result["rows"]} == {"P9"}
@@ -253,11 +253,11 @@ def test_what_is_no_figure_is_refused(command, capsys):
 
 
 def test_each_table_that_help_names_is_there(capsys):
-    names = [table.name for table in catalogue.TABLES]
+    names = [table.name for table in catalog.TABLES]
     assert len(names) == len(set(names))
     on_gpu = ["prefill", "decode", "long", "graph", "flexgen", "kvpress"]
-    assert list(catalogue.tables("cuda")) == list(catalogue.tables("dry-run")) == on_gpu
-    assert set(names) == {*catalogue.tables("cpu"), *on_gpu}
+    assert list(catalog.tables("cuda")) == list(catalog.tables("dry-run")) == on_gpu
+    assert set(names) == {*catalog.tables("cpu"), *on_gpu}
     with pytest.raises(SystemExit):
         runner.main(["--help"])
     shown = capsys.readouterr().out

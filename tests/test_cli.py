@@ -347,7 +347,7 @@ def test_a_config_is_what_the_options_say():
     for name, text, value in (
         ("heavy", "7", 7), ("recent", "0.3", 0.3), ("sinks", "4", 4), ("score_by", "mean", "mean"),
         ("decay", "0.5", 0.5), ("positions", "cache_relative", "cache_relative"),
-        ("kv_dtype", "int8", "int8"), ("shares", "shipped", "shipped"),
+        ("kv_dtype", "int8", "int8"), ("head_shares", "shipped", "shipped"),
         ("score_by", "mean-echo", "mean-echo"),
     ):  # fmt: skip
         options = parser.parse_args([cache_options.spelled(name), text])

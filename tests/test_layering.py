@@ -103,7 +103,7 @@ def test_pure_rooms_include_only_their_own_headers_and_libc():
     shared = {
         f"{name}.h"
         for name in (
-            *("h2o", "target", "types", "half", "guard", "policy", "quantise", "store"),
+            *("h2o", "target", "types", "half", "guard", "policy", "quantize", "store"),
             *("operations", "tables", "operands"),
         )
     }
@@ -411,7 +411,7 @@ SERVING = {
     "attention_blocks", "backends", "borrowed", "budgets", "config", "config_fields", "draw",
     "errors", "filesystem", "head_budgets", "hf", "kv_dtype", "model_identity",
     "models", "ops", "packages", "policy", "presets", "profile",
-    "quantisation", "rotary_embedding", "sink_logits", "slots", "spans", "tensors", "vllm",
+    "quantization", "rotary_embedding", "sink_logits", "slots", "spans", "tensors", "vllm",
 }  # fmt: skip
 """The rooms that it takes to serve a model, or to simulate that in one forward pass; the others
 measure one, or are commands."""

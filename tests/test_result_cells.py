@@ -18,26 +18,28 @@ from tests.evaluation import conftest  # noqa: E402
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's
 def test_fingerprints_of_models():
-    """Adapters and quantised weights count; the name and how the weights are stored do not."""
+    """Adapters and quantized weights count; the name and how the weights are stored do not."""
     peft = pytest.importorskip("peft")
     model = conftest.build()
-    plain = model_identity.of_model(model)
+    plain = model_identity.model_fingerprint(model)
     twin = conftest.build()
     twin.config._name_or_path = "elsewhere"
-    assert model_identity.of_model(twin) == plain == model_identity.of_model(model)
+    assert (
+        model_identity.model_fingerprint(twin) == plain == model_identity.model_fingerprint(model)
+    )
     with torch.no_grad():
         twin.model.layers[1].mlp.up_proj.weight[3] += 1
     identities = {
         plain,
-        model_identity.of_model(twin),
-        model_identity.of_model(conftest.build("opt")),
+        model_identity.model_fingerprint(twin),
+        model_identity.model_fingerprint(conftest.build("opt")),
     }
-    identities.add(model_identity.of_model(conftest.build().to(torch.bfloat16)))
+    identities.add(model_identity.model_fingerprint(conftest.build().to(torch.bfloat16)))
     for seed in (0, 1):
         base = conftest.build()
         torch.manual_seed(seed)
         lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-        identities.add(model_identity.of_model(peft.get_peft_model(base, lora)))
+        identities.add(model_identity.model_fingerprint(peft.get_peft_model(base, lora)))
     assert len(identities) == 6
 
 

@@ -127,7 +127,7 @@ def counts(launch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def modelled(program: Path, sizes: tuple[list[int], ...]) -> Iterator[dict[str, Any]]:
+def modeled(program: Path, sizes: tuple[list[int], ...]) -> Iterator[dict[str, Any]]:
     """An object for each launch, device and batch."""
     all_launches = launches(program, sizes)
     for name, device in model.DEVICES.items():
@@ -235,7 +235,7 @@ def main(arguments: list[str]) -> int:
             return int(bool(grown))
         case []:
             for arch in ("compute_80", "compute_75"):
-                for x in modelled(KERNELS / f"{arch}.program", SIZES):
+                for x in modeled(KERNELS / f"{arch}.program", SIZES):
                     print(json.dumps(x))
         case _:
             sys.exit(__doc__)

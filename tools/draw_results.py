@@ -98,21 +98,21 @@ def draw(shown: Figures) -> Any:
 
     figure = Figure(figsize=(12, 3.4), layout="constrained")
     quality, recall, speed = figure.subplots(1, 3)
-    colours = {setting: f"C{i}" for i, setting in enumerate(LABELS)}
+    colors = {setting: f"C{i}" for i, setting in enumerate(LABELS)}
     for setting, losses in shown.losses.items():
         quality.errorbar(
             shown.bytes_kept, [loss for loss, _ in losses], [error for _, error in losses],
-            marker="o", markersize=4, capsize=2, label=LABELS[setting], color=colours[setting],
+            marker="o", markersize=4, capsize=2, label=LABELS[setting], color=colors[setting],
         )  # fmt: skip
     for setting, shares in shown.found.items():
         points = [x for x in zip(shown.bytes_kept, shares, strict=True) if x[1] is not None]
         if setting == FULL:
             recall.axhline(points[0][1], color="grey", linewidth=0.8, label=FULL)
         else:
-            label = None if setting in shown.losses else LABELS[setting]  # colours as on the left
+            label = None if setting in shown.losses else LABELS[setting]  # colors as on the left
             recall.plot(
                 *zip(*points, strict=True),
-                marker="o", markersize=4, label=label, color=colours[setting],
+                marker="o", markersize=4, label=label, color=colors[setting],
             )  # fmt: skip
     recall.set(
         title="Facts found that nobody had asked for", xlabel="bytes kept, % of a full cache's",

@@ -66,7 +66,7 @@ class Cache:
             for entry in list(queue):
                 if free and len(entry[1]) + entry[2] <= cells:
                     queue.remove(entry)
-                    free.sort()  # only neighbours in the cache share a pass
+                    free.sort()  # only neighbors in the cache share a pass
                     running.append(Running(*entry, free.pop(0)))
                     cells -= running[-1].cells
             self.step(running)

@@ -3,14 +3,14 @@
 Run by peers.Peer with the model's folder, the number of threads and the dtype, bfloat16 by default.
 A request is {"ids": [...], "prompt": tokens that are compressed, "method": one of METHODS, "full"
 or "QuantizedCache", "kept": keys that a press keeps of them, all by default, and "bits" of a
-quantised cache, which kvpress' presses may fill too}; the answer
+quantized cache, which kvpress' presses may fill too}; the answer
 {"loss": [-log p of each token from ids[prompt + 1] on], "bytes": {"cut": after the prompt,
 "end": after the text}}. With "answer", tokens at the end of the ids, it has "found" too, whether
 greedy decoding writes these: what comes before the first of them goes in at once, then each alone.
 
 The forward passes are those of kvpress' own pipeline: the prompt without the model's head under the
 press, then the rest without it, at positions that count on. A press does nothing after the prompt,
-and a quantised cache with room left in its residual part takes new tokens as they are, so that the
+and a quantized cache with room left in its residual part takes new tokens as they are, so that the
 rest may go in at once. KVzip is told that the model has no chat template, as these prompts have
 none: it would take their first tokens for that.
 """
@@ -47,7 +47,7 @@ seen."""
 
 
 def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory of which a quantised one consists."""
+    """The tensors with memory of which a quantized one consists."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -56,7 +56,7 @@ def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def bytes_held(cache: Cache, tokens: int) -> int:
-    """Bytes of keys and values; without quantisation of so many tokens, for those in `MASKING`."""
+    """Bytes of keys and values; without quantization of so many tokens, for those in `MASKING`."""
     total = 0
     for layer in cache.layers:
         if isinstance(cache, QuantizedCache):

@@ -1,7 +1,7 @@
 /* rows.h - single rows of D elements, wherever they lie: copies, norms and what is not finite.
  *
  * A row is a token's key, value or query: of a caller's tensor, at any stride, or of a store
- * (stored_rows.h), whose rows may be quantised. */
+ * (stored_rows.h), whose rows may be quantized. */
 #ifndef H2O_ROWS_H
 #define H2O_ROWS_H
 
@@ -13,7 +13,7 @@
 typedef struct {
     const char *data; /* element 0 */
     h2o_dtype type;   /* of a tensor's element, or of a store's row */
-    int64_t stride;   /* elements from one to the next; 1 if quantised */
+    int64_t stride;   /* elements from one to the next; 1 if quantized */
 } row_ref;
 
 /* Row [a, b, c] of a tensor [.., .., .., D]. */

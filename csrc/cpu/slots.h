@@ -1,5 +1,5 @@
 /* slots.h - writes to a layer's slots that several operations share: key and value [D] of a new
- * token, the next free slot (free [B,G]) and the tokens that each row has seen (lengths [B]). */
+ * token, the next free slot (next_slot [B,G]) and the tokens that each row has seen (seen_tokens [B]). */
 #ifndef H2O_SLOTS_H
 #define H2O_SLOTS_H
 
@@ -17,23 +17,24 @@ static inline void store_token(const slot_store *store, int64_t slot, const h2o_
               D);
 }
 
-/* Atomic, as is advance_lengths: a call in another thread may be reading free and lengths. */
+/* Atomic, as is advance_seen_tokens: a call in another thread may be reading both. */
 static inline void set_free(const h2o_slots *slots, int64_t row, int64_t g, int64_t slot) {
-    __atomic_store_n((int32_t *)h2o_at(&slots->free, row, g, 0), (int32_t)slot, __ATOMIC_RELAXED);
+    __atomic_store_n((int32_t *)h2o_at(&slots->next_slot, row, g, 0), (int32_t)slot,
+                     __ATOMIC_RELAXED);
 }
 
 /* To be called once all heads of a row are done, since all of them read its old length. */
-static inline void advance_lengths(const h2o_slots *slots, const h2o_counts *counts,
-                                   const h2o_dims *dims) {
+static inline void advance_seen_tokens(const h2o_slots *slots, const h2o_counts *counts,
+                                       const h2o_dims *dims) {
     for (int64_t b = 0; b < dims->B; b++) {
         const h2o_row *const row = &counts->rows[b];
-        int64_t *const length = h2o_at(&slots->lengths, counts->heads[b * dims->G].row, 0, 0);
+        int64_t *const length = h2o_at(&slots->seen_tokens, counts->heads[b * dims->G].row, 0, 0);
         __atomic_store_n(length, row->length + row->tokens, __ATOMIC_RELAXED);
     }
 }
 
-static inline void add_lost(const h2o_slots *slots, int64_t row, int64_t g, double lost) {
-    *(double *)h2o_at(&slots->lost, row, g, 0) += lost;
+static inline void add_evicted_score(const h2o_slots *slots, int64_t row, int64_t g, double lost) {
+    *(double *)h2o_at(&slots->evicted_score, row, g, 0) += lost;
 }
 
 #endif

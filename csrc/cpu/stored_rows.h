@@ -1,11 +1,11 @@
 /* stored_rows.h - a store's rows by their type: written from elements, read as vectors of floats.
  *
  * The one place of the CPU's kernels that knows what a type's rows are made of (csrc/types.h
- * lists the types, csrc/quantise.h says what quantised rows hold). Each type has here
+ * lists the types, csrc/quantize.h says what quantized rows hold). Each type has here
  *
  *   load_T(row, d, n, D)                    n <= VL elements from d on, 0 behind them, without
  *                                           the scale that a whole row has (row_scale)
- *   write_T(row, from, D)                   of quantised types: a row from elements
+ *   write_T(row, from, D)                   of quantized types: a row from elements
  *
  * and the functions below that take a type choose among them. Where the type is a constant, as in
  * the kernels' instances (one for each type, made with the list H2O_ROWS), nothing is left of the
@@ -13,15 +13,15 @@
 #ifndef H2O_STORED_ROWS_H
 #define H2O_STORED_ROWS_H
 
-#include "../quantise.h"
+#include "../quantize.h"
 #include "rows.h"
 
 /* ---- Writing ----------------------------------------------------------- */
 
 static inline void store_f16(char *p, uint16_t h) { memcpy(p, &h, sizeof h); }
 
-/* The whole numbers from `low` to `high` that stand for x, as `quantised` has them. */
-VEC vf quantise(vf x, vf scale, vf minimum, float low, float high) {
+/* The whole numbers from `low` to `high` that stand for x, as `quantize` has them. */
+VEC vf quantize(vf x, vf scale, vf minimum, float low, float high) {
     const vf least = vf_set1(low), most = vf_set1(high);
     vf fraction;
     x = vf_max(vf_div(vf_sub(x, minimum), scale), least);
@@ -35,7 +35,7 @@ static inline void write_Q8(char *row, row_ref from, int64_t D) {
         high = vf_max(vf_abs(x), high);
         unfinite = add_unfinite(unfinite, x);
     }
-    const quantiser q = q8_quantiser(vf_hmax(high), vf_hsum(unfinite) == 0.0f);
+    const quantizer q = q8_quantizer(vf_hmax(high), vf_hsum(unfinite) == 0.0f);
     const float scale = float_from_f16(q.scale);
     store_f16(row + D, q.scale);
     if (!(scale > 0.0f)) {
@@ -44,7 +44,7 @@ static inline void write_Q8(char *row, row_ref from, int64_t D) {
     }
     for (int64_t d = 0; d < D; d += VL) {
         const int n = D - d < VL ? (int)(D - d) : VL;
-        const vf x = quantise(row_load(from, d, D), vf_set1(scale), vf_zero(), -127.0f, 127.0f);
+        const vf x = quantize(row_load(from, d, D), vf_set1(scale), vf_zero(), -127.0f, 127.0f);
         char bytes[VL];
         vf_store_bytes(n < VL ? bytes : row + d, x);
         if (n < VL) memcpy(row + d, bytes, (size_t)n);
@@ -63,8 +63,8 @@ static inline void write_Q4(char *row, row_ref from, int64_t D) {
             negative = i == 0 ? vf_sub(vf_zero(), x[0]) : vf_max(vf_sub(vf_zero(), x[i]), negative);
             high = i == 0 ? x[0] : vf_max(x[i], high);
         }
-        const quantiser q =
-            q4_quantiser(-vf_hmax(negative), vf_hmax(high), vf_hsum(unfinite) == 0.0f);
+        const quantizer q =
+            q4_quantizer(-vf_hmax(negative), vf_hmax(high), vf_hsum(unfinite) == 0.0f);
         char *const elements = row + q4_elements(d), *const at = row + q4_scale(d, D);
         store_f16(at, q.scale);
         store_f16(at + 2, q.minimum);
@@ -75,8 +75,8 @@ static inline void write_Q4(char *row, row_ref from, int64_t D) {
         const vf scale = vf_set1_f16(at), minimum = vf_set1_f16(at + 2);
         UNROLL
         for (int i = 0; i < HALF; i++) {
-            const vf first = quantise(x[i], scale, minimum, 0.0f, 15.0f),
-                     second = quantise(x[HALF + i], scale, minimum, 0.0f, 15.0f);
+            const vf first = quantize(x[i], scale, minimum, 0.0f, 15.0f),
+                     second = quantize(x[HALF + i], scale, minimum, 0.0f, 15.0f);
             vf_store_bytes(elements + i * VL, vf_fma(second, vf_set1(16.0f), first));
         }
     }
@@ -89,7 +89,7 @@ static inline void store_row(char *row, h2o_dtype stored, row_ref from, int64_t 
         write_##name(row, from, D);                                                                \
         break;
     switch (stored) {
-        H2O_QUANTISED_ROWS(WRITE)
+        H2O_QUANTIZED_ROWS(WRITE)
     default:
         row_copy(row, from, D);
     }
@@ -127,7 +127,7 @@ VEC vf load_Q4(const char *row, int64_t d, int n, int64_t D) {
 VEC vf load_unscaled(const char *row, h2o_dtype type, int64_t d, int n, int64_t D) {
 #define LOAD(name, ...)                                                                            \
     if (type == H2O_##name) return load_##name(row, d, n, D);
-    H2O_QUANTISED_ROWS(LOAD)
+    H2O_QUANTIZED_ROWS(LOAD)
     H2O_FLOAT_ROWS(LOAD)
 #undef LOAD
     return vf_zero();
@@ -154,11 +154,11 @@ VEC vf row_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
     return load_scaled(row, type, d, D - d < VL ? (int)(D - d) : VL, D);
 }
 
-/* The same of a row that is known to be quantised. */
-VEC vf quantised_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
+/* The same of a row that is known to be quantized. */
+VEC vf quantized_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
 #define LOAD(name, ...)                                                                            \
     if (type == H2O_##name) return row_floats(row, H2O_##name, d, D);
-    H2O_QUANTISED_ROWS(LOAD)
+    H2O_QUANTIZED_ROWS(LOAD)
 #undef LOAD
     return vf_zero();
 }

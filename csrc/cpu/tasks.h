@@ -28,7 +28,7 @@ extern double h2o_balance_clock; /* multiply-adds that the running worker has co
 #define COUNT_WORK(n) ((void)sizeof(n))
 #endif
 
-/* What several workers write begins a line of its own, or each write takes the neighbours away from
+/* What several workers write begins a line of its own, or each write takes the neighbors away from
  * the workers that wait at them. */
 enum { CACHE_LINE = 64 };
 

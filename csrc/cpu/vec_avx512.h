@@ -192,8 +192,7 @@ VEC vf vf_add_zipped(vf lo, vf hi) {
     const __m512i even =
         _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-    return _mm512_add_ps(_mm512_permutex2var_ps(lo, even, hi),
-                         _mm512_permutex2var_ps(lo, odd, hi));
+    return _mm512_add_ps(_mm512_permutex2var_ps(lo, even, hi), _mm512_permutex2var_ps(lo, odd, hi));
 }
 
 #endif

@@ -6,7 +6,7 @@
  *                           copy sums, for which there are not enough registers
  *   vb_unsigned(x)          signed bytes plus 128
  *   vb_dot(c, u, s)         c + the sum of four products of unsigned bytes and signed ones per lane
- *   vb_add vb_high(x)       x / 256 towards -infinity
+ *   vb_add vb_high(x)       x / 256 toward -infinity
  *   vb_number(hi, lo)       256 * hi + lo
  *   vb_zip(a, b, *lo, *hi)  words of two rows in turn, some in lo and the others in hi
  *   vb_hsum_pairs(a, b)     of sums of two such pairs of rows those of four, in turn
@@ -57,8 +57,8 @@ VEC void vb_store(void *p, vb x) { _mm512_storeu_si512(p, x); }
 VEC void vb_store_bytes(void *p, vb x) { _mm_storeu_si128(p, _mm512_cvtepi32_epi8(x)); }
 
 VEC void vb_store_limbs(void *p, vb x, vb y) {
-    const vb order = _mm512_broadcast_i32x4(
-        _mm_setr_epi8(1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14));
+    const vb order =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14));
     vb_store(p, _mm512_shuffle_epi8(_mm512_packus_epi32(x, y), order));
 }
 

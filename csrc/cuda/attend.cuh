@@ -9,7 +9,7 @@
  *   sums      scores of keys from column sums: sums.cuh, or matrix_sums.cuh
  *
  * The matrix_ variants use tensor cores, which want all of queries, keys and values in the same
- * 16-bit format, or quantised in slots; plan.c decides. */
+ * 16-bit format, or quantized in slots; plan.c decides. */
 #ifndef H2O_CUDA_ATTEND_CUH
 #define H2O_CUDA_ATTEND_CUH
 

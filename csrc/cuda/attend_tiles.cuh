@@ -4,7 +4,7 @@
  * A block works on one tile of logits at a time: ATTEND_TILE rows that stay in shared memory
  * (forward.cuh: queries [tile, D]; sums.cuh: keys [tile, D]) times columns of which one tile after
  * the other is loaded (forward: keys, then their values; sums: queries). A thread computes
- * THREAD_ROWS x THREAD_COLUMNS logits; the ROW_THREADS threads of a row are neighbours in a warp.
+ * THREAD_ROWS x THREAD_COLUMNS logits; the ROW_THREADS threads of a row are neighbors in a warp.
  *
  * A tile of keys is either of stored keys, which every query sees, or of new ones, which queries
  * see up to their own. Among exponentials -1 stands for a key that is masked: its value is not

@@ -279,8 +279,7 @@ template <int OPEN> DEVICE void wait_copies() {}
  * the others have written. The counter was 0 before the first. */
 DEVICE bool arrive_last(uint32_t *counter, uint32_t blocks) {
     sync_block();
-    return blocks == 1 ||
-           block_any(threadIdx.x == 0 && count_release(counter) == blocks - 1);
+    return blocks == 1 || block_any(threadIdx.x == 0 && count_release(counter) == blocks - 1);
 }
 
 #endif

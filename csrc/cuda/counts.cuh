@@ -1,5 +1,5 @@
 /* counts.cuh - reads the small integer tensors of a call on the device: mask [B,Q], budget [B,2] or
- * [B,G,2], lengths [Z], starts [G+1], rows [B].
+ * [B,G,2], seen_tokens [Z], starts [G+1], rows [B].
  *
  * On the CPU counts.c validates them and raises. A kernel that a graph has captured cannot
  * raise: whatever decides on an address is clamped here to what the tensors' shapes allow, which

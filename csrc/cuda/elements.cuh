@@ -19,7 +19,7 @@ DEVICE element_ref row_of(const h2o_view *view, int64_t a, int64_t b, int64_t c)
     return element_ref{(const char *)h2o_at(view, a, b, c), view->dtype, view->stride[3]};
 }
 
-/* A float at an address that is a multiple of its size, as scales in quantised rows are not. */
+/* A float at an address that is a multiple of its size, as scales in quantized rows are not. */
 DEVICE float load_float(const char *p, h2o_dtype type) {
     if (type == H2O_F32) return *(const float *)p;
     const uint16_t h = *(const uint16_t *)p;
@@ -148,7 +148,7 @@ template <int N> DEVICE uintptr_t all_bits(const char *const p[N]) {
 enum { WORDS = RUN / 4 };
 
 /* RUN bytes of each of N rows, four in a word, by the widest loads that all of them allow:
- * quantised rows have odd addresses. */
+ * quantized rows have odd addresses. */
 template <int N> DEVICE void load_bytes(const char *const p[N], uint32_t word[N][WORDS]) {
     const uintptr_t bits = all_bits<N>(p);
     if (bits % 4 == 0) {

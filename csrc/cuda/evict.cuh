@@ -3,12 +3,12 @@
  * their own.
  *
  *   1. Selection among stored and new keys (evict_list.cuh).
- *   2. Scores of evicted keys are added to lost [B,G].
+ *   2. Scores of evicted keys are added to evicted_score [B,G].
  *   3. Moves: a kept key in slots 0..k-1 remains there; kept new keys, then kept ones of slots
  *      from k on, fill the other slots of 0..k-1. No slot is both read and written by this.
  *   4. Slots from k on are emptied; slot k is the next free one.
  *
- * The last head of a row to finish advances lengths [B], which all of them read at first. */
+ * The last head of a row to finish advances seen_tokens [B], which all of them read at first. */
 #ifndef H2O_CUDA_EVICT_CUH
 #define H2O_CUDA_EVICT_CUH
 
@@ -122,7 +122,7 @@ DEVICE int64_t evict_head(const evict_item *item) {
     const int64_t moves = list_moves(item, kept, buffer);
     sync_block();
     move_all(item, moves, kept);
-    if (threadIdx.x == 0) *item->lost += lost;
+    if (threadIdx.x == 0) *item->evicted_score += lost;
     return tokens;
 }
 
@@ -138,7 +138,7 @@ KERNEL(h2o_cuda_evict, h2o_evict_params) {
         return;
     }
     if (!arrive_last((uint32_t *)workspace + b, (uint32_t)p->dims.G) || threadIdx.x != 0) return;
-    write_length(&p->slots.lengths, item.head.row, item.length + tokens);
+    write_length(&p->slots.seen_tokens, item.head.row, item.length + tokens);
 }
 EXPORT_KERNEL(h2o_cuda_evict, h2o_evict_params)
 

@@ -16,7 +16,7 @@
 #include "attend_tiles.cuh"
 
 /* A thread's part of the running softmax of THREAD_ROWS queries: row max m, its share of the row
- * sum l, and of the accumulated P V four neighbouring elements of every 32. */
+ * sum l, and of the accumulated P V four neighboring elements of every 32. */
 template <int DEPTH> struct running_softmax {
     float row_max[THREAD_ROWS], row_sum[THREAD_ROWS];
     float output[THREAD_ROWS][DEPTH / ROW_THREADS];

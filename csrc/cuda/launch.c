@@ -26,7 +26,7 @@ static bool has_narrow_sums(const h2o_operation_row *row, const void *params) {
         const h2o_operand *const operand = &row->operands[i];
         if (operand->kind == H2O_OPERAND_SLOTS && !(operand->flags & H2O_ATTENDED)) {
             const h2o_slots *const slots = (const void *)((const char *)params + operand->offset);
-            return slots->lost.dtype != H2O_F64;
+            return slots->evicted_score.dtype != H2O_F64;
         }
     }
     return false;

@@ -90,7 +90,7 @@ DEVICE void accumulate_nonfinite(matrix_buffer<DEPTH> *buffer,
 }
 
 /* Advances `at` to the next tile that holds a key, and starts the copy of its keys, if they are not
- * quantised. Returns false where there is none. */
+ * quantized. Returns false where there is none. */
 template <int DEPTH>
 DEVICE bool fetch_keys(const attend_item *item, key_tile *at, matrix_buffer<DEPTH> *buffer) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
@@ -100,7 +100,7 @@ DEVICE bool fetch_keys(const attend_item *item, key_tile *at, matrix_buffer<DEPT
         if (!at->stored) break; /* there is one, and nobody asks which of them are keys */
         if (load_presence(item, true, at->first, columns, buffer->is_key)) break;
     }
-    if (!h2o_row_is_quantised(at->keys.type)) {
+    if (!h2o_row_is_quantized(at->keys.type)) {
         fetch_matrix<DEPTH, columns>(buffer->columns[0], item, &at->keys, at->stored, at->first,
                                      NULL);
     }
@@ -113,7 +113,7 @@ template <int DEPTH, h2o_dtype TYPE>
 DEVICE void fetch_values(const attend_item *item, const key_tile *at,
                          matrix_buffer<DEPTH> *buffer) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
-    if (h2o_row_is_quantised(at->values.type)) {
+    if (h2o_row_is_quantized(at->values.type)) {
         load_rounded<DEPTH, TYPE, columns>(buffer->columns[1], item, &at->values, at->first,
                                            buffer->is_key);
     } else {
@@ -136,7 +136,7 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, bool careful,
     bool more = fetch_keys<DEPTH>(item, &at, buffer);
     while (more) {
         float c[columns / 8][4];
-        const bool numbers = h2o_row_is_quantised(at.keys.type);
+        const bool numbers = h2o_row_is_quantized(at.keys.type);
         if (numbers)
             load_numbers<DEPTH, TYPE, columns>(buffer->columns[0], item, &at.keys, at.first,
                                                buffer->is_key, buffer->scales);
@@ -153,7 +153,7 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, bool careful,
         const bool past = is_past(&at, columns);
         TAKEN(matrix_forward_unmasked, past);
         TAKEN(matrix_forward_of_stored, at.stored);
-        TAKEN(matrix_forward_of_quantised, numbers);
+        TAKEN(matrix_forward_of_quantized, numbers);
         if (past) {
             update_matrix_softmax<DEPTH, SEES_ALL>(&at, query, unit, buffer, c, softmax);
         } else if (at.stored) {

@@ -1,4 +1,4 @@
-/* matrix_stored.cuh - quantised rows of slots into the tiles of matrix_tiles.cuh, which says how. */
+/* matrix_stored.cuh - quantized rows of slots into the tiles of matrix_tiles.cuh, which says how. */
 #ifndef H2O_CUDA_MATRIX_STORED_CUH
 #define H2O_CUDA_MATRIX_STORED_CUH
 
@@ -17,11 +17,11 @@ template <h2o_dtype TYPE> DEVICE void clip_run(float x[RUN]) {
     for (int i = 0; i < RUN; i++) x[i] = fminf(fmaxf(x[i], -largest), largest);
 }
 
-/* Loads the tile of quantised rows from slot `first` on, zeros where is_key says that there
- * is no key. load(row, d, D, x) reads elements d..d+RUN-1 of N rows at once: neighbours, so that
+/* Loads the tile of quantized rows from slot `first` on, zeros where is_key says that there
+ * is no key. load(row, d, D, x) reads elements d..d+RUN-1 of N rows at once: neighbors, so that
  * all lanes find the same alignment, as not every row of Q8 is aligned to words. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS, int N, typename LOAD>
-DEVICE void load_quantised(uint16_t (*tile)[DEPTH], const attend_item *item,
+DEVICE void load_quantized(uint16_t (*tile)[DEPTH], const attend_item *item,
                            const row_source *source, int64_t first, const uint32_t *is_key,
                            LOAD load) {
     const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs;
@@ -56,7 +56,7 @@ template <int DEPTH, h2o_dtype TYPE, int ROWS>
 DEVICE void load_numbers(uint16_t (*tile)[DEPTH], const attend_item *item, const row_source *source,
                          int64_t first, const uint32_t *is_key, float *scales) {
     const int k = threadIdx.x;
-    load_quantised<DEPTH, TYPE, ROWS, NUMBERS_LOADED>(
+    load_quantized<DEPTH, TYPE, ROWS, NUMBERS_LOADED>(
         tile, item, source, first, is_key,
         [](const char *const row[], int64_t d, int64_t D, float x[][RUN]) {
             q8_rows{}.template numbers<NUMBERS_LOADED>(row, d, D, x);
@@ -72,7 +72,7 @@ template <int DEPTH, h2o_dtype TYPE, int ROWS>
 DEVICE void load_rounded(uint16_t (*tile)[DEPTH], const attend_item *item, const row_source *source,
                          int64_t first, const uint32_t *is_key) {
     by_stored_dtype<false>(source->type, [&](auto rows) {
-        load_quantised<DEPTH, TYPE, ROWS, VALUES_LOADED>(
+        load_quantized<DEPTH, TYPE, ROWS, VALUES_LOADED>(
             tile, item, source, first, is_key,
             [&](const char *const row[], int64_t d, int64_t D, float x[][RUN]) {
                 rows.template load<VALUES_LOADED>(row, d, D, x);

@@ -55,7 +55,7 @@ DEVICE void load_keys(const attend_item *item, bool stored, int64_t first,
     const int stages = MATRIX_ROWS / CUDA_MATRIX_COLUMNS(DEPTH); /* as large as a tile of keys */
     const row_source source = key_source(item, stored);
     keys->rows = (uint16_t (*)[DEPTH])buffer->columns[sums_buffer<DEPTH>::STAGES - stages];
-    if (h2o_row_is_quantised(source.type)) {
+    if (h2o_row_is_quantized(source.type)) {
         load_numbers<DEPTH, TYPE, MATRIX_ROWS>(keys->rows, item, &source, first, buffer->is_key,
                                                buffer->scales);
     } else {
@@ -137,8 +137,8 @@ DEVICE void add_matrix_column_sums(const attend_item *item, key_matrices<DEPTH> 
     TAKEN(matrix_sums_largest, h2o_scores_largest(&item->p->policy));
     float c[columns / 8][4];
     key_dots<DEPTH, TYPE>(keys, buffer->columns[stage], c);
-    TAKEN(matrix_sums_of_quantised, stored && h2o_row_is_quantised(item->store.keys.type));
-    if (stored && h2o_row_is_quantised(item->store.keys.type)) {
+    TAKEN(matrix_sums_of_quantized, stored && h2o_row_is_quantized(item->store.keys.type));
+    if (stored && h2o_row_is_quantized(item->store.keys.type)) {
         const float *const scales = &buffer->scales[lane_key()];
         scale_dots<columns / 8>(
             c, [&](int i) { return scales[i / (columns / 4) * 16 + i % 4 / 2 * 8]; });

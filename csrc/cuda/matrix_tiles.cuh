@@ -7,7 +7,7 @@
  * has in c[0..1] elements 2 (i % 4) and the next of row i / 4, in c[2..3] the same of row
  * i / 4 + 8. So four lanes share a row.
  *
- * Quantised rows of slots become such elements as they are loaded. Of keys these are the whole
+ * Quantized rows of slots become such elements as they are loaded. Of keys these are the whole
  * numbers of Q8, which 16 bits hold exactly; their scale comes after the product, so that logits
  * and scores are as exact as those of floats. Values are rounded to the format of the queries, by
  * a share u of them at most (2^-9 in bfloat16, 2^-12 in float16), as those of new tokens were
@@ -18,7 +18,7 @@
 #include "attend_tiles.cuh"
 
 enum {
-    NUMBERS_LOADED = 4, /* quantised keys that a thread loads before it uses the first, ... */
+    NUMBERS_LOADED = 4, /* quantized keys that a thread loads before it uses the first, ... */
     VALUES_LOADED = 2   /* ... and values; of more of both registers become scarce */
 };
 
@@ -31,7 +31,7 @@ template <int DEPTH> struct matrix_buffer {
     uint16_t rows[MATRIX_ROWS][DEPTH];   /* queries */
     uint16_t columns[2][COLUMNS][DEPTH]; /* keys, and their values */
     uint32_t is_key[MATRIX_ROWS];        /* see load_presence */
-    float scales[MATRIX_ROWS];           /* of quantised keys */
+    float scales[MATRIX_ROWS];           /* of quantized keys */
 };
 
 /* Where element d of a tile's row is. The runs of RUN elements are swizzled: their numbers are
@@ -97,8 +97,7 @@ DEVICE row_source token_source(const attend_item *item, const h2o_view *from, in
 }
 
 DEVICE row_source key_source(const attend_item *item, bool stored) {
-    return stored ? stored_source(&item->store.keys)
-                  : token_source(item, &item->p->keys, item->g);
+    return stored ? stored_source(&item->store.keys) : token_source(item, &item->p->keys, item->g);
 }
 
 DEVICE row_source value_source(const attend_item *item, bool stored) {
@@ -263,7 +262,7 @@ DEVICE void matrix_dots(const matrix_buffer<DEPTH> *buffer, const uint16_t (*til
     add_matrix_dots<DEPTH, TYPE>(buffer, tile, c);
 }
 
-/* Products with the numbers of quantised keys to those with the keys; of element i of c the key's
+/* Products with the numbers of quantized keys to those with the keys; of element i of c the key's
  * scale is scale(i). */
 template <int TILES, typename SCALE> DEVICE void scale_dots(float c[TILES][4], SCALE scale) {
     UNROLL
@@ -287,8 +286,7 @@ template <int TILES> DEVICE void dots_to_logits(float c[TILES][4], float scale, 
 
 /* The same in a unit in which they are exponents of 2: where there is no cap, that of the products
  * themselves. */
-template <int TILES>
-DEVICE void dots_to_exponents(float c[TILES][4], float scale, float softcap) {
+template <int TILES> DEVICE void dots_to_exponents(float c[TILES][4], float scale, float softcap) {
     if (softcap > 0.0f || !(scale > 0.0f)) dots_to_logits<TILES>(c, scale, softcap);
 }
 

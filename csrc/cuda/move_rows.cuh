@@ -2,7 +2,7 @@
  *
  * Rows of bytes are copied by the widest words that every address of the call allows, found once;
  * as many threads as a row has words copy it, and each has COPY_LOADS rows on their way before
- * it writes the first. Rows that have to be quantised or gathered are stored by a warp each.
+ * it writes the first. Rows that have to be quantized or gathered are stored by a warp each.
  *
  * No slot is both read and written by a list of moves, so neither their order nor the number of
  * blocks that share them matters. */

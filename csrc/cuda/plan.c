@@ -67,7 +67,7 @@ static bool fits_matrices(const h2o_attend_params *p) {
     const h2o_dtype keys = h2o_stored_type(&p->slots.keys, p->dims.D);
     const h2o_dtype values = h2o_stored_type(&p->slots.values, p->dims.D);
     return (keys == type || h2o_row_has_scale(keys)) &&
-           (values == type || h2o_row_is_quantised(values));
+           (values == type || h2o_row_is_quantized(values));
 }
 
 /* Of KINDS, for numbers of a dtype. */
@@ -131,7 +131,7 @@ static bool is_step_of_matrices(const h2o_step_params *p) {
     if (h2o_given(&p->rotary.table)) return false;
     if (of_keys == type && of_values == type)
         return has_aligned_rows(keys, 16) && has_aligned_rows(values, 16);
-    return h2o_row_has_scale(of_keys) && h2o_row_is_quantised(of_values) &&
+    return h2o_row_has_scale(of_keys) && h2o_row_is_quantized(of_values) &&
            has_aligned_rows(keys, 2) && has_aligned_rows(values, words);
 }
 

@@ -7,7 +7,7 @@
 #include "kernels_simulate.h"
 
 /* Tokens of row b that the dense part covers: at least the prompt, and all before the first
- * eviction. In a quantised store only the prompt, since later tokens attend to quantised rows. */
+ * eviction. In a quantized store only the prompt, since later tokens attend to quantized rows. */
 DEVICE int64_t dense_tokens(const h2o_simulate_params *p, int64_t b) {
     int64_t budget = h2o_given(&p->stored_keys) ? 0 : INT32_MAX;
     for (int64_t g = 0; g < p->dims.G; g++) {
@@ -25,7 +25,7 @@ typedef struct {
     const int32_t *columns; /* [tokens] */
     h2o_head head;
     slot_store store;
-    double *lost;
+    double *evicted_score;
     int32_t *free_slot;
 } simulate_head;
 
@@ -49,8 +49,8 @@ DEVICE simulate_head open_head(const h2o_simulate_params *p, const simulate_layo
     store->positions = (int32_t *)(workspace + at->positions) + first;
     if (p->policy.value_weighted) store->norms = (float *)(workspace + at->norms) + first;
     store->slots = h.head.slots;
-    h.lost = (double *)(workspace + at->lost) + h.index;
-    h.free_slot = (int32_t *)(workspace + at->free) + h.index;
+    h.evicted_score = (double *)(workspace + at->evicted_score) + h.index;
+    h.free_slot = (int32_t *)(workspace + at->next_slot) + h.index;
     return h;
 }
 
@@ -90,7 +90,7 @@ DEVICE void clear_head(const simulate_head *h) {
         h->store.norms[s] = 0.0f;
     }
     clear_slots(&h->store, 0, h->head.slots);
-    if (threadIdx.x == 0) *h->lost = 0.0;
+    if (threadIdx.x == 0) *h->evicted_score = 0.0;
     sync_block();
 }
 
@@ -113,7 +113,7 @@ DEVICE void prune_prompt(const simulate_head *h, const simulate_layout *at, char
     item.tokens = h->dense;
     item.head = h->head;
     item.store = *store;
-    item.lost = h->lost;
+    item.evicted_score = h->evicted_score;
     item.free_slot = h->free_slot;
     item.rows_wait = true;
     item.buffer = buffer;

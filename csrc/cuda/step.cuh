@@ -8,8 +8,8 @@
  *   2. the last block of a head to finish: factors exp(part's max - max) / row sum and outputs,
  *      always in the order of the parts, so that results do not depend on which block that is;
  *   3. scores = decay * scores + softmax weights of the R heads, or the largest of these; the
- *      lowest rank is evicted, its score goes to lost [B,G];
- *   4. the last head of a row to finish advances lengths [B], which all of them read at first.
+ *      lowest rank is evicted, its score goes to evicted_score [B,G];
+ *   4. the last head of a row to finish advances seen_tokens [B], which all of them read at first.
  *
  * Finished blocks are counted in the workspace: see step_layout. */
 #ifndef H2O_CUDA_STEP_CUH
@@ -64,7 +64,7 @@ DEVICE void step_block(const h2o_step_params *p, char *workspace, unsigned char 
     if (!arrive_last(&counters[g], gridDim.x)) return;
     step_finish(open, (float *)shared, kept->reduction);
     if (!arrive_last(&counters[p->dims.G], (uint32_t)p->dims.G) || threadIdx.x != 0) return;
-    write_length(&p->slots.lengths, kept->item.head.row, kept->item.length + 1);
+    write_length(&p->slots.seen_tokens, kept->item.head.row, kept->item.length + 1);
 }
 
 DEVICE step_kept *kept_in(unsigned char *shared, int depth) {

@@ -102,7 +102,7 @@ template <int OUTPUTS> DEVICE void step_outputs(const step_item *item, const flo
     }
 }
 
-/* The worst candidate of LANES neighbouring lanes. */
+/* The worst candidate of LANES neighboring lanes. */
 template <int LANES> DEVICE h2o_candidate worst_of_lanes(h2o_candidate worst) {
     UNROLL
     for (int offset = LANES / 2; offset > 0; offset /= 2) {
@@ -214,7 +214,7 @@ DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking
     }
     if (threadIdx.x == 0) {
         if (evicts) {
-            *item->lost += (double)eviction.score;
+            *item->evicted_score += (double)eviction.score;
             store->scores[slot] = 0.0f;
             store->positions[slot] = -1;
             if (item->ranks) item->ranks[slot] = -1;

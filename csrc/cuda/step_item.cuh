@@ -24,7 +24,7 @@ typedef struct {
     int64_t length, slots;                       /* tokens before this one; slots in use with it */
     int64_t parts, part_slots;                   /* of each but the last ones */
     float *logits, *row_max, *row_sum, *outputs; /* see step_layout; logits [R, head.slots] */
-    double *lost;
+    double *evicted_score;
     int32_t *free_slot;
 } step_item;
 
@@ -56,7 +56,7 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
     item.out = row_of(&p->out, b, 0, g * R);
     item.head = read_extent(&p->slots, b, g);
     const int64_t row = item.head.row;
-    item.length = read_length(&p->slots.lengths, row, 1);
+    item.length = read_length(&p->slots.seen_tokens, row, 1);
     read_head(&p->slots, g, &p->policy, item.length, &item.head);
     item.head.held = lower(item.head.held, item.head.slots - 1);
     if (h2o_given(&p->rotary.table)) {
@@ -64,11 +64,11 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
         item.ranks = (int32_t *)h2o_at(&p->rotary.ranks, row, item.head.offset, 0);
         item.head.held = lower(item.head.held, p->dims.P - 1);
     }
-    item.free_slot = (int32_t *)h2o_at(&p->slots.free, row, g, 0);
+    item.free_slot = (int32_t *)h2o_at(&p->slots.next_slot, row, g, 0);
     item.slots = item.head.held + 1;
-    item.head.free = clamp(*item.free_slot, 0, item.slots - 1);
+    item.head.next_slot = clamp(*item.free_slot, 0, item.slots - 1);
     item.store = open_store(&p->slots, &item.head, D);
-    item.lost = (double *)h2o_at(&p->slots.lost, row, g, 0);
+    item.evicted_score = (double *)h2o_at(&p->slots.evicted_score, row, g, 0);
     item.parts = at.parts;
     item.part_slots = (uint32_t)cuda_ceil(item.slots, at.parts);
     const int64_t first =
@@ -82,14 +82,14 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
 
 /* Whether a part of the slots, begin..end-1, is that of the new token. */
 DEVICE bool has_token(const step_item *item, int64_t begin, int64_t end) {
-    return begin <= item->head.free && item->head.free < end;
+    return begin <= item->head.next_slot && item->head.next_slot < end;
 }
 
 /* Stores the new token in the free slot, with a score of 0; a warp for each part of it. Rows are of
  * at most DEPTH elements, which are loaded at once; 0: of any number. */
 template <int DEPTH> DEVICE void store_token(const step_item *item) {
     const slot_store *const store = &item->store;
-    const int64_t slot = item->head.free;
+    const int64_t slot = item->head.next_slot;
     const int warp = threadIdx.x / 32;
     if (warp == 0 || (warp == 1 && !store_is_shared(store))) {
         const slot_rows rows = warp == 0 ? store->keys : store->values;

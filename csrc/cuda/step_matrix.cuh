@@ -1,5 +1,5 @@
 /* step_matrix.cuh - step_part.cuh with tensor cores: one block's part of a decode step where
- * queries and rows are of the same 16 bits, or the rows quantised.
+ * queries and rows are of the same 16 bits, or the rows quantized.
  *
  * A warp has STEP_ROWS slots at a time and STEP_COLUMNS query heads, of which each lane computes
  *
@@ -12,7 +12,7 @@
  *
  * At the end the warps' O, m and l are combined in order. As in a prompt, products are exact and
  * sums those of floats, but for P, which is rounded to 16 bits (pack_weights). plan.c says which steps these are:
- * those over aligned rows of floats, or quantised ones. */
+ * those over aligned rows of floats, or quantized ones. */
 #ifndef H2O_CUDA_STEP_MATRIX_CUH
 #define H2O_CUDA_STEP_MATRIX_CUH
 
@@ -230,8 +230,8 @@ DEVICE void part_by_tiles(const step_item *item, int part, warp_outputs<DEPTH> *
         step_state<DEPTH> state = {};
         TAKEN(matrix_step_of_many_heads, r > 0);
         TAKEN(matrix_step_without_slots, begin == end);
-        TAKEN(matrix_step_of_quantised, h2o_row_is_quantised(item->store.keys.type));
-        TAKEN(matrix_step_of_floats, !h2o_row_is_quantised(item->store.keys.type));
+        TAKEN(matrix_step_of_quantized, h2o_row_is_quantized(item->store.keys.type));
+        TAKEN(matrix_step_of_floats, !h2o_row_is_quantized(item->store.keys.type));
         state.row_max = -INFINITY;
         state.is_head = head < heads;
         state.logits = item->logits + (state.is_head ? head : heads - 1) * item->head.slots + own +
@@ -247,7 +247,7 @@ DEVICE void part_by_tiles(const step_item *item, int part, warp_outputs<DEPTH> *
     }
 }
 
-/* All that a block does with its part of the slots. BYTES: rows are quantised. */
+/* All that a block does with its part of the slots. BYTES: rows are quantized. */
 template <int DEPTH, h2o_dtype TYPE, bool BYTES>
 DEVICE void matrix_part(const step_item *item, int part, unsigned char *shared) {
     static_assert(sizeof(warp_outputs<DEPTH>[STEP_WARPS]) == CUDA_STEP_OUTPUTS(DEPTH));

@@ -1,4 +1,4 @@
-/* step_numbers.cuh - step_rows.cuh for quantised rows: a lane has so many bytes in sequence.
+/* step_numbers.cuh - step_rows.cuh for quantized rows: a lane has so many bytes in sequence.
  *
  * Since rows of Q8 begin at multiples of 2 bytes only, their words begin two elements late where
  * they have to, and are put together from two. The numbers of keys become 16-bit elements as they
@@ -114,8 +114,8 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_keys {
 
     /* The lanes of slot 8 n + row are 4 row and the next three. */
     DEVICE_METHOD float scale(int k) const {
-        return f16_to_float((uint16_t)shfl((uint32_t)bytes[k / 2].scale,
-                                           4 * (lane_column() + k % 2)));
+        return f16_to_float(
+            (uint16_t)shfl((uint32_t)bytes[k / 2].scale, 4 * (lane_column() + k % 2)));
     }
 };
 
@@ -153,9 +153,9 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_values {
     DEVICE_METHOD void pairs(int i, uint32_t a[4]) const {
         UNROLL
         for (int k = 0; k < 4; k += 2) {
-            const uint32_t two = permute(bytes[k].four(i / 4, i % 4 / 2, late[0]),
-                                         bytes[k + 1].four(i / 4, i % 4 / 2, late[1]),
-                                         i % 2 == 0 ? 0x5140 : 0x7362);
+            const uint32_t two =
+                permute(bytes[k].four(i / 4, i % 4 / 2, late[0]),
+                        bytes[k + 1].four(i / 4, i % 4 / 2, late[1]), i % 2 == 0 ? 0x5140 : 0x7362);
             UNROLL
             for (int j = 0; j < 2; j++) {
                 a[k + j] = pack_signed<TYPE>(two, j);

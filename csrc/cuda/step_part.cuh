@@ -1,5 +1,5 @@
 /* step_part.cuh - one block's part of a decode step: attention of R query heads over some slots of
- * their key/value head, not yet normalised. For any rows; step_matrix.cuh does the same by tensor
+ * their key/value head, not yet normalized. For any rows; step_matrix.cuh does the same by tensor
  * cores.
  *
  *   1. The block whose part holds the free slot stores the new token there (step_item.cuh).

@@ -1,5 +1,5 @@
 /* step_rows.cuh - keys and values of STEP_ROWS slots for the matrices of step_matrix.cuh, from
- * memory to the registers that want them: floats; step_numbers.cuh has quantised ones.
+ * memory to the registers that want them: floats; step_numbers.cuh has quantized ones.
  *
  * A struct for each kind of rows has the same functions. `load` starts to read what a lane needs of
  * slots first.. of those before `end`, and nothing of others. Then

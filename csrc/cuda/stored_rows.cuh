@@ -1,7 +1,7 @@
 /* stored_rows.cuh - rows [D] of keys and values as a store holds them: read as floats by a thread,
  * in runs of RUN elements, and written by a warp.
  *
- * Elements are f32, f16 or bf16, or quantised as Q8 or Q4 (quantise.h). A struct for each kind of
+ * Elements are f32, f16 or bf16, or quantized as Q8 or Q4 (quantize.h). A struct for each kind of
  * row has the same functions:
  *
  *   load<N>(row, d, D, x)     elements d..d+RUN-1 of each of N rows, 0 from D on; d is a multiple
@@ -19,7 +19,7 @@
 
 #include "elements.cuh"
 
-#include "../quantise.h"
+#include "../quantize.h"
 #include "../store.h"
 
 DEVICE void store_half(char *p, uint16_t h) { memcpy(p, &h, sizeof h); }
@@ -127,9 +127,9 @@ struct q8_rows {
             finite = finite && x - x == 0.0f;
             high = fmaxf(high, fabsf(x));
         });
-        const quantiser q = q8_quantiser(warp_max(high), warp_all(finite));
+        const quantizer q = q8_quantizer(warp_max(high), warp_all(finite));
         each_element(from, D,
-                     [&](int64_t d, float x) { row[d] = (char)(int8_t)q8_quantised(q, x); });
+                     [&](int64_t d, float x) { row[d] = (char)(int8_t)q8_quantized(q, x); });
         if (threadIdx.x % 32 == 0) store_half(row + D, q.scale);
     }
 };
@@ -170,8 +170,8 @@ struct q4_rows {
         static_assert(H2O_GROUP == 32);
         const int lane = threadIdx.x % 32;
         each_element(from, D, [&](int64_t d, float x) {
-            const quantiser q = q4_quantiser(-warp_max(-x), warp_max(x), warp_all(x - x == 0.0f));
-            const int32_t low = q4_quantised(q, x), high = shfl_xor(low, 16);
+            const quantizer q = q4_quantizer(-warp_max(-x), warp_max(x), warp_all(x - x == 0.0f));
+            const int32_t low = q4_quantized(q, x), high = shfl_xor(low, 16);
             char *const scale_minimum = row + q4_scale(d, D);
             if (lane < 16) row[q4_elements(d) + lane] = (char)(low | high << 4);
             if (lane == 0) {
@@ -230,7 +230,7 @@ DEVICE void store_row(char *row, h2o_dtype stored, element_ref from, int64_t D) 
 /* The same of at most DEPTH elements, all of which are loaded before the first is stored. */
 template <int DEPTH>
 DEVICE void store_loaded(char *row, h2o_dtype stored, element_ref from, int64_t D) {
-    if (h2o_row_is_quantised(stored)) {
+    if (h2o_row_is_quantized(stored)) {
         const lane_elements<DEPTH> elements = load_lane<DEPTH>(from, D);
         by_stored_dtype<false>(stored, [&](auto rows) { rows.store(row, elements, D); });
         return;

@@ -1,6 +1,6 @@
 /* team.cuh - dot products of stored rows [D] with vectors in shared memory.
  *
- * A team is TEAM neighbouring threads of a warp that compute dot products of one row together:
+ * A team is TEAM neighboring threads of a warp that compute dot products of one row together:
  * each reads every TEAM-th run of the row, and shuffles add up what they have. */
 #ifndef H2O_CUDA_TEAM_CUH
 #define H2O_CUDA_TEAM_CUH

@@ -18,7 +18,7 @@ typedef struct {
     h2o_candidate candidates[WINDOW_WARPS];
     h2o_eviction evictions[WINDOW_MOST];
     int32_t cells[WINDOW_MOST];
-    double lost; /* of no interest */
+    double evicted_score; /* of no interest */
     int32_t free_slot;
     select_buffer select;
 } window_buffer;
@@ -186,7 +186,7 @@ DEVICE step_item open_rows(const text_window *w, window_buffer *buffer) {
     item.head = w->head.head;
     item.store = w->head.store;
     item.slots = w->head.head.slots;
-    item.lost = &buffer->lost;
+    item.evicted_score = &buffer->evicted_score;
     item.free_slot = &buffer->free_slot;
     return item;
 }
@@ -231,7 +231,7 @@ DEVICE void window_rows(const h2o_simulate_params *p, char *workspace, window_bu
     sync_block();
     if (threadIdx.x == 0) {
         *w.windows = (int32_t)w.number + 1;
-        buffer->lost = 0.0;
+        buffer->evicted_score = 0.0;
         hold_key(&w, buffer, 0);
     }
     if (w.count == 0) return;

@@ -29,7 +29,7 @@ typedef struct {
     bool by_column;  /* not by the number of the token */
 } token_rows;
 
-/* Of a tensor, or as a quantised store has them. */
+/* Of a tensor, or as a quantized store has them. */
 DEVICE token_rows open_tokens(const text_window *w, const h2o_view *tensor,
                               const h2o_view *stored) {
     const simulate_head *const h = &w->head;

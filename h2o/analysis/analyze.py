@@ -60,11 +60,11 @@ def analyze(
     config = one_config(h2o_config, parameters).for_model(model)
     ids = _one_text(input_ids, attention_mask)
     if not full_layers(model):
-        raise ValueError("every layer has a sliding window: there is nothing for h2o to analyse")
+        raise ValueError("every layer has a sliding window: there is nothing for h2o to analyze")
     if (part := tensor_parallel.part_of_heads(model)) != tensor_parallel.WHOLE:
         raise ValueError(
             "analyze() shows all heads of a model, and this is "
-            f"{tensor_parallel.named(part)}: load the "
+            f"{tensor_parallel.describe_part(part)}: load the "
             "model whole, in one process without tp_plan or distributed_config"
         )
     if model.training:

@@ -36,14 +36,14 @@ def sparsity(a: MeasuredText, ax: Any = None, *, threshold: float = 0.01) -> Any
 def power_law(a: MeasuredText, ax: Any = None) -> Any:
     """Accumulated attention of the sorted keys by layer. A power law is a straight line."""
     ax = axes_or_new(ax)
-    colours = need("matplotlib").colormaps["viridis"]
+    colors = need("matplotlib").colormaps["viridis"]
     law = a.power_law()
     ranks = np.arange(1, len(a) + 1)
     for index, layer in enumerate(a.layers):
         label = str(layer) if layer in (a.layers[0], a.layers[-1]) else None
         falling = -np.sort(-a.scores(layer, "layer"))
-        colour = colours(index / max(len(a.layers) - 1, 1))
-        ax.plot(ranks, falling, color=colour, linewidth=0.9, label=label)
+        color = colors(index / max(len(a.layers) - 1, 1))
+        ax.plot(ranks, falling, color=color, linewidth=0.9, label=label)
     ax.set(
         title=f"Attention by rank of the key (slope {law.slope.mean():.2f}, "
         f"R² {law.r2.mean():.2f}, mean of layers)",

@@ -298,7 +298,7 @@ class MeasuredText:
 
     def _check_layer(self, layer: int) -> int:
         if layer not in self._measured:
-            raise ValueError(f"layer {layer} was not analysed; there are {self.layers}")
+            raise ValueError(f"layer {layer} was not analyzed; there are {self.layers}")
         return layer
 
     def _check_step(self, at: int | None) -> int:

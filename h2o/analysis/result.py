@@ -18,7 +18,7 @@ __all__ = ["Analysis"]
 class Analysis(MeasuredText):
     """What `h2o.analyze` measured in a text. Arrays are NumPy's.
 
-    Letters: L analysed layers, H query heads, G key/value heads, n tokens. `layer` is the model's
+    Letters: L analyzed layers, H query heads, G key/value heads, n tokens. `layer` is the model's
     number. `per` says whose scores: "kv" (a key/value head, whose query heads are added up, as a
     cache does), "query" (a query head) or "layer" (all of a layer); `head` is a number of these.
     """

@@ -25,7 +25,7 @@ if HAS_CORE:
 else:
     from h2o.backends import without_core as _core
 
-__all__ = ["OPERATIONS", "VERSION", "by_torch", "check", "info", "opened", "serving"]
+__all__ = ["OPERATIONS", "VERSION", "by_torch", "check", "info", "open_operations", "serving"]
 
 VERSION: str = _core.info()["version"]
 OPERATIONS: tuple[str, ...] = _core.OPERATIONS
@@ -48,7 +48,7 @@ def serving(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
     if on_cpu is None or not HAS_CORE or (on_cpu and not forced):
         return core
     if not forced and is_cuda(tensor):
-        choose = cuda.serving if opens else cuda.opened
+        choose = cuda.serving if opens else cuda.open_operations
         return choose(tensor.device.index, _portable())
     return _portable()
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from h2o import _core
 
-__all__ = ["check", "describe", "opened", "serving"]
+__all__ = ["check", "describe", "open_operations", "serving"]
 
 FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 """The kernels, for every architecture; no part of a plain build."""
@@ -54,18 +54,18 @@ def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     return operations
 
 
-def opened(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
+def open_operations(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     """As `serving`, but a device that `serving` has not met is left to `by_torch`, with a warning:
     a decode step waits neither for a check nor for a file."""
     operations = _serving.get(index)
     if operations is not None:
         return operations
     if not _is_fake():
-        _warn_unopened(f"the torch backend serves steps on {_device(index)}")
+        _warn_not_open(f"the torch backend serves steps on {_device(index)}")
     return by_torch
 
 
-def _warn_unopened(what: str) -> None:
+def _warn_not_open(what: str) -> None:
     warnings.warn(
         f"{what}, which is not opened yet: call h2o.ops.open_device(tensor) before, or attend or "
         "evict there",
@@ -78,7 +78,7 @@ def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     if _is_fake():
         return by_torch
     if _is_capturing():
-        _warn_unopened(
+        _warn_not_open(
             "kernels cannot be checked while a CUDA graph is captured, so the torch backend serves "
             f"in this graph on {_device(index)}"
         )
@@ -225,7 +225,7 @@ def _workspace(tensor: Any, size: int) -> Any:
     return torch.empty(size, dtype=torch.uint8, device=tensor.device) if size else None
 
 
-def _synchronise(index: int) -> None:
+def _synchronize(index: int) -> None:
     """Waits for what the program has queued, whose errors say nothing about h2o's kernels."""
     import torch
 
@@ -259,7 +259,7 @@ def _new_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) 
     from h2o.backends import kernel_check
 
     facts = _facts(index)
-    _synchronise(index)
+    _synchronize(index)
     mistakes = kernel_check.mistakes(kernels, by_torch, _device(index))
     _remember(facts, mistakes)
     return mistakes

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from h2o.policy import Policy, RankBy
-from h2o.quantisation import dequantised
+from h2o.quantization import dequantize
 from h2o.slots import KINDS, PER_SLOT, Slots, new_slots
 
 __all__ = ["mistakes"]
@@ -46,7 +46,7 @@ class Size(NamedTuple):
 SHORT = Size(40, 9, 3, 18, 12)
 LONG = Size(200, 70, 3, 100, 80, room=60)
 """What real sizes take: several blocks for a head's step, tiles of keys that all queries see, more
-than one tile of queries for a key, of quantised slots too."""
+than one tile of queries for a key, of quantized slots too."""
 ROOMY = Size(39, 9, 3, 30, 30, room=960)
 """Nothing is evicted; a step has more blocks than are read at a time, and one without slots."""
 
@@ -189,7 +189,7 @@ def _first_mistake(
     name = "the text"
     try:
         for name, arguments, results in _calls(case, device, seed):
-            copies = _mapped(arguments, Tensor.clone)
+            copies = _map_tensors(arguments, Tensor.clone)
             getattr(kernels, name)(*copies)
             getattr(by_torch, name)(*arguments)
             wrong = [
@@ -221,10 +221,10 @@ def _is_fault(error: RuntimeError) -> bool:
     return "CUDA error" in text and any(words in text for words in FAULTS)
 
 
-def _mapped(arguments: Any, function: Callable[[Tensor], Tensor]) -> list[Any]:
+def _map_tensors(arguments: Any, function: Callable[[Tensor], Tensor]) -> list[Any]:
     """Arguments of a call with other tensors."""
     mapped = [function(x) if isinstance(x, Tensor) else x for x in arguments]
-    return [Slots(*_mapped(x, function)) if isinstance(x, Slots) else x for x in mapped]
+    return [Slots(*_map_tensors(x, function)) if isinstance(x, Slots) else x for x in mapped]
 
 
 def _equal(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
@@ -275,18 +275,18 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         if tokens == 1:
             rotary = (table, _ranks(slots.positions)) if case.cache_relative else (None, None)
             arguments = (query[:, :, now], *new, None, slots, out, *numbers, *rotary, sinks)
-            yield "step", arguments, lambda a, b: _stepped(a, b, D)
+            yield "step", arguments, lambda a, b: _step_results(a, b, D)
             continue
         scores = number(B, G, tokens)
         new = tuple(None if x is None else x.contiguous() for x in new)
         pads = mask[:, now].contiguous() if case.pads else None
         stored = slots if first else None
         arguments = (query[:, :, now], *new, pads, stored, out, scores, *numbers, sinks, None)
-        yield "attend", arguments, _attended
+        yield "attend", arguments, _attend_results
         if first == 0 and case.size is LONG:  # scores that differ in their last bits only
             order = torch.arange(scores.numel(), dtype=torch.float32, device=device)
             near = 1 + (37 * order % 101).view_as(scores) / 2**23
-            fresh = _mapped([slots], Tensor.clone)[0]
+            fresh = _map_tensors([slots], Tensor.clone)[0]
             yield "evict", (*new, near, pads, fresh, policy), lambda a, b: _slots(a[4], b[4], D)
         yield "evict", (*new, scores, pads, slots, policy), lambda a, b: _slots(a[4], b[4], D)
     if case.simulated:
@@ -300,7 +300,7 @@ def _ranks(positions: Tensor) -> Tensor:
     return order.argsort(-1).int().masked_fill(positions < 0, -1)
 
 
-def _stepped(actual: Any, expected: Any, D: int) -> list[tuple[str, Tensor, Tensor]]:
+def _step_results(actual: Any, expected: Any, D: int) -> list[tuple[str, Tensor, Tensor]]:
     pairs = [("out", actual[5], expected[5]), *_slots(actual[4], expected[4], D)]
     if actual[10] is not None:
         ranks = [x[10].gather(-1, x[4].positions.argsort(-1)) for x in (actual, expected)]
@@ -308,7 +308,7 @@ def _stepped(actual: Any, expected: Any, D: int) -> list[tuple[str, Tensor, Tens
     return pairs
 
 
-def _attended(actual: Any, expected: Any) -> list[tuple[str, Tensor, Tensor]]:
+def _attend_results(actual: Any, expected: Any) -> list[tuple[str, Tensor, Tensor]]:
     pairs = [("out", actual[5], expected[5]), ("scores", actual[6], expected[6])]
     if actual[4] is not None:  # an empty slot may have any score
         scores = [x[4].scores.masked_fill(x[4].positions < 0, 0) for x in (actual, expected)]
@@ -342,19 +342,19 @@ def _simulation(
 
 def _slots(actual: Slots, expected: Slots, D: int) -> list[tuple[str, Tensor, Tensor]]:
     """What an operation has written. Which slot a key got is left to each; so they are sorted."""
-    a, b = _sorted(actual, D), _sorted(expected, D)
+    a, b = _sort_slots(actual, D), _sort_slots(expected, D)
     pairs = [(f"slots.{field}", a[field], b[field]) for field in a]
     return pairs + [
         (f"slots.{field}", getattr(actual, field), getattr(expected, field))
         for field, kind in KINDS.items()
-        if kind.written and field not in (*PER_SLOT, "free")
+        if kind.written and field not in (*PER_SLOT, "next_slot")
     ]
 
 
-def _sorted(slots: Slots, D: int) -> dict[str, Tensor]:
+def _sort_slots(slots: Slots, D: int) -> dict[str, Tensor]:
     """What each head holds by position, and whether its next token's slot is empty."""
     positions = slots.positions
-    free = slots.free.long().clamp(0, positions.shape[-1] - 1)
+    free = slots.next_slot.long().clamp(0, positions.shape[-1] - 1)
     by_head = positions.long()
     if slots.starts is not None:  # heads one after the other, as they are
         slot = torch.arange(positions.shape[1], dtype=torch.int32, device=positions.device)
@@ -363,7 +363,7 @@ def _sorted(slots: Slots, D: int) -> dict[str, Tensor]:
     order = by_head.argsort(-1)
     empty = positions.gather(-1, order) < 0
     contents = {
-        "free": positions.gather(-1, free if free.ndim == positions.ndim else free[..., None])
+        "next_slot": positions.gather(-1, free if free.ndim == positions.ndim else free[..., None])
     }
     for field in PER_SLOT:
         x = getattr(slots, field)
@@ -371,7 +371,7 @@ def _sorted(slots: Slots, D: int) -> dict[str, Tensor]:
             continue
         if x.ndim > order.ndim:
             x = x.gather(-2, order[..., None].expand(*order.shape, x.shape[-1]))
-            contents[field] = dequantised(x, D).masked_fill(empty[..., None], 0)
+            contents[field] = dequantize(x, D).masked_fill(empty[..., None], 0)
         else:
             contents[field] = x.gather(-1, order).masked_fill(empty, -1)
     return contents
@@ -392,7 +392,7 @@ def _text(case: Case, tokens: int, device: torch.device, seed: int) -> tuple[Ten
     time = torch.arange(tokens, dtype=torch.float32, device="cpu").view(1, 1, -1, 1) / tokens
     noise = 0.5 * min(1.0, 60 / tokens)  # the more keys, the nearer lie their scores
     keys = noise * normal(B, G, tokens, D) + common * (weights / tokens - 0.5)
-    towards = common * (1 - 0.5 * time) + drift * time
-    query = towards.repeat_interleave(case.R, 1) + 0.3 * normal(B, G * case.R, tokens, D)
+    toward = common * (1 - 0.5 * time) + drift * time
+    query = toward.repeat_interleave(case.R, 1) + 0.3 * normal(B, G * case.R, tokens, D)
     values = normal(B, G, tokens, D)
     return tuple(x.to(case.dtype).to(device) for x in (query, keys, values))

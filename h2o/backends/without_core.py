@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h2o import packages
-from h2o.policy import checked
+from h2o.policy import check_policy
 from h2o.slots import KINDS, Slots
 
 __all__ = ["OPERANDS", "OPERATIONS", "call", "info", "parameters"]
@@ -121,7 +121,7 @@ class _Check:
 
     def operands(self, named: dict[str, Any]) -> None:
         """Checks the operands, and puts tensors of torch in the place of others."""
-        checked(named["policy"])
+        check_policy(named["policy"])
         for name in ("scale", "softcap"):
             number = named.get(name, 0.0)
             if isinstance(number, bool) or not isinstance(number, numbers.Real):

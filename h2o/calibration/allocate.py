@@ -1,6 +1,6 @@
 """From what heads cost alone to how much each of them gets.
 
-Costs add up here, so that the best allocation for a total equalises what one more key saves: along
+Costs add up here, so that the best allocation for a total equalizes what one more key saves: along
 the lower convex hull of each head's costs the steepest step is taken first until the total is
 spent (Fox, "Discrete Optimization via Marginal Analysis", Management Science 1966).
 """

@@ -17,7 +17,7 @@ from torch import Tensor
 from h2o.analysis.collect import full_layers
 from h2o.calibration.allocate import allocate
 from h2o.calibration.head_costs import costs, watch
-from h2o.calibration.refine import around, moved, worth
+from h2o.calibration.refine import around, move_budgets, worth
 from h2o.config import H2OConfig
 from h2o.head_budgets import LEAST
 from h2o.hf.families import tensor_parallel
@@ -28,7 +28,7 @@ from h2o.profile import Profile
 from h2o.result_cells import Cells, provenance
 from h2o.waiting_threads import sleeping
 
-__all__ = ["FRACTIONS", "Window", "calibrate", "grid_of", "policy", "windows_of"]
+__all__ = ["FRACTIONS", "Window", "budget_grid", "calibrate", "iterate_windows", "policy"]
 
 FRACTIONS = (0.04, 0.1, 0.2, 0.4, 0.7)
 """Budgets at which a profile has shares, as parts of a text."""
@@ -116,8 +116,8 @@ def calibrate(
     fractions = tuple(sorted(set(map(float, fractions))))
     if not fractions or not 0 < fractions[0] <= fractions[-1] <= 1:
         raise ValueError(f"fractions must be in (0, 1], at least one, not {list(fractions)}")
-    chosen = list(windows_of(input_ids, window, windows))
-    grid = grid_of(window)
+    chosen = list(iterate_windows(input_ids, window, windows))
+    grid = budget_grid(window)
     settings = {
         "tokens": window, "draws": draws, "seed": seed, "grid": grid, "sinks": SINKS,
         "heavy": HEAVY, "score_by": "mean", "value_weighted": True,
@@ -165,7 +165,7 @@ def calibrate(
         window=window,
         model=describe(model.config),
         weights=sample(model),
-        texts=tuple(_described(input_ids, chosen)),
+        texts=tuple(_describe(input_ids, chosen)),
         settings={
             **settings, "windows": len(chosen), "refine": refine, "steps": STEPS, "read": READ,
             "dtype": origin["dtype"],
@@ -181,13 +181,13 @@ def policy(budget: int) -> H2OConfig:
     return H2OConfig(heavy=heavy, recent=recent, sinks=SINKS, score_by="mean", value_weighted=True)
 
 
-def grid_of(window: int) -> list[int]:
+def budget_grid(window: int) -> list[int]:
     """Budgets that are measured: 8, 12, 16, 24, 32, 48, ... below the window."""
     steps = itertools.chain.from_iterable((2**i, 3 * 2 ** (i - 1)) for i in itertools.count(3))
     return list(itertools.takewhile(lambda budget: budget < window, steps))
 
 
-def windows_of(input_ids: Any, window: int, limit: int | None) -> Iterator[Window]:
+def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[Window]:
     """The windows that are read, in turn from each text.
 
     Raises: TypeError for what are no token ids, ValueError for a text shorter than a window.
@@ -299,7 +299,7 @@ def _step(
         for piece in pieces
     ]
     worths = np.mean([x["worth"] for x in results], axis=0)
-    keys = moved(budgets[0], budgets[1] - budgets[2], worths)
+    keys = move_budgets(budgets[0], budgets[1] - budgets[2], worths)
     keys = spread(keys, fraction * window, window)
     return keys / keys.mean()
 
@@ -324,7 +324,7 @@ def _of_model(shares: np.ndarray, full: Sequence[int], model: Any) -> tuple[tupl
     return tuple(tuple(round(float(x), 4) for x in row) for row in table)
 
 
-def _described(input_ids: Any, chosen: Sequence[Window]) -> Iterator[dict[str, Any]]:
+def _describe(input_ids: Any, chosen: Sequence[Window]) -> Iterator[dict[str, Any]]:
     for name, ids in _texts(input_ids):
         number = sum(piece.text == name for piece in chosen)
         yield {"name": name, "sha256": _sha256(ids), "tokens": len(ids), "windows": number}

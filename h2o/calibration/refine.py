@@ -22,14 +22,14 @@ from h2o import ops
 from h2o.analysis.collect import forward, full_layers
 from h2o.calibration.head_costs import ROWS
 from h2o.config import H2OConfig
-from h2o.head_budgets import levelled
+from h2o.head_budgets import expand_to_heads
 from h2o.hf.attention.attention_hook import attending
 from h2o.hf.call.attention_call import Call
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.wrapped import input_device
 from h2o.sink_logits import softmax
 
-__all__ = ["around", "moved", "worth"]
+__all__ = ["around", "move_budgets", "worth"]
 
 RATIO = 1.5
 """A budget is compared with so many times it, and with this part of it."""
@@ -66,12 +66,13 @@ def worth(
         configs = [[policy(int(x)) for x in row] for row in budgets[:, order[call.layer]]]
         amounts = [[config.tokens(len(ids)) for config in row] for row in configs]
         part = tensor_parallel.part(call.module)
+        by_head = expand_to_heads(amounts, key.shape[1], part)
         with torch.no_grad():
             q, k, v = (x.detach().float().expand(3, *x.shape[1:]) for x in (query, key, value))
             out, evicted_at, _ = ops.simulate(
                 q, k, v,
                 torch.ones(3, dtype=torch.int32, device=device),
-                torch.tensor(levelled(amounts, k.shape[1], part), dtype=torch.int32, device=device),
+                torch.tensor(by_head, dtype=torch.int32, device=device),
                 scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits,
                 policy=configs[0][0].policy,
             )  # fmt: skip
@@ -95,7 +96,7 @@ def worth(
     return torch.stack(rows).cpu().numpy(), divergence / n
 
 
-def moved(budgets: np.ndarray, between: np.ndarray, worths: np.ndarray) -> np.ndarray:
+def move_budgets(budgets: np.ndarray, between: np.ndarray, worths: np.ndarray) -> np.ndarray:
     """Budgets after a step: a head's times the root of its keys' worth over the mean of all.
 
     Args:

@@ -14,10 +14,10 @@ from typing import Any
 from h2o.budgets import Amount, parse_amount
 from h2o.config import PRESETS, H2OConfig
 from h2o.evaluation.setting import Setting, from_config, parse_all, shares_of, with_profile
-from h2o.kv_dtype import QUANTISED
+from h2o.kv_dtype import QUANTIZED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
-from h2o.spans import Row, parsed
+from h2o.spans import Row, parse_spans
 
 __all__ = [
     "OPTIONS",
@@ -53,11 +53,11 @@ OPTIONS: dict[str, Field] = {
         "of keys: where they stood in the text, or their rank in the cache (%(default)s)",
     ),
     "kv_dtype": Field(
-        str, ("auto", *QUANTISED), None,
+        str, ("auto", *QUANTIZED), None,
         "store keys in eight bits, and values in eight or four; auto: in four where they go with "
         "the model",
     ),
-    "shares": Field(
+    "head_shares": Field(
         str, None, "FILE",
         "share the budget among heads as `h2o calibrate` found it; shipped: the profile that "
         "comes with h2o for the model; echo: as a prompt's echo says, "
@@ -71,7 +71,7 @@ OPTIONS: dict[str, Field] = {
 }  # fmt: skip
 """By the names of H2OConfig's fields."""
 
-SPELLED = {"shares": "profile"}
+SPELLED = {"head_shares": "profile"}
 """Options that are not called as their field is."""
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(H2OConfig)}
@@ -120,9 +120,9 @@ def add_pin(add: Callable[..., Any]) -> None:
 
 
 def parse_pins(text: str) -> str | Row:
-    """Parse spans of an option's text, by `h2o.spans.parsed`."""
+    """Parse spans of an option's text, by `h2o.spans.parse_spans`."""
     try:
-        return parsed(text)
+        return parse_spans(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -178,8 +178,8 @@ def config_from(options: argparse.Namespace) -> H2OConfig:
     go together, OSError for a profile that cannot be read.
     """
     fields = asked(options, options.cache_fields)
-    if "shares" in fields:
-        fields["shares"] = shares_of(fields["shares"])
+    if "head_shares" in fields:
+        fields["head_shares"] = shares_of(fields["head_shares"])
     if not has_budget(options):
         return H2OConfig(**options.cache_defaults | fields)
     for name in ("heavy", "recent"):
@@ -190,11 +190,11 @@ def config_from(options: argparse.Namespace) -> H2OConfig:
         if "budget_unit" in fields:
             raise ValueError("--budget-unit goes with --preset, or with --heavy and --recent")
         return H2OConfig(budget=options.budget, **fields)
-    shares = fields.pop("shares", None)
+    shares = fields.pop("head_shares", None)
     if shares == "echo":
         if options.preset == "calibrated":
             raise ValueError(f"--preset calibrated shares by a profile, not by --profile {shares}")
-        fields["shares"], shares = shares, None
+        fields["head_shares"], shares = shares, None
     if shares is not None and options.preset != "calibrated":
         raise ValueError(f"--profile goes with --preset calibrated, not with {options.preset}")
     profile = None if shares == "shipped" else shares
@@ -217,8 +217,8 @@ def described(options: argparse.Namespace) -> Setting | None:
         if fields.pop("budget_unit", "keys") == "bytes"
         else options.preset
     )
-    if fields.get("shares") != "echo":
-        fields.pop("shares", None)
+    if fields.get("head_shares") != "echo":
+        fields.pop("head_shares", None)
     name = "/".join([f"{kind}:{budget_of(options)}", *(f"{x}={y}" for x, y in fields.items())])
     return Setting(name, kind, "h2o", config)
 
@@ -235,9 +235,9 @@ def settings_from(
         one = described(options)
         return [one] if one is not None else parse_all(default, budgets)
     settings = parse_all(options.compare, budgets)
-    profile = None if options.shares is None else shares_of(options.shares)
+    profile = None if options.head_shares is None else shares_of(options.head_shares)
     if isinstance(profile, Profile):  # of all that are calibrated
-        options = argparse.Namespace(**vars(options) | {"shares": None})
+        options = argparse.Namespace(**vars(options) | {"head_shares": None})
     one = described(options)
     if one is not None and not has_budget(options):
         first = spelled(next(iter(asked(options, options.cache_fields))))

@@ -11,7 +11,7 @@ from h2o.cli.cache_options import add_device, add_dtype, add_model
 
 DESCRIPTION = """\
 Measures which heads of a model need more of a cache than others, on texts of your choice, and
-writes a profile for H2OConfig(shares=...): a small JSON file.
+writes a profile for H2OConfig(head_shares=...): a small JSON file.
 
   h2o calibrate --text news.txt code.py --output profile.json
   h2o calibrate --model Qwen/Qwen3-0.6B --text chapter.txt --output profile.json

@@ -29,7 +29,7 @@ from h2o.evaluation.setting import (
 from h2o.filesystem import make_writable
 from h2o.models import DTYPES, need_transformers, torch_device
 from h2o.packages import install_command
-from h2o.processes import is_first, several
+from h2o.processes import is_first, world_size
 from h2o.result_cells import fingerprint
 
 __all__ = ["add_arguments", "run"]
@@ -297,12 +297,12 @@ def own_command_line(args: argparse.Namespace, rest: list[str]) -> None:
         arguments += ["--include_path", str(comparison.TASKS)]
     output = args.output_path or OUTPUT
     make_writable(output)
-    if args.use_cache and several() > 1 and any("tp_plan" in x for x in rest):
+    if args.use_cache and world_size() > 1 and any("tp_plan" in x for x in rest):
         raise Misused("--use_cache does not go with a model that is cut over processes: drop it")
     if args.use_cache:
         # lm-eval files answers under the question alone. Those of another budget or model must
         # not be taken for this one's, nor those of another model that lay at the same place.
-        lying = model_identity.of_files([*map(str, model_args.values()), *rest])
+        lying = model_identity.files_fingerprint([*map(str, model_args.values()), *rest])
         name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": lying})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
     comparison.run([*arguments, "--output_path", str(output)])

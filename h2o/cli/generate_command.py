@@ -198,9 +198,11 @@ def caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OCo
     fitted = config.for_model(model)
     heavy, recent = fitted.tokens(prompt_tokens)
     local = replace(
-        fitted, heavy=0, recent=heavy + recent, budget_unit="keys", shares=None, kv_dtype=None
+        fitted, heavy=0, recent=heavy + recent, budget_unit="keys", head_shares=None, kv_dtype=None
     )
-    profile = config.shares if isinstance(config.shares, Profile) else Profile.shipped(model)
+    profile = (
+        config.head_shares if isinstance(config.head_shares, Profile) else Profile.shipped(model)
+    )
     if profile is None:
         name, preset = "robust", H2OConfig.robust(TENTH, budget_unit="bytes")
     else:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o.errors import UserError
 from h2o.filesystem import atomic_write, make_writable
-from h2o.model_identity import of_files
+from h2o.model_identity import files_fingerprint
 
 if TYPE_CHECKING:
     from h2o.hf.rows.request import Result
@@ -202,7 +202,7 @@ def _line(number: int, content: Any) -> Line:
 def _digest(options: argparse.Namespace) -> str:
     """Digest of what answers depend on beside their prompt. Another model may lie at the same
     path."""
-    lying = of_files([options.model]) if options.model else ""
+    lying = files_fingerprint([options.model]) if options.model else ""
     facts = [asdict(options.config), options.model, lying, options.dtype, options.max_new_tokens]
     return _sha256([*facts, options.chat, options.system, options.pin])
 

@@ -1,6 +1,6 @@
 """The lm-eval model "h2o": log-likelihoods and texts of a model with an evicting cache.
 
-lm-eval's own Hugging Face model (`HFLM`) loads, tokenises and generates; what is new is how a
+lm-eval's own Hugging Face model (`HFLM`) loads, tokenizes and generates; what is new is how a
 log-likelihood comes about, by one of the protocols of `h2o.evaluation.protocols`. No logits are
 reused between requests, so that numbers do not depend on batches. lm-eval: Gao et al., "A framework
 for few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-harness.
@@ -37,7 +37,7 @@ from h2o.hf.attention.attention import switch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.tuned_prompts import check_no_tuned_prompt
 from h2o.hf.rotary.angles import AnglesByLength
-from h2o.processes import several
+from h2o.processes import world_size
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
 
@@ -101,7 +101,7 @@ class H2OLM(HFLM):
             log.info("device=%s: torch has none here; cpu", device)
             device = "cpu"
         kwargs["device"] = str(models.torch_device(device))
-        if several() > 1 and isinstance(pretrained, str) and kwargs["device"] == "cpu":
+        if world_size() > 1 and isinstance(pretrained, str) and kwargs["device"] == "cpu":
             PartialState(cpu=True)  # or accelerate would take another device where there is one
         super().__init__(pretrained, **kwargs)
         if self._device.type == "meta":  # all is offloaded; accelerate takes inputs along

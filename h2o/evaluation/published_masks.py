@@ -46,7 +46,7 @@ def simulation_mask(
             "local": the authors' masks for lm-eval with OPT and GPT-NeoX, and with LLaMA until
                 April 2024. Rows below `heavy` are causal. A later row sees itself and the
                 heavy - 1 best among the keys that the row before kept, scored by causal
-                attention that is never renormalised, and beside these the last recent + 1 keys.
+                attention that is never renormalized, and beside these the last recent + 1 keys.
             "global": the authors' masks for lm-eval with LLaMA since then. Every row sees, as
                 far as they are not in its future, the `heavy` keys that receive the most causal
                 attention from the whole text, **rows of the future included**, and the last

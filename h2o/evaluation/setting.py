@@ -26,9 +26,9 @@ __all__ = [
     "with_profile",
 ]
 
-OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "shares", "min_tokens")
+OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "head_shares", "min_tokens")
 """Fields of H2OConfig that may follow after slashes. Budgets stand before these, and a profile as
-`shares` is said by the kind."""
+`head_shares` is said by the kind."""
 
 VARIANTS = ("local", "global", "flexgen")
 """The published masks (`h2o.evaluation.published_masks`), by name."""
@@ -130,8 +130,8 @@ class Setting:
         for name, unset in (("budget", None), ("min_tokens", 0)):  # early files have neither
             if budget.get(name) == unset:
                 budget.pop(name, None)
-        if isinstance(self.config.shares, Profile):
-            budget["shares"] = fingerprint(self.config.shares.as_dict())
+        if isinstance(self.config.head_shares, Profile):
+            budget["head_shares"] = fingerprint(self.config.head_shares.as_dict())
         future = {"sees_future": True} if self.sees_future else {}
         return {"setting": self.name, "variant": self.variant, **future, **budget}
 
@@ -169,12 +169,14 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
 def with_profile(settings: Iterable[Setting], profile: Profile) -> list[Setting]:
     """The same, with a profile where that which comes with h2o was meant."""
     chosen = [
-        dataclasses.replace(setting, config=dataclasses.replace(setting.config, shares=profile))
-        if setting.config.shares == "shipped"
+        dataclasses.replace(
+            setting, config=dataclasses.replace(setting.config, head_shares=profile)
+        )
+        if setting.config.head_shares == "shipped"
         else setting
         for setting in settings
     ]
-    if not any(setting.config.shares is profile for setting in chosen):
+    if not any(setting.config.head_shares is profile for setting in chosen):
         raise ValueError("--profile goes with calibrated settings in --compare")
     return chosen
 
@@ -200,7 +202,7 @@ def parse(text: str) -> Setting:
 
 
 def shares_of(text: str) -> str | Profile:
-    """`H2OConfig.shares` as an option says it: by a name, or by the path of a profile.
+    """`H2OConfig.head_shares` as an option says it: by a name, or by the path of a profile.
 
     Raises: OSError and ValueError for a profile that cannot be read.
     """
@@ -208,9 +210,9 @@ def shares_of(text: str) -> str | Profile:
 
 
 def from_options(variant: str = "h2o", **policy: Any) -> Setting:
-    """The setting that a variant and fields of H2OConfig describe; `shares` as of `shares_of`."""
-    if isinstance(policy.get("shares"), str):
-        policy["shares"] = shares_of(policy["shares"])
+    """The setting of a variant and fields of H2OConfig; `head_shares` as for `shares_of`."""
+    if isinstance(policy.get("head_shares"), str):
+        policy["head_shares"] = shares_of(policy["head_shares"])
     if variant == "full":
         if policy:
             raise ValueError(f"variant full keeps every key: {next(iter(policy))} has no meaning")
@@ -218,7 +220,7 @@ def from_options(variant: str = "h2o", **policy: Any) -> Setting:
     if variant not in ("h2o", *VARIANTS):
         raise ValueError(f"variant is full, h2o, {', '.join(VARIANTS)}, not {variant!r}")
     config = H2OConfig(**{"min_tokens": 0} | policy)
-    named = [x for x in OPTIONS if x in policy and (x != "shares" or config.shares_by_echo)]
+    named = [x for x in OPTIONS if x in policy and (x != "head_shares" or config.shares_by_echo)]
     options = "".join(f"/{name}={policy[name]}" for name in named)
     kind = variant if variant == "h2o" else f"mask-{variant}"
     if config.budget is not None:
@@ -235,7 +237,7 @@ def from_config(config: H2OConfig) -> Setting:
     plain = dataclasses.asdict(H2OConfig(budget=config.budget, min_tokens=0))
     fields = dataclasses.asdict(config)
     if not config.shares_by_echo:
-        fields["shares"] = plain["shares"]
+        fields["head_shares"] = plain["head_shares"]
     if not config.needs_prompt_length:  # min_tokens has no meaning
         fields["min_tokens"] = 0
     options = "".join(f"/{name}={fields[name]}" for name in OPTIONS if fields[name] != plain[name])
@@ -298,7 +300,7 @@ def _option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if name not in OPTIONS:
         raise ValueError(f"no option {name!r}: {', '.join(OPTIONS)}")
-    if name == "shares" and value != "echo":
+    if name == "head_shares" and value != "echo":
         raise ValueError(f"shares is echo here, not {value!r}")
     if name not in (*FIELDS, "min_tokens"):
         return name, value

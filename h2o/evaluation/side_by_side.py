@@ -32,7 +32,7 @@ from h2o.evaluation.text_table import table
 from h2o.evaluation.text_tasks import Samples, TextTask
 from h2o.filesystem import make_writable
 from h2o.models import DEFAULT_MODEL, embedded_folder, is_gguf, tokenizer_folder
-from h2o.processes import several
+from h2o.processes import world_size
 from h2o.result_cells import fingerprint, provenance
 
 __all__ = ["TASKS", "compare", "is_model_type", "run"]
@@ -217,7 +217,7 @@ def measure(
 def is_cut(config: EvaluatorConfig) -> bool:
     """Whether processes work on each request together. Each would remember answers of its own, and
     wait for the others where these know one that it does not."""
-    return several() > 1 and config.model_args.get("tp_plan") is not None
+    return world_size() > 1 and config.model_args.get("tp_plan") is not None
 
 
 def file_name(setting: Setting) -> str:
@@ -260,7 +260,7 @@ def as_table(measured: dict[Setting, Measured], tasks: dict[str, Any], model: An
 
 def shown_metrics(metrics: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(name, value and its standard error) of the main metric, or of ROUGE all three, and where
-    there is one of accuracy by length-normalised likelihood."""
+    there is one of accuracy by length-normalized likelihood."""
     values: dict[str, str] = {}
     for key, value in metrics.items():
         name, _, filtered = key.partition(",")

@@ -1,7 +1,7 @@
 """lm-eval's `generate_until` through the rows of `h2o.generate_all`.
 
 A request means what it means to lm-eval's Hugging Face model (`HFLM`) in a batch of its own: by
-HFLM's own functions it is tokenised and cut, its arguments become those of `generate()`, its end is
+HFLM's own functions it is tokenized and cut, its arguments become those of `generate()`, its end is
 found and its text cut.
 """
 

@@ -29,7 +29,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.tuned_prompts import check_pins
-from h2o.hf.families.wrapped import unwrapped
+from h2o.hf.families.wrapped import unwrap
 from h2o.hf.forms.cache_relative import at_zero
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class PatchStack:
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 context: dict[str, Any] = processor.unconditional_context
-                ours = unwrapped(processor.model) is self.model
+                ours = unwrap(processor.model) is self.model
                 if ours and context["use_cache"] and context[CACHE] is None:
                     context[CACHE] = DynamicCache(config=self.model.config)
         return processors
@@ -311,7 +311,7 @@ def _apply(model: Any, config: H2OConfig, pinned: Pinned, trace: bool, is_block:
 
 def _base(model: Any) -> Any:
     """The model whose generate() makes the cache: inside PEFT or torch.compile, the wrapped one."""
-    base = unwrapped(model)
+    base = unwrap(model)
     if not hasattr(base, PREPARE_CACHE):
         raise TypeError(
             f"expected a model of transformers with generate(), not {type(model).__name__}"

@@ -30,11 +30,11 @@ from h2o.model_identity import latent_row
 __all__ = [
     "Support",
     "Traits",
-    "config_of",
     "not_supported_reasons",
     "rereads_after",
     "setting_reasons",
     "supports",
+    "text_config_of",
     "transformers_layers",
 ]
 
@@ -165,7 +165,7 @@ class Traits(NamedTuple):
             kinds,
             text.kv_lora_rank if latent_row(config) else 0,
             reusing(config),
-            model_rotary.refusal(config, windows="sliding" in kinds) or "",
+            model_rotary.rotary_refusal(config, windows="sliding" in kinds) or "",
         )
 
 
@@ -240,7 +240,7 @@ def _first_class(config: Any, *autos: Any) -> Any:
     return next(filter(None, (borrowed.model_class(auto, config) for auto in autos)), None)
 
 
-def config_of(model: Any) -> Any:
+def text_config_of(model: Any) -> Any:
     """The config of a model, or the config that was given instead of one.
 
     Warns of a model whose attention an `H2OCache` does not go with.
@@ -306,7 +306,7 @@ def _config_reason(config: Any) -> str | None:
     elif _has_other_values(text):
         return "its values have another size than its keys"
     if getattr(text, "num_kv_shared_layers", None):
-        if reason := shared_keys.refusal(text):
+        if reason := shared_keys.shared_keys_refusal(text):
             return reason
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
         if reason := type_refusal(kind):
@@ -342,7 +342,7 @@ def _latent_refusal(config: Any) -> str | None:
         return "its layers differ in their latent attention"
     if not any(map(latent_attention.expands_after_cache, _model_classes(config))):
         return "its multi-head latent attention does not cache latents as transformers' newer do"
-    return latent_attention.refusal(config.get_text_config(decoder=True))
+    return latent_attention.latent_refusal(config.get_text_config(decoder=True))
 
 
 def _has_other_values(text: Any) -> bool:

@@ -1,12 +1,12 @@
 """Which model something was measured with: its shape, and ways of knowing its weights again.
 
-A path says where a model lay, not which one. `of_model` is exact: a fingerprint of names, shapes
-and a sample of each tensor's bytes, which costs milliseconds and changes with any training,
-adapter, merge, dtype or quantisation; results are looked up by it. (One number changed by hand
+A path says where a model lay, not which one. `model_fingerprint` is exact: a hash of names, shapes
+and a sample of each tensor's bytes, which takes milliseconds and changes with any training,
+adapter, merge, dtype or quantization; results are looked up by it. (One number changed by hand
 among millions may escape.) `sample` holds in any dtype: a few numbers, which `difference` compares
 to within a tolerance; profiles carry them. `record` is both, of each weight and of what else the
-config says; saved caches carry it. `of_files` is for what is not loaded. Weights of adapters count
-where they are at work (`h2o.model_identity.weights`).
+config says; saved caches carry it. `files_fingerprint` is for what is not loaded. Weights of
+adapters count where they are at work (`h2o.model_identity.weights`).
 
 Imports neither torch nor transformers until a fingerprint is taken.
 """
@@ -29,10 +29,10 @@ __all__ = [
     "attention_difference",
     "describe",
     "difference",
+    "files_fingerprint",
     "key_size",
     "latent_row",
-    "of_files",
-    "of_model",
+    "model_fingerprint",
     "record",
     "record_difference",
     "sample",
@@ -121,7 +121,7 @@ def sample(model: Any, tensors: int = 24, numbers: int = 6) -> dict[str, list[fl
     for weight in (*_spread(own, tensors), *_spread(adapters, tensors)):
         values = _values(weight, numbers)
         if values is not None:
-            numbers_of[weight.name] = _rounded(values)
+            numbers_of[weight.name] = _round(values)
     return numbers_of
 
 
@@ -166,7 +166,7 @@ def _weights_apart(
         if is_of_adapter(name) and name not in here:
             return f"its adapter's {name} is not at work here"
         values = _values(here[name], len(wanted)) if name in here else None
-        if values is None:  # quantised or cut: no comparison
+        if values is None:  # quantized or cut: no comparison
             continue
         if apart := _apart(values, wanted):
             return f"its shape is the same, but the weights of {name} differ by {apart:.1%}"
@@ -187,12 +187,12 @@ def _spread(weights: list[Weight], count: int) -> list[Weight]:
     return weights[:: max(1, -(-len(weights) // count))]
 
 
-def _rounded(values: Sequence[float]) -> list[float]:
+def _round(values: Sequence[float]) -> list[float]:
     return [float(f"{value:.4g}") for value in values]
 
 
 def _values(weight: Weight, numbers: int) -> list[float] | None:
-    """Evenly spread numbers of a weight; None of one that is quantised, cut or not in memory."""
+    """Evenly spread numbers of a weight; None of one that is quantized, cut or not in memory."""
     tensor = weight.tensor
     if is_cut(weight) or not tensor.dtype.is_floating_point or tensor.element_size() < 2:
         return None
@@ -222,7 +222,7 @@ def record(model: Any) -> dict[str, Any]:
     weights = {}
     for weight in weights_of(model):
         numbers = _values(weight, NUMBERS)
-        weights[weight.name] = [*_digest(weight), numbers and _rounded(numbers)]
+        weights[weight.name] = [*_digest(weight), numbers and _round(numbers)]
     return {"weights": weights, "config": _settings(model.config)}
 
 
@@ -291,7 +291,7 @@ def _settings_apart(there: Any, here: Any, name: str = "config") -> str | None:
 # ---- the exact fingerprint -------------------------------------------------------------------
 
 
-def of_model(model: Any, tokenizer: Any = None) -> str:
+def model_fingerprint(model: Any, tokenizer: Any = None) -> str:
     """16 hexadecimal digits for a model's config, weights and adapters, and for its tokenizer.
 
     Of a model that is cut over processes all of them call it, and get the same.
@@ -310,7 +310,7 @@ def of_model(model: Any, tokenizer: Any = None) -> str:
     return digest.hexdigest()[:16]
 
 
-def of_files(texts: Iterable[str]) -> str:
+def files_fingerprint(texts: Iterable[str]) -> str:
     """16 digits for the files and folders that are named in these texts, "" if none is there.
 
     Names, sizes, and bytes from the beginning, the middle and the end of each file.

@@ -40,17 +40,17 @@ def weights_of(model: Any) -> Iterator[Weight]:
     for number, tokens in enumerate(borrowed.virtual_tokens(model)):
         for name, module in tokens.named_modules():
             for own, _ in borrowed.saved_tensors(module):
-                places[_joined(_segment(number), name, own)] = module, own, 1.0
+                places[_join(_segment(number), name, own)] = module, own, 1.0
     model = borrowed.innermost_model(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     adapted = {name: module for name, module in modules.items() if borrowed.has_adapters(module)}
     for name, module in modules.items():
         for own, _ in borrowed.saved_tensors(module):
-            at_work = _at_work(_joined(name, own), adapted)
+            at_work = _at_work(_join(name, own), adapted)
             if at_work is not None:
                 places[at_work[0]] = module, own, at_work[1]
     for name, (module, own, scale) in sorted(places.items()):
-        yield Weight(name, _loaded(module, own), borrowed.device_mesh(module) is not None, scale)
+        yield Weight(name, _load(module, own), borrowed.device_mesh(module) is not None, scale)
 
 
 def is_of_adapter(name: str) -> bool:
@@ -59,7 +59,7 @@ def is_of_adapter(name: str) -> bool:
 
 
 def plain_tensors(name: str, value: Any, *, whole: bool) -> Iterator[tuple[str, Tensor]]:
-    """A tensor, or those inside of a quantised one, by name.
+    """A tensor, or those inside of a quantized one, by name.
 
     Args:
         whole: of a tensor that is cut over processes give all of it, for which all of them have to
@@ -87,7 +87,7 @@ def _segment(number: int) -> str:
     return ADAPTER if number == 0 else f"{ADAPTER}{number + 1}"
 
 
-def _joined(*names: str) -> str:
+def _join(*names: str) -> str:
     return ".".join(filter(None, names))
 
 
@@ -110,10 +110,10 @@ def _at_work(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] | None:
                 return None
             kept[parts.index(adapter, index + 1)] = _segment(at_work.index(adapter))
             scale *= borrowed.adapter_scale(layer, adapter)
-    return _joined(*kept), scale
+    return _join(*kept), scale
 
 
-def _loaded(module: Any, name: str) -> Any:
+def _load(module: Any, name: str) -> Any:
     """A parameter or buffer, or what accelerate puts in its place for the time of a pass."""
     import torch
 

@@ -1,5 +1,5 @@
-"""`score_by="mean-echo"` and `shares="echo"` in vLLM: as of the first pass of an `H2OCache`, by the
-same code.
+"""`score_by="mean-echo"` and `head_shares="echo"` in vLLM: as of the first pass of an `H2OCache`,
+by the same code.
 
 The only module here that knows what serves transformers: it asks that for the rotary embedding,
 which vLLM's layers have on queries and keys already, and has it deal the places.

@@ -48,7 +48,7 @@ class Forks:
         self.requests += 1
         self.tokens += tokens
 
-    def taken(self) -> set[int]:
+    def take_left(self) -> set[int]:
         """The pages of `left`, which are so no more."""
         taken, self.left = self.left, set()
         return taken

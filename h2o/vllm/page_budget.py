@@ -2,7 +2,8 @@
 
 vLLM has pages of one size. A request's page is as large as the widest layer needs for the longest
 request; within it requests have budgets of their own. Where places are dealt over all layers
-(`shares="echo"`) those of all layers are one page, as large as equal budgets of heads would need.
+(`head_shares="echo"`) those of all layers are one page, as large as equal budgets of heads would
+need.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from typing import Any
 import torch
 
 from h2o import ops
-from h2o.budgets import amount_of
+from h2o.budgets import check_amount
 from h2o.config import H2OConfig, one_config
-from h2o.head_budgets import levelled
+from h2o.head_budgets import expand_to_heads
 from h2o.profile import Profile
-from h2o.spans import Row, count, merged, parsed
+from h2o.spans import Row, count, merge_spans, parse_spans
 from h2o.vllm.page_store import ALIGNMENT, page_bytes
 
 __all__ = [
     "CONTEXT",
     "PREFIX",
     "PageBudget",
-    "by_token",
-    "config_of",
-    "places_of",
-    "prefix_of",
+    "entry_places",
+    "prefix_tokens",
+    "reads_by_token",
+    "served_budget_config",
     "with_budget",
     "with_pins",
 ]
@@ -52,12 +53,12 @@ PLACES = 2
 `--long-prefill-token-threshold` says otherwise."""
 
 
-def config_of(
+def served_budget_config(
     entry: Any, model: Any = None, *, can_deal: Callable[[], bool] = lambda: False
 ) -> H2OConfig:
     """The config that the entry `h2o` of `--additional-config` says: fields of `H2OConfig`, or
     {"preset": "robust", "budget": 256}, with "budget_unit" if wanted, and other fields; beside
-    what `places_of` reads. {"budget": 0.2} alone is what is recommended for the model.
+    what `entry_places` reads. {"budget": 0.2} alone is what is recommended for the model.
 
     Args:
         model: a config of transformers, for whose model it is.
@@ -71,7 +72,7 @@ def config_of(
             f'additional_config["h2o"] must be an object such as {{"heavy": 64, "recent": 64}}, '
             f"not {json.dumps(entry, default=str)}"
         )
-    places = places_of(entry)
+    places = entry_places(entry)
     config = _config(entry)
     if model is not None:
         config = _of_pages(config.for_model(model), model, can_deal, places)
@@ -90,7 +91,7 @@ def config_of(
 
 
 def _config(entry: Mapping[str, Any]) -> H2OConfig:
-    """As `config_of`, before anything is refused."""
+    """As `served_budget_config`, before anything is refused."""
     fields = {name: _plain(x) for name, x in entry.items() if name not in ("cut", "whole_prompts")}
     if "preset" not in fields:
         return one_config(None, fields)
@@ -108,13 +109,13 @@ def _of_pages(
     """The config as pages can serve it. Where each layer has its own, equal for all, places cannot
     be dealt over these: heads share as the model's shipped profile says, or alike, and echo ranks
     within a head."""
-    if config.shares != "echo" or (places and can_deal()):
+    if config.head_shares != "echo" or (places and can_deal()):
         return config
     score_by = "mean-echo" if places else "mean"
-    return dataclasses.replace(config, shares=Profile.shipped(model), score_by=score_by)
+    return dataclasses.replace(config, head_shares=Profile.shipped(model), score_by=score_by)
 
 
-def places_of(entry: Mapping[str, Any]) -> int:
+def entry_places(entry: Mapping[str, Any]) -> int:
     """How many prompts that are read in pieces are kept whole at a time until their end, where they
     are cut to their budget ("whole_prompts"); 0 for "cut": "chunk". Then nothing but pages is held,
     and each piece is cut to the budget; but what is evicted depends on where vLLM cuts a prompt,
@@ -146,11 +147,11 @@ def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | Non
         wanted.pop(name, None)
     if not wanted:
         return None
-    amounts = {name.removeprefix("h2o_"): amount_of(name, x) for name, x in wanted.items()}
+    amounts = {name.removeprefix("h2o_"): check_amount(name, x) for name, x in wanted.items()}
     return dataclasses.replace(config, **amounts)
 
 
-def prefix_of(arguments: Mapping[str, Any], prompt: int) -> int:
+def prefix_tokens(arguments: Mapping[str, Any], prompt: int) -> int:
     """The tokens of a prompt's prefix, `h2o_prefix` or `h2o_context` of a request's `vllm_xargs`; 0
     where none is said, and where it is all of a prompt of so many tokens.
 
@@ -168,7 +169,7 @@ def prefix_of(arguments: Mapping[str, Any], prompt: int) -> int:
     return 0
 
 
-def by_token(arguments: Mapping[str, Any]) -> bool:
+def reads_by_token(arguments: Mapping[str, Any]) -> bool:
     """Whether what follows the prefix is read token by token."""
     return arguments.get(CONTEXT) is not None
 
@@ -184,7 +185,7 @@ def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None =
         return []
     if config.decay < 1:
         raise ValueError(f"{PINS}: of the server's scores nothing may fade, give decay=1")
-    pinned = parsed(pinned) if isinstance(pinned, str) else merged(pinned)
+    pinned = parse_spans(pinned) if isinstance(pinned, str) else merge_spans(pinned)
     if pinned == "system":
         raise ValueError(
             f"{PINS}: this process does not see chats, so give the system turn as a span, such as "
@@ -193,12 +194,12 @@ def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None =
     if pinned == "prompt":
         return [(0, prompt)] if prompt else []
     if prompt is not None and pinned[-1][1] > prompt:
-        part = "prefix" if prefix_of(arguments, prompt + 1) else "prompt"
+        part = "prefix" if prefix_tokens(arguments, prompt + 1) else "prompt"
         raise ValueError(f"{PINS} ends at token {pinned[-1][1]}, and the {part} has {prompt}")
     return pinned
 
 
-def _fitted(heavy: int, recent: int, room: int, pins: int) -> tuple[int, int]:
+def _fit(heavy: int, recent: int, room: int, pins: int) -> tuple[int, int]:
     """(heavy, recent) for which there is room, with so many pinned keys among the heavy ones."""
     recent = min(recent, room)
     heavy = min(heavy, room - recent)
@@ -219,7 +220,7 @@ class PageBudget:
     longest: int
     """Tokens that a request may have, prompt and answer"""
     places: int = PLACES
-    """Prompts that are kept whole at a time, see `places_of`"""
+    """Prompts that are kept whole at a time, see `entry_places`"""
     part: tuple[int, int] = (0, 1)
     """(i, n): the i-th of n equal parts of each layer's key/value heads is here"""
 
@@ -253,7 +254,7 @@ class PageBudget:
         if len(budgets) < len(kept):
             budgets = budgets * len(kept)
         rooms = [k - self.config.sinks for k in kept]
-        return [_fitted(*x, room, pins) for x, room in zip(budgets, rooms, strict=True)]
+        return [_fit(*x, room, pins) for x, room in zip(budgets, rooms, strict=True)]
 
     def check_room(self, keys: torch.Tensor, pinned: Row) -> None:
         """Raises ValueError where a page has no room for so many pinned keys and a newest one."""
@@ -270,7 +271,7 @@ class PageBudget:
         self, config: H2OConfig, layer: int, keys: torch.Tensor, prompt: int
     ) -> list[tuple[int, int]]:
         of_layer = self.of_layer(config, layer, keys)
-        return levelled([of_layer.head_tokens(prompt)], keys.shape[1], self.part)[0]
+        return expand_to_heads([of_layer.head_tokens(prompt)], keys.shape[1], self.part)[0]
 
     def of_layer(self, config: H2OConfig, layer: int, keys: torch.Tensor) -> H2OConfig:
         """A layer's own."""
@@ -288,16 +289,16 @@ class PageBudget:
         return self._new_slots(keys[:1], sizes[0] if len(sizes) == 1 else sizes)
 
     def empty_pages(self, keys: torch.Tensor) -> ops.Slots:
-        """The same in all layers on one axis: as of one layer with the heads of all, with lengths
-        [1, L] and starts [1, L * G + 1]."""
+        """The same in all layers on one axis: as of one layer with the heads of all, with
+        seen_tokens [1, L] and starts [1, L * G + 1]."""
         sizes: list[int] = []
         for layer in range(self.layers):
             each = [self.slots(k) for k in self._kept(layer, keys)]
             sizes += each * (keys.shape[1] // len(each))
         slots = self._new_slots(keys[:1, :1].expand(-1, len(sizes), -1, -1), sizes)
         assert slots.starts is not None
-        lengths = slots.lengths.expand(1, self.layers).clone()
-        return slots._replace(lengths=lengths, starts=slots.starts[None])
+        lengths = slots.seen_tokens.expand(1, self.layers).clone()
+        return slots._replace(seen_tokens=lengths, starts=slots.starts[None])
 
     def slots(self, budget: int) -> int:
         """Slots of a head that keeps so many keys, of any request, and its next token."""

@@ -69,7 +69,7 @@ class PageStore:
             memory: [pages, bytes] of a dtype of one byte, each at an address that `ALIGNMENT`
                 divides; at least `page_bytes` of each.
             page: slots of one row, empty; those of several layers as of one with all their heads,
-                but lengths [1, L] and starts [1, L * G + 1].
+                but seen_tokens [1, L] and starts [1, L * G + 1].
             alone: False: while no request of this store has a page others may write to it. Then
                 none is emptied before a request has it, and nothing is counted.
         """
@@ -111,9 +111,9 @@ class PageStore:
         """Keys evicted by the requests that have some pages now, or had them last: a number of the
         device, which nothing waits for here."""
         lengths, positions = (
-            _countable(x)[part] for x in (self.pages.lengths, self.pages.positions)
+            _countable(x)[part] for x in (self.pages.seen_tokens, self.pages.positions)
         )
-        heads = self.pages.free.numel() // self.pages.lengths.numel()  # of a layer
+        heads = self.pages.next_slot.numel() // self.pages.seen_tokens.numel()  # of a layer
         return lengths.sum() * heads - (positions >= 0).sum()
 
     def eviction(self) -> Eviction:
@@ -124,7 +124,9 @@ class PageStore:
         pages = self.pages
         library: Any = np if pages.scores.is_cpu else torch
         with self.lock:
-            scores, positions, lost = map(_countable, (pages.scores, pages.positions, pages.lost))
+            scores, positions, lost = map(
+                _countable, (pages.scores, pages.positions, pages.evicted_score)
+            )
             is_known = (positions >= 0) & (scores < PINNED)
             kept = library.where(is_known, scores, 0).sum(dtype=library.float64)
             keys = self.evicted + self._evicted(slice(None))
@@ -137,13 +139,16 @@ class PageStore:
 
 def _by_layer(pages: ops.Slots, layers: int) -> list[ops.Slots]:
     """Views of each layer's heads."""
-    G = pages.free.shape[1] // layers
+    G = pages.next_slot.shape[1] // layers
     assert pages.starts is not None
     views = []
     for layer in range(layers):
         heads = slice(layer * G, (layer + 1) * G)
-        own = {name: getattr(pages, name)[:, heads] for name in ("free", "budget", "lost")}
-        own["lengths"] = pages.lengths[:, layer]
+        own = {
+            name: getattr(pages, name)[:, heads]
+            for name in ("next_slot", "budget", "evicted_score")
+        }
+        own["seen_tokens"] = pages.seen_tokens[:, layer]
         own["starts"] = pages.starts[:, layer * G : (layer + 1) * G + 1]
         views.append(pages._replace(**own))
     return views

@@ -32,11 +32,11 @@ from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
 from h2o.vllm.forks import Forks
 from h2o.vllm.metrics import Meter, Place
-from h2o.vllm.page_budget import PageBudget, places_of
+from h2o.vllm.page_budget import PageBudget, entry_places
 from h2o.vllm.page_store import ALIGNMENT, PageStore
 from h2o.vllm.paged_rows import Batch, Begun, PagedLayer, plan
 from h2o.vllm.runners import Requests
-from h2o.vllm.served import budget_of, entry_of, has_windows, is_shared, logger
+from h2o.vllm.served import entry_of, has_windows, is_shared, logger, page_budget
 from h2o.vllm.sharing import set_up
 
 __all__ = ["H2OAttentionBackend"]
@@ -140,7 +140,7 @@ class Engine(NamedTuple):
 
 def engine_of(vllm_config: VllmConfig) -> Engine:
     """Raises: TypeError, ValueError for a wrong entry, and for what is not served."""
-    budget, echoes, dealer = budget_of(vllm_config), None, None
+    budget, echoes, dealer = page_budget(vllm_config), None, None
     if not current_platform.is_cpu():
         logger.warning_once(
             "h2o: its attention on GPUs was tested in an emulation and has not run on a GPU: "
@@ -243,7 +243,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.begun = Begun(places_of(entry_of(vllm_config)))
+        self.begun = Begun(entry_places(entry_of(vllm_config)))
         self.requests = Requests.of_engine(vllm_config)
         self.meter: Meter | None = None
         self.forks = impls_of(vllm_config, layer_names)[0].engine.forks
@@ -272,7 +272,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
     def _batch(self, *rows: Any) -> Batch:
         if self.forks is None:
             return plan(*rows, self.begun, self.device)
-        for page in self.forks.taken():
+        for page in self.forks.take_left():
             self.begun.pieces.pop(page, None)  # of a request that has ended
         return plan(*rows, self.begun, self.device, self.forks.replayed)
 

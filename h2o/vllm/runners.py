@@ -20,9 +20,9 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Proces
 
 from h2o.config import H2OConfig
 from h2o.packages import install_command
-from h2o.vllm.page_budget import prefix_of, with_budget, with_pins
+from h2o.vllm.page_budget import prefix_tokens, with_budget, with_pins
 from h2o.vllm.paged_rows import Request
-from h2o.vllm.served import budget_of, entry_of, logger
+from h2o.vllm.served import entry_of, logger, page_budget
 
 __all__ = ["Requests"]
 
@@ -46,7 +46,7 @@ class Requests(ProcessorOfV1, ProcessorOfV2):
             self.prompt_lengths = of_runner[0].prompt_len.np
         self.config: H2OConfig | None = None
         if entry_of(vllm_config) is not None:
-            self.budget = budget_of(vllm_config)  # which refuses, also for models whose layers
+            self.budget = page_budget(vllm_config)  # which refuses, also for models whose layers
             self.config = self.budget.config  # never ask for h2o's backend
             self.keys = one_key(vllm_config)
             self.of_config[vllm_config.instance_id] = self
@@ -76,7 +76,7 @@ class Requests(ProcessorOfV1, ProcessorOfV2):
             arguments = sampling_params.extra_args or {}
             with_budget(H2OConfig(), arguments)
             with_pins(H2OConfig(), arguments)
-            prefix_of(arguments, 0)
+            prefix_tokens(arguments, 0)
         except TypeError as error:
             raise ValueError(str(error)) from error
 
@@ -89,7 +89,7 @@ class Requests(ProcessorOfV1, ProcessorOfV2):
         """
         assert self.config is not None
         arguments, config, pinned = params.extra_args or {}, None, []
-        prefix = prefix_of(arguments, prompt)
+        prefix = prefix_tokens(arguments, prompt)
         try:
             config = with_budget(self.config, arguments)
         except (TypeError, ValueError) as error:

@@ -11,9 +11,18 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from h2o.config import H2OConfig
-from h2o.vllm.page_budget import PageBudget, config_of, places_of
+from h2o.vllm.page_budget import PageBudget, entry_places, served_budget_config
 
-__all__ = ["CONNECTOR", "budget_of", "entry_of", "has_windows", "is_shared", "logger", "refuse"]
+__all__ = [
+    "CONNECTOR",
+    "SHARING",
+    "entry_of",
+    "has_windows",
+    "is_shared",
+    "logger",
+    "page_budget",
+    "refuse",
+]
 
 logger = init_logger("vllm.h2o")
 
@@ -35,10 +44,12 @@ def entry_of(vllm_config: VllmConfig) -> Any:
 def served_config(vllm_config: VllmConfig) -> H2OConfig:
     """What the entry "h2o" says, for this model. Raises: TypeError, ValueError for a wrong one."""
     model = vllm_config.model_config.hf_text_config
-    return config_of(entry_of(vllm_config), model, can_deal=lambda: can_deal(vllm_config))
+    return served_budget_config(
+        entry_of(vllm_config), model, can_deal=lambda: can_deal(vllm_config)
+    )
 
 
-def budget_of(vllm_config: VllmConfig) -> PageBudget:
+def page_budget(vllm_config: VllmConfig) -> PageBudget:
     """The budgets of this model's layers, or of this rank's part of them.
 
     Raises: TypeError, ValueError for a wrong entry, and for a model or setting that is not served.
@@ -48,7 +59,9 @@ def budget_of(vllm_config: VllmConfig) -> PageBudget:
     ranks = parallel.tensor_parallel_size
     part = parallel.rank % ranks, ranks
     config, layers = served_config(vllm_config), model.get_num_layers(parallel)
-    return PageBudget(config, layers, model.max_model_len, places_of(entry_of(vllm_config)), part)
+    return PageBudget(
+        config, layers, model.max_model_len, entry_places(entry_of(vllm_config)), part
+    )
 
 
 def can_deal(vllm_config: VllmConfig) -> bool:

@@ -22,9 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from h2o.vllm.page_budget import by_token, places_of, prefix_of
+from h2o.vllm.page_budget import entry_places, prefix_tokens, reads_by_token
 from h2o.vllm.served import CONNECTOR, SHARING, entry_of, has_windows
-from h2o.vllm.stored_prompts import Asked, Begin, Reading, Store, StoredPrompts, asked
+from h2o.vllm.stored_prompts import Asked, Begin, Reading, Store, StoredPrompts, identify
 
 __all__ = ["StoredPromptsConnector", "set_up"]
 
@@ -70,7 +70,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         self.plan = Plan()
-        self.prompts = StoredPrompts(places_of(entry_of(vllm_config)))
+        self.prompts = StoredPrompts(entry_places(entry_of(vllm_config)))
         self.found: dict[str, tuple[int, int, bool]] = {}
         """By request: what it will begin with, if it gets a page"""
 
@@ -186,7 +186,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _prefix(request: Any) -> int:
     """Tokens of the prefix that a request wants to be cut by itself."""
-    return prefix_of(_arguments(request), request.num_prompt_tokens)
+    return prefix_tokens(_arguments(request), request.num_prompt_tokens)
 
 
 def _arguments(request: Any) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _asked(request: Any) -> Asked | None:
     if alone:
         return None
     known = request.prompt_token_ids, _prefix(request), _arguments(request)
-    return asked(*known, request.cache_salt)
+    return identify(*known, request.cache_salt)
 
 
 # ---- Scheduler -------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Prefixes(Scheduler):
         if num_computed_tokens < prefix:
             return min(new, prefix - num_computed_tokens)
         if prefix and num_computed_tokens < prompt:
-            most = 1 if by_token(_arguments(request)) else self._largest_piece()
+            most = 1 if reads_by_token(_arguments(request)) else self._largest_piece()
             piece = min(most, prompt - num_computed_tokens)
             return piece if piece <= new else 0  # as soon as there is room for so many
         return new

@@ -14,9 +14,9 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from h2o.vllm.page_budget import CONTEXT, PREFIX, by_token
+from h2o.vllm.page_budget import CONTEXT, PREFIX, reads_by_token
 
-__all__ = ["Asked", "Begin", "Reading", "Store", "StoredPrompts", "asked"]
+__all__ = ["Asked", "Begin", "Reading", "Store", "StoredPrompts", "identify"]
 
 
 class Asked(NamedTuple):
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
     """the prefix is known by this"""
 
 
-def asked(
+def identify(
     tokens: Sequence[int], prefix: int, arguments: Mapping[str, Any], salt: str | None
 ) -> Asked:
     """Of a request with these `vllm_xargs`, of which those of h2o say what its page holds.
@@ -52,7 +52,7 @@ def asked(
         return hashlib.sha256(array.array("q", tokens[:n]).tobytes() + said).digest()
 
     beginning = known_by(prefix) if prefix else None
-    cut = (prefix, by_token(arguments)) if prefix else ()
+    cut = (prefix, reads_by_token(arguments)) if prefix else ()
     return Asked(len(tokens), known_by(len(tokens), *cut), prefix, beginning)
 
 

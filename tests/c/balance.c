@@ -189,7 +189,8 @@ static int show_efficiency(bool all) {
     int short_of_bound = 0;
     printf("| work | H, G, D | tokens | keys |%s 64 workers | wanted |\n",
            all ? " 2 | 4 | 8 | 16 | 32 |" : "");
-    printf("| --- | --- | --- | --- |%s --- | --- |\n", all ? " --- | --- | --- | --- | --- |" : "");
+    printf("| --- | --- | --- | --- |%s --- | --- |\n",
+           all ? " --- | --- | --- | --- | --- |" : "");
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const balance_case *const c = &cases[i];
         const double alone = run_case(c, 1, false).time;

@@ -115,10 +115,10 @@ static void for_each_tensor(const answer *a, const answer *b,
     f(&a->slots.values, &b->slots.values);
     f(&a->slots.scores, &b->slots.scores);
     f(&a->slots.positions, &b->slots.positions);
-    f(&a->slots.free, &b->slots.free);
-    f(&a->slots.lengths, &b->slots.lengths);
+    f(&a->slots.next_slot, &b->slots.next_slot);
+    f(&a->slots.seen_tokens, &b->slots.seen_tokens);
     f(&a->slots.budget, &b->slots.budget);
-    f(&a->slots.lost, &b->slots.lost);
+    f(&a->slots.evicted_score, &b->slots.evicted_score);
     if (h2o_given(&a->slots.norms)) f(&a->slots.norms, &b->slots.norms);
     if (h2o_given(&a->slots.rows)) f(&a->slots.rows, &b->slots.rows);
 }
@@ -380,7 +380,7 @@ static void check_unit(const scene *s, const text *t, const answers *a, int64_t 
 static void check_spare(const scene *s, const answer *a) {
     const h2o_slots *const slots = &a->slots;
     for (int64_t row = 0; row < s->spare; row++) {
-        CHECK(AT(int64_t, slots->lengths, row, 0, 0) == 0);
+        CHECK(AT(int64_t, slots->seen_tokens, row, 0, 0) == 0);
         for (int64_t i = 0; i < s->dims.G * s->dims.S; i++) {
             const int64_t g = i / s->dims.S, slot = i % s->dims.S;
             CHECK(AT(int32_t, slots->positions, row, g, slot) == -1);

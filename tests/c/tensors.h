@@ -96,17 +96,17 @@ static inline h2o_slots make_slots(layout how, const h2o_dims *d, h2o_dtype stor
         .values = make_layout(how, dtype, 4, d->B, d->G, d->S, width, 1),
         .scores = make_layout(how, H2O_F32, 3, d->B, d->G, d->S, 1, 1),
         .positions = make_layout(how, H2O_I32, 3, d->B, d->G, d->S, 1, 1),
-        .free = make_layout(how, H2O_I32, 2, d->B, d->G, 1, 1, 2),
-        .lengths = make_layout(how, H2O_I64, 1, d->B, 1, 1, 1, 3),
+        .next_slot = make_layout(how, H2O_I32, 2, d->B, d->G, 1, 1, 2),
+        .seen_tokens = make_layout(how, H2O_I64, 1, d->B, 1, 1, 1, 3),
         .budget = make_layout(how, H2O_I32, 2, d->B, 2, 1, 1, 4),
-        .lost = make_layout(how, H2O_F64, 2, d->B, d->G, 1, 1, 2),
+        .evicted_score = make_layout(how, H2O_F64, 2, d->B, d->G, 1, 1, 2),
     };
     if (weighted) slots.norms = make_layout(how, H2O_F32, 3, d->B, d->G, d->S, 1, 1);
     FILL(float, slots.scores, NAN);
     FILL(int32_t, slots.positions, -1);
-    FILL(int32_t, slots.free, 0);
-    FILL(int64_t, slots.lengths, 0);
-    FILL(double, slots.lost, 0.0);
+    FILL(int32_t, slots.next_slot, 0);
+    FILL(int64_t, slots.seen_tokens, 0);
+    FILL(double, slots.evicted_score, 0.0);
     for (int64_t b = 0; b < d->B; b++) {
         AT(int32_t, slots.budget, b, 0, 0) = heavy;
         AT(int32_t, slots.budget, b, 1, 0) = recent;
@@ -124,8 +124,8 @@ static inline void fill_slots(h2o_slots *slots, int64_t held, test_random *rando
         fill_tensor(&slots->keys, 0.01f, random);
         fill_tensor(&slots->values, 0.0f, random);
     }
-    FILL(int64_t, slots->lengths, held);
-    FILL(int32_t, slots->free, (int32_t)held);
+    FILL(int64_t, slots->seen_tokens, held);
+    FILL(int32_t, slots->next_slot, (int32_t)held);
     for (int64_t b = 0; b < slots->keys.shape[0]; b++) {
         for (int64_t g = 0; g < slots->keys.shape[1]; g++) {
             for (int64_t s = 0; s < held; s++) {

@@ -63,10 +63,14 @@ static void copy_scores(const h2o_attend_params *p, h2o_view *to) {
 }
 
 static void free_call(const h2o_attend_params *p) {
-    const h2o_view *const views[] = {
-        &p->query,      &p->keys,          &p->values,       &p->out,          &p->scores,
-        &p->mask,       &p->slots.keys,    &p->slots.values, &p->slots.scores, &p->slots.positions,
-        &p->slots.free, &p->slots.lengths, &p->slots.budget, &p->slots.lost,   &p->sink_logits};
+    const h2o_view *const views[] = {&p->query,           &p->keys,
+                                     &p->values,          &p->out,
+                                     &p->scores,          &p->mask,
+                                     &p->slots.keys,      &p->slots.values,
+                                     &p->slots.scores,    &p->slots.positions,
+                                     &p->slots.next_slot, &p->slots.seen_tokens,
+                                     &p->slots.budget,    &p->slots.evicted_score,
+                                     &p->sink_logits};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) free(views[i]->data);
 }
 

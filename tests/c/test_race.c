@@ -84,16 +84,16 @@ static void make_stage(stage *st) {
 }
 
 static void free_stage(const stage *st) {
-    const h2o_view *const views[] = {&st->query,        &st->keys,
-                                     &st->values,       &st->mask,
-                                     &st->prompt,       &st->evicted_at,
-                                     &st->slots.keys,   &st->slots.values,
-                                     &st->slots.scores, &st->slots.positions,
-                                     &st->slots.free,   &st->slots.lengths,
-                                     &st->slots.budget, &st->slots.lost,
-                                     &st->slots.norms,  &st->slots.starts,
-                                     &st->slots.rows,   &st->rotary.table,
-                                     &st->rotary.ranks, &st->stored};
+    const h2o_view *const views[] = {&st->query,           &st->keys,
+                                     &st->values,          &st->mask,
+                                     &st->prompt,          &st->evicted_at,
+                                     &st->slots.keys,      &st->slots.values,
+                                     &st->slots.scores,    &st->slots.positions,
+                                     &st->slots.next_slot, &st->slots.seen_tokens,
+                                     &st->slots.budget,    &st->slots.evicted_score,
+                                     &st->slots.norms,     &st->slots.starts,
+                                     &st->slots.rows,      &st->rotary.table,
+                                     &st->rotary.ranks,    &st->stored};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) free(views[i]->data);
 }
 
@@ -118,8 +118,8 @@ static void *disturb(void *argument) {
     while (!st->stop) {
         const int64_t b = random_int(&random, 0, B - 1), g = random_int(&random, 0, G - 1);
         const int64_t any = random_int(&random, -1, 200); /* mostly more than there is room for */
-        DISTURB(int32_t, st->slots.free, b, g, 0, any);
-        DISTURB(int64_t, st->slots.lengths, b, 0, 0, random_int(&random, 0, 60));
+        DISTURB(int32_t, st->slots.next_slot, b, g, 0, any);
+        DISTURB(int64_t, st->slots.seen_tokens, b, 0, 0, random_int(&random, 0, 60));
         DISTURB(int32_t, st->slots.budget, b, random_int(&random, 0, 1), 0,
                 random_int(&random, 0, 60));
         DISTURB(uint8_t, st->mask, b, random_int(&random, 0, Q - 1), 0, random_int(&random, 0, 1));
@@ -158,11 +158,11 @@ static void mend(stage *st, test_random *random) {
     }
     for (int64_t b = 0; b < B; b++) {
         if (st->kind == NUMBERED) DISTURB(int32_t, st->slots.rows, b, 0, 0, B - 1 - b);
-        DISTURB(int64_t, st->slots.lengths, b, 0, 0, held);
+        DISTURB(int64_t, st->slots.seen_tokens, b, 0, 0, held);
         DISTURB(int32_t, st->slots.budget, b, 0, 0, heavy);
         DISTURB(int32_t, st->slots.budget, b, 1, 0, 8);
         for (int64_t g = 0; g < G; g++) {
-            DISTURB(int32_t, st->slots.free, b, g, 0, held);
+            DISTURB(int32_t, st->slots.next_slot, b, g, 0, held);
             for (int64_t s = 0; s < S; s++) {
                 DISTURB(int32_t, st->slots.positions, b, g, s, s < held ? s : -1);
             }

@@ -126,7 +126,8 @@ int main(void) {
     blocks_are_aligned_and_whole();
     a_released_block_is_used_again();
     many_blocks_come_and_go();
-    if (!is_slow()) released_blocks_go_back_to_the_system(); /* sanitizers have pages of their own */
+    if (!is_slow())
+        released_blocks_go_back_to_the_system(); /* sanitizers have pages of their own */
     threads_and_children_may_use_it_at_once();
     return 0;
 }

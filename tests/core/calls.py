@@ -23,8 +23,8 @@ def slots(seed: int = 1, dtype: Any = np.float32, *, norms: bool = False) -> ops
     held.positions[0] = [0, 1, -1, 4, 5, 6]
     held.positions[1] = [0, 1, 2, -1, -1, -1]
     held.scores[...] = rng.uniform(0.1, 3.0, held.scores.shape) * (held.positions >= 0)
-    held.free[...] = [[2, 2], [3, 3]]
-    held.lengths[...] = [7, 3]
+    held.next_slot[...] = [[2, 2], [3, 3]]
+    held.seen_tokens[...] = [7, 3]
     if norms:
         held.norms[...] = np.linalg.norm(held.values.astype(np.float32), axis=-1)
     return held
@@ -78,7 +78,7 @@ def ranks(positions: np.ndarray) -> np.ndarray:
     return np.where(positions < 0, -1, order.argsort(-1)).astype(np.int32)
 
 
-STATE = ("keys", "values", "scores", "positions", "free", "lengths", "lost")
+STATE = ("keys", "values", "scores", "positions", "next_slot", "seen_tokens", "evicted_score")
 
 
 def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
@@ -141,7 +141,10 @@ EVERY_WRITTEN = [(name, tensor) for name in NAMES for tensor in make(name).writt
 
 def used(name: str, tensor: str) -> bool:
     """Whether the operation looks at the tensor: attend sees only a part of the slots."""
-    unused = {f"slots.{field}" for field in ("free", "lengths", "budget", "lost", "norms")}
+    unused = {
+        f"slots.{field}"
+        for field in ("next_slot", "seen_tokens", "budget", "evicted_score", "norms")
+    }
     return not (name == "attend" and tensor in unused)
 
 

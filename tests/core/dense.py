@@ -22,7 +22,7 @@ class Answers:
     """after each call, [B, G, N] bool"""
     scores: list[np.ndarray]
     """after each call, [B, G, N] float64, 0 where not held"""
-    lost: np.ndarray
+    evicted_score: np.ndarray
     """[B, G] float64"""
     position: np.ndarray
     """[B, N] int64: index of a column's token in its row, pads not counted"""
@@ -82,7 +82,7 @@ def answers(
         out=out,
         held=[],
         scores=[],
-        lost=np.zeros((B, G)),
+        evicted_score=np.zeros((B, G)),
         position=position,
         evicted_at=np.where(real[:, None], N, 0).repeat(G, 1),
         last_scores=score,
@@ -114,7 +114,7 @@ def answers(
             for g in range(G):
                 stay = _stay(b, g, held, score, norm, position, seen, policy, budget[b], done)
                 gone = held[b, g] & ~stay
-                done.lost[b, g] += score[b, g, gone].sum()
+                done.evicted_score[b, g] += score[b, g, gone].sum()
                 done.evicted_at[b, g, gone] = start
                 held[b, g] = stay
         done.held.append(held.copy())

@@ -153,7 +153,7 @@ def test_without_a_scale_the_tensor_is_named(name, tensor, refused):
 
 
 @pytest.mark.parametrize("keys", [None, [1.0], np.zeros((2, 3, 4), np.float32)])
-def test_keys_that_cannot_be_quantised(keys):
+def test_keys_that_cannot_be_quantized(keys):
     operands = [make("simulate").get(x) for x in ("query", "values", "prompt", "budget")]
     with pytest.raises(ValueError, match=r"^keys: has shape .*, wanted \[B, G, any, D\]"):
         ops.simulate(operands[0], keys, *operands[1:], kv_dtype="int8")
@@ -298,24 +298,36 @@ def test_a_policy_comes_whole_or_by_its_fields(name):
 
 LAST = 2**31 - 1
 STATES = [
-    ("slots.lengths", [-1, 3], r"^slots.lengths\[0\]: is -1, wanted 0\.\."),
-    ("slots.lengths", [7, -(2**63)], r"^slots.lengths\[1\]: is -9223372036854775808, wanted"),
-    ("slots.lengths", [7, LAST], r"^slots.lengths\[1\]: is 2147483647, wanted"),
-    ("slots.lengths", [7, 2**63 - 1], r"^slots.lengths\[1\]: is 9223372036854775807, wanted"),
+    ("slots.seen_tokens", [-1, 3], r"^slots.seen_tokens\[0\]: is -1, wanted 0\.\."),
+    (
+        "slots.seen_tokens",
+        [7, -(2**63)],
+        r"^slots.seen_tokens\[1\]: is -9223372036854775808, wanted",
+    ),
+    ("slots.seen_tokens", [7, LAST], r"^slots.seen_tokens\[1\]: is 2147483647, wanted"),
+    (
+        "slots.seen_tokens",
+        [7, 2**63 - 1],
+        r"^slots.seen_tokens\[1\]: is 9223372036854775807, wanted",
+    ),
     ("slots.budget", [[2, 3], [-1, 5]], r"^slots.budget\[1\]: is \(-1, 5\), wanted at least 0"),
     ("slots.budget", [[2, -(2**31)], [1, 5]], r"^slots.budget\[0\]: is \(2, -2147483648\)"),
     ("slots.budget", [[0, 0], [2, 3]], r"^slots.budget\[0\]: sinks \+ heavy \+ recent is 0"),
 ]
 STEP_STATES = [
-    ("slots.free", [[2, -1], [3, 3]], r"^slots.free\[0, 1\]: is -1, wanted 0..5"),
-    ("slots.free", [[2, 2], [4, 3]], r"^slots.free\[1, 0\]: is 4, wanted 0..3"),
-    ("slots.free", [[2, 2], [3, LAST]], r"^slots.free\[1, 1\]: is 2147483647, wanted 0..3"),
+    ("slots.next_slot", [[2, -1], [3, 3]], r"^slots.next_slot\[0, 1\]: is -1, wanted 0..5"),
+    ("slots.next_slot", [[2, 2], [4, 3]], r"^slots.next_slot\[1, 0\]: is 4, wanted 0..3"),
+    (
+        "slots.next_slot",
+        [[2, 2], [3, LAST]],
+        r"^slots.next_slot\[1, 1\]: is 2147483647, wanted 0..3",
+    ),
     ("slots.budget", [[LAST, LAST], [2, 3]], "^slots.keys: all 6 slots of row 0 are taken"),
     ("slots.budget", [[4, 4], [2, 3]], "^slots.keys: all 6 slots of row 0 are taken"),
 ]
 EVICT_STATES = [
-    ("slots.lengths", [7, 4], r"^slots.positions\[1, 0\]: 3 of the slots are filled"),
-    ("slots.lengths", [3, 3], r"^slots.positions\[0, 0\]: 5 of the slots are filled"),
+    ("slots.seen_tokens", [7, 4], r"^slots.positions\[1, 0\]: 3 of the slots are filled"),
+    ("slots.seen_tokens", [3, 3], r"^slots.positions\[0, 0\]: 5 of the slots are filled"),
     ("slots.positions", [[[0, 1, -1, 4, 5, 6]] * 2, [[0] * 6] * 2], r"\[1, 0\]: 6 of the slots"),
     ("slots.positions", [[[0, 1, -1, 4, 5, 6]] * 2, [[-1, -1, -1, 0, 1, 2]] * 2], r"\[1, 0\]: 3"),
     ("slots.positions", [[[-1] * 6] * 2, [[0, 1, 2, -1, -1, -1]] * 2], r"\[0, 0\]: 0 of the"),
@@ -351,7 +363,7 @@ def test_numbers_of_simulate(tensor, numbers, text, refused):
 def test_evict_needs_room(refused):
     call = make("evict")
     call.get("slots.budget")[...] = [[2, 3], [7, 3]]
-    call.get("slots.lengths")[1] = 4
+    call.get("slots.seen_tokens")[1] = 4
     call.get("slots.positions")[1, :, 3] = 3
     refused(call, ValueError, "^slots.keys: has 6 slots, but row 1 is to keep 7 tokens")
     call.get("mask")[1] = [True, True, False]  # then it keeps 6
@@ -362,8 +374,8 @@ def test_a_masked_row_needs_no_room():
     call = make("step")
     call.get("slots.budget")[0] = [4, 3]
     call.get("slots.positions")[0] = [0, 1, 3, 4, 5, 6]
-    call.get("slots.free")[0] = 6
-    call.get("slots.lengths")[0] = 6
+    call.get("slots.next_slot")[0] = 6
+    call.get("slots.seen_tokens")[0] = 6
     with pytest.raises(ValueError, match="all 6 slots of row 0 are taken"):
         call.run()
     call.get("mask")[0] = False
@@ -386,7 +398,7 @@ try:
     ops.evict(keys, keys, keys[..., 0], slots)
 except MemoryError as error:
     print(error)
-assert slots.lengths == 0
+assert slots.seen_tokens == 0
 assert (slots.positions == -1).all()
 """
 

@@ -21,7 +21,7 @@ def test_cache_keeps_what_the_authors_cache_keeps(name, stepwise):
         np.testing.assert_array_equal(positions, golden.kept[call])
         np.testing.assert_allclose(scores, golden.scores[call], rtol=0, atol=5e-5)
     np.testing.assert_allclose(talk.answer, golden.out, rtol=0, atol=1e-5)
-    mass = talk.slots.scores[talk.slots.positions >= 0].sum() + talk.slots.lost.sum()
+    mass = talk.slots.scores[talk.slots.positions >= 0].sum() + talk.slots.evicted_score.sum()
     np.testing.assert_allclose(mass, golden.out.shape[1] * golden.out.shape[2], rtol=1e-5)
 
 

@@ -102,7 +102,14 @@ def overlaps(name, written, other, refused):
             spoilt.run()
             pytest.fail("no exception")
         assert (memory == before).all()
-    zeroed = {"slots.lengths", "slots.budget", "slots.positions", "slots.free", "prompt", "budget"}
+    zeroed = {
+        "slots.seen_tokens",
+        "slots.budget",
+        "slots.positions",
+        "slots.next_slot",
+        "prompt",
+        "budget",
+    }
     if not {written, other} & zeroed:
         refused(spoilt, ValueError, text)
     behind = -(-a.nbytes // b.itemsize) * b.itemsize
@@ -383,9 +390,9 @@ def test_a_producer_cannot_take_away_what_others_showed():
             victim.resize((0,), refcheck=False)
             return super().__dlpack__(**keywords)
 
-    spoiler = Spoiler(call.get("slots.lost"))
+    spoiler = Spoiler(call.get("slots.evicted_score"))
     with pytest.raises(ValueError, match=r"^query: has shape \[0\], wanted \[B, H, 1, D\]"):
-        call.put("query", victim).put("slots.lost", spoiler).run()
+        call.put("query", victim).put("slots.evicted_score", spoiler).run()
     assert spoiler.deleted == 1
     plain.run()
 
@@ -448,7 +455,7 @@ def test_positions_that_repeat(position, score, sinks):
     slots = ops.new_slots(keys, k, heavy=8, recent=4)
     slots.positions[...] = position
     slots.scores[...] = score
-    slots.lengths[...] = 100
+    slots.seen_tokens[...] = 100
     ops.evict(keys, keys, np.full((1, 1, Q), score, np.float32), slots, sinks=sinks)
     assert (slots.positions >= 0).sum() == k
 
@@ -471,7 +478,7 @@ def test_steps_over_nan_and_infinity(seed, steps, policy, weighted):
         call.get("value").flat[rng.integers(32)] = rng.choice(ODD_FLOATS)
         slots.scores.flat[rng.integers(slots.scores.size)] = rng.choice(ODD_FLOATS)
         call.run()
-        held = np.minimum(slots.lengths, slots.budget.sum(1))
+        held = np.minimum(slots.seen_tokens, slots.budget.sum(1))
         assert ((slots.positions >= 0).sum(-1) == held[:, None]).all()
     ops.evict(
         *(np.zeros((calls.B, calls.G, 1, calls.D), np.float32) for _ in range(2)),

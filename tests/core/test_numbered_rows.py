@@ -107,11 +107,11 @@ def test_numbers_at_any_stride():
 
 def test_errors_name_the_row_of_the_slots(refused):
     call = call_of("step")
-    call.get("slots.free")[5, 1] = 99
-    refused(call, ValueError, r"slots.free\[5, 1\]: is 99")
+    call.get("slots.next_slot")[5, 1] = 99
+    refused(call, ValueError, r"slots.next_slot\[5, 1\]: is 99")
     call = call_of("step")
-    call.get("slots.lengths")[2] = -3
-    refused(call, ValueError, r"slots.lengths\[2\]: is -3")
+    call.get("slots.seen_tokens")[2] = -3
+    refused(call, ValueError, r"slots.seen_tokens\[2\]: is -3")
 
 
 # ---- Fields that lie side by side --------------------------------------------------------------

@@ -119,7 +119,7 @@ def compare(talk: Conversation, want, tolerance: float) -> None:
         np.testing.assert_array_equal(positions, wanted_positions, err_msg=f"call {call}")
         np.testing.assert_allclose(scores, wanted_scores, rtol=2e-5, atol=1e-5)
     np.testing.assert_allclose(talk.answer, want.out, rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(talk.slots.lost, want.lost, rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(talk.slots.evicted_score, want.evicted_score, rtol=2e-5, atol=1e-5)
 
 
 def test_the_heavy_set_of_the_table_moves():

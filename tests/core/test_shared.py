@@ -60,7 +60,7 @@ def test_as_with_values_that_are_the_keys(name, R, D, more):
     for (positions, scores), (wanted, wanted_scores) in zip(once.kept, twice.kept, strict=True):
         np.testing.assert_array_equal(positions, wanted)
         np.testing.assert_array_equal(scores, wanted_scores)
-    for field in ("keys", "lost", "norms"):
+    for field in ("keys", "evicted_score", "norms"):
         np.testing.assert_array_equal(getattr(once.slots, field), getattr(twice.slots, field))
 
 

@@ -1,4 +1,4 @@
-"""Stores whose heads have slots of their own, and quantised ones, on NumPy arrays."""
+"""Stores whose heads have slots of their own, and quantized ones, on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_head_as_that_head_alone(kv_dtype, R, D):
 
 @pytest.mark.parametrize(("kv_dtype", "error"), [("int8", 0.05), ("int8-int4", 0.5)])
 @pytest.mark.parametrize("D", [32, 64, 96])
-def test_a_quantised_store_answers_nearly_the_same(kv_dtype, error, D):
+def test_a_quantized_store_answers_nearly_the_same(kv_dtype, error, D):
     N = sum(CALLS)
     text = inputs.drifting(7, B=2, H=4, G=2, N=N, D=D)
     plain, fewer = (
@@ -130,7 +130,7 @@ def test_rows_move_as_they_are_from_and_to_any_address(D, offset, dtype):
 
 @pytest.mark.parametrize("D", [32, 33, 40, 50, 64, 128])
 @pytest.mark.parametrize("kind", ["int8", "int8-int4"])
-def test_quantised_rows_move_as_they_are(D, kind):
+def test_quantized_rows_move_as_they_are(D, kind):
     """The key beyond the budget goes where one is missing, at addresses of every alignment."""
     if kind != "int8" and D % 32:
         pytest.skip("int4 has groups of 32")
@@ -143,7 +143,7 @@ def test_quantised_rows_move_as_they_are(D, kind):
         before = slots.keys.copy(), slots.values.copy()
         slots.positions[..., hole] = -1
         slots.scores[..., hole] = 0
-        slots.free[:] = hole
+        slots.next_slot[:] = hole
         slots.budget[:] = [k, 0]
         worst = np.full((1, 2, 1), -1, np.float32)
         ops.evict(text.keys[:, :, -1:], text.values[:, :, -1:], worst, slots)

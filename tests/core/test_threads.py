@@ -106,8 +106,8 @@ def test_calls_on_the_same_slots_at_once_do_no_harm():
     def spoil() -> None:
         start.wait()
         for i in range(3000):
-            slots.lengths[...] = i % 80
-            slots.free[...] = (i * 7) % 90 - 10
+            slots.seen_tokens[...] = i % 80
+            slots.next_slot[...] = (i * 7) % 90 - 10
             slots.budget[...] = (i % 50, i % 33)
 
     threads = [threading.Thread(target=run) for run in (step, step, cut, spoil)]

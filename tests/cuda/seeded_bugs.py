@@ -115,7 +115,7 @@ BUGS = {
         "select.cuh", "shift >= 0; shift -= 8", "shift > 0; shift -= 8"
     ),
     # loads
-    "quantised rows: words at addresses of half words": Bug(
+    "quantized rows: words at addresses of half words": Bug(
         "elements.cuh", "    if (bits % 4 == 0) {", "    if (bits % 2 == 0) {"
     ),
 }

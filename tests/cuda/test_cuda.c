@@ -29,7 +29,7 @@ static answer play(const h2o_ops *ops, const scene *s, const text *t, passage th
 
 /* Rows of bytes and a scale, at any address, with every alignment of a run of elements: a misaligned
  * load ends the test. tests/core/test_stores.py judges the numbers. */
-static void test_quantised(h2o_dtype stored, int64_t D, h2o_policy policy) {
+static void test_quantized(h2o_dtype stored, int64_t D, h2o_policy policy) {
     const scene s = {.dims = make_dims(2, 2, 2, 60, 50, D),
                      .dtype = H2O_F16,
                      .stored = stored,
@@ -48,7 +48,7 @@ static void test_quantised(h2o_dtype stored, int64_t D, h2o_policy policy) {
     free_text(&t);
 }
 
-/* ---- A chunk over quantised slots ---------------------------------------- */
+/* ---- A chunk over quantized slots ---------------------------------------- */
 
 /* A chunk of dims.Q tokens; heads have dims.S slots with holes between them. */
 typedef struct {
@@ -78,8 +78,8 @@ static void fill_rows(const h2o_view *rows, h2o_dtype stored, int64_t D, test_ra
     }
 }
 
-/* Element d of a row, as quantise.h says. */
-static float quantised_element(const char *row, h2o_dtype stored, int64_t d, int64_t D) {
+/* Element d of a row, as quantize.h says. */
+static float quantized_element(const char *row, h2o_dtype stored, int64_t d, int64_t D) {
     if (stored == H2O_Q8) return load_scalar(row + D, H2O_F16) * (float)(int8_t)row[d];
     const char *const scale = row + D / 2 + d / H2O_GROUP * 4;
     const int byte = (uint8_t)row[d / H2O_GROUP * (H2O_GROUP / 2) + d % (H2O_GROUP / 2)];
@@ -95,7 +95,7 @@ static h2o_view in_floats(const h2o_view *x, int64_t D) {
         const int64_t a = i / D / n[2] / n[1], b = i / D / n[2] % n[1], c = i / D % n[2];
         const float element =
             x->dtype == H2O_U8
-                ? quantised_element(h2o_at(x, a, b, c), h2o_stored_type(x, D), i % D, D)
+                ? quantized_element(h2o_at(x, a, b, c), h2o_stored_type(x, D), i % D, D)
                 : load_at(x, a, b, c, i % D);
         store_at(&floats, a, b, c, i % D, element);
     }
@@ -210,8 +210,8 @@ static void test_chunk(const chunk *c, h2o_dtype dtype) {
     const h2o_slots *const s = &p.slots;
     const h2o_view *const all[] = {&p.query,   &p.keys,       &p.values,      &p.out,
                                    &p.scores,  &p.mask,       &s->keys,       &s->values,
-                                   &s->scores, &s->positions, &s->free,       &s->lengths,
-                                   &s->budget, &s->lost,      &floats.scores, &floats.slots.scores,
+                                   &s->scores, &s->positions, &s->next_slot,       &s->seen_tokens,
+                                   &s->budget, &s->evicted_score,      &floats.scores, &floats.slots.scores,
                                    &before,    &first[0],     &first[1],      &first[2]};
     for (size_t i = 0; i < sizeof in / sizeof *in; i++) free(in[i]->data);
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]->data);
@@ -274,7 +274,7 @@ enum { STEP_WRITES = 9 };
 static void written_by(h2o_step_params *p, h2o_view *written[STEP_WRITES]) {
     h2o_slots *const s = &p->slots;
     h2o_view *const all[STEP_WRITES] = {&p->out,       &s->keys, &s->values,  &s->scores, &s->norms,
-                                        &s->positions, &s->free, &s->lengths, &s->lost};
+                                        &s->positions, &s->next_slot, &s->seen_tokens, &s->evicted_score};
     memcpy(written, all, sizeof all);
 }
 
@@ -312,7 +312,7 @@ static h2o_step_params in_float32(const h2o_step_params *from, const h2o_step_pa
         *new[i] = in_floats(new[i], D);
         for (int64_t unit = 0; unit < p.dims.B * p.dims.G; unit++) {
             const int64_t b = unit / p.dims.G, g = unit % p.dims.G;
-            const int32_t slot = AT(int32_t, from->slots.free, b, g, 0);
+            const int32_t slot = AT(int32_t, from->slots.next_slot, b, g, 0);
             memcpy(h2o_at(new[i], b, g, 0), h2o_at(rows[i], b, g, slot), (size_t)D * sizeof(float));
         }
     }
@@ -369,8 +369,8 @@ static void test_step(const one_step *s, h2o_dtype dtype) {
         CHECK(is_near(AT(float, first.slots.scores, b, g, slot),
                       (double)AT(float, floats.slots.scores, b, g, slot), 1e-5));
     }
-    check_same(&first.slots.free, &floats.slots.free);
-    check_same(&first.slots.lengths, &floats.slots.lengths);
+    check_same(&first.slots.next_slot, &floats.slots.next_slot);
+    check_same(&first.slots.seen_tokens, &floats.slots.seen_tokens);
     free_written(&first);
     free_written(&floats);
     free_read(&floats);
@@ -497,9 +497,9 @@ int main(void) {
             if (!ONE_DTYPE || dtypes[type] == H2O_F16) test_chunk(&chunks[i], dtypes[type]);
         }
     }
-    test_quantised(H2O_Q8, 50, plain); /* rows of 52 bytes, ... */
-    test_quantised(H2O_Q8, 31, all);   /* ... of 33, ... */
-    test_quantised(H2O_Q4, 96, all);   /* ... and of 60 */
+    test_quantized(H2O_Q8, 50, plain); /* rows of 52 bytes, ... */
+    test_quantized(H2O_Q8, 31, all);   /* ... of 33, ... */
+    test_quantized(H2O_Q4, 96, all);   /* ... and of 60 */
     /* ThreadSanitizer, which takes a hundred times as long, does without the largest. */
     for (size_t i = THREAD_SANITIZER ? 1 : 0; i < sizeof scenes / sizeof *scenes; i++) {
         for (size_t type = 0; type < 3; type++) {

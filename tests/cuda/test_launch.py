@@ -146,8 +146,8 @@ def test_a_kernel_that_breaks_off_leaves_no_counts_behind(driver):
     with pytest.raises(RuntimeError, match="unspecified launch failure"):
         driver.wait()
     driver.library.fake_forgive()
-    assert torch.equal(there[4].free.read(), slots.free)
-    assert torch.equal(there[4].lengths.read(), slots.lengths)
+    assert torch.equal(there[4].next_slot.read(), slots.next_slot)
+    assert torch.equal(there[4].seen_tokens.read(), slots.seen_tokens)
     _core.call("step", "launch", *there, 1, workspace)
     _core.call("step", "run", *arguments)
     same(there, arguments)
@@ -402,8 +402,8 @@ def test_what_no_kernel_serves_goes_elsewhere(driver, kernels):
     with pytest.raises(RuntimeError, match="step: no kernel"):
         _core.call("step", "launch", *there, 1, None)
     narrow = to_device(driver, step_arguments())
-    lost = DeviceTensor(driver, narrow[4].lost.like.float())
-    narrow[4] = narrow[4]._replace(lost=lost)
+    lost = DeviceTensor(driver, narrow[4].evicted_score.like.float())
+    narrow[4] = narrow[4]._replace(evicted_score=lost)
     assert _core.call("step", "measure", *narrow, 1) is None
     fake = to_device(driver, step_arguments())
     fake[0]._managed.tensor.data = None

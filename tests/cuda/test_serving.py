@@ -15,7 +15,7 @@ from h2o import H2OConfig, _core, backends, cli, ops
 from h2o.backends import cuda, kernel_check
 from h2o.hf.call.attention_call import NewTokens
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store.layer_state import restore, state_of
+from h2o.hf.store.layer_state import layer_state, restore
 from tests.cuda.device import IMAGE, carried
 from tests.devices import forget_default_device
 from tests.inputs import drifting
@@ -29,7 +29,7 @@ def device(driver, kernels, built, monkeypatch):
     monkeypatch.setattr(cuda, "_device", lambda index: "cpu")
     monkeypatch.setattr(cuda, "_is_fake", lambda: False)
     monkeypatch.setattr(cuda, "_is_capturing", lambda: False)
-    monkeypatch.setattr(cuda, "_synchronise", driver.wait)
+    monkeypatch.setattr(cuda, "_synchronize", driver.wait)
     # test_launch.py has them all, as they are
     check_small(monkeypatch, kernel_check.Size(10, 3, 1, 4, 2))
     return driver
@@ -166,7 +166,7 @@ def test_a_failure_of_what_the_program_queued_is_not_the_kernels(device, built, 
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cuda, "_synchronise", settle)
+        patch.setattr(cuda, "_synchronize", settle)
         with pytest.warns(RuntimeWarning, match="could not be checked.*illegal memory access"):
             assert serving() == "torch"
     assert not (built.parent / "cache").exists()
@@ -289,14 +289,14 @@ def test_a_step_opens_no_device(device, built):
     by_torch = backends._portable()
     before = launches(device)
     with pytest.warns(RuntimeWarning, match=r"not opened yet: call h2o.ops.open_device"):
-        assert cuda.opened(0, by_torch) is by_torch
+        assert cuda.open_operations(0, by_torch) is by_torch
     assert launches(device) == before
     assert not (built.parent / "cache" / "h2o").exists()
     assert serving() == "C"
     checked = launches(device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cuda.opened(0, by_torch) is cuda.serving(0, by_torch)
+        assert cuda.open_operations(0, by_torch) is cuda.serving(0, by_torch)
     assert launches(device) == checked
 
 
@@ -310,7 +310,7 @@ def test_a_layer_that_goes_on_elsewhere_opens_the_device_before_its_step(monkeyp
     read.update(*prompt[1:])
     read.forward(NewTokens(*prompt, None, 0.25, 0.0))
     opening.clear()
-    restore(moved, state_of(read))
+    restore(moved, layer_state(read))
     assert len(opening) == 1
     moved.update(*token[1:])
     moved.forward(NewTokens(*token, None, 0.25, 0.0))
@@ -324,7 +324,7 @@ def test_fake_tensors_are_the_torch_backends_and_warn_nobody(driver):
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cuda.serving(0, by_torch) is by_torch
-        assert cuda.opened(0, by_torch) is by_torch
+        assert cuda.open_operations(0, by_torch) is by_torch
     assert not cuda._serving
 
 

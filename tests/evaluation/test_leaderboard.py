@@ -78,7 +78,7 @@ def test_a_run_goes_on_where_it_was_interrupted(run, monkeypatch):
 
 
 def test_ruler_is_cut_before_the_question(run, tokenizer):
-    """Whatever its neighbours, a row has what a cache by hand writes."""
+    """Whatever its neighbors, a row has what a cache by hand writes."""
     _, records = run("ruler", RULER, "--compare", "robust", "--removed", "0.75", "--rows", "2")
     for row, record in zip(RULER, records, strict=True):
         document = tokenizer(row["context"], return_tensors="pt").input_ids

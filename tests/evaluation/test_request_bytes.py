@@ -43,7 +43,7 @@ def test_bytes_are_those_of_a_cache(name, setting):
     if name == "gemma3":  # whose sliding layers are transformers' own
         windows = sum(kind == "sliding_attention" for kind in text.layer_types)
         found -= windows * text.num_key_value_heads * min(61, text.sliding_window) * head
-    heads = sum(layer.slots.free.shape[1] for layer in layers)
+    heads = sum(layer.slots.next_slot.shape[1] for layer in layers)
     assert abs(found - real) <= (head + 20) * heads
 
 

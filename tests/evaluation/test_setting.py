@@ -18,7 +18,7 @@ from h2o.evaluation.setting import (
     with_profile,
 )
 from h2o.policy import Policy
-from h2o.profile import _all_shipped
+from h2o.profile import _load_shipped
 
 
 def exact(config: H2OConfig) -> H2OConfig:
@@ -142,7 +142,7 @@ def test_what_sees_the_future_is_marked():
         "h2o:0.2/sinks=few",
         "h2o:0.2/score_by=best",
         "h2o:0.2/decay=2",
-        "h2o:0.2/shares=shipped",
+        "h2o:0.2/head_shares=shipped",
         "h2o:0.2/score_by=echo",
         "retrieval:0.2",
         "calibrated-reread:0.2",
@@ -171,11 +171,11 @@ def test_every_field_of_a_config_can_be_written():
         == written
     )
     assert parse("h2o:4+5/positions=cache_relative").config.positions == "cache_relative"
-    written = "h2o:4+5/score_by=mean-echo/shares=echo"
-    config = exact(H2OConfig(heavy=4, recent=5, score_by="mean-echo", shares="echo"))
+    written = "h2o:4+5/score_by=mean-echo/head_shares=echo"
+    config = exact(H2OConfig(heavy=4, recent=5, score_by="mean-echo", head_shares="echo"))
     assert parse(written).config == config
     assert from_config(config).name == from_options(
-        heavy=4, recent=5, score_by="mean-echo", shares="echo"
+        heavy=4, recent=5, score_by="mean-echo", head_shares="echo"
     ).name == written  # fmt: skip
 
 
@@ -196,31 +196,33 @@ def test_budgets():
 
 
 def test_a_profile_of_ones_own():
-    (profile,) = _all_shipped()
+    (profile,) = _load_shipped()
     settings = parse_all("full,calibrated-bytes,h2o,calibrated,reread-bytes", "0.1")
     settings = with_profile(settings, profile)
-    assert [s.config.shares is profile for s in settings] == [False, True, False, True, False]
+    assert [s.config.head_shares is profile for s in settings] == [False, True, False, True, False]
     described = settings[1].describe()
-    assert described["shares"] != settings[2].describe()["shares"]
+    assert described["head_shares"] != settings[2].describe()["head_shares"]
     assert len(json.dumps(described)) < 1000
     other = dataclasses.replace(profile, window=512)
     again = with_profile(parse_all("calibrated-bytes:0.1"), other)
-    assert again[0].describe()["shares"] != described["shares"], "results of another profile"
+    assert again[0].describe()["head_shares"] != described["head_shares"], (
+        "results of another profile"
+    )
     with pytest.raises(ValueError, match="--profile goes with calibrated settings"):
         with_profile(parse_all("full,h2o:0.1"), profile)
 
 
 def test_a_profile_is_named_by_its_path(tmp_path):
     """As options and lm-eval's model arguments have it."""
-    (profile,) = _all_shipped()
+    (profile,) = _load_shipped()
     profile.save(tmp_path / "profile.json")
-    setting = from_options(heavy=0.1, recent=0.1, shares=str(tmp_path / "profile.json"))
-    assert setting.config.shares == profile
+    setting = from_options(heavy=0.1, recent=0.1, head_shares=str(tmp_path / "profile.json"))
+    assert setting.config.head_shares == profile
     assert setting.name == "h2o:0.1+0.1"
-    echo = from_options(score_by="mean-echo", shares="echo")
-    assert echo.name == "h2o:0.1+0.1/score_by=mean-echo/shares=echo"
+    echo = from_options(score_by="mean-echo", head_shares="echo")
+    assert echo.name == "h2o:0.1+0.1/score_by=mean-echo/head_shares=echo"
     with pytest.raises(FileNotFoundError):
-        from_options(shares="nowhere.json")
+        from_options(head_shares="nowhere.json")
 
 
 def test_settings_keep_what_they_say():

@@ -20,7 +20,7 @@ WORDS = "it had not rained since spring and the wells ran dry the farmers who ha
 CONTEXTS = [" ".join(WORDS[i % 9 : i % 9 + 1 + i % 7]) * (1 + i % 3) for i in range(14)]
 LONG = "one two three four five six " * 40
 SETTINGS = ["h2o:3+3", "h2o:0.1+0.1", "robust:0.2", "echo:0.3", "h2o:4+4/kv_dtype=int8",
-            "h2o:4+4/positions=cache_relative", "h2o:0.1+0.1/score_by=mean-echo/shares=echo",
+            "h2o:4+4/positions=cache_relative", "h2o:0.1+0.1/score_by=mean-echo/head_shares=echo",
             "local:6"]  # fmt: skip
 
 

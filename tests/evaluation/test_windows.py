@@ -190,7 +190,7 @@ def test_a_profile_of_one_setting_or_of_those_that_are_calibrated(folder, text, 
     assert run(folder, text, tmp_path, "--heavy", 20, "--recent", 20, *options) == 0
     assert run(folder, text, tmp_path, "--compare", "local:0.2,calibrated:0.2", *options) == 0
     contents = measured(tmp_path / "out")
-    of = {name: x["config"]["h2o"].get("shares") for name, x in contents.items()}
+    of = {name: x["config"]["h2o"].get("head_shares") for name, x in contents.items()}
     assert [of["h2o:20+20"], of["local:0.2"]] == [of["calibrated:0.2"], None]
     assert of["calibrated:0.2"]
     code = conftest.exit_code(run, folder, text, tmp_path, "--compare", "local:0.2", *options)

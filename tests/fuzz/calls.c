@@ -39,7 +39,7 @@ static int64_t letter_size(const h2o_dims *d, char letter) {
         return d->S * d->G;
     case '+':
         return d->G + 1;
-    case 'K': /* bytes of a quantised key, and of a value */
+    case 'K': /* bytes of a quantized key, and of a value */
         return h2o_row_bytes(H2O_Q8, d->D);
     case 'V':
         return h2o_row_bytes(d->D % H2O_GROUP ? H2O_Q8 : H2O_Q4, d->D);
@@ -208,10 +208,10 @@ static h2o_slots choose_slots(bench *w, bool weighted) {
         .values = choose_tensor(w, "values", others, type),
         .scores = choose_tensor(w, "scores", numbers, H2O_F32),
         .positions = choose_tensor(w, "positions", numbers, H2O_I32),
-        .free = choose_tensor(w, "free", "BG", H2O_I32),
-        .lengths = choose_tensor(w, "lengths", "B", H2O_I64),
+        .next_slot = choose_tensor(w, "next_slot", "BG", H2O_I32),
+        .seen_tokens = choose_tensor(w, "seen_tokens", "B", H2O_I64),
         .budget = choose_budget(w),
-        .lost = choose_tensor(w, "lost", "BG", H2O_F64),
+        .evicted_score = choose_tensor(w, "evicted_score", "BG", H2O_F64),
         .norms = {.name = "norms"},
         .starts = {.name = "starts"},
         .rows = {.name = "rows"},
@@ -219,17 +219,17 @@ static h2o_slots choose_slots(bench *w, bool weighted) {
     if (weighted) s.norms = choose_tensor(w, "norms", numbers, H2O_F32);
     const bool sound = !rarely(in);
     if (uneven) s.starts = choose_starts(w, sound);
-    choose_numbers(w, &s.free, w->dims.S + 1);
-    choose_numbers(w, &s.lengths, 2 * w->dims.S);
+    choose_numbers(w, &s.next_slot, w->dims.S + 1);
+    choose_numbers(w, &s.seen_tokens, 2 * w->dims.S);
     const h2o_view *const p = &s.positions;
-    if (sound && is_countable(&s.lengths, H2O_I64, 1)) {
-        for (int64_t b = 0; b < s.lengths.shape[0]; b++)
-            *(int64_t *)h2o_at(&s.lengths, b, 0, 0) = held;
+    if (sound && is_countable(&s.seen_tokens, H2O_I64, 1)) {
+        for (int64_t b = 0; b < s.seen_tokens.shape[0]; b++)
+            *(int64_t *)h2o_at(&s.seen_tokens, b, 0, 0) = held;
     }
-    if (sound && is_countable(&s.free, H2O_I32, 2)) {
-        for (int64_t b = 0; b < s.free.shape[0]; b++) {
-            for (int64_t g = 0; g < s.free.shape[1]; g++)
-                *(int32_t *)h2o_at(&s.free, b, g, 0) = (int32_t)held;
+    if (sound && is_countable(&s.next_slot, H2O_I32, 2)) {
+        for (int64_t b = 0; b < s.next_slot.shape[0]; b++) {
+            for (int64_t g = 0; g < s.next_slot.shape[1]; g++)
+                *(int32_t *)h2o_at(&s.next_slot, b, g, 0) = (int32_t)held;
         }
     }
     if (sound && uneven && is_countable(p, H2O_I32, 2)) {

@@ -178,7 +178,7 @@ class Decoding:
         ]
 
 
-@pytest.mark.parametrize("chosen", ["h2o", "sinks, mean", "value-weighted", "shares", "int8"])
+@pytest.mark.parametrize("chosen", ["h2o", "sinks, mean", "value-weighted", "head_shares", "int8"])
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 def test_one_captured_pass_of_a_model_serves_a_generation(name, chosen):
     eager, captured = Decoding(name, chosen), Decoding(name, chosen)
@@ -191,7 +191,13 @@ def test_one_captured_pass_of_a_model_serves_a_generation(name, chosen):
 
 @pytest.mark.parametrize(
     ("name", "chosen"),
-    [("llama", "h2o"), ("llama", "shares"), ("llama", "int8"), ("opt", "h2o"), ("gpt_neox", "h2o")],
+    [
+        ("llama", "h2o"),
+        ("llama", "head_shares"),
+        ("llama", "int8"),
+        ("opt", "h2o"),
+        ("gpt_neox", "h2o"),
+    ],
 )
 def test_no_decode_step_waits_for_the_device(name, chosen):
     decoding = Decoding(name, chosen)

@@ -28,17 +28,22 @@ CACHES = {
         "value_weighted": True,
         "score_by": "mean",
     },
-    "shares": {"heavy": 10, "recent": 8, "sinks": 2, "shares": SHARES},
+    "head_shares": {"heavy": 10, "recent": 8, "sinks": 2, "head_shares": SHARES},
     "shares of bytes": {
         "heavy": 0.3,
         "recent": 0.1,
         "min_tokens": 0,
         "budget_unit": "bytes",
-        "shares": SHARES,
+        "head_shares": SHARES,
     },
     "heads": {"heavy": [[3, 9, 5, 1], [4, 4, 8, 2]], "recent": 6},
-    "int8": {"heavy": 10, "recent": 8, "shares": SHARES, "kv_dtype": "int8"},
-    "cache_relative": {"heavy": 10, "recent": 8, "shares": SHARES, "positions": "cache_relative"},
+    "int8": {"heavy": 10, "recent": 8, "head_shares": SHARES, "kv_dtype": "int8"},
+    "cache_relative": {
+        "heavy": 10,
+        "recent": 8,
+        "head_shares": SHARES,
+        "positions": "cache_relative",
+    },
 }
 
 
@@ -47,7 +52,7 @@ def everything(model, folder, profile):
     of the whole model."""
     inputs = batch(prompts(40, 33))
     results = {}
-    shared = {"heavy": 10, "recent": 8, "shares": profile}
+    shared = {"heavy": 10, "recent": 8, "head_shares": profile}
     support = supports(model.config)
     for name, parameters in (CACHES | {"profile": shared}).items():
         if name == "cache_relative" and support.not_cache_relative:
@@ -56,7 +61,7 @@ def everything(model, folder, profile):
         results[name] = greedy(model, inputs, 20, **with_cache(cache)), kept(cache)
     with patched(model, **shared) as patch:  # which knows the model's weights
         results["patched"] = greedy(model, inputs, 20), kept(patch.cache)
-    config = H2OConfig(**CACHES["shares"])
+    config = H2OConfig(**CACHES["head_shares"])
     with simulated(model, config, trace=True) as simulation, torch.no_grad():
         logits = model(**inputs, use_cache=False).logits
     results["simulated"] = logits.argmax(-1), list(map(simulation.evicted_at, simulation.layers()))

@@ -70,8 +70,8 @@ def main(folder):
         own.mkdir()
         results = everything(model, own)
         call = torch.no_grad()(partial(model, prompts(20)[0]))
-        quantised = H2OCache(model.config, heavy=6, recent=6, kv_dtype="int8")
-        results["quantised"] = refused(partial(call, **with_cache(quantised)))
+        quantized = H2OCache(model.config, heavy=6, recent=6, kv_dtype="int8")
+        results["quantized"] = refused(partial(call, **with_cache(quantized)))
         with simulated(model, heavy=6, recent=6):
             results["simulated"] = refused(partial(call, use_cache=False))
         torch.save(results, own / "found.pt")

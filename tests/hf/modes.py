@@ -128,7 +128,7 @@ POLICIES: dict[str, H2OConfig] = {
     "decayed": H2OConfig(heavy=5, recent=4, decay=0.8),
     "value-weighted": H2OConfig(heavy=5, recent=4, value_weighted=True),
     "per layer": H2OConfig(heavy=lambda layer, layers: 2 * (layers - layer), recent=4),
-    "shares": H2OConfig(heavy=6, recent=4, sinks=1, shares=[[1.0]]),
+    "head_shares": H2OConfig(heavy=6, recent=4, sinks=1, head_shares=[[1.0]]),
     "int8": H2OConfig(heavy=5, recent=4, sinks=1, score_by="mean", kv_dtype="int8"),
     "max": H2OConfig(heavy=6, recent=4, sinks=1, score_by="max"),
 }
@@ -138,11 +138,11 @@ POLICIES: dict[str, H2OConfig] = {
 def policy(name: str, model: Any) -> H2OConfig:
     """One of `POLICIES` for a model: shares are given the model's layers and heads."""
     config = POLICIES[name]
-    return config if config.shares is None else replace(config, shares=uneven(model))
+    return config if config.head_shares is None else replace(config, head_shares=uneven(model))
 
 
 def uneven(model: Any) -> list[list[float]]:
-    """Shares [layers, key/value heads] from 0.4 to 2.6, no two neighbours' the same."""
+    """Shares [layers, key/value heads] from 0.4 to 2.6, no two neighbors' the same."""
     layers, heads = layers_and_heads(model)
     return [[0.4 + (5 * row + 7 * head) % 12 / 5 for head in range(heads)] for row in range(layers)]
 

@@ -251,7 +251,7 @@ def test_what_does_not_fit_is_refused():
         h2o.analyze(model, ids, attention_mask=torch.ones(1, 19))
     with pytest.raises(TypeError, match="unknown parameter 'havy'"):
         h2o.analyze(model, ids, havy=3)
-    with pytest.raises(ValueError, match="nothing for h2o to analyse"):
+    with pytest.raises(ValueError, match="nothing for h2o to analyze"):
         h2o.analyze(tiny.model("mistral-window", "sdpa"), ids)
     model.train()
     with pytest.raises(RuntimeError, match="eval"):

@@ -125,9 +125,9 @@ def test_a_profile_of_another_model_is_refused():
 
 
 def _shipped():
-    from h2o.profile import _all_shipped
+    from h2o.profile import _load_shipped
 
-    return _all_shipped()
+    return _load_shipped()
 
 
 @pytest.mark.slow

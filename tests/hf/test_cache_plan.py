@@ -8,7 +8,7 @@ import torch
 from h2o import H2OCache, H2OConfig, UnsupportedError
 from h2o.borrowed import with_cache
 from h2o.hf.cache import cache_plan
-from h2o.hf.cache.cache_plan import plan_of
+from h2o.hf.cache.cache_plan import get_plan
 from tests.hf.tiny import greedy, model, prompts
 
 
@@ -19,9 +19,9 @@ def config():
 
 def test_caches_of_equal_configs_share_a_plan(config):
     h2o_config = H2OConfig(budget=0.2)
-    plan = plan_of(config, config, h2o_config)
-    assert plan_of(config, config, H2OConfig(budget=0.2)) is plan
-    assert plan_of(config, copy.deepcopy(config), h2o_config) is plan
+    plan = get_plan(config, config, h2o_config)
+    assert get_plan(config, config, H2OConfig(budget=0.2)) is plan
+    assert get_plan(config, copy.deepcopy(config), h2o_config) is plan
     caches = [H2OCache(config, h2o_config) for _ in range(2)]
     for first, second in zip(*(cache.layers for cache in caches), strict=True):
         assert first is not second
@@ -48,7 +48,7 @@ def test_one_token_is_not_the_whole_prompt(config, name):
         if name == "heavy":
             fields["recent"] = 1
     tokens = [
-        plan_of(config, config, H2OConfig(**fields)).configs[0].tokens(50)
+        get_plan(config, config, H2OConfig(**fields)).configs[0].tokens(50)
         for fields in (one, whole, one)
     ]
     assert tokens[0] == tokens[2] != tokens[1]
@@ -74,13 +74,13 @@ def test_shares_of_a_users_own_class_are_asked_each_time(config):
         def check_attention(self, attention, layer):
             pass
 
-    caches = [H2OCache(config, heavy=4, recent=4, shares=Shares()) for _ in range(2)]
+    caches = [H2OCache(config, heavy=4, recent=4, head_shares=Shares()) for _ in range(2)]
     assert caches[0].layers[0].config is not caches[1].layers[0].config
 
 
 def test_few_plans_are_remembered(config):
     for heavy in range(1, 3 * cache_plan.REMEMBERED):
-        plan_of(config, config, H2OConfig(heavy=heavy, recent=1))
+        get_plan(config, config, H2OConfig(heavy=heavy, recent=1))
     assert len(cache_plan._recent) == cache_plan.REMEMBERED
 
 

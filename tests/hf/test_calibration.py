@@ -15,7 +15,7 @@ import h2o
 from h2o.calibration import calibrate as module
 from h2o.calibration.allocate import allocate, hull
 from h2o.calibration.head_costs import costs, watch
-from h2o.calibration.refine import around, moved, worth
+from h2o.calibration.refine import around, move_budgets, worth
 from h2o.errors import UserError
 from h2o.model_identity import describe, sample
 from tests.hf import tiny
@@ -156,7 +156,7 @@ def test_worth_is_the_slope_of_the_divergence(name):
 
 def test_steps_move_keys_to_where_they_do_most():
     budgets = np.array([[10.0, 10, 10, 10]])
-    after = moved(budgets, np.full((1, 4), 10), np.array([[4.0, 1, -1, 0]]))
+    after = move_budgets(budgets, np.full((1, 4), 10), np.array([[4.0, 1, -1, 0]]))
     assert after.tolist() == [[20, 10, 5, 5]]
     shares = np.array([[1.0, 1, 0.1, 3]])
     for mean in (8, 9, 20, 60, 99, 100):
@@ -245,10 +245,10 @@ def test_several_texts_and_fewer_windows():
         ("a", 2, 200),
         ("b", 2, 100),
     ]
-    chosen = list(module.windows_of([a, b], WINDOW, 5))
+    chosen = list(module.iterate_windows([a, b], WINDOW, 5))
     assert [x.text for x in chosen] == ["text 0", "text 1", "text 0", "text 1", "text 0"]
     assert torch.equal(chosen[0].ids, a[0, :WINDOW])
-    assert len(list(module.windows_of([a, b], WINDOW, None))) == 6
+    assert len(list(module.iterate_windows([a, b], WINDOW, None))) == 6
 
 
 def test_an_interrupted_run_goes_on(tmp_path):

@@ -57,7 +57,7 @@ def graphs():
     "chosen",
     [
         slow_if(x in ("fractions", "sinks, mean"), x)  # which are numbers to the graph
-        for x in ("fractions", "sinks, mean", "value-weighted", "shares", "int8")
+        for x in ("fractions", "sinks, mean", "value-weighted", "head_shares", "int8")
     ],
 )
 def test_policies_give_the_same_tokens(chosen):

@@ -99,7 +99,7 @@ def test_a_profile_shares_what_goes_by_attention(by_attention):
     ours = shared("qwen3")
     heads = ours.config.num_hidden_layers, ours.config.num_key_value_heads
     shares = torch.linspace(0.5, 1.5, heads[0] * heads[1]).view(heads).tolist()
-    config = H2OConfig(heavy=20, recent=10, sinks=2, shares=shares)
+    config = H2OConfig(heavy=20, recent=10, sinks=2, head_shares=shares)
     alone = H2OCache(ours.config, config)
     with torch.no_grad():
         ours(document, **with_cache(alone))

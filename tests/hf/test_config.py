@@ -147,9 +147,9 @@ def test_calibrated_is_robust_with_a_profile_and_echo_in_prompts():
     profile = Profile.load(PROFILE)
     for budget, of in ((0.2, "keys"), (0.1, "bytes"), (64, "keys")):
         robust, calibrated = H2OConfig.robust(budget, of), H2OConfig.calibrated(budget, profile, of)
-        assert (calibrated.score_by, calibrated.shares) == ("mean-echo", profile)
+        assert (calibrated.score_by, calibrated.head_shares) == ("mean-echo", profile)
         assert calibrated.policy == robust.policy  # the operations go by the mean
-        assert dataclasses.replace(calibrated, score_by="mean", shares=None) == robust
+        assert dataclasses.replace(calibrated, score_by="mean", head_shares=None) == robust
 
 
 def test_a_cache_tells_its_config():
@@ -157,7 +157,7 @@ def test_a_cache_tells_its_config():
     for config_given in (
         H2OConfig(heavy=0.2, recent=4, sinks=2, min_tokens=0, score_by="mean"),
         H2OConfig(heavy=[4, 0.5], recent=[[1, 2], [3, 4]]),
-        H2OConfig(shares=[[1, 2], [3, 4]]),
+        H2OConfig(head_shares=[[1, 2], [3, 4]]),
         H2OConfig.robust(0.2, budget_unit="bytes"),
     ):
         cache = H2OCache(config, config_given)
@@ -175,5 +175,5 @@ def test_the_budget_of_a_cache_is_shown():
         "H2OCache(heavy=0.3, recent=0.1, sinks=4, score_by='mean', value_weighted=True, "
         "kv_dtype='int8', budget_unit='bytes', layers=2)"
     )
-    shared = repr(H2OCache(config, shares=[[1, 2], [3, 4]]))
-    assert shared == "H2OCache(heavy=0.1, recent=0.1, shares=..., layers=2)"
+    shared = repr(H2OCache(config, head_shares=[[1, 2], [3, 4]]))
+    assert shared == "H2OCache(heavy=0.1, recent=0.1, head_shares=..., layers=2)"

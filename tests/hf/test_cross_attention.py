@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from h2o import H2OCache, H2OConfig, UnsupportedError, enable, generate_all, patched, supports
 from h2o.borrowed import CROPS_TO_LENGTH, with_cache
 from h2o.hf.families.layer_kinds import CrossAttentionLayer
-from h2o.hf.store.layer_state import state_of
+from h2o.hf.store.layer_state import layer_state
 from tests.hf.tiny import batch, greedy, model, prompts, shared, with_image
 
 NAME, SMALL, IMAGES = "mllama", {"heavy": 6, "recent": 6}, 1
@@ -60,7 +60,7 @@ def test_saved_loaded_and_forked_it_goes_on_as_before(tmp_path):
     for other in (loaded, once):
         assert greedy(ours, again, 8, **with_cache(other)).tolist() == expected
         for here, there in zip(other.layers, cache.layers, strict=True):
-            one, two = state_of(here).tensors, state_of(there).tensors
+            one, two = layer_state(here).tensors, layer_state(there).tensors
             assert one.keys() == two.keys()
             assert all(torch.equal(one[name], two[name]) for name in one)
     again = {"input_ids": again["input_ids"].repeat(2, 1)}

@@ -25,12 +25,12 @@ from tests.hf.tiny import FAMILIES, LATENT, batch, prompts, shared
 ECHO = {"heavy": 6, "recent": 6, "sinks": 1}
 CACHES = {
     "h2o": {},
-    "shares": {},
+    "head_shares": {},
     "int8": {},
     "fractions": {},
     "cache_relative": {"positions": "cache_relative"},
     "compileable": {},
-    "echo": {"score_by": "mean-echo", "shares": "echo"},
+    "echo": {"score_by": "mean-echo", "head_shares": "echo"},
     "mean-echo": {"score_by": "mean-echo"},
 }
 OTHERS = ["deepseek_v3"] * bool(LATENT) + ["lfm2", "qwen3_next"] * HYBRIDS

@@ -87,8 +87,8 @@ def test_families(name):
 )
 def test_policies(chosen):
     config = POLICIES[chosen]
-    if config.shares is not None:
-        config = replace(config, shares=[[0.4, 1.6], [1.2, 0.8]])
+    if config.head_shares is not None:
+        config = replace(config, head_shares=[[0.4, 1.6], [1.2, 0.8]])
     with there(dtype=torch.bfloat16) as ours:
         cache = H2OCache(ours.config, config)
         converse(ours, cache)
@@ -96,14 +96,14 @@ def test_policies(chosen):
 
 
 @pytest.mark.parametrize(
-    ("shares", "kv_dtype"),
+    ("head_shares", "kv_dtype"),
     [(None, "int8"), ([[0.4, 1.6], [1.2, 0.8]], None)],
-    ids=["even", "shares"],
+    ids=["even", "head_shares"],
 )
 def test_slots_that_grow(shares, kv_dtype):
     """A short prompt under a larger budget, with a trace."""
     with there() as ours:
-        more = {"shares": shares, "kv_dtype": kv_dtype, "trace": shares is None}
+        more = {"head_shares": shares, "kv_dtype": kv_dtype, "trace": shares is None}
         cache = H2OCache(ours.config, heavy=12, recent=12, **more)
         ours(ids(2, 4), **with_cache(cache))
         first = cache.layers[0].slots.keys.shape
@@ -139,7 +139,7 @@ def test_fractions_of_padded_rows_are_read_once():
 
 def test_beams():
     with there() as ours:
-        cache = H2OCache(ours.config, heavy=6, recent=6, shares=[[0.5, 1.5]] * 2)
+        cache = H2OCache(ours.config, heavy=6, recent=6, head_shares=[[0.5, 1.5]] * 2)
         converse(ours, cache)
         cache.reorder_cache(torch.zeros(2, dtype=torch.long))
         ours(ids(2, 1), **with_cache(cache))
@@ -252,5 +252,5 @@ def test_a_device_without_float64():
     with elsewhere("mps"):
         x = torch.ones(1, 2, 1, 8)
         slots = ops.new_slots(x, 5, 2, 2)
-        assert slots.lost.dtype == torch.float32
+        assert slots.evicted_score.dtype == torch.float32
         ops.step(x, x, x, slots)

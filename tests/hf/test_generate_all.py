@@ -31,10 +31,10 @@ CONFIGS = {
     "cache_relative": H2OConfig(heavy=6, recent=6, positions="cache_relative"),
     "int8": H2OConfig(heavy=6, recent=6, kv_dtype="int8"),
     "value norms": H2OConfig(heavy=6, recent=6, value_weighted=True),
-    "uneven heads": H2OConfig(heavy=6, recent=6, shares=[[1.4, 0.6], [0.5, 1.5]]),
+    "uneven heads": H2OConfig(heavy=6, recent=6, head_shares=[[1.4, 0.6], [0.5, 1.5]]),
     "everything": H2OConfig.full(),
     "random": H2OConfig(heavy=6, recent=6, score_by="random", kv_dtype="int8"),
-    "echo": H2OConfig(heavy=6, recent=6, score_by="mean-echo", shares="echo", kv_dtype="int8"),
+    "echo": H2OConfig(heavy=6, recent=6, score_by="mean-echo", head_shares="echo", kv_dtype="int8"),
 }
 
 
@@ -107,7 +107,7 @@ def test_a_step_is_of_the_rows_that_are_not_idle():
     assert batches == [1] * 3 + [3] * 3 + [2] * 4 + [1] * 4
 
 
-def test_sampling_does_not_depend_on_neighbours():
+def test_sampling_does_not_depend_on_neighbors():
     """With processors, penalties and seeds of its own, as after torch.manual_seed alone."""
     ours = model("llama")
     settings = GenerationConfig(

@@ -23,7 +23,7 @@ from h2o import (
 from h2o.borrowed import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS, has_states, kind_of
 from h2o.hf.store import states
-from h2o.hf.store.layer_state import state_of
+from h2o.hf.store.layer_state import layer_state
 from tests.hf.tiny import (
     LATENT_AND_STATES,
     WITH_STATES,
@@ -80,7 +80,7 @@ def prove_stepwise(ours, ids, **settings):
 
 def everything(cache):
     """{layer: {name: tensor}} of keys and states."""
-    return [state_of(layer).tensors for layer in cache.layers]
+    return [layer_state(layer).tensors for layer in cache.layers]
 
 
 def assert_same(one, other):
@@ -368,7 +368,7 @@ def test_layers_without_keys_have_no_share(name):
     assert len(shares) == len(kinds)
     for kind, of_heads in zip(kinds, shares, strict=True):
         assert kind == "h2o" or set(of_heads) == {1.0}
-    cache = H2OCache(ours.config, heavy=0.2, recent=0.2, min_tokens=0, shares=profile)
+    cache = H2OCache(ours.config, heavy=0.2, recent=0.2, min_tokens=0, head_shares=profile)
     greedy(ours, {"input_ids": ids}, 4, **with_cache(cache))
     analysis = analyze(ours, ids[0])
     assert analysis.layers == [i for i, kind in enumerate(kinds) if kind == "h2o"]

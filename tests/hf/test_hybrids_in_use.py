@@ -42,7 +42,7 @@ def test_parts_on_the_disk(name, tmp_path):
         offload_folder=tmp_path / "offloaded",
     )  # fmt: skip
     assert any(parameter.is_meta for parameter in ours.parameters())
-    assert model_identity.of_model(ours) == model_identity.of_model(plain)
+    assert model_identity.model_fingerprint(ours) == model_identity.model_fingerprint(plain)
     inputs, (ids,) = batch(prompts(40, 33)), prompts(30)
     answers = []
     for one in (plain, ours):

@@ -144,7 +144,7 @@ def test_others_are_refused(case, tmp_path):
     wrote, reads = (make() for make in OTHER[case])
     with pytest.raises(ValueError, match="of another model"):
         H2OCache.load(filed(wrote, tmp_path / "file"), reads)
-    assert model_identity.of_model(wrote) != model_identity.of_model(reads)
+    assert model_identity.model_fingerprint(wrote) != model_identity.model_fingerprint(reads)
 
 
 @pytest.mark.parametrize("case", SAME)
@@ -155,7 +155,7 @@ def test_the_same_is_known_again(case, tmp_path):
     assert H2OCache.load(path, reads.config)
     profile_of(wrote).check(reads)
     if case != "in another dtype":
-        assert model_identity.of_model(wrote) == model_identity.of_model(reads)
+        assert model_identity.model_fingerprint(wrote) == model_identity.model_fingerprint(reads)
 
 
 @pytest.mark.parametrize("case", [x for x in OTHER if "merged" not in x])
@@ -170,14 +170,14 @@ def test_profiles_are_held_against_each_layer_as_well():
     """Where a cache was made from a config alone."""
     ours, prompt = adapted(), prompts(20)[0]
     for profile in (profile_of(base()), profile_of(adapted(seed=3))):
-        cache = H2OCache(ours.config, heavy=6, recent=6, shares=profile)
+        cache = H2OCache(ours.config, heavy=6, recent=6, head_shares=profile)
         with pytest.raises(ValueError, match="profile is of another model"), torch.no_grad():
             ours(input_ids=prompt, **with_cache(cache))
-    cache = H2OCache(ours.config, heavy=6, recent=6, shares=profile_of(ours))
+    cache = H2OCache(ours.config, heavy=6, recent=6, head_shares=profile_of(ours))
     with torch.no_grad():
         ours(input_ids=prompt, **with_cache(cache))
     plain = base()
-    cache = H2OCache(plain.config, heavy=6, recent=6, shares=profile_of(ours))
+    cache = H2OCache(plain.config, heavy=6, recent=6, head_shares=profile_of(ours))
     with pytest.raises(ValueError, match="is not at work here"), torch.no_grad():
         plain(prompt, **with_cache(cache))
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not LATENT, reason="a newer transformers caches 
 LENGTHS = (5, 17, 23, 30)
 SMALL = {"heavy": 6, "recent": 6}
 FULL = {"heavy": 10**6}
-SERVED = [name for name in POLICIES if name != "shares"]
+SERVED = [name for name in POLICIES if name != "head_shares"]
 WHOLE = ("deepseek_v2", "youtu")
 """What attention of few heads does, and of many. The other families' latents come to the cache in
 the same shape (`test_what_the_cases_left_out_rest_on`), so a third of the cases is theirs."""
@@ -140,7 +140,7 @@ def test_a_slot_is_one_row_for_all_heads(name):
         assert layer.slots.keys.shape == (1, 1, 13, 24)
         # Each of 37 queries of each head has given out an attention of 1.
         H = ours.config.num_attention_heads
-        total = scores.sum() + layer.slots.lost.sum()
+        total = scores.sum() + layer.slots.evicted_score.sum()
         torch.testing.assert_close(total.item(), 37.0 * H, rtol=1e-4, atol=0)
     report = cache.report()
     assert report.total.bytes_full == 2 * 37 * 24 * 4
@@ -277,7 +277,7 @@ def wrapped(ours):
 
 
 def test_a_projection_that_is_no_plain_matrix(monkeypatch):
-    """A quantised one, or one with an adapter, is asked for its matrix, once."""
+    """A quantized one, or one with an adapter, is asked for its matrix, once."""
     ours, twin, row = model("deepseek_v2"), model("deepseek_v2"), {"input_ids": prompts(30)[0]}
     wrapped(twin)
     monkeypatch.setattr(Wrapped, "asked", 0)
@@ -363,8 +363,8 @@ def test_a_plain_projection_is_read_as_it_is_now(dtype):
         check()
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao quantises weights")
-def test_a_quantised_projection_is_asked_for_its_matrix_once(monkeypatch):
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao quantizes weights")
+def test_a_quantized_projection_is_asked_for_its_matrix_once(monkeypatch):
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     ours, calls = model("deepseek_v2"), []

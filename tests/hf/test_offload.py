@@ -71,7 +71,7 @@ def test_parts_on_the_disk(tmp_path, name):
     (tokens, logits), (expected, wanted) = everything(ours), everything(plain)
     assert tokens == expected
     assert torch.equal(logits, wanted)
-    assert model_identity.of_model(ours) == model_identity.of_model(plain)
+    assert model_identity.model_fingerprint(ours) == model_identity.model_fingerprint(plain)
     (ids,) = prompts(30)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_another_model_on_the_disk_is_another_one(tmp_path):
             device_map=spread(*ALL),
             offload_folder=tmp_path / f"offloaded-{factor}",
         )
-        identities.add(model_identity.of_model(offloaded))
+        identities.add(model_identity.model_fingerprint(offloaded))
     assert len(identities) == 2
 
 

@@ -14,12 +14,12 @@ from h2o import H2OCache, UnsupportedError
 from h2o.borrowed import with_cache
 from h2o.hf.prompt.one_budget import ROOM, OneBudget
 from h2o.hf.prompt.prompt_echo import PromptEcho
-from h2o.hf.store.layer_state import state_of
+from h2o.hf.store.layer_state import layer_state
 from tests.hf.test_compress import positions
 from tests.hf.test_prompt_echo import read
 from tests.hf.tiny import DEVICE, Family, prompts, shared
 
-SMALL = {"heavy": 8, "recent": 4, "sinks": 2, "score_by": "mean-echo", "shares": "echo"}
+SMALL = {"heavy": 8, "recent": 4, "sinks": 2, "score_by": "mean-echo", "head_shares": "echo"}
 PLACES = 8 + 4 + 2
 
 
@@ -42,7 +42,7 @@ def as_if_all_were_held(ours, documents, **parameters):
             caches.append(read(ours, documents, **parameters))
         most.append(max(held))
     for ours_, theirs in zip(*(cache.layers for cache in caches), strict=True):
-        got, wanted = state_of(ours_), state_of(theirs)
+        got, wanted = layer_state(ours_), layer_state(theirs)
         assert got.numbers == wanted.numbers
         torch.testing.assert_close(got.tensors, wanted.tensors, rtol=0, atol=0, equal_nan=True)
     return most

@@ -25,7 +25,7 @@ CONFIGS = {
     "authors": exact(H2OConfig.authors(0.5)),
     "echo": exact(H2OConfig.echo(0.5)),
     "echo, heads alike": H2OConfig(heavy=6, recent=6, score_by="mean-echo"),
-    "echo over all heads": H2OConfig(heavy=6, recent=6, score_by="mean-echo", shares="echo"),
+    "echo over all heads": H2OConfig(heavy=6, recent=6, score_by="mean-echo", head_shares="echo"),
     "int8-int4": H2OConfig(heavy=6, recent=6, kv_dtype="int8-int4"),
 }
 
@@ -69,7 +69,7 @@ def test_generate_records_a_step_once(name, rows):
         cache = H2OCache(ours.config, CONFIGS[name], compileable=True)
         got = greedy(ours, inputs, TOKENS, **with_cache(cache), **compiled)
         assert got.tolist() == expected.tolist()
-    assert len(seen) == GRAPHS * (2 if CONFIGS[name].shares == "echo" else 1)
+    assert len(seen) == GRAPHS * (2 if CONFIGS[name].head_shares == "echo" else 1)
     assert not counters["graph_break"]
 
 

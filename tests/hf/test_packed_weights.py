@@ -116,8 +116,8 @@ def test_what_is_not_packed():
         assert size == 0
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao quantises weights")
-def test_quantised_modules_go_on():
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao quantizes weights")
+def test_quantized_modules_go_on():
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     module, x = one_linear(), torch.randn(1, 48).bfloat16()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from h2o import H2OCache, Profile
 from h2o.borrowed import with_cache
-from h2o.head_budgets import levelled
+from h2o.head_budgets import expand_to_heads
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.model_identity import describe, sample
@@ -84,7 +84,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
         assert calibrated["weights"]
         Profile.from_dict(calibrated).check(models[name])
         torch.testing.assert_close(
-            torch.tensor(calibrated["shares"]),
+            torch.tensor(calibrated["head_shares"]),
             torch.tensor(profiles[name].shares),
             atol=2e-3,
             rtol=0,
@@ -108,11 +108,11 @@ def test_two_processes_hold_the_same_latents(tmp_path):
     for name, cases in expected.items():
         for rank in "01":
             found = torch.load(tmp_path / name / rank / "found.pt")
-            said = {case: found.pop(case) for case in ("quantised", "simulated")}
+            said = {case: found.pop(case) for case in ("quantized", "simulated")}
             if name == "deepseek_v3":
-                assert said == {"quantised": None, "simulated": None}
+                assert said == {"quantized": None, "simulated": None}
             else:
-                assert "leave kv_dtype out" in said["quantised"]
+                assert "leave kv_dtype out" in said["quantized"]
                 assert "without tp_plan" in said["simulated"]
             assert found.keys() == cases.keys()
             for case, (tokens, kept) in cases.items():
@@ -222,14 +222,14 @@ def test_a_model_that_is_cut_but_for_its_attention(last_of_four):
 
 def test_budgets_of_the_heads_that_are_here():
     rows = [[(1, 2), (3, 4), (5, 6), (7, 8)]] * 2
-    assert levelled(rows, 2, (1, 2)) == [[(5, 6), (7, 8)]] * 2
-    assert levelled(rows, 1, (2, 4)) == [[(5, 6)]] * 2
-    assert levelled([[(1, 2)], rows[0]], 2, (0, 2)) == [[(1, 2)] * 2, [(1, 2), (3, 4)]]
-    assert levelled(rows, 4, (1, 2)) == rows  # whole where it computes: not cut by heads
-    assert levelled([[(1, 2)]], 2, (1, 2)) == [[(1, 2)]]
+    assert expand_to_heads(rows, 2, (1, 2)) == [[(5, 6), (7, 8)]] * 2
+    assert expand_to_heads(rows, 1, (2, 4)) == [[(5, 6)]] * 2
+    assert expand_to_heads([[(1, 2)], rows[0]], 2, (0, 2)) == [[(1, 2)] * 2, [(1, 2), (3, 4)]]
+    assert expand_to_heads(rows, 4, (1, 2)) == rows  # whole where it computes: not cut by heads
+    assert expand_to_heads([[(1, 2)]], 2, (1, 2)) == [[(1, 2)]]
     for part in ((0, 1), (0, 4)):
         with pytest.raises(ValueError, match=r"2 key/value heads, .* how much 4 heads may keep"):
-            levelled(rows, 2, part)
+            expand_to_heads(rows, 2, part)
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_forty_tokens_at_four_percent(preset, kv_dtype, long_reader):
     ours, document = long_reader
     uneven = [[3.0, 0.2], [1.0, 0.4], [0.3, 1.2], [2.0, 0.5], [0.4, 1.0], [1.0, 1.0]]
     if preset == "calibrated":
-        config = replace(H2OConfig.robust(0.04), score_by="mean-echo", shares=uneven)
+        config = replace(H2OConfig.robust(0.04), score_by="mean-echo", head_shares=uneven)
     else:
         config = H2OConfig.preset(preset, 0.04)
     config, kept = replace(config, min_tokens=0, kv_dtype=kv_dtype), []
@@ -155,8 +155,8 @@ def test_spans_beyond_the_first_chunk(chunk, pins, more):
 @pytest.mark.parametrize(
     "more",
     [
-        {"score_by": "mean-echo", "shares": "echo"},
-        {"shares": [[0.2, 3.0], [1.0, 0.3]]},
+        {"score_by": "mean-echo", "head_shares": "echo"},
+        {"head_shares": [[0.2, 3.0], [1.0, 0.3]]},
         {"positions": "cache_relative"},
         {"score_by": "max", "decay": 0.9},
         {"decay": 1e-6},
@@ -168,7 +168,7 @@ def test_spans_beyond_the_first_chunk(chunk, pins, more):
 )
 def test_policies(more):
     """In chunks too, and through chat turns, forks, files and a second conversation."""
-    ours = shared("llama") if more.get("shares") != "echo" else deep()
+    ours = shared("llama") if more.get("head_shares") != "echo" else deep()
     cache = H2OCache(ours, **SMALL | more, **PINS, prompt_length=40)
     document, question = prompts(40, 9)
     with torch.no_grad():
@@ -282,7 +282,7 @@ def test_compiled_steps_that_would_have_to_pin():
 
 def test_dropping_early_changes_nothing():
     """While places are dealt by echo, keys that are pinned are not dropped with the others."""
-    echo = {"heavy": 12, "recent": 4, "sinks": 2, "score_by": "mean-echo", "shares": "echo"}
+    echo = {"heavy": 12, "recent": 4, "sinks": 2, "score_by": "mean-echo", "head_shares": "echo"}
     for documents in (prompts(60, 25, 44), prompts(60)):
         held_, of = as_if_all_were_held(deep(), documents, **echo, pinned=[SPAN])
         assert held_ < 0.8 * of
@@ -306,8 +306,8 @@ def test_no_spans_pin_nothing(pins):
     "more",
     [
         {},
-        {"shares": [[0.4, 2.5], [1.0, 0.9]], "decay": 0.9, "kv_dtype": "int8"},
-        {"score_by": "mean-echo", "shares": "echo"},
+        {"head_shares": [[0.4, 2.5], [1.0, 0.9]], "decay": 0.9, "kv_dtype": "int8"},
+        {"score_by": "mean-echo", "head_shares": "echo"},
         {"score_by": "random", "value_weighted": False},
     ],
     ids=str,
@@ -342,7 +342,7 @@ def test_what_is_no_span(wrong):
         ({}, [(2, 12)]),
         ({"heavy": [12, 9]}, [(0, 12)]),
         ({"heavy": 0.2, "recent": 0.1, "min_tokens": 0}, "prompt"),
-        ({"shares": [[0.5, 1.5]] * 2}, [(2, 12)]),
+        ({"head_shares": [[0.5, 1.5]] * 2}, [(2, 12)]),
         ({"heavy": 0, "recent": 9}, [(2, 4)]),
     ],
     ids=str,

@@ -94,7 +94,9 @@ def rows_at_their_ends(monkeypatch):
     return ends
 
 
-@pytest.mark.parametrize("more", [{}, {"shares": [[0.3, 1.7], [1.0, 0.6]]}, {"kv_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "more", [{}, {"head_shares": [[0.3, 1.7], [1.0, 0.6]]}, {"kv_dtype": "int8"}]
+)
 def test_pins_of_requests(more, monkeypatch):
     """Each its own, or those of all; as `generate()` alone."""
     ours, ends = shared("llama"), rows_at_their_ends(monkeypatch)
@@ -161,7 +163,7 @@ def test_requests_that_cannot_be_pinned():
         (result,) = h2o.generate_all(ours, [prompt], **settings, **more)
         assert result.finish_reason == "error"
         assert word in str(result.error)
-    shares = {"shares": [[0.3, 1.7], [1.0, 0.6]], "bytes": 10**6, "rows": None}
+    shares = {"head_shares": [[0.3, 1.7], [1.0, 0.6]], "bytes": 10**6, "rows": None}
     (result,) = h2o.generate_all(ours, [Request(text, pinned=[SPAN])], **settings | shares)
     assert "give rows" in str(result.error)
 

@@ -181,7 +181,7 @@ def test_heads_with_budgets_of_their_own():
 POLICIES = {
     "plain": SMALL,
     "no window": SMALL | {"heavy": 9, "recent": 0, "sinks": 0, "value_weighted": True},
-    "shares": SMALL | {"heavy": 9, "shares": [[0.4, 2.5, 1.0, 0.9]] * 2},
+    "head_shares": SMALL | {"heavy": 9, "head_shares": [[0.4, 2.5, 1.0, 0.9]] * 2},
     "decay": SMALL | {"decay": 0.95},
     "int8": SMALL | {"kv_dtype": "int8", "value_weighted": True},
     "large": SMALL | {"heavy": 40, "recent": 30},
@@ -302,6 +302,6 @@ def test_a_second_reading_goes_by_the_mean():
                 ours, document, H2OConfig(**SMALL | more), readings=2, repeat=[5, 9]
             )
         )
-        for more in ({"score_by": "mean"}, {}, {"shares": "echo"})
+        for more in ({"score_by": "mean"}, {}, {"head_shares": "echo"})
     ]
     assert kept[0] == kept[1] == kept[2]

@@ -23,7 +23,7 @@ POLICIES = {
     "no recent keys": {"heavy": 9, "recent": 0, "score_by": "random"},
     "int8": SMALL | {"kv_dtype": "int8"},
     "by head": SMALL | {"heavy": [2, 9, 3, 7], "recent": lambda layer, layers: [3, 5, 2, 4]},
-    "shares": SMALL | {"heavy": 9, "shares": [[0.4, 2.5, 1.0, 0.9]] * 4},
+    "head_shares": SMALL | {"heavy": 9, "head_shares": [[0.4, 2.5, 1.0, 0.9]] * 4},
 }
 
 
@@ -102,12 +102,12 @@ def test_the_choice_is_uniform():
     assert abs(chi_square - (keys - 1)) < 5 * (2 * (keys - 1)) ** 0.5
     sets = {tuple(sorted(x)) for layer in chosen.tolist() for x in layer}
     assert len(sets) == layers * heads, "two heads never keep the same keys"
-    pairs = Counter((a + 1 == b) for a, b in zip(*_neighbours(chosen), strict=True))
+    pairs = Counter((a + 1 == b) for a, b in zip(*_neighbors(chosen), strict=True))
     wanted = len(sets) * (kept - 1) * part  # a key's follower is kept as often as any
     assert abs(pairs[True] - wanted) < 8 * wanted**0.5
 
 
-def _neighbours(chosen):
+def _neighbors(chosen):
     ordered = chosen.sort(-1).values
     return ordered[..., :-1].flatten().tolist(), ordered[..., 1:].flatten().tolist()
 

@@ -342,10 +342,10 @@ def test_is_initialized(name):
     [
         H2OConfig(heavy=6, recent=6),
         H2OConfig(heavy=6, recent=6, kv_dtype="int8"),
-        H2OConfig(heavy=6, recent=6, shares=[[0.5, 1.5], [1.0, 1.0]]),
-        H2OConfig(heavy=6, recent=6, score_by="mean-echo", shares="echo"),
+        H2OConfig(heavy=6, recent=6, head_shares=[[0.5, 1.5], [1.0, 1.0]]),
+        H2OConfig(heavy=6, recent=6, score_by="mean-echo", head_shares="echo"),
     ],
-    ids=["plain", "int8", "shares", "by rank"],
+    ids=["plain", "int8", "head_shares", "by rank"],
 )
 def test_keys_have_the_shape_of_a_dynamic_cache(config):
     ours, (ids,) = shared("llama"), prompts(20)

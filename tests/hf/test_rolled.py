@@ -258,7 +258,7 @@ def test_half_precision_answers_like_single(dtype):
 def test_per_head_budgets_and_trace():
     ours = model("llama")
     shares = [[1.0, 3.0], [2.0, 1.0]]
-    config = H2OConfig(heavy=20, recent=12, shares=shares, positions="cache_relative")
+    config = H2OConfig(heavy=20, recent=12, head_shares=shares, positions="cache_relative")
     cache = H2OCache(ours.config, config, trace=True)
     greedy(ours, batch(prompts(60, 45)), 20, **with_cache(cache))
     evicted_at = cache.evicted_at(0)

@@ -16,7 +16,7 @@ from h2o import H2OCache, H2OConfig, Profile
 from h2o.borrowed import with_cache
 from h2o.hf.cache import cache_file
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store.layer_state import state_of
+from h2o.hf.store.layer_state import layer_state
 from tests.hf.modes import uneven
 from tests.hf.tiny import greedy, model, prompts
 
@@ -24,10 +24,10 @@ SMALL = {"heavy": 6, "recent": 6}
 STORES = {
     "rectangular": ("llama", {}),
     "fractions": ("llama", {"heavy": 0.2, "recent": 0.1, "min_tokens": 0}),
-    "own budgets": ("qwen2", {"shares": uneven, "sinks": 1}),
+    "own budgets": ("qwen2", {"head_shares": uneven, "sinks": 1}),
     "by layer and head": ("llama", {"heavy": lambda i, n: [5 + i, 9], "recent": [3, 4]}),
     "int8": ("llama", {"kv_dtype": "int8", "score_by": "mean"}),
-    "int8-int4": ("wide", {"kv_dtype": "int8-int4", "shares": uneven}),
+    "int8-int4": ("wide", {"kv_dtype": "int8-int4", "head_shares": uneven}),
     "bytes": (
         "wide",
         {"heavy": 0.3, "recent": 0.2, "min_tokens": 0, "budget_unit": "bytes", "kv_dtype": "int8"},
@@ -35,8 +35,8 @@ STORES = {
     "norms": ("llama", {"value_weighted": True, "decay": 0.9}),
     "max": ("llama", {"score_by": "max"}),
     "cache_relative": ("llama", {"positions": "cache_relative", "sinks": 2}),
-    "rolled, own budgets": ("llama", {"positions": "cache_relative", "shares": uneven}),
-    "trace": ("llama", {"trace": True, "shares": uneven}),
+    "rolled, own budgets": ("llama", {"positions": "cache_relative", "head_shares": uneven}),
+    "trace": ("llama", {"trace": True, "head_shares": uneven}),
     "windows": ("gemma3", {}),
     "windows only": ("mistral-window", {}),
 }
@@ -56,8 +56,8 @@ def opened(name):
         ours = LlamaForCausalLM(config).eval()
     else:
         ours = model(family)
-    if "shares" in parameters:
-        parameters = parameters | {"shares": uneven(ours)}
+    if "head_shares" in parameters:
+        parameters = parameters | {"head_shares": uneven(ours)}
     return ours, parameters
 
 
@@ -75,7 +75,7 @@ def after(document, question):
 def assert_same(one, other):
     """Bit for bit, but for what was allocated and not written."""
     for a, b in zip(one.layers, other.layers, strict=True):
-        (tensors, numbers), (more, others) = state_of(a), state_of(b)
+        (tensors, numbers), (more, others) = layer_state(a), layer_state(b)
         assert numbers == others
         assert tensors.keys() == more.keys()
         for name, x in tensors.items():
@@ -97,9 +97,9 @@ def test_forks_are_independent(store):
         assert greedy(ours, inputs, **with_cache(fork)).tolist() == expected.tolist()
         assert_same(fork, alone)
         assert_same(cache, before)
-    shared = {x.data_ptr() for layer in cache.layers for x in state_of(layer).tensors.values()}
+    shared = {x.data_ptr() for layer in cache.layers for x in layer_state(layer).tensors.values()}
     for layer in forks[0].layers:
-        assert not shared & {x.data_ptr() for x in state_of(layer).tensors.values()}
+        assert not shared & {x.data_ptr() for x in layer_state(layer).tensors.values()}
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -172,12 +172,12 @@ def test_a_file_of_a_profile_and_of_nothing_read(tmp_path):
     ours = model("llama")
     profile = Profile(
         fractions=(0.1, 0.5),
-        shares=(((0.5, 1.5), (1.0, 1.0)), ((1.25, 0.75), (1.0, 1.0))),
+        head_shares=(((0.5, 1.5), (1.0, 1.0)), ((1.25, 0.75), (1.0, 1.0))),
         window=64,
     )
     (ids,) = prompts(40)
     cache = H2OCache(
-        ours.config, heavy=0.2, recent=0.2, min_tokens=0, shares=profile, prompt_length=50
+        ours.config, heavy=0.2, recent=0.2, min_tokens=0, head_shares=profile, prompt_length=50
     )
     cache.save(tmp_path / "empty", ours)
     loaded = H2OCache.load(tmp_path / "empty", ours)
@@ -281,7 +281,7 @@ def test_flipped_bits(written):
         ({"kind": "h2o profile"}, "wanted 'h2o cache'"),
         ({"layers": []}, "has 0 layers, the model 2"),
         ({"layers": [{"seen": 40}] * 2}, "layer 0 was written by another version.*widest"),
-        ({"settings": {"config": {"heavy": 1, "shares": None, "slot": None, "news": 1}}},
+        ({"settings": {"config": {"heavy": 1, "head_shares": None, "slot": None, "news": 1}}},
          "later version of h2o.*news"),
     ],
 )  # fmt: skip
@@ -414,9 +414,9 @@ def test_states_are_whole():
         for layer, old in zip(cache.layers, before, strict=True):
             assert isinstance(layer, H2OLayer)
             changed = {name for name, x in attributes(layer).items() if x is not old[name]}
-            names = {name.partition(".")[0] for name in state_of(layer).tensors}
+            names = {name.partition(".")[0] for name in layer_state(layer).tensors}
             assert "seen" in changed
-            assert changed - anew <= names | set(state_of(layer).numbers)
+            assert changed - anew <= names | set(layer_state(layer).numbers)
 
 
 def attributes(layer):

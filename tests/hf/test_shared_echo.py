@@ -18,7 +18,7 @@ from tests.hf.test_simulation import prove, text
 from tests.hf.tiny import LATENT, batch, greedy, model, needs_compiler, prompts, shared
 from tests.reference.echo import shared_echo
 
-SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "score_by": "mean-echo", "shares": "echo"}
+SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "score_by": "mean-echo", "head_shares": "echo"}
 SMALL |= {"value_weighted": True}
 
 
@@ -44,7 +44,7 @@ def test_what_is_kept(name):
     expected = wanted(ours, document)
     assert positions(read(ours, [document], **SMALL)) == expected
     assert len({len(head) for layer in expected for head in layer}) > 1, "heads never differ"
-    plain = {**SMALL, "shares": None}
+    plain = {**SMALL, "head_shares": None}
     assert positions(read(ours, [document], **plain)) != expected
 
 
@@ -248,9 +248,9 @@ def test_tokens_of_a_prompt_are_taken_back():
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"shares": "best"}, '"shipped" or "echo", not'),
+        ({"head_shares": "best"}, '"shipped" or "echo", not'),
         (SMALL | {"heavy": [[3, 4], [5, 6]]}, "shares divide"),
-        ({"shares": "echo"}, 'shares="echo" goes with score_by="mean-echo"'),
+        ({"head_shares": "echo"}, 'head_shares="echo" goes with score_by="mean-echo"'),
     ],
 )
 def test_refusals(parameters, message):
@@ -261,7 +261,7 @@ def test_refusals(parameters, message):
 def test_the_preset():
     config = H2OConfig.echo(0.2, budget_unit="bytes")
     robust = H2OConfig.robust(0.2, budget_unit="bytes")
-    assert (config.score_by, config.shares) == ("mean-echo", "echo")
+    assert (config.score_by, config.head_shares) == ("mean-echo", "echo")
     assert (config.heavy, config.recent, config.sinks) == (robust.heavy, robust.recent, 4)
 
 

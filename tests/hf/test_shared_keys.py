@@ -32,7 +32,7 @@ SMALL = {"heavy": 6, "recent": 6}
 NAMES = ["gemma3n_text", "gemma4_text"]
 SHARED, PLAIN = 2, 0
 """The layers by h2o: one whose keys layers 4 and 5 attend to, and one with keys of its own."""
-SIMULATED = [name for name in POLICIES if name != "shares"]
+SIMULATED = [name for name in POLICIES if name != "head_shares"]
 
 
 def stepwise(ours, ids, cache, pieces):
@@ -65,7 +65,7 @@ def a_pass(layer, Q, seed, B=2, mask=None):
     return first, later
 
 
-@pytest.mark.parametrize("chosen", [name for name in POLICIES if name != "shares"])
+@pytest.mark.parametrize("chosen", [name for name in POLICIES if name != "head_shares"])
 def test_a_later_layer_sees_what_the_layer_itself_saw(chosen):
     """In a prompt, in steps from before the budget is full until long after, and in chunks."""
     layer = H2OLayer(POLICIES[chosen].for_layer(0, 2), form=SharedForm([1, 2]))

@@ -1,4 +1,4 @@
-"""Key/value heads that share a budget: `shares`, amounts per head, and the memory they take."""
+"""Heads that share a budget: `head_shares`, amounts per head, and the memory they take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, Profile
 from h2o.borrowed import with_cache
-from h2o.head_budgets import LEAST, allotted
+from h2o.head_budgets import LEAST, allocate_tokens
 from h2o.hf.cache import cache_plan
 from h2o.model_identity import describe, sample
 from tests import inputs
@@ -35,7 +35,7 @@ numbers = st.floats(0.01, 100.0)
 )
 def test_parts_of_a_budget(k, rows, least):
     shares = tuple(map(tuple, rows))
-    parts = np.array(allotted(k, shares, least))
+    parts = np.array(allocate_tokens(k, shares, least))
     assert parts.shape == (len(rows), 3)
     assert parts.sum() == k * parts.size
     assert parts.min() >= min(least, k)
@@ -45,14 +45,14 @@ def test_parts_of_a_budget(k, rows, least):
 
 
 def test_parts_go_with_the_shares():
-    assert allotted(100, ((1.0, 3.0),), LEAST) == ((50, 150),)
-    assert allotted(100, ((0.5, 1.5),), LEAST) == ((50, 150),)
-    assert allotted(10, ((1.0, 99.0), (50.0, 50.0)), LEAST) == ((8, 16), (8, 8))
-    assert allotted(5, ((1.0, 99.0),), LEAST) == ((5, 5),)
+    assert allocate_tokens(100, ((1.0, 3.0),), LEAST) == ((50, 150),)
+    assert allocate_tokens(100, ((0.5, 1.5),), LEAST) == ((50, 150),)
+    assert allocate_tokens(10, ((1.0, 99.0), (50.0, 50.0)), LEAST) == ((8, 16), (8, 8))
+    assert allocate_tokens(5, ((1.0, 99.0),), LEAST) == ((5, 5),)
 
 
 @pytest.mark.parametrize(
-    ("shares", "error", "message"),
+    ("head_shares", "error", "message"),
     [
         (0.5, TypeError, "numbers \\[layers, key/value heads\\]"),
         ([0.5, 1.0], TypeError, "numbers \\[layers, key/value heads\\]"),
@@ -65,16 +65,19 @@ def test_parts_go_with_the_shares():
 )
 def test_what_is_no_table_of_shares(shares, error, message):
     with pytest.raises(error, match=message):
-        H2OConfig(heavy=8, recent=8, shares=shares)
+        H2OConfig(heavy=8, recent=8, head_shares=shares)
 
 
 def test_heads_with_amounts_of_their_own_share_nothing():
     shares = [[1.0, 2.0], [3.0, 4.0]]
-    assert H2OConfig(heavy=[8, 9], recent=4, shares=shares).for_layer(1, 2).tokens(100) == (9, 4)
+    assert H2OConfig(heavy=[8, 9], recent=4, head_shares=shares).for_layer(1, 2).tokens(100) == (
+        9,
+        4,
+    )
     for heavy, recent in (([[8, 4], [4, 8]], 4), (8, [4, [2, 6]])):
         with pytest.raises(ValueError, match="give one of the two"):
-            H2OConfig(heavy=heavy, recent=recent, shares=shares)
-    computed = H2OConfig(heavy=lambda layer, layers: [8, 4], recent=4, shares=shares)
+            H2OConfig(heavy=heavy, recent=recent, head_shares=shares)
+    computed = H2OConfig(heavy=lambda layer, layers: [8, 4], recent=4, head_shares=shares)
     with pytest.raises(ValueError, match="give one of the two"):
         computed.for_layer(0, 2)
 
@@ -82,15 +85,15 @@ def test_heads_with_amounts_of_their_own_share_nothing():
 def test_arrays_are_shares_too():
     tables = [TABLE, np.array(TABLE), torch.tensor(TABLE), np.array(TABLE, np.float32)]
     for shares in tables:
-        config = H2OConfig(heavy=12, recent=4, shares=shares)
+        config = H2OConfig(heavy=12, recent=4, head_shares=shares)
         assert config.for_layer(1, 2).head_tokens(100) == H2OConfig(
-            heavy=12, recent=4, shares=TABLE
+            heavy=12, recent=4, head_shares=TABLE
         ).for_layer(1, 2).head_tokens(100)
-    assert hash(H2OConfig(shares=np.array(TABLE))) == hash(H2OConfig(shares=TABLE))
+    assert hash(H2OConfig(head_shares=np.array(TABLE))) == hash(H2OConfig(head_shares=TABLE))
 
 
 def test_a_head_keeps_the_ratio_of_heavy_to_recent():
-    config = H2OConfig(heavy=30, recent=10, sinks=4, shares=[[0.5, 1.5]]).for_layer(0, 1)
+    config = H2OConfig(heavy=30, recent=10, sinks=4, head_shares=[[0.5, 1.5]]).for_layer(0, 1)
     assert config.head_tokens(500) == [(14, 4), (47, 15)]
     assert config.tokens(500) == (30, 10)
 
@@ -98,8 +101,8 @@ def test_a_head_keeps_the_ratio_of_heavy_to_recent():
 def test_shares_for_another_model():
     ours = model("llama")
     with pytest.raises(ValueError, match="shares has 3 rows, but the model has 2 layers"):
-        H2OCache(ours.config, H2OConfig(heavy=8, recent=8, shares=[[1.0, 1.0]] * 3))
-    cache = H2OCache(ours.config, H2OConfig(heavy=8, recent=8, shares=[[1.0, 1.5, 0.5]] * 2))
+        H2OCache(ours.config, H2OConfig(heavy=8, recent=8, head_shares=[[1.0, 1.0]] * 3))
+    cache = H2OCache(ours.config, H2OConfig(heavy=8, recent=8, head_shares=[[1.0, 1.5, 0.5]] * 2))
     with pytest.raises(ValueError, match=r"has 2 key/value heads.*how much 3 heads"):
         ours(torch.arange(9)[None] + 3, **with_cache(cache))
 
@@ -130,7 +133,7 @@ def test_memory_falls_with_the_shares():
     ours, ids = model("llama"), prompts(300)[0]
     held = {}
     for name, shares in {"even": None, "uneven": uneven(ours)}.items():
-        cache = H2OCache(ours.config, H2OConfig(heavy=24, recent=8, shares=shares))
+        cache = H2OCache(ours.config, H2OConfig(heavy=24, recent=8, head_shares=shares))
         ours(ids, **with_cache(cache))
         held[name] = cache.report().total.bytes_held
         sizes = [layer.slots.keys.numel() for layer in cache.layers]
@@ -141,7 +144,7 @@ def test_memory_falls_with_the_shares():
 def test_slots_grow_with_the_text():
     """A budget beyond the prompt is allocated as it is needed, head by head."""
     text = inputs.drifting(4, B=1, H=4, G=2, N=200)
-    cache = new_cache(heavy=60, recent=20, shares=[[0.2, 1.8]])
+    cache = new_cache(heavy=60, recent=20, head_shares=[[0.2, 1.8]])
     sizes = []
     for start, stop in [(0, 10), *((i, i + 1) for i in range(10, 200))]:
         forward(cache, text.cut(start, stop))
@@ -151,7 +154,7 @@ def test_slots_grow_with_the_text():
     for one, two in itertools.pairwise(sizes):
         assert one[0] <= two[0]
         assert one[1] <= two[1]
-    at_once = new_cache(heavy=60, recent=20, shares=[[0.2, 1.8]])
+    at_once = new_cache(heavy=60, recent=20, head_shares=[[0.2, 1.8]])
     feed(at_once, text, [10, *[1] * 190])
     assert torch.equal(cache.kept(0)[0], at_once.kept(0)[0])
 
@@ -160,7 +163,7 @@ def test_rows_of_their_own_and_batch_operations():
     """Rows have fractions of their own prompts; selecting and repeating rows keeps heads apart."""
     ours = model("llama")
     rows = prompts(40, 64, 23)
-    config = H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, shares=uneven(ours))
+    config = H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, head_shares=uneven(ours))
     cache = H2OCache(ours.config, config)
     greedy(ours, batch(rows), 6, **with_cache(cache))
     cache.batch_select_indices(torch.tensor([2, 0]))
@@ -176,7 +179,7 @@ def test_rows_of_their_own_and_batch_operations():
 def test_from_a_dynamic_cache():
     ours = model("llama")
     ids = prompts(50)[0]
-    config = H2OConfig(heavy=12, recent=6, shares=uneven(ours))
+    config = H2OConfig(heavy=12, recent=6, head_shares=uneven(ours))
     full = DynamicCache(config=ours.config)
     with torch.no_grad():
         ours(ids[:, :40], **with_cache(full))
@@ -188,9 +191,9 @@ def test_from_a_dynamic_cache():
 
 
 def test_a_copy_of_the_config_keeps_its_shares():
-    config = H2OConfig(heavy=12, recent=6, shares=TABLE)
-    assert dataclasses.replace(config, sinks=2).shares == config.shares
-    assert "shares=" in repr(config)
+    config = H2OConfig(heavy=12, recent=6, head_shares=TABLE)
+    assert dataclasses.replace(config, sinks=2).head_shares == config.head_shares
+    assert "head_shares=" in repr(config)
 
 
 def test_a_profile_of_other_weights_is_found_out_in_the_first_pass():
@@ -202,7 +205,7 @@ def test_a_profile_of_other_weights_is_found_out_in_the_first_pass():
     name = next(x for x in of_ours.weights if "layers.1.self_attn" in x)
     other = dataclasses.replace(of_ours, weights={name: [1.0] * 6})
     for profile, refused in ((of_ours, False), (other, True)):
-        cache = H2OCache(ours.config, heavy=6, recent=6, shares=profile)
+        cache = H2OCache(ours.config, heavy=6, recent=6, head_shares=profile)
         with torch.no_grad():
             if refused:
                 with pytest.raises(ValueError, match=f"weights of {name} differ"):
@@ -220,5 +223,5 @@ def test_one_budget_is_foreseen_where_a_config_tells_of_equal_heads():
         assert cache_plan._alike(config, [0])
         config.per_layer_config = None
     config.num_kv_heads = [1, 2]
-    cache = H2OCache(config, heavy=8, recent=4, score_by="mean-echo", shares="echo")
+    cache = H2OCache(config, heavy=8, recent=4, score_by="mean-echo", head_shares="echo")
     assert not cache.layers[0].scorer.one_budget.alike

@@ -27,10 +27,10 @@ FLOORED = {
     "keys": {"heavy": 0.15, "recent": 0.05, "sinks": 2},
     "bytes": {"heavy": 0.05, "recent": 0.02, "budget_unit": "bytes", "kv_dtype": "int8"},
     "lists": {"heavy": [[0.1, 0.5], 0.01], "recent": [0.1, [0.1, 2]]},
-    "shares": {"heavy": 0.3, "recent": 0.1, "shares": UNEVEN},
+    "head_shares": {"heavy": 0.3, "recent": 0.1, "head_shares": UNEVEN},
     "local": {"heavy": 0, "recent": 0.1},
     "heavy only": {"heavy": 0.1, "recent": 0},
-    "echo": {"heavy": 0.3, "recent": 0.06, "score_by": "mean-echo", "shares": "echo"},
+    "echo": {"heavy": 0.3, "recent": 0.06, "score_by": "mean-echo", "head_shares": "echo"},
     "compileable": {"heavy": 0.1, "recent": 0.1},
 }
 
@@ -81,7 +81,7 @@ def test_the_floor_in_numbers():
         H2OConfig(min_tokens=0.5)
 
 
-@pytest.mark.parametrize("kind", ["keys", "lists", "shares", "echo"])
+@pytest.mark.parametrize("kind", ["keys", "lists", "head_shares", "echo"])
 def test_rows_are_as_alone(kind):
     """In one batch with rows that are shorter and longer than the floor, by all ways of asking."""
     ours, rows = model("llama"), prompts(90, 30, 5)
@@ -187,7 +187,7 @@ def test_one_number_is_a_share_of_the_bytes_or_a_number_of_tokens():
         {"score_by": "sum"},
         {"kv_dtype": None},
         {"value_weighted": False},
-        {"shares": None},
+        {"head_shares": None},
         {"sinks": 0},
         {"budget_unit": "keys"},
     ],
@@ -241,11 +241,11 @@ def test_what_one_number_stands_for(monkeypatch):
     """Echo; alike for heads where there are few; robust where positions are not rotary."""
     assert H2OConfig.recommended(0.1) == H2OConfig.echo(0.1, budget_unit="bytes")
     assert H2OConfig.recommended(64) == H2OConfig.echo(64)
-    assert H2OCache(shared("llama"), budget=0.1).config.shares == "echo"
+    assert H2OCache(shared("llama"), budget=0.1).config.head_shares == "echo"
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 16)
     monkeypatch.setattr(cache_plan, "_recent", [])
     cache = H2OCache(shared("llama"), budget=0.1)
-    assert (cache.config.shares, cache.config.score_by) == (None, "mean-echo")
+    assert (cache.config.head_shares, cache.config.score_by) == (None, "mean-echo")
     assert "it has 4 key/value heads" in cache.not_dealt
     assert "it has 4 key/value heads" in h2o.supports(shared("llama")).not_echo
     cache = H2OCache(shared("opt"), budget=0.1)

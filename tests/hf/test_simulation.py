@@ -44,7 +44,7 @@ POLICIES = {
     "full": {"heavy": TEXT, "recent": 0},
     "by-layer": {"heavy": [2, 9, 3, 7], "recent": 3},
     "by-head": {"heavy": [2, 9, 3, 7], "recent": lambda layer, layers: [3, 5, 2, 4]},
-    "shares": {"heavy": 9, "recent": 4, "sinks": 1, "shares": [[0.4, 2.5, 1.0, 0.9]] * 4},
+    "head_shares": {"heavy": 9, "recent": 4, "sinks": 1, "head_shares": [[0.4, 2.5, 1.0, 0.9]] * 4},
     "int8": {"heavy": 5, "recent": 4, "kv_dtype": "int8"},
     "int8 of all": {
         "heavy": 9,
@@ -53,7 +53,7 @@ POLICIES = {
         "score_by": "mean",
         "value_weighted": True,
         "kv_dtype": "int8",
-        "shares": [[0.4, 2.5, 1.0, 0.9]] * 4,
+        "head_shares": [[0.4, 2.5, 1.0, 0.9]] * 4,
     },
     "max": {"heavy": 6, "recent": 3, "score_by": "max"},
     "decayed-max": {
@@ -62,7 +62,7 @@ POLICIES = {
         "sinks": 1,
         "score_by": "max",
         "decay": 0.97,
-        "shares": [[0.4, 2.5, 1.0, 0.9]] * 4,
+        "head_shares": [[0.4, 2.5, 1.0, 0.9]] * 4,
     },
     "shares, fractions": {
         "heavy": 0.2,
@@ -70,14 +70,14 @@ POLICIES = {
         "min_tokens": 0,
         "score_by": "mean",
         "value_weighted": True,
-        "shares": [[1.5, 0.5, 0.4, 1.1], [0.5, 1.9, 2.0, 1.0]] * 2,
+        "head_shares": [[1.5, 0.5, 0.4, 1.1], [0.5, 1.9, 2.0, 1.0]] * 2,
     },
     "floor": {"heavy": 0.1, "recent": 0.05, "min_tokens": 13, "sinks": 1},
     "floor of heads": {
         "heavy": 0.2,
         "recent": 0.1,
         "min_tokens": 11,
-        "shares": [[1.5, 0.5, 0.4, 1.1], [0.5, 1.9, 2.0, 1.0]] * 2,
+        "head_shares": [[1.5, 0.5, 0.4, 1.1], [0.5, 1.9, 2.0, 1.0]] * 2,
     },
 }
 
@@ -101,8 +101,8 @@ def fitted(settings: dict, model) -> dict:
         chosen["heavy"] = chosen["heavy"][:layers]
     if callable(each := chosen["recent"]):
         chosen["recent"] = [each(layer, layers)[:heads] for layer in range(layers)]
-    if "shares" in chosen:
-        chosen["shares"] = [row[:heads] for row in chosen["shares"][:layers]]
+    if "head_shares" in chosen:
+        chosen["head_shares"] = [row[:heads] for row in chosen["head_shares"][:layers]]
     return chosen
 
 
@@ -164,7 +164,7 @@ def test_equals_the_cache(family, chosen):
     settings = policy(chosen, model)
     base = {"ratio_of": "prompt"} if isinstance(settings["heavy"], float) else {}
     prompt = 40 if base else PROMPT
-    # Both ways' keys differ by float32 rounding, and now and then are quantised apart by it.
+    # Both ways' keys differ by float32 rounding, and now and then are quantized apart by it.
     atol = 2e-2 if "kv_dtype" in settings else 2e-4
     swaps = prove(model, text(), prompt, atol, base=base, **settings)
     if chosen not in ("local", "streaming", "tiny", "one", "full", "large"):

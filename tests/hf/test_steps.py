@@ -124,10 +124,10 @@ def test_a_prompt_takes_memory_in_proportion_to_its_length():
         assert peak_of_prompt(n) < 2 * bytes_in_and_out
 
 
-@pytest.mark.parametrize("shares", [None, "echo"])
+@pytest.mark.parametrize("head_shares", [None, "echo"])
 def test_echo_takes_memory_in_proportion_to_the_length(shares):
     """Its weights would take 134 MB."""
-    by_echo = {"score_by": "mean-echo", "shares": shares}
+    by_echo = {"score_by": "mean-echo", "head_shares": shares}
     peak_of_prompt(256, **by_echo)  # what the first one makes for good
     bytes_in_and_out = 2048 * 64 * 4 * (8 + 2 + 2 + 8)
     assert peak_of_prompt(2048, **by_echo) < 4 * bytes_in_and_out

@@ -121,7 +121,9 @@ def test_a_small_budget_keeps_what_the_reference_keeps(name, new, padding):
         for held, judge in zip(cache.kept(0), reference.kept(slots), strict=True):
             np.testing.assert_allclose(held, judge, rtol=0, atol=1e-4)
     assert name == "full" or min(cache.report().layers[0].evicted) > 0
-    np.testing.assert_allclose(cache.layers[0].slots.lost, slots.lost, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        cache.layers[0].slots.evicted_score, slots.evicted_score, rtol=0, atol=1e-4
+    )
 
 
 def test_before_the_first_pass_everything_is_held_without_scores():

@@ -66,7 +66,7 @@ class Family:
     lacks: tuple[str, ...] = ()
     """Modes in which transformers itself fails, with its own cache too."""
     weights: str = ""
-    """How torchao quantises them, "int8" or "int4"; "": not at all."""
+    """How torchao quantizes them, "int8" or "int4"; "": not at all."""
     architecture: str = ""
     """Its class, where AutoModelForCausalLM has none of it."""
 
@@ -481,11 +481,11 @@ def _model(name: str) -> Any:
         if part.endswith(("attn_gate", "mlp_gate")):  # which are 0 until a model is trained
             torch.nn.init.constant_(gate, 0.3)
     if family.weights:
-        quantise(made, family.weights)
+        quantize(made, family.weights)
     return made
 
 
-def quantise(model: Any, weights: str) -> None:
+def quantize(model: Any, weights: str) -> None:
     """The weights of linear layers, with torchao; four bits want them to be multiples of 16."""
     from torchao.prototype.quantization.int4.inference_workflow import (
         PrototypeInt4WeightOnlyConfig,  # which has a layout for the CPU

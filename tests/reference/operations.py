@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from h2o.policy import PAPER, Policy, PolicyFields, one_policy
-from h2o.quantisation import dequantised, stored_like
-from h2o.rotary_embedding import rotated
+from h2o.quantization import dequantize, stored_like
+from h2o.rotary_embedding import rotate_by
 from h2o.sink_logits import softmax
 from h2o.slots import PER_SLOT, new_slots
 
@@ -87,18 +87,18 @@ def attend(
                 store = _store(slots, row, g)
                 held = _held_slots(store)
                 stored_values = store.keys if store.values is None else store.values
-                key = torch.cat([dequantised(store.keys[held], D), key])
-                value = torch.cat([dequantised(stored_values[held], D), value])
+                key = torch.cat([dequantize(store.keys[held], D), key])
+                value = torch.cat([dequantize(stored_values[held], D), value])
                 score = torch.cat([store.scores[held], score])
             key, value, score = (x.double() for x in (key, value, score))
             if rotary is not None:
-                key = rotated(key, rotary[: len(key)].double())
+                key = rotate_by(key, rotary[: len(key)].double())
             group = slice(g * R, (g + 1) * R)
             sinks = None if sink_logits is None else sink_logits[group].double()
             for seen, column in enumerate(new.tolist(), start=len(key) - len(new) + 1):
                 queries = query[b, group, column].double()
                 if rotary is not None:
-                    queries = rotated(queries, rotary[seen - 1].double())
+                    queries = rotate_by(queries, rotary[seen - 1].double())
                 p = _probabilities(queries, key[:seen], scale, softcap, sinks)
                 out[b, column, group] = (p @ value[:seen]).to(out.dtype)
                 received = p.amax(0) if policy.scores_largest else p.sum(0)
@@ -128,7 +128,7 @@ def _probabilities(
 def ranks(slots: Any) -> Tensor:
     """Rank of each key by position among the keys of its head, int32 [B, G, S]; -1: empty slot."""
     ranks = torch.full_like(slots.positions, -1)
-    for b, g in itertools.product(*map(range, slots.free.shape)):
+    for b, g in itertools.product(*map(range, slots.next_slot.shape)):
         held = _held_slots(_store(slots, b, g))
         _store(slots._replace(positions=ranks), b, g).positions[held] = _range_like(held).int()
     return ranks
@@ -150,7 +150,7 @@ def evict(
     values = keys if values is None else values
     for b in range(B):
         new, row = _real_columns(mask, b, Q, keys.device), _row(slots, b)
-        seen = int(slots.lengths[row]) + len(new)
+        seen = int(slots.seen_tokens[row]) + len(new)
         for g in range(G if len(new) else 0):
             heavy, recent = _budget(slots.budget, row, g)
             store = _store(slots, row, g)
@@ -168,13 +168,13 @@ def evict(
             kept, evicted = _choose(
                 positions, rank.tolist(), is_pinned, policy.sinks, heavy, recent
             )
-            slots.lost[row, g] += candidates.scores[evicted].double().sum()
+            slots.evicted_score[row, g] += candidates.scores[evicted].double().sum()
             store.positions[:] = -1
             for name in PER_SLOT:
                 if getattr(store, name) is not None:
                     getattr(store, name)[: len(kept)] = getattr(candidates, name)[kept]
-            slots.free[row, g] = len(kept)
-        slots.lengths[row] = seen
+            slots.next_slot[row, g] = len(kept)
+        slots.seen_tokens[row] = seen
 
 
 def _candidates(
@@ -197,8 +197,8 @@ def _candidates(
 
 
 def _read_back(x: Tensor | None, store: Tensor | None) -> Tensor | None:
-    """[B, G, n, D] as they are read from the store, float32 if it is quantised."""
-    return None if x is None or store is None else dequantised(stored_like(x, store), x.shape[-1])
+    """[B, G, n, D] as they are read from the store, float32 if it is quantized."""
+    return None if x is None or store is None else dequantize(stored_like(x, store), x.shape[-1])
 
 
 def _choose(
@@ -310,13 +310,13 @@ def simulate(
             )  # fmt: skip
             out[b, new] = answer[0]
             scores[b, :, new] = new_scores[0]
-            held = [real[slots.positions[0, g, : slots.free[0, g]].long()] for g in range(G)]
+            held = [real[slots.positions[0, g, : slots.next_slot[0, g]].long()] for g in range(G)]
             for g in range(G):
                 scores[b, g, held[g]] = slots.scores[0, g, : len(held[g])]
             evict(k, v, new_scores, slots, policy=policy)
             for g in range(G):
                 before = torch.cat([held[g], new])
-                after = real[slots.positions[0, g, : slots.free[0, g]].long()]
+                after = real[slots.positions[0, g, : slots.next_slot[0, g]].long()]
                 scores[b, g, after] = slots.scores[0, g, : len(after)]
                 evicted_at[b, g, before[~torch.isin(before, after)]] = int(new[-1]) + 1
     return out, evicted_at, scores
@@ -327,7 +327,7 @@ def kept(slots: Any) -> tuple[Tensor, Tensor]:
 
     K is the largest number held by any row and head; the others are padded with -1 and 0.
     """
-    B, G = slots.free.shape
+    B, G = slots.next_slot.shape
     held = [len(_held_slots(_store(slots, b, g))) for b in range(B) for g in range(G)]
     K = max(held)
     positions = slots.positions.new_full((B, G, K), -1, dtype=torch.int64)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.quantisation import dequantised
+from h2o.quantization import dequantize
 
 B, G = 6, 2
 
@@ -182,7 +182,7 @@ def _hold(text: Text, tokens: int, kv_dtype: str | None) -> ops.Slots:
 def _seen(slots: ops.Slots, text: Text, tokens: int) -> Text:
     """The text with the first tokens' keys and values as slots hold them, in the text's order."""
     D = text.keys.shape[3]
-    rows = (dequantised(x[:, :, :tokens], D).float() for x in (slots.keys, slots.values))
+    rows = (dequantize(x[:, :, :tokens], D).float() for x in (slots.keys, slots.values))
     new = (x[:, :, tokens:].float() for x in text[1:])
     return Text(text.query, *(torch.cat(both, 2) for both in zip(rows, new, strict=True)))
 

@@ -31,13 +31,13 @@ from tests.torch.test_paged_rows import (
 
 CONFIGS = {
     "floats": H2OConfig(
-        heavy=9, recent=3, sinks=2, score_by="mean-echo", value_weighted=True, shares="echo"
+        heavy=9, recent=3, sinks=2, score_by="mean-echo", value_weighted=True, head_shares="echo"
     ),
     "bytes": H2OConfig(
-        heavy=12, recent=4, score_by="mean-echo", shares="echo", kv_dtype="int8-int4"
+        heavy=12, recent=4, score_by="mean-echo", head_shares="echo", kv_dtype="int8-int4"
     ),
     "fractions": H2OConfig(
-        heavy=0.3, recent=0.1, sinks=1, min_tokens=8, score_by="mean-echo", shares="echo"
+        heavy=0.3, recent=0.1, sinks=1, min_tokens=8, score_by="mean-echo", head_shares="echo"
     ),
 }
 

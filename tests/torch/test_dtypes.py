@@ -98,7 +98,7 @@ def test_table(scenario, dtype):
     for call, (positions, scores) in enumerate(talk.kept):
         np.testing.assert_array_equal(positions, want.kept(call)[0])
         np.testing.assert_allclose(scores, want.kept(call)[1], rtol=3e-5, atol=1e-5)
-    np.testing.assert_allclose(talk.slots.lost, want.lost, rtol=3e-5, atol=1e-5)
+    np.testing.assert_allclose(talk.slots.evicted_score, want.evicted_score, rtol=3e-5, atol=1e-5)
 
     plain_out, plain_scores = in_plain_torch(scenario, engine, drawn, want)
     assert_as_good(talk.answer, plain_out, want.out)

@@ -59,7 +59,7 @@ def test_each_head_as_that_head_alone(engine, name):
             np.testing.assert_array_equal(positions[:, g, :K], wanted[:, 0])
             assert_same(scores[:, g, :K], wanted_scores[:, 0])
             assert (positions[:, g, K:] == -1).all()
-        assert_same(talk.slots.lost[:, g], alone.slots.lost[:, 0])
+        assert_same(talk.slots.evicted_score[:, g], alone.slots.evicted_score[:, 0])
 
 
 def test_the_core_keeps_what_the_oracle_keeps():

@@ -72,7 +72,9 @@ def test_conversations_are_those_of_the_oracle(engine, chosen, kv_dtype):
     ):
         np.testing.assert_array_equal(positions, wanted)
         np.testing.assert_allclose(scores, wanted_scores, rtol=3e-5, atol=3e-5)
-    np.testing.assert_allclose(talks[1].slots.lost, talks[0].slots.lost, rtol=3e-5, atol=3e-5)
+    np.testing.assert_allclose(
+        talks[1].slots.evicted_score, talks[0].slots.evicted_score, rtol=3e-5, atol=3e-5
+    )
 
 
 @pytest.mark.parametrize(("engine", "chosen", "kv_dtype"), pairs(ENGINES, CHOSEN, [None, "int8"]))

@@ -49,7 +49,7 @@ def test_ranks_of_rolled_keys_are_of_the_rows_too():
             ops.step(query, key, value, slots, rotary=ops.Rotary(table, ranks))
     assert ranks[1, :, :3].tolist() == [[0, 1, -1]] * 2
     assert (ranks[[0, 2]] == -1).all()
-    assert slots.lengths.tolist() == [0, 2, 0]
+    assert slots.seen_tokens.tolist() == [0, 2, 0]
 
 
 def test_the_torch_backend_takes_what_is_no_row_for_the_nearest():
@@ -61,4 +61,4 @@ def test_the_torch_backend_takes_what_is_no_row_for_the_nearest():
     slots = slots._replace(rows=torch.tensor([-7, 99], dtype=torch.int32))
     out = torch.empty(2, 1, 2, 8)
     operation("step")(query, key, value, None, slots, out, 0.3, 0.0, ops.Policy(), None, None, None)
-    assert slots.lengths.tolist() == [1, 0, 1]
+    assert slots.seen_tokens.tolist() == [1, 0, 1]

@@ -20,7 +20,13 @@ import torch
 from h2o import H2OConfig, ops
 from h2o.hf.store import slot_layout
 from h2o.vllm import metrics
-from h2o.vllm.page_budget import PageBudget, config_of, places_of, with_budget, with_pins
+from h2o.vllm.page_budget import (
+    PageBudget,
+    entry_places,
+    served_budget_config,
+    with_budget,
+    with_pins,
+)
 from h2o.vllm.page_store import PageStore, page_bytes
 from h2o.vllm.paged_rows import Begun, PagedLayer, Request, plan
 from tests import inputs
@@ -76,7 +82,7 @@ def paged(config: H2OConfig, prompt_scores=None) -> PagedLayer:
 
 
 def apart(place: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Uninitialised. Of a device that is not there all tensors begin at one address, so that those
+    """Uninitialized. Of a device that is not there all tensors begin at one address, so that those
     of other places lie elsewhere by their own account."""
     count, before = math.prod(shape), (place + 1) << 22
     return torch.empty(before + count, dtype=dtype)[before:].view(shape)
@@ -359,7 +365,7 @@ def test_evictions_are_counted_where_pages_are_used_again(name):
     traffic(layer, served, seed=3, room=1000)
     slots = [alone(CONFIGS[name], each)[1] for each in served]
     eviction = layer.store.eviction()
-    assert eviction.lost == pytest.approx(sum(float(x.lost.sum()) for x in slots))
+    assert eviction.lost == pytest.approx(sum(float(x.evicted_score.sum()) for x in slots))
     kept = sum(float(x.scores[x.positions >= 0].double().sum()) for x in slots)
     assert eviction.kept == pytest.approx(kept)
 
@@ -524,31 +530,36 @@ def test_a_page_is_as_large_as_its_fields():
 )
 def test_wrong_entries_are_refused(entry, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        config_of(entry)
+        served_budget_config(entry)
 
 
 def test_entries_are_configs():
-    assert config_of({"heavy": 8, "recent": [1, 2]}) == H2OConfig(heavy=8, recent=[1, 2])
-    assert config_of({"preset": "robust", "budget": 64}) == H2OConfig.robust(64)
+    assert served_budget_config({"heavy": 8, "recent": [1, 2]}) == H2OConfig(heavy=8, recent=[1, 2])
+    assert served_budget_config({"preset": "robust", "budget": 64}) == H2OConfig.robust(64)
     chunk = {"preset": "calibrated", "budget": 64, "score_by": "mean", "cut": "chunk"}
     calibrated = H2OConfig.calibrated(64)
-    assert config_of(chunk) == dataclasses.replace(calibrated, score_by="mean")
-    assert config_of({"preset": "calibrated", "budget": 64}).score_by == "mean-echo"
-    assert [places_of(x) for x in ({}, {"whole_prompts": 5}, chunk)] == [2, 5, 0]
+    assert served_budget_config(chunk) == dataclasses.replace(calibrated, score_by="mean")
+    assert served_budget_config({"preset": "calibrated", "budget": 64}).score_by == "mean-echo"
+    assert [entry_places(x) for x in ({}, {"whole_prompts": 5}, chunk)] == [2, 5, 0]
 
 
 def test_one_number_and_the_floor_of_fractions():
     transformers = pytest.importorskip("transformers")
     llama = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     by_echo = {"score_by": "mean-echo"}  # within a head: pages are equal for all layers
-    assert config_of({"budget": 64}, llama) == dataclasses.replace(H2OConfig.robust(64), **by_echo)
-    in_bytes = config_of({"budget": 0.2}, llama)
+    assert served_budget_config({"budget": 64}, llama) == dataclasses.replace(
+        H2OConfig.robust(64), **by_echo
+    )
+    in_bytes = served_budget_config({"budget": 0.2}, llama)
     assert in_bytes == dataclasses.replace(
         H2OConfig.robust(0.2, budget_unit="bytes").for_model(llama), **by_echo
     )
-    assert config_of({"budget": 64, "cut": "chunk"}, llama) == H2OConfig.robust(64)
+    assert served_budget_config({"budget": 64, "cut": "chunk"}, llama) == H2OConfig.robust(64)
     keys = torch.empty(1, 2, 1, 16)
-    for config in (in_bytes, config_of({"heavy": 0.1, "recent": 0.1, "sinks": 4}, llama)):
+    for config in (
+        in_bytes,
+        served_budget_config({"heavy": 0.1, "recent": 0.1, "sinks": 4}, llama),
+    ):
         budget = PageBudget(config, LAYERS, 1000)
         ((heavy, recent),) = budget.by_head(LAYER, keys, 40)
         assert config.sinks + heavy + recent == 128

@@ -51,7 +51,7 @@ def test_pinned_keys_stay(name, heavy):
             held.append(positions.tolist())
             assert all(set(PINNED) <= set(head) for head in held[-1][0])
             assert (scores == torch.inf).sum(-1).tolist() == [[len(PINNED)] * 2]
-        assert slots.lost.isfinite().all()
+        assert slots.evicted_score.isfinite().all()
         kept.append(held)
     assert kept[0] == kept[1]
 

@@ -58,7 +58,9 @@ def assert_same_history(talk: Conversation, wanted: Conversation) -> None:
         np.testing.assert_array_equal(positions, wanted_positions)
         np.testing.assert_allclose(scores, wanted_scores, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(talk.answer, wanted.answer, rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(talk.slots.lost, wanted.slots.lost, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        talk.slots.evicted_score, wanted.slots.evicted_score, rtol=1e-5, atol=1e-5
+    )
 
 
 # ---- Which backend serves ----------------------------------------------------------------------
@@ -335,7 +337,7 @@ def test_a_step_takes_few_operations():
             ops.step(*tokens, slots)
         counts.append(counter.count)
     assert counts[0] <= 70
-    assert counts[1] <= 150, "keys and values are quantised at once"
+    assert counts[1] <= 150, "keys and values are quantized at once"
 
 
 @pytest.mark.parametrize(
@@ -461,8 +463,8 @@ def test_a_step_on_the_cpu_widens_a_few_rows_at_a_time(capacity, dtype, monkeypa
         for x in (slots.keys, slots.values):
             x.normal_()
         slots.positions[..., :9] = torch.arange(9, dtype=torch.int32)
-        slots.free.fill_(9)
-        slots.lengths.fill_(9)
+        slots.next_slot.fill_(9)
+        slots.seen_tokens.fill_(9)
         most.clear()
         with backends.by_torch(), Watcher():
             answers.append(ops.step(*tokens, slots))
@@ -523,8 +525,8 @@ def answered(call: Call, tensor: str, which: int) -> tuple[type[Exception], str]
 @pytest.mark.parametrize(
     ("name", "tensor", "numbers", "text"),
     [
-        ("step", "slots.free", [[2, -1], [3, 3]], r"^slots.free\[0, 1\]: is -1"),
-        ("step", "slots.lengths", [7, -3], r"^slots.lengths\[1\]: is -3"),
+        ("step", "slots.next_slot", [[2, -1], [3, 3]], r"^slots.next_slot\[0, 1\]: is -1"),
+        ("step", "slots.seen_tokens", [7, -3], r"^slots.seen_tokens\[1\]: is -3"),
         ("evict", "slots.budget", [[0, 0], [2, 3]], "sinks \\+ heavy \\+ recent is 0"),
         ("simulate", "prompt", [1, 0], r"^prompt\[1\]: is 0"),
     ],

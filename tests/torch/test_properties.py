@@ -63,7 +63,7 @@ def test_oracle_agrees_with_whole_text_matrices(scenario):
         np.testing.assert_array_equal(positions, want.kept(call)[0])
         np.testing.assert_allclose(scores, want.kept(call)[1], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(talk.answer, want.out, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(talk.slots.lost, want.lost, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(talk.slots.evicted_score, want.evicted_score, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -123,7 +123,7 @@ def test_a_budget_for_everything_is_dense_attention(engine, policy, padding):
         np.testing.assert_allclose(
             talk.answer[b, row], dense[0].transpose(0, 1), rtol=1e-5, atol=1e-5
         )
-    assert not talk.slots.lost.any()
+    assert not talk.slots.evicted_score.any()
     full = Conversation(engine, text, Policy(UNLIMITED, 0), mask=mask, capacity=N)
     assert_same_state(talk, full.feed_all(calls))
     np.testing.assert_array_equal(talk.answer, full.answer)
@@ -144,7 +144,7 @@ def test_every_query_gives_each_of_its_heads_one_unit_of_attention(engine, name)
     for columns in calls:
         talk.feed(columns)
         stop += columns
-        given_out = talk.kept[-1][1].sum(-1, dtype=float) + np.asarray(talk.slots.lost)
+        given_out = talk.kept[-1][1].sum(-1, dtype=float) + np.asarray(talk.slots.evicted_score)
         queries = mask[:, :stop].sum(1, keepdims=True)
         np.testing.assert_allclose(given_out, 3 * queries.repeat(2, 1), rtol=1e-5)
 
@@ -155,7 +155,7 @@ def test_every_query_gives_each_of_its_heads_one_unit_of_attention(engine, name)
     indirect=["engine_of_any_dtype"],
 )
 def test_a_row_in_a_batch_is_the_row_alone(engine_of_any_dtype, padding, name):
-    """To the last bit, whatever its neighbours and wherever its pads."""
+    """To the last bit, whatever its neighbors and wherever its pads."""
     policy, rest = POLICIES[name], [*[1] * 12, 6, 1, 1]
     lengths, Q = [40, 1, 23, 0, 33], 41
     N = Q + sum(rest)
@@ -183,7 +183,7 @@ def test_a_row_in_a_batch_is_the_row_alone(engine_of_any_dtype, padding, name):
             assert (positions[b, :, held:] == -1).all()
         assert_same(batch.answer[b, mask[b]], alone.answer[0], ROUNDING[batch.keys.dtype])
         assert not batch.answer[b, ~mask[b]].any()
-        assert_same(batch.slots.lost[b], alone.slots.lost[0])
+        assert_same(batch.slots.evicted_score[b], alone.slots.evicted_score[0])
 
 
 @pytest.mark.parametrize(

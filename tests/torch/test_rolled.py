@@ -211,7 +211,7 @@ def test_threads_change_nothing():
 
 
 @pytest.mark.parametrize("engine", ENGINES[1:], ids=lambda engine: engine.name)
-def test_quantised_keys(engine):
+def test_quantized_keys(engine):
     """Keys of int8 are rotated as they are read."""
     text = inputs.drifting(8, B=2, H=4, G=2, N=60, D=32)
     calls = [24, *[1] * 20, 7, *[1] * 9]

@@ -1,4 +1,4 @@
-"""Quantised stores: the bytes, what is read from them, and every operation over them."""
+"""Quantized stores: the bytes, what is read from them, and every operation over them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from h2o import ops, quantisation
+from h2o import ops, quantization
 from tests import inputs
 from tests.cases import pairs
 from tests.conversation import Conversation
@@ -48,21 +48,21 @@ def test_the_core_stores_what_the_oracle_stores(kv_dtype, dtype, size):
     x[5, :50] = 0.0
     x = x.to(dtype)
     keys, values = stored(x, kv_dtype)
-    assert torch.equal(keys, quantisation.quantised(x, 8))
-    assert torch.equal(values, quantisation.quantised(x, 8 if kv_dtype == "int8" else 4))
+    assert torch.equal(keys, quantization.quantize(x, 8))
+    assert torch.equal(values, quantization.quantize(x, 8 if kv_dtype == "int8" else 4))
 
 
 @given(arrays(np.float32, (3, 64), elements=floats))
 def test_bytes_of_any_floats(x):
     keys, values = stored(torch.from_numpy(x), "int8-int4")
-    assert torch.equal(keys, quantisation.quantised(torch.from_numpy(x), 8))
-    assert torch.equal(values, quantisation.quantised(torch.from_numpy(x), 4))
+    assert torch.equal(keys, quantization.quantize(torch.from_numpy(x), 8))
+    assert torch.equal(values, quantization.quantize(torch.from_numpy(x), 4))
 
 
 @pytest.mark.parametrize(("bits", "levels"), [(8, 254), (4, 15)])
 def test_what_is_read_back_is_near(bits, levels):
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) * 5 + 2
-    back = quantisation.dequantised(quantisation.quantised(x, bits), 64)
+    back = quantization.dequantize(quantization.quantize(x, bits), 64)
     groups = x.view(200, -1, 64 if bits == 8 else 32)
     width = groups.amax(-1) - groups.amin(-1) if bits == 4 else 2 * groups.abs().amax(-1)
     error = (x - back).view(groups.shape).abs().amax(-1)
@@ -73,14 +73,14 @@ def test_what_is_not_finite_is_read_as_nan():
     x = torch.randn(4, 64)
     x[1, 5], x[2, 40] = torch.inf, torch.nan
     for bits in (8, 4):
-        rows = quantisation.quantised(x, bits)
-        back = quantisation.dequantised(rows, 64)
+        rows = quantization.quantize(x, bits)
+        back = quantization.dequantize(rows, 64)
         assert back[[0, 3]].isfinite().all()
         assert back[1, :32].isnan().all()
         assert back[2, 32:].isnan().all()
     keys, values = stored(x, "int8-int4")
-    assert torch.equal(keys, quantisation.quantised(x, 8))
-    assert torch.equal(values, quantisation.quantised(x, 4))
+    assert torch.equal(keys, quantization.quantize(x, 8))
+    assert torch.equal(values, quantization.quantize(x, 4))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_bytes_that_are_no_rows():
     ):
         ops.step(*(x[:, :, :1],) * 3, short)
     mixed = slots._replace(values=torch.zeros(1, 1, 8, 32))
-    with pytest.raises(TypeError, match="both quantised or none"):
+    with pytest.raises(TypeError, match="both quantized or none"):
         ops.attend(x, x, x, mixed)
     with pytest.raises(ValueError, match='must be None, "int8" or "int8-int4", not \'int3\''):
         ops.new_slots(x, 8, kv_dtype="int3")

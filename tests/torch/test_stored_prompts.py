@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from h2o.vllm.stored_prompts import Reading, StoredPrompts, asked
+from h2o import ops
+from h2o.vllm.page_store import PageStore, page_bytes
+from h2o.vllm.stored_prompts import Reading, StoredPrompts, identify
 
 TOKENS = list(range(100, 140))
 
 
 def of(n: int, prefix: int = 0, salt=None, name: str = "h2o_prefix", **arguments):
     said = {name: prefix} if prefix else {}
-    return asked(TOKENS[:n], prefix, said | arguments, salt)
+    return identify(TOKENS[:n], prefix, said | arguments, salt)
 
 
 def test_what_requests_have_in_common():
@@ -86,3 +89,23 @@ def test_who_leaves_in_the_middle_of_what_is_kept_whole(read, pages):
     prompts.reading["a"] = Reading(of(30, 20), 3, read)
     assert prompts.leave(["a", "b"]) == pages
     assert not prompts.reading
+
+
+def test_keys_that_a_stored_prompt_has_evicted_count_once():
+    """However often it is copied, and when its copies are others' pages."""
+    page = ops.new_slots(torch.empty(1, 2, 1, 8), 5, heavy=2, recent=2)
+    store = PageStore(torch.zeros(4, page_bytes(page), dtype=torch.uint8), page)
+    store.empty(1, [(2, 2)])
+    keys, scores = torch.randn(1, 2, 10, 8), torch.rand(1, 2, 10)
+    rows = [store.rows(torch.tensor([n], dtype=torch.int32)) for n in range(4)]
+    ops.evict(keys, keys, scores, rows[1])
+    evicted = store.eviction().keys
+    assert evicted == 2 * (10 - 4)
+    for other in (2, 3, 2):
+        store.copy(1, other)
+        assert store.eviction().keys == evicted
+    ops.evict(keys[:, :, :1], keys[:, :, :1], scores[:, :, :1], rows[3])
+    assert store.eviction().keys == evicted + 2
+    for gone in (1, 2, 3):
+        store.empty(gone, [(2, 2)])
+        assert store.eviction().keys == evicted + 2

@@ -146,7 +146,7 @@ POLICIES = {
     "bytes": {"preset": "robust", "budget": 0.2, "budget_unit": "bytes"},
     "faded": {"heavy": 10, "recent": 6, "decay": 0.9, "score_by": "max"},
     "of heads": {"heavy": [[4, 12], [9, 3]], "recent": 4, "kv_dtype": "int8"},
-    "shares": {"heavy": 12, "recent": 12, "shares": [[1, 2], [3, 1]]},
+    "head_shares": {"heavy": 12, "recent": 12, "head_shares": [[1, 2], [3, 1]]},
     "echo": {"heavy": 10, "recent": 6, "sinks": 2, "score_by": "mean-echo", "value_weighted": True},
     "shared echo": {"budget": 24},
 }
@@ -174,7 +174,7 @@ def test_prompts_in_chunks_are_cut_at_their_end(entry, llama):
 
 @pytest.mark.parametrize("name", ["cohere", "opt"])
 def test_the_echo_of_prompts_is_that_of_an_h2o_cache(name, tmp_path):
-    """Whose rotary pairs are neighbours, and where there are none."""
+    """Whose rotary pairs are neighbors, and where there are none."""
     model = tiny(name, tmp_path, tie_word_embeddings=True)
     wanted = alone(model, prompts(), H2OConfig(**POLICIES["echo"]))
     with engine(tmp_path, POLICIES["echo"]) as llm:
@@ -262,7 +262,7 @@ def kinds(llm) -> set[str]:
     return names
 
 
-def test_sampled_requests_do_not_depend_on_their_neighbours(llama):
+def test_sampled_requests_do_not_depend_on_their_neighbors(llama):
     folder, _ = llama
     sampling = {"temperature": 1.0, "seed": 5}
     with engine(folder, SMALL) as llm:

@@ -16,7 +16,7 @@ from tests.vllm.engines import alone, prompts, tiny
 from tests.vllm.servers import SMALL, free_port, serving, started, together, with_tokenizer
 
 
-@pytest.mark.parametrize("entry", [{}, {"shares": [[1, 2, 3, 4], [3, 1, 1, 2]]}])
+@pytest.mark.parametrize("entry", [{}, {"head_shares": [[1, 2, 3, 4], [3, 1, 1, 2]]}])
 def test_two_ranks_answer_as_one(entry, tmp_path):
     entry = {"heavy": 12, "recent": 12, **entry}
     model = tiny("llama", tmp_path, num_key_value_heads=4)

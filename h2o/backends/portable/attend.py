@@ -18,7 +18,7 @@ from h2o.backends.portable.slot_rows import Store, products
 from h2o.policy import Policy
 from h2o.sink_logits import softmax
 
-__all__ = ["attend", "capped", "dense", "rows_of"]
+__all__ = ["apply_softcap", "attend", "dense", "rows_per_block"]
 
 BLOCK = 1 << 22
 """Logits that a block of queries makes on the CPU, so that they stay in its caches. Elsewhere eight
@@ -91,14 +91,14 @@ def attend(
         store.write_by_head(slots.scores, torch.maximum(before, old) if largest else before + old)
 
 
-def rows_of(query: Tensor, columns: int) -> int:
+def rows_per_block(query: Tensor, columns: int) -> int:
     """How many of the queries [B, H, Q, D], which see so many columns each, make a block."""
     B, H, Q, _ = query.shape
     logits = BLOCK if query.is_cpu else 8 * BLOCK
     return min(Q, max(FEWEST, logits // (B * H * columns)))
 
 
-def capped(logits: Tensor, softcap: float) -> Tensor:
+def apply_softcap(logits: Tensor, softcap: float) -> Tensor:
     """Logits squeezed into (-softcap, softcap); as they are if that is 0."""
     return torch.tanh(logits / softcap) * softcap if softcap else logits
 
@@ -137,7 +137,7 @@ def dense(
     G = keys.shape[1]
     S = 0 if stored is None else stored.held.shape[2]
     R = H // G
-    rows = rows_of(query, S + Q)
+    rows = rows_per_block(query, S + Q)
     query = query.unflatten(1, (G, R))
     keys = keys.float()
     usable = values.isfinite()
@@ -166,7 +166,7 @@ def dense(
         logits = scaled @ keys[:, :, :stop].mT
         if stored is not None:
             logits = torch.cat([products(scaled, stored.keys.mT), logits], -1)
-        logits = capped(logits, softcap)
+        logits = apply_softcap(logits, softcap)
         hide(logits, -torch.inf)
         sinks = sink_logits
         if sinks is not None:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.backends.portable.ranking import budget_of, highest, rank_keys
+from h2o.backends.portable.ranking import highest, rank_keys, split_budget
 from h2o.backends.portable.slot_rows import Store, row_norms
 from h2o.policy import Policy
-from h2o.quantisation import stored_like
+from h2o.quantization import stored_like
 
 __all__ = ["evict"]
 
@@ -31,7 +31,7 @@ def evict(
     B, G, Q, _ = keys.shape
     values = keys if values is None else values
     store = Store(slots)
-    before = slots.lengths[:, None, None]
+    before = slots.seen_tokens[:, None, None]
     order = torch.arange(Q, device=keys.device)[None]
     tokens = torch.full((1, 1), Q, dtype=torch.long, device=keys.device)
     if mask is not None:
@@ -45,14 +45,14 @@ def evict(
         norms = torch.cat([store.by_head(slots.norms, 0), row_norms(values)], -1)
     all_scores = torch.cat([held_scores, scores], -1) + 0.0  # -0 becomes 0
     seen = before + tokens[..., None]
-    budget = budget_of(slots.budget, policy.sinks)
+    budget = split_budget(slots.budget, policy.sinks)
     ranks = rank_keys(policy, all_scores, positions, norms, seen, budget)
     is_kept = highest(ranks, positions, budget.k)
     lost = all_scores.masked_fill(is_kept | (positions < 0), 0)
     _write_kept(keys, values, slots, store, is_kept, positions, all_scores, norms)
-    slots.lost.add_(lost.sum(-1, dtype=slots.lost.dtype))
-    slots.free.copy_(is_kept.sum(-1))
-    slots.lengths.add_(tokens[:, 0])
+    slots.evicted_score.add_(lost.sum(-1, dtype=slots.evicted_score.dtype))
+    slots.next_slot.copy_(is_kept.sum(-1))
+    slots.seen_tokens.add_(tokens[:, 0])
 
 
 def _write_kept(

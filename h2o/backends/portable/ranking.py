@@ -13,7 +13,7 @@ from torch import Tensor
 
 from h2o.policy import Policy
 
-__all__ = ["Budget", "budget_of", "highest", "lowest", "rank_keys"]
+__all__ = ["Budget", "highest", "lowest", "rank_keys", "split_budget"]
 
 _SPARED = 2**31 - 1
 _NAN = -(2**31)
@@ -28,7 +28,7 @@ class Budget(NamedTuple):
     """int64, sinks + heavy + recent: each part may be "unlimited" by itself"""
 
 
-def budget_of(budget: Tensor, sinks: int) -> Budget:
+def split_budget(budget: Tensor, sinks: int) -> Budget:
     """From [B, 2] or [B, G, 2] int32: heavy, recent."""
     if budget.ndim == 2:
         budget = budget[:, None]

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.backends.portable.attend import capped, dense, rows_of
-from h2o.backends.portable.ranking import Budget, budget_of, highest, lowest, rank_keys
+from h2o.backends.portable.attend import apply_softcap, dense, rows_per_block
+from h2o.backends.portable.ranking import Budget, highest, lowest, rank_keys, split_budget
 from h2o.backends.portable.slot_rows import row_norms
 from h2o.policy import Policy
-from h2o.quantisation import dequantised
+from h2o.quantization import dequantize
 from h2o.sink_logits import softmax
 
 __all__ = ["simulate"]
@@ -82,7 +82,7 @@ def simulate(
     evicted_at.copy_((real * Q)[:, None].expand(B, G, Q))
 
     norms = row_norms(values) if policy.value_weighted else None
-    limits = budget_of(budget, policy.sinks)
+    limits = split_budget(budget, policy.sinks)
     positions = position[:, None].expand(B, G, Q).int()
     in_prompt = positions.masked_fill(~early[:, None], -1)
     ranks = rank_keys(policy, scores, in_prompt, norms, first[..., None], limits)
@@ -96,7 +96,7 @@ def simulate(
     )
     if stored_keys is not None and stored_values is not None:
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
-        keys, values = (dequantised(x, D).gather(2, index) for x in (stored_keys, stored_values))
+        keys, values = (dequantize(x, D).gather(2, index) for x in (stored_keys, stored_values))
         text = text._replace(keys=keys, values=values)
     _one_by_one(text, norms, positions, is_kept, limits)
 
@@ -113,7 +113,7 @@ def _one_by_one(
     _, H, Q, _ = query.shape
     G = keys.shape[1]
     R = H // G
-    rows = rows_of(query, Q)
+    rows = rows_per_block(query, Q)
     sinks = None if sink_logits is None else sink_logits.view(1, G, R, 1)
     query = query.unflatten(1, (G, R))
     keys, values = keys.float(), values.float()
@@ -122,7 +122,7 @@ def _one_by_one(
     for start in range(0, Q, rows):
         stop = min(start + rows, Q)
         scaled = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)
-        logits = capped(scaled @ keys[:, :, :stop].mT, softcap)
+        logits = apply_softcap(scaled @ keys[:, :, :stop].mT, softcap)
         logits = logits.unflatten(2, (R, stop - start)).unbind(3)
         block = []
         near = held[..., :stop]

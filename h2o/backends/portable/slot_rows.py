@@ -1,4 +1,4 @@
-"""`Store`: reads and writes slots by head, in both layouts, and dequantises keys and values.
+"""`Store`: reads and writes slots by head, in both layouts, and dequantizes keys and values.
 
 In a store with `starts` the slots of all heads lie on one axis T. Numbers of slots (scores,
 positions) are small, so they are spread there to [B, G, T], with slots of other heads empty, and a
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.quantisation import codes, dequantised, floats, stored_like
+from h2o.quantization import codes, dequantize, floats, stored_like
 
-__all__ = ["Store", "as_stored", "products", "row_norms"]
+__all__ = ["Store", "products", "quantize_like_slots", "row_norms"]
 
 FEW = 64
 """On a CPU products of up to so many rows with a 16-bit matrix are computed in float32."""
@@ -83,7 +83,7 @@ class Store:
 
     def rows(self, name: str, D: int) -> Tensor:
         """Keys or values [B, G or 1, S, D], floats."""
-        return self.shaped(dequantised(getattr(self.slots, name), D))
+        return self.shaped(dequantize(getattr(self.slots, name), D))
 
     def values(self, D: int) -> Tensor:
         """Values [B, G or 1, S, D], floats: the keys where the slots have none."""
@@ -120,7 +120,7 @@ class Store:
     def answers_stored(self, p: Tensor, D: int) -> Tensor:
         """As `answers`, of the values that the slots hold.
 
-        In a quantised store a scale of NaN marks a row that was not finite, so that only the
+        In a quantized store a scale of NaN marks a row that was not finite, so that only the
         scales have to be searched.
         """
         stored = self.slots.keys if self.slots.values is None else self.slots.values
@@ -199,9 +199,11 @@ class Store:
         x.index_put_(place if self.first is None else place[::2], new)
 
 
-def as_stored(key: Tensor, value: Tensor | None, slots: Any) -> list[tuple[Tensor, Tensor]]:
+def quantize_like_slots(
+    key: Tensor, value: Tensor | None, slots: Any
+) -> list[tuple[Tensor, Tensor]]:
     """Keys and values [B, G, n, D] as the slots hold them, each after the slots' rows of its kind;
-    both at once where they are quantised alike, since that takes fifty operations, however few the
+    both at once where they are quantized alike, since that takes fifty operations, however few the
     rows."""
     if value is None:  # then the slots have none either
         return [(slots.keys, stored_like(key, slots.keys))]
@@ -230,12 +232,12 @@ def products(left: Tensor, right: Tensor, *, exact: bool = False) -> Tensor:
     right, rows = right.flatten(0, 1), left.shape[:-1]
     left = left.reshape(len(right), rows.numel() // len(right), -1)
     if right.is_cpu and right.element_size() == 2 and (exact or left.shape[1] <= FEW):
-        return _widened(left, right).view(*rows, -1)
+        return _widen(left, right).view(*rows, -1)
     right = right.float() if exact else right
     return torch.bmm(left.to(right.dtype), right).view(*rows, -1).float()
 
 
-def _widened(left: Tensor, right: Tensor) -> Tensor:
+def _widen(left: Tensor, right: Tensor) -> Tensor:
     """left float32 [N, M, X] @ right [N, X, Y] in float32, converting part of right at a time."""
     N, X, Y = right.shape
     n = max(1, BLOCK // (X * Y))

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.backends.portable.attend import capped
-from h2o.backends.portable.ranking import budget_of, lowest, rank_keys
-from h2o.backends.portable.slot_rows import Store, as_stored, products, row_norms
+from h2o.backends.portable.attend import apply_softcap
+from h2o.backends.portable.ranking import lowest, rank_keys, split_budget
+from h2o.backends.portable.slot_rows import Store, products, quantize_like_slots, row_norms
 from h2o.policy import Policy
-from h2o.rotary_embedding import rotated
+from h2o.rotary_embedding import rotate_by
 from h2o.sink_logits import softmax
 
 __all__ = ["eager_step", "step", "step_by"]
@@ -42,11 +42,11 @@ def eager_step(
     G = key.shape[1]
     store = Store(slots)
     real = None if mask is None else mask.bool()[..., None]  # [B, 1, 1]
-    lengths = slots.lengths.view(B, 1, 1).int()  # the position of the new token
+    lengths = slots.seen_tokens.view(B, 1, 1).int()  # the position of the new token
     seen = lengths + 1
-    budget = budget_of(slots.budget, policy.sinks)
-    index = store.index_of(slots.free)
-    for rows, new in as_stored(key, value, slots):
+    budget = split_budget(slots.budget, policy.sinks)
+    index = store.index_of(slots.next_slot)
+    for rows, new in quantize_like_slots(key, value, slots):
         store.write_rows(rows, index, new, real)
     store.write(slots.positions, index, lengths, real)
     store.write(slots.scores, index, 0.0, real)
@@ -60,11 +60,11 @@ def eager_step(
     if table is not None and ranks is not None:
         before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] keys held
         store.write(ranks, index, before, real)
-        keys = rotated(keys.float(), table[store.shaped(ranks).clamp(0, len(table) - 1)])
-        queries = rotated(queries, table[before])
+        keys = rotate_by(keys.float(), table[store.shaped(ranks).clamp(0, len(table) - 1)])
+        queries = rotate_by(queries, table[before])
     positions = store.by_head(slots.positions, -1)
     # Scores are to be float32, and so must logits [B, G, R, S] be.
-    logits = capped(products(queries, keys.mT, exact=True) * scale, softcap)
+    logits = apply_softcap(products(queries, keys.mT, exact=True) * scale, softcap)
     sinks = None if sink_logits is None else sink_logits.view(1, G, H // G, 1)
     p = softmax(logits.masked_fill_((positions < 0)[:, :, None], -torch.inf), sinks)
     answer = store.answers_stored(p, D).view(B, 1, H, D)
@@ -83,7 +83,7 @@ def eager_step(
     if real is not None:
         evicts = evicts & real
     score = scores.gather(-1, last)
-    slots.lost.add_(torch.where(evicts, score, 0)[..., 0])
+    slots.evicted_score.add_(torch.where(evicts, score, 0)[..., 0])
     store.write(slots.positions, last, position.masked_fill(evicts, -1))
     if ranks is not None:
         rank = store.read(ranks, last)
@@ -91,8 +91,10 @@ def eager_step(
         store.write_by_head(ranks, after - ((after > rank) & evicts).int())
         store.write(ranks, last, rank.masked_fill(evicts, -1))
     free = torch.where(evicts, store.counted(last), seen)[..., 0]
-    slots.free.copy_(free if real is None else torch.where(real[..., 0], free, slots.free))
-    slots.lengths.add_(1 if real is None else real[:, 0, 0])
+    slots.next_slot.copy_(
+        free if real is None else torch.where(real[..., 0], free, slots.next_slot)
+    )
+    slots.seen_tokens.add_(1 if real is None else real[:, 0, 0])
 
 
 def step_by(compiler: Any) -> Callable[..., None]:
@@ -101,7 +103,7 @@ def step_by(compiler: Any) -> Callable[..., None]:
         return eager_step
 
     # No checks of its own buffers' sizes, a tenth of a small step's time; and what becomes float16
-    # is rounded to it, or scales of quantised rows would not be those that are stored.
+    # is rounded to it, or scales of quantized rows would not be those that are stored.
     inductor = {"size_asserts": False, "emulate_precision_casts": True}
     options = inductor if compiler == "inductor" else None
     return torch.compile(eager_step, backend=compiler, options=options)

@@ -33,12 +33,12 @@ from h2o.hf.layers.layer import H2OLayer
 from h2o.sink_logits import softmax
 
 __all__ = [
+    "find_unsupported",
     "h2o_attention_forward",
     "h2o_mask",
     "looks_back_only",
     "register",
     "switch",
-    "unsupported",
 ]
 
 _FOREIGN = {
@@ -99,10 +99,10 @@ def h2o_attention_forward(
             kwargs.get("position_ids"),
             kwargs.get("use_cache"),
             s_aux,
-            unsupported(module, kwargs, attention_mask, sliding_window, causal),
+            find_unsupported(module, kwargs, attention_mask, sliding_window, causal),
         )
         return layer.attend(call), None
-    if error := _unsupported(module, _foreign(kwargs)):
+    if error := _unsupported_error(module, _foreign(kwargs)):
         raise error
     causal = looks_back_only(module, is_causal)
     mask = _dense_mask(query, key, attention_mask, causal)
@@ -120,7 +120,7 @@ def h2o_attention_forward(
     )  # fmt: skip
 
 
-def unsupported(
+def find_unsupported(
     module: nn.Module,
     kwargs: dict[str, Any],
     attention_mask: Tensor | None,
@@ -151,7 +151,7 @@ def unsupported(
             "attention that looks both ways (an encoder, is_causal=False): nothing can be evicted "
             "that later tokens of the same text still see"
         )
-    return _unsupported(module, feature)
+    return _unsupported_error(module, feature)
 
 
 def _foreign(kwargs: dict[str, Any]) -> str:
@@ -162,7 +162,7 @@ def _foreign(kwargs: dict[str, Any]) -> str:
     return ""
 
 
-def _unsupported(module: nn.Module, feature: str) -> UnsupportedError | None:
+def _unsupported_error(module: nn.Module, feature: str) -> UnsupportedError | None:
     if not feature:
         return None
     return UnsupportedError(f"h2o attention ({type(module).__name__}) does not support {feature}")

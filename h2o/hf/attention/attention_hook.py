@@ -22,7 +22,7 @@ from h2o.hf.attention import attention
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.call.attention_call import Call, as_autocast, as_operand
 from h2o.hf.families.shared_keys import pads_of
-from h2o.hf.families.wrapped import unwrapped
+from h2o.hf.families.wrapped import unwrap
 
 __all__ = ["attending"]
 
@@ -66,7 +66,9 @@ def attending(
         if layer not in layers:
             return full(), None
         causal = attention.looks_back_only(module, is_causal)
-        if error := attention.unsupported(module, kwargs, attention_mask, sliding_window, causal):
+        if error := attention.find_unsupported(
+            module, kwargs, attention_mask, sliding_window, causal
+        ):
             raise error
         mask = None if attention_mask is None else attention_mask.bool()
         tensors = as_autocast(query, key, value)
@@ -74,7 +76,7 @@ def attending(
         logits = scaling, softcap or 0.0, as_operand(kwargs.get("s_aux"))
         return visit(Call(module, layer, *tensors, mask, *logits, dropout, cached, full)), None
 
-    model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
+    model = unwrap(model)  # PEFT and torch.compile leave attention to what they wrap
     shared = _SharedModules(type(model.config.get_text_config(decoder=True)))
     name = f"h2o_simulated:{next(_numbers)}"
     attention.register(name, function)

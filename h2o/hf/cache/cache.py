@@ -28,7 +28,7 @@ from h2o import packages
 from h2o.config import H2OConfig, one_config
 from h2o.errors import UnsupportedError
 from h2o.hf.cache import cache_file
-from h2o.hf.cache.cache_plan import plan_of
+from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.compiled_forward import warn_of_many_graphs
 from h2o.hf.cache.continuation import check_text
 from h2o.hf.cache.from_dynamic_cache import take_over
@@ -41,7 +41,7 @@ from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store import states
 from h2o.hf.store.pass_state import PassState, refuse_broken
 from h2o.hf.store.pins import Pins
-from h2o.hf.support import config_of
+from h2o.hf.support import text_config_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -71,7 +71,7 @@ class H2OCache(ReadableCache):
             from the one that it was.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `budget`, or `heavy`,
             `recent`, `sinks`, `min_tokens`, `score_by`, `decay`, `value_weighted`,
-            `positions`, `shares`, `kv_dtype`, `budget_unit`.
+            `positions`, `head_shares`, `kv_dtype`, `budget_unit`.
         prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only
             needed where fractions meet a prompt that is fed in chunks
             (`generate(prefill_chunk_size=...)`): else the first forward pass is the prompt, and
@@ -105,8 +105,8 @@ class H2OCache(ReadableCache):
         packages.warn_without_core()
         h2o_config = one_config(h2o_config, parameters)
         check_pins(config, pinned)
-        model, config = config, config_of(config)
-        plan = plan_of(model, config, h2o_config)
+        model, config = config, text_config_of(config)
+        plan = get_plan(model, config, h2o_config)
         pass_state = PassState(prompt_length, plan.kinds, plan.last, plan.has_states)
         layers = plan.layers(pass_state, trace=trace, compileable=compileable)
         pass_state.pins = Pins.of(pinned, plan.h2o_config.decay)
@@ -235,7 +235,7 @@ class H2OCache(ReadableCache):
         """
         content, tensors = cache_file.read(Path(path), model)
         loaded = cls(model, **cache_file.arguments(content))
-        where = cache_file.device_of(model) if device is None else device
+        where = cache_file.target_device(model) if device is None else device
         cache_file.fill(loaded.layers, content, {name: x.to(where) for name, x in tensors.items()})
         try:
             loaded._refuse_broken()

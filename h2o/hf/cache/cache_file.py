@@ -25,14 +25,14 @@ from h2o.hf.families import tensor_parallel
 from h2o.hf.layers.captured import CapturedStepper
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.rotary.rope_deltas import RopeDeltas
-from h2o.hf.store.layer_state import State, restore, state_of
+from h2o.hf.store.layer_state import State, layer_state, restore
 from h2o.hf.store.pass_state import PassState
 from h2o.hf.store.pins import Pins
 from h2o.model_identity import describe, difference, record, record_difference
 from h2o.packages import version
 from h2o.profile import Profile
 
-__all__ = ["arguments", "device_of", "fill", "put_pass_state", "read", "write"]
+__all__ = ["arguments", "fill", "put_pass_state", "read", "target_device", "write"]
 
 KIND = "h2o cache"
 LAYOUT = 2
@@ -43,7 +43,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
     """Writes what an `H2OCache` holds; see its `save`."""
     if model is not None and (reason := difference(model, cache.model_shape, {})):
         raise ValueError(f"this cache was made for another model: {reason}")
-    states = [_with_part(state_of(layer), cache, model) for layer in cache.layers]
+    states = [_with_part(layer_state(layer), cache, model) for layer in cache.layers]
     text = json.dumps(
         {
             "kind": KIND,
@@ -82,7 +82,7 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
         OSError: there is no file.
     """
     try:
-        metadata, tensors = _opened(path)
+        metadata, tensors = _open_file(path)
         if "h2o" not in metadata:
             raise ValueError("is a safetensors file, but none of H2OCache.save")
         text = metadata["h2o"]
@@ -112,7 +112,7 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return content, tensors
 
 
-def device_of(model: Any) -> Any:
+def target_device(model: Any) -> Any:
     """The device to load tensors to: the model's, or the CPU for an offloaded model ("meta")."""
     device = torch.device(getattr(model, "device", "cpu"))  # a config has none
     return "cpu" if device.type == "meta" else device
@@ -177,7 +177,7 @@ def _with_part(state: State, cache: Any, model: Any) -> State:
     if model is not None:
         return State(state.tensors, state.numbers | {"part": tensor_parallel.part_of_heads(model)})
     total, held = cache.model_shape.get("num_key_value_heads"), _heads(state.tensors, "")
-    if total not in (None, held) and tensor_parallel.several():
+    if total not in (None, held) and tensor_parallel.is_distributed():
         raise ValueError(
             f"this cache holds {held} of {total} key/value heads, taken over from a DynamicCache, "
             "and does not know which before its first forward pass: give save() the model"
@@ -187,7 +187,7 @@ def _with_part(state: State, cache: Any, model: Any) -> State:
 
 def _heads(tensors: dict[str, Tensor], prefix: str) -> int | None:
     """Number of key/value heads in a layer's slots; None for an empty or sliding-window layer."""
-    free = tensors.get(f"{prefix}slots.free")
+    free = tensors.get(f"{prefix}slots.next_slot")
     return None if free is None else free.shape[1]
 
 
@@ -206,14 +206,14 @@ def _refuse_other_part(
         elif held == describe(model).get("num_key_value_heads"):  # early files have no part
             parts.add(tensor_parallel.WHOLE)
     for part in parts:
-        reason = f"holds the heads of {tensor_parallel.named(part)}"
+        reason = f"holds the heads of {tensor_parallel.describe_part(part)}"
         if not hasattr(model, "config"):
-            if part == tensor_parallel.WHOLE and not tensor_parallel.several():
+            if part == tensor_parallel.WHOLE and not tensor_parallel.is_distributed():
                 continue
             raise ValueError(f"{reason}, and a config does not tell them: give load() the model")
         if (here := tensor_parallel.part_of_heads(model)) != part:
             raise ValueError(
-                f"{reason}, and this is {tensor_parallel.named(here)}: "
+                f"{reason}, and this is {tensor_parallel.describe_part(here)}: "
                 + (
                     "load it in one process, or let each read the text again and save its own heads"
                     if part == tensor_parallel.WHOLE
@@ -223,7 +223,7 @@ def _refuse_other_part(
             )
 
 
-def _opened(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _open_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     path.open("rb").close()  # OSError as everywhere
     try:
         with safe_open(path, framework="pt") as file:
@@ -252,10 +252,10 @@ def _settings(cache: Any) -> dict[str, Any]:
         amounts = [_amounts(getattr(x.config if x else config, name)) for x in h2o_layers]
         alike = len(set(map(repr, amounts))) == 1 and not isinstance(amounts[0], list)
         fields[name] = amounts[0] if alike else amounts
-    shares = fields["shares"]
+    shares = fields["head_shares"]
     if isinstance(shares, LayerShares):
         table = shares.shares
-        fields["shares"] = table.as_dict() if isinstance(table, Profile) else table
+        fields["head_shares"] = table.as_dict() if isinstance(table, Profile) else table
     return {
         "config": fields,
         "trace": first is not None and first.traced,
@@ -276,8 +276,8 @@ def _config(fields: dict[str, Any]) -> H2OConfig:
             "was written with merge, which h2o no longer has. Read the text again with a budget "
             "(H2OConfig.echo) and save it anew"
         )
-    if isinstance(fields["shares"], dict):
-        fields["shares"] = Profile.from_dict(fields["shares"])
+    if isinstance(fields["head_shares"], dict):
+        fields["head_shares"] = Profile.from_dict(fields["head_shares"])
     if fields["slot"] is not None:
         fields["slot"] = tuple(fields["slot"])
     try:
@@ -286,7 +286,7 @@ def _config(fields: dict[str, Any]) -> H2OConfig:
         raise ValueError(f"was written by a later version of h2o ({error})") from error
 
 
-def config_of(cache: Any) -> H2OConfig:
+def stored_config(cache: Any) -> H2OConfig:
     """The config, made for the model, that a cache goes by."""
     return _config(_settings(cache)["config"])
 
@@ -303,5 +303,5 @@ def brief(config: H2OConfig) -> str:
         if isinstance(value, float):
             value = round(value, 6)
         if field.name in ("heavy", "recent") or value != getattr(default, field.name):
-            shown.append((field.name, "..." if field.name == "shares" else repr(value)))
+            shown.append((field.name, "..." if field.name == "head_shares" else repr(value)))
     return ", ".join(f"{name}={value}" for name, value in shown if name != "slot")

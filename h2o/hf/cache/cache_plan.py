@@ -39,7 +39,7 @@ from h2o.hf.support import Traits, rereads_after, setting_reasons, transformers_
 from h2o.model_identity import describe
 from h2o.profile import Profile
 
-__all__ = ["CachePlan", "plan_of"]
+__all__ = ["CachePlan", "get_plan"]
 
 
 class CachePlan:
@@ -158,13 +158,13 @@ _recent: list[tuple[Any, Any, CachePlan]] = []
 whole, since several threads may make caches."""
 
 
-def plan_of(model: Any, config: Any, h2o_config: H2OConfig) -> CachePlan:
+def get_plan(model: Any, config: Any, h2o_config: H2OConfig) -> CachePlan:
     """The plan for a model, which is given itself or by its config, and for the model's config.
 
     Raises: as `CachePlan`, and as `H2OConfig.for_model`.
     """
     global _recent
-    shares = h2o_config.shares
+    shares = h2o_config.head_shares
     if isinstance(shares, Profile) or (isinstance(shares, str) and shares == "shipped"):
         h2o_config = h2o_config.for_model(model)  # which compares weights
     amounts = h2o_config.budget, h2o_config.heavy, h2o_config.recent

@@ -79,7 +79,7 @@ def _lengths(layers: Sequence[Any]) -> Tensor | None:
     """Tokens [B] of each row; None where all layers have a sliding window and do not know them."""
     for layer in layers:
         if isinstance(layer, H2OLayer) and layer.slots is not None:
-            lengths: Tensor = layer.slots.lengths
+            lengths: Tensor = layer.slots.seen_tokens
             return lengths
     return None
 

@@ -43,7 +43,7 @@ class ReadableCache(Cache):
     @property
     def config(self) -> H2OConfig:
         """What it keeps, as made for the model: a cache of the same config keeps the same."""
-        return cache_file.config_of(self)
+        return cache_file.stored_config(self)
 
     def __bool__(self) -> bool:
         """False for Phi-3 and its like: `generate()` leaves out a cache that is true, without a

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o import ops
-from h2o.quantisation import dequantised, stored_like
+from h2o.quantization import dequantize, stored_like
 
 __all__ = [
     "CACHE_HAS_NO_GRADIENT",
@@ -26,7 +26,7 @@ __all__ = [
     "Undifferentiable",
     "as_autocast",
     "as_operand",
-    "as_stored",
+    "round_like_slots",
 ]
 
 
@@ -119,13 +119,13 @@ class NewTokens(NamedTuple):
         return self._replace(query=query, key=key, value=value, mask=mask)
 
 
-def as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
+def round_like_slots(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
     """New tokens as they are read from the slots."""
     if slots.keys.dtype != torch.uint8:
         return tokens
 
     def read_back(x: Tensor | None, store: Tensor | None) -> Tensor | None:
-        return x if x is None else dequantised(stored_like(x, store), x.shape[-1]).to(x.dtype)
+        return x if x is None else dequantize(stored_like(x, store), x.shape[-1]).to(x.dtype)
 
     return tokens._replace(
         key=read_back(tokens.key, slots.keys), value=read_back(tokens.value, slots.values)

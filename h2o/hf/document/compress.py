@@ -54,10 +54,10 @@ def compress_document(
     keys in the model's dtype until the cut.
 
     With two readings a part of the budget goes to the keys that the config's own policy ranks
-    highest after the first reading, in equal parts or by `shares`. The rest goes to those keys, of
-    all layers and heads together, to which any one query and head gave the most attention while
-    repeating. Of the config's recent keys each head keeps at most 4 at the cut, and 8 from then on,
-    when the cache ranks by the largest attention.
+    highest after the first reading, in equal parts or by `head_shares`. The rest goes to those
+    keys, of all layers and heads together, to which any one query and head gave the most attention
+    while repeating. Of the config's recent keys each head keeps at most 4 at the cut, and 8 from
+    then on, when the cache ranks by the largest attention.
 
     Args:
         model: a causal language model of transformers with attn_implementation="h2o".

@@ -17,12 +17,18 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families import tensor_parallel
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.one_budget import Budgets, each_head, parted, positions_in, won
+from h2o.hf.prompt.one_budget import (
+    Budgets,
+    deal_places,
+    each_head,
+    positions_in,
+    reserve_for_heads,
+)
 from h2o.hf.store import slot_layout
 from h2o.hf.store.pins import Pins
 from h2o.policy import Policy
 
-__all__ = ["LATER_RECENT", "RECENT", "pruned"]
+__all__ = ["LATER_RECENT", "RECENT", "prune_cache"]
 
 RECENT = 4
 """The newest keys of each head that the cut keeps whatever their rank."""
@@ -35,7 +41,7 @@ lost 0.406 nats a token, 4 and 8 31 and 0.409, 4 and 4 32 and 0.448, 8 and 4 29 
 """
 
 
-def pruned(
+def prune_cache(
     full_cache: H2OCache,
     cache: H2OCache,
     config: H2OConfig,
@@ -68,16 +74,18 @@ def pruned(
         held = _Held.of(source)
         budgets = _budgets_of(layer, source, held.mask)
         own = [n and n + LATER_RECENT - RECENT for n in pins.counts(len(budgets), config.sinks)]
-        first_budget, left = parted(budgets, config.sinks, config.floor, own, by_attention, RECENT)
+        first_budget, left = reserve_for_heads(
+            budgets, config.sinks, config.floor, own, by_attention, RECENT
+        )
         wanted.append(budgets)
         first.append(first_budget)
         scores = _with_pins(pins, held.mask, scores)
-        kept.append(_kept(held, scores, config.policy, first_budget))
+        kept.append(_keys_to_keep(held, scores, config.policy, first_budget))
         spare.append(left)
     if not layers:
         return cache
     free_slots = [sum(row) for row in zip(*spare, strict=True)]
-    more = won(free_slots, kept, largest)
+    more = deal_places(free_slots, kept, largest)
     for (source, layer), budgets, first_budget, chosen, scores, counts in zip(
         layers, wanted, first, kept, largest, more, strict=True
     ):
@@ -113,14 +121,14 @@ class _Held(NamedTuple):
     def of(cls, layer: H2OLayer) -> _Held:
         names = ("keys", "values") if layer.form.has_values else ("keys",)
         fields = {"positions": -1.0, **dict.fromkeys(names, 0.0)}
-        positions, *rows = slot_layout.held(layer.slots, layer.capacity.sizes, **fields)
+        positions, *rows = slot_layout.gather_held(layer.slots, layer.capacity.sizes, **fields)
         return cls(rows[0], rows[1] if layer.form.has_values else None, positions[:, 0] >= 0)
 
 
 def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
     """As the layer's prompt would get them, with an entry for each head."""
-    heads = source.slots.free.shape[1]
-    rows = prompt_budget.budget_of(
+    heads = source.slots.next_slot.shape[1]
+    rows = prompt_budget.prompt_budget(
         layer.config, layer.pass_state, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
         source.token_size,
     ).by_row  # fmt: skip
@@ -143,7 +151,7 @@ def _set_budgets(slots: ops.Slots, budgets: Budgets) -> None:
     slots.budget.copy_(slots.budget.new_tensor(budgets).squeeze(1))
 
 
-def _kept(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tensor:
+def _keys_to_keep(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tensor:
     """[B, G, K] bool: what evicting by a policy would leave, and what is no key."""
     keys, values, mask = held
     widest = [policy.sinks + max(map(sum, rows)) for rows in zip(*budgets, strict=True)]

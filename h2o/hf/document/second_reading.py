@@ -24,7 +24,7 @@ from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.document_pass import forward
-from h2o.hf.document.pruning import pruned
+from h2o.hf.document.pruning import prune_cache
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.layer_kinds import has_states
 from h2o.hf.layers.layer import H2OLayer
@@ -77,7 +77,7 @@ def read_twice(
     attention = reader.document(config.policy)
     others = _other_layers(reader.cache)
     largest = reader.repetition(request, at_once, others)
-    cache = pruned(reader.cache, empty, config, attention, largest, by_attention)
+    cache = prune_cache(reader.cache, empty, config, attention, largest, by_attention)
     _put_other_layers(cache, others)
     return cache
 
@@ -154,7 +154,7 @@ class _Reader:
                 piece = row[max(0, number * n - OVERLAP) : (number + 1) * n]
                 is_over = number * n >= len(row)
                 pieces.append(row[:0] if is_over else torch.cat([request[0], piece]))
-            self._pass(*_padded(pieces), self.mask)
+            self._pass(*_pad(pieces), self.mask)
             _put_other_layers(self.cache, others)
             self.progress(N + min(N, (number + 1) * max(at_once)), self.columns)
         return self._scores()
@@ -181,10 +181,12 @@ class _Reader:
         forward(self.model, self.cache, ids, mask, before)
 
     def _scores(self) -> list[Tensor]:
-        return [slot_layout.held(x.slots, x.capacity.sizes, scores=0.0)[0] for x in self.layers]
+        return [
+            slot_layout.gather_held(x.slots, x.capacity.sizes, scores=0.0)[0] for x in self.layers
+        ]
 
 
-def _padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Token ids and mask [B, Q] of rows of different lengths, padded on the left."""
     longest = max(map(len, rows))
     ids = torch.stack([nn.functional.pad(x, (longest - len(x), 0)) for x in rows])

@@ -28,14 +28,14 @@ from h2o.hf.families.linear_matrix import made_of_matrix
 __all__ = [
     "Expansion",
     "expands_after_cache",
-    "latents_traced",
+    "latent_refusal",
     "over_latents",
-    "refusal",
+    "trace_latents",
 ]
 
 
 @contextmanager
-def latents_traced(model: nn.Module) -> Iterator[None]:
+def trace_latents(model: nn.Module) -> Iterator[None]:
     """Within the block keys that `expand_kv` makes have the attribute `latent` [B, 1, N, L]."""
 
     def trace(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -125,7 +125,7 @@ def over_latents(call: Any, latent: Tensor) -> tuple[Any, Expansion]:
     return call._replace(query=query, key=rows, value=rows, scale=scale), expansion
 
 
-def refusal(text: Any) -> str | None:
+def latent_refusal(text: Any) -> str | None:
     """Why a model with latent attention, by its text config, cannot be served; or None."""
     if getattr(text, "index_topk", None) is not None:
         return "its latent attention is sparse: an indexer chooses what each query sees"

@@ -1,4 +1,4 @@
-"""The matrix of a linear module, also of one that is quantised, offloaded or has an adapter.
+"""The matrix of a linear module, also of one that is quantized, offloaded or has an adapter.
 
 Such a module is asked for it: what it makes of the unit vectors are its columns. That takes as long
 as hundreds of tokens do, so what is made of the matrix is remembered, beside all that it depends

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from h2o.borrowed import SHARES_KEYS, as_plain_tensors
 
-__all__ = ["Pads", "pads_of", "refusal", "reusing"]
+__all__ = ["Pads", "pads_of", "reusing", "shared_keys_refusal"]
 
 
 def reusing(config: Any) -> dict[int, tuple[int, ...]]:
@@ -30,7 +30,7 @@ def reusing(config: Any) -> dict[int, tuple[int, ...]]:
     return {modes.index((full, "store")): later} if later else {}
 
 
-def refusal(text: Any) -> str | None:
+def shared_keys_refusal(text: Any) -> str | None:
     """Why a model whose text config has `num_kv_shared_layers` cannot be served; or None."""
     modes: Any = ()
     if not SHARES_KEYS or not hasattr(type(text), "kv_sharing_modes"):

@@ -14,7 +14,15 @@ from torch import Tensor, distributed, nn
 
 from h2o import borrowed
 
-__all__ = ["WHOLE", "mesh_of", "named", "over_all_heads", "part", "part_of_heads", "several"]
+__all__ = [
+    "WHOLE",
+    "describe_part",
+    "is_distributed",
+    "mesh_of",
+    "over_all_heads",
+    "part",
+    "part_of_heads",
+]
 
 WHOLE = (0, 1)
 """The part of a model that is in one process: all heads."""
@@ -42,13 +50,13 @@ def _has_layers(module: nn.Module) -> bool:
     return any(hasattr(x, "layer_idx") for x in module.modules() if x is not module)
 
 
-def named(part: tuple[int, int]) -> str:
+def describe_part(part: tuple[int, int]) -> str:
     """A part of the heads by name, for errors."""
     index, parts = part
     return f"tensor parallel rank {index} of {parts}" if parts > 1 else "a whole model"
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Whether this process is one of several."""
     if not distributed.is_available() or not distributed.is_initialized():
         return False
@@ -62,7 +70,7 @@ def mesh_of(module: nn.Module) -> Any:
     That dimension is named "tp", as transformers and accelerate do, or has no name. What FSDP cuts
     is whole when it computes.
     """
-    if not several():
+    if not is_distributed():
         return None
     from torch.distributed.fsdp import FSDPModule  # which a torch without distributed lacks
 

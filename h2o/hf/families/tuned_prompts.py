@@ -10,7 +10,7 @@ from typing import Any
 
 from h2o import borrowed
 from h2o.errors import UnsupportedError
-from h2o.hf.families.wrapped import unwrapped
+from h2o.hf.families.wrapped import unwrap
 
 __all__ = ["check_no_tuned_prompt", "check_passes", "check_pins", "continuing", "virtual_tokens"]
 
@@ -18,7 +18,7 @@ __all__ = ["check_no_tuned_prompt", "check_passes", "check_pins", "continuing", 
 def continuing(model: Any) -> Any:
     """The model that takes what follows on the first forward pass over a prompt: without the
     wrapper that would put its embeddings before the text again."""
-    return unwrapped(model) if virtual_tokens(model) else model
+    return unwrap(model) if virtual_tokens(model) else model
 
 
 def check_passes(model: Any, what: str) -> None:

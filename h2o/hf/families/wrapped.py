@@ -9,10 +9,10 @@ import torch
 from h2o import borrowed
 from h2o.errors import UnsupportedError
 
-__all__ = ["input_device", "unwrapped"]
+__all__ = ["input_device", "unwrap"]
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap(model: Any) -> Any:
     """The model of transformers inside torch.compile's and PEFT's wrappers.
 
     Raises:

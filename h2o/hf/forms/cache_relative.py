@@ -21,9 +21,9 @@ from h2o.borrowed import cache_in
 from h2o.errors import UnsupportedError
 from h2o.hf.call.attention_call import AttentionCall, NewTokens
 from h2o.hf.forms.plain_form import PlainForm
-from h2o.hf.rotary.model_rotary import Rotary, turned
+from h2o.hf.rotary.model_rotary import Rotary, rotate
 from h2o.hf.store import slot_layout
-from h2o.quantisation import dequantised
+from h2o.quantization import dequantize
 
 __all__ = ["CacheRelativeForm", "at_zero", "attend", "ranks"]
 
@@ -48,7 +48,7 @@ class CacheRelativeForm(PlainForm):
         off = self.rotary.off(call.position_ids, query.dtype, layer.layer_idx)
         query, key = self.rotary.halves(query), self.rotary.halves(key)
         if off is not None:
-            query, key = turned(query, off), turned(key, off)
+            query, key = rotate(query, off), rotate(key, off)
         return super().tokens(layer, query, key, value, call)
 
     def attention(
@@ -137,13 +137,13 @@ def attend(
         order = order + held[..., None]
     table = rotary.table(int(order.max()) + 1 if most is None else most, key.device)
     angles = table[order]  # [B or 1, G or 1, Q, 2, F]
-    query = turned(query.unflatten(1, (G, H // G)), angles[:, :, None]).flatten(1, 2)
+    query = rotate(query.unflatten(1, (G, H // G)), angles[:, :, None]).flatten(1, 2)
     if slots is not None:
         at = ranks(slots, sizes).clamp(min=0).long()
         D, dtype = key.shape[-1], key.dtype
-        keys, values = (dequantised(x, D).to(dtype) for x in (slots.keys, slots.values))
-        slots = slots._replace(keys=turned(keys, table[at]), values=values)
-    return ops.attend(query, turned(key, angles), value, slots, mask=mask, **more)
+        keys, values = (dequantize(x, D).to(dtype) for x in (slots.keys, slots.values))
+        slots = slots._replace(keys=rotate(keys, table[at]), values=values)
+    return ops.attend(query, rotate(key, angles), value, slots, mask=mask, **more)
 
 
 def ranks(slots: ops.Slots, sizes: list[int]) -> Tensor:

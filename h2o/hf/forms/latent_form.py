@@ -75,7 +75,7 @@ class LatentForm(PlainForm):
         self._mesh = tensor_parallel.mesh_of(call.module)
         if self._mesh is not None and layer.config.kv_dtype is not None:
             raise UnsupportedError(
-                "h2o does not quantise latents of a model that is cut over processes: leave "
+                "h2o does not quantize latents of a model that is cut over processes: leave "
                 "kv_dtype out"
             )
         if self._rows is None or self._rows.shape[2] != query.shape[2]:
@@ -115,7 +115,7 @@ class LatentForm(PlainForm):
         self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
     ) -> Tensor:
         """Output [B, 1, H, V] of one token, which is stored."""
-        # A quantised store's new rows are read as they are stored, which only a step does.
+        # A quantized store's new rows are read as they are stored, which only a step does.
         many = tokens.query.shape[1] >= MANY and layer.config.kv_dtype is None
         if many or self._mesh is not None:
             attended: Tensor = layer.attend_and_evict(tokens, slots)

@@ -156,7 +156,7 @@ def _step(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any)
 def _chunk(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any) -> Tensor:
     slots, policy = _records(records)
     tokens = NewTokens(query, key, value, **more)
-    lengths = slots.lengths
+    lengths = slots.seen_tokens
     is_prompt = lengths.is_cpu and not lengths.any()  # spares empty slots; a CUDA graph cannot ask
     held = None if is_prompt else slots
     return evicting(lambda: attention(tokens, held, policy), tokens, slots, policy)

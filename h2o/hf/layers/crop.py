@@ -16,7 +16,7 @@ from h2o.borrowed import CROPS_TO_LENGTH
 from h2o.hf.call.attention_call import NewTokens
 from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.store.layer_contents import LayerContents
-from h2o.hf.store.layer_state import keys_of, restore, restore_keys, state_of
+from h2o.hf.store.layer_state import keys_state, layer_state, restore, restore_keys
 
 __all__ = ["CroppableLayer", "LastPass", "columns_left", "crop"]
 
@@ -70,7 +70,7 @@ class LastPass:
 
     def __init__(self, layer: Any, tokens: NewTokens) -> None:
         """Before the pass over these tokens."""
-        self.before = keys_of(layer).each(Tensor.clone)
+        self.before = keys_state(layer).each(Tensor.clone)
         self.tokens = tokens._replace(key=tokens.key.detach())  # without its reference to the layer
 
     def refuse(self, left: int, seen: int) -> None:
@@ -111,7 +111,7 @@ def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
                 "this model's recurrent states are sums over all tokens seen, and none of these "
                 "can be taken out again: fork() the cache before the tokens that may be taken back"
             )
-    before = [(layer, state_of(layer)) for layer in {*h2o_layers, *with_states}]
+    before = [(layer, layer_state(layer)) for layer in {*h2o_layers, *with_states}]
     try:
         for layer in h2o_layers:
             layer.crop(tokens)

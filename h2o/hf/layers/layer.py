@@ -30,7 +30,7 @@ from h2o.hf.call.attention_call import (
     NewTokens,
     Undifferentiable,
     as_autocast,
-    as_stored,
+    round_like_slots,
 )
 from h2o.hf.families import tensor_parallel
 from h2o.hf.forms.plain_form import PlainForm
@@ -41,7 +41,7 @@ from h2o.hf.prompt.one_budget import Budgets, Prompt, positions_in
 from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.hf.store import slot_layout
 from h2o.hf.store.layer_contents import LayerContents
-from h2o.hf.store.layer_state import restore, state_of
+from h2o.hf.store.layer_state import layer_state, restore
 from h2o.hf.store.pass_state import WITHOUT_CACHE, PassState
 from h2o.hf.store.slot_layout import Capacity
 
@@ -110,14 +110,14 @@ class H2OLayer(CroppableLayer):
             self.row_size = last.shape[-1], last.element_size()
         elif rows.shape[0] != self.batch_size:
             self._refuse_rows(rows.shape[0])
-        elif rows.shape[1] != (heads := self.slots.free.shape[1]):
+        elif rows.shape[1] != (heads := self.slots.next_slot.shape[1]):
             raise ValueError(
                 f"this cache holds keys of {heads} heads in layer {self.layer_idx} and was given "
                 f"those of {rows.shape[1]}: it is of another model, or of one that was cut "
                 "over another number of processes"
             )
         elif self.slots.keys.device != rows.device:  # of a file, or the model has moved
-            restore(self, state_of(self).each(lambda x: x.to(rows.device)))
+            restore(self, layer_state(self).each(lambda x: x.to(rows.device)))
         keys = self.form.handed_over(self, key_states, rows)
         self.pass_state.waiting = self.layer_idx
         return keys, value_states
@@ -205,8 +205,8 @@ class H2OLayer(CroppableLayer):
     def _meet(self, module: Any) -> None:
         """Learns at the prompt what the model's attention module says for all passes."""
         self.part = tensor_parallel.part(module)
-        if isinstance(self.config.shares, LayerShares):
-            self.config.shares.check_attention(module)
+        if isinstance(self.config.head_shares, LayerShares):
+            self.config.head_shares.check_attention(module)
 
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
         """The first forward pass, also over keys of a DynamicCache: sets the budgets."""
@@ -214,13 +214,13 @@ class H2OLayer(CroppableLayer):
         unscored = self.slots
         prompt_budget.refuse_chunks(self.config, self.pass_state, self.seen + Q)
         self.pass_state.repeat_to(B)
-        counts = prompt_budget.counted(tokens.mask, B, Q, self.config, self.pass_state)
+        counts = prompt_budget.count_tokens(tokens.mask, B, Q, self.config, self.pass_state)
         if unscored is not None:
-            counts = [x + y for x, y in zip(counts, unscored.lengths.tolist(), strict=True)]
+            counts = [x + y for x, y in zip(counts, unscored.seen_tokens.tolist(), strict=True)]
         pins = self.pass_state.pins
         if self.pass_state.is_first(self.layer_idx):  # which asks for all layers
             prompt_budget.begin_pins(self.pass_state, counts, tokens.mask, Q, self.token_size)
-        budget = prompt_budget.budget_of(
+        budget = prompt_budget.prompt_budget(
             self.config, self.pass_state, counts, G, self.part, self.token_size
         )
         scores_before = None if unscored is None else unscored.scores.clone()
@@ -274,11 +274,13 @@ class H2OLayer(CroppableLayer):
         both."""
 
         def attend() -> tuple[Tensor, Tensor]:
-            read = as_stored(tokens, slots) if tokens.query.shape[2] == 1 else tokens
+            read = round_like_slots(tokens, slots) if tokens.query.shape[2] == 1 else tokens
             out, scores = self.attention(read, slots)
             if self.waits_for_pins:
                 positions, _ = positions_in(tokens.mask, scores)
-                after = (positions + slots.lengths[:, None, None]).masked_fill(positions < 0, -1)
+                after = (positions + slots.seen_tokens[:, None, None]).masked_fill(
+                    positions < 0, -1
+                )
                 scores = self.pass_state.pins.score(scores, after)
             return out, scores
 

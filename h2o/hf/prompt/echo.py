@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from h2o import backends, ops
-from h2o.hf.rotary.model_rotary import turned
+from h2o.hf.rotary.model_rotary import rotate
 from h2o.hf.store import slot_layout
 from h2o.policy import BEFORE
 
@@ -54,10 +54,10 @@ def largest(
         return scores
     by_core = backends.HAS_CORE and backends.serving(keys) is backends.core
     rows = ROWS if by_core else max(1, ENTRIES // max(1, H * n))
-    held = slot_layout.filled(keys[None], None, None, value_weighted=False)
+    held = slot_layout.fill_slots(keys[None], None, None, value_weighted=False)
     for first in range(0, n, rows):
         asked = grouped[:, :, first : first + rows]
-        asked = asked if angles is None else turned(asked, angles)
+        asked = asked if angles is None else rotate(asked, angles)
         near = _nearest(asked, keys[:, first : first + rows + BEFORE], how.scale)
         total = _totals(asked, held, keys[:, :1], how)
         weights = (how.capped(near) - total[..., None]).exp().amax(1)  # [G, rows, BEFORE + 1]

@@ -1,7 +1,7 @@
 """One budget for all heads: a prompt's slots go to the keys of the highest echo, of whichever head.
 
-With `shares="echo"` the places of all layers and heads of a row are dealt together (compare Feng et
-al., "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent keys. What
+With `head_shares="echo"` the places of all layers and heads of a row are dealt together (compare Feng
+et al., "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent keys. What
 all have room for beyond that goes to the keys of the highest echo (`h2o.hf.prompt.prompt_echo`),
 the keys' claims. How many places a head has got is its budget from then on, and the highest ranks
 of the head fill them. A prompt that comes in chunks is its first one here: with that the choice is
@@ -43,10 +43,10 @@ __all__ = [
     "OneBudget",
     "Prompt",
     "Recipient",
+    "deal_places",
     "each_head",
-    "parted",
     "positions_in",
-    "won",
+    "reserve_for_heads",
 ]
 
 Budgets = list[list[tuple[int, int]]]
@@ -130,8 +130,8 @@ class OneBudget:
         """
         if layer.part != tensor_parallel.WHOLE:
             raise UnsupportedError(
-                'shares="echo" does not support a model that is cut over several processes: use '
-                'H2OConfig.robust(budget, budget_unit="bytes")'
+                'head_shares="echo" does not support a model that is cut over several processes: '
+                'use H2OConfig.robust(budget, budget_unit="bytes")'
             )
         new = _Waiting(layer, prompt)
         if layer.layer_idx == self.first:
@@ -153,11 +153,11 @@ class OneBudget:
         self.places = [0] * B
         self.best = [prompt.scores.new_empty(0)] * B
         for config in self.configs.values():
-            budget = prompt_budget.budget_of(
+            budget = prompt_budget.prompt_budget(
                 config, layer.pass_state, prompt.counts, G, layer.part, layer.token_size
             )
             by_row = each_head(budget.by_row, G)
-            _, left = parted(by_row, config.sinks, config.floor, prompt.pinned)
+            _, left = reserve_for_heads(by_row, config.sinks, config.floor, prompt.pinned)
             self.places = [x + y for x, y in zip(self.places, left, strict=True)]
 
     def _drop(self, new: _Waiting) -> None:
@@ -192,12 +192,12 @@ class _Waiting:
         self.layer, self.prompt = layer, prompt
         G, sinks = prompt.scores.shape[1], layer.policy.sinks
         by_row = each_head(prompt.by_row, G)
-        self.floor, self.spare = parted(by_row, sinks, layer.config.floor, prompt.pinned)
+        self.floor, self.spare = reserve_for_heads(by_row, sinks, layer.config.floor, prompt.pinned)
         positions, tokens = positions_in(prompt.mask, prompt.scores)
         self.ranks = _ranks(prompt, positions, tokens, layer.policy)
         assert prompt.claims is not None
         self.claims = prompt.claims
-        self.spared = _spared(positions, tokens, sinks, self.floor)
+        self.spared = _always_kept(positions, tokens, sinks, self.floor)
         self.lowest = self._spare_own()  # [B, G, 1], rank of the last key that is a head's own
         self.held: Tensor | None = None  # [B, G, K], whose rows `prompt` has, [M, D]; None: all
 
@@ -276,7 +276,7 @@ def _share(waiting: list[_Waiting], places: list[int]) -> None:
 
     The list is empty afterwards: what is stored is not held twice.
     """
-    more = won(places, [x.spared for x in waiting], [x.claims for x in waiting])
+    more = deal_places(places, [x.spared for x in waiting], [x.claims for x in waiting])
     for counts in more:
         first = waiting.pop(0)
         budgets = [
@@ -314,7 +314,7 @@ def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) ->
     return ranks.masked_fill(prompt.scores == PINNED, PINNED)
 
 
-def _spared(positions: Tensor, tokens: Tensor, sinks: int, budgets: Budgets) -> Tensor:
+def _always_kept(positions: Tensor, tokens: Tensor, sinks: int, budgets: Budgets) -> Tensor:
     """[B, G, K] bool: what is kept whatever its rank, and what is no key."""
     recent = positions.new_tensor([[r for _, r in row] for row in budgets])
     return (positions < sinks) | (positions < 0) | (positions >= tokens - recent[..., None])
@@ -325,7 +325,7 @@ def each_head(by_row: Budgets, heads: int) -> Budgets:
     return [row * heads if len(row) == 1 else row for row in by_row]
 
 
-def parted(
+def reserve_for_heads(
     budgets: Budgets,
     sinks: int,
     least: int,
@@ -356,7 +356,9 @@ def parted(
     return first, left
 
 
-def won(places: list[int], kept: list[Tensor], claims: list[Tensor]) -> list[list[list[int]]]:
+def deal_places(
+    places: list[int], kept: list[Tensor], claims: list[Tensor]
+) -> list[list[list[int]]]:
     """How many more keys each layer keeps of each row and head, where a row has so many places.
 
     `kept`, `claims`: [B, G, K] of each layer, what is kept or no key, and claims from 0 on.

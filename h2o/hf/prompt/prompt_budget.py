@@ -13,11 +13,18 @@ from torch import Tensor
 
 from h2o import borrowed
 from h2o.config import H2OConfig
-from h2o.head_budgets import levelled, with_room
+from h2o.head_budgets import expand_to_heads, with_room
 from h2o.hf.store.pass_state import PassState
 from h2o.hf.store.pins import Pins
 
-__all__ = ["PromptBudget", "begin_pins", "budget_of", "counted", "of_rows", "refuse_chunks"]
+__all__ = [
+    "PromptBudget",
+    "begin_pins",
+    "budgets_by_row",
+    "count_tokens",
+    "prompt_budget",
+    "refuse_chunks",
+]
 
 
 RowSize = tuple[int, int, int]
@@ -35,7 +42,7 @@ class PromptBudget(NamedTuple):
     """Whether, in some row, a head has `min_tokens` keys, which is more than its fraction"""
 
 
-def counted(
+def count_tokens(
     mask: Tensor | None, B: int, Q: int, config: H2OConfig, pass_state: PassState
 ) -> list[int]:
     """Tokens of each of B rows of a first pass of Q columns, by their mask [B, Q].
@@ -61,7 +68,7 @@ def begin_pins(
     """Tell the pins of a cache its prompt, before anything of that is stored.
 
     Args:
-        counts, row_size: as of `budget_of`; None: as the model's config says.
+        counts, row_size: as of `prompt_budget`; None: as the model's config says.
         mask, columns: as of `h2o.hf.store.pins.Pins.begin`.
 
     Raises:
@@ -73,10 +80,10 @@ def begin_pins(
     pass_state.pins.begin(lengths, mask, columns)
     for config in pass_state.configs.values():
         config = config if row_size is None else config.for_keys(*row_size)
-        of_rows(config, lengths, pass_state.pins)
+        budgets_by_row(config, lengths, pass_state.pins)
 
 
-def budget_of(
+def prompt_budget(
     config: H2OConfig,
     pass_state: PassState,
     counts: list[int],
@@ -99,13 +106,15 @@ def budget_of(
     """
     lengths = _lengths(pass_state.prompt_length, counts)
     config = config.for_keys(*row_size)
-    by_row = levelled(of_rows(config, lengths, pass_state.pins), heads, part)
+    by_row = expand_to_heads(budgets_by_row(config, lengths, pass_state.pins), heads, part)
     lengths = list(filter(None, lengths))
     raised, floored = any(map(config.is_raised, lengths)), any(map(config.is_floored, lengths))
     return PromptBudget(by_row, raised, floored)
 
 
-def of_rows(config: H2OConfig, lengths: list[int], pins: Pins) -> list[list[tuple[int, int]]]:
+def budgets_by_row(
+    config: H2OConfig, lengths: list[int], pins: Pins
+) -> list[list[tuple[int, int]]]:
     """(heavy, recent) of each row and each head, or one for all heads; of prompts of these lengths.
 
     Raises: ValueError for pins that have no room.

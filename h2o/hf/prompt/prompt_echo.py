@@ -77,7 +77,7 @@ def served_as(config: Any, h2o_config: H2OConfig) -> Served:
     instead = _instead(config, rotary) if h2o_config.shares_by_echo else ""
     if instead:
         score_by = "mean" if isinstance(rotary, str) else h2o_config.score_by
-        h2o_config = dataclasses.replace(h2o_config, score_by=score_by, shares=None)
+        h2o_config = dataclasses.replace(h2o_config, score_by=score_by, head_shares=None)
     return Served(h2o_config, None if isinstance(rotary, str) else rotary, instead)
 
 

@@ -64,7 +64,9 @@ class RandomScorer(AttentionScorer):
         positions, _ = positions_in(tokens.mask, received)
         heads = head_numbers(received.shape[1], layer.part, received.device)
         if slots is not None:
-            lengths = slots.lengths if slots.rows is None else slots.lengths[slots.rows.long()]
+            lengths = (
+                slots.seen_tokens if slots.rows is None else slots.seen_tokens[slots.rows.long()]
+            )
             positions = positions + lengths[:, None, None]
             of_slots = heads[:, None]
             if slots.starts is not None:  # the slots of all heads lie on one axis

@@ -1,4 +1,4 @@
-"""How the layers and heads of a simulated text share the places of its prompt (`shares="echo"`).
+"""How layers and heads of a simulated text share the places of its prompt (`head_shares="echo"`).
 
 A layer's budgets depend on the echo of all layers, later ones too. So each forward pass over a text
 is preceded by another one, in which nothing is evicted: it gathers what the prompts' keys claim,

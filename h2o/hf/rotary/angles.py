@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from h2o import borrowed
-from h2o.hf.families.wrapped import unwrapped
+from h2o.hf.families.wrapped import unwrap
 
 __all__ = ["BY_LENGTH", "AnglesByLength"]
 
@@ -24,7 +24,7 @@ class AnglesByLength:
     def __init__(self, model: Any) -> None:
         found = [
             (module, prefix, kind)
-            for module in unwrapped(model).modules()
+            for module in unwrap(model).modules()
             for prefix, kind in borrowed.rope_kinds(module).items()
             if kind in BY_LENGTH
         ]

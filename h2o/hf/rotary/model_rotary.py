@@ -27,7 +27,7 @@ from h2o.hf.families.shared_keys import reusing
 from h2o.hf.rotary.angles import BY_LENGTH
 from h2o.hf.rotary.rotary_parts import Parts, Probe, parts_of
 
-__all__ = ["ROLLED", "Rotary", "refusal", "turned"]
+__all__ = ["ROLLED", "Rotary", "rotary_refusal", "rotate"]
 
 ROLLED = frozenset(
     "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gpt_neox phi phi3 stablelm olmo2 granite "
@@ -44,7 +44,7 @@ _NONE = "it has no rotary position embedding"
 _ZERO = torch.zeros(1, 1, dtype=torch.long, device="cpu")
 
 
-def turned(x: Tensor, angles: Tensor) -> Tensor:
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """x [..., D] turned by angles [..., 2, F]: element i with element F + i; of x's dtype."""
     F = angles.shape[-1]
     cos, sin = angles.unbind(-2)
@@ -53,7 +53,7 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([*parts, x[..., 2 * F :]], dim=-1)
 
 
-def refusal(config: Any, *, windows: bool = False) -> str | None:
+def rotary_refusal(config: Any, *, windows: bool = False) -> str | None:
     """Why keys of a model with this config cannot have cache-relative positions; or None.
 
     `windows`: whether layers of it have a sliding window.
@@ -216,7 +216,7 @@ class Rotary:
         angles = self.shift(_FURTHER)
         for here, later, last in zip(*attended, strict=True):
             here, later, last = map(self.halves, (here, later, last))
-            pairs = (turned(here, angles), later), (self._sizes(here), self._sizes(last))
+            pairs = (rotate(here, angles), later), (self._sizes(here), self._sizes(last))
             if not all(torch.allclose(a, b, atol=1e-3 * float(b.abs().max())) for a, b in pairs):
                 return False
         return True
@@ -246,7 +246,7 @@ class Rotary:
             firsts, seconds = row.unflatten(-1, (-1, 2)).unbind(-1)
             given = torch.cat([firsts, seconds], -1) if self.comes_adjacent else row
             found = self._halves(self._applied(row, ids))
-            if torch.allclose(turned(given, self._angles(ids, row.dtype)), found):
+            if torch.allclose(rotate(given, self._angles(ids, row.dtype)), found):
                 return
         raise LookupError("pairs are not turned by one angle each")
 

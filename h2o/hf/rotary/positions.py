@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from h2o.borrowed import accepts
-from h2o.hf.families.wrapped import unwrapped
+from h2o.hf.families.wrapped import unwrap
 
 __all__ = ["positions_after"]
 
@@ -16,7 +16,7 @@ __all__ = ["positions_after"]
 def positions_after(model: Any, seen: int, ids: Tensor) -> dict[str, Tensor]:
     """The keyword argument that numbers ids [1, Q] which follow `seen` tokens; {} for a model that
     takes none. Some models (Bamba) would count from 0 in each forward pass."""
-    if not accepts(unwrapped(model).forward, "position_ids"):
+    if not accepts(unwrap(model).forward, "position_ids"):
         return {}
     numbers = torch.arange(seen, seen + ids.shape[1], device=ids.device)
     return {"position_ids": numbers[None]}

@@ -185,9 +185,9 @@ class Probe:
             for layer in layers:
                 with torch.device("meta"):
                     module = attention(self.text, layer_idx=layer)
-                alike.setdefault(_told(module), ([], module))[0].append(layer)
+                alike.setdefault(_fingerprint(module), ([], module))[0].append(layer)
             return [
-                (group, self._heard(_filled(module.eval()), positions))
+                (group, self._heard(_fill_weights(module.eval()), positions))
                 for group, module in alike.values()
             ]
         except Exception as error:
@@ -227,7 +227,7 @@ class Probe:
         return {name: known[name] for name in borrowed.parameters_of(forward) if name in known}
 
 
-def _told(module: nn.Module) -> str:
+def _fingerprint(module: nn.Module) -> str:
     """What a module was told of its layer, but for its number, and what it is made of."""
     plain = [
         (name, value)
@@ -238,7 +238,7 @@ def _told(module: nn.Module) -> str:
     return f"{plain} {module}"
 
 
-def _filled(module: nn.Module) -> nn.Module:
+def _fill_weights(module: nn.Module) -> nn.Module:
     """A module that was made on no device, with weights that no two are alike, norms' too."""
     module = module.to_empty(device="cpu").float()
     sizes = [parameter.numel() for parameter in module.parameters()]

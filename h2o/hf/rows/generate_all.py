@@ -19,7 +19,7 @@ from h2o.config import H2OConfig, one_config
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.wrapped import unwrapped
+from h2o.hf.families.wrapped import unwrap
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.rows.prompt_reader import PromptReader
 from h2o.hf.rows.request import Prompt, Request, Result, Running, Settings
@@ -65,7 +65,7 @@ def generate_all(
     ```
 
     A request gets the tokens that `generate()` gives it alone with an `H2OCache` of the same
-    config, up to rounding: nothing depends on its neighbours but in which order float sums of a
+    config, up to rounding: nothing depends on its neighbors but in which order float sums of a
     larger matrix product are added. Prompts are read one at a time, in chunks with
     `generation_config.prefill_chunk_size`; rows that run decode a token after each chunk, or after
     prompts of 2,048 tokens. Several calls, also of threads, may share a model.
@@ -117,7 +117,7 @@ def generate_all(
         )
     RowBatch(model, config, 1, compileable)  # refuses what cannot be served
     if prefix is not None:
-        prefix = _checked(prefix, config).fork()  # its owner may go on with it
+        prefix = _check_prefix(prefix, config).fork()  # its owner may go on with it
     settings = Settings(
         model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, pinned, on_token
     )
@@ -127,7 +127,7 @@ def generate_all(
     return results if as_completed else _in_order(results)
 
 
-def _checked(prefix: H2OCache, config: H2OConfig) -> H2OCache:
+def _check_prefix(prefix: H2OCache, config: H2OConfig) -> H2OCache:
     if (rows := _h2o_layers(prefix)[0].batch_size) > 1:
         raise ValueError(f"a prefix is a cache of one row, not of {rows}")
     for name in (field.name for field in dataclasses.fields(config)):
@@ -184,7 +184,7 @@ class _Engine:
         """Between two results, while the caller has its turn, the model has its own attention."""
         with contextlib.closing(self._results()) as results:
             while True:
-                with use_attention("served", unwrapped(self.settings.model), "h2o"):
+                with use_attention("served", unwrap(self.settings.model), "h2o"):
                     result = next(results, None)
                 if result is None:
                     return
@@ -222,7 +222,7 @@ class _Engine:
                 raise ValueError("a budget of its own in rows of so many bytes: give rows instead")
             self.reading = Running(index, request, self.settings)
             pins = self.reading.cache.pass_state.pins
-            if self.bytes is not None and pins and self.settings.config.shares is not None:
+            if self.bytes is not None and pins and self.settings.config.head_shares is not None:
                 raise ValueError("pinned keys change the shares of heads: give rows, not bytes")
             if self.reader and request.config is None and not pins:
                 self.reading.read_by(self.reader)
@@ -328,9 +328,9 @@ def _figures(cache: H2OCache, row: int = 0) -> dict[str, int]:
     """`Result.report` of a row."""
     layers = _h2o_layers(cache)
     kept = [float((layer.slots.positions[row] >= 0).sum()) for layer in layers]
-    heads = [layer.slots.free.shape[1] for layer in layers]
+    heads = [layer.slots.next_slot.shape[1] for layer in layers]
     return {
-        "seen": int(layers[0].slots.lengths[row]),
+        "seen": int(layers[0].slots.seen_tokens[row]),
         "kept": round(sum(kept) / sum(heads)),
         "bytes": row_bytes(cache),
     }

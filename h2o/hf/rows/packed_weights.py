@@ -30,7 +30,7 @@ def packed_weights(model: nn.Module) -> Iterator[int]:
     """Within the block forward passes of up to 64 tokens, over all rows, are faster on the CPU.
 
     Of a model in bfloat16: each `nn.Linear` on the CPU has its weight a second time, in oneDNN's
-    layout. Answers are the same but for rounding. Linear modules that are quantised, offloaded or
+    layout. Answers are the same but for rounding. Linear modules that are quantized, offloaded or
     cut over processes, prompts, training and `torch.compile` go on as before, as does everything
     where the CPU has no instructions for bfloat16. A weight that changes is laid out again when it
     is next read; what is written through its `.data` is not seen.

@@ -152,4 +152,4 @@ def row_bytes(cache: H2OCache) -> int:
     has read its prompt."""
     h2o_layers = (layer for layer in cache.layers if isinstance(layer, H2OLayer))
     with_states = (layer for layer in cache.layers if has_states(layer))
-    return sum(x.row_bytes() for x in h2o_layers) + sum(map(states.row_bytes, with_states))
+    return sum(x.row_bytes() for x in h2o_layers) + sum(map(states.states_row_bytes, with_states))

@@ -42,7 +42,7 @@ def system_span(
             '{"role": "system", "content": ...}, or leave out pinned'
         )
     try:
-        text = _rendered(tokenizer, messages, add_generation_prompt=True)
+        text = _render(tokenizer, messages, add_generation_prompt=True)
     except Exception as error:  # Jinja's, or whatever a template calls
         raise ValueError(
             f'pinned="system": the chat template refuses this chat: {error}'
@@ -76,7 +76,7 @@ def _holds(turn: str, message: Any) -> bool:
     return all(part.strip() in turn for part in parts)
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Any], **how: Any) -> str:
+def _render(tokenizer: Any, messages: Sequence[Any], **how: Any) -> str:
     text: str = tokenizer.apply_chat_template(messages, tokenize=False, **how)
     return text
 
@@ -84,7 +84,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Any], **how: Any) -> str:
 def _rendered_or_none(tokenizer: Any, messages: Sequence[Any]) -> str | None:
     """None where the template raises."""
     try:
-        return _rendered(tokenizer, messages)
+        return _render(tokenizer, messages)
     except Exception:
         return None
 

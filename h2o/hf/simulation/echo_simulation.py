@@ -17,7 +17,7 @@ from torch import Tensor
 from h2o import ops
 from h2o.config import H2OConfig
 from h2o.hf.call.attend_and_evict import attention
-from h2o.hf.call.attention_call import NewTokens, as_stored
+from h2o.hf.call.attention_call import NewTokens, round_like_slots
 from h2o.hf.prompt.prompt_echo import PromptEcho
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store import slot_layout
@@ -25,10 +25,10 @@ from h2o.hf.store.pins import Pins
 from h2o.hf.store.trace import by_column, not_held
 from h2o.policy import Policy
 
-__all__ = ["echo_of", "simulate"]
+__all__ = ["make_echo", "simulate"]
 
 
-def echo_of(rotary: Rotary, layer: int, config: H2OConfig, prompt: int) -> PromptEcho | None:
+def make_echo(rotary: Rotary, layer: int, config: H2OConfig, prompt: int) -> PromptEcho | None:
     """The echo of a layer of a model. `prompt`: tokens of the longest prompt. None where they are
     all sinks or a single one, whose scores echo does not change."""
     return PromptEcho(rotary, layer, config.policy) if prompt > max(1, config.sinks) else None
@@ -100,7 +100,7 @@ def simulate(
     late = real & ~early
     for i in late.any(0).nonzero()[:, 0].tolist():
         one = text.columns(i, i + 1)._replace(mask=late[:, i : i + 1])
-        answer, score = attention(as_stored(one, slots), slots, policy)
+        answer, score = attention(round_like_slots(one, slots), slots, policy)
         score = pins.score(score, positions[..., i : i + 1])
         note_held()
         note(order[:, i : i + 1].masked_fill(~late[:, i : i + 1], N)[:, None], score)

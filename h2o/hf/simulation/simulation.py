@@ -23,14 +23,14 @@ from torch import Tensor
 from h2o import ops
 from h2o.config import H2OConfig, one_config
 from h2o.errors import UnsupportedError
-from h2o.head_budgets import levelled
+from h2o.head_budgets import expand_to_heads
 from h2o.hf.attention.attention_hook import attending
 from h2o.hf.call.attention_call import Call, NewTokens, Undifferentiable
 from h2o.hf.families import tensor_parallel
-from h2o.hf.families.latent_attention import latents_traced, over_latents
+from h2o.hf.families.latent_attention import over_latents, trace_latents
 from h2o.hf.families.layer_kinds import kind_of
 from h2o.hf.families.shared_keys import reusing
-from h2o.hf.families.wrapped import unwrapped
+from h2o.hf.families.wrapped import unwrap
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.prompt_echo import served_as
 from h2o.hf.prompt.shared_places import SharedPlaces
@@ -39,7 +39,7 @@ from h2o.hf.simulation import echo_simulation, random_simulation
 from h2o.hf.simulation.masks import Masks
 from h2o.hf.simulation.visible_keys import VisibleKeys
 from h2o.hf.store.pins import Pins
-from h2o.hf.store.retained import columns, retained
+from h2o.hf.store.retained import columns, retained_by_token
 from h2o.hf.support import transformers_layers
 from h2o.policy import Policy
 
@@ -78,7 +78,7 @@ def simulated(
     Args:
         model: any that an `H2OCache` can serve; layers without full attention stay as they are.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
-            `sinks`, `score_by`, `decay`, `value_weighted`, `kv_dtype`, `shares`,
+            `sinks`, `score_by`, `decay`, `value_weighted`, `kv_dtype`, `head_shares`,
             `min_tokens`, or one `budget`.
         masks: a rule in place of the cache's, which takes only `heavy` and `recent`, without
             `min_tokens`: `h2o.evaluation.published_masks.MASKS` has those that the authors of H2O
@@ -101,7 +101,7 @@ def simulated(
         ValueError, TypeError: arguments that do not fit, and in `model(...)` a call that is not a
             whole text.
     """
-    config = one_config(h2o_config, parameters).for_model(unwrapped(model))
+    config = one_config(h2o_config, parameters).for_model(unwrap(model))
     config, rotary, _ = served_as(model.config, config)
     pins = Pins.of(pinned, config.decay)
     check(config, masks, prompt_length, ratio_of, pins)
@@ -118,7 +118,7 @@ def simulated(
     simulation = Simulation(
         budgets, masks, prompt_length, ratio_of, trace, mass, shared, rotary, pins
     )
-    tracing = latents_traced(unwrapped(model))
+    tracing = trace_latents(unwrap(model))
     attended = [*simulation.layers(), *itertools.chain(*shared.values())]
     with attending(model, attended, simulation.attend), tracing, simulation.dealing(model):
         yield simulation
@@ -157,7 +157,7 @@ class Simulation:
     def dealing(self, model: Any) -> AbstractContextManager[None]:
         """The block within which passes are preceded by one that deals the places of prompts."""
         places = self._places
-        return nullcontext() if places is None else places.dealt_before(unwrapped(model))
+        return nullcontext() if places is None else places.dealt_before(unwrap(model))
 
     def layers(self) -> list[int]:
         """The layers that are simulated: those with full attention."""
@@ -218,7 +218,7 @@ class Simulation:
         q, k, v = query.detach(), key.detach(), value.detach()
         if self._masks is None:
             part = tensor_parallel.part(call.module)
-            by_row = levelled(budgets, k.shape[1], part)
+            by_row = expand_to_heads(budgets, k.shape[1], part)
             text = NewTokens(
                 q, k, None if shared else v, mask, call.scale, call.softcap, call.sink_logits
             )
@@ -246,7 +246,9 @@ class Simulation:
         if self._evicted_at is not None:
             self._evicted_at[call.layer] = evicted_at
         if self._mass is not None:
-            self._mass[call.layer] = retained(q, k, mask, evicted_at, call.scale, call.softcap)
+            self._mass[call.layer] = retained_by_token(
+                q, k, mask, evicted_at, call.scale, call.softcap
+            )
         return _undifferentiable(out, call)
 
     def _through_cache(
@@ -260,7 +262,7 @@ class Simulation:
             )
         echo = None
         if self._rotary is not None:
-            echo = echo_simulation.echo_of(self._rotary, layer, config, max(prompts, default=0))
+            echo = echo_simulation.make_echo(self._rotary, layer, config, max(prompts, default=0))
         if echo is not None or pins:
             return echo_simulation.simulate(
                 text, prompts, by_row, echo, config.policy, config.kv_dtype, pins
@@ -298,7 +300,7 @@ class Simulation:
         if self._masks is None:
             first = [min(prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
             pins.begin(first, mask, max(lengths) if mask is None else mask.shape[1])
-            return list(prompts), prompt_budget.of_rows(config, bases, pins)
+            return list(prompts), prompt_budget.budgets_by_row(config, bases, pins)
         budgets = [[config.truncated(n)] for n in bases]
         if self._masks.has_prompt and [(0, 0)] in budgets and min(lengths) > 0:
             raise ValueError(
@@ -321,7 +323,7 @@ def check(
             "a simulation cannot roll positions: in one forward pass every key has one. Use "
             'positions="original", or the real cache (h2o.patched, --protocol drop)'
         )
-    plain = (config.policy, config.shares, config.kv_dtype) == (Policy(), None, None)
+    plain = (config.policy, config.head_shares, config.kv_dtype) == (Policy(), None, None)
     if masks is not None and (pins or not plain):
         raise ValueError(
             f"masks {masks.name!r} take heavy and recent only, no sinks, score_by, decay, "

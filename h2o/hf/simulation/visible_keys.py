@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o.hf.call.attention_call import Call, NewTokens
 from h2o.kv_dtype import stored_bytes
-from h2o.quantisation import dequantised, quantised
+from h2o.quantization import dequantize, quantize
 from h2o.sink_logits import softmax
 
 __all__ = ["VisibleKeys"]
@@ -42,7 +42,7 @@ class VisibleKeys(NamedTuple):
         key, value = call.key.detach().float(), call.value.detach().float()
         stored = None
         if sizes := stored_bytes(self.kv_dtype, key.shape[-1]):
-            stored = _stored(key, sizes[0]), _stored(value, sizes[1])
+            stored = _round_like_store(key, sizes[0]), _round_like_store(value, sizes[1])
             in_prompt = self._in_prompt(call, N)
         parts = []
         for first in range(0, P, ROWS):
@@ -82,8 +82,8 @@ class VisibleKeys(NamedTuple):
         return (order if call.mask is None else call.mask.cumsum(1) - 1) < prompts
 
 
-def _stored(x: Tensor, size: int) -> Tensor:
+def _round_like_store(x: Tensor, size: int) -> Tensor:
     """[B, G, N, D] as read from a store with so many bytes for each."""
     D = x.shape[-1]
-    rows = quantised(x.reshape(-1, D), 8 if size == D + 2 else 4)
-    return dequantised(rows, D).view(x.shape)
+    rows = quantize(x.reshape(-1, D), 8 if size == D + 2 else 4)
+    return dequantize(rows, D).view(x.shape)

@@ -195,8 +195,8 @@ BINS = 200
 
 
 def _strip(scores: Tensor) -> str:
-    """One line [n] of scores, NaN where nothing is held, as a row of coloured rectangles."""
-    from h2o.draw import COLOUR, shades
+    """One line [n] of scores, NaN where nothing is held, as a row of colored rectangles."""
+    from h2o.draw import COLOR, shades
 
     n = len(scores)
     bins = min(n, BINS)
@@ -210,9 +210,9 @@ def _strip(scores: Tensor) -> str:
             where = (
                 str(edges[i]) if edges[i + 1] - edges[i] == 1 else f"{edges[i]}-{edges[i + 1] - 1}"
             )
-            colour = f"rgb({COLOUR}/{0.25 + 0.75 * shade:.2f})"
+            color = f"rgb({COLOR}/{0.25 + 0.75 * shade:.2f})"
             cells.append(
-                f'<rect x="{i}" width="1" height="1" style="fill:{colour}">'
+                f'<rect x="{i}" width="1" height="1" style="fill:{color}">'
                 f"<title>{where}: {count} held</title></rect>"
             )
     return (

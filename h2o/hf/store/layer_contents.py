@@ -27,7 +27,7 @@ from h2o.hf.store.pass_state import PassState
 from h2o.hf.store.report import LayerReport
 from h2o.hf.store.slot_layout import Capacity
 from h2o.hf.store.trace import Trace
-from h2o.quantisation import dequantised
+from h2o.quantization import dequantize
 from h2o.slots import PER_ROW
 
 __all__ = ["LayerContents"]
@@ -56,7 +56,9 @@ class LayerContents(CacheLayerMixin):
         keys, values = self.form.rows(self, keys, values)
         self._refuse_shapes(keys, values)
         self.row_size = keys.shape[-1], keys.element_size()
-        slots = slot_layout.filled(keys, values, mask, value_weighted=self.config.value_weighted)
+        slots = slot_layout.fill_slots(
+            keys, values, mask, value_weighted=self.config.value_weighted
+        )
         self.set_slots(slots, Capacity(self.capacity.widest, slot_layout.sizes(slots)))
         self.unscored = True
         self.count(keys.shape[2], mask)
@@ -82,10 +84,10 @@ class LayerContents(CacheLayerMixin):
         sizes = list(map(max, needed, capacity.sizes, others.sizes))
         slots = self.slots
         if sizes != capacity.sizes:
-            slots = slot_layout.enlarged(slots, capacity.sizes, sizes)
+            slots = slot_layout.enlarge(slots, capacity.sizes, sizes)
         joining = source.slots
         if sizes != others.sizes:
-            joining = slot_layout.enlarged(joining, others.sizes, sizes)
+            joining = slot_layout.enlarge(joining, others.sizes, sizes)
         slot_layout.put_row(slots, row, joining)
         self.set_slots(slots, Capacity(widest, sizes))
         self.longest = longest
@@ -103,7 +105,7 @@ class LayerContents(CacheLayerMixin):
         """Q more columns have been seen."""
         self.seen += Q
         if self.waits_for_pins:
-            self.waits_for_pins = self.pass_state.pins.wait(self.slots.lengths)
+            self.waits_for_pins = self.pass_state.pins.wait(self.slots.seen_tokens)
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
@@ -133,7 +135,7 @@ class LayerContents(CacheLayerMixin):
         if tokens > self.capacity.tokens:
             capacity = self.capacity.larger(tokens)
             self.set_slots(
-                slot_layout.enlarged(self.slots, self.capacity.sizes, capacity.sizes), capacity
+                slot_layout.enlarge(self.slots, self.capacity.sizes, capacity.sizes), capacity
             )
         return self.slots
 
@@ -251,14 +253,16 @@ class LayerContents(CacheLayerMixin):
         """What is held: see `H2OCache.kept`."""
         if self.slots is None:
             return Kept(_empty(3, torch.int64), _empty(3))
-        return Kept(*slot_layout.held(self.slots, self.capacity.sizes, positions=-1, scores=0))
+        return Kept(
+            *slot_layout.gather_held(self.slots, self.capacity.sizes, positions=-1, scores=0)
+        )
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, K, D] in the order of `kept`; 0 where fewer are held."""
         if self.slots is None:
             return _empty(4), _empty(4)
         fields = dict.fromkeys(self._row_fields, 0.0)
-        return self._read(slot_layout.held(self.slots, self.capacity.sizes, **fields))
+        return self._read(slot_layout.gather_held(self.slots, self.capacity.sizes, **fields))
 
     def by_slot(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another. Waits for no
@@ -273,7 +277,7 @@ class LayerContents(CacheLayerMixin):
     def _read(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The model's keys and values of what slots hold."""
         D, _ = self.row_size
-        read: tuple[Tensor, Tensor] = self.form.read(*(dequantised(rows[i], D) for i in (0, -1)))
+        read: tuple[Tensor, Tensor] = self.form.read(*(dequantize(rows[i], D) for i in (0, -1)))
         return read
 
     @property
@@ -291,7 +295,7 @@ class LayerContents(CacheLayerMixin):
         return LayerReport(
             layer=self.layer_idx,
             kind="h2o",
-            bytes_full=self.seen * self.slots.free.numel() * math.prod(self.token_size),
+            bytes_full=self.seen * self.slots.next_slot.numel() * math.prod(self.token_size),
             raised=self.raised,
             floored=self.floored,
             unscored=self.unscored,

@@ -18,7 +18,7 @@ from h2o.hf.families.tensor_parallel import WHOLE
 from h2o.hf.store import states
 from h2o.hf.store.slot_layout import Capacity, sizes
 
-__all__ = ["State", "keys_of", "restore", "restore_keys", "state_of"]
+__all__ = ["State", "keys_state", "layer_state", "restore", "restore_keys"]
 
 _NUMBERS = (
     "seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "floored", "part",
@@ -45,17 +45,17 @@ class State(NamedTuple):
         return State({name: change(x) for name, x in self.tensors.items()}, self.numbers)
 
 
-def state_of(layer: Any) -> State:
+def layer_state(layer: Any) -> State:
     """Of an `H2OLayer`, or of a layer of transformers that stays in an `H2OCache`."""
-    state = keys_of(layer)
+    state = keys_state(layer)
     if has_states(layer):
-        state.tensors.update(_named(_STATES, states.tensors_of(layer)))
+        state.tensors.update(_add_prefix(_STATES, states.tensors_of(layer)))
         state.numbers["states"] = states.numbers_of(layer)
     return state
 
 
-def keys_of(layer: Any) -> State:
-    """As `state_of`, without convolution and recurrent states."""
+def keys_state(layer: Any) -> State:
+    """As `layer_state`, without convolution and recurrent states."""
     if kind_of(layer) in ("states", "none"):
         return State({}, {})
     if kind_of(layer) in ("sliding", "cross"):
@@ -64,16 +64,16 @@ def keys_of(layer: Any) -> State:
         return State(tensors, numbers)
     tensors = {}
     if layer.slots is not None:
-        tensors = _named(_SLOTS, layer.slots._asdict())
+        tensors = _add_prefix(_SLOTS, layer.slots._asdict())
     if layer.trace is not None:
         trace = {name: getattr(layer.trace, field) for name, field in _TRACE.items()}
-        tensors |= _named("", trace)
+        tensors |= _add_prefix("", trace)
     numbers = {name: getattr(layer, name) for name in _NUMBERS}
     return State(tensors, numbers | {"widest": layer.capacity.widest})
 
 
 def restore(layer: Any, state: State) -> None:
-    """Gives a layer of the same kind and settings a state of `state_of`. It takes the tensors.
+    """Gives a layer of the same kind and settings a state of `layer_state`. It takes the tensors.
 
     A layer of transformers must be new.
 
@@ -82,12 +82,12 @@ def restore(layer: Any, state: State) -> None:
         TypeError: a tensor that no layer has.
     """
     if has_states(layer):
-        states.put(layer, _unnamed(_STATES, state.tensors), state.numbers["states"])
+        states.put(layer, _strip_prefix(_STATES, state.tensors), state.numbers["states"])
     restore_keys(layer, state)
 
 
 def restore_keys(layer: Any, state: State) -> None:
-    """As `restore`, of a state of `keys_of`: convolution and recurrent states are not touched."""
+    """Restores what `keys_state` gave: convolution and recurrent states are not touched."""
     if kind_of(layer) in ("states", "none"):
         return
     if kind_of(layer) in ("sliding", "cross"):
@@ -97,7 +97,7 @@ def restore_keys(layer: Any, state: State) -> None:
             layer.cumulative_length = state.numbers["cumulative_length"]
         return
     layer.empty()
-    fields = _unnamed(_SLOTS, state.tensors)
+    fields = _strip_prefix(_SLOTS, state.tensors)
     if fields and not layer.form.has_values:
         fields["values"] = None
     slots = ops.Slots(**fields) if fields else None
@@ -114,9 +114,9 @@ def restore_keys(layer: Any, state: State) -> None:
             setattr(layer.trace, _TRACE[name], state.tensors[name])
 
 
-def _named(prefix: str, tensors: dict[str, Any]) -> dict[str, Tensor]:
+def _add_prefix(prefix: str, tensors: dict[str, Any]) -> dict[str, Tensor]:
     return {prefix + name: x for name, x in tensors.items() if isinstance(x, torch.Tensor)}
 
 
-def _unnamed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _strip_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}

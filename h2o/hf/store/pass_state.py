@@ -163,7 +163,7 @@ class PassState:
     def refuse_interrupted(self) -> None:
         """Raises RuntimeError where a layer's new keys never got to its attention."""
         if self.waiting is not None:
-            raise RuntimeError(_never_attended(self.waiting))
+            raise RuntimeError(_not_attended_message(self.waiting))
 
     def leave(self) -> None:
         """Ends the pass that is under way, if any."""
@@ -201,7 +201,7 @@ class PassState:
             )
 
 
-def _never_attended(layer: int) -> str:
+def _not_attended_message(layer: int) -> str:
     """The error text for keys that `update` returned and `attend` never got."""
     return (
         f"layer {layer} updated its H2OCache, but its keys never reached h2o's attention. Either "

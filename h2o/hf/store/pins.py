@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.spans import PINNED, Row, count, merged, runs
+from h2o.spans import PINNED, Row, count, merge_spans, runs
 
 __all__ = ["Pins"]
 
@@ -68,9 +68,9 @@ class Pins:
         if values and all(_is_list(row) and row and _all_bools(row) for row in values):
             return cls([runs(i for i, x in enumerate(row) if x) for row in values], True)
         if all(map(_is_span, values)):
-            return cls([merged(values)] if values else [])
+            return cls([merge_spans(values)] if values else [])
         if all(_is_list(row) and all(map(_is_span, row)) for row in values):
-            return cls([merged(row) for row in values])
+            return cls([merge_spans(row) for row in values])
         raise TypeError(f"{_WANTED}, not {pinned!r:.80}")
 
     def __bool__(self) -> bool:
@@ -165,9 +165,9 @@ class Pins:
         """What `as_dict` has made, before JSON or after it."""
         given, rows = fields["given"], fields["rows"]
         return cls(
-            given if isinstance(given, str) else [merged(row) for row in given],
+            given if isinstance(given, str) else [merge_spans(row) for row in given],
             fields["are_columns"],
-            None if rows is None else [merged(row) for row in rows],
+            None if rows is None else [merge_spans(row) for row in rows],
         )
 
 

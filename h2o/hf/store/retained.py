@@ -10,10 +10,10 @@ from torch import Tensor
 
 from h2o.attention_blocks import retained_mass
 
-__all__ = ["columns", "retained"]
+__all__ = ["columns", "retained_by_token"]
 
 
-def retained(
+def retained_by_token(
     query: Tensor,
     key: Tensor,
     mask: Tensor | None,

@@ -25,11 +25,11 @@ __all__ = [
     "Capacity",
     "by_head",
     "capacities",
-    "enlarged",
+    "enlarge",
     "figures",
-    "filled",
+    "fill_slots",
+    "gather_held",
     "heads",
-    "held",
     "put_row",
     "row_bytes",
     "rows_like",
@@ -111,7 +111,7 @@ def by_head(slots: ops.Slots, sizes: list[int], field: str, empty: float = 0) ->
     return out
 
 
-def held(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:
+def gather_held(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:
     """The named fields of what is held, [B, G, K, ...] by ascending position, K as many as any head
     of any row holds, with the value that is given where one holds fewer. Positions are int64."""
     positions = by_head(slots, sizes, "positions", -1).long()
@@ -129,14 +129,14 @@ def held(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:
 
 def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
     """Numbers of the slots for a report: fields of `LayerReport`."""
-    B, G = slots.free.shape
+    B, G = slots.next_slot.shape
     filled = slots.positions >= 0
     budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None].expand(B, G, 2)
     stored = [0 if x is None else x.numel() * x.element_size() for x in slots]
     is_pinned = by_head(slots, sizes, "scores") == PINNED
     scores = slots.scores[filled]
     return {
-        "seen": slots.lengths.tolist(),
+        "seen": slots.seen_tokens.tolist(),
         "kept_by_head": (by_head(slots, sizes, "positions", -1) >= 0).sum(-1).tolist(),
         "pinned_by_head": (is_pinned & (by_head(slots, sizes, "positions", -1) >= 0))
         .sum(-1)
@@ -144,14 +144,14 @@ def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
         "budget_by_head": (budget.sum(-1) + sinks).tolist(),
         "bytes_held": sum(stored[:2]),
         "bytes_bookkeeping": sum(stored[2:]),
-        "mass_evicted": slots.lost.sum().item(),
+        "mass_evicted": slots.evicted_score.sum().item(),
         "mass_kept": scores[scores < PINNED].cpu().double().sum().item(),
     }
 
 
-def enlarged(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
+def enlarge(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
     """The same content in more slots: of each head, or of all, as many as `larger` says."""
-    B, G = slots.free.shape
+    B, G = slots.next_slot.shape
     shape, starts = (B, G, larger[0]), None
     if slots.starts is not None:
         ends = slots.starts.new_tensor(larger).cumsum(0, dtype=torch.int32)
@@ -192,7 +192,7 @@ def put_row(slots: ops.Slots, row: int, source: ops.Slots) -> None:
 def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
     """Bytes that a row takes in all tensors of slots of this kind, of which each head, or all, has
     as many as `sizes` says."""
-    wanted = sizes[0] * slots.free.shape[1] if slots.starts is None else sum(sizes)
+    wanted = sizes[0] * slots.next_slot.shape[1] if slots.starts is None else sum(sizes)
     here = slots.scores[0].numel()
     total = 0
     for name in PER_ROW:
@@ -203,7 +203,7 @@ def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
     return total
 
 
-def filled(
+def fill_slots(
     keys: Tensor, values: Tensor | None, mask: Tensor | None, *, value_weighted: bool
 ) -> ops.Slots:
     """Slots without a budget that hold keys and values [B, G, n, D] with scores of 0.
@@ -221,7 +221,7 @@ def filled(
 def together(
     slots: ops.Slots, key: Tensor, value: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What `filled` made, and new tokens after it, as if all of them were new.
+    """What `fill_slots` made, and new tokens after it, as if all of them were new.
 
     Args:
         key, value: [B, G, Q, D].

@@ -22,7 +22,7 @@ __all__ = [
     "make_writable",
     "numbers_of",
     "put",
-    "row_bytes",
+    "states_row_bytes",
     "take_row",
     "tensors_of",
 ]
@@ -93,7 +93,7 @@ def take_row(layer: Any, row: int, source: Any, rows: int) -> None:
         state[row].copy_(taken[name][0])
 
 
-def row_bytes(layer: Any) -> int:
+def states_row_bytes(layer: Any) -> int:
     """Of its states in each row."""
     return sum(x[0].nbytes for x in tensors_of(layer).values())
 

@@ -30,8 +30,8 @@ class Trace:
 
     def record(self, slots: ops.Slots, sizes: list[int], Q: int, mask: Tensor | None) -> None:
         """After a forward pass of Q columns: records the keys that are no longer in the slots."""
-        B, earlier = len(slots.lengths), 0 if self.real is None else self.real.shape[1]
-        real = slots.lengths.new_ones((B, Q), dtype=torch.bool)
+        B, earlier = len(slots.seen_tokens), 0 if self.real is None else self.real.shape[1]
+        real = slots.seen_tokens.new_ones((B, Q), dtype=torch.bool)
         if mask is not None:
             real.copy_(mask)  # a copy: the mask is the caller's
         evicted = not_held(slots, sizes, N := earlier + Q)
@@ -60,7 +60,7 @@ def not_held(slots: ops.Slots, sizes: list[int], N: int) -> Tensor:
     held = torch.zeros((*positions.shape[:2], N + 1), dtype=torch.bool, device=positions.device)
     held.scatter_(2, positions.long() % (N + 1), True)  # empty slots: -1 becomes N
     position = torch.arange(N, device=positions.device)
-    return (position < slots.lengths[:, None, None]) & ~held[..., :N]
+    return (position < slots.seen_tokens[:, None, None]) & ~held[..., :N]
 
 
 def by_column(evicted_after: Tensor, real: Tensor) -> Tensor:

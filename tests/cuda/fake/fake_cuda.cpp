@@ -2,7 +2,7 @@
  * and misuse of the driver's interface fails as it would with NVIDIA's.
  *
  * Device memory is inaccessible except while a kernel or a copy runs, is followed by an
- * inaccessible page, and is full of 0xff at first. Queued work runs at the next synchronisation. Refused are:
+ * inaccessible page, and is full of 0xff at first. Queued work runs at the next synchronization. Refused are:
  * calls before cuInit or without a context, handles of another context, unknown kernels, sizes
  * beyond the limits, and whatever invalidates the capture of a graph.
  *
@@ -91,7 +91,7 @@ static struct {
     std::string entry;
     int nth, code;
 } fault;
-static bool initialised;
+static bool initialized;
 static int sticky; /* error of a kernel, which all later calls return */
 static std::string flipped;
 static std::map<char *, allocation> memory;
@@ -113,7 +113,7 @@ static int devices(void) { return setting("FAKE_CUDA_DEVICES", 2); }
 static int begin(const char *entry, bool needs_init = true) {
     const int nth = ++calls[entry];
     if (fault.entry == entry && nth == fault.nth) return fault.code;
-    if (needs_init && !initialised) return NOT_INITIALIZED;
+    if (needs_init && !initialized) return NOT_INITIALIZED;
     return OK;
 }
 
@@ -193,7 +193,7 @@ extern "C" {
 int cuInit(unsigned) {
     BEGIN("cuInit", false);
     if (devices() == 0) return NO_DEVICE;
-    initialised = true;
+    initialized = true;
     while ((int)primary.size() < devices()) {
         primary.push_back(new context{(int)primary.size(), next_id++});
     }

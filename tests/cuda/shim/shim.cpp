@@ -2,7 +2,7 @@
  * fibers of one thread of the operating system.
  *
  *   1. shim_launch copies the parameters and runs each block, in an order that the seed determines.
- *   2. run_block opens a fiber for each thread, with uninitialised shared memory, and switches to
+ *   2. run_block opens a fiber for each thread, with uninitialized shared memory, and switches to
  *      one that is ready after the other until all have returned.
  *   3. A fiber that reaches a barrier or a warp operation registers at a rendezvous and switches
  *      to one that is ready, or back to run_block where none is; the last one to arrive computes

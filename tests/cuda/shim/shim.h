@@ -45,7 +45,7 @@ extern "C" void shim_seed(uint64_t seed);           /* 0: in order */
 extern "C" long shim_params_size(const char *name); /* -1: no such kernel */
 extern "C" const char *shim_kernel(size_t i);       /* the name of one of all, NULL: no more */
 
-/* Fills memory with 0xff, which MemorySanitizer then takes for uninitialised. */
+/* Fills memory with 0xff, which MemorySanitizer then takes for uninitialized. */
 extern "C" void shim_unset(void *p, size_t bytes);
 extern "C" void shim_stop_after(unsigned blocks); /* the next launch of more blocks fails there */
 
@@ -190,7 +190,7 @@ DEVICE uint32_t subtract_bf16(uint32_t a, uint32_t b) {
 
 DEVICE const char *one_address(const char *p) { return p; }
 
-/* MemorySanitizer takes whatever an atomic operation has touched for initialised. */
+/* MemorySanitizer takes whatever an atomic operation has touched for initialized. */
 template <int ORDER> DEVICE uint32_t shim_count(uint32_t *counter) {
 #ifdef SHIM_MSAN
     const uint32_t before = *counter;

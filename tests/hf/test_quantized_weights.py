@@ -1,4 +1,4 @@
-"""Models whose weights torchao has quantised: h2o sees the keys that they make, and no weight."""
+"""Models whose weights torchao has quantized: h2o sees the keys that they make, and no weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = [name for name, family in FAMILIES.items() if family.weights]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_weights_are_quantised(name):
+def test_the_weights_are_quantized(name):
     ours = model(name)
     kinds = {type(x.weight) for x in ours.modules() if isinstance(x, torch.nn.Linear)}
     assert any(issubclass(kind, torch.Tensor) and "Int" in kind.__name__ for kind in kinds)
@@ -36,7 +36,7 @@ def test_patched(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_and_loaded(name, tmp_path):
-    """A fingerprint leaves quantised weights out, and goes by the others."""
+    """A fingerprint leaves quantized weights out, and goes by the others."""
     ours = model(name)
     document, question = prompts(30, 5)
     cache = H2OCache(ours.config, heavy=6, recent=6)

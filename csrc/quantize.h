@@ -1,4 +1,4 @@
-/* quantise.h - what the rows of a quantised store hold: scales, minima and whole numbers.
+/* quantize.h - what the rows of a quantized store hold: scales, minima and whole numbers.
  *
  * A row holds D elements and what is needed to read them, in bytes:
  *
@@ -12,8 +12,8 @@
  * scale is NaN, and so is all that is read from it. (Symmetric bytes per token for
  * keys, groups with a minimum, which others call zero point, for values: compare Liu et
  * al., "KIVI", ICML 2024.) */
-#ifndef H2O_QUANTISE_H
-#define H2O_QUANTISE_H
+#ifndef H2O_QUANTIZE_H
+#define H2O_QUANTIZE_H
 
 #include "half.h"
 
@@ -45,16 +45,16 @@ H2O_INLINE uint16_t f16_no_more(float x) {
 /* What a row of Q8 or a group of Q4 is read with, as f16; the minimum of Q8 is 0. */
 typedef struct {
     uint16_t scale, minimum;
-} quantiser;
+} quantizer;
 
 /* high: the largest magnitude. */
-H2O_INLINE quantiser q8_quantiser(float high, bool finite) {
-    const quantiser q = {finite ? f16_no_less(high / 127.0f) : (uint16_t)F16_NAN, 0};
+H2O_INLINE quantizer q8_quantizer(float high, bool finite) {
+    const quantizer q = {finite ? f16_no_less(high / 127.0f) : (uint16_t)F16_NAN, 0};
     return q;
 }
 
-H2O_INLINE quantiser q4_quantiser(float low, float high, bool finite) {
-    quantiser q = {F16_NAN, 0};
+H2O_INLINE quantizer q4_quantizer(float low, float high, bool finite) {
+    quantizer q = {F16_NAN, 0};
     if (!finite) return q;
     q.minimum = f16_no_more(low);
     q.scale = f16_no_less((high - float_from_f16(q.minimum)) / 15.0f);
@@ -62,7 +62,7 @@ H2O_INLINE quantiser q4_quantiser(float low, float high, bool finite) {
 }
 
 /* The whole number from `low` to `high` that stands for x. */
-H2O_INLINE int32_t quantised(quantiser q, float x, float low, float high) {
+H2O_INLINE int32_t quantized(quantizer q, float x, float low, float high) {
     const float scale = float_from_f16(q.scale);
     if (!(scale > 0.0f)) return 0; /* all are the same, or one is not finite */
     const float rounded = nearbyintf((x - float_from_f16(q.minimum)) / scale);
@@ -74,7 +74,7 @@ H2O_INLINE int32_t quantised(quantiser q, float x, float low, float high) {
 H2O_INLINE int64_t q4_elements(int64_t d) { return d / H2O_GROUP * (H2O_GROUP / 2); }
 H2O_INLINE int64_t q4_scale(int64_t d, int64_t D) { return D / 2 + d / H2O_GROUP * 4; }
 
-H2O_INLINE int32_t q8_quantised(quantiser q, float x) { return quantised(q, x, -127.0f, 127.0f); }
-H2O_INLINE int32_t q4_quantised(quantiser q, float x) { return quantised(q, x, 0.0f, 15.0f); }
+H2O_INLINE int32_t q8_quantized(quantizer q, float x) { return quantized(q, x, -127.0f, 127.0f); }
+H2O_INLINE int32_t q4_quantized(quantizer q, float x) { return quantized(q, x, 0.0f, 15.0f); }
 
 #endif

@@ -8,13 +8,13 @@ from h2o import models
 
 from ..machine import cache_dir
 
-__all__ = ["unquantised_weights"]
+__all__ = ["unquantized_weights"]
 
 KINDS = {"float16": "F16", "bfloat16": "BF16"}
 """What gguf calls them."""
 
 
-def unquantised_weights(dtype: str) -> Path:
+def unquantized_weights(dtype: str) -> Path:
     """A GGUF file with the same metadata, in a folder of its own, made when it is not there yet."""
     import gguf  # which tables of other engines want, and no table of a GPU
 

@@ -1,4 +1,4 @@
-"""Keys and values in fewer bits: what a quantised store holds of each, in plain torch.
+"""Keys and values in fewer bits: what a quantized store holds of each, in plain torch.
 
 The rows are those of the C core (`csrc/cpu/stored_rows.h`), bit for bit. Symmetric bytes per token
 for keys and groups with a minimum for values: compare Liu et al., "KIVI: A Tuning-Free Asymmetric
@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["codes", "dequantised", "floats", "quantised", "stored_like"]
+__all__ = ["codes", "dequantize", "floats", "quantize", "stored_like"]
 
 
-def quantised(x: Tensor, bits: int) -> Tensor:
-    """Rows [n, bytes] uint8 of a quantised store, of x [n, D].
+def quantize(x: Tensor, bits: int) -> Tensor:
+    """Rows [n, bytes] uint8 of a quantized store, of x [n, D].
 
     8 bits: D signed bytes q, then a float16 scale, so that x is about q * scale. 4 bits: for each
     group of 32 elements 16 bytes, of which byte j holds element j in its low half and j + 16 in
@@ -41,8 +41,8 @@ def quantised(x: Tensor, bits: int) -> Tensor:
     return torch.cat([nibbles, torch.cat([scale, least], -1).view(n, -1).view(torch.uint8)], -1)
 
 
-def dequantised(rows: Tensor, D: int) -> Tensor:
-    """What rows [..., D or bytes] hold, [..., D]: floats as they are, bytes as `quantised` made
+def dequantize(rows: Tensor, D: int) -> Tensor:
+    """What rows [..., D or bytes] hold, [..., D]: floats as they are, bytes as `quantize` made
     them."""
     if rows.dtype != torch.uint8:
         return rows
@@ -71,7 +71,7 @@ def stored_like(x: Tensor, rows: Tensor) -> Tensor:
     if rows.dtype != torch.uint8:
         return x.to(rows.dtype)
     D = x.shape[-1]
-    made = quantised(x.reshape(-1, D), 8 if rows.shape[-1] == D + 2 else 4)
+    made = quantize(x.reshape(-1, D), 8 if rows.shape[-1] == D + 2 else 4)
     return made.view(*x.shape[:-1], -1)
 
 
