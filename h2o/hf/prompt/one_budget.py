@@ -1,11 +1,11 @@
 """One budget for all heads: a prompt's slots go to the keys of the highest echo, of whichever head.
 
-With `head_shares="echo"` the places of all layers and heads of a row are dealt together (compare Feng
-et al., "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent keys. What
-all have room for beyond that goes to the keys of the highest echo (`h2o.hf.prompt.prompt_echo`),
-the keys' claims. How many places a head has got is its budget from then on, and the highest ranks
-of the head fill them. A prompt that comes in chunks is its first one here: with that the choice is
-made, and later chunks find the budgets as they have become.
+With `head_shares="echo"` the places of all layers and heads of a row are dealt together (compare
+Feng et al., "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent
+keys. What all have room for beyond that goes to the keys of the highest echo
+(`h2o.hf.prompt.prompt_echo`), the keys' claims. How many places a head has got is its budget from
+then on, and the highest ranks of the head fill them. Of a prompt that comes in chunks the first one
+decides, and later chunks find the budgets as they have become.
 
 The choice needs the claims of all layers, but not all of their keys. A row has N places; of what is
 read, call its N-th highest claim the bar. It never falls, since later layers can only add claims. A
