@@ -126,7 +126,7 @@ TABLES = (
     ),
     Table(
         "serving", serving_table.serving,
-        cpu="S1, S2, S3: vLLM with h2o's pages, against vLLM with every key, by requests at once",
+        cpu="S1 to S4: vLLM with h2o's pages, against vLLM with every key, by requests at once",
     ),
     Table(
         "disk", disk_table.disk,

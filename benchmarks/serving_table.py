@@ -1,6 +1,6 @@
-"""S1 to S3: vLLM with h2o's pages against the same vLLM with every key, on SmolLM2 with bfloat16
-weights: many requests at once at a fixed number of bytes for keys and values, and a step with
-memory for all."""
+"""S1 to S4: vLLM with h2o's pages against the same vLLM with every key, on SmolLM2 with bfloat16
+weights: many requests at once at a fixed number of bytes for keys and values, a step with
+memory for all, and prompts that begin alike."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ SHAPE = (512, 64)
 """Tokens of a prompt and of its answer."""
 
 PROMPTS = (512, 1024, 2048)
+PREFIX, OWN = 1024, 64
+"""S4: tokens of a prompt that all requests have in common, and others."""
+
 ROWS = 16
 """S3: so many requests at once, by the length of their prompts."""
 
@@ -29,16 +32,17 @@ OURS = "vLLM with h2o"
 
 def serving(options: Options) -> Iterator[Row]:
     """S1 (64 MB), S2 (256 MB): all requests arrive together. S3: the last one's tokens, which come
-    when all prompts have been read."""
+    when all prompts have been read. S4 (64 MB): with what requests have in common read once by each
+    engine, vLLM's own by its prefix caching."""
     _, tokenizer = load("bfloat16")
     text = prompt(tokenizer, 8192)[0].tolist()
 
     def work(row: str, requests: int, tokens: int, new: int, bytes: int | None) -> Work:
         return Work(row, passages(text, requests, tokens), [new] * requests, bytes)
 
-    counts, shape, lengths = REQUESTS, SHAPE, PROMPTS
+    counts, shape, lengths, prefix = REQUESTS, SHAPE, PROMPTS, PREFIX
     if options.quick:
-        counts, shape, lengths = (1, 3), (20, 4), (20,)
+        counts, shape, lengths, prefix = (1, 3), (20, 4), (20,), 32
     for row, bytes in (("S1", 64 * MB), ("S2", 256 * MB)):
         whole = work(row, counts[-1], *shape, bytes)
         with contextlib.ExitStack() as stack:
@@ -49,9 +53,14 @@ def serving(options: Options) -> Iterator[Row]:
         peers = started(stack, work("S3", ROWS, lengths[-1], shape[1], None))
         for tokens in lengths:
             yield from compared(peers, work("S3", ROWS, tokens, shape[1], None), "last")
+    alike = work("S4", counts[-2], OWN, shape[1], 64 * MB)
+    alike = alike._replace(prompts=[text[-prefix:] + ids for ids in alike.prompts])
+    with contextlib.ExitStack() as stack:
+        peers = started(stack, alike, enable_prefix_caching=True)
+        yield from compared(peers, alike, "seconds", h2o_prefix=prefix)
 
 
-def started(stack: contextlib.ExitStack, work: Work) -> dict[str, Peer]:
+def started(stack: contextlib.ExitStack, work: Work, **options: Any) -> dict[str, Peer]:
     """Each engine by its name, warm; one that does not start is named and left out."""
     entries: dict[str, dict[str, Any]] = {
         OURS: H2O_ENTRY,
@@ -61,7 +70,7 @@ def started(stack: contextlib.ExitStack, work: Work) -> dict[str, Peer]:
     peers = {}
     for name, engine in entries.items():
         try:
-            peer = vllm_peer(stack, work, engine)
+            peer = vllm_peer(stack, work, engine | options)
             peer.ask(ids=[ids[:8] for ids in work.prompts[:4]], tokens=2)
         except PeerMissing as problem:
             print(f"{name}: left out: {problem}", file=sys.stderr)
@@ -70,15 +79,15 @@ def started(stack: contextlib.ExitStack, work: Work) -> dict[str, Peer]:
     return peers
 
 
-def compared(peers: dict[str, Peer], work: Work, measure: str) -> Iterator[Row]:
+def compared(peers: dict[str, Peer], work: Work, measure: str, **arguments: int) -> Iterator[Row]:
     """Rows of our engine against each other one. measure: "seconds", of all tokens, or "last", a
-    token of the last request."""
+    token of the last request. arguments: `vllm_xargs` of each request."""
     if OURS not in peers:
         return
     new = sum(work.new)
     times, facts = {}, {}
     for name, peer in peers.items():
-        told = peer.ask(ids=work.prompts, tokens=work.new)
+        told = peer.ask(ids=work.prompts, tokens=work.new, arguments=arguments)
         second = told["seconds"] / new if measure == "seconds" else told["each_token_s"][-1]
         times[name] = Times(name, [second])
         facts[name] = {

@@ -393,7 +393,8 @@ def test_what_is_borrowed_from_inside_other_packages_stands_in_one_file():
 def test_vllm_is_known_to_its_plugin():
     """And what is served there knows nothing of transformers' caches, but for one file."""
     files = {
-        f"h2o/vllm/{name}.py" for name in ("__init__", "plugin", "runners", "served", "untested")
+        f"h2o/vllm/{name}.py"
+        for name in ("__init__", "plugin", "runners", "served", "sharing", "untested")
     }
     assert importers("vllm") == files
     knowing = {name for name in importers("h2o.hf") if name.startswith("h2o/vllm/")}

@@ -2,7 +2,8 @@
 
 Run by peers.Peer with the model's folder, the number of threads and, where the defaults do not do,
 options of vLLM's engine in JSON; `{"additional_config": {"h2o": {...}}}` is h2o's entry. A request
-is {"ids": [[...], ...], "tokens": n or one number a prompt}; the answer {"prefill_s": ...,
+is {"ids": [[...], ...], "tokens": n or one number a prompt, "arguments": `vllm_xargs`, if any}; the
+answer {"prefill_s": ...,
 "token_s": ..., "seconds": of the whole call, "prompt": tokens of the first prompt, "ids": the new
 tokens, "each_first_s" and "each_token_s": of each request, from its arrival, "held": the most
 requests at a time}. The first two are of the first prompt's request, all times but the whole call's
@@ -40,7 +41,12 @@ for line in sys.stdin:
     tokens = request["tokens"]
     if isinstance(tokens, int):
         tokens = [tokens] * len(request["ids"])
-    settings = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in tokens]
+    settings = [
+        SamplingParams(
+            temperature=0.0, max_tokens=n, ignore_eos=True, extra_args=request.get("arguments")
+        )
+        for n in tokens
+    ]
     prompts = [{"prompt_token_ids": ids} for ids in request["ids"]]
     start = time.perf_counter()
     done = model.generate(prompts, settings, use_tqdm=False)

@@ -23,6 +23,7 @@ from multiprocessing.util import Finalize  # at the exit of this process, never 
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from h2o.vllm.forks import Forks
 from h2o.vllm.page_store import PageStore
 
 __all__ = ["FOLDER", "Meter", "Place", "publish"]
@@ -37,8 +38,14 @@ GAUGES = {
     "h2o:request_bytes": "KV bytes that a request takes in the layers of this rank",
     "h2o:requests_that_fit": "Requests that have room at once",
     "h2o:share_held": "Share of the attention paid that went to keys which are still kept, 0 to 1",
+    "h2o:stored_prompts": "Prompts and prefixes that requests to come can begin with",
+    "h2o:stored_prompt_bytes": "Bytes of these, in pages that no request has at the moment",
 }
-COUNTERS = {"h2o:evicted_keys": "Keys evicted, over all layers and heads of this rank"}
+COUNTERS = {
+    "h2o:evicted_keys": "Keys evicted, over all layers and heads of this rank",
+    "h2o:forked_requests": "Requests that began with a stored prompt",
+    "h2o:forked_tokens": "Tokens that these did not have to read",
+}
 
 
 class Place(NamedTuple):
@@ -124,12 +131,21 @@ class Meter:
     """Leaves the numbers of a process that holds pages."""
 
     def __init__(
-        self, place: Place, request_bytes: int, requests: int, stores: Callable[[], list[PageStore]]
+        self,
+        place: Place,
+        request_bytes: int,
+        requests: int,
+        stores: Callable[[], list[PageStore]],
+        forks: Forks | None = None,
     ) -> None:
-        """`stores`: asks for the pages of the layers that have some by now."""
+        """
+        Args:
+            stores: asks for the pages of the layers that have some by now.
+            forks: None: prompts are not stored.
+        """
         self.place = place
         self.fixed = {"h2o:request_bytes": request_bytes, "h2o:requests_that_fit": requests}
-        self.stores = stores
+        self.stores, self.forks = stores, forks
         self.file: NumbersFile | None = None
         if folder := os.environ.get(FOLDER):
             self.file = NumbersFile(Path(folder, f"{place.engine}-{place.rank}.json"))
@@ -161,6 +177,19 @@ class Meter:
         lost, kept = (sum(getattr(x, name) for x in evictions) for name in ("lost", "kept"))
         return {
             **self.fixed,
+            **self._of_forks(),
             "h2o:evicted_keys": sum(x.keys for x in evictions),
             "h2o:share_held": kept / (kept + lost) if kept else None,
+        }
+
+    def _of_forks(self) -> dict[str, float | None]:
+        forks = self.forks
+        if forks is None:
+            return {}
+        pages = len(forks.stored) * self.fixed["h2o:request_bytes"]
+        return {
+            "h2o:stored_prompts": len(forks.stored),
+            "h2o:stored_prompt_bytes": pages + forks.outputs_bytes(),
+            "h2o:forked_requests": forks.requests,
+            "h2o:forked_tokens": forks.tokens,
         }

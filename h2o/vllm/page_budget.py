@@ -23,10 +23,30 @@ from h2o.profile import Profile
 from h2o.spans import Row, count, merge_spans, parse_spans
 from h2o.vllm.page_store import ALIGNMENT, page_bytes
 
-__all__ = ["PageBudget", "entry_places", "served_budget_config", "with_budget", "with_pins"]
+__all__ = [
+    "CONTEXT",
+    "PREFIX",
+    "PageBudget",
+    "entry_places",
+    "prefix_tokens",
+    "reads_by_token",
+    "served_budget_config",
+    "with_budget",
+    "with_pins",
+]
 
 PINS = "h2o_pinned"
 """Of `vllm_xargs`: spans as text, 0:40,100:120, or as pairs of numbers; or "prompt" """
+
+PREFIX = "h2o_prefix"
+"""Of `vllm_xargs`: tokens of the prompt's beginning that are read and cut by themselves, and held
+in common with other requests that say so"""
+
+CONTEXT = "h2o_context"
+"""Of `vllm_xargs`: the same, but what follows is read as an answer would be, token by token: so its
+log-likelihoods are those of the keys that are kept"""
+
+OF_REQUESTS = ("h2o_heavy", "h2o_recent", PINS, PREFIX, CONTEXT)
 
 PLACES = 2
 """Prompts that are kept whole at a time. vLLM reads one prompt in pieces after the other, unless
@@ -120,18 +140,42 @@ def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | Non
     Raises: TypeError, ValueError for a wrong one, which name what is wrong.
     """
     wanted = {name: x for name, x in arguments.items() if name.startswith("h2o_")}
-    if unknown := sorted({*wanted} - {"h2o_heavy", "h2o_recent", PINS}):
-        raise ValueError(f"{unknown[0]}: a request has h2o_heavy, h2o_recent and {PINS}")
-    wanted.pop(PINS, None)
+    if unknown := sorted({*wanted} - {*OF_REQUESTS}):
+        raise ValueError(f"{unknown[0]}: a request has {', '.join(OF_REQUESTS)}")
+    for name in (PINS, PREFIX, CONTEXT):
+        wanted.pop(name, None)
     if not wanted:
         return None
     amounts = {name.removeprefix("h2o_"): check_amount(name, x) for name, x in wanted.items()}
     return dataclasses.replace(config, **amounts)
 
 
+def prefix_tokens(arguments: Mapping[str, Any], prompt: int) -> int:
+    """The tokens of a prompt's prefix, `h2o_prefix` or `h2o_context` of a request's `vllm_xargs`; 0
+    where none is said, and where it is all of a prompt of so many tokens.
+
+    Raises: ValueError for what is no number of tokens, and for both.
+    """
+    said = {name: arguments[name] for name in (PREFIX, CONTEXT) if arguments.get(name) is not None}
+    if len(said) > 1:
+        raise ValueError(f"{PREFIX} and {CONTEXT} both say where a prompt is cut: give one")
+    for name, prefix in said.items():
+        if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 1:
+            raise ValueError(
+                f"{name} must be a number of tokens from 1, such as 40, not {prefix!r}"
+            )
+        return prefix if prefix < prompt else 0
+    return 0
+
+
+def reads_by_token(arguments: Mapping[str, Any]) -> bool:
+    """Whether what follows the prefix is read token by token."""
+    return arguments.get(CONTEXT) is not None
+
+
 def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None = None) -> Row:
     """The spans that a request's `vllm_xargs` pin, `h2o_pinned`, of a prompt of so many tokens, if
-    that is known.
+    that is known, or of its prefix.
 
     Raises: TypeError, ValueError for a wrong one, which name what is wrong.
     """
@@ -149,7 +193,8 @@ def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None =
     if pinned == "prompt":
         return [(0, prompt)] if prompt else []
     if prompt is not None and pinned[-1][1] > prompt:
-        raise ValueError(f"{PINS} ends at token {pinned[-1][1]}, and the prompt has {prompt}")
+        part = "prefix" if prefix_tokens(arguments, prompt + 1) else "prompt"
+        raise ValueError(f"{PINS} ends at token {pinned[-1][1]}, and the {part} has {prompt}")
     return pinned
 
 

@@ -74,6 +74,7 @@ class PageStore:
                 none is emptied before a request has it, and nothing is counted.
         """
         self.alone = alone
+        self._memory = memory
         parts, begin = {}, 0
         for name, field in _fields(page):
             end = begin + field.nbytes
@@ -99,6 +100,12 @@ class PageStore:
         if sizes is not None:
             assert self.pages.starts is not None
             _write(self.pages.starts[page], list(itertools.accumulate(sizes, initial=0)))
+
+    def copy(self, page: int, other: int) -> None:
+        """Makes another page what a page is. What that has evicted counts once, as before."""
+        self.evicted += self._evicted(slice(other, other + 1))
+        self.evicted -= self._evicted(slice(page, page + 1))
+        self._memory[other].copy_(self._memory[page])
 
     def _evicted(self, part: slice) -> Any:
         """Keys evicted by the requests that have some pages now, or had them last: a number of the

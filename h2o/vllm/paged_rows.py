@@ -12,7 +12,7 @@ Letters: n tokens of the batch, H query heads, G key/value heads, D head dimensi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from h2o import ops
 from h2o.config import H2OConfig
 from h2o.slots import empty_row
 from h2o.spans import PINNED, Row, count
+from h2o.vllm.forks import Forks
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore
 
@@ -77,7 +78,14 @@ class Request(NamedTuple):
     config: H2OConfig | None = None
     """its own, where the request says one"""
     pinned: Row = []  # noqa: RUF012 - never changed
-    """within the prompt"""
+    """within what is read first"""
+    prefix: int = 0
+    """tokens of a prefix that is cut before the rest of the prompt is read; 0: there is none"""
+
+    @property
+    def first(self) -> int:
+        """Tokens of what is read first, then cut to its budget, which may be a fraction of it."""
+        return self.prefix or self.prompt
 
 
 class Piece(NamedTuple):
@@ -113,6 +121,8 @@ class Batch(NamedTuple):
     """prompts that are cut before their end, without new tokens"""
     pieces: list[Piece]
     steps: Steps | None
+    replayed: Sequence[tuple[int, int]] = ()
+    """(page, token): prompts that were stored, whose last token has the attention that it had"""
 
 
 class Begun:
@@ -143,6 +153,7 @@ def plan(
     requests: Callable[[int], Request | None],
     begun: Begun,
     device: torch.device | str = "cpu",
+    replayed: Container[int] = (),
 ) -> Batch:
     """What the rows of a batch are.
 
@@ -152,11 +163,17 @@ def plan(
         requests: the request of a row, if it is known.
         begun: kept up to date.
         device: where the tokens and pages are.
+        replayed: pages of requests whose whole prompt was stored, and comes again.
+
+    Raises: RuntimeError for tokens of a prefix and of what follows it in one row.
     """
-    later, opening, single = [], [], []
+    later, opening, single, again = [], [], [], []
     for row, (length, page) in enumerate(zip(lengths, pages, strict=True)):
         begin, end = starts[row], starts[row + 1]
         if begin == end:
+            continue
+        if page in replayed:
+            again.append((page, begin))
             continue
         opens = length == end - begin
         if opens:
@@ -167,7 +184,13 @@ def plan(
         request = requests(row) or Request(length)
         # What has been cut before its end goes on so.
         place = begun.pieces[page].place if page in begun.pieces else None
-        ends = length >= request.prompt or not (opens or page in begun.pieces)
+        is_first = opens or page in begun.pieces
+        ends = length >= request.first or not is_first
+        if is_first and length > request.first and request.prefix:
+            raise RuntimeError(
+                f"h2o: vLLM reads the tokens up to {length} of a prompt at once, whose prefix of "
+                f"{request.prefix} is to be cut before: the scheduler is not h2o's"
+            )
         piece = Piece(begin, end, page, length, request, opens, ends, place)
         (opening if opens else later).append(piece)
     for piece in later:  # first, so that those that end make room
@@ -192,7 +215,7 @@ def plan(
             opening[i] = piece._replace(ends=True)
         else:
             opening[i] = begun.pieces[piece.page] = piece._replace(place=place)
-    return Batch(late, later + opening, _steps(single, device))
+    return Batch(late, later + opening, _steps(single, device), again)
 
 
 def _steps(rows: list[tuple[int, int]], device: torch.device | str) -> Steps | None:
@@ -227,6 +250,7 @@ class PagedLayer:
     def __init__(
         self, store: PageStore, budget: PageBudget, layer: int, scale: float, softcap: float,
         prompt_scores: PromptScores | None = None, deals: Deals | None = None,
+        forks: Forks | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -234,6 +258,7 @@ class PagedLayer:
             prompt_scores: what the keys of a prompt are ranked by when it is cut, where that is not
                 the attention that they have received.
             deals: of all layers, where a request's places are dealt over these.
+            forks: of all layers, where prompts are stored for requests to come.
         """
         self.store = store
         self.budget = budget
@@ -242,6 +267,7 @@ class PagedLayer:
         self.policy = budget.config.policy
         self.prompt_scores = prompt_scores
         self.deals = deals
+        self.forks = forks
         self.whole: ops.Slots | None = None
         """[places, ...], without a budget, in order of positions"""
         self.queries: Tensor | None = None
@@ -264,6 +290,15 @@ class PagedLayer:
                 self._piece(piece, *tokens, out[part][None])
             if batch.steps is not None:
                 self._step(batch.steps, query, key, value, out)
+        if self.forks is not None:
+            self._fork(self.forks, batch, out)
+
+    def _fork(self, forks: Forks, batch: Batch, out: Tensor) -> None:
+        for page, token in batch.replayed:
+            out[token] = forks.attention(page, self.layer)
+        for piece in batch.pieces:
+            if piece.length in (piece.request.first, piece.request.prompt):
+                forks.note(piece.page, self.layer, out[piece.end - 1])
 
     def _piece(self, piece: Piece, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """Tokens of one request: query [1, H, Q, D], key, value [1, G, Q, D], out [1, Q, H, D]."""
@@ -322,7 +357,7 @@ class PagedLayer:
             scores, echo = self.prompt_scores(query, keys, values, scores)
         scores = _with_pins(piece, scores)
         budgets = self.budget.by_head(
-            self.layer, keys, request.prompt, request.config, request.pinned
+            self.layer, keys, request.first, request.config, request.pinned
         )
         number = _number(piece.page, keys)
         if self.deals is None:

@@ -6,12 +6,15 @@ its place, and is vLLM's own wherever the config has no entry "h2o". On a GPU it
 CUSTOM, for which a user asks.
 
 A request has one page for life (vLLM's CircularBufferSpec), which holds its slots; tokens are not
-in blocks, so vLLM's slot mapping is not used, and nothing of a page can be shared. Of a model with
-sliding windows in some layers these stay vLLM's own, and all blocks are as large as a page.
+in blocks, so vLLM's slot mapping is not used, and what requests have in common is copied. Of a
+model with sliding windows in some layers these stay vLLM's own, and all blocks are as large as a
+page.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +30,14 @@ from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, Slidin
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
+from h2o.vllm.forks import Forks
 from h2o.vllm.metrics import Meter, Place
 from h2o.vllm.page_budget import PageBudget, entry_places
 from h2o.vllm.page_store import ALIGNMENT, PageStore
 from h2o.vllm.paged_rows import Batch, Begun, PagedLayer, plan
 from h2o.vllm.runners import Requests
-from h2o.vllm.served import entry_of, has_windows, logger, page_budget
+from h2o.vllm.served import entry_of, has_windows, is_shared, logger, page_budget
+from h2o.vllm.sharing import set_up
 
 __all__ = ["H2OAttentionBackend"]
 
@@ -51,10 +56,7 @@ class PageSpec(CircularBufferSpec):
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         # In the process of the scheduler, before that is made.
-        cache = vllm_config.cache_config
-        if cache.enable_prefix_caching:
-            logger.info("h2o: prefix caching is off, since what is kept depends on what follows")
-            cache.enable_prefix_caching = False
+        set_up(vllm_config)
         return super().max_memory_usage_bytes(vllm_config)
 
 
@@ -111,6 +113,7 @@ def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Mete
         spec.page_size_bytes * len(layers),
         pages - 1,  # the first is vLLM's
         lambda: [*dict.fromkeys(impl.paged.store for impl in impls if impl.paged is not None)],
+        impls[0].engine.forks,
     )
 
 
@@ -131,6 +134,8 @@ class Engine(NamedTuple):
     """`Dealer`; None: each layer has pages of its own"""
     stores: dict[int, PageStore]
     """Of all layers together, by the address of the pages"""
+    forks: Forks | None
+    """None: prompts are not stored for requests to come"""
 
 
 def engine_of(vllm_config: VllmConfig) -> Engine:
@@ -147,7 +152,9 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
         echoes = PromptEchoes(vllm_config.model_config.hf_config, budget.config)
         dealer = Dealer(budget.layers) if budget.together else None
     windows = has_windows(vllm_config)
-    return Engine(vllm_config.instance_id, budget, windows, echoes, dealer, {})
+    set_up(vllm_config)
+    forks = Forks() if is_shared(vllm_config) else None
+    return Engine(vllm_config.instance_id, budget, windows, echoes, dealer, {}, forks)
 
 
 class H2OAttentionBackend(CPUAttentionBackend):
@@ -212,7 +219,19 @@ class H2OCustomBackend(H2OAttentionBackend):
         return []
 
 
-class BatchBuilder(AttentionMetadataBuilder[Batch]):
+class Planned:
+    """A forward pass for all layers. What it is depends on the prompts that are stored, of which
+    both runners tell after they have asked for this, so the first layer has it planned."""
+
+    def __init__(self, make: Callable[[], Batch]) -> None:
+        self._make = make
+
+    @functools.cached_property
+    def batch(self) -> Batch:
+        return self._make()
+
+
+class BatchBuilder(AttentionMetadataBuilder[Planned]):
     """Plans a forward pass for all layers that have h2o's pages; vLLM's own for the others."""
 
     def __new__(cls, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,6 +246,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         self.begun = Begun(entry_places(entry_of(vllm_config)))
         self.requests = Requests.of_engine(vllm_config)
         self.meter: Meter | None = None
+        self.forks = impls_of(vllm_config, layer_names)[0].engine.forks
         if impls_of(vllm_config, layer_names)[0].engine.has_windows:
             logger.info_once("h2o: layers with a sliding window are vLLM's own")
         else:
@@ -234,7 +254,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> Batch:
+    ) -> Planned:
         rows = common_attn_metadata
         if self.meter is not None:
             self.meter.stepped()
@@ -246,10 +266,18 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
                 rows.block_table_tensor[:, 0],
             )
         )
-        return plan(starts, lengths, pages, self.requests.of_batch(rows), self.begun, self.device)
+        known = starts, lengths, pages, self.requests.of_batch(rows)
+        return Planned(lambda: self._batch(*known))
+
+    def _batch(self, *rows: Any) -> Batch:
+        if self.forks is None:
+            return plan(*rows, self.begun, self.device)
+        for page in self.forks.take_left():
+            self.begun.pieces.pop(page, None)  # of a request that has ended
+        return plan(*rows, self.begun, self.device, self.forks.replayed)
 
 
-class H2OAttention(AttentionImpl[Batch]):
+class H2OAttention(AttentionImpl[Planned]):
     """One layer's attention; vLLM's own where that has a window and others have not."""
 
     def __new__(
@@ -306,7 +334,7 @@ class H2OAttention(AttentionImpl[Batch]):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Batch | None,
+        attn_metadata: Planned | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -317,7 +345,7 @@ class H2OAttention(AttentionImpl[Batch]):
         memory = kv_cache.data_ptr(), kv_cache.shape[0]
         if self.paged is None or self.memory != memory:
             self.paged, self.memory = self._pages(layer, kv_cache, key), memory
-        self.paged.forward(query, key, value, attn_metadata, output)
+        self.paged.forward(query, key, value, attn_metadata.batch, output)
         return output
 
     def do_kv_cache_update(self, *args: Any) -> None:
@@ -336,7 +364,7 @@ class H2OAttention(AttentionImpl[Batch]):
             store = self._store_of_all(kv_cache, keys)
         scores = engine.echoes and engine.echoes.of_layer(index, self.scale, self.softcap)
         known = store, budget, index, self.scale, self.softcap
-        return PagedLayer(*known, scores, engine.dealer)
+        return PagedLayer(*known, scores, engine.dealer, engine.forks)
 
     def _store_of_all(self, kv_cache: Tensor, keys: Tensor) -> PageStore:
         """The pages of all layers together, whose bytes follow one another in each block."""

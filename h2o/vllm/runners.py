@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Proces
 
 from h2o.config import H2OConfig
 from h2o.packages import install_command
-from h2o.vllm.page_budget import with_budget, with_pins
+from h2o.vllm.page_budget import prefix_tokens, with_budget, with_pins
 from h2o.vllm.paged_rows import Request
 from h2o.vllm.served import entry_of, logger, page_budget
 
@@ -76,6 +76,7 @@ class Requests(ProcessorOfV1, ProcessorOfV2):
             arguments = sampling_params.extra_args or {}
             with_budget(H2OConfig(), arguments)
             with_pins(H2OConfig(), arguments)
+            prefix_tokens(arguments, 0)
         except TypeError as error:
             raise ValueError(str(error)) from error
 
@@ -88,17 +89,18 @@ class Requests(ProcessorOfV1, ProcessorOfV2):
         """
         assert self.config is not None
         arguments, config, pinned = params.extra_args or {}, None, []
+        prefix = prefix_tokens(arguments, prompt)
         try:
             config = with_budget(self.config, arguments)
         except (TypeError, ValueError) as error:
             logger.warning("h2o: a request gets the server's budget: %s", error)
         try:
-            asked = with_pins(self.config, arguments, prompt)
+            asked = with_pins(self.config, arguments, prefix or prompt)
             self.budget.check_room(self.keys, asked)
             pinned = asked
         except (TypeError, ValueError) as error:
             logger.warning("h2o: a request is served without the pins that it asks for: %s", error)
-        return Request(prompt, config, pinned)
+        return Request(prompt, config, pinned, prefix)
 
     def apply(self, logits: Tensor, context: Any = None) -> Tensor:
         return logits

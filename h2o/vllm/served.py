@@ -13,12 +13,26 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from h2o.config import H2OConfig
 from h2o.vllm.page_budget import PageBudget, entry_places, served_budget_config
 
-__all__ = ["entry_of", "has_windows", "logger", "page_budget", "refuse"]
+__all__ = [
+    "CONNECTOR",
+    "SHARING",
+    "entry_of",
+    "has_windows",
+    "is_shared",
+    "logger",
+    "page_budget",
+    "refuse",
+]
 
 logger = init_logger("vllm.h2o")
 
 ENTRY = "h2o"
 """The entry of `--additional-config`."""
+
+SHARING = "h2o.vllm.sharing"
+
+CONNECTOR = "StoredPromptsConnector"
+"""h2o's own KV connector, in `SHARING`"""
 
 
 def entry_of(vllm_config: VllmConfig) -> Any:
@@ -67,6 +81,17 @@ def has_windows(vllm_config: VllmConfig) -> bool:
     return {"full_attention", "sliding_attention"} <= {*kinds}
 
 
+def is_shared(vllm_config: VllmConfig) -> bool:
+    """Whether prompts are stored for requests to come, by h2o's KV connector."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector == CONNECTOR
+
+
+def _has_other_scheduler(vllm_config: VllmConfig) -> bool:
+    scheduler = vllm_config.scheduler_config.scheduler_cls
+    return scheduler is not None and getattr(scheduler, "__module__", "") != SHARING
+
+
 def refuse(vllm_config: VllmConfig) -> None:
     """Raises ValueError for a setting that is not served, with the reason."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -103,7 +128,14 @@ def refuse(vllm_config: VllmConfig) -> None:
             cache.cache_dtype not in ("auto", "float32", "float16", "bfloat16"),
             "give kv_dtype in the entry h2o",
         ),
-        "a KV connector": (vllm_config.kv_transfer_config, "pages cannot be shared or moved"),
+        "a KV connector": (
+            vllm_config.kv_transfer_config and not is_shared(vllm_config),
+            "pages cannot be moved",
+        ),
+        "a scheduler of your own": (
+            _has_other_scheduler(vllm_config),
+            "h2o's reads prefixes by themselves; leave out --scheduler-cls",
+        ),
         "models that pool": (
             model.runner_type == "pooling",
             "no step follows a prompt, so no key is worth evicting",

@@ -91,6 +91,32 @@ def alone(
     return answers
 
 
+def after_prefix(
+    model: Any,
+    requests: list[list[int]],
+    prefix: int,
+    config: H2OConfig,
+    piece: int = 1 << 20,
+    pinned: Any = None,
+) -> list:
+    """The tokens of `generate()` with an H2OCache that has read the prefix, then the rest in
+    pieces."""
+    model.set_attn_implementation("h2o")
+    answers = []
+    for request in requests:
+        ids, cache = torch.tensor([request]), H2OCache(model.config, config, pinned=pinned)
+        end = prefix if prefix < len(request) else 0
+        with torch.no_grad():
+            if end:
+                model(ids[:, :end], **with_cache(cache))
+            while len(request) - end > piece:
+                model(ids[:, end : end + piece], **with_cache(cache))
+                end += piece
+        out = model.generate(ids, **with_cache(cache), max_new_tokens=NEW, do_sample=False)
+        answers.append(out[0, len(request) :].tolist())
+    return answers
+
+
 @contextlib.contextmanager
 def standing_for(one: AttentionBackendEnum, other: AttentionBackendEnum) -> Iterator[None]:
     """vLLM takes the other backend where it would take one."""

@@ -62,8 +62,12 @@ def test_settings_are_refused_with_the_reason(llama, entry, options, message):
             "context parallelism: a request's keys are ranked together",
         ),
         (
+            {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+            "a scheduler of your own: h2o's reads prefixes",
+        ),
+        (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "a KV connector: pages cannot be shared",
+            "a KV connector: pages cannot be moved",
         ),
     ],
 )

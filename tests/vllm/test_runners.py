@@ -15,6 +15,7 @@ from tests.vllm.engines import alone, engine, prompts, served, tiny
 pytest.importorskip("triton")
 
 ENGINES = "tests/vllm/test_engine.py"
+SHARING = "tests/vllm/test_sharing.py"
 HERE = "tests/vllm/test_runners.py"
 ON_V2 = (
     "test_places_that_are_dealt_over_all_layers[32]",
@@ -24,7 +25,14 @@ ON_V2 = (
     "test_requests_have_budgets_of_their_own",
     "test_all_keys_are_dense_attention_and_without_the_entry_nothing_is_ours",
     "test_log_likelihoods_of_a_prompt_are_those_of_all_keys",
-    "test_prefix_caching_is_turned_off_with_a_note",
+    "test_requests_that_begin_alike_share_nothing_unasked",
+)
+
+
+SHARING_ON_V2 = (
+    "test_a_prompt_that_comes_again_is_not_read_again[32-dealt]",
+    "test_a_prefix_is_read_once[32-dealt]",
+    "test_who_leaves_in_the_middle_of_a_prompt_leaves_nothing_behind",
 )
 
 
@@ -50,6 +58,7 @@ def test_engines_on_the_v2_model_runner():
     """In a process of its own, since vLLM decides once in a process whether there is a Triton."""
     options = ["-q", "-p", "tests.vllm.on_v2_runner", "-p", "no:cacheprovider", "-W", "default"]
     tests = [f"{ENGINES}::{name}" for name in ON_V2]
+    tests += [f"{SHARING}::{name}" for name in SHARING_ON_V2]
     tests.append(f"{HERE}::test_the_warm_up_of_a_gpu_changes_no_answer")
     out, _ = launch([*options, *tests], launcher=["pytest"])
-    assert re.search(rf"^{len(ON_V2) + 2} passed", out, re.M), out[-4000:]
+    assert re.search(rf"^{len(tests) + 1} passed", out, re.M), out[-4000:]

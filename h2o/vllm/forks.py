@@ -1,0 +1,87 @@
+"""Prompts that stay stored when they have been read, each in a page of its own, and the requests
+that begin with one: the part of a process that holds pages.
+
+A request that repeats a whole prompt has its last token computed again, since the first token of
+the answer is drawn from that. Its keys are in the stored page by then, and others are not that it
+has attended to, so each layer gives it the attention that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from h2o.vllm.page_store import PageStore
+
+__all__ = ["Forks"]
+
+Outputs = dict[int, Tensor]
+"""Attention [H, D] of a prompt's last token, by layer"""
+
+
+class Forks:
+    """What was stored, by page, and who begins with it in the pass that is coming."""
+
+    def __init__(self) -> None:
+        self.left: set[int] = set()
+        """Pages whose requests have ended since the last pass"""
+        self.replayed: dict[int, Outputs] = {}
+        """Of requests that repeat a whole prompt, in this pass"""
+        self.stored: dict[int, Outputs] = {}
+        """By the pages that hold prompts"""
+        self.requests = 0
+        """that have begun with a stored prompt so far"""
+        self.tokens = 0
+        """that these did not have to read"""
+        self._last: dict[int, Outputs] = {}
+
+    def begin(
+        self, stores: Iterable[PageStore], page: int, other: int, tokens: int, *, whole: bool
+    ) -> None:
+        """The request of another page begins with what a page holds, `tokens` read tokens."""
+        self.left.add(other)
+        if page != other:
+            _copy(stores, page, other)
+        if whole:
+            self.replayed[other] = self.stored[page]
+        self.requests += 1
+        self.tokens += tokens
+
+    def take_left(self) -> set[int]:
+        """The pages of `left`, which are so no more."""
+        taken, self.left = self.left, set()
+        return taken
+
+    def attention(self, page: int, layer: int) -> Tensor:
+        """Of the last token of a prompt that a request repeats."""
+        return self.replayed[page][layer]
+
+    def note(self, page: int, layer: int, out: Tensor) -> None:
+        """The attention of the last token of a prompt, or of its prefix, which has been read."""
+        self._last.setdefault(page, {})[layer] = out.clone()
+
+    def store(self, stores: Iterable[PageStore], page: int, other: int) -> None:
+        """Keeps what a page holds in another page: a prompt, or the prefix of one."""
+        self.stored[other] = self._last[page]
+        _copy(stores, page, other)
+
+    def outputs_bytes(self) -> int:
+        """Of the attention that is kept beside the pages; for any thread."""
+        return sum(out.nbytes for outs in [*self.stored.values()] for out in outs.values())
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """These pages are others' now."""
+        for page in pages:
+            self.stored.pop(page, None)
+
+    def end(self) -> None:
+        """The pass is over."""
+        self.replayed.clear()
+        self._last.clear()
+
+
+def _copy(stores: Iterable[PageStore], page: int, other: int) -> None:
+    for store in stores:
+        with store.lock:
+            store.copy(page, other)

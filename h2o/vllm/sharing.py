@@ -1,0 +1,248 @@
+"""Prompts in common: what vLLM's scheduler and workers are told of stored prompts.
+
+With `plugin`, `runners` and `served` it knows vLLM. A KV connector, vLLM's way to say that some
+tokens of a prompt need not be read, keeps the prompts in pages of the pool. Such a page counts as
+free (`BlockPool.unpin_blocks`) until vLLM gives it to a request, those first that nobody has asked
+for the longest. And of vLLM's scheduler there is a subclass, since a connector has no say in where
+a prompt is parted: it reads a prefix that is cut by itself in passes of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from h2o.vllm.page_budget import entry_places, prefix_tokens, reads_by_token
+from h2o.vllm.served import CONNECTOR, SHARING, entry_of, has_windows
+from h2o.vllm.stored_prompts import Asked, Begin, Reading, Store, StoredPrompts, identify
+
+__all__ = ["StoredPromptsConnector", "set_up"]
+
+
+def set_up(vllm_config: VllmConfig) -> None:
+    """Has vLLM share prompts, in the place of its own prefix caching and where that is on; to be
+    called in the scheduler's process and the workers', before they have a connector. Not beside
+    sliding windows, whose keys are vLLM's own."""
+    scheduling, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    scheduling.scheduler_cls = PrefixAsyncScheduler if (
+        scheduling.async_scheduling
+    ) else PrefixScheduler  # fmt: skip
+    if cache.enable_prefix_caching and not has_windows(vllm_config):
+        vllm_config.kv_transfer_config = KVTransferConfig(
+            kv_connector=CONNECTOR, kv_connector_module_path=SHARING, kv_role="kv_producer"
+        )
+    cache.enable_prefix_caching = False
+
+
+# ---- Connector -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Plan(KVConnectorMetadata):
+    """What workers have to do with stored prompts beside a pass."""
+
+    begins: list[Begin] = dataclasses.field(default_factory=list)
+    dropped: list[int] = dataclasses.field(default_factory=list)
+    """pages of stored prompts that vLLM has given to requests"""
+    left: set[int] = dataclasses.field(default_factory=set)
+    """pages of requests that ended while their prompts were read"""
+    stores: list[Store] = dataclasses.field(default_factory=list)
+
+
+class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
+    """In the scheduler's process it finds and keeps stored prompts, in a worker's it copies pages.
+
+    A pass goes: requests begin with copies, tokens are read, what is new is stored. All passes go
+    through a worker in the order in which the scheduler has planned them, so what a plan stores is
+    there for the next one.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.plan = Plan()
+        self.prompts = StoredPrompts(entry_places(entry_of(vllm_config)))
+        self.found: dict[str, tuple[int, int, bool]] = {}
+        """By request: what it will begin with, if it gets a page"""
+
+    requires_kv_delivery = False
+
+    # ---- As the scheduler asks -------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.pool = gpu_block_pool
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens of a request are read, and that these are there at once; None: somebody
+        reads them at the moment."""
+        wanted = _asked(request)
+        self.found.pop(request.request_id, None)
+        if wanted is None:
+            return 0, False
+        found = self.prompts.find(wanted)
+        if found is not None:
+            self.found[request.request_id] = found
+            return found[1], False
+        return (None if self.prompts.is_read(request.request_id, wanted) else 0), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """A request has a page, and begins to be read."""
+        ((page,),) = blocks.get_block_ids()
+        name, whole = request.request_id, False
+        found = self.found.pop(name, None)
+        if num_external_tokens:
+            assert found is not None
+            stored, tokens, whole = found
+            self.plan.begins.append(Begin(stored, page, tokens, whole))
+            if stored != page:  # else it was the last that was free
+                self._keep(self.pool.blocks[stored], again=True)
+        if not whole:
+            wanted = _asked(request)
+            nothing = Asked(request.num_prompt_tokens, b"", _prefix(request), None)
+            self.prompts.reading[name] = Reading(
+                wanted or nothing, page, num_external_tokens, wanted is not None
+            )
+
+    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+        plan, self.plan = self.plan, Plan()
+        plan.left |= self.prompts.leave(scheduler_output.preempted_req_ids or ())
+        for page, key in self.prompts.advance(scheduler_output.num_scheduled_tokens):
+            if key in self.prompts.pages or not self.pool.get_num_free_blocks():
+                continue
+            (block,) = self.pool.get_new_blocks(1)
+            plan.stores.append(Store(page, block.block_id))
+            self.prompts.put(key, block.block_id)
+            self._keep(block)
+        plan.dropped, self.plan.dropped = plan.dropped + self.plan.dropped, []
+        return plan
+
+    def _keep(self, block: Any, *, again: bool = False) -> None:
+        """Makes a page of a stored prompt the last of the free ones."""
+        if again:
+            self.pool.touch([block])
+        self.pool.unpin_blocks([block], self._reused)
+
+    def _reused(self, block: Any) -> None:
+        self.prompts.drop(block.block_id)
+        self.plan.dropped.append(block.block_id)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        self.found.pop(request.request_id, None)
+        self.plan.left |= self.prompts.leave([request.request_id])
+        return False, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return self.request_finished(request, block_ids)
+
+    def reset_cache(self) -> bool:
+        """Forgets all prompts, as after a change of the model's weights."""
+        self.plan.dropped += self.prompts.clear()
+        return True
+
+    # ---- As a worker asks ------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """The layers whose pages are h2o's, and what they have in common."""
+        (group,) = self._kv_cache_config.kv_cache_groups
+        known = self._vllm_config.compilation_config.static_forward_context
+        self.impls = [known[name].impl for name in group.layer_names]
+        self.forks = self.impls[0].engine.forks
+
+    def _stores(self) -> list[Any]:
+        return [*dict.fromkeys(impl.paged.store for impl in self.impls)]
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        self.forks.left |= kv_connector_metadata.left
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        plan: Any = self._get_connector_metadata()
+        for page, other, tokens, whole in plan.begins:
+            self.forks.begin(self._stores(), page, other, tokens, whole=whole)
+        self.forks.drop(plan.dropped)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: pages are there before the pass."""
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: pages are stored after the pass."""
+
+    def wait_for_save(self) -> None:
+        plan: Any = self._get_connector_metadata()
+        for page, other in plan.stores:
+            self.forks.store(self._stores(), page, other)
+        self.forks.end()
+
+
+def _prefix(request: Any) -> int:
+    """Tokens of the prefix that a request wants to be cut by itself."""
+    return prefix_tokens(_arguments(request), request.num_prompt_tokens)
+
+
+def _arguments(request: Any) -> dict[str, Any]:
+    params = request.sampling_params
+    return (params and params.extra_args) or {}
+
+
+def _asked(request: Any) -> Asked | None:
+    """What a request may have in common with others; None: nothing, since its keys do not follow
+    from its tokens, or there are tokens of an answer already."""
+    alone = (
+        request.prompt_token_ids is None
+        or request.mm_features
+        or request.lora_request
+        or request.sampling_params is None
+        or request.num_tokens > request.num_prompt_tokens
+        or request.num_prompt_tokens < 2
+    )
+    if alone:
+        return None
+    known = request.prompt_token_ids, _prefix(request), _arguments(request)
+    return identify(*known, request.cache_salt)
+
+
+# ---- Scheduler -------------------------------------------------------------------------------
+
+
+class Prefixes(Scheduler):
+    """vLLM's scheduler, but where a request says how long its prefix is: that is read up to its
+    end, then the rest in pieces of a size that does not depend on other requests, since each is
+    cut by itself."""
+
+    def _reserve_prefill_lookahead(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        new: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        prefix, prompt = _prefix(request), request.num_prompt_tokens
+        if num_computed_tokens < prefix:
+            return min(new, prefix - num_computed_tokens)
+        if prefix and num_computed_tokens < prompt:
+            most = 1 if reads_by_token(_arguments(request)) else self._largest_piece()
+            piece = min(most, prompt - num_computed_tokens)
+            return piece if piece <= new else 0  # as soon as there is room for so many
+        return new
+
+    def _largest_piece(self) -> int:
+        """Tokens for which there is room in a pass beside a step of all other requests."""
+        scheduling = self.scheduler_config
+        most = scheduling.max_num_batched_tokens - scheduling.max_num_seqs
+        threshold: int = scheduling.long_prefill_token_threshold
+        return max(1, min(most, threshold) if threshold > 0 else most)
+
+
+class PrefixScheduler(Prefixes):
+    """Of passes that are planned one after the other."""
+
+
+class PrefixAsyncScheduler(Prefixes, AsyncScheduler):
+    """Of passes that are planned while the one before runs."""

@@ -1,0 +1,111 @@
+"""Which stored prompt a request of vLLM begins with, by the part that needs no vLLM."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o import ops
+from h2o.vllm.page_store import PageStore, page_bytes
+from h2o.vllm.stored_prompts import Reading, StoredPrompts, identify
+
+TOKENS = list(range(100, 140))
+
+
+def of(n: int, prefix: int = 0, salt=None, name: str = "h2o_prefix", **arguments):
+    said = {name: prefix} if prefix else {}
+    return identify(TOKENS[:n], prefix, said | arguments, salt)
+
+
+def test_what_requests_have_in_common():
+    """Tokens, settings, and where a prompt was cut. What is not h2o's says nothing of a page."""
+    one = of(30)
+    assert of(30, other=3).whole == one.whole
+    for other in (
+        of(29),
+        of(30, salt="a"),
+        of(30, h2o_heavy=3),
+        of(30, h2o_pinned="0:4"),
+        of(30, 20),
+        of(30, 20, name="h2o_context"),
+        of(30, 21),
+    ):
+        assert other.whole != one.whole
+    assert of(30, 20).whole != of(30, 20, name="h2o_context").whole
+    assert of(30, 20).beginning == of(40, 20, name="h2o_context").beginning == of(20).whole
+
+
+def test_the_longest_beginning_is_found():
+    prompts = StoredPrompts(2)
+    assert prompts.find(of(30, 20)) is None
+    prompts.put(of(20).whole, 7)
+    assert prompts.find(of(30, 20)) == (7, 20, False)
+    assert prompts.find(of(30)) is None
+    prompts.put(of(30, 20).whole, 8)
+    assert prompts.find(of(30, 20)) == (8, 29, True)
+    assert prompts.find(of(20)) == (7, 19, True)
+    prompts.drop(8)
+    prompts.drop(9)  # of nobody
+    assert prompts.find(of(30, 20)) == (7, 20, False)
+    assert prompts.clear() == [7]
+    assert prompts.find(of(30, 20)) is None
+
+
+def test_who_reads_what_others_want():
+    prompts = StoredPrompts(2)
+    prompts.reading["a"] = Reading(of(30, 20), 3, 0)
+    assert prompts.is_read("b", of(40, 20))
+    assert prompts.is_read("b", of(30, 20))
+    assert not prompts.is_read("a", of(30, 20))
+    assert not prompts.is_read("b", of(30))
+    assert prompts.advance({"a": 12}) == []
+    assert prompts.advance({"a": 8}) == [(3, of(20).whole)]
+    assert not prompts.is_read("b", of(40, 20))
+    assert prompts.advance({"a": 10}) == [(3, of(30, 20).whole)]
+    assert not prompts.reading
+
+
+def test_a_step_that_ends_a_prompt_stores_nothing():
+    prompts = StoredPrompts(2)
+    prompts.reading["a"] = Reading(of(21, 20), 3, 20)
+    assert prompts.advance({"a": 1}) == []
+
+
+def test_prompts_that_may_have_been_cut_early_are_not_stored():
+    """More than there are places for came in pieces at once."""
+    prompts = StoredPrompts(1)
+    for name, n in (("a", 30), ("b", 40)):
+        prompts.reading[name] = Reading(of(n), n, 0)
+    prompts.advance({"a": 8, "b": 8})
+    assert prompts.advance({"a": 22, "b": 32}) == []
+    prompts.reading["c"] = Reading(of(30), 5, 0)
+    prompts.advance({"c": 8})
+    assert prompts.advance({"c": 22}) == [(5, of(30).whole)]
+
+
+@pytest.mark.parametrize(("read", "pages"), [(0, set()), (8, {3}), (20, set()), (25, set())])
+def test_who_leaves_in_the_middle_of_what_is_kept_whole(read, pages):
+    prompts = StoredPrompts(1)
+    prompts.reading["a"] = Reading(of(30, 20), 3, read)
+    assert prompts.leave(["a", "b"]) == pages
+    assert not prompts.reading
+
+
+def test_keys_that_a_stored_prompt_has_evicted_count_once():
+    """However often it is copied, and when its copies are others' pages."""
+    page = ops.new_slots(torch.empty(1, 2, 1, 8), 5, heavy=2, recent=2)
+    store = PageStore(torch.zeros(4, page_bytes(page), dtype=torch.uint8), page)
+    store.empty(1, [(2, 2)])
+    keys, scores = torch.randn(1, 2, 10, 8), torch.rand(1, 2, 10)
+    rows = [store.rows(torch.tensor([n], dtype=torch.int32)) for n in range(4)]
+    ops.evict(keys, keys, scores, rows[1])
+    evicted = store.eviction().keys
+    assert evicted == 2 * (10 - 4)
+    for other in (2, 3, 2):
+        store.copy(1, other)
+        assert store.eviction().keys == evicted
+    ops.evict(keys[:, :, :1], keys[:, :, :1], scores[:, :, :1], rows[3])
+    assert store.eviction().keys == evicted + 2
+    for gone in (1, 2, 3):
+        store.empty(gone, [(2, 2)])
+        assert store.eviction().keys == evicted + 2

@@ -1,0 +1,196 @@
+"""Prompts and prefixes that are read once: answers are those without sharing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from h2o import H2OCache, H2OConfig
+from h2o.borrowed import with_cache
+from h2o.hf.prompt import prompt_echo
+from tests.vllm.engines import (
+    NEW,
+    SamplingParams,
+    after_prefix,
+    alone,
+    engine,
+    prompts,
+    served,
+    tiny,
+)
+
+SMALL = {"heavy": 8, "recent": 8}
+ENTRIES = {
+    "tokens": SMALL,
+    "dealt": {"budget": 24},
+    "stored in bytes": {"heavy": 0.2, "recent": 0.1, "min_tokens": 0, "kv_dtype": "int8"},
+    "heads": {"heavy": [[4, 12], [9, 3]], "recent": 4, "score_by": "mean-echo"},
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, tiny("llama", folder, head_dim=32)
+
+
+def forks(llm):
+    """What the worker knows of stored prompts."""
+    (found,) = llm.apply_model(
+        lambda model: next(x.impl.engine.forks for x in model.modules() if hasattr(x, "impl"))
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("chunk", [256, 32])
+def test_a_prompt_that_comes_again_is_not_read_again(name, chunk, llama, monkeypatch):
+    """Also the same that come together. A prompt of one token is read each time."""
+    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    folder, model = llama
+    requests = prompts() + prompts((50,)) * 3
+    wanted = alone(model, requests, H2OConfig(**ENTRIES[name]))
+    with engine(folder, ENTRIES[name], max_num_batched_tokens=chunk) as llm:
+        for again in range(3):
+            assert served(llm, requests) == wanted
+            assert forks(llm).requests == 2 + again * 12
+        assert forks(llm).tokens == 2 * 49 + 2 * (sum(map(len, requests)) - 1 - 12)
+        pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert llm.reset_prefix_cache()
+        assert served(llm, requests) == wanted
+        assert forks(llm).requests == 28
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("chunk", [256, 32])
+def test_a_prefix_is_read_once(name, chunk, llama, monkeypatch):
+    """Its state after the cut is that of an H2OCache which has read it. What follows it comes in
+    pieces that other requests have no say in."""
+    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    folder, model = llama
+    (beginning,), config = prompts((60,), 5), H2OConfig(**ENTRIES[name])
+    requests = [beginning + rest for rest in prompts((5, 100, 1, 40, 26, 24), 6)]
+    arguments = {"extra_args": {"h2o_prefix": 60}}
+    wanted = after_prefix(model, requests, 60, config, chunk - 8)
+    assert wanted != alone(model, requests, config)
+    with engine(folder, ENTRIES[name], max_num_batched_tokens=chunk) as llm:
+        assert served(llm, requests, **arguments) == wanted
+        assert (forks(llm).requests, forks(llm).tokens) == (5, 300)
+        assert served(llm, requests, **arguments) == wanted
+        assert served(llm, requests) == alone(model, requests, config)
+        before = forks(llm).requests
+        assert served(llm, [beginning], **arguments) == alone(model, [beginning], config)
+        assert forks(llm).requests == before + 1
+
+
+def test_samples_of_one_prompt_and_pins(llama):
+    """Pins are settings, which requests must have in common too, and lie in the prefix."""
+    folder, model = llama
+    (beginning,), config = prompts((60,), 5), H2OConfig(heavy=20, recent=8)
+    requests = [beginning + rest for rest in prompts((5, 40), 6)]
+    pins = {"h2o_prefix": 60, "h2o_pinned": "3:9"}
+    wanted = after_prefix(model, requests, 60, config, pinned=[(3, 9)])
+    unpinned = after_prefix(model, requests, 60, config)
+    assert wanted != unpinned
+    with engine(folder, {"heavy": 20, "recent": 8}) as llm:
+        for arguments, answers in ((pins, wanted), ({"h2o_prefix": 60}, unpinned)):
+            assert served(llm, requests, extra_args=arguments) == answers
+        assert forks(llm).requests == 2
+        sampling = SamplingParams(max_tokens=8, n=4, seed=1, ignore_eos=True, detokenize=False)
+        many = [
+            [list(one.token_ids) for one in out.outputs]
+            for out in llm.generate([{"prompt_token_ids": x} for x in requests], sampling)
+        ]
+        assert forks(llm).requests == 8
+        assert all(len({*map(tuple, of_prompt)}) == 4 for of_prompt in many)
+
+
+def test_who_leaves_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
+    """To a request that gets the page next and begins with what is stored."""
+    folder, model = llama
+    (beginning, long), config = prompts((60, 100), 5), H2OConfig(**SMALL)
+    requests = [beginning + rest for rest in prompts((5, 20), 6)]
+    arguments = {"extra_args": {"h2o_prefix": 60}}
+    with engine(folder, SMALL, max_num_batched_tokens=32) as llm:
+        served(llm, requests[:1], **arguments)
+        llm.llm_engine.add_request("0", {"prompt_token_ids": long}, SamplingParams(max_tokens=8))
+        llm.llm_engine.step()
+        llm.llm_engine.abort_request(["0"])
+        answers = served(llm, requests[1:], **arguments)
+        assert forks(llm).requests == 1
+    assert answers == after_prefix(model, requests[1:], 60, config, 24)
+
+
+@pytest.mark.parametrize("entry", [SMALL, {"budget": 24}])
+def test_few_pages_and_requests_that_leave(entry, llama, monkeypatch):
+    """Prompts that are stored make room, those for the longest not asked for first; who leaves in
+    the middle of a prompt, leaves nothing to who gets the page."""
+    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    folder, model = llama
+    config, dice = H2OConfig(**entry), random.Random(1)
+    rests, requests = prompts((30, 70, 100), 6), []
+    for beginning in prompts((60, 64), 5):
+        ids, n = [beginning + rest for rest in rests], len(beginning)
+        requests += zip(ids, [None] * 3, alone(model, ids, config), strict=True)
+        after = after_prefix(model, ids, n, config, 24)
+        requests += zip(ids, [{"h2o_prefix": n}] * 3, after, strict=True)
+    greedy = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True, "detokenize": False}
+    asked, answers = {}, {}
+    options = {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 6}
+    with engine(folder, entry, **options) as llm:
+        pages = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+        assert pages == 6
+        for step in range(800):
+            here = sorted({*asked} - {*answers})
+            if step < 700 and dice.random() < 0.6 - 0.2 * len(here):
+                ids, arguments, asked[str(step)] = dice.choice(requests)
+                sampling = SamplingParams(**greedy, extra_args=arguments)
+                llm.llm_engine.add_request(str(step), {"prompt_token_ids": ids}, sampling)
+            if step % 19 == 0 and here:
+                gone = dice.choice(here)
+                llm.llm_engine.abort_request([gone])
+                del asked[gone]
+            for out in llm.llm_engine.step():
+                if out.finished:
+                    answers[out.request_id] = list(out.outputs[0].token_ids)
+        pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pages - 1
+        assert forks(llm).requests > 20
+        assert len(forks(llm).stored) < pages
+    assert len(asked) > 40
+    assert answers == asked
+
+
+@pytest.mark.parametrize("entry", [SMALL, {"budget": 24}])
+@pytest.mark.parametrize("chunk", [256, 32])
+def test_log_likelihoods_after_a_context(entry, chunk, llama, monkeypatch):
+    """Those of `h2o eval --protocol drop`: the context is cut at its end, what follows goes on
+    token by token."""
+    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    folder, model = llama
+    model.set_attn_implementation("h2o")
+    (ids,) = prompts((100,))
+    wanted = {}
+    for context in (60, 95, 99):
+        cache, found = H2OCache(model.config, H2OConfig(**entry)), []
+        for part in (ids[:context], *([token] for token in ids[context:-1])):
+            with torch.no_grad():
+                logits = model(torch.tensor([part]), **with_cache(cache)).logits[0, -1]
+            found.append(logits.log_softmax(-1)[ids[context + len(found)]].item())
+        wanted[context] = found
+    with engine(folder, entry, max_num_batched_tokens=chunk) as llm:
+        sampling = [
+            SamplingParams(
+                max_tokens=1, prompt_logprobs=0, detokenize=False, extra_args={"h2o_context": n}
+            )
+            for n in (*wanted, *wanted)
+        ]
+        outs = llm.generate([{"prompt_token_ids": ids}] * 6, sampling, use_tqdm=False)
+    for context, out in zip((*wanted, *wanted), outs, strict=True):
+        pairs = [*zip(out.prompt_logprobs, ids, strict=True)][context:]
+        found = [x[token].logprob for x, token in pairs]
+        assert found == pytest.approx(wanted[context], abs=1e-4)
+    assert wanted[60][39 - 5 :] != pytest.approx(wanted[95], abs=1e-3)
