@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 import h2o
-from h2o.hf.rows.row_batch import row_bytes
+from h2o.hf.batching.row_batch import row_bytes
 
 from .model_tables import load, prompt
 from .options import Options

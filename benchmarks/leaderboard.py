@@ -34,15 +34,15 @@ from lm_eval.tasks.hendrycks_math.utils import is_equiv, last_boxed_only_string,
 from tqdm import tqdm
 
 from h2o import models
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.errors import UserError
-from h2o.evaluation.fitting import check_fit
+from h2o.evaluation.generate_until import can_use_rows, generate_in_rows
+from h2o.evaluation.model_fit import check_fit
 from h2o.evaluation.protocols import pad_rows, read_documents
 from h2o.evaluation.questions import question_start
 from h2o.evaluation.setting import Setting, parse_all
 from h2o.evaluation.text_table import table
-from h2o.evaluation.until import can_use_rows, generate_in_rows
-from h2o.hf.rows.request import Request
+from h2o.hf.batching.request import Request
 from h2o.result_cells import fingerprint, provenance
 
 GENERATED = (

@@ -135,7 +135,7 @@ typedef struct {
     H2O_SLOTS_FIELDS(H2O_FIELD)
 } h2o_slots;
 
-typedef enum { H2O_RANK_SUM = 0, H2O_RANK_MEAN = 1, H2O_RANK_MAX = 2 } h2o_score_by;
+typedef enum { H2O_SCORE_SUM = 0, H2O_SCORE_MEAN = 1, H2O_SCORE_MAX = 2 } h2o_score_by;
 
 /* Budgets are per row and live in the slots. What each field means, policy.h knows; how it is
  * spelled and what it may be, h2o_policy_fields of tables.h. */

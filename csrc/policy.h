@@ -46,7 +46,7 @@ typedef struct {
 /* Whether a score is the largest attention that any one query gave, rather than the sum. Both fade
  * alike: attention counts decay^age. */
 H2O_INLINE bool h2o_scores_largest(const h2o_policy *policy) {
-    return policy->score_by == H2O_RANK_MAX;
+    return policy->score_by == H2O_SCORE_MAX;
 }
 
 H2O_INLINE float h2o_larger(float a, float b) { return a > b || a != a ? a : b; } /* or NaN */
@@ -79,7 +79,7 @@ H2O_INLINE h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heav
         .largest = h2o_scores_largest(policy),
     };
     const bool decays = policy->decay < 1.0f;
-    if (policy->score_by == H2O_RANK_MEAN) {
+    if (policy->score_by == H2O_SCORE_MEAN) {
         ranking.kind = decays ? H2O_BY_DECAYED_MEAN : H2O_BY_MEAN;
     }
     if (decays) {

@@ -25,7 +25,7 @@ import torch
 
 import h2o
 from h2o import models
-from h2o.borrowed import with_cache  # vLLM may want a transformers that has another name for it
+from h2o.compat import with_cache  # vLLM may want a transformers that has another name for it
 
 LONGEST = 1200
 """Tokens of a prompt; they begin at different words of a text."""

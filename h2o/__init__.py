@@ -37,17 +37,17 @@ from h2o.profile import Profile
 if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.analysis.analyze import analyze as analyze
     from h2o.calibration.calibrate import calibrate as calibrate
+    from h2o.hf.batching.generate_all import generate_all as generate_all
+    from h2o.hf.batching.packed_weights import packed_weights as packed_weights
+    from h2o.hf.batching.request import Request as Request
+    from h2o.hf.batching.request import Result as Result
+    from h2o.hf.batching.system_turn import system_span as system_span
     from h2o.hf.cache.cache import H2OCache as H2OCache
     from h2o.hf.document.compress import compress_document as compress_document
     from h2o.hf.layers.layer import H2OLayer as H2OLayer
     from h2o.hf.patch import disable as disable
     from h2o.hf.patch import enable as enable
     from h2o.hf.patch import patched as patched
-    from h2o.hf.rows.generate_all import generate_all as generate_all
-    from h2o.hf.rows.packed_weights import packed_weights as packed_weights
-    from h2o.hf.rows.request import Request as Request
-    from h2o.hf.rows.request import Result as Result
-    from h2o.hf.rows.system_turn import system_span as system_span
     from h2o.hf.simulation.simulation import simulated as simulated
     from h2o.hf.support import supports as supports
     from h2o.models import load_model as load_model
@@ -57,20 +57,20 @@ __version__: str = backends.VERSION
 _LAZY = {
     "H2OCache": "h2o.hf.cache.cache",
     "H2OLayer": "h2o.hf.layers.layer",
-    "Request": "h2o.hf.rows.request",
-    "Result": "h2o.hf.rows.request",
+    "Request": "h2o.hf.batching.request",
+    "Result": "h2o.hf.batching.request",
     "analyze": "h2o.analysis.analyze",
     "calibrate": "h2o.calibration.calibrate",
     "compress_document": "h2o.hf.document.compress",
     "disable": "h2o.hf.patch",
     "enable": "h2o.hf.patch",
-    "generate_all": "h2o.hf.rows.generate_all",
+    "generate_all": "h2o.hf.batching.generate_all",
     "load_model": "h2o.models",
-    "packed_weights": "h2o.hf.rows.packed_weights",
+    "packed_weights": "h2o.hf.batching.packed_weights",
     "patched": "h2o.hf.patch",
     "simulated": "h2o.hf.simulation.simulation",
     "supports": "h2o.hf.support",
-    "system_span": "h2o.hf.rows.system_turn",
+    "system_span": "h2o.hf.batching.system_turn",
 }
 
 __all__ = ["H2OConfig", "Profile", "UnsupportedError", "__version__", "ops", *_LAZY]

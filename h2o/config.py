@@ -28,7 +28,7 @@ from h2o.config_fields import ConfigFields, Positions
 from h2o.head_budgets import NAMED, LayerShares, check_shares, table
 from h2o.kv_dtype import QUANTIZED, KvDtype, fewest_bits, fitting, in_elements, per_token
 from h2o.model_identity import describe, key_size, latent_row
-from h2o.policy import OPERATIONS_SCORE_BY, Policy, Ranking, check_policy
+from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_policy
 from h2o.presets import PRESETS, Presets
 from h2o.profile import Profile
 
@@ -66,7 +66,7 @@ class H2OConfig(Presets):
     sinks: int = 0
     """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
     Language Models with Attention Sinks", ICLR 2024)."""
-    score_by: Ranking = "sum"
+    score_by: ScoreBy = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
     age is no advantage. "max": the largest attention of any one query and head. "mean-echo": the
     mean, most of a prompt's given out anew to the keys that the prompt's own queries find when they
@@ -124,7 +124,7 @@ class H2OConfig(Presets):
             put(self, name, check_budget(name, getattr(self, name)))
         put(self, "min_tokens", check_tokens("min_tokens", self.min_tokens))
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
-        for name, value in check_policy(policy, get_args(Ranking))._asdict().items():
+        for name, value in check_policy(policy, get_args(ScoreBy))._asdict().items():
             put(self, name, value)
         if self.score_by == "random" and policy != Policy(self.sinks, "random"):
             raise ValueError(f'score_by="random" takes sinks alone: leave the rest out of {policy}')

@@ -84,7 +84,7 @@ def generate(
     """
     import torch
 
-    from h2o.borrowed import with_cache
+    from h2o.compat import with_cache
 
     compiled = compile and config is not None
     begin = time.perf_counter()
@@ -180,7 +180,7 @@ def compiling() -> dict[str, Any]:
     """What makes the model's generate() compile, also on a CPU."""
     from transformers import CompileConfig
 
-    from h2o.borrowed import compile_everywhere
+    from h2o.compat import compile_everywhere
 
     config = CompileConfig(fullgraph=True, mode="default")
     compile_everywhere(config)

@@ -32,7 +32,7 @@ __all__ = [
 
 NAMED = ("shipped", "echo")
 """Names for `head_shares`: the profile that comes with h2o, a prompt's echo
-(`h2o.hf.prompt.one_budget`)"""
+(`h2o.hf.prompt.cross_head_budget`)"""
 
 LEAST = 8
 """Tokens that a head keeps at least, sinks included, where the budget allows it; `min_tokens` of

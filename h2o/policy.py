@@ -20,19 +20,19 @@ __all__ = [
     "OPERATIONS_SCORE_BY",
     "PAPER",
     "Field",
+    "OperationScore",
     "Policy",
     "PolicyFields",
-    "RankBy",
-    "Ranking",
+    "ScoreBy",
     "check_policy",
     "one_policy",
 ]
 
-RankBy = Literal["sum", "mean", "max"]
+OperationScore = Literal["sum", "mean", "max"]
 """What the operations rank by: how attention makes the score of a key."""
-Ranking = Literal["sum", "mean", "max", "mean-echo", "random"]
+ScoreBy = Literal["sum", "mean", "max", "mean-echo", "random"]
 """What a cache can rank by: its layers make scores of a prompt ("mean-echo") or all ("random")."""
-OPERATIONS_SCORE_BY: dict[str, RankBy] = {"mean-echo": "mean", "random": "sum"}
+OPERATIONS_SCORE_BY: dict[str, OperationScore] = {"mean-echo": "mean", "random": "sum"}
 """What the operations are told, where that is not the same."""
 BEFORE = 4
 """How many tokens before a key echo looks at, beside its own."""
@@ -44,7 +44,7 @@ class Policy(NamedTuple):
     sinks: int = 0
     """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
     Language Models with Attention Sinks", ICLR 2024)."""
-    score_by: RankBy = "sum"
+    score_by: OperationScore = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
     age is no advantage. "max": the largest attention that any one query and head has given it."""
     decay: float = 1.0
@@ -74,7 +74,7 @@ class PolicyFields(TypedDict, total=False):
     """The fields of a `Policy` as keyword arguments of a function."""
 
     sinks: int
-    score_by: Ranking
+    score_by: ScoreBy
     decay: float
     value_weighted: bool
 
@@ -101,7 +101,7 @@ def _truth(text: str) -> bool:
 FIELDS: dict[str, Field] = {
     "sinks": Field(int, None, "N", "first tokens (%(default)s)"),
     "score_by": Field(
-        str, get_args(Ranking), None,
+        str, get_args(ScoreBy), None,
         "accumulated attention, the same per query that has seen the key, the largest that one "
         "query gave, the mean with most of a prompt's attention given out by echo, or chance, a "
         "baseline for evaluation (%(default)s)",
@@ -114,7 +114,7 @@ FIELDS: dict[str, Field] = {
 """By the names, and in the order, of the fields of `Policy`."""
 
 
-def check_policy(policy: Policy, choices: Sequence[str] = get_args(RankBy)) -> Policy:
+def check_policy(policy: Policy, choices: Sequence[str] = get_args(OperationScore)) -> Policy:
     """The same in plain Python numbers; `choices` is what it may rank by.
 
     Raises: TypeError for a thing that is no number (a bool is none), ValueError for a number out

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from h2o import H2OConfig, Profile, cli, compress_document, load_model
-from h2o.borrowed import with_cache
 from h2o.cli import cache_options
+from h2o.compat import with_cache
 from h2o.config import PARAMETERS, PRESETS
 from h2o.evaluation import setting
 from h2o.packages import install_command

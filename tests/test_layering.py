@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 
 from h2o.backends import OPERATIONS, without_core
-from h2o.policy import FIELDS, Policy, PolicyFields, RankBy
+from h2o.policy import FIELDS, OperationScore, Policy, PolicyFields
 from h2o.slots import KINDS, Slots
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -217,7 +217,7 @@ def test_the_policy_is_declared_once():
 
 def test_a_ranking_touches_few_files():
     """What names two rankings has to name a third, docstrings included; what computes it too."""
-    names = get_args(RankBy)
+    names = get_args(OperationScore)
     by_layers = set(FIELDS["score_by"].choices) - set(names)  # of which the kernels know nothing
     assert by_layers == {"mean-echo", "random"}
     assert not [name for name, text in C.items() if quoted(text, by_layers)]
@@ -227,7 +227,7 @@ def test_a_ranking_touches_few_files():
         if "rank" in text and not name.startswith(("h2o/analysis/", "h2o/calibration/"))
     }
     spelled = {name for name, text in files.items() if quoted(text, names) == set(names)}
-    numbered = {name for name, text in C.items() if re.search(r"\bH2O_RANK_[A-Z]+\b", text)}
+    numbered = {name for name, text in C.items() if re.search(r"\bH2O_SCORE_[A-Z]+\b", text)}
     assert spelled | numbered == {
         "csrc/h2o.h", "csrc/policy.h", "csrc/tables.c", "h2o/config.py", "h2o/policy.py",
     }  # fmt: skip
@@ -336,7 +336,7 @@ def test_the_torch_backend_waits_for_no_device():
 
 
 def test_transformers_is_imported_where_it_is_served():
-    allowed = {"h2o/borrowed.py", "h2o/models.py", "h2o/generation.py"}
+    allowed = {"h2o/compat.py", "h2o/models.py", "h2o/generation.py"}
     folders = ("h2o/hf/", "h2o/evaluation/")
     for name in importers("transformers"):
         assert name in allowed or name.startswith(folders), name
@@ -373,19 +373,19 @@ def test_what_is_borrowed_from_inside_other_packages_stands_in_one_file():
     assert private_names(ast.parse("x._y; from torch import _z; getattr(a, '_b')")) == {
         "_y", "_z", "_b",
     }  # fmt: skip
-    rooms = {"h2o/borrowed.py", *sources("h2o/vllm", ".py")}  # vLLM's stand in its plugin
+    rooms = {"h2o/compat.py", *sources("h2o/vllm", ".py")}  # vLLM's stand in its plugin
     rooms.add("h2o/backends/prompt_attention.py")  # needs torch, and no transformers
     trees = {name: ast.parse(text) for name, text in PYTHON.items()}
-    borrowed = private_names(trees["h2o/borrowed.py"])
+    compat = private_names(trees["h2o/compat.py"])
     ours = {"_fields", "_replace", "_asdict", "_make"}  # of named tuples
     ours |= {"_core", "_actions"}  # our core; argparse's
-    ours |= set().union(*(defined_names(tree) for tree in trees.values())) - borrowed
+    ours |= set().union(*(defined_names(tree) for tree in trees.values())) - compat
     for name, tree in trees.items():
         if name not in rooms:
             foreign = {x for x in private_names(tree) if x not in ours and not x.startswith("_h2o")}
             assert not foreign, f"{name}: {foreign}"
     asking = {name for name, text in PYTHON.items() if re.search(r"\bsignature\(", text)}
-    assert {name for name in asking if not name.startswith("h2o/backends/")} == {"h2o/borrowed.py"}
+    assert {name for name in asking if not name.startswith("h2o/backends/")} == {"h2o/compat.py"}
     comparing = r"__version__[^\n]*[<>]|packaging\.version"
     assert [name for name, text in PYTHON.items() if re.search(comparing, text)] == []
 
@@ -394,7 +394,7 @@ def test_vllm_is_known_to_its_plugin():
     """And what is served there knows nothing of transformers' caches, but for one file."""
     files = {
         f"h2o/vllm/{name}.py"
-        for name in ("__init__", "plugin", "runners", "served", "sharing", "untested")
+        for name in ("__init__", "plugin", "runners", "validation", "sharing", "refusing_backends")
     }
     assert importers("vllm") == files
     knowing = {name for name in importers("h2o.hf") if name.startswith("h2o/vllm/")}
@@ -409,7 +409,7 @@ FILES_OF_A_ROOM = 11
 """Of h2o/hf, each with its __init__.py"""
 
 SERVING = {
-    "attention_blocks", "backends", "borrowed", "budgets", "config", "config_fields", "draw",
+    "attention_blocks", "backends", "budgets", "compat", "config", "config_fields", "draw",
     "errors", "filesystem", "head_budgets", "hf", "kv_dtype", "model_identity",
     "models", "ops", "packages", "policy", "presets", "profile",
     "quantization", "rotary_embedding", "sink_logits", "slots", "spans", "tensors", "vllm",
@@ -551,7 +551,7 @@ def test_nothing_is_registered_but_the_two_documented_names():
         for call in re.findall(
             r"\b(?:AttentionInterface|AttentionMaskInterface)\.register\(", text
         ):
-            assert name in ("h2o/borrowed.py", "h2o/__init__.py"), f"{name}: {call}"
+            assert name in ("h2o/compat.py", "h2o/__init__.py"), f"{name}: {call}"
 
 
 def test_any_torch_will_do():
@@ -563,7 +563,7 @@ def test_any_torch_will_do():
 
 def test_files_stay_small_enough_to_read():
     limits = {".c": 600, ".inc": 600, ".cu": 600, ".py": 400, ".h": 300, ".cuh": 300}
-    limits["h2o/borrowed.py"] = 600  # entries that have nothing to do with each other
+    limits["h2o/compat.py"] = 600  # entries that have nothing to do with each other
     for name, text in {**C, **PYTHON}.items():
         limit = limits.get(name, limits[Path(name).suffix])
         assert len(text.splitlines()) <= limit, name

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from h2o import cli  # noqa: E402
 from h2o.errors import UserError  # noqa: E402
-from h2o.evaluation.fitting import check_fit  # noqa: E402
+from h2o.evaluation.model_fit import check_fit  # noqa: E402
 from h2o.evaluation.setting import parse_all  # noqa: E402
 from h2o.model_identity import describe, sample  # noqa: E402
 from h2o.profile import Profile  # noqa: E402

@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from h2o import borrowed, ops
+from h2o import compat, ops
 from h2o.attention_blocks import logit_blocks
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_hook import attending
 from h2o.hf.call.attention_call import Call
 from h2o.hf.families.layer_kinds import kind_of
-from h2o.hf.families.wrapped import input_device
+from h2o.hf.families.wrappers import input_device
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import latent_row
-from h2o.waiting_threads import sleeping
+from h2o.openmp_threads import sleeping
 
 __all__ = [
     "Attention",
@@ -111,7 +111,7 @@ def measure_layers(
 def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor | None:
     """Run a model over a text [n]. Returns the logits [n, vocabulary] if they are wanted."""
     arguments = {}
-    if not logits and borrowed.accepts(model.forward, "logits_to_keep"):
+    if not logits and compat.accepts(model.forward, "logits_to_keep"):
         arguments["logits_to_keep"] = 1  # those of a whole text may need more than all the rest
     with torch.no_grad():
         out = model(ids[None].to(input_device(model)), use_cache=False, **arguments)

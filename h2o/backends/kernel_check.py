@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from h2o.backends.default_settings import default_settings
-from h2o.policy import Policy, RankBy
+from h2o.policy import OperationScore, Policy
 from h2o.quantization import dequantize
 from h2o.slots import KINDS, PER_SLOT, Slots, new_slots
 
@@ -59,7 +59,7 @@ class Case:
     dtype: torch.dtype
     size: Size = SHORT
     R: int = 2
-    score_by: RankBy = Policy().score_by
+    score_by: OperationScore = Policy().score_by
     kv_dtype: str | None = None
     value_weighted: bool = False
     ragged: bool = False

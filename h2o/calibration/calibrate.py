@@ -23,10 +23,10 @@ from h2o.head_budgets import LEAST
 from h2o.hf.families import tensor_parallel
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
+from h2o.openmp_threads import sleeping
 from h2o.processes import ALONE, Processes
 from h2o.profile import Profile
 from h2o.result_cells import Cells, provenance
-from h2o.waiting_threads import sleeping
 
 __all__ = ["FRACTIONS", "Window", "budget_grid", "calibrate", "iterate_windows", "policy"]
 

@@ -26,7 +26,7 @@ from h2o.head_budgets import expand_to_heads
 from h2o.hf.attention.attention_hook import attending
 from h2o.hf.call.attention_call import Call
 from h2o.hf.families import tensor_parallel
-from h2o.hf.families.wrapped import input_device
+from h2o.hf.families.wrappers import input_device
 from h2o.sink_logits import softmax
 
 __all__ = ["measure_worth", "move_budgets", "surround"]

@@ -242,7 +242,7 @@ def load_model(
     Raises: UserError for a model that cannot be loaded or does not go with one of the settings.
     """
     from h2o import models
-    from h2o.evaluation.fitting import check_fit
+    from h2o.evaluation.model_fit import check_fit
 
     return models.load_model(
         options.model,

@@ -173,7 +173,7 @@ def prompt_parts(options: argparse.Namespace) -> list[str]:
 def find_pins(options: argparse.Namespace, tokenizer: Any, parts: list[str], ids: Any) -> Any:
     """`pinned` of the cache, as --pin says. Raises: UserError if there is no system turn."""
     from h2o import models
-    from h2o.hf.rows.system_turn import system_span
+    from h2o.hf.batching.system_turn import system_span
 
     if options.pin != "system":
         return options.pin

@@ -103,7 +103,7 @@ def print_requests(options: argparse.Namespace) -> int:
     """Print how many requests of a model fit in memory, by setting. The exit code is 0."""
     from h2o import models
     from h2o.evaluation.cache_bytes import request_bytes
-    from h2o.evaluation.fitting import check_fit
+    from h2o.evaluation.model_fit import check_fit
     from h2o.evaluation.text_table import table
 
     config = models.config_of(options.model)

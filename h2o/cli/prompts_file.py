@@ -25,7 +25,7 @@ from h2o.model_identity import files_fingerprint
 from h2o.result_cells import fingerprint
 
 if TYPE_CHECKING:
-    from h2o.hf.rows.request import Result
+    from h2o.hf.batching.request import Result
 
 __all__ = ["add_arguments", "check", "run"]
 
@@ -100,8 +100,8 @@ def run(options: argparse.Namespace) -> int:
     """Answer the prompts. The exit code is 1 if a prompt could not be read. Raises: UserError."""
     from h2o import models
     from h2o.evaluation.setting import from_config
-    from h2o.hf.rows.generate_all import generate_all
-    from h2o.hf.rows.request import Request
+    from h2o.hf.batching.generate_all import generate_all
+    from h2o.hf.batching.request import Request
     from h2o.progress import Progress
 
     progress, output = Progress(), Path(options.output)

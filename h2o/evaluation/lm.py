@@ -25,10 +25,10 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
 from tqdm import tqdm
 
-from h2o import borrowed, models
+from h2o import compat, models
 from h2o.config import PARAMETERS, H2OConfig
-from h2o.evaluation import protocols, text_tasks, until
-from h2o.evaluation.fitting import try_on
+from h2o.evaluation import generate_until, protocols, text_tasks
+from h2o.evaluation.model_fit import try_on
 from h2o.evaluation.protocols import PROTOCOLS, Tally, check, one_token_note
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.questions import question_tokens
@@ -112,7 +112,7 @@ class H2OLM(HFLM):
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
         if self.backend != "causal":
             raise ValueError(f"h2o evaluates decoders; {pretrained!r} is an encoder-decoder")
-        self._attention_before = borrowed.attention_name(self.model.config)
+        self._attention_before = compat.attention_name(self.model.config)
         self.use(setting, protocol, prompt_length=prompt_length, ratio_of=ratio_of)
 
     def use(
@@ -133,7 +133,7 @@ class H2OLM(HFLM):
         if protocol != "simulate" or setting.variant != "full":
             try_on(self.model, setting.config)
         wanted = self._attention_before if protocol == "simulate" else "h2o"
-        if borrowed.attention_name(self.model.config) != wanted:
+        if compat.attention_name(self.model.config) != wanted:
             switch(self.model, wanted)
         self.angles = AnglesByLength(self.model)
         self.setting, self.protocol = setting, protocol
@@ -244,7 +244,7 @@ class H2OLM(HFLM):
             return [""] * len(requests)
         by_rows, by_batches = list[int](), list(range(len(requests)))
         if self.protocol == "drop":
-            by_rows, by_batches = until.divide_requests(self, self.setting, requests)
+            by_rows, by_batches = generate_until.divide_requests(self, self.setting, requests)
         # Drawn before batches, which sample from the same generator.
         seed = int(torch.randint(2**62, (), device="cpu")) if by_rows else 0
         texts = dict[int, str]()
@@ -252,7 +252,7 @@ class H2OLM(HFLM):
             chosen = [requests[index] for index in by_batches]
             texts |= zip(by_batches, super().generate_until(chosen, disable_tqdm), strict=True)
         if by_rows:
-            texts |= until.generate_texts(
+            texts |= generate_until.generate_texts(
                 self,
                 self.setting,
                 requests,
@@ -362,7 +362,7 @@ class H2OLM(HFLM):
 
     def _forward(self, last: int, ids: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
         """Logits [B, last, vocabulary] of the last columns."""
-        if borrowed.accepts(self.model.forward, "logits_to_keep"):
+        if compat.accepts(self.model.forward, "logits_to_keep"):
             kwargs["logits_to_keep"] = last  # the vocabulary is the largest matrix of small models
         if (positions := kwargs.get("position_ids")) is not None:
             kwargs["position_ids"] = positions.to(self.device)
@@ -393,7 +393,7 @@ class H2OLM(HFLM):
             return super()._model_generate(context, max_length, *args, **kwargs)
         columns, mask = context.shape[1], kwargs.pop("attention_mask", torch.ones_like(context))
         texts = [ids[real.bool()].tolist() for ids, real in zip(context, mask, strict=True)]
-        ids, mask, kwargs[borrowed.CACHE] = self._prompts(texts)
+        ids, mask, kwargs[compat.CACHE] = self._prompts(texts)
         kwargs["attention_mask"] = mask.to(context.device)
         more = ids.shape[1] - columns  # padding between documents and questions
         tokens = super()._model_generate(ids.to(context.device), max_length + more, *args, **kwargs)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.errors import UserError
 from h2o.evaluation.facts import KINDS, Fact
 from h2o.evaluation.setting import Setting

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.setting import Setting
 from h2o.hf.cache.cache import H2OCache

@@ -23,8 +23,8 @@ from lm_eval.utils import sanitize_model_name
 
 from h2o.errors import UserError
 from h2o.evaluation.cache_bytes import bytes_share
-from h2o.evaluation.fitting import check_fit
 from h2o.evaluation.lm import H2OLM, POLICY
+from h2o.evaluation.model_fit import check_fit
 from h2o.evaluation.protocols import Tally, check, one_token_note
 from h2o.evaluation.setting import Setting
 from h2o.evaluation.task_rows import check_rows

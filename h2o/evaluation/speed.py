@@ -61,7 +61,7 @@ class Contender:
         import torch
         from transformers import GenerationConfig
 
-        from h2o.borrowed import with_cache
+        from h2o.compat import with_cache
         from h2o.hf.cache.new_cache import new_cache
 
         device = self.model.device

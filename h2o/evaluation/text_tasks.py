@@ -16,7 +16,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from tqdm import tqdm
 
-from h2o.borrowed import attention_name
+from h2o.compat import attention_name
 from h2o.evaluation import needles, windows
 from h2o.hf.attention.attention import switch
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.borrowed import attention_name, with_cache
+from h2o.compat import attention_name, with_cache
 from h2o.errors import UserError
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.setting import Setting

@@ -22,14 +22,14 @@ from transformers import DynamicCache
 from transformers.generation import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from h2o import borrowed
-from h2o.borrowed import CACHE, PREPARE_CACHE, PREPARE_PROCESSORS
+from h2o import compat
+from h2o.compat import CACHE, PREPARE_CACHE, PREPARE_PROCESSORS
 from h2o.config import H2OConfig, one_config
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.tuned_prompts import check_pins
-from h2o.hf.families.wrapped import unwrap
+from h2o.hf.families.wrappers import unwrap
 from h2o.hf.forms.cache_relative import at_zero
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class PatchStack:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.patches: list[Patch] = []
-        self.cache_index = borrowed.cache_position(model)
+        self.cache_index = compat.cache_position(model)
         replaced = {PREPARE_CACHE: self.prepare_cache, PREPARE_PROCESSORS: self.logits_processors}
         self.before = {name: model.__dict__.get(name) for name in replaced}
         model.__dict__.update(replaced, **{_ATTRIBUTE: self})
@@ -178,7 +178,7 @@ class PatchStack:
         """Stand in for `GenerationMixin._prepare_cache_for_generation`."""
         if self.serving() is not None:
             _refuse_drafts(generation_config)
-        has_cache = borrowed.cache_in(model_kwargs) is not None
+        has_cache = compat.cache_in(model_kwargs) is not None
         wants_cache = not has_cache and generation_config.use_cache is not False
         patch = self.serving() if wants_cache else None
         if patch is None:
@@ -211,14 +211,14 @@ class PatchStack:
         """Give a forward pass that would make a cache of its own one of ours."""
         if self._wants_cache(args, kwargs) and (patch := self.serving()) is not None:
             kwargs = {
-                **borrowed.without_cache(kwargs),
-                **borrowed.with_cache(patch.make_pass_cache()),
+                **compat.without_cache(kwargs),
+                **compat.with_cache(patch.make_pass_cache()),
                 "use_cache": True,
             }
         return args, at_zero(args, kwargs)
 
     def _wants_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        has_cache = borrowed.cache_in(kwargs) is not None or len(args) > self.cache_index
+        has_cache = compat.cache_in(kwargs) is not None or len(args) > self.cache_index
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
             use_cache = getattr(self.model.config.get_text_config(decoder=True), "use_cache", True)
@@ -367,4 +367,4 @@ def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.ndim == 2:
         return [max(1, n) for n in mask.sum(1).tolist()]  # a row may be nothing but padding
-    return borrowed.known_prompt_length(generation_config)  # transformers drops a mask of ones
+    return compat.known_prompt_length(generation_config)  # transformers drops a mask of ones

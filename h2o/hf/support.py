@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import transformers
 from transformers.cache_utils import CacheLayerMixin
 
-from h2o import borrowed
+from h2o import compat
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.families import latent_attention, shared_keys
-from h2o.hf.families.images import BOTH_WAYS, looks_both_ways_at_images
+from h2o.hf.families.bidirectional_images import BOTH_WAYS, looks_both_ways_at_images
 from h2o.hf.families.layer_kinds import has_states, kind_of, layers_of, type_refusal
 from h2o.hf.families.shared_keys import reusing
 from h2o.hf.prompt import prompt_echo
@@ -130,7 +130,7 @@ def supports(model: Any) -> Support:
     classes = _model_classes(config)
     if not classes:
         return Support(model_type, False, "transformers has no causal language model of it", ())
-    if not borrowed.can_set_attention(classes[-1]):  # of a part, where that is the language
+    if not compat.can_set_attention(classes[-1]):  # of a part, where that is the language
         return Support(
             model_type, False, "it has attention code of its own instead of AttentionInterface", ()
         )
@@ -237,7 +237,7 @@ def _model_classes(config: Any) -> list[Any]:
 
 def _first_class(config: Any, *autos: Any) -> Any:
     """The first of the Auto classes' models for this config; None if there is none."""
-    return next(filter(None, (borrowed.model_class(auto, config) for auto in autos)), None)
+    return next(filter(None, (compat.model_class(auto, config) for auto in autos)), None)
 
 
 def text_config_of(model: Any) -> Any:
@@ -247,7 +247,7 @@ def text_config_of(model: Any) -> Any:
     """
     config = getattr(model, "config", model)
     if config is not model and hasattr(config, "get_text_config"):
-        name = borrowed.attention_name(config.get_text_config(decoder=True))
+        name = compat.attention_name(config.get_text_config(decoder=True))
         if not str(name).startswith("h2o"):
             warnings.warn(
                 f'an H2OCache needs attn_implementation="h2o", and this model runs {name!r}: call '
@@ -274,7 +274,7 @@ def rereads_after(config: Any) -> float | None:
     of all earlier tokens change (Phi-3 with longrope); infinity where they do not; None for a model
     that keeps its cache."""
     classes = _model_classes(config)
-    if not classes or not borrowed.drops_cache(classes[0]):
+    if not classes or not compat.drops_cache(classes[0]):
         return None
     text = config.get_text_config(decoder=True)
     is_longrope = (text.rope_parameters or {}).get("rope_type") == "longrope"

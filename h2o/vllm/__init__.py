@@ -3,7 +3,7 @@
 vLLM calls `register` in each of its processes, as the entry point `h2o` of
 `vllm.general_plugins` says, and tells `Requests`, the entry point `h2o` of
 `vllm.logits_processors`, of each request. Nothing changes where `--additional-config` has no entry
-`h2o`. `plugin`, `runners` and `served` are the only modules that know vLLM.
+`h2o`. `plugin`, `runners` and `validation` are the only modules that know vLLM.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def register() -> None:
         return
 
     tested = is_tested(version)
-    served = "plugin.H2OAttentionBackend" if tested else "untested.CPU_ATTN"
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"h2o.vllm.{served}")
+    backend = "plugin.H2OAttentionBackend" if tested else "refusing_backends.CPU_ATTN"
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"h2o.vllm.{backend}")
     if tested and not AttentionBackendEnum.CUSTOM.is_overridden():  # by another plugin
         register_backend(AttentionBackendEnum.CUSTOM, "h2o.vllm.plugin.H2OCustomBackend")
     for backend in AttentionBackendEnum:
         on_cpu = backend.name.startswith(("CPU_", "AMX_"))
         by_path = backend.name == "ROCM_AITER_FA"  # vLLM imports its module
         if backend.value and not (on_cpu or by_path or backend.is_overridden()):
-            register_backend(backend, f"h2o.vllm.untested.{backend.name}")
+            register_backend(backend, f"h2o.vllm.refusing_backends.{backend.name}")
     if tested:
         from h2o.vllm import metrics
 
@@ -58,6 +58,6 @@ def __getattr__(name: str) -> Any:
         from h2o.vllm import runners
 
         return runners.Requests
-    from h2o.vllm import untested
+    from h2o.vllm import refusing_backends
 
-    return untested.logits_processor()
+    return refusing_backends.logits_processor()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from h2o.config import H2OConfig
 from h2o.hf.call.attention_call import NewTokens
-from h2o.hf.prompt.one_budget import Budgets, OneBudget, Prompt, Recipient
+from h2o.hf.prompt.cross_head_budget import Budgets, CrossHeadBudget, Prompt, Recipient
 from h2o.hf.prompt.prompt_echo import PromptEcho, not_dealt, rotary_for
 from h2o.vllm.paged_rows import Cut, PromptScores
 
@@ -65,14 +65,14 @@ class Dealer:
         if len(parts) < self.layers:
             return []
         del self._waiting[page]
-        one_budget = OneBudget({i: part.config for i, part in enumerate(parts)}, alike=False)
+        cross_head = CrossHeadBudget({i: part.config for i, part in enumerate(parts)}, alike=False)
         dealt: list[Cut] = []
 
         def note(prompt: Prompt, by_row: Budgets) -> None:  # from the first layer to the last
             dealt.append(parts[len(dealt)]._replace(budgets=by_row[0]))
 
         for i, part in enumerate(parts):
-            one_budget.take(Recipient(i, part.config, note), _prompt(part))
+            cross_head.take(Recipient(i, part.config, note), _prompt(part))
         return dealt
 
 

@@ -49,7 +49,7 @@ log-likelihoods are those of the keys that are kept"""
 OF_REQUESTS = ("h2o_heavy", "h2o_recent", PINS, PREFIX, CONTEXT)
 
 PLACES = 2
-"""Prompts that are kept whole at a time. vLLM reads one prompt in pieces after the other, unless
+"""Prompts that are kept whole at a time. vLLM reads one prompt in chunks after the other, unless
 `--long-prefill-token-threshold` says otherwise."""
 
 
@@ -78,7 +78,7 @@ def served_budget_config(
         config = _of_pages(config.for_model(model), model, can_deal, places)
     refused = {
         'positions="cache_relative"': (config.positions == "cache_relative", "keys come rotated"),
-        'score_by="mean-echo" with prompts that are cut after each piece': (
+        'score_by="mean-echo" with prompts that are cut after each chunk': (
             config.score_by == "mean-echo" and places == 0,
             'a prompt\'s echo is known at its end; give score_by="mean"',
         ),
@@ -115,9 +115,9 @@ def _of_pages(
 
 
 def entry_places(entry: Mapping[str, Any]) -> int:
-    """How many prompts that are read in pieces are kept whole at a time until their end, where they
+    """How many prompts that are read in chunks are kept whole at a time until their end, where they
     are cut to their budget ("whole_prompts"); 0 for "cut": "chunk". Then nothing but pages is held,
-    and each piece is cut to the budget; but what is evicted depends on where vLLM cuts a prompt,
+    and each chunk is cut to the budget; but what is evicted depends on where vLLM cuts a prompt,
     hence on other requests.
 
     Raises: ValueError for other values.

@@ -1,10 +1,10 @@
-"""A batch of requests through a layer: prompts, pieces of prompts and decode steps at once.
+"""A batch of requests through a layer: prompts, chunks of prompts and decode steps at once.
 
 `plan` sorts the rows of the batch once for each forward pass, and `PagedLayer` runs them in each
-layer. A page holds all that one request keeps. A prompt that comes in pieces is kept whole until
+layer. A page holds all that one request keeps. A prompt that comes in chunks is kept whole until
 its end, then cut to its budget, so that what a request keeps does not depend on how vLLM cut it,
-hence not on other requests. There is room for so many at a time (`Begun`); a piece for which there
-is none is taken as an end.
+hence not on other requests. There is room for so many at a time (`PartialPrompts`); a chunk for
+which there is none is taken as an end.
 
 Letters: n tokens of the batch, H query heads, G key/value heads, D head dimension.
 """
@@ -28,11 +28,11 @@ from h2o.vllm.page_store import PageStore
 
 __all__ = [
     "Batch",
-    "Begun",
+    "Chunk",
     "Cut",
     "Deals",
     "PagedLayer",
-    "Piece",
+    "PartialPrompts",
     "PromptScores",
     "Request",
     "Steps",
@@ -88,7 +88,7 @@ class Request(NamedTuple):
         return self.prefix or self.prompt
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Tokens of one request that come together: a prompt, or a part of one."""
 
     begin: int
@@ -117,32 +117,32 @@ class Steps(NamedTuple):
 class Batch(NamedTuple):
     """What one forward pass has to do in every layer, in this order."""
 
-    late: list[Piece]
+    late: list[Chunk]
     """prompts that are cut before their end, without new tokens"""
-    pieces: list[Piece]
+    chunks: list[Chunk]
     steps: Steps | None
     replayed: Sequence[tuple[int, int]] = ()
     """(page, token): prompts that were stored, whose last token has the attention that it had"""
 
 
-class Begun:
-    """The prompts of which pieces have come, and where each is kept whole beside the pages."""
+class PartialPrompts:
+    """The prompts of which chunks have come, and where each is kept whole beside the pages."""
 
     def __init__(self, places: int) -> None:
         """`places`: how many there is room for; 0: none is kept whole."""
         self.places = places
-        self.pieces: dict[int, Piece] = {}
-        """The last piece of each, by page, that of the oldest first"""
+        self.chunks: dict[int, Chunk] = {}
+        """The last chunk of each, by page, that of the oldest first"""
 
-    def take(self, here: set[int]) -> tuple[int | None, Piece | None]:
+    def take(self, here: set[int]) -> tuple[int | None, Chunk | None]:
         """A place, or None; and whose it was until now: the oldest prompt of no page of `here`."""
-        taken = {piece.place for piece in self.pieces.values()}
+        taken = {chunk.place for chunk in self.chunks.values()}
         for place in range(self.places):
             if place not in taken:
                 return place, None
-        for page, piece in self.pieces.items():
+        for page, chunk in self.chunks.items():
             if page not in here:
-                return piece.place, self.pieces.pop(page)
+                return chunk.place, self.chunks.pop(page)
         return None, None
 
 
@@ -151,7 +151,7 @@ def plan(
     lengths: Sequence[int],
     pages: Sequence[int],
     requests: Callable[[int], Request | None],
-    begun: Begun,
+    begun: PartialPrompts,
     device: torch.device | str = "cpu",
     replayed: Container[int] = (),
 ) -> Batch:
@@ -177,44 +177,44 @@ def plan(
             continue
         opens = length == end - begin
         if opens:
-            begun.pieces.pop(page, None)  # of another request
-        elif end - begin == 1 and page not in begun.pieces:
+            begun.chunks.pop(page, None)  # of another request
+        elif end - begin == 1 and page not in begun.chunks:
             single.append((page, begin))
             continue
         request = requests(row) or Request(length)
         # What has been cut before its end goes on so.
-        place = begun.pieces[page].place if page in begun.pieces else None
-        is_first = opens or page in begun.pieces
+        place = begun.chunks[page].place if page in begun.chunks else None
+        is_first = opens or page in begun.chunks
         ends = length >= request.first or not is_first
         if is_first and length > request.first and request.prefix:
             raise RuntimeError(
                 f"h2o: vLLM reads the tokens up to {length} of a prompt at once, whose prefix of "
                 f"{request.prefix} is to be cut before: the scheduler is not h2o's"
             )
-        piece = Piece(begin, end, page, length, request, opens, ends, place)
-        (opening if opens else later).append(piece)
-    for piece in later:  # first, so that those that end make room
-        if piece.ends:
-            begun.pieces.pop(piece.page, None)
+        chunk = Chunk(begin, end, page, length, request, opens, ends, place)
+        (opening if opens else later).append(chunk)
+    for chunk in later:  # first, so that those that end make room
+        if chunk.ends:
+            begun.chunks.pop(chunk.page, None)
         else:
-            begun.pieces[piece.page] = piece
+            begun.chunks[chunk.page] = chunk
     late, here = [], set(pages)
-    for i, piece in enumerate(opening):
-        if piece.ends:
+    for i, chunk in enumerate(opening):
+        if chunk.ends:
             continue
         place, before = begun.take(here)
         late += [before] if before else []
         if place is None:
             if begun.places:
                 warnings.warn(
-                    f"h2o: more than {begun.places} prompts are read in pieces at once, so some "
+                    f"h2o: more than {begun.places} prompts are read in chunks at once, so some "
                     'are cut before their end: give a larger "whole_prompts"',
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            opening[i] = piece._replace(ends=True)
+            opening[i] = chunk._replace(ends=True)
         else:
-            opening[i] = begun.pieces[piece.page] = piece._replace(place=place)
+            opening[i] = begun.chunks[chunk.page] = chunk._replace(place=place)
     return Batch(late, later + opening, _steps(single, device), again)
 
 
@@ -234,12 +234,12 @@ def _number(row: int, like: Tensor) -> Tensor:
     return torch.full((1,), row, dtype=torch.int32, device=like.device)
 
 
-def _with_pins(piece: Piece, scores: Tensor) -> Tensor:
-    """Scores [1, G, Q] of the last Q tokens of a piece, with those of pinned keys."""
-    if not piece.request.pinned:
+def _with_pins(chunk: Chunk, scores: Tensor) -> Tensor:
+    """Scores [1, G, Q] of the last Q tokens of a chunk, with those of pinned keys."""
+    if not chunk.request.pinned:
         return scores
-    scores, begin = scores.clone(), piece.length - scores.shape[2]
-    for start, stop in piece.request.pinned:
+    scores, begin = scores.clone(), chunk.length - scores.shape[2]
+    for start, stop in chunk.request.pinned:
         scores[..., max(0, start - begin) : max(0, stop - begin)] = PINNED
     return scores
 
@@ -282,12 +282,12 @@ class PagedLayer:
             out: [n, H, D], contiguous, written.
         """
         with self.store.lock:
-            for piece in batch.late:
-                self._cut(piece)
-            for piece in batch.pieces:
-                part = slice(piece.begin, piece.end)
+            for chunk in batch.late:
+                self._cut(chunk)
+            for chunk in batch.chunks:
+                part = slice(chunk.begin, chunk.end)
                 tokens = [x[part].transpose(0, 1)[None] for x in (query, key, value)]
-                self._piece(piece, *tokens, out[part][None])
+                self._chunk(chunk, *tokens, out[part][None])
             if batch.steps is not None:
                 self._step(batch.steps, query, key, value, out)
         if self.forks is not None:
@@ -296,37 +296,37 @@ class PagedLayer:
     def _fork(self, forks: Forks, batch: Batch, out: Tensor) -> None:
         for page, token in batch.replayed:
             out[token] = forks.attention(page, self.layer)
-        for piece in batch.pieces:
-            if piece.length in (piece.request.first, piece.request.prompt):
-                forks.note(piece.page, self.layer, out[piece.end - 1])
+        for chunk in batch.chunks:
+            if chunk.length in (chunk.request.first, chunk.request.prompt):
+                forks.note(chunk.page, self.layer, out[chunk.end - 1])
 
-    def _piece(self, piece: Piece, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+    def _chunk(self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """Tokens of one request: query [1, H, Q, D], key, value [1, G, Q, D], out [1, Q, H, D]."""
         tokens = query, key, value
-        if piece.place is not None:
-            self._keep_whole(piece, tokens, out)
-        elif piece.opens:
-            self._put(piece, *tokens, self._attend(tokens, None, out))
+        if chunk.place is not None:
+            self._keep_whole(chunk, tokens, out)
+        elif chunk.opens:
+            self._put(chunk, *tokens, self._attend(tokens, None, out))
         else:  # of a prompt that has been cut
-            page = self._rows(_number(piece.page, key))
-            scores = _with_pins(piece, self._attend(tokens, page, out))
+            page = self._rows(_number(chunk.page, key))
+            scores = _with_pins(chunk, self._attend(tokens, page, out))
             ops.evict(key, value, scores, page, policy=self.policy)
 
-    def _keep_whole(self, piece: Piece, tokens: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
+    def _keep_whole(self, chunk: Chunk, tokens: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         query, key, value = tokens
-        place = piece.place
+        place = chunk.place
         if self.whole is None:
             self.whole = self._make_room(query, key)
         assert place is not None
-        if piece.opens:
+        if chunk.opens:
             empty_row(self.whole, place)
         held = self.whole._replace(rows=_number(place, key))
         scores = self._attend(tokens, held, out)
         ops.evict(key, value, scores, held, policy=self.policy)
         if self.queries is not None:
-            self.queries[place, :, piece.length - query.shape[2] : piece.length] = query[0]
-        if piece.ends:
-            self._cut(piece)
+            self.queries[place, :, chunk.length - query.shape[2] : chunk.length] = query[0]
+        if chunk.ends:
+            self._cut(chunk)
 
     def _make_room(self, query: Tensor, key: Tensor) -> ops.Slots:
         """For the longest prompts. Most of it is not touched before one is there."""
@@ -347,43 +347,43 @@ class PagedLayer:
         return self.store.rows(numbers, 0 if self.deals is None else self.layer)
 
     def _put(
-        self, piece: Piece, query: Tensor | None, keys: Tensor, values: Tensor, scores: Tensor
+        self, chunk: Chunk, query: Tensor | None, keys: Tensor, values: Tensor, scores: Tensor
     ) -> None:
         """Puts what the budget keeps of a prompt into its page; where places are dealt over all
         layers that of all of them, with the last."""
-        request, echo = piece.request, None
+        request, echo = chunk.request, None
         if self.prompt_scores is not None:
             assert query is not None
             scores, echo = self.prompt_scores(query, keys, values, scores)
-        scores = _with_pins(piece, scores)
+        scores = _with_pins(chunk, scores)
         budgets = self.budget.by_head(
             self.layer, keys, request.first, request.config, request.pinned
         )
-        number = _number(piece.page, keys)
+        number = _number(chunk.page, keys)
         if self.deals is None:
-            self.store.empty(piece.page, budgets)
+            self.store.empty(chunk.page, budgets)
             ops.evict(keys, values, scores, self.store.rows(number), policy=self.policy)
             return
         pinned = count(request.pinned, self.budget.config.sinks)
         config = self.budget.of_layer(request.config or self.budget.config, self.layer, keys)
         cut = Cut(keys, values, scores, echo, budgets, pinned, config)
-        if dealt := self.deals.take(piece.page, self.layer, cut):
+        if dealt := self.deals.take(chunk.page, self.layer, cut):
             budgets = [budget for part in dealt for budget in part.budgets]
             sizes = [self.budget.slots(self.budget.config.sinks + sum(x)) for x in budgets]
-            self.store.empty(piece.page, budgets, sizes)
+            self.store.empty(chunk.page, budgets, sizes)
             for layer, part in enumerate(dealt):
                 page = self.store.rows(number, layer)
                 ops.evict(part.keys, part.values, part.scores, page, policy=self.policy)
 
-    def _cut(self, piece: Piece) -> None:
+    def _cut(self, chunk: Chunk) -> None:
         """Puts what the budget keeps of a prompt that was kept whole into its page."""
         assert self.whole is not None
-        place, n = piece.place, piece.length
+        place, n = chunk.place, chunk.length
         keys, values, scores = (
             x[place, :, :n][None] for x in (self.whole.keys, self.whole.values, self.whole.scores)
         )
         query = None if self.queries is None else self.queries[place, :, :n][None]
-        self._put(piece, query, keys, values, scores)
+        self._put(chunk, query, keys, values, scores)
 
     def _step(self, steps: Steps, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """One token of each request."""

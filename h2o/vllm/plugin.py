@@ -1,6 +1,6 @@
 """What vLLM sees of h2o: an attention backend and the size of its pages.
 
-With `served` and `runners` it alone knows vLLM, by the internals of the versions in
+With `validation` and `runners` it alone knows vLLM, by the internals of the versions in
 `h2o.vllm.versions`. On the CPU platform vLLM always takes the backend CPU_ATTN, so h2o's stands in
 its place, and is vLLM's own wherever the config has no entry "h2o". On a GPU it is the backend
 CUSTOM, for which a user asks.
@@ -34,10 +34,10 @@ from h2o.vllm.forks import Forks
 from h2o.vllm.metrics import Meter, Place
 from h2o.vllm.page_budget import PageBudget, entry_places
 from h2o.vllm.page_store import ALIGNMENT, PageStore
-from h2o.vllm.paged_rows import Batch, Begun, PagedLayer, plan
+from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, plan
 from h2o.vllm.runners import Requests
-from h2o.vllm.served import entry_of, has_windows, is_shared, logger, page_budget
 from h2o.vllm.sharing import set_up
+from h2o.vllm.validation import entry_of, has_windows, is_shared, logger, page_budget
 
 __all__ = ["H2OAttentionBackend"]
 
@@ -103,7 +103,7 @@ def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Mete
     budget = impls[0].engine.budget
     logger.info_once(
         "h2o: %d requests fit, where with all keys %d of the longest would: each takes %d bytes "
-        "a layer instead of %d; of prompts read in pieces %d at a time are kept whole, beside the "
+        "a layer instead of %d; of prompts read in chunks %d at a time are kept whole, beside the "
         "pages in at most %d bytes a layer",
         *(pages - 1, pages * spec.page_size_bytes // full, spec.page_size_bytes, full),
         *(budget.places, budget.whole_bytes(keys, impls[0].num_heads)),
@@ -184,7 +184,7 @@ class H2OAttentionBackend(CPUAttentionBackend):
     @classmethod
     def supported_kv_cache_layouts(cls) -> Any:
         if cls.engine is not None and cls.engine.dealer is not None:
-            return (KVCacheLayout.BLHNC,)  # a block's pages in all layers are one piece
+            return (KVCacheLayout.BLHNC,)  # a block's pages in all layers are one chunk
         return super().supported_kv_cache_layouts()
 
     @classmethod
@@ -243,7 +243,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.begun = Begun(entry_places(entry_of(vllm_config)))
+        self.begun = PartialPrompts(entry_places(entry_of(vllm_config)))
         self.requests = Requests.of_engine(vllm_config)
         self.meter: Meter | None = None
         self.forks = impls_of(vllm_config, layer_names)[0].engine.forks
@@ -273,7 +273,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         if self.forks is None:
             return plan(*rows, self.begun, self.device)
         for page in self.forks.take_left():
-            self.begun.pieces.pop(page, None)  # of a request that has ended
+            self.begun.chunks.pop(page, None)  # of a request that has ended
         return plan(*rows, self.begun, self.device, self.forks.replayed)
 
 
@@ -353,7 +353,7 @@ class H2OAttention(AttentionImpl[Planned]):
 
     def _pages(self, layer: Any, kv_cache: Tensor, key: Tensor) -> PagedLayer:
         if not kv_cache[0].is_contiguous() or kv_cache.stride(0) % ALIGNMENT:
-            raise ValueError(f"h2o: pages with strides {kv_cache.stride()}, wanted each in a piece")
+            raise ValueError(f"h2o: pages with strides {kv_cache.stride()}, wanted each in a chunk")
         index = extract_layer_index(layer.layer_name)
         engine, budget = self.engine, self.engine.budget
         keys = key[:1].transpose(0, 1)[None]

@@ -22,7 +22,7 @@ from h2o.config import H2OConfig
 from h2o.packages import install_command
 from h2o.vllm.page_budget import prefix_tokens, with_budget, with_pins
 from h2o.vllm.paged_rows import Request
-from h2o.vllm.served import entry_of, logger, page_budget
+from h2o.vllm.validation import entry_of, logger, page_budget
 
 __all__ = ["Requests"]
 

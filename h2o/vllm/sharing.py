@@ -1,6 +1,6 @@
 """Prompts in common: what vLLM's scheduler and workers are told of stored prompts.
 
-With `plugin`, `runners` and `served` it knows vLLM. A KV connector, vLLM's way to say that some
+With `plugin`, `runners` and `validation` it knows vLLM. A KV connector, vLLM's way to say that some
 tokens of a prompt need not be read, keeps the prompts in pages of the pool. Such a page counts as
 free (`BlockPool.unpin_blocks`) until vLLM gives it to a request, those first that nobody has asked
 for the longest. And of vLLM's scheduler there is a subclass, since a connector has no say in where
@@ -23,8 +23,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from h2o.vllm.page_budget import entry_places, prefix_tokens, reads_by_token
-from h2o.vllm.served import CONNECTOR, SHARING, entry_of, has_windows
 from h2o.vllm.stored_prompts import Asked, Begin, Reading, Store, StoredPrompts, identify
+from h2o.vllm.validation import CONNECTOR, SHARING, entry_of, has_windows
 
 __all__ = ["StoredPromptsConnector", "set_up"]
 
@@ -216,7 +216,7 @@ def _asked(request: Any) -> Asked | None:
 
 class Prefixes(Scheduler):
     """vLLM's scheduler, but where a request says how long its prefix is: that is read up to its
-    end, then the rest in pieces of a size that does not depend on other requests, since each is
+    end, then the rest in chunks of a size that does not depend on other requests, since each is
     cut by itself."""
 
     def _reserve_prefill_lookahead(
@@ -227,12 +227,12 @@ class Prefixes(Scheduler):
         if num_computed_tokens < prefix:
             return min(new, prefix - num_computed_tokens)
         if prefix and num_computed_tokens < prompt:
-            most = 1 if reads_by_token(_arguments(request)) else self._largest_piece()
-            piece = min(most, prompt - num_computed_tokens)
-            return piece if piece <= new else 0  # as soon as there is room for so many
+            most = 1 if reads_by_token(_arguments(request)) else self._largest_chunk()
+            chunk = min(most, prompt - num_computed_tokens)
+            return chunk if chunk <= new else 0  # as soon as there is room for so many
         return new
 
-    def _largest_piece(self) -> int:
+    def _largest_chunk(self) -> int:
         """Tokens for which there is room in a pass beside a step of all other requests."""
         scheduling = self.scheduler_config
         most = scheduling.max_num_batched_tokens - scheduling.max_num_seqs

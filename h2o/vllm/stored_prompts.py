@@ -85,7 +85,7 @@ class Reading:
     read: int
     """tokens, with those of the pass that is planned"""
     exact: bool = True
-    """False: it may have been cut before its end, since too many came in pieces at once"""
+    """False: it may have been cut before its end, since too many came in chunks at once"""
 
     @property
     def is_whole(self) -> bool:
@@ -97,7 +97,7 @@ class StoredPrompts:
     """The pages of stored prompts, and the requests that read others."""
 
     def __init__(self, places: int) -> None:
-        """`places`: how many prompts that come in pieces are kept whole at a time."""
+        """`places`: how many prompts that come in chunks are kept whole at a time."""
         self.places = places
         self.pages: dict[bytes, int] = {}
         self.reading: dict[str, Reading] = {}
@@ -135,9 +135,9 @@ class StoredPrompts:
                 del self.reading[request]
                 if new > 1:  # else it is a step, whose attention nobody notes
                     done.append((one, wanted.whole))
-        pieces = [one for one in self.reading.values() if one.is_whole]
-        if len(pieces) > self.places:
-            for one in pieces:
+        chunks = [one for one in self.reading.values() if one.is_whole]
+        if len(chunks) > self.places:
+            for one in chunks:
                 one.exact = False
         return [(one.page, key) for one, key in done if one.exact]
 

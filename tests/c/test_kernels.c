@@ -25,8 +25,8 @@ static answer play(const h2o_ops *ops, const scene *s, const text *t, passage th
 int main(void) {
     static const h2o_dtype dtypes[] = {H2O_F32, H2O_F16, H2O_BF16};
     const h2o_policy plain = {.decay = 1.0f};
-    const h2o_policy all = {4, H2O_RANK_MEAN, 0.99f, true};
-    const h2o_policy largest = {4, H2O_RANK_MAX, 0.99f, false};
+    const h2o_policy all = {4, H2O_SCORE_MEAN, 0.99f, true};
+    const h2o_policy largest = {4, H2O_SCORE_MAX, 0.99f, false};
     const scene scenes[] = {
         /* several chunks of slots, fewer units than workers like */
         {.dims = make_dims(2, 1, 3, 780, 700, 64),

@@ -82,7 +82,7 @@ static h2o_policy random_policy(test_random *random) {
     static const float decays[] = {1.0f, 1.0f, 0.9f, 0.0f, 0.9999f};
     return (h2o_policy){
         .sinks = (int32_t)random_int(random, 0, 5),
-        .score_by = (h2o_score_by)random_int(random, H2O_RANK_SUM, H2O_RANK_MAX),
+        .score_by = (h2o_score_by)random_int(random, H2O_SCORE_SUM, H2O_SCORE_MAX),
         .decay = decays[random_int(random, 0, 4)],
         .value_weighted = random_int(random, 0, 2) == 0,
     };
@@ -109,7 +109,7 @@ static void ranks_follow_their_formulas(void) {
     static const int32_t ages[] = {1, 2, 3, 10, 100, 1000, 30000, 1 << 24};
     for (size_t i = 0; i < sizeof decays / sizeof *decays; i++) {
         for (size_t j = 0; j < sizeof ages / sizeof *ages; j++) {
-            const h2o_policy policy = {.score_by = H2O_RANK_MEAN, .decay = decays[i]};
+            const h2o_policy policy = {.score_by = H2O_SCORE_MEAN, .decay = decays[i]};
             const h2o_ranking ranking = h2o_policy_ranking(&policy, 1, 1, ages[j] + 5);
             const float rank = h2o_policy_rank(&ranking, ranking.kind, false, 3.0f, 5, 0.0f);
             const double d = decays[i];
@@ -117,20 +117,20 @@ static void ranks_follow_their_formulas(void) {
             CHECK(fabs(rank * all / 3.0 - 1.0) < 5e-7);
         }
     }
-    const h2o_policy mean = {.score_by = H2O_RANK_MEAN, .decay = 1.0f, .value_weighted = true};
+    const h2o_policy mean = {.score_by = H2O_SCORE_MEAN, .decay = 1.0f, .value_weighted = true};
     const h2o_ranking by_mean = h2o_policy_ranking(&mean, 1, 1, 12);
     CHECK(h2o_policy_rank(&by_mean, by_mean.kind, true, 8.0f, 8, 3.0f) == 6.0f);
-    const h2o_policy sum = {.score_by = H2O_RANK_SUM, .decay = 0.5f};
+    const h2o_policy sum = {.score_by = H2O_SCORE_SUM, .decay = 0.5f};
     const h2o_ranking by_sum = h2o_policy_ranking(&sum, 1, 1, 12);
     CHECK(h2o_policy_rank(&by_sum, by_sum.kind, false, 8.0f, 8, 3.0f) == 8.0f);
-    const h2o_policy max = {.score_by = H2O_RANK_MAX, .decay = 0.5f, .value_weighted = true};
+    const h2o_policy max = {.score_by = H2O_SCORE_MAX, .decay = 0.5f, .value_weighted = true};
     const h2o_ranking by_max = h2o_policy_ranking(&max, 1, 1, 12);
     CHECK(h2o_policy_rank(&by_max, by_max.kind, true, 0.5f, 3, 3.0f) == 1.5f);
     CHECK(h2o_scores_largest(&max) && !h2o_scores_largest(&mean) && !h2o_scores_largest(&sum));
 }
 
 static void infinity_spares_a_key(void) {
-    const h2o_policy policy = {.score_by = H2O_RANK_MEAN, .decay = 0.5f, .value_weighted = true};
+    const h2o_policy policy = {.score_by = H2O_SCORE_MEAN, .decay = 0.5f, .value_weighted = true};
     const h2o_ranking ranking = h2o_policy_ranking(&policy, 1, 1, 12);
     for (int i = 0; i < 2; i++) { /* whose norm may be 0 */
         CHECK(h2o_policy_slot_key(&ranking, ranking.kind, true, infinity, 5, (float)i) ==

@@ -177,7 +177,7 @@ static void *call_all(void *argument) {
     const h2o_view scores = make_tensor(H2O_F32, 3, B, G, Q, 1);
     const h2o_policy policy = {.sinks = 2,
                                .decay = 0.9f,
-                               .score_by = H2O_RANK_MEAN,
+                               .score_by = H2O_SCORE_MEAN,
                                .value_weighted = st->kind == WEIGHTED};
     for (int i = 0; i < ROUNDS; i++) {
         const int64_t n = random_int(&random, 1, Q);

@@ -75,7 +75,7 @@ import ctypes, os, sys
 import torch
 torch.set_num_threads(1)
 import h2o
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from tests.hf import tiny
 
 shim = ctypes.CDLL(None)

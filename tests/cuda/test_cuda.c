@@ -455,8 +455,8 @@ static void test_step(const one_step *s, h2o_dtype dtype) {
 int main(void) {
     static const h2o_dtype dtypes[] = {H2O_F32, H2O_F16, H2O_BF16};
     const h2o_policy plain = {.decay = 1.0f};
-    const h2o_policy all = {4, H2O_RANK_MEAN, 0.99f, true};
-    const h2o_policy largest = {4, H2O_RANK_MAX, 0.99f, false};
+    const h2o_policy all = {4, H2O_SCORE_MEAN, 0.99f, true};
+    const h2o_policy largest = {4, H2O_SCORE_MAX, 0.99f, false};
     const scene scenes[] = {
         {.dims = make_dims(2, 1, 3, 480, 420, 64),
          .prompt = 420,

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from h2o import H2OCache, cli, models
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.errors import UserError
 from h2o.evaluation.cache_bytes import bytes_share, request_bytes
 from h2o.evaluation.setting import parse

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from h2o import H2OCache
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.errors import UserError
 from h2o.evaluation.setting import parse
 from tests.evaluation.conftest import build

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from h2o import cli
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.errors import UserError
 from h2o.evaluation import facts, needles
 from h2o.evaluation.setting import parse

@@ -11,7 +11,7 @@ import torch
 from lm_eval.api.instance import Instance
 
 from h2o import H2OCache
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.evaluation.questions import question_tokens
 from h2o.evaluation.setting import parse
 from h2o.hf.document.compress import compress_document

@@ -10,7 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from h2o.evaluation import until
+from h2o.evaluation import generate_until
 from h2o.evaluation.lm import H2OLM
 from h2o.evaluation.setting import parse
 from h2o.models import embedded_folder
@@ -206,7 +206,7 @@ def test_answers_are_remembered_at_once(lm, tmp_path, monkeypatch):
     requests = [asked(x, max_gen_toks=(3, 20)[i % 2]) for i, x in enumerate(CONTEXTS)]
     want = alone(lm, requests)
     lm.batch_size_per_gpu = 4
-    cut, count = until._text, []
+    cut, count = generate_until._text, []
 
     def interrupted(*args):
         count.append(1)
@@ -214,7 +214,7 @@ def test_answers_are_remembered_at_once(lm, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return cut(*args)
 
-    monkeypatch.setattr(until, "_text", interrupted)
+    monkeypatch.setattr(generate_until, "_text", interrupted)
     hook = lm.cache_hook
     try:
         remembering = CachingLM(lm, str(tmp_path / "answers"))
@@ -235,7 +235,7 @@ def test_what_rows_do_not_serve_goes_in_batches(pairs, model_type, setting, prot
     """Sliding windows, the full cache, documents: the texts of before."""
     lm = H2OLM(conftest.build(model_type), tokenizer=pairs, batch_size=4)
     lm.use(parse(setting), protocol)
-    monkeypatch.setattr(until, "generate_texts", None)
+    monkeypatch.setattr(generate_until, "generate_texts", None)
     requests = [asked(context, max_gen_toks=9) for context in CONTEXTS]
     assert in_rows(lm, requests) == alone(lm, requests)
 

@@ -15,7 +15,7 @@ from torch import distributed
 from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, Profile, analyze, calibrate, patched, simulated, supports
-from h2o.borrowed import CACHE, with_cache
+from h2o.compat import CACHE, with_cache
 from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, prompts
 
 SHARES = [[1.0, 3.0, 2.0, 0.7], [0.6, 1.0, 1.5, 4.0]]

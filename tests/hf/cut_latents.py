@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from h2o import H2OCache, simulated
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from tests.hf.cut import in_two_parts, kept, refused, taken_over
 from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, prompts
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from h2o import H2OCache, analyze
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from tests.hf.cut import kept
 from tests.hf.tiny import prompts
 

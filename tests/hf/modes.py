@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from h2o import H2OCache, H2OConfig
-from h2o.borrowed import CACHE, with_cache
+from h2o.compat import CACHE, with_cache
 from h2o.hf.layers.layer import H2OLayer
 
 TOKENS = 12

@@ -19,7 +19,7 @@ from transformers import (
 
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched
-from h2o.borrowed import CACHE, CROPS_TO_LENGTH, with_cache
+from h2o.compat import CACHE, CROPS_TO_LENGTH, with_cache
 from tests.hf.tiny import greedy, prompts
 
 pytestmark = pytest.mark.timeout(120)

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 import h2o
 from h2o import H2OCache, H2OConfig, Profile
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.kv_dtype import per_token
 from h2o.model_identity import key_size
 from tests.hf.tiny import batch, exact, greedy, model, prompts

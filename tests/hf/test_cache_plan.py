@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, UnsupportedError
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.hf.cache import cache_plan
 from h2o.hf.cache.cache_plan import get_plan
 from tests.hf.tiny import greedy, model, prompts

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, ops
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.hf.layers import captured
 from tests.hf.modes import policy
 from tests.hf.recordings import recording

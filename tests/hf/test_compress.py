@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.hf.document import second_reading as reading
 from h2o.hf.document.pruning import LATER_RECENT, RECENT
 from h2o.hf.families.layer_kinds import HYBRIDS

@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 import h2o
 from h2o import H2OCache, patched
-from h2o.borrowed import HYBRIDS, with_cache
+from h2o.compat import HYBRIDS, with_cache
 from tests.hf.tiny import FAMILIES, LATENT, batch, greedy, prompts, shared
 
 pytestmark = pytest.mark.timeout(120)

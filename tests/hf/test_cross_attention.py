@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, enable, generate_all, patched, supports
-from h2o.borrowed import CROPS_TO_LENGTH, with_cache
+from h2o.compat import CROPS_TO_LENGTH, with_cache
 from h2o.hf.families.layer_kinds import CrossAttentionLayer
 from h2o.hf.store.layer_state import layer_state
 from tests.hf.tiny import batch, greedy, model, prompts, shared, with_image

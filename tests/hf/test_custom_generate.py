@@ -10,7 +10,7 @@ import pytest
 import transformers.dynamic_module_utils
 
 from h2o import H2OCache, H2OConfig
-from h2o.borrowed import CACHE, with_cache
+from h2o.compat import CACHE, with_cache
 from tests.hf.test_patching import traces
 from tests.hf.tiny import batch, exact, greedy, model, prompts
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, patched, simulated
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.hf.families.shared_keys import SHARES_KEYS
 from tests.devices import forget_default_device

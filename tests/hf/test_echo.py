@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
 from h2o import H2OCache, backends
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.prompt import echo
 from h2o.hf.prompt.prompt_echo import PromptEcho

@@ -20,7 +20,7 @@ from torch import Tensor
 import h2o
 from h2o import H2OCache, ops
 from h2o.backends.portable import step
-from h2o.borrowed import CACHE, with_cache
+from h2o.compat import CACHE, with_cache
 from h2o.hf.layers.layer import H2OLayer
 from tests.devices import WAITS, elsewhere, moved
 from tests.hf.modes import POLICIES

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, models
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from tests.hf.drive import feed, new_cache
 from tests.hf.tiny import batch, greedy, model, prompts
 from tests.inputs import drifting

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCrit
 
 import h2o
 from h2o import H2OCache, H2OConfig, models
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from tests.hf.tiny import model, needs_compiler, prompts, shared, slow_if
 
 PAGE = resource.getpagesize()
@@ -186,7 +186,7 @@ def test_rows_wait_for_so_many_tokens(monkeypatch):
         return tokens
 
     assert order() == [0, 1, 2] * 4
-    monkeypatch.setattr("h2o.hf.rows.generate_all.TOKENS_A_STEP", 8)
+    monkeypatch.setattr("h2o.hf.batching.generate_all.TOKENS_A_STEP", 8)
     assert order() == [0, 0, 1, 0, 1, 2, 0, 1, 2, 1, 2, 2]
 
 

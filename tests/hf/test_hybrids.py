@@ -20,7 +20,7 @@ from h2o import (
     simulated,
     supports,
 )
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS, has_states, kind_of
 from h2o.hf.store import states
 from h2o.hf.store.layer_state import layer_state

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from h2o import H2OCache, model_identity, patched, simulated
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.evaluation.setting import parse
 from h2o.hf.families.layer_kinds import HYBRIDS
 from tests.evaluation.conftest import tokenizer  # noqa: F401

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, Profile, model_identity
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.model_identity import describe, sample
 from tests.hf.tiny import model, prompts
 

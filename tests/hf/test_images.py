@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o import H2OCache, H2OConfig, simulated, supports
-from h2o.borrowed import CROPS_TO_LENGTH, with_cache
+from h2o.compat import CROPS_TO_LENGTH, with_cache
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, shared, slow_if, with_image
 
 SMALL = {"heavy": 6, "recent": 6}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import h2o
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from tests.hf import tiny
 from tests.hf.test_analysis import Digits
 

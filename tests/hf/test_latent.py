@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, supports
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.hf.families import linear_matrix
 from h2o.hf.families.latent_attention import Expansion
 from tests.cases import checkered

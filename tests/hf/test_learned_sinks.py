@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, attention_blocks, ops, supports
 from h2o.analysis import collect, removal
-from h2o.borrowed import with_cache
 from h2o.calibration import head_costs, refine
+from h2o.compat import with_cache
 from h2o.evaluation.published_masks import MASKS
 from h2o.hf.attention import attention
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors

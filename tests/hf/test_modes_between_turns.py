@@ -9,7 +9,7 @@ import torch
 
 import h2o
 from h2o import H2OCache, H2OConfig, backends, generate_all
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from tests.hf.modes import POLICIES, policy
 from tests.hf.tiny import FAMILIES, LATENT, WITH_STATES, greedy, model, prompts, shared, slow_if
 

@@ -15,7 +15,7 @@ import transformers
 from transformers import AutoModelForImageTextToText
 
 from h2o import H2OCache, H2OConfig, supports
-from h2o.borrowed import CACHE, with_cache
+from h2o.compat import CACHE, with_cache
 from h2o.hf.families.latent_attention import expands_after_cache
 from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
 from h2o.hf.families.shared_keys import SHARES_KEYS

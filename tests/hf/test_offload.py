@@ -14,7 +14,7 @@ from h2o import (
     patched,
     simulated,
 )
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.models import embedded_folder
 from tests.hf.drive import feed, new_cache
 from tests.hf.tiny import batch, greedy, model, prompts

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import h2o
 from h2o import H2OCache, H2OConfig
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from tests.hf.recordings import recording
 from tests.hf.test_compiled import GRAPHS, compiling
 from tests.hf.tiny import DEVICE, Family, batch, exact, greedy, needs_compiler, prompts, slow_if

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, disable, enable, patched, simulated
-from h2o.borrowed import CACHE, with_cache
+from h2o.compat import CACHE, with_cache
 from tests.hf.test_patching import expected_tokens, traces
 from tests.hf.tiny import greedy, model, prompts
 

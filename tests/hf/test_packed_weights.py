@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from h2o import H2OCache, packed_weights
-from h2o.borrowed import with_cache
-from h2o.hf.rows.packed_weights import FEW
+from h2o.compat import with_cache
+from h2o.hf.batching.packed_weights import FEW
 from tests.hf.tiny import LATENT, batch, model, prompts
 
 pytestmark = pytest.mark.skipif(

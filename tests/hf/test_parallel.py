@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from h2o import H2OCache, Profile
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.head_budgets import expand_to_heads
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.layer_kinds import HYBRIDS

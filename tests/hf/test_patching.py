@@ -11,7 +11,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, disable, enable, patched
-from h2o.borrowed import CACHE, with_cache
+from h2o.compat import CACHE, with_cache
 from h2o.hf.cache.new_cache import new_cache
 from tests.hf.modes import MODES, POLICIES, policy
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, slow_if

@@ -11,11 +11,11 @@ from transformers import DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.hf.layers.layer import H2OLayer
 from tests.hf.modes import MODES
 from tests.hf.test_compiled import compiling
-from tests.hf.test_one_budget import as_if_all_were_held, deep
+from tests.hf.test_cross_head_budget import as_if_all_were_held, deep
 from tests.hf.test_simulation import prove, text
 from tests.hf.test_wrapped import tuned_prompt
 from tests.hf.tiny import (

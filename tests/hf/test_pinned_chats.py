@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 import h2o
 from h2o import H2OCache, Request, cli
-from h2o.borrowed import with_cache
-from h2o.hf.rows.generate_all import _Engine
-from tests.hf.test_one_budget import deep
+from h2o.compat import with_cache
+from h2o.hf.batching.generate_all import _Scheduler
+from tests.hf.test_cross_head_budget import deep
 from tests.hf.test_pinned import SMALL, SPAN, held, survives
 from tests.hf.tiny import batch, needs_compiler, prompts, shared
 from tests.test_cli import tiny  # noqa: F401
@@ -84,13 +84,13 @@ def test_chats_without_a_system_message(tokenizer):
 def rows_at_their_ends(monkeypatch):
     """What each request holds when it has its last token, by its index."""
     ends = {}
-    leave = _Engine._leave
+    leave = _Scheduler._leave
 
     def watching(self, row):
         ends[self.running[row].index] = held(self.batch.cache, row)
         leave(self, row)
 
-    monkeypatch.setattr(_Engine, "_leave", watching)
+    monkeypatch.setattr(_Scheduler, "_leave", watching)
     return ends
 
 

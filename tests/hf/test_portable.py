@@ -10,7 +10,7 @@ import torch
 
 import h2o
 from h2o import H2OCache, backends
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from tests.hf.modes import MODES, POLICIES, TOKENS, policy
 from tests.hf.tiny import batch, greedy, model, prompts
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.policy import Policy
 from h2o.slots import new_slots
@@ -284,7 +284,7 @@ def test_forks_files_and_crops(tmp_path):
     cache.activate_past_recording()
     with torch.no_grad():
         ours(document, **with_cache(cache))
-        cache.crop(50 if h2o.borrowed.CROPS_TO_LENGTH else -10)
+        cache.crop(50 if h2o.compat.CROPS_TO_LENGTH else -10)
     assert positions(cache) == positions(read(ours, [document[:, :50]], **SMALL))
     cache.save(tmp_path / "cache", ours)
     copies = [cache, cache.fork(), H2OCache.load(tmp_path / "cache", ours)]

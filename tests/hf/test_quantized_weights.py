@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, patched
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from tests.hf.tiny import FAMILIES, greedy, model, prompts
 
 pytest.importorskip("torchao")

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.errors import UnsupportedError
 from h2o.hf.prompt.scorers import draw_ranks
 from tests.hf import tiny

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from transformers.modeling_utils import AttentionInterface
 
 from h2o import H2OCache, UnsupportedError, patched, supports
-from h2o.borrowed import CACHE, CROPS_TO_LENGTH, with_cache
+from h2o.compat import CACHE, CROPS_TO_LENGTH, with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.hf.families.shared_keys import SHARES_KEYS
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors

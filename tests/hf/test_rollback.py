@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.hf.layers import layer as layers
 from h2o.hf.layers.layer import H2OLayer
 from tests.cases import checkered

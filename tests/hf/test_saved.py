@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from h2o import H2OCache, H2OConfig, Profile
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.hf.cache import cache_file
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store.layer_state import layer_state

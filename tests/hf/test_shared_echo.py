@@ -8,7 +8,7 @@ from transformers import CompileConfig, DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, generate_all
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS
 from tests.hf.modes import MODES
 from tests.hf.test_compress import positions
@@ -229,7 +229,7 @@ def test_a_pass_that_broke_off_is_forgotten():
         ours(document, **with_cache(cache))
     hook.remove()
     cache.reset()
-    assert not cache.layers[0].scorer.one_budget.waiting
+    assert not cache.layers[0].scorer.cross_head.waiting
     with torch.no_grad():
         ours(document, **with_cache(cache))
     assert positions(cache) == positions(read(ours, [document], **SMALL))
@@ -241,7 +241,7 @@ def test_tokens_of_a_prompt_are_taken_back():
     cache.activate_past_recording()
     with torch.no_grad():
         ours(document, **with_cache(cache))
-        cache.crop(50 if h2o.borrowed.CROPS_TO_LENGTH else -10)
+        cache.crop(50 if h2o.compat.CROPS_TO_LENGTH else -10)
     assert positions(cache) == positions(read(ours, [document[:, :50]], **SMALL))
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, simulated, supports
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.evaluation.published_masks import MASKS
 from h2o.hf.call.attention_call import AttentionCall
 from h2o.hf.families.shared_keys import SHARES_KEYS, reusing

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, Profile
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.head_budgets import LEAST, allocate_tokens
 from h2o.hf.cache import cache_plan
 from h2o.model_identity import describe, sample
@@ -224,4 +224,4 @@ def test_one_budget_is_foreseen_where_a_config_tells_of_equal_heads():
         config.per_layer_config = None
     config.num_kv_heads = [1, 2]
     cache = H2OCache(config, heavy=8, recent=4, score_by="mean-echo", head_shares="echo")
-    assert not cache.layers[0].scorer.one_budget.alike
+    assert not cache.layers[0].scorer.cross_head.alike

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 import h2o
 from h2o import H2OCache, H2OConfig
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.config import PRESETS
 from h2o.evaluation.setting import parse
 from h2o.hf.cache import cache_plan

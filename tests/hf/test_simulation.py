@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 import h2o
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.evaluation.published_masks import MASKS
 from tests.hf import tiny
 from tests.hf.modes import layers_and_heads

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, ops
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from tests.cases import pairs
 from tests.hf.drive import forward, tensors
 from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, model, prompts

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from h2o import H2OCache, disable, enable, generate_all, patched, simulated
-from h2o.borrowed import CACHE, with_cache
+from h2o.compat import CACHE, with_cache
 from tests.hf.tiny import FAMILIES, greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from h2o import H2OCache
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from tests.hf.tiny import batch, greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}

@@ -12,8 +12,8 @@ import torch
 from transformers import GenerationConfig
 
 import h2o
-from h2o import H2OCache, H2OConfig, UnsupportedError, borrowed, disable, enable, patched
-from h2o.borrowed import CACHE, with_cache
+from h2o import H2OCache, H2OConfig, UnsupportedError, compat, disable, enable, patched
+from h2o.compat import CACHE, with_cache
 from h2o.hf.cache import compiled_forward
 from tests.hf.tiny import greedy, model, prompts
 
@@ -106,7 +106,7 @@ def test_prompts_that_were_tuned():
     wrapped = peft.get_peft_model(model("llama", "sdpa"), peft.PromptTuningConfig(**tuned)).eval()
     full = greedy(wrapped, inputs, 8).tolist()
     with patched(wrapped, H2OConfig.full()) as patch:
-        if borrowed.repeats_virtual_tokens(wrapped):
+        if compat.repeats_virtual_tokens(wrapped):
             with pytest.raises(
                 UnsupportedError, match="prompt tuning takes each step for a prompt"
             ):
@@ -117,7 +117,7 @@ def test_prompts_that_were_tuned():
     wrapped = peft.get_peft_model(model("llama", "h2o"), peft.PrefixTuningConfig(**tuned)).eval()
     with pytest.raises(UnsupportedError, match="prefix tuning"):
         enable(wrapped, **SMALL)
-    if borrowed.repeats_virtual_tokens(wrapped):
+    if compat.repeats_virtual_tokens(wrapped):
         return  # such a PEFT leaves the prefix out, with a warning, beside any cache
     cache = H2OCache(wrapped.get_base_model().config, **SMALL)
     with pytest.raises(AttributeError, match="prefix tuning"):

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from h2o import H2OConfig
-from h2o.borrowed import CROPS_TO_LENGTH  # true of the older versions of transformers
+from h2o.compat import CROPS_TO_LENGTH  # true of the older versions of transformers
 from h2o.hf.families.latent_attention import expands_after_cache
 from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.hf.families.shared_keys import SHARES_KEYS

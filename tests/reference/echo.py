@@ -1,5 +1,5 @@
 """What `score_by="mean-echo"` and `head_shares="echo"` are, in plain torch: the truth for
-`h2o.hf.prompt.prompt_echo` and `h2o.hf.prompt.one_budget`.
+`h2o.hf.prompt.prompt_echo` and `h2o.hf.prompt.cross_head_budget`.
 
 Key by key and in double precision. Rows, heads and what is held are as in
 `tests.reference.operations`, which attends and evicts.

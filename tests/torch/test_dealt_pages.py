@@ -13,7 +13,7 @@ from h2o import H2OConfig, ops
 from h2o.vllm.echo_of_prompts import Dealer
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
-from h2o.vllm.paged_rows import Batch, Begun, PagedLayer
+from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts
 from tests.torch.test_paged_rows import (
     LAYERS,
     LONGEST,
@@ -135,7 +135,7 @@ def alone(config: H2OConfig, each: Talk) -> tuple[torch.Tensor, list[list[list[i
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("room", [1000, 16])
 def test_each_request_as_if_it_were_alone(name, room):
-    """Prompts come whole, or in pieces beside those of others; pages are used again."""
+    """Prompts come whole, or in chunks beside those of others; pages are used again."""
     model, served = Model(CONFIGS[name]), talks() + talks()
     assert (traffic(model, served, seed=3, room=room, held=kept) > 10) == (room < 1000)
     for each in served:
@@ -143,7 +143,7 @@ def test_each_request_as_if_it_were_alone(name, room):
         assert each.kept == held
         if room == 1000:
             assert torch.equal(torch.cat(each.answer), wanted)
-        else:  # a prompt in pieces is added up otherwise
+        else:  # a prompt in chunks is added up otherwise
             torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-3, atol=2e-3)
     sizes = {len(head) for each in served for layer in each.kept for head in layer}
     assert len(sizes) > 10
@@ -170,7 +170,7 @@ def test_pinned_keys_stay_in_every_head():
 def test_a_pass_that_broke_off_leaves_nothing():
     """In a page that another request takes."""
     config = CONFIGS["floats"]
-    model, other, begun = Model(config), talk(3, 33, 50), Begun(2)
+    model, other, begun = Model(config), talk(3, 33, 50), PartialPrompts(2)
     working, other.page = model.layers[1].forward, 4
 
     def broken(*args):
@@ -196,7 +196,7 @@ def test_a_page_has_room_for_whatever_is_dealt():
         wins = torch.tensor([1.0 if layer == 1 and g == 1 else 0.0 for g in range(G)])
         return received, wins[:, None].expand_as(received)
 
-    model, each, begun = Model(CONFIGS["floats"], greedy), talk(5, 80, 90), Begun(2)
+    model, each, begun = Model(CONFIGS["floats"], greedy), talk(5, 80, 90), PartialPrompts(2)
     each.page = 3
     for tokens in [80, *[1] * 10]:
         feed(model, begun, [(each, tokens)])

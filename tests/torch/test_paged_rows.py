@@ -1,6 +1,6 @@
 """Requests that come and go in a batch over pages: each as if it were alone.
 
-What vLLM asks for is played by `traffic`: prompts whole or in pieces beside decode steps, pages
+What vLLM asks for is played by `traffic`: prompts whole or in chunks beside decode steps, pages
 that are used again, requests that leave. tests/vllm has the same with vLLM.
 """
 
@@ -28,7 +28,7 @@ from h2o.vllm.page_budget import (
     with_pins,
 )
 from h2o.vllm.page_store import PageStore, page_bytes
-from h2o.vllm.paged_rows import Begun, PagedLayer, Request, plan
+from h2o.vllm.paged_rows import PagedLayer, PartialPrompts, Request, plan
 from tests import inputs
 from tests.devices import elsewhere
 
@@ -93,7 +93,7 @@ def held(layer: PagedLayer, page: int) -> torch.Tensor:
     return layer.store.pages.positions[page : page + 1].clone()
 
 
-def feed(layer: PagedLayer, begun: Begun, rows: list[tuple[Talk, int]]) -> None:
+def feed(layer: PagedLayer, begun: PartialPrompts, rows: list[tuple[Talk, int]]) -> None:
     """A forward pass: of each talk so many tokens."""
     parts = [talk.text.cut(talk.seen, talk.seen + n) for talk, n in rows]
     query, key, value = (
@@ -141,10 +141,10 @@ def traffic(
     layer: PagedLayer, talks: list[Talk], seed: int, room: int, most: int = LONGEST, held=held
 ) -> int:
     """Serves the talks, at most `room` tokens a pass and `most` of one, as many at once as there
-    are pages; tells how many passes had a prompt cut into pieces."""
+    are pages; tells how many passes had a prompt cut into chunks."""
     rng = np.random.default_rng(seed)
     free, waiting, running = list(range(1, PAGES)), list(talks), []
-    begun = Begun(layer.budget.places)
+    begun = PartialPrompts(layer.budget.places)
     rng.shuffle(free)
     cut = 0
     while waiting or running:
@@ -164,7 +164,7 @@ def traffic(
             each.kept = held(layer, each.page)
             running.remove(each)
             free.append(each.page)
-    assert not begun.pieces
+    assert not begun.chunks
     return cut
 
 
@@ -195,7 +195,7 @@ def test_each_request_as_if_it_were_alone(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_prompts_in_pieces_are_cut_at_their_end(name):
+def test_prompts_in_chunks_are_cut_at_their_end(name):
     layer, served = paged(CONFIGS[name]), talks()
     assert traffic(layer, served, seed=3, room=16) > 10
     for each in served:
@@ -228,7 +228,7 @@ def test_scores_of_prompts_that_are_not_their_attention(room):
 @pytest.mark.parametrize("name", ["tokens", "of heads", "fractions"])
 @pytest.mark.parametrize("room", [1000, 16])
 def test_pinned_keys_stay(name, room):
-    """Of some requests, beside others, whether their prompts come whole or in pieces."""
+    """Of some requests, beside others, whether their prompts come whole or in chunks."""
     layer, served, spans = paged(CONFIGS[name]), talks(), [(3, 6), (8, 9)]
     for each in served[::2]:
         each.pinned = [span for span in spans if span[1] <= each.prompt]
@@ -244,8 +244,8 @@ def test_pinned_keys_stay(name, room):
     assert math.isfinite(layer.store.eviction().kept)
 
 
-def test_pinned_keys_where_prompts_are_cut_after_each_piece():
-    layer, begun, each = paged(CONFIGS["tokens"]), Begun(0), talk(7, 40, 70)
+def test_pinned_keys_where_prompts_are_cut_after_each_chunk():
+    layer, begun, each = paged(CONFIGS["tokens"]), PartialPrompts(0), talk(7, 40, 70)
     each.page, each.pinned = 3, [(6, 10), (25, 29)]
     for tokens in [16, 8, 16, *[1] * 30]:
         feed(layer, begun, [(each, tokens)])
@@ -288,12 +288,12 @@ def test_pins_that_requests_ask_for():
 
 def test_a_request_that_left_in_its_prompt_leaves_nothing():
     """Neither in the page that another request takes, nor, after some more, in memory."""
-    layer, begun = paged(CONFIGS["tokens"]), Begun(2)
+    layer, begun = paged(CONFIGS["tokens"]), PartialPrompts(2)
     left = [talk(seed, 40, 40) for seed in range(5)]
     for page, each in enumerate(left, start=1):
         each.page = page
         feed(layer, begun, [(each, 20)])
-    assert [*begun.pieces] == [4, 5]
+    assert [*begun.chunks] == [4, 5]
     assert layer.whole.keys.shape == (2, G, LONGEST, D)
     assert held(layer, 1).max() == 19  # cut, for the next one
     other = talk(50, 30, 60)
@@ -302,11 +302,11 @@ def test_a_request_that_left_in_its_prompt_leaves_nothing():
     while other.seen < other.tokens:
         feed(layer, begun, [(other, 1)])
     assert torch.equal(torch.cat(other.answer), alone(CONFIGS["tokens"], other)[0])
-    assert [*begun.pieces] == [4]
+    assert [*begun.chunks] == [4]
 
 
 def test_more_prompts_at_once_than_there_is_room_for():
-    """What has no room is cut after each piece, said so; the others keep what they do alone."""
+    """What has no room is cut after each chunk, said so; the others keep what they do alone."""
     layer, served = paged(CONFIGS["tokens"]), [talk(seed, 60, 65) for seed in range(6)]
     with pytest.warns(RuntimeWarning, match=r"more than 2 prompts .* give a larger .whole_prompts"):
         traffic(layer, served, seed=3, room=1000, most=9)
@@ -322,10 +322,10 @@ def test_more_prompts_at_once_than_there_is_room_for():
     assert {int((each.kept >= 0).sum(-1).max()) for each in served} == {16}
 
 
-def test_without_room_each_piece_is_an_end():
+def test_without_room_each_chunk_is_an_end():
     """ "cut": "chunk" """
     config = CONFIGS["everything"]
-    layer, served, begun = paged(config), [talk(seed, 40, 50) for seed in (1, 2)], Begun(0)
+    layer, served, begun = paged(config), [talk(seed, 40, 50) for seed in (1, 2)], PartialPrompts(0)
     for page, each in enumerate(served, start=1):
         each.page = page
     for n in (17, 13, 10, *[1] * 10):
@@ -348,7 +348,7 @@ def test_without_room_each_piece_is_an_end():
 @pytest.mark.parametrize("name", ["tokens", "everything"])
 def test_a_request_that_is_read_again_with_its_answer(name):
     """As vLLM does with one that it had put off: more tokens come than the prompt has."""
-    layer, begun, each = paged(CONFIGS[name]), Begun(1), talk(7, 40, 80)
+    layer, begun, each = paged(CONFIGS[name]), PartialPrompts(1), talk(7, 40, 80)
     each.page = 4
     for n in (30, 30, *[1] * 20):
         feed(layer, begun, [(each, n)])
@@ -444,9 +444,9 @@ def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_on_a_device_the_host_waits_for_nothing(name):
-    """Prompts whole, in pieces and cut late, steps in order and not, pages used again."""
+    """Prompts whole, in chunks and cut late, steps in order and not, pages used again."""
     with elsewhere():
-        layer, begun = paged(CONFIGS[name]), Begun(1)
+        layer, begun = paged(CONFIGS[name]), PartialPrompts(1)
         requests = {1: Request(40), 2: Request(12), 3: Request(33)}
         for starts, lengths, pages in [
             ([0, 20, 32], [20, 12], [1, 2]),
@@ -467,11 +467,11 @@ def test_on_a_device_the_host_waits_for_nothing(name):
 
 def test_steps_are_one_call_wherever_their_pages_are():
     starts, lengths, pages = [0, 1, 2, 9, 10], [50, 60, 7, 80], [300, 3, 5, 200]
-    batch = plan(starts, lengths, pages, lambda row: None, Begun(1))
+    batch = plan(starts, lengths, pages, lambda row: None, PartialPrompts(1))
     assert batch.steps.pages.tolist() == [300, 3, 200]
     assert batch.steps.tokens.tolist() == [0, 1, 9]
-    assert [piece.page for piece in batch.pieces] == [5]
-    batch = plan([0, 7, 8, 9], [7, 50, 60], [5, 300, 3], lambda row: None, Begun(1))
+    assert [chunk.page for chunk in batch.chunks] == [5]
+    batch = plan([0, 7, 8, 9], [7, 50, 60], [5, 300, 3], lambda row: None, PartialPrompts(1))
     assert batch.steps.tokens == slice(7, 9)
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from h2o import backends, ops
-from h2o.backends.portable import attend, slot_rows, step
+from h2o.backends.portable import attend, slot_view, step
 from tests import inputs
 from tests.conversation import Conversation
 from tests.core.calls import EVERY_TENSOR, Call
@@ -387,7 +387,7 @@ def test_torch_compile_takes_a_step_whole(capacity, dtype):
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
 @pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed:UserWarning")
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize("heads", [6, 2 * (slot_rows.FUSED + 1)], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("heads", [6, 2 * (slot_view.FUSED + 1)], ids=["few rows", "many rows"])
 def test_inductor_takes_a_step(heads, kv_dtype):
     text = inputs.drifting(4, B=2, H=heads, G=2, N=20, D=32)
     text = [torch.from_numpy(x).bfloat16() for x in text]
@@ -457,7 +457,7 @@ def test_a_step_on_the_cpu_widens_a_few_rows_at_a_time(capacity, dtype, monkeypa
 
     answers = []
     for block in (1, 1 << 20):
-        monkeypatch.setattr(slot_rows, "BLOCK", block)
+        monkeypatch.setattr(slot_view, "BLOCK", block)
         slots = ops.new_slots(tokens[1], capacity, 6, 6)
         torch.manual_seed(0)
         for x in (slots.keys, slots.values):
@@ -475,14 +475,14 @@ def test_a_step_on_the_cpu_widens_a_few_rows_at_a_time(capacity, dtype, monkeypa
 
 def test_few_rows_meet_16_bit_numbers_as_float32(monkeypatch):
     """However they are cut; many meet them in 16 bits, but where the product is to be exact."""
-    monkeypatch.setattr(slot_rows, "BLOCK", 2 * 40 * 8)
+    monkeypatch.setattr(slot_view, "BLOCK", 2 * 40 * 8)
     right = torch.randn(3, 1, 40, 8).bfloat16()
-    for rows, exact in ((2, False), (2, True), (slot_rows.FEW, True)):
+    for rows, exact in ((2, False), (2, True), (slot_view.FEW, True)):
         left = torch.randn(3, 5, rows, 40)
         torch.testing.assert_close(
-            slot_rows.products(left, right, exact=exact), left @ right.float(), rtol=1e-5, atol=1e-5
+            slot_view.products(left, right, exact=exact), left @ right.float(), rtol=1e-5, atol=1e-5
         )
-    coarse = slot_rows.products(left, right)
+    coarse = slot_view.products(left, right)
     assert not torch.allclose(coarse, left @ right.float(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(coarse, left @ right.float(), rtol=2e-2, atol=2e-1)
 

@@ -72,7 +72,7 @@ def test_a_step_that_ends_a_prompt_stores_nothing():
 
 
 def test_prompts_that_may_have_been_cut_early_are_not_stored():
-    """More than there are places for came in pieces at once."""
+    """More than there are places for came in chunks at once."""
     prompts = StoredPrompts(1)
     for name, n in (("a", 30), ("b", 40)):
         prompts.reading[name] = Reading(of(n), n, 0)

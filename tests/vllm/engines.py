@@ -21,7 +21,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from h2o import H2OCache, H2OConfig
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from tests.hf.tiny import FAMILIES, LATENT, VOCABULARY
 
 LENGTHS = (5, 100, 40, 1, 17, 60, 33, 90, 3, 64)
@@ -96,11 +96,11 @@ def after_prefix(
     requests: list[list[int]],
     prefix: int,
     config: H2OConfig,
-    piece: int = 1 << 20,
+    chunk: int = 1 << 20,
     pinned: Any = None,
 ) -> list:
     """The tokens of `generate()` with an H2OCache that has read the prefix, then the rest in
-    pieces."""
+    chunks."""
     model.set_attn_implementation("h2o")
     answers = []
     for request in requests:
@@ -109,9 +109,9 @@ def after_prefix(
         with torch.no_grad():
             if end:
                 model(ids[:, :end], **with_cache(cache))
-            while len(request) - end > piece:
-                model(ids[:, end : end + piece], **with_cache(cache))
-                end += piece
+            while len(request) - end > chunk:
+                model(ids[:, end : end + chunk], **with_cache(cache))
+                end += chunk
         out = model.generate(ids, **with_cache(cache), max_new_tokens=NEW, do_sample=False)
         answers.append(out[0, len(request) :].tolist())
     return answers

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, models
-from h2o.borrowed import with_cache
 from h2o.cli.texts import article
+from h2o.compat import with_cache
 from h2o.config import UNLIMITED
 from h2o.hf.prompt import prompt_echo
 from tests.vllm.engines import (
@@ -48,7 +48,7 @@ def test_tokens_are_those_of_an_h2o_cache(name, tmp_path):
 
 @pytest.mark.parametrize("chunk", [256, 32])
 def test_places_that_are_dealt_over_all_layers(chunk, llama, monkeypatch):
-    """Whether prompts come whole or in pieces beside others, with pins or without, in two rounds
+    """Whether prompts come whole or in chunks beside others, with pins or without, in two rounds
     over fewer pages than requests."""
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
     folder, model = llama
@@ -300,7 +300,7 @@ def test_requests_that_begin_alike_share_nothing_unasked(llama, monkeypatch, cap
         assert not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
         for _ in range(2):
             assert served(llm, requests) == alone(model, requests, H2OConfig(**SMALL))
-    assert "of prompts read in pieces 2 at a time are kept whole" in caplog.text
+    assert "of prompts read in chunks 2 at a time are kept whole" in caplog.text
 
 
 def test_more_requests_fit(llama):

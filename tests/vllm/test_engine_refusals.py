@@ -25,7 +25,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from vllm.v1.sample import logits_processor  # noqa: E402
 
-from h2o.vllm import plugin, served, untested, versions  # noqa: E402
+from h2o.vllm import plugin, refusing_backends, validation, versions  # noqa: E402
 
 SMALL = {"heavy": 8, "recent": 8}
 
@@ -76,7 +76,7 @@ def test_ways_of_splitting_a_model_are_refused(llama, options, message):
     arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
     config = EngineArgs(**arguments, additional_config={"h2o": SMALL}, **options)
     with pytest.raises(ValueError, match=message):
-        served.refuse(config.create_engine_config())
+        validation.refuse(config.create_engine_config())
 
 
 def test_models_that_pool_and_micro_batches_are_refused(llama):
@@ -84,12 +84,12 @@ def test_models_that_pool_and_micro_batches_are_refused(llama):
     arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
     arguments |= {"additional_config": {"h2o": SMALL}}
     with pytest.raises(ValueError, match="models that pool: no step follows a prompt"):
-        served.refuse(EngineArgs(**arguments, runner="pooling").create_engine_config())
+        validation.refuse(EngineArgs(**arguments, runner="pooling").create_engine_config())
     config = EngineArgs(**arguments).create_engine_config()
-    served.refuse(config)
+    validation.refuse(config)
     config.parallel_config.ubatch_size = 2
-    with pytest.raises(ValueError, match="micro-batches: the pieces of a prompt"):
-        served.refuse(config)
+    with pytest.raises(ValueError, match="micro-batches: the chunks of a prompt"):
+        validation.refuse(config)
 
 
 def test_an_installation_without_the_entry_point_is_refused(llama, monkeypatch):
@@ -111,7 +111,7 @@ def test_models_with_states_are_refused(tmp_path):
     arguments = {"model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 256}
     config = EngineArgs(**arguments, additional_config={"h2o": SMALL})
     with pytest.raises(ValueError, match="layers with states"):
-        served.refuse(config.create_engine_config())
+        validation.refuse(config.create_engine_config())
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_an_untested_vllm_is_refused_by_name(llama, monkeypatch):
     """And serves as ever without the entry, though it finds a logits processor of h2o."""
     from vllm.v1.attention import selector
 
-    for module in (versions, untested):
+    for module in (versions, refusing_backends):
         monkeypatch.setattr(module, "TESTED", ("0.31",))
     h2o.vllm.register()
     forget = selector._cached_get_attn_backend, logits_processor.cached_load_custom_logitsprocs
@@ -206,12 +206,12 @@ def test_gpus_are_served_by_the_backend_that_is_asked_for(llama, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", types.ModuleType("kernels"))
     from vllm.platforms.cuda import NonNvmlCudaPlatform
 
-    monkeypatch.setattr(served, "current_platform", NonNvmlCudaPlatform())
+    monkeypatch.setattr(validation, "current_platform", NonNvmlCudaPlatform())
     arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
     config = EngineArgs(
         **arguments, additional_config={"h2o": SMALL}, attention_backend="CUSTOM"
     ).create_engine_config()
-    served.refuse(config)
+    validation.refuse(config)
     monkeypatch.setattr(
         NonNvmlCudaPlatform, "get_device_capability", lambda *_: DeviceCapability(9, 0)
     )
@@ -223,14 +223,14 @@ def test_gpus_are_served_by_the_backend_that_is_asked_for(llama, monkeypatch):
 
     config.attention_config.backend = None
     with pytest.raises(ValueError, match="GPU by vLLM's own attention: give --attention-backend C"):
-        served.refuse(config)
+        validation.refuse(config)
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     config.model_config.hf_text_config.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(ValueError, match="sliding window beside others on a GPU: they would"):
-        served.refuse(config)
-    monkeypatch.setattr(served, "current_platform", UnspecifiedPlatform())
+        validation.refuse(config)
+    monkeypatch.setattr(validation, "current_platform", UnspecifiedPlatform())
     with pytest.raises(ValueError, match="other platforms than the CPU and NVIDIA's GPUs: none"):
-        served.refuse(config)
+        validation.refuse(config)
 
 
 def test_drafts_are_refused(llama):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.hf.prompt import prompt_echo
 from tests.vllm.engines import (
     NEW,
@@ -68,7 +68,7 @@ def test_a_prompt_that_comes_again_is_not_read_again(name, chunk, llama, monkeyp
 @pytest.mark.parametrize("chunk", [256, 32])
 def test_a_prefix_is_read_once(name, chunk, llama, monkeypatch):
     """Its state after the cut is that of an H2OCache which has read it. What follows it comes in
-    pieces that other requests have no say in."""
+    chunks that other requests have no say in."""
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
     folder, model = llama
     (beginning,), config = prompts((60,), 5), H2OConfig(**ENTRIES[name])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o.backends.portable.ranking import highest, rank_keys, split_budget
-from h2o.backends.portable.slot_rows import Store, row_norms
+from h2o.backends.portable.slot_view import Store, row_norms
 from h2o.policy import Policy
 from h2o.quantization import stored_like
 

@@ -23,10 +23,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
-from h2o import borrowed
+from h2o import compat
 from h2o.errors import UnsupportedError
 from h2o.hf.call.attention_call import AttentionCall
-from h2o.hf.families.images import BOTH_WAYS, looks_both_ways_at_images
+from h2o.hf.families.bidirectional_images import BOTH_WAYS, looks_both_ways_at_images
 from h2o.hf.families.layer_kinds import cross_attention_layers
 from h2o.hf.families.shared_keys import Pads, pads_of
 from h2o.hf.layers.layer import H2OLayer
@@ -192,7 +192,7 @@ def h2o_mask(
             (StaticCache).
         ValueError: a mask of the wrong length.
     """
-    if borrowed.wants_attention_weights():
+    if compat.wants_attention_weights():
         raise UnsupportedError(f"h2o attention does not support {_FOREIGN['output_attentions']}")
     if mask_function is not causal_mask_function:
         # None stands for plain causal attention here, so "everything is seen" must be said.
@@ -202,7 +202,7 @@ def h2o_mask(
             q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask, **kwargs,
         )  # fmt: skip
         mask = pattern(mask_function=mask_function)
-        if not borrowed.adds_to_causal(mask_function) or torch.compiler.is_compiling():
+        if not compat.adds_to_causal(mask_function) or torch.compiler.is_compiling():
             return mask
         if not torch.equal(mask, pattern(mask_function=causal_mask_function)):
             return mask
@@ -316,7 +316,7 @@ def _causal(Q: int, N: int, device: torch.device) -> Tensor:
 
 def register(name: str, function: Any) -> None:
     """Makes an attention function known to transformers, with the mask that h2o's layers take."""
-    borrowed.register_attention(name, function, h2o_mask)
+    compat.register_attention(name, function, h2o_mask)
 
 
 def switch(model: Any, name: str) -> None:
@@ -326,7 +326,7 @@ def switch(model: Any, name: str) -> None:
         UnsupportedError: a model with attention code of its own; transformers would only log a
             warning and go on as before.
     """
-    if not borrowed.can_set_attention(model):
+    if not compat.can_set_attention(model):
         # What reads images may have code of its own, and the language model within it none.
         text = model.config.get_text_config(decoder=True)
         parts = (x for x in model.modules() if isinstance(x, PreTrainedModel) and x is not model)

@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from h2o import borrowed
+from h2o import compat
 from h2o.hf.attention import attention
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.call.attention_call import Call, as_autocast, as_operand
 from h2o.hf.families.shared_keys import pads_of
-from h2o.hf.families.wrapped import unwrap
+from h2o.hf.families.wrappers import unwrap
 
 __all__ = ["attending"]
 
@@ -84,7 +84,7 @@ def attending(
         with use_attention("simulated", model, name), shared.watched(model):
             yield
     finally:
-        borrowed.unregister_attention(name)
+        compat.unregister_attention(name)
 
 
 class _SharedModules:
@@ -113,7 +113,7 @@ class _SharedModules:
             module.register_forward_pre_hook(note, with_kwargs=True)
             for module in model.modules()
             if hasattr(module, "layer_idx")
-            and borrowed.accepts(module.forward, "layer_idx")
+            and compat.accepts(module.forward, "layer_idx")
             and hasattr(module, "is_causal")
         ]
         try:

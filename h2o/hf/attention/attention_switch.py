@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from h2o import borrowed
+from h2o import compat
 from h2o.hf.attention.attention import switch
 
 __all__ = ["CHANGING", "AttentionSwitch", "use_attention"]
@@ -69,7 +69,7 @@ class AttentionSwitch:
             _in_force.pop(id(self), None)
             for config, name in self.original:
                 names = [other.name for other in _in_force.values() if other._has(config)]
-                borrowed.put_attention_name(config, names[-1] if names else name)
+                compat.put_attention_name(config, names[-1] if names else name)
 
     def is_in_force(self) -> bool:
         """Whether the switch was applied and not undone. That of a copied model never was."""
@@ -112,7 +112,7 @@ def _original_name(config: Any) -> str:
     """The attention implementation of a config before all switches in force."""
     originals = itertools.chain(*(change.original for change in _in_force.values()))
     names = (name for switched, name in originals if switched is config)
-    return next(names, None) or borrowed.attention_name(config)
+    return next(names, None) or compat.attention_name(config)
 
 
 def _configs_of(model: Any) -> list[Any]:
@@ -121,7 +121,7 @@ def _configs_of(model: Any) -> list[Any]:
     remaining = [module.config for module in model.modules() if hasattr(module, "config")]
     while remaining:
         config = remaining.pop()
-        if id(config) not in by_id and borrowed.has_attention_name(config):
+        if id(config) not in by_id and compat.has_attention_name(config):
             by_id[id(config)] = config
             remaining += [getattr(config, name, None) for name in config.sub_configs]
     return list(by_id.values())

@@ -30,7 +30,7 @@ from h2o.hf.layers.captured import CapturedStepper
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.layer_with_states import H2OLayerWithStates
 from h2o.hf.layers.steppers import EagerStepper
-from h2o.hf.prompt.one_budget import OneBudget
+from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
 from h2o.hf.prompt.prompt_echo import EchoScorer, PromptEcho, served_as
 from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
 from h2o.hf.rotary.model_rotary import Rotary
@@ -85,9 +85,9 @@ class CachePlan:
         """
         self._refuse(trace=trace, compileable=compileable)
         angles, echo = copy.copy(self._angles), copy.copy(self._echo)
-        one_budget = None
+        cross_head = None
         if self.h2o_config.shares_by_echo:
-            one_budget = OneBudget(self.configs, alike=self._alike)
+            cross_head = CrossHeadBudget(self.configs, alike=self._alike)
         own = self._empty
         if len(self.configs) < len(own):  # some stay, and hold what is this cache's alone
             own = layers_of(self._config.get_text_config(decoder=True))
@@ -107,7 +107,7 @@ class CachePlan:
                     index,
                     pass_state,
                     form=self._form(index, angles),
-                    scorer=self._scorer(index, echo, one_budget),
+                    scorer=self._scorer(index, echo, cross_head),
                     stepper=CapturedStepper() if compileable else EagerStepper(),
                     trace=trace,
                     **more,
@@ -124,13 +124,13 @@ class CachePlan:
         return SharedForm(reused_by) if reused_by else PlainForm()
 
     def _scorer(
-        self, layer: int, echo: Rotary | None, one_budget: OneBudget | None
+        self, layer: int, echo: Rotary | None, cross_head: CrossHeadBudget | None
     ) -> AttentionScorer:
         if self.h2o_config.score_by == "random":
             return RandomScorer()
         if echo is None:
             return AttentionScorer()
-        return EchoScorer(PromptEcho(echo, layer, self.configs[layer].policy), one_budget)
+        return EchoScorer(PromptEcho(echo, layer, self.configs[layer].policy), cross_head)
 
     def _refuse(self, **settings: bool) -> None:
         """Raises `UnsupportedError` for settings that do not go together, or with the model."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from h2o.borrowed import compile_errors
+from h2o.compat import compile_errors
 
 __all__ = ["CompiledForward", "warn_of_many_graphs"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.borrowed import NewText, new_text
+from h2o.compat import NewText, new_text
 from h2o.errors import UnsupportedError
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store.pass_state import WITHOUT_CACHE, PassState

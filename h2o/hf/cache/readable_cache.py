@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from h2o.borrowed import window_of
+from h2o.compat import window_of
 from h2o.config import H2OConfig
 from h2o.hf.cache import cache_file
 from h2o.hf.families.layer_kinds import has_states, kind_of

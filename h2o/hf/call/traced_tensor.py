@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from h2o.borrowed import as_plain_tensors
+from h2o.compat import as_plain_tensors
 
 __all__ = ["TracedTensor", "plain"]
 

@@ -13,7 +13,7 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.document_pass import forward
 from h2o.hf.document.second_reading import REPEAT, read_twice
 from h2o.hf.families.tuned_prompts import check_no_tuned_prompt
-from h2o.hf.families.wrapped import input_device
+from h2o.hf.families.wrappers import input_device
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o import borrowed
+from h2o import compat
 
 __all__ = ["forward"]
 
@@ -17,13 +17,13 @@ def forward(model: Any, cache: Any, ids: Tensor, mask: Tensor, before: Tensor) -
     [B, n]. The model makes no logits."""
     model = model.base_model
     more = {}
-    if borrowed.accepts(model.forward, "position_ids"):
+    if compat.accepts(model.forward, "position_ids"):
         positions = before.sum(1, keepdim=True) + mask.cumsum(1) - 1
         more["position_ids"] = positions.clamp(min=0)
     model(
         ids,
         attention_mask=torch.cat([before, mask], 1),
         use_cache=True,
-        **borrowed.with_cache(cache),
+        **compat.with_cache(cache),
         **more,
     )

@@ -17,7 +17,7 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families import tensor_parallel
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.one_budget import (
+from h2o.hf.prompt.cross_head_budget import (
     Budgets,
     deal_places,
     each_head,

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from h2o.borrowed import (
+from h2o.compat import (
     HYBRIDS,
     LAYER_TYPES,
     Absent,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from h2o import borrowed
+from h2o import compat
 from h2o.hf.call.traced_tensor import plain
 
 __all__ = ["made_of_matrix"]
@@ -56,7 +56,7 @@ def made_of_matrix(
     def matrix() -> Tensor:
         return _ask(module, width, like) if plain_weight is None else plain_weight.to(like.dtype)
 
-    if torch.compiler.is_compiling() or borrowed.is_offloaded(module):  # whose weights do not stay
+    if torch.compiler.is_compiling() or compat.is_offloaded(module):  # whose weights do not stay
         return make(matrix(), False)
     tensors: list[Tensor] = []
     parts = module if plain_weight is None else module.weight
@@ -102,7 +102,7 @@ def _state(value: Any, tensors: list[Tensor], within: tuple[nn.Module, ...] = ()
             yield from _state(getattr(value, name), tensors, within)
     elif isinstance(value, Tensor):
         tensors.append(value)
-        yield id(value), value.data_ptr(), borrowed.tensor_version(value)
+        yield id(value), value.data_ptr(), compat.tensor_version(value)
     elif isinstance(value, Mapping):
         for name, part in value.items():
             yield name

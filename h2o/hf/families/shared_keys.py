@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from h2o.borrowed import SHARES_KEYS, as_plain_tensors
+from h2o.compat import SHARES_KEYS, as_plain_tensors
 
 __all__ = ["Pads", "pads_of", "reusing", "shared_keys_refusal"]
 

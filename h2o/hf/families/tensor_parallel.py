@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 
-from h2o import borrowed
+from h2o import compat
 
 __all__ = [
     "WHOLE",
@@ -97,5 +97,5 @@ def _meshes(module: nn.Module) -> Iterator[Any]:
         if hasattr(parameter, "placements"):
             yield parameter.device_mesh  # type: ignore[attr-defined]
     for child in module.modules():
-        if (mesh := borrowed.device_mesh(child)) is not None:
+        if (mesh := compat.device_mesh(child)) is not None:
             yield mesh

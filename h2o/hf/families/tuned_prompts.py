@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from h2o import borrowed
+from h2o import compat
 from h2o.errors import UnsupportedError
-from h2o.hf.families.wrapped import unwrap
+from h2o.hf.families.wrappers import unwrap
 
 __all__ = ["check_no_tuned_prompt", "check_passes", "check_pins", "continuing", "virtual_tokens"]
 
@@ -27,7 +27,7 @@ def check_passes(model: Any, what: str) -> None:
     Raises:
         UnsupportedError: an adapter that tokens of the prompt switch on.
     """
-    if borrowed.activates_by_tokens(borrowed.compiled_model(model)):
+    if compat.activates_by_tokens(compat.compiled_model(model)):
         raise UnsupportedError(
             f"{what} cannot serve aLoRA: PEFT looks for the invocation tokens in each forward "
             "pass, and a decode step has none of them. Call model.generate() with an H2OCache"
@@ -59,4 +59,4 @@ def check_pins(model: Any, pinned: Any) -> None:
 
 def virtual_tokens(model: Any) -> int:
     """Embeddings that prompt tuning puts before a prompt; 0 for any other model."""
-    return borrowed.num_virtual_tokens(borrowed.compiled_model(model))
+    return compat.num_virtual_tokens(compat.compiled_model(model))

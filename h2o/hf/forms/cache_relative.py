@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.borrowed import cache_in
+from h2o.compat import cache_in
 from h2o.errors import UnsupportedError
 from h2o.hf.call.attention_call import AttentionCall, NewTokens
 from h2o.hf.forms.plain_form import PlainForm

@@ -16,14 +16,14 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from h2o import borrowed, ops
+from h2o import compat, ops
 from h2o.config import UNLIMITED
 from h2o.errors import UnsupportedError
 from h2o.hf.call.attend_and_evict import attention, evicting
 from h2o.hf.call.attention_call import NewTokens
 from h2o.hf.layers.steppers import EagerStepper
 from h2o.hf.store import slot_layout
-from h2o.policy import Policy, RankBy
+from h2o.policy import OperationScore, Policy
 from h2o.slots import KINDS, empty_row
 
 __all__ = ["CapturedStepper"]
@@ -115,7 +115,7 @@ class CapturedStepper(EagerStepper):
         # A CUDA graph reads them where they were when it was captured.
         for tensor in (self._columns, *slots):
             if tensor is not None:
-                borrowed.mark_static_address(tensor)
+                compat.mark_static_address(tensor)
 
 
 @functools.cache
@@ -143,7 +143,7 @@ def _schema(operator: str) -> str:
     )
 
 
-_TYPES = {int: "int", RankBy: "str", float: "float", bool: "bool", float | None: "float?"}
+_TYPES = {int: "int", OperationScore: "str", float: "float", bool: "bool", float | None: "float?"}
 """How torch's schemas spell the types of the policy's fields."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from h2o.borrowed import CROPS_TO_LENGTH
+from h2o.compat import CROPS_TO_LENGTH
 from h2o.hf.call.attention_call import NewTokens
 from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.store.layer_contents import LayerContents

@@ -37,7 +37,7 @@ from h2o.hf.forms.plain_form import PlainForm
 from h2o.hf.layers.crop import CroppableLayer, LastPass
 from h2o.hf.layers.steppers import EagerStepper
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.one_budget import Budgets, Prompt, positions_in
+from h2o.hf.prompt.cross_head_budget import Budgets, Prompt, positions_in
 from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.hf.store import slot_layout
 from h2o.hf.store.layer_contents import LayerContents

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from h2o.borrowed import StatesAndKeysLayer, StatesLayer
+from h2o.compat import StatesAndKeysLayer, StatesLayer
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store import states
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from h2o import borrowed
+from h2o import compat
 from h2o.config import H2OConfig
 from h2o.head_budgets import expand_to_heads, with_room
 from h2o.hf.store.pass_state import PassState
@@ -152,7 +152,7 @@ def refuse_chunks(config: H2OConfig, pass_state: PassState, columns: int) -> Non
     }
     if not any(why.values()) or pass_state.prompt_length is not None:
         return
-    if columns < borrowed.columns_in_chunks():
+    if columns < compat.columns_in_chunks():
         reason = next(reason for reason, holds in why.items() if holds)
         raise ValueError(
             f"generate() reads this prompt in chunks (prefill_chunk_size), and {reason}, whose "

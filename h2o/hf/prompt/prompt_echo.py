@@ -29,8 +29,8 @@ from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.call.attention_call import NewTokens
 from h2o.hf.families.layer_kinds import full_layers
+from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 from h2o.hf.prompt.echo import largest
-from h2o.hf.prompt.one_budget import OneBudget, Prompt, positions_in
 from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.model_identity import describe, latent_row
@@ -165,9 +165,9 @@ class PromptEcho:
 class EchoScorer(AttentionScorer):
     """Gives most of a prompt's attention out anew, to the keys that echo finds."""
 
-    def __init__(self, echo: PromptEcho, one_budget: OneBudget | None) -> None:
-        """`one_budget`: of the layers of a cache that share their places."""
-        self.echo, self.one_budget = echo, one_budget
+    def __init__(self, echo: PromptEcho, cross_head: CrossHeadBudget | None) -> None:
+        """`cross_head`: of the layers of a cache that share their places."""
+        self.echo, self.cross_head = echo, cross_head
 
     def after_prompt(self, tokens: NewTokens, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """See `AttentionScorer.after_prompt`; claims are the keys' echo."""
@@ -175,12 +175,12 @@ class EchoScorer(AttentionScorer):
 
     def store(self, layer: Any, prompt: Prompt) -> None:
         """See `AttentionScorer.store`; with shared places the last layer's prompt stores all."""
-        if self.one_budget is None or prompt.claims is None:
+        if self.cross_head is None or prompt.claims is None:
             super().store(layer, prompt)
         else:
-            self.one_budget.take(layer, prompt)
+            self.cross_head.take(layer, prompt)
 
     def reset(self) -> None:
         """See `AttentionScorer.reset`."""
-        if self.one_budget is not None:
-            self.one_budget.forget()
+        if self.cross_head is not None:
+            self.cross_head.forget()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.hf.call.attention_call import NewTokens
-from h2o.hf.prompt.one_budget import Prompt, positions_in
+from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
 from h2o.spans import PINNED
 
 __all__ = ["AttentionScorer", "RandomScorer", "draw_ranks", "head_numbers"]

@@ -2,7 +2,7 @@
 
 A layer's budgets depend on the echo of all layers, later ones too. So each forward pass over a text
 is preceded by another one, in which nothing is evicted: it gathers what the prompts' keys claim,
-and deals the places as an `H2OCache` does (`h2o.hf.prompt.one_budget`).
+and deals the places as an `H2OCache` does (`h2o.hf.prompt.cross_head_budget`).
 
 Shape letters: B batch rows, G key/value heads, N columns of the text.
 """
@@ -20,7 +20,13 @@ from torch import nn
 from h2o.config import H2OConfig
 from h2o.hf.call.attend_and_evict import attention
 from h2o.hf.call.attention_call import NewTokens
-from h2o.hf.prompt.one_budget import Budgets, OneBudget, Prompt, Recipient, positions_in
+from h2o.hf.prompt.cross_head_budget import (
+    Budgets,
+    CrossHeadBudget,
+    Prompt,
+    Recipient,
+    positions_in,
+)
 from h2o.hf.prompt.prompt_echo import PromptEcho
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store.pins import Pins
@@ -55,7 +61,7 @@ class SharedPlaces:
     @property
     def is_reading(self) -> bool:
         """Whether this thread's forward pass gathers claims, and evicts nothing."""
-        return getattr(self._here, "one_budget", None) is not None
+        return getattr(self._here, "cross_head", None) is not None
 
     @contextmanager
     def dealt_before(self, model: nn.Module) -> Iterator[None]:
@@ -65,12 +71,12 @@ class SharedPlaces:
             if self.is_reading:
                 return
             self._here.budgets = {}
-            self._here.one_budget = OneBudget(self._configs, alike=False)
+            self._here.cross_head = CrossHeadBudget(self._configs, alike=False)
             try:
                 with torch.no_grad():
                     model(*args, **kwargs)
             finally:
-                self._here.one_budget = None
+                self._here.cross_head = None
 
         hook = model.register_forward_pre_hook(read, with_kwargs=True)
         try:
@@ -102,7 +108,7 @@ class SharedPlaces:
         def note(prompt: Prompt, by_row: Budgets) -> None:
             budgets[layer] = by_row
 
-        self._here.one_budget.take(Recipient(layer, config, note), prompt)
+        self._here.cross_head.take(Recipient(layer, config, note), prompt)
 
     def budgets(self, layer: int) -> Budgets:
         """(heavy, recent) of each row and head, as the last pass has dealt them."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from h2o import borrowed
-from h2o.hf.families.wrapped import unwrap
+from h2o import compat
+from h2o.hf.families.wrappers import unwrap
 
 __all__ = ["BY_LENGTH", "AnglesByLength"]
 
@@ -25,10 +25,10 @@ class AnglesByLength:
         found = [
             (module, prefix, kind)
             for module in unwrap(model).modules()
-            for prefix, kind in borrowed.rope_kinds(module).items()
+            for prefix, kind in compat.rope_kinds(module).items()
             if kind in BY_LENGTH
         ]
-        self._limits = [(kind, borrowed.original_length(x, prefix)) for x, prefix, kind in found]
+        self._limits = [(kind, compat.original_length(x, prefix)) for x, prefix, kind in found]
         self._dynamic = [(x, prefix) for x, prefix, kind in found if kind == "dynamic"]
 
     def __bool__(self) -> bool:
@@ -51,4 +51,4 @@ class AnglesByLength:
         """Makes the next forward pass choose its angles by its own length. A dynamic embedding
         would keep those of a longer text that it has seen."""
         for module, prefix in self._dynamic:
-            borrowed.forget_longest(module, prefix)
+            compat.forget_longest(module, prefix)

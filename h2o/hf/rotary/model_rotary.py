@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o import borrowed
+from h2o import compat
 from h2o.errors import UnsupportedError
 from h2o.hf.families.layer_kinds import full_layers
 from h2o.hf.families.shared_keys import reusing
@@ -150,7 +150,7 @@ class Rotary:
         except Exception as error:  # of a config that no released model has
             raise LookupError(f"no {embedding.__name__}: {error}") from None
         self._modules = {}
-        by_type = borrowed.accepts(self.module.forward, "layer_type")
+        by_type = compat.accepts(self.module.forward, "layer_type")
         rope, self._layer_type = text.rope_parameters, {}
         if by_type:
             layer_type, *others = {text.layer_types[i] for i in layers}
@@ -348,7 +348,7 @@ class Rotary:
     def _applied(self, x: Tensor, ids: Tensor) -> Tensor:
         """x [B, heads, Q, D] rotated at ids as the model would."""
         assert self.function is not None
-        _, second, *_ = borrowed.parameters_of(self.function)
+        _, second, *_ = compat.parameters_of(self.function)
         tables = self._tables(ids, x.dtype)
         if second.startswith(("cos", "freqs")):
             out: Tensor = self.function(x, *tables)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.borrowed import accepts
-from h2o.hf.families.wrapped import unwrap
+from h2o.compat import accepts
+from h2o.hf.families.wrappers import unwrap
 
 __all__ = ["positions_after"]
 

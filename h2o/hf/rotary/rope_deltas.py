@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o import borrowed
+from h2o import compat
 
 __all__ = ["RopeDeltas"]
 
@@ -47,7 +47,7 @@ class RopeDeltas:
         before they use the number."""
         if not self._may_be or torch.compiler.is_compiling():
             return
-        if (keeper := borrowed.keeper_of_rope_deltas()) is None:
+        if (keeper := compat.keeper_of_rope_deltas()) is None:
             return
         latest = _latest.get(keeper)
         if not self._is_between and latest is not None and latest() is self:

@@ -26,8 +26,8 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from h2o import borrowed
-from h2o.borrowed import accepts
+from h2o import compat
+from h2o.compat import accepts
 from h2o.model_identity import describe
 
 __all__ = ["Parts", "Probe", "parts_of"]
@@ -60,7 +60,7 @@ def parts_of(text: Any) -> Parts:
             for x in made
             if "ALL_ATTENTION_FUNCTIONS" in _names(x.forward)
             and accepts(x.forward, "position_embeddings")
-            and accepts(borrowed.constructor_of(x), "layer_idx")
+            and accepts(compat.constructor_of(x), "layer_idx")
         ],
     )
     space = vars(sys.modules[attention.__module__])
@@ -75,7 +75,7 @@ def _model_class(text: Any) -> Any:
     """The class of the language model without its head."""
     autos = transformers.AutoModel, transformers.AutoModelForCausalLM
     for auto in autos:
-        if model := borrowed.model_class(auto, text):
+        if model := compat.model_class(auto, text):
             return model
     modeling = type(text).__module__.replace(".configuration_", ".modeling_")  # within another
     classes = [
@@ -103,7 +103,7 @@ def _made_by(model: Any) -> list[Any]:
     found: list[Any] = [model]
     for maker in found:  # which grows
         space = vars(sys.modules[maker.__module__])
-        for name in _names(borrowed.constructor_of(maker)):
+        for name in _names(compat.constructor_of(maker)):
             if inspect.isclass(x := space.get(name)) and issubclass(x, nn.Module):
                 if x not in found:
                     found.append(x)
@@ -165,7 +165,7 @@ class Probe:
             if hasattr(self.text, name):
                 setattr(self.text, name, value)
         self.name = f"h2o_probe:{next(_numbers)}"
-        borrowed.put_attention_name(self.text, self.name)
+        compat.put_attention_name(self.text, self.name)
 
     def attended(
         self, layers: Sequence[int], *positions: tuple[Tensor, Any]
@@ -203,13 +203,13 @@ class Probe:
             B, H, Q, _ = query.shape
             return value.new_zeros(B, Q, H, value.shape[-1]), None
 
-        borrowed.register_attention(self.name, hear)
+        compat.register_attention(self.name, hear)
         try:
             with torch.no_grad():
                 for ids, tables in positions:
                     module(**self._arguments(ids, tables))
         finally:
-            borrowed.unregister_attention(self.name)
+            compat.unregister_attention(self.name)
         if len(heard) != len(positions):
             raise LookupError(f"it attends {len(heard)} times")
         return heard
@@ -223,8 +223,8 @@ class Probe:
         }  # fmt: skip
         forward = self.parts.attention.forward
         asks = "get_seq_length" in _names(forward)
-        known |= borrowed.with_cache(_Past(int(ids[0, 0])) if asks else None)
-        return {name: known[name] for name in borrowed.parameters_of(forward) if name in known}
+        known |= compat.with_cache(_Past(int(ids[0, 0])) if asks else None)
+        return {name: known[name] for name in compat.parameters_of(forward) if name in known}
 
 
 def _fingerprint(module: nn.Module) -> str:

@@ -30,7 +30,7 @@ from h2o.hf.families import tensor_parallel
 from h2o.hf.families.latent_attention import over_latents, trace_latents
 from h2o.hf.families.layer_kinds import kind_of
 from h2o.hf.families.shared_keys import reusing
-from h2o.hf.families.wrapped import unwrap
+from h2o.hf.families.wrappers import unwrap
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.prompt_echo import served_as
 from h2o.hf.prompt.shared_places import SharedPlaces

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.borrowed import calls_a_module
+from h2o.compat import calls_a_module
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store.pins import Pins
 

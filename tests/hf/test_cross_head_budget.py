@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import h2o
 from h2o import H2OCache, UnsupportedError
-from h2o.borrowed import with_cache
-from h2o.hf.prompt.one_budget import ROOM, OneBudget
+from h2o.compat import with_cache
+from h2o.hf.prompt.cross_head_budget import ROOM, CrossHeadBudget
 from h2o.hf.prompt.prompt_echo import PromptEcho
 from h2o.hf.store.layer_state import layer_state
 from tests.hf.test_compress import positions
@@ -52,7 +52,7 @@ def as_if_all_were_held(ours, documents, **parameters):
 @contextmanager
 def watched(ours, drops=True):
     """Keys that wait, before each layer reads."""
-    held, take = [], OneBudget.take
+    held, take = [], CrossHeadBudget.take
 
     def watching(self, layer, prompt):
         self.alike = self.alike and drops
@@ -60,7 +60,7 @@ def watched(ours, drops=True):
         take(self, layer, prompt)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OneBudget, "take", watching)
+        patch.setattr(CrossHeadBudget, "take", watching)
         yield held
 
 
@@ -151,8 +151,8 @@ def test_what_is_held_while_a_prompt_is_read():
         rows.append(sum(x.untyped_storage().nbytes() for x in tensors if x.ndim == 2))
 
     with pytest.MonkeyPatch.context() as patch:
-        take = OneBudget.take
-        patch.setattr(OneBudget, "take", watching)
+        take = CrossHeadBudget.take
+        patch.setattr(CrossHeadBudget, "take", watching)
         read(deep(), [document], **SMALL)
     read_by_then = [2 * 90 * layer for layer in range(1, 6)]
     assert heads[:-1] == [min(n, held) for n, held in zip(read_by_then, heads[:-1], strict=True)]
@@ -181,13 +181,13 @@ def test_a_pass_that_broke_off_raises_no_bar():
 
 def test_layers_that_have_more_places_than_were_foreseen(monkeypatch):
     """All keep no more than that."""
-    foresee = OneBudget._foresee
+    foresee = CrossHeadBudget._foresee
 
     def foresee_less(self, layer, prompt):
         foresee(self, layer, prompt)
         self.places = [n - 20 for n in self.places]
 
-    monkeypatch.setattr(OneBudget, "_foresee", foresee_less)
+    monkeypatch.setattr(CrossHeadBudget, "_foresee", foresee_less)
     cache = read(deep(), prompts(60), **SMALL)
     heads = [n for layer in cache.report().layers for n in layer.kept_by_head[0]]
     assert sum(heads) == PLACES * len(heads) - 20

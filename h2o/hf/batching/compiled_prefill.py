@@ -1,4 +1,4 @@
-"""`PromptReader`: reads prompts by a compiled graph, one after another in the same row.
+"""`CompiledPrefill`: reads prompts by a compiled graph, one after another in the same row.
 
 A cache makes its slots when it knows the prompt, which no graph can. Here are slots that stay: they
 are emptied before each prompt, which is then read as the chunk of a longer text would be, whatever
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o import borrowed
+from h2o import compat
 from h2o.config import H2OConfig
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.compiled_forward import CompiledForward
@@ -20,10 +20,10 @@ from h2o.hf.families.tuned_prompts import virtual_tokens
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.prompt.scorers import AttentionScorer
 
-__all__ = ["PromptReader"]
+__all__ = ["CompiledPrefill"]
 
 
-class PromptReader:
+class CompiledPrefill:
     """Called as the model is, with the cache of `emptied`.
 
     like: a cache of one row that has read a prompt; its budgets are taken, and nothing else.
@@ -60,8 +60,8 @@ class PromptReader:
     def __call__(self, *, input_ids: Tensor, **inputs: Any) -> Any:
         if input_ids.shape[1] == 1:  # a step, of which there is no graph with one row
             return self.model(input_ids=input_ids, **inputs)
-        ids = input_ids.clone(memory_format=torch.contiguous_format)  # of pieces: strides too
+        ids = input_ids.clone(memory_format=torch.contiguous_format)  # of chunks: strides too
         for tensor in (ids, inputs.get("position_ids")):
             if tensor is not None:
-                borrowed.mark_dynamic(tensor, 1)
+                compat.mark_dynamic(tensor, 1)
         return self._forward(input_ids=ids, **inputs)

@@ -22,11 +22,11 @@ from lm_eval.models.utils import (
 from lm_eval.models.utils_hf import MultiTokenEOSCriteria
 from tqdm import tqdm
 
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.evaluation.setting import Setting
+from h2o.hf.batching.generate_all import generate_all, serves
+from h2o.hf.batching.request import Request, decoding_arguments
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.rows.generate_all import generate_all, serves
-from h2o.hf.rows.request import Request, decoding_arguments
 
 __all__ = ["can_use_rows", "divide_requests", "generate_in_rows", "generate_texts"]
 

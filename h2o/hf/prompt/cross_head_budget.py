@@ -39,7 +39,7 @@ from h2o.spans import PINNED
 
 __all__ = [
     "Budgets",
-    "OneBudget",
+    "CrossHeadBudget",
     "Prompt",
     "Recipient",
     "deal_places",
@@ -82,7 +82,8 @@ class Prompt(NamedTuple):
 
 @dataclasses.dataclass
 class Recipient:
-    """Stands for an `H2OLayer` where a `OneBudget` deals without one: is given what one stores."""
+    """Stands for an `H2OLayer` where a `CrossHeadBudget` deals without one: is given what one
+    stores."""
 
     layer_idx: int
     config: H2OConfig
@@ -99,7 +100,7 @@ ROOM = 1.125
 moves what they hold."""
 
 
-class OneBudget:
+class CrossHeadBudget:
     """Shared by the layers of a cache: takes their prompts, and gives them back with budgets."""
 
     def __init__(self, configs: dict[int, H2OConfig], *, alike: bool) -> None:

@@ -2,8 +2,8 @@
 
 In a static batch every row waits for the longest answer. Here a row whose answer is complete is
 taken by the next prompt at once: the prompt is read alone, in a cache of one row, between two
-decode steps of the others, and copied into the row (`h2o.hf.rows.row_batch`). The state of a row
-has a constant size under H2O, so no memory is moved or freed in between: this is continuous
+decode steps of the others, and copied into the row (`h2o.hf.batching.row_batch`). The state of a
+row has a constant size under H2O, so no memory is moved or freed in between: this is continuous
 batching (Yu et al., Orca, OSDI 2022) without pages.
 """
 
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from h2o.config import PARAMETERS, H2OConfig, one_config
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
+from h2o.hf.batching.compiled_prefill import CompiledPrefill
+from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings
+from h2o.hf.batching.row_batch import RowBatch, row_bytes
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.wrapped import unwrap
+from h2o.hf.families.wrappers import unwrap
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.rows.prompt_reader import PromptReader
-from h2o.hf.rows.request import Prompt, Request, Result, Running, Settings
-from h2o.hf.rows.row_batch import RowBatch, row_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -122,7 +122,7 @@ def generate_all(
     )
     if rows is not None and isinstance(prompts, Sized):
         rows = max(1, min(rows, len(prompts)))
-    results = _Engine(settings, prompts, rows, bytes, compileable).run()
+    results = _Scheduler(settings, prompts, rows, bytes, compileable).run()
     return results if as_completed else _in_order(results)
 
 
@@ -149,13 +149,13 @@ def serves(model: Any, h2o_config: H2OConfig, request: Request, tokenizer: Any =
     settings = Settings(model, config, None, None, tokenizer, None, 0, None, None)
     try:
         RowBatch(model, config, 1)
-        Running(0, request, settings)
+        ActiveRequest(0, request, settings)
     except UnsupportedError:
         return False
     return True
 
 
-class _Engine:
+class _Scheduler:
     """The rows, what runs in them, and the prompts that wait."""
 
     def __init__(
@@ -170,13 +170,13 @@ class _Engine:
         self.graph_reads = (
             compileable
             and settings.prefix is None
-            and PromptReader.serves(settings.model, settings.config)
+            and CompiledPrefill.serves(settings.model, settings.config)
         )
-        self.reader: PromptReader | None = None
+        self.reader: CompiledPrefill | None = None
         """From the first prompt on, if a graph reads them"""
-        self.running: list[Running | None] = []
+        self.running: list[ActiveRequest | None] = []
         """By row; None: idle"""
-        self.reading: Running | None = None
+        self.reading: ActiveRequest | None = None
         """The request whose prompt is being read"""
 
     def run(self) -> Iterator[Result]:
@@ -199,7 +199,7 @@ class _Engine:
 
     def _read(self) -> Iterator[Result]:
         """Read waiting prompts while a row is idle. Between two decode steps the rows that run wait
-        for at most one piece of a prompt or `TOKENS_A_STEP` tokens."""
+        for at most one chunk of a prompt or `TOKENS_A_STEP` tokens."""
         read = 0
         while self.batch is None or not all(self.running):
             if self.reading is None:
@@ -209,8 +209,8 @@ class _Engine:
                 yield from self._begin(*taken)
             if self.reading is not None:
                 limit = self.reading.generation_config.prefill_chunk_size or TOKENS_A_STEP
-                read += self.reading.piece
-                if any(self.running) and read > max(limit, self.reading.piece):
+                read += self.reading.chunk
+                if any(self.running) and read > max(limit, self.reading.chunk):
                     return
                 yield from self._go_on(self.reading)
 
@@ -219,7 +219,7 @@ class _Engine:
         try:
             if self.bytes is not None and request.config is not None:
                 raise ValueError("a budget of its own in rows of so many bytes: give rows instead")
-            self.reading = Running(index, request, self.settings)
+            self.reading = ActiveRequest(index, request, self.settings)
             pins = self.reading.cache.pass_state.pins
             if self.bytes is not None and pins and self.settings.config.head_shares is not None:
                 raise ValueError("pinned keys change the shares of heads: give rows, not bytes")
@@ -230,7 +230,7 @@ class _Engine:
         except Exception as error:  # of this prompt; the others go on
             yield _failed(index, 0, error)
 
-    def _go_on(self, running: Running) -> Iterator[Result]:
+    def _go_on(self, running: ActiveRequest) -> Iterator[Result]:
         try:
             is_read = running.read()
         except UnsupportedError:
@@ -248,7 +248,7 @@ class _Engine:
         else:
             self._join(running)
 
-    def _join(self, running: Running) -> None:
+    def _join(self, running: ActiveRequest) -> None:
         settings = self.settings
         if self.batch is None:
             rows = self.rows or _rows_in(self.bytes, row_bytes(running.cache))
@@ -257,7 +257,7 @@ class _Engine:
         row = self.running.index(None)
         self.batch.join(row, running.cache)
         if self.reader is None and self.graph_reads and running.cache.config == settings.config:
-            self.reader = PromptReader(settings.model, running.cache)
+            self.reader = CompiledPrefill(settings.model, running.cache)
         running.cache = None  # its tensors are in the row
         self.running[row] = running
 
@@ -299,7 +299,7 @@ class _Engine:
             except ValueError as error:
                 yield self._failed(row, error)
 
-    def _tell(self, running: Running) -> None:
+    def _tell(self, running: ActiveRequest) -> None:
         if self.settings.on_token is not None:
             self.settings.on_token(running.index, running.new[-1])
 

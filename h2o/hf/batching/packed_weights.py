@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from h2o import borrowed
+from h2o import compat
 
 __all__ = ["packed_weights"]
 
@@ -40,7 +40,7 @@ def packed_weights(model: nn.Module) -> Iterator[int]:
     """
     forwards = []
     try:
-        if borrowed.has_packed_linear():
+        if compat.has_packed_linear():
             for module in model.modules():
                 if type(module) is nn.Linear and "forward" not in vars(module):
                     forward = _Forward(module)
@@ -70,7 +70,7 @@ class _Forward:
         wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         if not few or wants_gradient or torch.compiler.is_compiling() or not self.serves(weight):
             return nn.functional.linear(x, weight, bias)
-        return borrowed.packed_linear(x, self.packed(weight), bias)
+        return compat.packed_linear(x, self.packed(weight), bias)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_of": None, "_packed": None}
@@ -83,9 +83,9 @@ class _Forward:
 
     def packed(self, weight: Tensor) -> Tensor:
         """The weight in oneDNN's layout, as it is now."""
-        of = id(weight), weight.data_ptr(), borrowed.tensor_version(weight)
+        of = id(weight), weight.data_ptr(), compat.tensor_version(weight)
         if self._packed is None or self._of != of:
             with torch.no_grad():
-                self._packed = borrowed.pack_linear_weight(weight.detach())
+                self._packed = compat.pack_linear_weight(weight.detach())
             self._of, self._weight = of, weight  # which lives on, so that no other has its id
         return self._packed

@@ -22,19 +22,19 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
+from h2o.hf.batching.compiled_prefill import CompiledPrefill
+from h2o.hf.batching.system_turn import system_span
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.tuned_prompts import check_pins, continuing, virtual_tokens
-from h2o.hf.families.wrapped import input_device
+from h2o.hf.families.wrappers import input_device
 from h2o.hf.rotary.angles import AnglesByLength
 from h2o.hf.rotary.positions import positions_after
-from h2o.hf.rows.prompt_reader import PromptReader
-from h2o.hf.rows.system_turn import system_span
 from h2o.hf.store.pins import Pins
 
-__all__ = ["Prompt", "Request", "Result", "Running", "Settings", "decoding_arguments"]
+__all__ = ["ActiveRequest", "Prompt", "Request", "Result", "Settings", "decoding_arguments"]
 
 Prompt = Any  # a text, a chat, token ids, or a Request with one of them
 
@@ -193,7 +193,7 @@ def decoding_arguments(model: Any, input_ids: Tensor, **arguments: Any) -> dict[
     return arguments
 
 
-class Running:
+class ActiveRequest:
     """A request from its prompt to its last token."""
 
     def __init__(self, index: int, request: Request, settings: Settings) -> None:
@@ -238,24 +238,24 @@ class Running:
                 return False
         return True
 
-    def read_by(self, reader: PromptReader) -> None:
+    def read_by(self, reader: CompiledPrefill) -> None:
         """Has a prompt, of which nothing has been read, read in the reader's cache."""
         self.cache, self.forward = reader.emptied(), reader
 
     @property
-    def piece(self) -> int:
+    def chunk(self) -> int:
         """Tokens of the prompt that are read at once, next."""
         chunk: int = self.generation_config.prefill_chunk_size or self.prompt_tokens
         return min(chunk, self.prompt_tokens - self.tokens_read)
 
     def read(self) -> bool:
-        """Reads a piece of the prompt; at its end, whether it is reached, also the first token."""
+        """Reads a chunk of the prompt; at its end, whether it is reached, also the first token."""
         if self.tokens_read >= self.prompt_tokens:
             raise ValueError(
                 f"a prompt of {self.prompt_tokens} tokens after a prefix of {self.tokens_read}: it "
                 "contains the prefix and more"
             )
-        begin, end = self.tokens_read, self.tokens_read + self.piece
+        begin, end = self.tokens_read, self.tokens_read + self.chunk
         logits = self._forward(begin, end)
         self.tokens_read = end
         if end < self.prompt_tokens:

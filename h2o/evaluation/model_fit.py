@@ -44,7 +44,7 @@ def try_on(model: Any, h2o_config: H2OConfig) -> None:
     ValueError for a profile of another model, or a `kv_dtype` that its head dimension does not fit;
     TypeError for a model in float64.
     """
-    from h2o import borrowed
+    from h2o import compat
     from h2o.hf.cache.cache import H2OCache
     from h2o.hf.support import supports
 
@@ -54,7 +54,7 @@ def try_on(model: Any, h2o_config: H2OConfig) -> None:
             raise UnsupportedError(f"h2o cannot serve {support.model_type}: {support.reason}")
     elif str(model.dtype) == "torch.float64":
         raise TypeError("h2o computes in float32, float16 and bfloat16, not in float64")
-    elif not borrowed.can_set_attention(model):
+    elif not compat.can_set_attention(model):
         raise UnsupportedError(
             f"h2o cannot serve {config.model_type}: it has attention code of its own instead of "
             "AttentionInterface"

@@ -142,7 +142,7 @@ def refuse(vllm_config: VllmConfig) -> None:
         ),
         "micro-batches": (
             parallel.use_ubatching,
-            "the pieces of a prompt are followed from batch to batch; leave out --enable-dbo",
+            "the chunks of a prompt are followed from batch to batch; leave out --enable-dbo",
         ),
         f"{model.get_total_num_kv_heads()} key/value heads on {parallel.tensor_parallel_size} "
         "tensor parallel ranks": (

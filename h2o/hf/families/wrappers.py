@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from h2o import borrowed
+from h2o import compat
 from h2o.errors import UnsupportedError
 
 __all__ = ["input_device", "unwrap"]
@@ -19,12 +19,12 @@ def unwrap(model: Any) -> Any:
         UnsupportedError: prefix tuning, whose keys belong to no token.
     """
     while True:
-        if borrowed.peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
+        if compat.peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
             raise UnsupportedError(
                 "h2o cannot serve prefix tuning: PEFT fills a cache of its own with keys that "
                 "belong to no token; LoRA and prompt tuning are served"
             )
-        inner = borrowed.inner_model(model)
+        inner = compat.inner_model(model)
         if inner is None:
             return model
         model = inner
@@ -37,7 +37,7 @@ def input_device(model: Any) -> torch.device:
     if device.type != "meta":
         return device
     for module in model.modules():
-        for each in borrowed.accelerate_hooks(module):
+        for each in compat.accelerate_hooks(module):
             where = getattr(each, "execution_device", None)
             if where is not None:
                 return torch.device(where)

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.borrowed import with_cache
+from h2o.compat import with_cache
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.compiled_forward import CompiledForward
 from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.families.tuned_prompts import check_passes, continuing
-from h2o.hf.families.wrapped import input_device
+from h2o.hf.families.wrappers import input_device
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.rotary.angles import AnglesByLength
 from h2o.hf.store import states
