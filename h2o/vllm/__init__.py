@@ -32,8 +32,8 @@ def register() -> None:
         return
 
     tested = is_tested(version)
-    backend = "plugin.H2OAttentionBackend" if tested else "refusing_backends.CPU_ATTN"
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"h2o.vllm.{backend}")
+    cpu_backend = "plugin.H2OAttentionBackend" if tested else "refusing_backends.CPU_ATTN"
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"h2o.vllm.{cpu_backend}")
     if tested and not AttentionBackendEnum.CUSTOM.is_overridden():  # by another plugin
         register_backend(AttentionBackendEnum.CUSTOM, "h2o.vllm.plugin.H2OCustomBackend")
     for backend in AttentionBackendEnum:
