@@ -235,8 +235,7 @@ static void free_answer(const answer *a) {
 /* ---- Errors ------------------------------------------------------------ */
 
 static double element(const char *row, h2o_dtype stored, int64_t d, int64_t D) {
-    const double scale = (double)load_scalar(row + D, H2O_F16);
-    if (stored == H2O_Q8) return scale * (int8_t)row[d];
+    if (stored == H2O_Q8) return (double)load_scalar(row + D, H2O_F16) * (int8_t)row[d];
     const int byte = (uint8_t)row[q4_elements(d) + d % (H2O_GROUP / 2)];
     const char *const at = row + q4_scale(d, D);
     return (double)load_scalar(at + 2, H2O_F16) +

@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -64,7 +65,8 @@ def engine(folder: Path, h2o: Any = None, **options: Any) -> Iterator[LLM]:
         finally:  # now, and not when the last traceback that knows it goes
             llm.llm_engine.engine_core.shutdown()
             del llm
-    finally:
+    finally:  # an engine that could not be made leaves its connector
+        ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
 
 
