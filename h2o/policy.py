@@ -1,8 +1,8 @@
 """Which keys are kept: the policy, one record that travels whole from the caller to the kernels.
 
 A field of it is written here and in `csrc/tables.c` (`h2o_policy_fields`), in the same order,
-and nowhere else: what takes options of the policy, or shows them, reads `FIELDS`. Imports neither
-torch nor NumPy.
+and nowhere else: what takes options of the policy, or shows them, reads `FIELDS`. (What a new
+choice of `score_by` takes is in CONTRIBUTING.md.) Imports neither torch nor NumPy.
 """
 
 from __future__ import annotations

@@ -191,13 +191,13 @@ class _Scheduler:
 
     def _results(self) -> Generator[Result, None, None]:
         while True:
-            yield from self._read()
+            yield from self._admit()
             if any(self.running):
                 yield from self._step()
             elif self.reading is None:
                 return
 
-    def _read(self) -> Iterator[Result]:
+    def _admit(self) -> Iterator[Result]:
         """Read waiting prompts while a row is idle. Between two decode steps the rows that run wait
         for at most one chunk of a prompt or `TOKENS_A_STEP` tokens."""
         read = 0
@@ -212,7 +212,7 @@ class _Scheduler:
                 read += self.reading.chunk
                 if any(self.running) and read > max(limit, self.reading.chunk):
                     return
-                yield from self._go_on(self.reading)
+                yield from self._prefill(self.reading)
 
     def _begin(self, index: int, prompt: Prompt) -> Iterator[Result]:
         request = prompt if isinstance(prompt, Request) else Request(prompt)
@@ -230,7 +230,7 @@ class _Scheduler:
         except Exception as error:  # of this prompt; the others go on
             yield _failed(index, 0, error)
 
-    def _go_on(self, running: ActiveRequest) -> Iterator[Result]:
+    def _prefill(self, running: ActiveRequest) -> Iterator[Result]:
         try:
             is_read = running.read()
         except UnsupportedError:
