@@ -96,9 +96,9 @@ def test_policies(chosen):
 
 
 @pytest.mark.parametrize(
-    ("head_shares", "kv_dtype"),
+    ("shares", "kv_dtype"),
     [(None, "int8"), ([[0.4, 1.6], [1.2, 0.8]], None)],
-    ids=["even", "head_shares"],
+    ids=["even", "shares"],
 )
 def test_slots_that_grow(shares, kv_dtype):
     """A short prompt under a larger budget, with a trace."""

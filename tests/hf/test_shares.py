@@ -52,7 +52,7 @@ def test_parts_go_with_the_shares():
 
 
 @pytest.mark.parametrize(
-    ("head_shares", "error", "message"),
+    ("shares", "error", "message"),
     [
         (0.5, TypeError, "numbers \\[layers, key/value heads\\]"),
         ([0.5, 1.0], TypeError, "numbers \\[layers, key/value heads\\]"),

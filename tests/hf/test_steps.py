@@ -124,7 +124,7 @@ def test_a_prompt_takes_memory_in_proportion_to_its_length():
         assert peak_of_prompt(n) < 2 * bytes_in_and_out
 
 
-@pytest.mark.parametrize("head_shares", [None, "echo"])
+@pytest.mark.parametrize("shares", [None, "echo"])
 def test_echo_takes_memory_in_proportion_to_the_length(shares):
     """Its weights would take 134 MB."""
     by_echo = {"score_by": "mean-echo", "head_shares": shares}
