@@ -211,7 +211,7 @@ def test_serving_without_the_engine(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(throughput_tables, "Peer", missing)
     assert quick(tmp_path, "serving")["rows"] == []
-    assert capsys.readouterr().err.count("left out: no such package") == 3 * 3
+    assert capsys.readouterr().err.count("left out: no such package") == 4 * 3
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of accelerate, which keeps files open

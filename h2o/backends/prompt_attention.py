@@ -224,12 +224,16 @@ def _seconds(attend: Callable[..., None], D: int, wait: Callable[[], None]) -> f
     every such prompt.
     """
     B, H, G, Q = MEASURED
+    device = torch.get_default_device()
     times = []
     for tokens in range(Q, Q - 3, -1):
-        query, keys, values = (torch.randn(B, x, tokens, D).bfloat16() for x in (H, G, G))
+        query, keys, values = (
+            torch.randn(B, x, tokens, D, dtype=torch.bfloat16, device=device) for x in (H, G, G)
+        )
         call = AttendOperands(
             query, keys, values, None, None, torch.empty_like(query).view(B, tokens, H, D),
-            torch.empty(B, G, tokens), D**-0.5, 0.0, Policy(), None, None, None,
+            torch.empty(B, G, tokens, dtype=torch.float32, device=device), D**-0.5, 0.0, Policy(),
+            None, None, None,
         )  # fmt: skip
         wait()
         begin = time.perf_counter()

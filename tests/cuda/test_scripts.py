@@ -205,7 +205,7 @@ def test_a_model_is_timed_there(checkout, library, tiny, tmp_path):  # noqa: F81
     assert done.returncode == 0, done.stdout
     result = json.loads(file.read_text())
     assert result["machine"]["name"] == "Fake GPU 0"
-    assert result["machine"]["device"] == "cuda"
+    assert result["machine"]["device"] == "cuda:0"
     assert result["machine"]["core"]["backends"]["cuda"].startswith("C (Fake GPU 0")
     full, ours = result["measurements"]
     assert ours["bytes_held"] < full["bytes_held"]

@@ -289,14 +289,14 @@ def test_a_step_opens_no_device(device, built):
     by_torch = backends._portable()
     before = launches(device)
     with pytest.warns(RuntimeWarning, match=r"not opened yet: call h2o.ops.open_device"):
-        assert cuda.open_operations(0, by_torch) is by_torch
+        assert cuda.serving_if_open(0, by_torch) is by_torch
     assert launches(device) == before
     assert not (built.parent / "cache" / "h2o").exists()
     assert serving() == "C"
     checked = launches(device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cuda.open_operations(0, by_torch) is cuda.serving(0, by_torch)
+        assert cuda.serving_if_open(0, by_torch) is cuda.serving(0, by_torch)
     assert launches(device) == checked
 
 
@@ -324,7 +324,7 @@ def test_fake_tensors_are_the_torch_backends_and_warn_nobody(driver):
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cuda.serving(0, by_torch) is by_torch
-        assert cuda.open_operations(0, by_torch) is by_torch
+        assert cuda.serving_if_open(0, by_torch) is by_torch
     assert not cuda._serving
 
 

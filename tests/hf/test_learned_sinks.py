@@ -291,7 +291,7 @@ def test_calibration_sees_the_models_own_attention():
         assert (costs[:, 0] > 0).all()
         assert costs[:, 1].abs().max() == 0.0
     budgets = torch.full((3, 2, 2), 30).numpy()
-    _, divergence = refine.worth(ours, ids[0], budgets, chosen)
+    _, divergence = refine.measure_worth(ours, ids[0], budgets, chosen)
     assert abs(divergence) < 1e-5  # of the model from itself
 
 

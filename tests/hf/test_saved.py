@@ -172,7 +172,7 @@ def test_a_file_of_a_profile_and_of_nothing_read(tmp_path):
     ours = model("llama")
     profile = Profile(
         fractions=(0.1, 0.5),
-        head_shares=(((0.5, 1.5), (1.0, 1.0)), ((1.25, 0.75), (1.0, 1.0))),
+        shares=(((0.5, 1.5), (1.0, 1.0)), ((1.25, 0.75), (1.0, 1.0))),
         window=64,
     )
     (ids,) = prompts(40)
@@ -281,7 +281,7 @@ def test_flipped_bits(written):
         ({"kind": "h2o profile"}, "wanted 'h2o cache'"),
         ({"layers": []}, "has 0 layers, the model 2"),
         ({"layers": [{"seen": 40}] * 2}, "layer 0 was written by another version.*widest"),
-        ({"settings": {"config": {"heavy": 1, "head_shares": None, "slot": None, "news": 1}}},
+        ({"settings": {"config": {"heavy": 1, "head_shares": None, "news": 1}}},
          "later version of h2o.*news"),
     ],
 )  # fmt: skip

@@ -276,9 +276,9 @@ def _config(fields: dict[str, Any]) -> H2OConfig:
             "was written with merge, which h2o no longer has. Read the text again with a budget "
             "(H2OConfig.echo) and save it anew"
         )
-    if isinstance(fields["head_shares"], dict):
+    if isinstance(fields.get("head_shares"), dict):
         fields["head_shares"] = Profile.from_dict(fields["head_shares"])
-    if fields["_token_bytes"] is not None:
+    if fields.get("_token_bytes") is not None:
         fields["_token_bytes"] = tuple(fields["_token_bytes"])
     try:
         return H2OConfig(**fields)
