@@ -240,7 +240,7 @@ def test_the_picture_is_of_the_tables():
     draw_results = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(draw_results)
     shown = draw_results.figures()
-    assert (len(shown.losses), len(shown.token_ms)) == (3, 2)
+    assert (len(shown.losses), len(shown.found), len(shown.token_ms)) == (4, 6, 2)
     assert all(len(losses) == len(shown.bytes_kept) > 2 for losses in shown.losses.values())
     assert all(len(times) == len(shown.prompts) > 2 for times in shown.token_ms.values())
     assert f"figures {shown.hash()}" in draw_results.PICTURE.read_text("utf-8")

@@ -2,8 +2,8 @@
 
     python tools/draw_results.py
 
-Left, what eviction costs at equal bytes, in the middle, what is found of facts that nobody had
-asked for (docs/results.md); right, what a token takes after a prompt (benchmarks/README.md). The
+Left, what a prompt loses that is cut to a part of its bytes, in the middle, what is found of facts
+among decoys (docs/results.md); right, what a token takes after a prompt (benchmarks/README.md). The
 figures are read from those tables alone, and a hash of them goes into the picture, so that
 tests/test_documentation.py tells a picture that has fallen behind.
 """
@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "results.svg"
 LABELS = {
+    "random": "random keys",
     "authors": "as published (authors)",
-    "robust": "robust, 8 and 4 bits",
-    "calibrated": "calibrated, 8 and 4 bits",
-    "reread": "read twice, 8 and 4 bits",
+    "robust": "robust",
+    "echo": "echo: budget=",
+    "calibrated": "calibrated",
+    "reread": "read twice",
 }
-FULL = "full cache"
+"""The settings in the order of their colors; all but the authors' in 8 and 4 bits."""
 
 
 class Figures(NamedTuple):
@@ -33,15 +35,14 @@ class Figures(NamedTuple):
     Attributes:
         bytes_kept: per cent of a full cache's bytes.
         losses: setting -> (nats a token lost to the full cache, standard error), as `bytes_kept`.
-        found: setting -> share found of the facts that a full cache finds, as `bytes_kept`; None
-            where it was not measured.
+        found: setting -> share found of the facts that a full cache finds, as `bytes_kept`.
         prompts: lengths in tokens.
         token_ms: cache -> ms a decoded token, as `prompts`.
     """
 
     bytes_kept: list[float]
     losses: dict[str, list[tuple[float, float]]]
-    found: dict[str, list[float | None]]
+    found: dict[str, list[float]]
     prompts: list[int]
     token_ms: dict[str, list[float]]
 
@@ -50,35 +51,36 @@ class Figures(NamedTuple):
 
 
 def table(path: Path, heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading of the second level, without its ruler.
+    """The cells of the first table below a heading, without its ruler.
 
     Raises: ValueError where there is none.
     """
-    below = path.read_text("utf-8").partition(f"\n## {heading}\n")[2]
+    *_, below = re.split(
+        rf"^##+ {re.escape(heading)}$", path.read_text("utf-8"), flags=re.MULTILINE
+    )
     first = re.search(r"(?:^\|.*\|\n)+", below, re.MULTILINE)
     if first is None:
-        raise ValueError(f"{path} has no table below ## {heading}")
+        raise ValueError(f"{path} has no table below {heading}")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in first[0].splitlines()]
     return [rows[0], *rows[2:]]
 
 
 def name_of(cell: str) -> str:
-    """Of a setting, whatever its fractions are of."""
+    """The setting's name, whatever its fractions are of."""
     return cell.strip("`").removesuffix("-bytes")
 
 
 def figures() -> Figures:
     """Those that stand in the documents today."""
-    head, *rows = table(ROOT / "docs" / "results.md", "Equal bytes")
+    head, *rows = table(ROOT / "docs" / "results.md", "A prompt, cut once")
     losses = {
-        name_of(row[0].removeprefix("loss of ")): [
+        name_of(row[0]): [
             (float(loss), float(error.strip("()"))) for loss, error in map(str.split, row[1:])
         ]
         for row in rows
-        if row[0].startswith("loss of ")
     }
-    _, *rows = table(ROOT / "docs" / "results.md", "Needles")
-    found = {name_of(row[0]): [float(x.split()[0]) if x else None for x in row[1:]] for row in rows}
+    _, *rows = table(ROOT / "docs" / "results.md", "Decoys")
+    found = {name_of(row[0]): [float(x.split()[0]) for x in row[1:]] for row in rows}
     _, *rows = table(ROOT / "benchmarks" / "README.md", "SmolLM2 from prompt to text")
     rows = [row for row in rows if row[0] == "bfloat16"]
     pairs = [tuple(map(float, row[4].split(" -> "))) for row in rows]
@@ -105,23 +107,20 @@ def draw(shown: Figures) -> Any:
             marker="o", markersize=4, capsize=2, label=LABELS[setting], color=colors[setting],
         )  # fmt: skip
     for setting, shares in shown.found.items():
-        points = [x for x in zip(shown.bytes_kept, shares, strict=True) if x[1] is not None]
-        if setting == FULL:
-            recall.axhline(points[0][1], color="grey", linewidth=0.8, label=FULL)
-        else:
-            label = None if setting in shown.losses else LABELS[setting]  # colors as on the left
-            recall.plot(
-                *zip(*points, strict=True),
-                marker="o", markersize=4, label=label, color=colors[setting],
-            )  # fmt: skip
+        label = None if setting in shown.losses else LABELS[setting]  # colors as on the left
+        recall.plot(
+            shown.bytes_kept, shares,
+            marker="o", markersize=4, label=label, color=colors[setting],
+        )  # fmt: skip
+    recall.axhline(1, color="grey", linewidth=0.8, label="full cache")
     recall.set(
-        title="Facts found that nobody had asked for", xlabel="bytes kept, % of a full cache's",
+        title="Facts found among decoys", xlabel="bytes kept, % of a full cache's",
         ylabel="share of what a full cache finds", xlim=(0, None), ylim=(-0.03, 1.04),
         xticks=shown.bytes_kept,
     )  # fmt: skip
     quality.axhline(0, color="grey", linewidth=0.8)
     quality.set(
-        title="Quality: SmolLM2-135M on WikiText-2", xlabel="bytes kept, % of a full cache's",
+        title="A prompt cut once: WikiText-2", xlabel="bytes kept, % of a full cache's",
         ylabel="nats a token lost", xlim=(0, None), xticks=shown.bytes_kept,
     )  # fmt: skip
     for cache, times in shown.token_ms.items():
