@@ -154,7 +154,7 @@ VEC vf row_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
     return load_scaled(row, type, d, D - d < VL ? (int)(D - d) : VL, D);
 }
 
-/* The same of a row that is known to be quantized. */
+/* load_columns for a row that is known to be quantized. */
 VEC vf quantized_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
 #define LOAD(name, ...)                                                                            \
     if (type == H2O_##name) return row_floats(row, H2O_##name, d, D);

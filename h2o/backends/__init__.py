@@ -84,8 +84,7 @@ def _portable() -> SimpleNamespace:
         run = portable.operation(name)
 
         def operation(*operands: Any) -> None:
-            with cuda.current(operands[0]):
-                _core.call(name, "check", *operands)
+            cuda.check_operands(name, *operands)
             run(*operands)
 
         return operation

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from h2o import _core
 
-__all__ = ["check", "describe", "serving", "serving_if_open"]
+__all__ = ["check", "check_operands", "describe", "serving", "serving_if_open"]
 
 FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 """The kernels, for every architecture; no part of a plain build."""
@@ -177,6 +177,12 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(**{name: operation(name) for name in vars(by_torch)})
 
 
+def check_operands(name: str, *operands: Any) -> None:
+    """Raises what the core raises for operands that do not fit an operation, on their device."""
+    with current(operands[0]):
+        _core.call(name, "check", *operands)
+
+
 def _with_attention(kernels: SimpleNamespace, prompts: dict[int, str]) -> SimpleNamespace:
     """The operations, where prompts go by the ways that are chosen for their head dimensions."""
     if not prompts:
@@ -186,8 +192,7 @@ def _with_attention(kernels: SimpleNamespace, prompts: dict[int, str]) -> Simple
     chosen = {depth: attend_by(WAYS[name], kernels.attend) for depth, name in prompts.items()}
 
     def attend(*operands: Any) -> None:
-        with current(operands[0]):
-            _core.call("attend", "check", *operands)
+        check_operands("attend", *operands)
         chosen.get(depth_of(operands[0].shape[3]), kernels.attend)(*operands)
 
     return SimpleNamespace(**vars(kernels) | {"attend": attend})

@@ -41,7 +41,7 @@ def flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Te
 
 
 def cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """That of cuDNN, which plans anew for each new shape."""
+    """cuDNN's attention, which plans anew for each new shape."""
     attention = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, log_sums, *_ = attention(query, keys, values, None, True, 0.0, True, scale=scale)
     return out, log_sums.reshape(query.shape[:3])
@@ -57,7 +57,7 @@ LEAST_TOKENS = 1024
 """Shorter prompts take no less time with more launches."""
 
 LEAST_SCALE = 1e-6
-"""Of q.k: the kernels divide log sums by the scale."""
+"""The least scale of q.k: the kernels divide log sums by it."""
 
 MEASURED = (1, 32, 8, 2048)
 """B, H, G and Q of the prompt that is timed, ..."""
@@ -67,7 +67,7 @@ LAYERS = 32
 
 
 class AttendOperands(NamedTuple):
-    """Those of `_core.call("attend", ...)`, in order."""
+    """The operands of `_core.call("attend", ...)`, in order."""
 
     query: Tensor
     keys: Tensor
@@ -179,11 +179,15 @@ def fastest(
         wait: waits for the device.
     """
     chosen = {}
+    ways = {
+        name: attend_by(attention, kernels.attend, least_tokens=1, strict=True)
+        for name, attention in WAYS.items()
+    }
     for depth in DEPTHS:
         right = {
-            name: attend_by(attention, kernels.attend, least_tokens=1, strict=True)
-            for name, attention in WAYS.items()
-            if _is_right(attention, kernels, by_torch, depth, device)
+            name: attend
+            for name, attend in ways.items()
+            if _is_right(attend, kernels, by_torch, depth, device)
         }
         if not right:
             continue
@@ -195,14 +199,13 @@ def fastest(
 
 
 def _is_right(
-    attention: Attention,
+    attend: Callable[..., None],
     kernels: SimpleNamespace,
     by_torch: SimpleNamespace,
     depth: int,
     device: Any,
 ) -> bool:
-    """Whether there is such an attention, and its answers are those of the torch backend."""
-    attend = attend_by(attention, kernels.attend, least_tokens=1, strict=True)
+    """Whether torch has this attention, and its answers are those of the torch backend."""
     operations = SimpleNamespace(**vars(kernels) | {"attend": attend})
     try:
         return not kernel_check.mistakes(operations, by_torch, device, cases=_cases(depth))

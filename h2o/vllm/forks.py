@@ -27,9 +27,9 @@ class Forks:
         self.left: set[int] = set()
         """Pages whose requests have ended since the last pass"""
         self.replayed: dict[int, Outputs] = {}
-        """Of requests that repeat a whole prompt, in this pass"""
+        """Attention for requests that repeat a whole prompt, in this pass"""
         self.stored: dict[int, Outputs] = {}
-        """By the pages that hold prompts"""
+        """Attention by the pages that hold prompts"""
         self.requests = 0
         """that have begun with a stored prompt so far"""
         self.tokens = 0
@@ -54,7 +54,7 @@ class Forks:
         return taken
 
     def attention(self, page: int, layer: int) -> Tensor:
-        """Of the last token of a prompt that a request repeats."""
+        """The attention of the last token of a prompt that a request repeats."""
         return self.replayed[page][layer]
 
     def note(self, page: int, layer: int, out: Tensor) -> None:
@@ -67,7 +67,7 @@ class Forks:
         _copy(stores, page, other)
 
     def outputs_bytes(self) -> int:
-        """Of the attention that is kept beside the pages; for any thread."""
+        """Bytes of the attention that is kept beside the pages; for any thread."""
         return sum(out.nbytes for outs in [*self.stored.values()] for out in outs.values())
 
     def drop(self, pages: Iterable[int]) -> None:

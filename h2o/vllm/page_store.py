@@ -1,6 +1,6 @@
 """The pages of requests, which are rows of one `Slots`: of a layer, or of all layers at once.
 
-vLLM gives one chunk of memory for all pages of a layer. In each page the fields of the slots lie
+vLLM gives one piece of memory for all pages of a layer. In each page the fields of the slots lie
 one after the other: each is a tensor [pages, ...] whose rows are a page apart, and `h2o.ops` finds
 the rows of a batch by number. Where the places of a request are dealt over its layers, the pages
 that it has in all of them are one: the layers' slots lie on one axis, wherever there is room.

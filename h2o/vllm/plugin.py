@@ -184,7 +184,7 @@ class H2OAttentionBackend(CPUAttentionBackend):
     @classmethod
     def supported_kv_cache_layouts(cls) -> Any:
         if cls.engine is not None and cls.engine.dealer is not None:
-            return (KVCacheLayout.BLHNC,)  # a block's pages in all layers are one chunk
+            return (KVCacheLayout.BLHNC,)  # a block's pages in all layers lie side by side
         return super().supported_kv_cache_layouts()
 
     @classmethod
@@ -353,7 +353,7 @@ class H2OAttention(AttentionImpl[Planned]):
 
     def _pages(self, layer: Any, kv_cache: Tensor, key: Tensor) -> PagedLayer:
         if not kv_cache[0].is_contiguous() or kv_cache.stride(0) % ALIGNMENT:
-            raise ValueError(f"h2o: pages with strides {kv_cache.stride()}, wanted each in a chunk")
+            raise ValueError(f"h2o: pages with strides {kv_cache.stride()}, wanted contiguous ones")
         index = extract_layer_index(layer.layer_name)
         engine, budget = self.engine, self.engine.budget
         keys = key[:1].transpose(0, 1)[None]

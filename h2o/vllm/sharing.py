@@ -73,6 +73,8 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         self.prompts = StoredPrompts(entry_places(entry_of(vllm_config)))
         self.found: dict[str, tuple[int, int, bool]] = {}
         """By request: what it will begin with, if it gets a page"""
+        self.asked: dict[str, Asked] = {}
+        """By request, since one that waits is asked about in every pass"""
 
     requires_kv_delivery = False
 
@@ -86,7 +88,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """How many tokens of a request are read, and that these are there at once; None: somebody
         reads them at the moment."""
-        wanted = _asked(request)
+        wanted = self._asked(request)
         self.found.pop(request.request_id, None)
         if wanted is None:
             return 0, False
@@ -108,7 +110,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
             if stored != page:  # else it was the last that was free
                 self._keep(self.pool.blocks[stored], again=True)
         if not whole:
-            wanted = _asked(request)
+            wanted = self._asked(request)
             nothing = Asked(request.num_prompt_tokens, b"", _prefix(request), None)
             self.prompts.reading[name] = Reading(
                 wanted or nothing, page, num_external_tokens, wanted is not None
@@ -127,6 +129,16 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         plan.dropped, self.plan.dropped = plan.dropped + self.plan.dropped, []
         return plan
 
+    def _asked(self, request: Any) -> Asked | None:
+        """What a request may have in common with others; None: nothing."""
+        if not _may_share(request):
+            return None
+        known = self.asked.get(request.request_id)
+        if known is None or known.tokens != request.num_prompt_tokens:  # a session grows
+            said = request.prompt_token_ids, _prefix(request), _arguments(request)
+            known = self.asked[request.request_id] = identify(*said, request.cache_salt)
+        return known
+
     def _keep(self, block: Any, *, again: bool = False) -> None:
         """Makes a page of a stored prompt the last of the free ones."""
         if again:
@@ -139,6 +151,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         self.found.pop(request.request_id, None)
+        self.asked.pop(request.request_id, None)
         self.plan.left |= self.prompts.leave([request.request_id])
         return False, None
 
@@ -194,10 +207,9 @@ def _arguments(request: Any) -> dict[str, Any]:
     return (params and params.extra_args) or {}
 
 
-def _asked(request: Any) -> Asked | None:
-    """What a request may have in common with others; None: nothing, since its keys do not follow
-    from its tokens, or there are tokens of an answer already."""
-    alone = (
+def _may_share(request: Any) -> bool:
+    """Whether the keys of a request follow from its tokens, and there are none of an answer yet."""
+    return not (
         request.prompt_token_ids is None
         or request.mm_features
         or request.lora_request
@@ -205,10 +217,6 @@ def _asked(request: Any) -> Asked | None:
         or request.num_tokens > request.num_prompt_tokens
         or request.num_prompt_tokens < 2
     )
-    if alone:
-        return None
-    known = request.prompt_token_ids, _prefix(request), _arguments(request)
-    return identify(*known, request.cache_salt)
 
 
 # ---- Scheduler -------------------------------------------------------------------------------

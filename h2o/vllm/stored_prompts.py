@@ -35,7 +35,7 @@ class Asked(NamedTuple):
 def identify(
     tokens: Sequence[int], prefix: int, arguments: Mapping[str, Any], salt: str | None
 ) -> Asked:
-    """Of a request with these `vllm_xargs`, of which those of h2o say what its page holds.
+    """Identify a request by its tokens and those of its `vllm_xargs` that say what its page holds.
 
     Args:
         prefix: tokens of the prefix that is cut by itself; 0: there is none.

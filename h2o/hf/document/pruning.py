@@ -136,7 +136,8 @@ def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
 
 
 def _later(budgets: Budgets, wanted: Budgets) -> Budgets:
-    """The same totals with more for recent keys: what was wanted, at most `LATER_RECENT`."""
+    """Budgets of the same totals with more for recent keys: what was wanted, at most
+    `LATER_RECENT`."""
     later = []
     for row, wanted_row in zip(budgets, wanted, strict=True):
         recents = [

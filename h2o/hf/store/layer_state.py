@@ -55,7 +55,7 @@ def layer_state(layer: Any) -> State:
 
 
 def keys_state(layer: Any) -> State:
-    """As `layer_state`, without convolution and recurrent states."""
+    """The state of a layer without convolution and recurrent states."""
     if kind_of(layer) in ("states", "none"):
         return State({}, {})
     if kind_of(layer) in ("sliding", "cross"):
