@@ -169,7 +169,8 @@ C_FLAGS := -std=c11 -Wall -Wextra -Werror -ffp-contract=fast -fno-math-errno -fn
 FEATURES := $(shell sed -n '/^flags/ {p; q}' /proc/cpuinfo 2> /dev/null)
 left_out = $(if $(FEATURES),$(if $(filter $2,$(FEATURES)),,cpu/level_$1))
 NOT_RUN := $(call left_out,avx2,avx2) $(call left_out,avx512,avx512bw) \
-	$(call left_out,avx512bf16,avx512_bf16) $(call left_out,avx512amx,amx_bf16)
+	$(call left_out,avx512bf16,avx512_bf16) $(call left_out,avx512amx,amx_bf16) \
+	$(call left_out,avx512amxint8,amx_int8)
 LEVEL_OR_NONE = $(if $(filter $*,$(NOT_RUN)),-DLEVEL=$(*:cpu/level_%=%) tests/c/no_level.c,$<)
 
 $(OUT)/%.o: csrc/%.c $(HEADERS) tests/c/no_level.c

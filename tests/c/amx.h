@@ -87,13 +87,14 @@ static inline void amx_dot_bytes(int to, int left, int right, int left_is_signed
     amx_tile *const c = amx_use(to), *const a = amx_use(left), *const b = amx_use(right);
     amx_check_shapes(c, a, b);
     for (int m = 0; m < c->rows; m++) {
-        int32_t sum[AMX_BYTES / 4];
+        uint32_t sum[AMX_BYTES / 4]; /* wraps */
         memcpy(sum, c->data[m], sizeof sum);
         for (int k = 0; k < b->rows; k++) {
             for (int n = 0; n < c->bytes / 4; n++) {
                 for (int i = 0; i < 4; i++) {
                     const uint8_t byte = a->data[m][4 * k + i];
-                    sum[n] += (left_is_signed ? (int8_t)byte : byte) * (int8_t)b->data[k][4 * n + i];
+                    const int left_byte = left_is_signed ? (int8_t)byte : byte;
+                    sum[n] += (uint32_t)(left_byte * (int8_t)b->data[k][4 * n + i]);
                 }
             }
         }

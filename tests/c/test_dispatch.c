@@ -59,6 +59,7 @@ int main(void) {
 #if defined(__x86_64__)
         "avx2",      "avx512", "avx512bf16",
 #if defined(H2O_LEVEL_AMX)
+        "avx512amxint8",
         "avx512amx",
 #endif
 #elif defined(__aarch64__)
