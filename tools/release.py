@@ -200,7 +200,7 @@ def make(dist: Path, out: Path) -> list[str]:
     found += write_recipe(sdist, out)
     sums = "".join(f"{sha256(file)}  {file.name}\n" for file in files)
     (out / "SHA256SUMS").write_text(sums, "utf-8")
-    print(f"license: {metadata['License-Expression']}, in every file")
+    print(f"license: {metadata['License-Expression']}")
     return found
 
 
