@@ -24,7 +24,6 @@ from h2o.hf.families import tensor_parallel
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
 from h2o.openmp_threads import sleeping
-from h2o.processes import ALONE, Processes
 from h2o.profile import Profile
 from h2o.result_cells import Cells, provenance
 
@@ -41,7 +40,6 @@ STEPS, READ = 2, 16
 """Steps of refinement at each of these budgets, and windows of a step."""
 
 SINKS, HEAVY = 4, 0.75
-KIND = "h2o calibrate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +121,9 @@ def calibrate(
         "tokens": window, "draws": draws, "seed": seed, "grid": grid, "sinks": SINKS,
         "heavy": HEAVY, "score_by": "mean", "value_weighted": True,
     }  # fmt: skip
-    processes = _processes(model)
     origin = provenance(model, None, str(getattr(model.config, "model_type", "")))
-    origin = processes.of_first(origin)  # each has weights of its own
-    cells = Cells(Path(resume), KIND, processes) if resume is not None else None
+    origin = _gather(model, origin)[0]  # each process has weights of its own
+    cells = Cells(Path(resume)) if resume is not None and _rank(model) == 0 else None
     low = [x for x in fractions if x <= refine]
     total = len(chosen) + len(low) * STEPS * min(READ, len(chosen))
     count = itertools.count()
@@ -135,12 +132,12 @@ def calibrate(
         """Measure on a window, or find the result of an earlier run."""
         done = next(count)
         facts = {"window": piece.sha256, "settings": settings, "origin": origin, **more}
-        result = cells.find(facts) if cells else None
+        result = _gather(model, cells.find(facts) if cells else None)[0]
         if result is None:
             progress(done, total)
             result = measure()
             if cells:
-                result = cells.put(facts, result)
+                cells.put(facts, result)
         return result
 
     alone = [
@@ -261,15 +258,23 @@ def _of_all_heads(local: np.ndarray, model: Any) -> np.ndarray:
     """Results [full layers, G, ...] of all heads, from those that each process has."""
     if local.shape[1] == describe(model.config).get("num_key_value_heads"):
         return local
-    return np.concatenate(_processes(model).everyone(local), axis=1)
+    return np.concatenate(_gather(model, local), axis=1)
 
 
-def _processes(model: Any) -> Processes:
-    """The processes that a model is cut over."""
+def _rank(model: Any) -> int:
+    """Number of this process among those that a model is cut over."""
+    mesh = tensor_parallel.mesh_of(model)
+    return 0 if mesh is None else mesh.get_local_rank()
+
+
+def _gather(model: Any, value: Any) -> list[Any]:
+    """The value of each process that a model is cut over. All of them must call this."""
     mesh = tensor_parallel.mesh_of(model)
     if mesh is None:
-        return ALONE
-    return Processes(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+        return [value]
+    values = [None] * mesh.size()
+    torch.distributed.all_gather_object(values, value, group=mesh.get_group())
+    return values
 
 
 def _shares(costs: np.ndarray, grid: Sequence[int], fraction: float, window: int) -> np.ndarray:

@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
         name: tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
         for name, text in contents.items()
     }
-    unfinished = options.output.with_suffix(".unfinished.json")
+    unfinished = options.output.with_suffix(".unfinished.jsonl")
     profile = calibrate(
         model,
         ids,
@@ -85,8 +85,7 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
         progress=lambda done, total: say(f"{done} of {total} passes over a window"),
     )
     profile.save(options.output)
-    for leftover in (unfinished, unfinished.with_name(f".{unfinished.name}.lock")):
-        leftover.unlink(missing_ok=True)
+    unfinished.unlink(missing_ok=True)
     say(f"written: {options.output}")
     print(profile)
     for line in extremes(profile.shares_for(0.1), supports(model.config).layers):

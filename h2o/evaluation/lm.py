@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from h2o import compat, models
 from h2o.config import PARAMETERS, H2OConfig
-from h2o.evaluation import generate_until, protocols, text_tasks
+from h2o.evaluation import protocols, text_tasks
 from h2o.evaluation.model_fit import try_on
 from h2o.evaluation.protocols import PROTOCOLS, Tally, check, one_token_note
 from h2o.evaluation.published_masks import MASKS
@@ -233,7 +233,7 @@ class H2OLM(HFLM):
         return sums
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate as HFLM does, in the rows of `h2o.generate_all` where they are supported."""
+        """Generate as HFLM does, with the caches of the setting."""
         for context, how in (request.args for request in requests):
             if self.protocol != "simulate":
                 new = normalize_gen_kwargs(how, self.max_gen_toks)["max_gen_toks"]
@@ -242,26 +242,8 @@ class H2OLM(HFLM):
                 self._hold(tokens[new - self.max_length :])
         if self.is_counting:
             return [""] * len(requests)
-        by_rows, by_batches = list[int](), list(range(len(requests)))
-        if self.protocol == "drop":
-            by_rows, by_batches = generate_until.divide_requests(self, self.setting, requests)
-        # Drawn before batches, which sample from the same generator.
-        seed = int(torch.randint(2**62, (), device="cpu")) if by_rows else 0
-        texts = dict[int, str]()
-        if by_batches:
-            chosen = [requests[index] for index in by_batches]
-            texts |= zip(by_batches, super().generate_until(chosen, disable_tqdm), strict=True)
-        if by_rows:
-            texts |= generate_until.generate_texts(
-                self,
-                self.setting,
-                requests,
-                by_rows,
-                rows=min(self._batch_size(), len(by_rows)),
-                seed=seed,
-                disable_tqdm=disable_tqdm or self.rank > 0,
-            )
-        return [texts[index] for index in range(len(requests))]
+        texts: list[str] = super().generate_until(requests, disable_tqdm)
+        return texts
 
     def _as_hflm(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))

@@ -12,9 +12,6 @@ A value that is infinite is so in the answers of `attend` and `simulate` whateve
 those of `step` it is NaN instead where the weight is 0 in the numbers that are multiplied, which
 are 16-bit floats on a GPU whose slots hold them.
 
-`H2O_COMPILE=inductor` in the environment, or another backend of torch.compile's, has it compile the
-decode step: a few launches instead of a hundred, after a first call of half a minute or more.
-
 Empty slots must hold finite values (as `new_slots` and all operations here leave them): they are
 multiplied by 0.
 
