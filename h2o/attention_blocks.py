@@ -23,7 +23,7 @@ ROWS = 64  # rows of logits that exist at one time
 def logit_blocks(
     query: Tensor, keys: Tensor, scale: float, softcap: float = 0.0
 ) -> Iterator[tuple[int, Tensor]]:
-    """What attention is the softmax of, some rows at a time.
+    """Logits of attention, some rows at a time.
 
     Args:
         query: [H, n, D]; keys: [G, n, D], H = G * R.
@@ -52,7 +52,7 @@ def retained_mass(
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """How much of the attention that a full cache would pay falls on the keys still seen.
+    """Share of a full cache's attention that falls on the keys still seen.
 
     Args:
         query: [H, n, D]; keys: [G, n, D]; evicted_at: [H, n] or [G, n].

@@ -40,15 +40,15 @@ OfLayer = Amount | Sequence[Amount]
 """One amount for the layer, or one for each of its key/value heads."""
 
 Budget = Amount | Sequence[OfLayer] | Callable[[int, int], OfLayer]
-"""The same for every layer, one per layer, or a function (layer, layers) -> that layer's."""
+"""One amount for all layers, one for each layer, or a function (layer, layers) -> amount."""
 
 
 BudgetUnit = Literal["keys", "bytes"]
-"""What fractions are of."""
+"""Unit of fractions: keys of the prompt, or bytes of a full cache."""
 
 
 def parse_amount(text: str) -> Amount:
-    """The amount that a text says: "256" is a number of tokens, "0.1" or "1.0" a fraction.
+    """Parse an amount: "256" is a number of tokens, "0.1" or "1.0" a fraction.
 
     Raises: ValueError for a text that is no number.
     """
@@ -62,14 +62,14 @@ parse_amount.__name__ = "amount"  # argparse names a type so: "invalid amount va
 
 
 def split_heavy_recent(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
-    """(heavy, recent) of a budget, of which `heavy` is the share of the heavy hitters."""
+    """Split a budget into (heavy, recent). `heavy` is the share of the heavy hitters."""
     if isinstance(budget, float):
         return budget * heavy, budget * (1 - heavy)
     return int(budget * heavy), budget - int(budget * heavy)
 
 
 def recent_part(min_tokens: int) -> int:
-    """How many of `min_tokens` keys are recent at least: a quarter."""
+    """Least number of recent keys among `min_tokens`: a quarter."""
     return -(-min_tokens // 4)
 
 
@@ -125,7 +125,7 @@ def check_budget(name: str, value: Any) -> Any:
 
 
 def check_head_amounts(name: str, value: Any) -> Any:
-    """What one layer may keep: an amount, or a tuple with one for each head."""
+    """Check the amounts of one layer: a single one, or a tuple with one for each head."""
     if not is_list(value):
         return check_amount(name, value)
     if not value:
@@ -164,7 +164,7 @@ def check_tokens(name: str, value: Any) -> int:
 
 
 def layer_amount(name: str, budget: Any, layer: int, layers: int) -> Any:
-    """An amount, or where heads have their own the list of one layer."""
+    """Amount of one layer, or a tuple (amounts of its heads,)."""
     if callable(budget):
         amounts = check_head_amounts(f"{name}({layer}, {layers})", budget(layer, layers))
         return (amounts,) if isinstance(amounts, tuple) else amounts
@@ -179,7 +179,7 @@ def layer_amount(name: str, budget: Any, layer: int, layers: int) -> Any:
 
 
 def check_total(heavy: Any, recent: Any, sinks: int) -> None:
-    """Raises ValueError for a budget that is 0 in any layer, whatever the prompt."""
+    """Raise ValueError for a budget that is 0 in any layer, whatever the prompt."""
     if sinks or callable(heavy) or callable(recent):
         return
     rows = spread((heavy, recent), "layer of the model")

@@ -1,4 +1,4 @@
-"""What an H2O cache keeps: budgets and policy, as one immutable record.
+"""`H2OConfig`: budgets and policy of a cache, as one immutable record.
 
 Imports neither torch nor transformers, so that a command line, a result file
 or a test can speak about policies without loading a model.
@@ -34,10 +34,17 @@ from h2o.profile import Profile
 
 __all__ = ["PARAMETERS", "PRESETS", "UNLIMITED", "H2OConfig", "one_config"]
 
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "kv_dtype": (None, "auto", *QUANTIZED),
+    "budget_unit": ("keys", "bytes"),
+    "positions": ("original", "cache_relative"),
+}
+"""Values of fields that take one of a few."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class H2OConfig(Presets):
-    """How many keys each row, layer and key/value head may keep, and which.
+    """Number and choice of the keys that each row, layer and key/value head may keep.
 
     The budget is k = sinks + heavy + recent. The first `sinks` tokens of a row
     and its `recent` newest ones stay, and of the others the `heavy` highest ranks.
@@ -78,12 +85,12 @@ class H2OConfig(Presets):
     value_weighted: bool = False
     """Multiply the rank by the L2 norm of the key's value."""
     kv_dtype: KvDtype | None = None
-    """What slots hold: None, keys and values as they are; "int8", both as bytes with a scale of 16
+    """Format of stored keys and values: None, as they are; "int8", both as bytes with a scale of 16
     bits; "int8-int4", values in four bits, in groups of 32 with scale and minimum of 16 bits
     (compare Liu et al., "KIVI", ICML 2024); "auto", the second where the model's head dimension is
     a multiple of 32. The new tokens of one forward pass see each other as they are."""
     head_shares: Any = None
-    """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
+    """Shares of the budget by key/value head: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
     `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
     h2o for this model. "echo", with `score_by="mean-echo"`: the places for heavy hitters of a
@@ -91,7 +98,7 @@ class H2OConfig(Presets):
     eighth more than that is held, and a layer; with a mean that decays or layers of unlike heads
     all of it. None: all the same."""
     budget_unit: BudgetUnit = "keys"
-    """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
+    """Unit of fractions. "keys": the prompt's tokens. "bytes": heavy + recent is the part
     that may be taken of what the prompt would take in a full cache in the model's dtype, everything
     that a slot needs counted, sinks included; as many keys are kept as fit."""
     min_tokens: int = 128
@@ -128,13 +135,11 @@ class H2OConfig(Presets):
             put(self, name, value)
         if self.score_by == "random" and policy != Policy(self.sinks, "random"):
             raise ValueError(f'score_by="random" takes sinks alone: leave the rest out of {policy}')
-        if self.kv_dtype not in (None, "auto", *QUANTIZED):
-            names = '", "'.join(("auto", *QUANTIZED[:-1]))
-            raise ValueError(
-                f'kv_dtype must be None, "{names}" or "{QUANTIZED[-1]}", not {self.kv_dtype!r}'
-            )
-        if self.budget_unit not in ("keys", "bytes"):
-            raise ValueError(f'budget_unit must be "keys" or "bytes", not {self.budget_unit!r}')
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                *others, last = (f'"{x}"' if x else "None" for x in choices)
+                text = f"{', '.join(others)} or {last}"
+                raise ValueError(f"{name} must be {text}, not {getattr(self, name)!r}")
         if self.budget_unit == "bytes" and not all(
             isinstance(x, float) for x in (self.heavy, self.recent)
         ):
@@ -142,37 +147,30 @@ class H2OConfig(Presets):
                 'budget_unit="bytes" takes fractions, one heavy and one recent for all layers and '
                 f"heads, not heavy={self.heavy!r} and recent={self.recent!r}"
             )
-        named = isinstance(self.head_shares, str) and self.head_shares in NAMED
-        if (
-            not named
-            and self.head_shares is not None
-            and not isinstance(self.head_shares, LayerShares)
-        ):
-            put(self, "head_shares", table(self.head_shares))
+        shares = self.head_shares
+        is_checked = shares is None or isinstance(shares, LayerShares)
+        if not (is_checked or (isinstance(shares, str) and shares in NAMED)):
+            put(self, "head_shares", table(shares))
         if self.shares_by_echo and self.score_by != "mean-echo":
             raise ValueError(
                 f'head_shares="echo" goes with score_by="mean-echo", not {self.score_by!r}'
             )
         self._check_shared()
-        if self.positions not in ("original", "cache_relative"):
-            raise ValueError(
-                f'positions must be "original" or "cache_relative", not {self.positions!r}'
-            )
         check_total(self.heavy, self.recent, self.sinks)
 
     def __deepcopy__(self, memo: Any) -> H2OConfig:
-        """The same: nothing changes it, and forks of a cache need no copies."""
+        """Return the config itself, which is immutable."""
         return self
 
     @classmethod
     def recommended(cls, budget: Amount) -> H2OConfig:
-        """What `budget=` stands for: `echo`. A float is a share of the bytes, an int a number of
-        tokens."""
+        """The preset that `budget=` stands for: `echo`. A float is a share of the bytes, an int a
+        number of tokens."""
         return cls.preset("echo", budget, "bytes" if isinstance(budget, float) else "keys")
 
     @property
     def policy(self) -> Policy:
-        """What the operations of `h2o.ops` are given."""
+        """The policy for the operations of `h2o.ops`."""
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
         return policy._replace(score_by=OPERATIONS_SCORE_BY.get(self.score_by, policy.score_by))
 
@@ -183,7 +181,7 @@ class H2OConfig(Presets):
 
     @property
     def after_reading(self) -> H2OConfig:
-        """What the cache of `h2o.compress_document` goes on with."""
+        """The config of a cache after `h2o.compress_document` has filled it."""
         shares = None if self.shares_by_echo else self.head_shares  # dealt by repetition
         return dataclasses.replace(
             self, score_by="max", decay=1.0, value_weighted=False, head_shares=shares
@@ -285,8 +283,7 @@ class H2OConfig(Presets):
         return at_least(least, recent_part(self.min_tokens), (heavy, recent), self._fractions)
 
     def truncated(self, n: int) -> tuple[int, int]:
-        """As `tokens`, with fractions that may come to 0 tokens, as in the authors' code, and
-        without `min_tokens`."""
+        """`tokens` without `min_tokens`. Fractions may come to 0, as in the authors' code."""
         if self.budget_unit == "bytes":
             return self._of_bytes(n)
         heavy, recent = (
@@ -331,7 +328,7 @@ class H2OConfig(Presets):
 
     @property
     def _amounts(self) -> tuple[Amount, Amount]:
-        """Of one layer's config."""
+        """(heavy, recent) of one layer's config."""
         if self.budget is not None:
             raise ValueError(
                 f"budget={self.budget} depends on the model: call config.for_model(model) first"
@@ -364,7 +361,7 @@ class H2OConfig(Presets):
             raise ValueError("give either budget, or heavy and recent, which it is together")
 
     def _check_shared(self) -> None:
-        """What a layer's heads share must be one amount."""
+        """Raise ValueError for `head_shares` where heads have amounts of their own already."""
         lists = [x for x in (self.heavy, self.recent) if isinstance(x, tuple)]
         of_layer = isinstance(self.head_shares, LayerShares)
         if not of_layer:  # of all layers: in each a number or a list

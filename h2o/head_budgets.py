@@ -1,4 +1,4 @@
-"""How the key/value heads of a model share its budget.
+"""Shares of a budget by key/value head.
 
 Heads differ in how much they lose by eviction, and the difference is a property of the model more
 than of the text (compare Feng et al., "Ada-KV", 2024, which shares within a layer, on the fly).
@@ -12,15 +12,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from h2o.budgets import recent_part
+from h2o.budgets import is_list, recent_part
 
 __all__ = [
     "LEAST",
     "NAMED",
-    "HasShares",
     "LayerShares",
     "Table",
     "allocate_tokens",
@@ -42,31 +40,16 @@ Table = tuple[tuple[float, ...], ...]
 """[layers][key/value heads], positive; only the ratios count"""
 
 
-@runtime_checkable
-class HasShares(Protocol):
-    """Shares that depend on the budget (`h2o.Profile`), which `head_shares` may be for a table."""
-
-    @property
-    def window(self) -> int:
-        """Tokens of the texts that it was made from."""
-
-    def shares_for(self, fraction: float) -> Table:
-        """The shares at a budget of this fraction of the text."""
-
-    def check_attention(self, attention: Any, layer: int) -> None:
-        """Raises ValueError for the attention module of another model, by its weights."""
-
-
-def table(shares: Any) -> Table | HasShares:
+def table(shares: Any) -> Any:
     """`head_shares` as users may give it (lists, an array, a Profile), checked.
 
     Raises: TypeError for what is none of these, ValueError for a number that is not positive and
     for layers of different numbers of heads.
     """
-    if isinstance(shares, HasShares):
+    if hasattr(shares, "shares_for"):  # a Profile
         return shares
     rows = shares.tolist() if hasattr(shares, "tolist") else shares
-    if isinstance(rows, str) or not isinstance(rows, Sequence) or not all(map(_is_row, rows)):
+    if not is_list(rows) or not all(map(is_list, rows)):
         raise TypeError(
             "shares must be numbers [layers, key/value heads] (lists or an array), an "
             'h2o.Profile (h2o.Profile.load(path)), "shipped" or "echo", not '
@@ -82,13 +65,9 @@ def table(shares: Any) -> Table | HasShares:
     return numbers
 
 
-def _is_row(row: Any) -> bool:
-    return isinstance(row, Sequence) and not isinstance(row, str)
-
-
-def check_shares(shares: Table | HasShares, layers: int) -> None:
-    """ValueError for a table that has not one row per layer of the model."""
-    rows = shares.shares_for(1.0) if isinstance(shares, HasShares) else shares
+def check_shares(shares: Any, layers: int) -> None:
+    """Raise ValueError for a table or Profile that has not one row per layer of the model."""
+    rows = shares if isinstance(shares, tuple) else shares.shares_for(1.0)
     if len(rows) != layers:
         raise ValueError(
             f"shares has {len(rows)} rows, but the model has {layers} layers: it needs one per "
@@ -181,13 +160,13 @@ def with_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tup
 class LayerShares:
     """One layer's part of `head_shares`, as the config of that layer has it."""
 
-    shares: Table | HasShares
+    shares: Any
+    """a `Table`, or a Profile, whose shares depend on the budget"""
     layer: int
 
     def check_attention(self, attention: Any) -> None:
-        """Raises ValueError where the shares are a profile of another model than the attention
-        module's."""
-        if isinstance(self.shares, HasShares):
+        """Raise ValueError for a Profile of another model than the attention module's."""
+        if not isinstance(self.shares, tuple):
             self.shares.check_attention(attention, self.layer)
 
     def apportioned(
@@ -210,7 +189,7 @@ class LayerShares:
         if heavy + recent == 0:
             return [(0, 0)]
         shares = self.shares
-        if isinstance(shares, HasShares):
+        if not isinstance(shares, tuple):
             shares = shares.shares_for(k / shares.window if fraction is None else fraction)
         least = max(LEAST, sinks + 1, min_tokens)
         least_recent = recent_part(min_tokens)

@@ -20,7 +20,7 @@ PACKAGES = ("h2o-kv", "torch", "transformers", "lm-eval", "rouge-score", "numpy"
 
 
 def provenance(model: Any, tokenizer: Any, name: str) -> dict[str, Any]:
-    """What a result depends on beside its setting: model, versions, machine."""
+    """Facts that a result depends on besides its setting: model, versions, machine."""
     device = model.device.type
     return {
         "model": name,
@@ -74,5 +74,5 @@ def fingerprint(facts: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As it will be read back from JSON."""
+    """A value as JSON gives it back."""
     return json.loads(json.dumps(value, default=str))

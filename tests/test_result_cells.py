@@ -47,7 +47,7 @@ def test_two_runs_into_one_folder_lose_nothing(tmp_path):
     two.put({"setting": "b"}, {"value": 2})
     one.put({"setting": "c"}, {"value": 3})
     with file.open("a") as unfinished:
-        unfinished.write('{"facts": {"setting": "d"}, "res')
+        unfinished.write('\n{"facts": {"setting": "d"}, "res')
     again = Cells(file)
     assert [again.find({"setting": name}) for name in "abc"] == [{"value": i} for i in (1, 2, 3)]
     assert again.find({"setting": "d"}) is None

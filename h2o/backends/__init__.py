@@ -54,7 +54,7 @@ def serving(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
 
 
 serving_if_open = functools.partial(serving, opens=False)
-"""As `serving`, for a decode step: looks a verdict up, and opens no device."""
+"""`serving` for a decode step, which opens no device."""
 
 
 def is_cuda(tensor: Any) -> bool:
@@ -66,7 +66,7 @@ def is_cuda(tensor: Any) -> bool:
 
 @contextlib.contextmanager
 def by_torch() -> Iterator[None]:
-    """As with H2O_BACKEND=torch, in all threads: to measure and to test."""
+    """Use the torch backend in all threads, like H2O_BACKEND=torch, to measure and to test."""
     global forced
     before, forced = forced, "torch"
     try:
@@ -106,7 +106,7 @@ def info() -> dict[str, Any]:
 
 
 def check() -> dict[str, list[str]]:
-    """What the kernels of each CUDA device of torch get wrong, checked anew.
+    """Check the kernels of each CUDA device of torch anew, and return their mistakes.
 
     Raises: RuntimeError where there is no such device or kernels cannot be loaded.
     """

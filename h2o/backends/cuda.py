@@ -36,13 +36,13 @@ FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 """The kernels, for every architecture; no part of a plain build."""
 
 XZ = b"\xfd7zXZ\0"
-"""What a file begins with that `tools/compile_kernels.py` has compressed."""
+"""First bytes of a file that `tools/compile_kernels.py` has compressed."""
 
 _lock = threading.Lock()
 _serving: dict[int, SimpleNamespace] = {}
-"""By device index the operations that serve it, once that is decided."""
+"""Operations that serve a device, by index, once that is decided."""
 _reasons: dict[int, str] = {}
-"""By device index why the torch backend serves it, where it does."""
+"""Reasons why the torch backend serves a device, by index."""
 
 
 def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
@@ -58,8 +58,8 @@ def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
 
 
 def serving_if_open(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
-    """As `serving`, but a device that `serving` has not met is left to `by_torch`, with a warning:
-    a decode step waits neither for a check nor for a file."""
+    """`serving` for a decode step, which waits neither for a check nor for a file: a device that
+    `serving` has not opened is left to `by_torch`, with a warning."""
     operations = _serving.get(index)
     if operations is not None:
         return operations
@@ -263,7 +263,7 @@ def _synchronize(index: int) -> None:
 
 
 class Verdict(NamedTuple):
-    """What is known of a device's kernels."""
+    """Result of a check of a device's kernels."""
 
     mistakes: list[str]
     """what they get wrong; empty: they serve"""
@@ -370,7 +370,7 @@ def _remember(facts: dict[str, Any], verdict: Verdict) -> None:
 
 
 def _known_ways(index: int) -> str:
-    """Which attention of torch answers prompts, as far as a check has decided."""
+    """Attention of torch that answers prompts, as far as a check has decided."""
     try:
         verdict = _recall(_facts(index))
     except (ImportError, OSError):  # without torch or the kernels none is there
@@ -379,7 +379,7 @@ def _known_ways(index: int) -> str:
 
 
 def describe() -> str:
-    """Which backend serves CUDA devices and why, in a line."""
+    """The backend of CUDA devices and the reason, in a line."""
     reason = _file_reason()
     if reason is not None:
         return f"torch ({reason})"

@@ -48,7 +48,7 @@ def cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Te
 
 
 WAYS: dict[str, Attention] = {"flash": flash, "cudnn": cudnn}
-"""By the name that `h2o info` prints."""
+"""Ways by the name that `h2o info` prints."""
 
 DEPTHS = (64, 128, 256)
 """Head dimensions up to which a way is chosen each, as the kernels are compiled for them."""

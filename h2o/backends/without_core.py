@@ -1,4 +1,4 @@
-"""What stands for `_core` in a build without it: the torch backend for tensors of any library.
+"""Stand-in for `_core` in a build without it: the torch backend for tensors of any library.
 
 Checks what the core would of a call: which tensors there are, their shapes, dtypes and devices, the
 policy. What it takes a look at memory for is left to torch: overlap, and the numbers that say how
@@ -35,7 +35,7 @@ if os.environ.get("H2O_CPU"):
 
 
 class Operand(NamedTuple):
-    """What is to be known of a tensor that an operation takes beside its slots."""
+    """Properties of a tensor that an operation takes besides its slots."""
 
     shape: str
     """a letter for each axis; a digit stands for itself"""
@@ -66,7 +66,7 @@ OPERANDS = {
     "log_sums": Operand("BHQ", written=True, optional=True, dtype="float32"),
     "known_log_sums": Operand("BHQ", optional=True, dtype="float32"),
 }
-"""As the rows of `csrc/<operation>.c` have them, which tests compare."""
+"""Operands by name, equal to the rows of `csrc/<operation>.c`, which a test compares."""
 
 
 @functools.cache
@@ -78,7 +78,7 @@ def parameters(operation: str) -> tuple[str, ...]:
 
 
 def info() -> dict[str, Any]:
-    """As `_core.info`: no level of any instruction set, and torch's threads where it is loaded."""
+    """Facts like those of `_core.info`, with torch's threads where torch is loaded."""
     torch = sys.modules.get("torch")
     return {
         "level": "none",
@@ -91,7 +91,7 @@ def info() -> dict[str, Any]:
 
 
 def call(operation: str, mode: str, /, *operands: Any) -> None:
-    """As `_core.call`, where mode is "run" or "check".
+    """Run or check an operation, like `_core.call` with mode "run" or "check".
 
     Raises: ValueError, TypeError, BufferError as `h2o.ops` says; ImportError without torch.
     """
@@ -112,7 +112,7 @@ def call(operation: str, mode: str, /, *operands: Any) -> None:
 
 
 class _Check:
-    """Of one call: its sizes by letter, floating dtype and device so far."""
+    """Sizes by letter, floating dtype and device of one call, as far as they are known."""
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
@@ -152,7 +152,7 @@ class _Check:
             named["slots"] = self.slots(stored, named["policy"])
 
     def slots(self, slots: Slots, policy: Any) -> Slots:
-        """The same in tensors of torch. Attention needs a part of the fields only."""
+        """Slots in tensors of torch. Attention needs a part of the fields only."""
         attends = self.operation == "attend"
         tensors = {}
         for name, kind in KINDS.items():
@@ -224,14 +224,14 @@ class _Check:
             raise ValueError(f"{self.leader}: has {heads}")
 
     def letters(self, shape: str) -> str:
-        """What a shape's letters mean so far, as [B, G, Q, D] with B = 2."""
+        """A shape with the known sizes of its letters, such as [B, G, Q, D] with B = 2."""
         names = ["G + 1" if x == "+" else x for x in shape]
         known = ", ".join(f"{x} = {self.sizes[x]}" for x in shape if x in self.sizes)
         return f"[{', '.join(names)}]" + (f" with {known}" if known else "")
 
 
 _LABELS = {"table": "rotary.table", "ranks": "rotary.ranks"}
-"""What errors call operands that have another name in `h2o.ops`."""
+"""Names in errors for operands that have another name in `h2o.ops`."""
 
 
 def _axes(tensor: Any) -> int:

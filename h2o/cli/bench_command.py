@@ -9,8 +9,6 @@ from typing import Any
 from h2o.cli.cache_options import (
     add_cache_options,
     add_compare,
-    add_device,
-    add_dtype,
     add_model,
     load_model,
     make_settings,
@@ -30,8 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument_group("what to time").add_argument
     add_model(add)
-    add_dtype(add)
-    add_device(add)
     add("--prompts", nargs="+", type=parse_count, default=[512, 2048, 4096], metavar="N",
         help="prompt lengths in tokens (512 2048 4096)")  # fmt: skip
     add = parser.add_argument_group("beside the full cache").add_argument

@@ -84,13 +84,16 @@ def option_name(field: str) -> str:
     return "--profile" if field == "head_shares" else f"--{field.replace('_', '-')}"
 
 
-def add_model(add: Callable[..., Any]) -> None:
-    """Add --model. `add` is the add_argument of a parser or group."""
+def add_model(add: Callable[..., Any], more: str = "") -> None:
+    """Add --model, --dtype and --device. `add` is the add_argument of a parser or group, `more` is
+    added to the help of --dtype."""
     add(
         "--model",
         metavar="NAME",
         help="hub name, folder or .gguf file; default: the embedded SmolLM2-135M-Instruct",
     )
+    add_dtype(add, more)
+    add_device(add)
 
 
 def add_dtype(add: Callable[..., Any], more: str = "") -> None:

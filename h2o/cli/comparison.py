@@ -18,7 +18,7 @@ __all__ = ["Result", "answers", "figures"]
 
 @dataclass(frozen=True)
 class Result:
-    """What was generated. `asdict` of it is the output of --json."""
+    """All runs of a command. `asdict` of it is the output of --json."""
 
     model: str
     dtype: str
@@ -35,7 +35,7 @@ KEEPS = {
     "calibrated": "in a tenth of the bytes, shared among the heads by a profile of the model",
     "local": "the newest",
 }
-"""What a cache keeps, in few words."""
+"""Keys that a cache keeps, in few words."""
 
 
 def answers(result: Result, question: str) -> list[str]:

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from h2o.cli import prompts_file, texts
 from h2o.cli.cache_options import (
     add_cache_options,
-    add_device,
-    add_dtype,
     add_model,
     add_pin,
     load_model,
@@ -48,8 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pin(add)
     add_cache_options(parser.add_argument_group("what the cache keeps"))
     add = parser.add_argument_group("how").add_argument
-    add_dtype(add)
-    add_device(add)
     add("--max-new-tokens", type=parse_count, default=120, metavar="N", help="(%(default)s)")
     add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="show it beside the full "
         "cache and these, as h2o eval --help lists them; without SETTINGS beside a preset in a "

@@ -144,7 +144,7 @@ def parse_kinds(facts: str | Sequence[str]) -> list[str]:
 
 
 def results(doc: dict[str, Any], answers: Sequence[list[bool]]) -> dict[str, Any]:
-    """Which facts of a text were found."""
+    """The metric of a text: which of its facts were found."""
     return {"found": answers[0]}
 
 

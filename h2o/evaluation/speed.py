@@ -1,4 +1,4 @@
-"""How fast a model is with the full cache and with h2o's, on this machine.
+"""Measure how fast a model is with the full cache and with h2o's, on this machine.
 
 For each prompt length every cache generates from the same prompt, in turn (A B C, B C A, ...). The
 speed of a machine drifts, so ratios are of runs in the same round.
@@ -160,7 +160,7 @@ def median_ratio(numerators: list[float], denominators: list[float]) -> float:
 
 
 def describe_machine(device: Any) -> dict[str, Any]:
-    """What the figures depend on beside the software."""
+    """The machine that the figures are from."""
     import torch
 
     from h2o import ops

@@ -1,4 +1,4 @@
-"""Which model something was measured with: its shape, and ways of knowing its weights again.
+"""Identity of a model: its shape, and ways of recognizing its weights.
 
 A path says where a model lay, not which one. `model_fingerprint` is exact: a hash of names, shapes
 and a sample of each tensor's bytes, which takes milliseconds and changes with any training,
@@ -128,8 +128,8 @@ def sample(model: Any, tensors: int = 24, numbers: int = 6) -> dict[str, list[fl
 def difference(
     model: Any, shape: Mapping[str, Any], weights: Mapping[str, Sequence[float]]
 ) -> str | None:
-    """What tells a model from the one that `describe` and `sample` have described; None if nothing
-    does. Of a config the shape only is looked at."""
+    """The first difference between a model and the one that `describe` and `sample` have described,
+    or None. Only the shape of a config is compared."""
     config = getattr(model, "config", model)
     here = describe(config)
     for name, wanted in shape.items():
@@ -143,8 +143,8 @@ def difference(
 def attention_difference(
     attention: Any, layer: int, weights: Mapping[str, Sequence[float]]
 ) -> str | None:
-    """As `difference`, by the attention module of one layer alone: of what `sample` has described
-    the parameters that lie in it."""
+    """`difference` for the attention module of one layer, by those of the sampled parameters that
+    lie in it."""
     inside = {x.name: x for x in weights_of(attention)}
     parts = {name.partition(".")[0] for name in inside}
     here, wanted, of_layer = {}, {}, f".{layer}."
@@ -214,7 +214,7 @@ _PASSING = (
     "initializer_range", "label2id", "model_type", "problem_type", "quantization_config",
     "return_dict", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
-"""What configs say beside how keys and values are computed."""
+"""Settings of a config that do not change keys and values."""
 
 
 def record(model: Any) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def record(model: Any) -> dict[str, Any]:
 
 
 def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
-    """What tells a model from the one that `record` has described; None if nothing does.
+    """The first difference between a model and the one that `record` has described, or None.
 
     Weights in the same dtype are the same in all digits, others to within a tolerance. Of a config,
     what it says is looked at. A setting that only one version of transformers has is passed over.
@@ -254,8 +254,8 @@ def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
 
 
 def _digest(weight: Weight) -> tuple[str, str]:
-    """What a weight is stored as, and a digest of its factor and its numbers; none of one that is
-    cut over processes, of which others may have the same or another part."""
+    """(format, digest of factor and numbers) of a weight. The digest is "" for a weight that is cut
+    over processes, of which other processes may have other parts."""
     if is_cut(weight):
         return "cut", ""
     digest = hashlib.sha256(f"{weight.scale}".encode())
@@ -269,7 +269,7 @@ def _digest(weight: Weight) -> tuple[str, str]:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """What a config says of how keys and values are computed, as JSON has it."""
+    """Settings of a config that may change keys and values, as JSON has them."""
     every = json.loads(json.dumps(_text_config(config).to_dict(), default=str))
     return {
         name: value

@@ -29,7 +29,7 @@ FEWEST = 8
 
 
 class Stored(NamedTuple):
-    """What the slots hold, as queries see it."""
+    """Contents of the slots as queries see them."""
 
     keys: Tensor
     """[B, G or 1, S, D]"""
@@ -94,7 +94,7 @@ def attend(
 
 
 def rows_per_block(query: Tensor, columns: int) -> int:
-    """How many of the queries [B, H, Q, D], which see so many columns each, make a block."""
+    """Number of the queries [B, H, Q, D] that make a block, where each sees so many columns."""
     B, H, Q, _ = query.shape
     logits = BLOCK if query.is_cpu else 8 * BLOCK
     return min(Q, max(FEWEST, logits // (B * H * columns)))

@@ -115,7 +115,7 @@ class Store:
         return finite, by_head.scatter_add_(1, head, beyond)[:, :, None]
 
     def answers_stored(self, p: Tensor, D: int) -> Tensor:
-        """As `answers`, of the values that the slots hold.
+        """`answers` for the values that the slots hold.
 
         In a quantized store a scale of NaN marks a row that was not finite, so that only the
         scales have to be searched.
