@@ -35,7 +35,7 @@ OUTPUT = Path("h2o-eval")
 CACHE = ("variant", *OPTIONS)
 """Options that describe one setting."""
 
-PROTOCOL = ("protocol", "prompt_length", "ratio_of")
+PROTOCOL = ("protocol", "prompt_length")
 
 
 class TextTask(NamedTuple):
@@ -114,7 +114,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      help="tokens before the first eviction (simulation, perplexity); perplexity "
                      "and nats lost are then of the tokens after it that the cut can change, not "
                      "of the prompt")  # fmt: skip
-    one.add_argument("--ratio-of", choices=["text", "prompt"], help="what fractions refer to")
 
     many = p.add_argument_group("several settings in one table")
     add_compare(many.add_argument, more=", see below; --profile is of those that are calibrated")
@@ -191,8 +190,6 @@ def choose_text_task(args: argparse.Namespace, how: dict[str, Any]) -> list[str]
     if protocol not in task.protocols:
         known = " or ".join(task.protocols)
         raise Misused(f"--protocol {protocol}: --{option} is measured with {known}")
-    if "ratio_of" in how:
-        raise Misused(f"--ratio-of goes with --tasks; --{option} has fractions of the whole text")
     metadata = {"file": f"{getattr(args, option)}"} | get_given(args, task.metadata)
     if "prompt_length" in metadata and protocol == "drop":
         how.pop("prompt_length")  # of the window, and not of the protocol

@@ -227,7 +227,7 @@ def answer(lm: Any, document: str, facts: Sequence[tuple[str, str]]) -> list[boo
             f"a text of {ids.shape[1]} tokens and its question are more than the model's "
             f"{lm.max_length} positions: lower --lengths"
         )
-    lm.add(ids.shape[1], ids.shape[1])
+    lm.add(ids.shape[1])
     return [] if lm.is_counting else find_facts(lm.model, lm.setting, ids, asked, lm.tokenizer)
 
 

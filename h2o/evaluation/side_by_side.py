@@ -73,7 +73,6 @@ def compare(
     *,
     protocol: str = "simulate",
     prompt_length: int = 1,
-    ratio_of: str | None = None,
     as_json: bool = False,
 ) -> str:
     """Each setting on each task; the model is loaded once.
@@ -96,13 +95,13 @@ def compare(
     for name in OF_ONE_SETTING:
         if getattr(config, name):
             raise UserError(f"--{name} is for one setting: leave out --compare")
-    of_cache = set(config.model_args) & {*POLICY, "protocol", "prompt_length", "ratio_of"}
+    of_cache = set(config.model_args) & {*POLICY, "protocol", "prompt_length"}
     if of_cache:
         raise UserError(
             f"--model_args {sorted(of_cache)[0]}: settings of the cache go into --compare"
         )
     for setting in settings:  # before anything long is started
-        check(setting, protocol, prompt_length, ratio_of)
+        check(setting, protocol, prompt_length)
     make_writable(output)
     common = {"batch_size": config.batch_size, "device": config.device}
     with readable_errors():
@@ -116,7 +115,7 @@ def compare(
     origin |= {"model_args": config.model_args, "max_length": lm.max_length}
     measured: dict[Setting, Measured] = {}
     for setting in settings:
-        lm.use(setting, protocol, prompt_length=prompt_length, ratio_of=ratio_of)
+        lm.use(setting, protocol, prompt_length=prompt_length)
         with readable_errors():
             results = measure(lm, tasks, config, manager, output, origin)
         if results is not None:

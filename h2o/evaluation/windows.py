@@ -88,13 +88,11 @@ def answer(lm: Any, window: list[int], prompt_length: int) -> tuple[float, int]:
     """
     if lm.protocol == "read":
         raise ValueError("protocol=read: a plain text has no question to cut before")
-    if lm.protocol == "simulate" and lm.ratio_of == "prompt":
-        raise ValueError("ratio_of=prompt: fractions are of the window; give numbers of tokens")
     if len(window) > lm.max_length:
         raise ValueError(
             f"--window {len(window)}: use from 2 to the model's {lm.max_length} positions"
         )
-    lm.add(len(window), len(window))
+    lm.add(len(window))
     if lm.is_counting:
         return 0.0, len(window)
     measure = by_simulation if lm.protocol == "simulate" else by_cache
