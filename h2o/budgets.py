@@ -17,17 +17,17 @@ __all__ = [
     "Amount",
     "Budget",
     "BudgetUnit",
-    "at_least",
     "check_amount",
     "check_budget",
     "check_tokens",
     "check_total",
-    "flat",
+    "flatten",
     "layer_amount",
+    "pair_amounts",
     "parse_amount",
+    "raise_to_least",
     "recent_part",
     "split_heavy_recent",
-    "spread",
 ]
 
 UNLIMITED = 2**31 - 1
@@ -73,7 +73,7 @@ def recent_part(min_tokens: int) -> int:
     return -(-min_tokens // 4)
 
 
-def at_least(
+def raise_to_least(
     least: int, least_recent: int, tokens: tuple[int, int], fractions: tuple[float, float]
 ) -> tuple[int, int]:
     """(heavy, recent), of which both together are at least `least` tokens where one is a fraction,
@@ -93,14 +93,14 @@ def at_least(
     return max(total - recent, 0 if fractions[0] else heavy), recent
 
 
-def flat(amounts: Any) -> list[Any]:
+def flatten(amounts: Any) -> list[Any]:
     """All amounts of nested tuples."""
     if not isinstance(amounts, tuple):
         return [amounts]
-    return [x for part in amounts for x in flat(part)]
+    return [x for part in amounts for x in flatten(part)]
 
 
-def spread(amounts: tuple[Any, Any], what: str) -> list[tuple[Any, Any]]:
+def pair_amounts(amounts: tuple[Any, Any], what: str) -> list[tuple[Any, Any]]:
     """(heavy, recent) of each, where a single amount stands for all."""
     count = max(len(x) if isinstance(x, tuple) else 1 for x in amounts)
     heavy, recent = (x if isinstance(x, tuple) else (x,) * count for x in amounts)
@@ -182,8 +182,8 @@ def check_total(heavy: Any, recent: Any, sinks: int) -> None:
     """Raise ValueError for a budget that is 0 in any layer, whatever the prompt."""
     if sinks or callable(heavy) or callable(recent):
         return
-    rows = spread((heavy, recent), "layer of the model")
-    pairs = [pair for row in rows for pair in spread(row, "key/value head of a layer")]
+    rows = pair_amounts((heavy, recent), "layer of the model")
+    pairs = [pair for row in rows for pair in pair_amounts(row, "key/value head of a layer")]
     if any(pair == (0, 0) for pair in pairs):
         raise ValueError(
             "a budget of 0 tokens keeps nothing: one of heavy, recent and sinks must be more "

@@ -14,15 +14,15 @@ from h2o.budgets import (
     Amount,
     Budget,
     BudgetUnit,
-    at_least,
     check_amount,
     check_budget,
     check_tokens,
     check_total,
-    flat,
+    flatten,
     layer_amount,
+    pair_amounts,
+    raise_to_least,
     recent_part,
-    spread,
 )
 from h2o.config_fields import ConfigFields, Positions
 from h2o.head_budgets import NAMED, LayerShares, check_shares, table
@@ -190,14 +190,14 @@ class H2OConfig(Presets):
     @property
     def floor(self) -> int:
         """Keys that each head keeps at least: `min_tokens`, or 0 where no amount is a fraction."""
-        amounts = flat((self.heavy, self.recent))
+        amounts = flatten((self.heavy, self.recent))
         return self.min_tokens if any(isinstance(x, float) and x > 0 for x in amounts) else 0
 
     @property
     def needs_prompt_length(self) -> bool:
         """Whether a budget is a fraction. For layer budgets ask the layer's own config."""
         amounts = (self.heavy, self.recent) if self.budget is None else self.budget
-        return any(isinstance(x, float) for x in flat(amounts))
+        return any(isinstance(x, float) for x in flatten(amounts))
 
     def for_model(self, model: Any) -> H2OConfig:
         """This config with all that depends on the model filled in, which is given itself or by its
@@ -258,14 +258,14 @@ class H2OConfig(Presets):
 
     def head_tokens(self, n: int, pinned: int = 0) -> list[tuple[int, int]]:
         """(heavy, recent) of each key/value head of one layer's config; a single one if all have
-        the same. `n` as of `tokens`; `pinned` as of `LayerShares.apportioned`."""
+        the same. `n` as of `tokens`; `pinned` as of `LayerShares.apportion`."""
         if not isinstance(self.head_shares, LayerShares):
             return [head.tokens(n) for head in self._heads]
         heavy, recent = self.tokens(n)
         if self.sinks + heavy + recent >= UNLIMITED:
             return [(heavy, recent)]
         fraction = (self.sinks + heavy + recent) / n if self.needs_prompt_length and n else None
-        return self.head_shares.apportioned(heavy, recent, self.sinks, fraction, self.floor, pinned)
+        return self.head_shares.apportion(heavy, recent, self.sinks, fraction, self.floor, pinned)
 
     def tokens(self, n: int) -> tuple[int, int]:
         """(heavy, recent) in tokens, for a row whose prompt has n tokens, pads not counted.
@@ -275,14 +275,14 @@ class H2OConfig(Presets):
         if isinstance(self.heavy, tuple) or isinstance(self.recent, tuple):
             heads = self.head_tokens(n)
             return sum(h for h, _ in heads) // len(heads), sum(r for _, r in heads) // len(heads)
-        heavy, recent = self.truncated(n)
+        heavy, recent = self.truncate_tokens(n)
         if self.budget_unit == "keys":
             one = [int(fraction > 0) for fraction in self._fractions]
             heavy, recent = max(heavy, one[0]), max(recent, one[1])
         least = self.min_tokens - self.sinks
-        return at_least(least, recent_part(self.min_tokens), (heavy, recent), self._fractions)
+        return raise_to_least(least, recent_part(self.min_tokens), (heavy, recent), self._fractions)
 
-    def truncated(self, n: int) -> tuple[int, int]:
+    def truncate_tokens(self, n: int) -> tuple[int, int]:
         """`tokens` without `min_tokens`. Fractions may come to 0, as in the authors' code."""
         if self.budget_unit == "bytes":
             return self._of_bytes(n)
@@ -294,7 +294,7 @@ class H2OConfig(Presets):
     def is_raised(self, n: int) -> bool:
         """Whether a fraction of n tokens comes to less than one, and `tokens` makes it one."""
         exact = dataclasses.replace(self, min_tokens=0)
-        return any(head.tokens(n) != head.truncated(n) for head in exact._heads)
+        return any(head.tokens(n) != head.truncate_tokens(n) for head in exact._heads)
 
     def is_floored(self, n: int) -> bool:
         """Whether `min_tokens` is what a head of one layer's config keeps of n tokens."""
@@ -320,10 +320,10 @@ class H2OConfig(Presets):
         same."""
         if not isinstance(self.heavy, tuple) and not isinstance(self.recent, tuple):
             return [self]
-        layers = spread(self._amounts, "layer of the model")
+        layers = pair_amounts(self._amounts, "layer of the model")
         if len(layers) != 1:
             raise ValueError("budgets differ by layer: ask config.for_layer(layer, layers)")
-        heads = spread(layers[0], "key/value head")
+        heads = pair_amounts(layers[0], "key/value head")
         return [dataclasses.replace(self, heavy=h, recent=r) for h, r in heads]
 
     @property
@@ -341,7 +341,7 @@ class H2OConfig(Presets):
         heavy, recent = (x if isinstance(x, float) else 0.0 for x in self._amounts)
         return heavy, recent
 
-    def held(self, n: int, prompt: int | None = None) -> int:
+    def count_held(self, n: int, prompt: int | None = None) -> int:
         """Tokens that a row of n holds at its end; fractions are of `prompt` tokens, else of n."""
         return min(n, self.sinks + sum(self.tokens(n if prompt is None else prompt)))
 

@@ -24,8 +24,8 @@ __all__ = [
     "allocate_tokens",
     "check_shares",
     "expand_to_heads",
+    "make_room",
     "table",
-    "with_room",
 ]
 
 NAMED = ("shipped", "echo")
@@ -127,7 +127,7 @@ def expand_to_heads(
     return [row * entries if len(row) == 1 else row for row in rows]
 
 
-def with_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tuple[int, int]]:
+def make_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tuple[int, int]]:
     """(heavy, recent) of a row's heads, each with room for so many pinned keys beyond the sinks.
     Heads that have more give what the others lack, so that the sum stays.
 
@@ -169,7 +169,7 @@ class LayerShares:
         if not isinstance(self.shares, tuple):
             self.shares.check_attention(attention, self.layer)
 
-    def apportioned(
+    def apportion(
         self,
         heavy: int,
         recent: int,

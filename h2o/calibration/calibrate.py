@@ -295,7 +295,7 @@ def _step(
     once: Callable[..., dict[str, Any]],
 ) -> np.ndarray:
     """Shares after a step of refinement."""
-    budgets = surround(spread(shares, fraction * window, window), LEAST, window)
+    budgets = surround(scale_keys(shares, fraction * window, window), LEAST, window)
     results = [
         once(
             piece,
@@ -306,11 +306,11 @@ def _step(
     ]
     worths = np.mean([x["worth"] for x in results], axis=0)
     keys = move_budgets(budgets[0], budgets[1] - budgets[2], worths)
-    keys = spread(keys, fraction * window, window)
+    keys = scale_keys(keys, fraction * window, window)
     return keys / keys.mean()
 
 
-def spread(shares: np.ndarray, mean: float, most: int) -> np.ndarray:
+def scale_keys(shares: np.ndarray, mean: float, most: int) -> np.ndarray:
     """Keys for each head: `mean` on average, none below LEAST or above `most`."""
     mean = min(max(mean, LEAST), most)
     low, high = 0.0, most * shares.size / shares.min()

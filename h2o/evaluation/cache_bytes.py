@@ -41,7 +41,7 @@ def request_bytes(model_config: Any, setting: Setting, prompt: int, tokens: int)
     if not support:
         raise UserError(str(support))
     try:
-        kept = setting.answering_config.for_model(model_config).held(tokens, prompt)
+        kept = setting.answering_config.for_model(model_config).count_held(tokens, prompt)
         full, cut = _head_bytes(setting, model_config, kept, tokens)
     except ValueError as error:
         raise UserError(str(error)) from error

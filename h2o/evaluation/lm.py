@@ -299,7 +299,7 @@ class H2OLM(HFLM):
         self.tally.requests += 1
         self.tally.tokens_seen += seen
         config = self.setting.answering_config.for_model(self.model)
-        self.tally.tokens_kept += config.held(seen)
+        self.tally.tokens_kept += config.count_held(seen)
 
     def _simulate(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         logits = protocols.simulate(

@@ -118,7 +118,7 @@ def sample(model: Any, tensors: int = 24, numbers: int = 6) -> dict[str, list[fl
     own = [x for x in every if not is_of_adapter(x.name)]
     adapters = [x for x in every if is_of_adapter(x.name)]
     numbers_of = {}
-    for weight in (*_spread(own, tensors), *_spread(adapters, tensors)):
+    for weight in (*_pick_evenly(own, tensors), *_pick_evenly(adapters, tensors)):
         values = _values(weight, numbers)
         if values is not None:
             numbers_of[weight.name] = _round(values)
@@ -182,7 +182,7 @@ def _apart(values: Sequence[float], wanted: Sequence[float]) -> float:
     return 0.0 if apart <= TOLERANCE else apart
 
 
-def _spread(weights: list[Weight], count: int) -> list[Weight]:
+def _pick_evenly(weights: list[Weight], count: int) -> list[Weight]:
     """So many of them, evenly spread."""
     return weights[:: max(1, -(-len(weights) // count))]
 

@@ -160,7 +160,7 @@ def test_steps_move_budgets_to_where_they_do_most():
     assert after.tolist() == [[20, 10, 5, 5]]
     shares = np.array([[1.0, 1, 0.1, 3]])
     for mean in (8, 9, 20, 60, 99, 100):
-        spread_budgets = module.spread(shares, mean, 100)
+        spread_budgets = module.scale_keys(shares, mean, 100)
         assert spread_budgets.mean() == pytest.approx(mean)
         assert spread_budgets.min() >= 8
         assert spread_budgets.max() <= 100
