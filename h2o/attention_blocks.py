@@ -21,19 +21,20 @@ ROWS = 64  # rows of logits that exist at one time
 
 
 def logit_blocks(
-    query: Tensor, keys: Tensor, scale: float, softcap: float = 0.0
+    query: Tensor, keys: Tensor, scale: float | None, softcap: float = 0.0
 ) -> Iterator[tuple[int, Tensor]]:
     """Logits of attention, some rows at a time.
 
     Args:
         query: [H, n, D]; keys: [G, n, D], H = G * R.
-        scale: factor of q.k.
+        scale: factor of q.k, 1 / sqrt(D) by default.
         softcap: c > 0 turns logits x into c * tanh(x / c).
 
     Yields:
         (first row, logits [H, rows, first + rows] float32, -inf above the diagonal), in order.
     """
-    H, n, _ = query.shape
+    H, n, D = query.shape
+    scale = D**-0.5 if scale is None else scale
     grouped = keys.float().repeat_interleave(H // len(keys), dim=0)
     for first in range(0, n, ROWS):
         last = min(first + ROWS, n)
@@ -62,10 +63,10 @@ def retained_mass(
         [H, n] float32: of each row i the softmax over all earlier keys, summed over those with
         i < evicted_at[j]. 1 where nothing was evicted.
     """
-    H, n, D = query.shape
+    H, n, _ = query.shape
     evicted_at = evicted_at.repeat_interleave(H // len(evicted_at), dim=0)
     mass = torch.empty(H, n, dtype=torch.float32, device=query.device)
-    for first, logits in logit_blocks(query, keys, D**-0.5 if scale is None else scale, softcap):
+    for first, logits in logit_blocks(query, keys, scale, softcap):
         rows, seen = logits.shape[1:]
         not_evicted = visible(evicted_at, first, rows, seen)
         mass[:, first : first + rows] = (logits.softmax(-1) * not_evicted).sum(-1)
