@@ -1,8 +1,8 @@
-"""A whole text's attention in blocks of rows, so that memory is linear in the text's length.
+"""Attention of a whole text in blocks of rows, so that memory is linear in the text's length.
 
-Logits [H, rows, keys] block by block, for measures of attention itself: how much of it falls on the
-keys that were not evicted (`retained_mass`), and the masks of published evaluations.
-An evicted key never returns, so what a row sees is one number per key: row i sees key j if
+Logits [H, rows, keys] block by block serve measures of attention itself: the share of it that falls
+on keys that were not evicted (`retained_mass`), and the masks of published evaluations. An evicted
+key never returns, so one number per key says what a row sees: row i sees key j if
 j <= i < evicted_at[j].
 
 Shape letters: H query heads, G key/value heads, n tokens, D head dimension.

@@ -1,5 +1,4 @@
-"""Budgets as users give them (tokens, or fractions of the prompt): checked, and spread over layers
-and heads.
+"""Budgets in tokens or in fractions of the prompt: checked, and divided by layer and head.
 
 Plain numbers, no torch.
 """

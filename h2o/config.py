@@ -1,7 +1,7 @@
 """`H2OConfig`: budgets and policy of a cache, as one immutable record.
 
-Imports neither torch nor transformers, so that a command line, a result file
-or a test can speak about policies without loading a model.
+Imports neither torch nor transformers, so that command lines, result files and tests can use it
+without loading a model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Shares of a budget by key/value head.
 
-Heads differ in how much they lose by eviction, and the difference is a property of the model more
-than of the text (compare Feng et al., "Ada-KV", 2024, which shares within a layer, on the fly).
-`H2OConfig(..., head_shares=...)` gives each head its own part of the same total. Plain numbers
-only: no torch here.
+Heads differ in how much they lose by eviction, and the difference depends on the model more than
+on the text (compare Feng et al., "Ada-KV", 2024, which shares within a layer, on the fly).
+`H2OConfig(..., head_shares=...)` gives each head its own part of the same total. Plain numbers, no
+torch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def check_shares(shares: Any, layers: int) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def allocate_tokens(k: int, shares: Table, least: int) -> tuple[tuple[int, ...], ...]:
-    """Tokens of each head where the mean is k: in proportion to the shares, none below `least`.
+    """Allocate tokens to heads in proportion to the shares, k on average and none below `least`.
 
     The sum is exactly k times the number of heads. What remains after rounding down goes to the
     largest remainders, of equal ones to the first.
@@ -106,7 +106,7 @@ def allocate_tokens(k: int, shares: Table, least: int) -> tuple[tuple[int, ...],
 def expand_to_heads(
     rows: list[list[tuple[int, int]]], heads: int, part: tuple[int, int] = (0, 1)
 ) -> list[list[tuple[int, int]]]:
-    """Budgets of a layer's rows, each with an entry for every head or one for all, all in one way.
+    """Expand the budgets of a layer's rows to one entry for each head, if any row has that.
 
     `part`: which of how many equal parts of the heads these are
     (`h2o.hf.families.tensor_parallel`).
@@ -128,7 +128,8 @@ def expand_to_heads(
 
 
 def make_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tuple[int, int]]:
-    """(heavy, recent) of a row's heads, each with room for so many pinned keys beyond the sinks.
+    """Make room for pinned keys beyond the sinks in the (heavy, recent) of each head of a row.
+
     Heads that have more give what the others lack, so that the sum stays.
 
     Raises: ValueError where all heads together have too little.

@@ -1,7 +1,4 @@
-"""Bytes of a stored key or value by `kv_dtype`, and of a slot with its score and position.
-
-Plain numbers, no torch.
-"""
+"""Bytes of stored keys and values by `kv_dtype`, and of a slot. Plain numbers, no torch."""
 
 from __future__ import annotations
 

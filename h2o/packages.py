@@ -1,6 +1,6 @@
 """Installed packages, and errors that name the remedy where the compiled core cannot be imported.
 
-The commands that messages name install from where this h2o came: a folder, a git URL, a file.
+The commands in messages install from where this h2o came: a folder, a git URL or a file.
 """
 
 from __future__ import annotations

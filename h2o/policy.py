@@ -1,8 +1,8 @@
 """The policy: the choice of the keys that are kept, one record from the caller to the kernels.
 
-A field of it is written here and in `csrc/tables.c` (`h2o_policy_fields`), in the same order,
-and nowhere else: what takes options of the policy, or shows them, reads `FIELDS`. (What a new
-choice of `score_by` takes is in CONTRIBUTING.md.) Imports neither torch nor NumPy.
+A field is written here and in `csrc/tables.c` (`h2o_policy_fields`), in the same order, and nowhere
+else: options and texts of the policy come from `FIELDS`. (CONTRIBUTING.md says what a new choice of
+`score_by` takes.) Imports neither torch nor NumPy.
 """
 
 from __future__ import annotations

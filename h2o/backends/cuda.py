@@ -1,18 +1,17 @@
-"""CUDA devices: the C core's kernels for them, where this build has them and a driver is there.
+"""Operations on CUDA devices by the C core's kernels, where this build and the driver have them.
 
-The core checks a call and computes the size of its workspace ("measure"), torch allocates that, and
-the core queues the kernels on torch's current stream ("launch"): nothing waits for the device. What
-no kernel serves (attention over a head dimension above 256, where it is no step; before compute
-capability 8.0 prompts in bfloat16 and heads above 128) goes on to the torch backend, and so does
-everything where
+The core checks a call and computes the size of its workspace ("measure"), torch allocates the
+workspace, and the core queues the kernels on torch's current stream ("launch"). Nothing waits for
+the device. Calls that no kernel supports go to the torch backend: attention over a head dimension
+above 256, other than a step; and before compute capability 8.0 prompts in bfloat16 and head
+dimensions above 128. All calls go to the torch backend where
 
 - the build has no `kernels.fatbin` ("not built": `make cuda` makes it, with NVIDIA's compiler);
-- those kernels are of other sources than the core, whose parameters they would misread;
-- there is no driver, or one that cannot load the kernels;
-- the kernels' answers on this device differ from those of the torch backend: see
-  `h2o.backends.kernel_check`.
+- the kernels are of other sources than the core, whose parameters they would misread;
+- there is no driver, or the driver cannot load the kernels;
+- the kernels' answers differ from those of the torch backend (`h2o.backends.kernel_check`).
 
-Outputs of long prompts may be those of torch's own attention: see `h2o.backends.prompt_attention`.
+Torch's own attention may make the outputs of long prompts (`h2o.backends.prompt_attention`).
 """
 
 from __future__ import annotations

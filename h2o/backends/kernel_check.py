@@ -1,12 +1,12 @@
-"""Whether kernels give the answers that the torch backend gives, on the device they will run on.
+"""Check that kernels give the answers of the torch backend, on the device they will run on.
 
 Small inputs of a fixed seed go through both, operation by operation from the same state, so that a
-difference names the operation. What is counted or chosen (positions, slots, lengths) must be equal;
-numbers may differ by their rounding, which another order of a sum and a GPU's shorter products
-explain. The inputs' scores lie far enough apart for that to change no choice.
+difference names the operation. Positions, slots and lengths must be equal. Floats may differ by
+rounding, since sums have another order and a GPU may multiply in fewer bits. The scores of the
+inputs lie far enough apart for rounding to change no choice.
 
-What says nothing about kernels stays apart: the program's own settings of torch are set aside
-meanwhile, and errors other than those of a failed kernel (no memory left, for one) are raised.
+The program's own settings of torch are set aside during the check. Errors that do not come from a
+kernel, such as a lack of memory, are raised.
 
 Shape letters as in `h2o.ops`.
 """

@@ -1,11 +1,11 @@
-"""Outputs of a prompt by torch's own attention, on devices where that is faster than h2o's kernel.
+"""Outputs of a prompt by torch's own attention, on devices where it is faster than h2o's kernel.
 
-Flash attention, torch's and cuDNN's, returns the log of what each softmax divides by beside its
-outputs. From these the kernels make the scores in one pass over queries and keys
-(`known_log_sums`), where h2o's own way takes two. Which way a device goes is measured once
-(`fastest`), among those whose answers are those of the torch backend.
+Flash attention, torch's and cuDNN's, returns the log of each softmax's denominator beside its
+outputs. With these log sums (`known_log_sums`) the kernels compute the scores in one pass over
+queries and keys instead of two. `fastest` measures once which attention a device uses, among those
+whose answers are those of the torch backend.
 
-The names of torch that stand here are private. A version without one of them lacks that way.
+The names of torch used here are private. A version that lacks one of them lacks that attention.
 
 Shape letters as in `h2o.ops`.
 """

@@ -1,10 +1,9 @@
 """Stand-in for `_core` in a build without it: the torch backend for tensors of any library.
 
-Checks what the core would of a call: which tensors there are, their shapes, dtypes and devices, the
-policy. What it takes a look at memory for is left to torch: overlap, and the numbers that say how
-much there is (lengths, budgets, free slots), which the core does not read on other devices either.
+Checks the operands, shapes, dtypes, devices and policy of a call as the core does. Overlapping
+memory, and numbers in tensors that give sizes (lengths, budgets, free slots), are not checked.
 
-Tensors of other libraries are read and written where they lie, as torch shows them. Imports torch
+Tensors of other libraries are read and written in place, as torch shows them. torch is imported
 when an operation runs.
 
 Shape letters as in `h2o.ops`.

@@ -1,14 +1,15 @@
 """Identity of a model: its shape, and ways of recognizing its weights.
 
-A path says where a model lay, not which one. `model_fingerprint` is exact: a hash of names, shapes
-and a sample of each tensor's bytes, which takes milliseconds and changes with any training,
-adapter, merge, dtype or quantization; results are looked up by it. (One number changed by hand
-among millions may escape.) `sample` holds in any dtype: a few numbers, which `difference` compares
-to within a tolerance; profiles carry them. `record` is both, of each weight and of what else the
-config says; saved caches carry it. `files_fingerprint` is for what is not loaded. Weights of
-adapters count where they are at work (`h2o.model_identity.weights`).
+- `model_fingerprint` is an exact hash of names, shapes and a sample of each tensor's bytes, which
+  takes milliseconds. Any training, adapter, merge, dtype or quantization changes it. (A single
+  changed number among millions may escape.) Results are filed under it.
+- `sample` is a few numbers that hold in any dtype, which `difference` compares within a tolerance.
+  Profiles carry it.
+- `record` is both for each weight, and the settings of the config. Saved caches carry it.
+- `files_fingerprint` is a hash of files that are not loaded.
 
-Imports neither torch nor transformers until a fingerprint is taken.
+Weights of adapters count while the adapters are at work (`h2o.model_identity.weights`). Neither
+torch nor transformers is imported until a fingerprint is taken.
 """
 
 from __future__ import annotations

@@ -52,11 +52,11 @@ def test_costs_are_those_of_dense_attention():
         if layer:
             continue  # there the simulated model's own keys differ
         gone = simulation.evicted_at(layer)[0]
-        logits = seen.query[0] @ seen.keys[0].repeat_interleave(2, 0).mT * seen.scale
+        logits = seen.query @ seen.keys.repeat_interleave(2, 0).mT * seen.scale
         row = torch.arange(60)
         causal = row[:, None] >= row
         still = causal & (row[:, None] < gone.repeat_interleave(2, 0)[:, None])
-        values = seen.values[0].repeat_interleave(2, 0)
+        values = seen.values.repeat_interleave(2, 0)
         full, cut = (
             logits.masked_fill(~mask, -torch.inf).softmax(-1) @ values for mask in (causal, still)
         )
