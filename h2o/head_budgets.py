@@ -51,17 +51,21 @@ def table(shares: Any) -> Any:
     rows = shares.tolist() if hasattr(shares, "tolist") else shares
     if not is_list(rows) or not all(map(is_list, rows)):
         raise TypeError(
-            "shares must be numbers [layers, key/value heads] (lists or an array), an "
+            "head_shares must be numbers [layers, key/value heads] (lists or an array), an "
             'h2o.Profile (h2o.Profile.load(path)), "shipped" or "echo", not '
             f"{shares!r:.60}"
         )
     numbers = tuple(tuple(float(x) for x in row) for row in rows)
     if not numbers or len({len(row) for row in numbers}) != 1 or not numbers[0]:
-        raise ValueError("shares must have the same number of heads in each layer, at least one")
+        raise ValueError(
+            "head_shares must have the same number of heads, at least one, in each layer"
+        )
     for layer, row in enumerate(numbers):
         for head, share in enumerate(row):
             if not (math.isfinite(share) and share > 0):
-                raise ValueError(f"shares[{layer}][{head}] is {share}, wanted a positive number")
+                raise ValueError(
+                    f"head_shares[{layer}][{head}] is {share}, wanted a positive number"
+                )
     return numbers
 
 
@@ -70,7 +74,7 @@ def check_shares(shares: Any, layers: int) -> None:
     rows = shares if isinstance(shares, tuple) else shares.shares_for(1.0)
     if len(rows) != layers:
         raise ValueError(
-            f"shares has {len(rows)} rows, but the model has {layers} layers: it needs one per "
+            f"head_shares has {len(rows)} rows, but the model has {layers} layers: it needs one per "
             "layer, each with a number for every key/value head"
         )
 
@@ -121,7 +125,7 @@ def expand_to_heads(
         entries = heads
     if entries not in (1, heads):
         raise ValueError(
-            f"this layer has {heads} key/value heads, but heavy, recent or shares say how much "
+            f"this layer has {heads} key/value heads, but heavy, recent or head_shares say how much "
             f"{entries} heads may keep: give one number per key/value head"
         )
     return [row * entries if len(row) == 1 else row for row in rows]
