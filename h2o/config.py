@@ -370,8 +370,8 @@ class H2OConfig(Presets):
             lists = [x for amounts in lists for x in amounts if isinstance(x, tuple)]
         if self.head_shares is not None and lists:
             raise ValueError(
-                "head_shares divide what a layer has among its key/value heads, but heavy or recent "
-                "already say it for each head: give one of the two"
+                "head_shares divide the budget of a layer among its key/value heads, but heavy or "
+                "recent give amounts by head: give one of the two"
             )
 
 

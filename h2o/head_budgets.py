@@ -74,8 +74,8 @@ def check_shares(shares: Any, layers: int) -> None:
     rows = shares if isinstance(shares, tuple) else shares.shares_for(1.0)
     if len(rows) != layers:
         raise ValueError(
-            f"head_shares has {len(rows)} rows, but the model has {layers} layers: it needs one per "
-            "layer, each with a number for every key/value head"
+            f"head_shares has {len(rows)} rows, but the model has {layers} layers: give one row "
+            "for each layer, with a number for every key/value head"
         )
 
 
@@ -125,8 +125,8 @@ def expand_to_heads(
         entries = heads
     if entries not in (1, heads):
         raise ValueError(
-            f"this layer has {heads} key/value heads, but heavy, recent or head_shares say how much "
-            f"{entries} heads may keep: give one number per key/value head"
+            f"this layer has {heads} key/value heads, but heavy, recent or head_shares have "
+            f"amounts for {entries}: give one number per key/value head"
         )
     return [row * entries if len(row) == 1 else row for row in rows]
 
