@@ -125,8 +125,8 @@ def expand_to_heads(
         entries = heads
     if entries not in (1, heads):
         raise ValueError(
-            f"this layer has {heads} key/value heads, but heavy, recent or head_shares have "
-            f"amounts for {entries}: give one number per key/value head"
+            f"this layer has {heads} key/value heads, but heavy, recent or head_shares say "
+            f"how much {entries} heads may keep: give one number per key/value head"
         )
     return [row * entries if len(row) == 1 else row for row in rows]
 
