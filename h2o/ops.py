@@ -376,7 +376,7 @@ def info() -> dict[str, Any]:
 
 
 def _refuse_grad(slots: Slots | None, **tensors: Tensor) -> None:
-    """Raises BufferError for torch tensors whose gradient the operations would lose."""
+    """Raise BufferError for torch tensors whose gradient the operations would lose."""
     more = slots if isinstance(slots, Slots) else ()
     for index, tensor in enumerate((*tensors.values(), *more)):
         if tensor is not None and getattr(tensor, "requires_grad", False):

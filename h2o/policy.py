@@ -88,7 +88,7 @@ class Field(NamedTuple):
     """A field of the policy as an option of a command, or in a text as name=value."""
 
     parse: Callable[[str], Any]
-    """Raises: ValueError for a text that says no such value."""
+    """Function of a text to the value. Raises: ValueError for a text that is none."""
     choices: tuple[str, ...] | None
     metavar: str | None
     help: str

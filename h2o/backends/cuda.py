@@ -123,7 +123,7 @@ def _file_reason() -> str | None:
 
 
 def _load(index: int) -> str | None:
-    """Loads the kernels on a device; returns the reason why they cannot be used, or None."""
+    """Load the kernels on a device. Return the reason why they cannot be used, or None."""
     reason = _file_reason()
     if reason is not None:
         return reason
@@ -177,7 +177,7 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
 
 
 def check_operands(name: str, *operands: Any) -> None:
-    """Raises what the core raises for operands that do not fit an operation, on their device."""
+    """Raise what the core raises for operands that do not fit an operation, on their device."""
     with current(operands[0]):
         _core.call(name, "check", *operands)
 
@@ -223,7 +223,7 @@ _NO_CHANGE = contextlib.nullcontext()
 
 
 def current(tensor: Any) -> contextlib.AbstractContextManager[Any]:
-    """Makes a tensor's device torch's current one where `__dlpack__` refuses those of any other:
+    """Make a tensor's device torch's current one where `__dlpack__` refuses those of any other:
     before torch 2.10, on CUDA. Models that accelerate spreads over devices set none."""
     if _has_table(tensor) or not getattr(tensor, "is_cuda", False):
         return _NO_CHANGE
@@ -252,7 +252,7 @@ def _workspace(tensor: Any, size: int) -> Any:
 
 
 def _synchronize(index: int) -> None:
-    """Waits for what the program has queued, whose errors say nothing about h2o's kernels."""
+    """Wait for what the program has queued, whose errors say nothing about h2o's kernels."""
     import torch
 
     torch.cuda.synchronize(index)
@@ -277,7 +277,7 @@ class Verdict(NamedTuple):
 
 
 def check(index: int, by_torch: SimpleNamespace) -> list[str]:
-    """Checks the kernels of a device anew; what they got wrong.
+    """Check the kernels of a device anew, and return their mistakes.
 
     Raises: RuntimeError where they cannot be loaded, or the check could not be carried out.
     """

@@ -145,7 +145,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _answer(attention: Attention, call: AttendOperands) -> Tensor:
-    """Writes the outputs of a call; returns the log sums [B, H, Q]. A mask is brought to what is
+    """Write the outputs of a call, and return the log sums [B, H, Q]. A mask is brought to what is
     causal: tokens come first, in order, and pads, which no token then sees, after them."""
     query, keys = call.query, call.keys
     values = keys if call.values is None else call.values

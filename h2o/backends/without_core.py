@@ -113,7 +113,7 @@ class _Check:
         self.has_starts = self.has_rows = False
 
     def operands(self, named: dict[str, Any]) -> None:
-        """Checks the operands, and puts tensors of torch in the place of others."""
+        """Check the operands, and put tensors of torch in the place of others."""
         check_policy(named["policy"])
         for name in ("scale", "softcap"):
             number = named.get(name, 0.0)

@@ -159,7 +159,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _lines(path: Path) -> Iterator[Line]:
-    """Raises: ValueError for a line that is no prompt, and for an id that comes twice."""
+    """The prompts of a file.
+
+    Raises: ValueError for a line that is no prompt, and for an id that comes twice.
+    """
     seen: set[str | int] = set()
     for number, text in enumerate(path.read_text("utf-8-sig").split("\n")):
         if not text.strip():

@@ -156,7 +156,7 @@ def dense(
         n = stop - start
 
         def hide(x: Tensor, value: float, start: int = start, stop: int = stop) -> None:
-            """Puts a value in place of what no query of a block sees, [B, G, R * n, S + stop]."""
+            """Put a value in place of what no query of a block sees, [B, G, R * n, S + stop]."""
             x = x.unflatten(2, (R, stop - start))
             x[..., S + start :].masked_fill_(future[: stop - start, : stop - start], value)
             if real is not None:

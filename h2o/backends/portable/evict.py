@@ -65,7 +65,7 @@ def _write_kept(
     scores: Tensor,
     norms: Tensor | None,
 ) -> None:
-    """Writes the candidates [B, G, S + Q] that are kept into the lowest slots of their heads; the
+    """Write the candidates [B, G, S + Q] that are kept into the lowest slots of their heads; the
     rest of these becomes empty."""
     B, G, Q, _ = keys.shape
     C = positions.shape[-1]

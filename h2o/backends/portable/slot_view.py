@@ -52,7 +52,7 @@ class Store:
         return torch.where(self.of_head, numbers[:, None], empty)
 
     def write_by_head(self, numbers: Tensor, new: Tensor) -> None:
-        """Writes `by_head` numbers [B, G, S] into the store's."""
+        """Write `by_head` numbers [B, G, S] into the store's."""
         if self.first is not None:
             new = torch.where(self.of_any, self.of_slots(new), numbers)
         numbers.copy_(new)
@@ -62,7 +62,7 @@ class Store:
         return by_head.gather(1, self.head[:, None].expand(len(by_head), 1, -1))[:, 0]
 
     def add(self, numbers: Tensor, new: Tensor, *, largest: bool = False) -> Tensor:
-        """Adds `by_head` numbers [B, G, S], 0 in slots of other heads, to the store's; the sums.
+        """Add `by_head` numbers [B, G, S], 0 in slots of other heads, to the store's. Return the sums.
         With `largest` the larger ones instead."""
         if self.first is not None:
             new = self.of_slots(new)
@@ -70,7 +70,7 @@ class Store:
         return self.by_head(both, 0)
 
     def fade(self, scores: Tensor, decay: float, where: Tensor | None) -> None:
-        """Multiplies the store's scores by a factor; `where` [B, 1, 1] bool: of these rows."""
+        """Multiply the store's scores by a factor, in the rows `where` [B, 1, 1] bool."""
         faded = scores * decay
         if where is not None:
             faded = torch.where(where if self.first is None else where[..., 0], faded, scores)
