@@ -62,8 +62,8 @@ class Store:
         return by_head.gather(1, self.head[:, None].expand(len(by_head), 1, -1))[:, 0]
 
     def add(self, numbers: Tensor, new: Tensor, *, largest: bool = False) -> Tensor:
-        """Add `by_head` numbers [B, G, S], 0 in slots of other heads, to the store's, and return the
-        sums. With `largest` take the larger numbers instead."""
+        """Add `by_head` numbers [B, G, S], 0 in slots of other heads, to the store's, and return
+        the sums. With `largest` take the larger numbers instead."""
         if self.first is not None:
             new = self.of_slots(new)
         both = torch.maximum(numbers, new, out=numbers) if largest else numbers.add_(new)
