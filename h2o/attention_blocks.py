@@ -15,8 +15,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["logit_blocks", "retained_mass", "visible"]
-
 ROWS = 64  # rows of logits that exist at one time
 
 

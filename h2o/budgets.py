@@ -11,24 +11,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-__all__ = [
-    "UNLIMITED",
-    "Amount",
-    "Budget",
-    "BudgetUnit",
-    "check_amount",
-    "check_budget",
-    "check_tokens",
-    "check_total",
-    "flatten",
-    "layer_amount",
-    "pair_amounts",
-    "parse_amount",
-    "raise_to_least",
-    "recent_part",
-    "split_heavy_recent",
-]
-
 UNLIMITED = 2**31 - 1
 """A `heavy` or `recent` budget that is never exceeded."""
 

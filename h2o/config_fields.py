@@ -9,8 +9,6 @@ from h2o.budgets import Amount, Budget, BudgetUnit
 from h2o.kv_dtype import KvDtype
 from h2o.policy import PolicyFields
 
-__all__ = ["CacheFields", "ConfigFields", "Pinned", "Positions", "PromptLength"]
-
 Positions = Literal["original", "cache_relative"]
 
 

@@ -23,8 +23,6 @@ from h2o.errors import UnsupportedError, UserError
 from h2o.hf.cache.new_cache import bytes_of_keys, new_cache
 from h2o.progress import Progress
 
-__all__ = ["Run", "Streamer", "generate", "leading_agreement", "time_tokens", "warm_up"]
-
 Show = Callable[[str, int], None]
 
 

@@ -16,18 +16,6 @@ from typing import Any
 
 from h2o.budgets import is_list, recent_part
 
-__all__ = [
-    "LEAST",
-    "NAMED",
-    "LayerShares",
-    "Table",
-    "allocate_tokens",
-    "check_shares",
-    "expand_to_heads",
-    "make_room",
-    "table",
-]
-
 NAMED = ("shipped", "echo")
 """Names for `head_shares`: the profile that comes with h2o, a prompt's echo
 (`h2o.hf.prompt.cross_head_budget`)"""

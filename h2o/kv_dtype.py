@@ -4,17 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = [
-    "FIXED",
-    "QUANTIZED",
-    "KvDtype",
-    "fewest_bits",
-    "fitting",
-    "in_elements",
-    "per_token",
-    "stored_bytes",
-]
-
 FIXED = 32
 """Bytes of a head beside its slots: free slot, budget, lost mass, a part of the row's length."""
 

@@ -15,8 +15,6 @@ import os
 import threading
 from collections.abc import Iterator
 
-__all__ = ["sleeping"]
-
 MOST = 4
 """Largest number of teams, which counts where torch has few threads on many processors."""
 

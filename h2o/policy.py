@@ -14,20 +14,6 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from h2o.budgets import check_tokens
 
-__all__ = [
-    "BEFORE",
-    "FIELDS",
-    "OPERATIONS_SCORE_BY",
-    "PAPER",
-    "Field",
-    "OperationScore",
-    "Policy",
-    "PolicyFields",
-    "ScoreBy",
-    "check_policy",
-    "one_policy",
-]
-
 OperationScore = Literal["sum", "mean", "max"]
 """Scores that the operations rank by."""
 ScoreBy = Literal["sum", "mean", "max", "mean-echo", "random"]

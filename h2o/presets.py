@@ -11,8 +11,6 @@ from h2o.kv_dtype import KvDtype
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["PRESETS", "Presets"]
-
 PRESETS = ("authors", "robust", "echo", "calibrated")
 """Configs by name, which take a budget of keys or of bytes; see `H2OConfig.preset`."""
 

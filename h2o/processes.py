@@ -6,8 +6,6 @@ import os
 
 from h2o.errors import UserError
 
-__all__ = ["is_first", "refuse_several", "world_size"]
-
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables by which launchers describe a process."""
 

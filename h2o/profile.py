@@ -19,8 +19,6 @@ from typing import Any
 from h2o.filesystem import atomic_write
 from h2o.model_identity import attention_difference, difference
 
-__all__ = ["Profile"]
-
 KIND = "h2o profile"
 LAYOUT = 1
 """Raised when a file is written that older versions cannot read."""

@@ -7,8 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 
-__all__ = ["Progress", "stopwatch"]
-
 
 class Progress:
     """Lines about what is going on, for standard error: on a terminal each replaces the last."""

@@ -12,8 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["codes", "dequantize", "floats", "quantize", "stored_like"]
-
 
 def quantize(x: Tensor, bits: int) -> Tensor:
     """Rows [n, bytes] uint8 of a quantized store, of x [n, D].

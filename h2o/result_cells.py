@@ -14,8 +14,6 @@ from h2o.errors import UserError
 from h2o.filesystem import make_writable
 from h2o.packages import versions
 
-__all__ = ["Cells", "fingerprint", "provenance"]
-
 PACKAGES = ("h2o-kv", "torch", "transformers", "lm-eval", "rouge-score", "numpy")
 
 

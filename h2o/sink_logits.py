@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["softmax"]
-
 LARGEST = 1e30
 """Stands for an infinite sink, so that it takes all instead of making all NaN."""
 

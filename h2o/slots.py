@@ -19,8 +19,6 @@ from h2o.tensors import four_sizes, full
 
 Tensor = Any  # whatever speaks DLPack
 
-__all__ = ["Slots", "new_slots"]
-
 
 class Slots(NamedTuple):
     """Keys and values of one layer. The operations update the tensors in place.

@@ -27,16 +27,6 @@ from h2o.hf.support import transformers_layers
 from h2o.model_identity import latent_row
 from h2o.openmp_threads import sleeping
 
-__all__ = [
-    "Attention",
-    "attend",
-    "forward",
-    "full_layers",
-    "measure_layers",
-    "sparsity",
-    "watch",
-]
-
 Result = TypeVar("Result")
 
 

@@ -25,8 +25,6 @@ if HAS_CORE:
 else:
     from h2o.backends import without_core as _core
 
-__all__ = ["OPERATIONS", "VERSION", "by_torch", "check", "info", "serving", "serving_if_open"]
-
 VERSION: str = _core.info()["version"]
 OPERATIONS: tuple[str, ...] = _core.OPERATIONS
 

@@ -29,8 +29,6 @@ from typing import Any, NamedTuple
 
 from h2o import _core
 
-__all__ = ["check", "check_operands", "describe", "serving", "serving_if_open"]
-
 FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 """The kernels, for every architecture; no part of a plain build."""
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["default_settings"]
-
 
 @contextlib.contextmanager
 def default_settings(device: torch.device) -> Iterator[None]:

@@ -25,8 +25,6 @@ from h2o.policy import OperationScore, Policy
 from h2o.quantization import dequantize
 from h2o.slots import KINDS, PER_SLOT, Slots, new_slots
 
-__all__ = ["mistakes"]
-
 TOLERANCE = {torch.float32: 4e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """Tolerance relative to the largest number of a tensor. A device may multiply float32 in 10 bits
 (TF32)."""

@@ -26,8 +26,6 @@ from h2o.backends import kernel_check
 from h2o.backends.default_settings import default_settings
 from h2o.policy import Policy
 
-__all__ = ["DEPTHS", "WAYS", "attend_by", "depth_of", "fastest"]
-
 Attention = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """Causal attention of query [B, H, Q, D] over keys and values [B, G, Q, D], with a scale. Returns
 outputs [B, H, Q, D] and log sums [B, H, Q] float32."""

@@ -25,8 +25,6 @@ from h2o import packages
 from h2o.policy import check_policy
 from h2o.slots import KINDS, Kind, Slots
 
-__all__ = ["OPERANDS", "OPERATIONS", "call", "info", "parameters"]
-
 OPERATIONS = ("attend", "evict", "step", "simulate")
 
 if os.environ.get("H2O_CPU"):

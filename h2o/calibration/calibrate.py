@@ -27,8 +27,6 @@ from h2o.openmp_threads import sleeping
 from h2o.profile import Profile
 from h2o.result_cells import Cells, provenance
 
-__all__ = ["FRACTIONS", "Window", "budget_grid", "calibrate", "iterate_windows", "policy"]
-
 FRACTIONS = (0.04, 0.1, 0.2, 0.4, 0.7)
 """Budgets at which a profile has shares, as fractions of a text."""
 

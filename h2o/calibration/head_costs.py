@@ -26,8 +26,6 @@ from h2o.hf.attention.attention_hook import attending
 from h2o.hf.call.attention_call import Call
 from h2o.hf.families.wrappers import input_device
 
-__all__ = ["Watched", "costs", "watch"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Watched(Attention):

@@ -15,8 +15,6 @@ from h2o.cli.cache_options import (
     parse_count,
 )
 
-__all__ = ["add_arguments", "check", "run"]
-
 COMPARE = "authors"
 
 

@@ -20,24 +20,6 @@ from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
 from h2o.spans import Row, parse_spans
 
-__all__ = [
-    "OPTIONS",
-    "add_cache_options",
-    "add_compare",
-    "add_device",
-    "add_dtype",
-    "add_model",
-    "add_pin",
-    "get_given",
-    "has_budget",
-    "load_model",
-    "make_config",
-    "make_setting",
-    "make_settings",
-    "option_name",
-    "parse_count",
-]
-
 OPTIONS: dict[str, Field] = {
     "heavy": Field(
         parse_amount, None, "K",

@@ -13,8 +13,6 @@ from h2o.evaluation.text_table import table
 if TYPE_CHECKING:
     from h2o.generation import Run
 
-__all__ = ["Result", "answers", "figures"]
-
 
 @dataclass(frozen=True)
 class Result:

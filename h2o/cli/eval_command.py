@@ -28,8 +28,6 @@ from h2o.packages import install_command
 from h2o.processes import is_first, world_size
 from h2o.result_cells import fingerprint
 
-__all__ = ["add_arguments", "run"]
-
 OUTPUT = Path("h2o-eval")
 
 CACHE = ("variant", *OPTIONS)

@@ -25,8 +25,6 @@ from h2o.profile import Profile
 if TYPE_CHECKING:
     from h2o.generation import Run
 
-__all__ = ["add_arguments", "check", "run", "usual_caches"]
-
 QUESTION = "What is Marrow Point?"
 """Follows the shipped article, when the user gives no prompt: its first sentence has the answer."""
 

@@ -31,22 +31,6 @@ from h2o.hf.cache.new_cache import new_cache
 from h2o.hf.document.compress import compress_document
 from h2o.hf.rotary.positions import positions_after
 
-__all__ = [
-    "DEPTHS",
-    "LENGTHS",
-    "Trial",
-    "answer",
-    "dataset",
-    "encode",
-    "find_facts",
-    "make_trials",
-    "mean_and_error",
-    "parse_kinds",
-    "results",
-    "share",
-    "split_fed",
-]
-
 LENGTHS = (256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Where in the text the sentence stands: at 0 it is the second one, at 1 the last."""

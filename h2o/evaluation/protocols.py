@@ -27,17 +27,6 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.compress import compress_document
 from h2o.hf.simulation import simulation
 
-__all__ = [
-    "PROTOCOLS",
-    "Tally",
-    "by_cache",
-    "check",
-    "one_token_note",
-    "pad_rows",
-    "read_documents",
-    "simulate",
-]
-
 PROTOCOLS = ("simulate", "drop", "read")
 
 Forward = Callable[..., Tensor]

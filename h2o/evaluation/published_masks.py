@@ -30,8 +30,6 @@ from torch import Tensor
 
 from h2o.attention_blocks import logit_blocks, visible
 
-__all__ = ["MASKS", "PublishedMasks", "attend"]
-
 
 def attend(
     variant: str,

@@ -13,18 +13,6 @@ from h2o.policy import FIELDS
 from h2o.profile import Profile
 from h2o.result_cells import fingerprint
 
-__all__ = [
-    "GRAMMAR",
-    "OPTIONS",
-    "Setting",
-    "from_config",
-    "from_options",
-    "load_shares",
-    "parse",
-    "parse_all",
-    "with_profile",
-]
-
 OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "head_shares", "min_tokens")
 """Fields of H2OConfig that may follow after slashes. Budgets stand before the slashes, and the kind
 of a setting says whether it has a profile."""

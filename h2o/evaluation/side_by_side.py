@@ -35,8 +35,6 @@ from h2o.models import DEFAULT_MODEL, embedded_folder, is_gguf, tokenizer_folder
 from h2o.processes import world_size
 from h2o.result_cells import fingerprint, provenance
 
-__all__ = ["TASKS", "compare", "is_model_type", "run"]
-
 TASKS = Path(__file__).parent / "tasks"
 """The folder of h2o's own task files."""
 

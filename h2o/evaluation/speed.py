@@ -19,8 +19,6 @@ from h2o import packages
 from h2o.errors import UnsupportedError, UserError
 from h2o.evaluation.setting import Setting
 
-__all__ = ["Contender", "measure", "processor"]
-
 PACKAGES = ("h2o-kv", "torch", "transformers", "numpy")
 
 Report = Callable[[str], None]

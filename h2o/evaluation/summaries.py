@@ -14,8 +14,6 @@ from typing import Any
 from h2o.errors import UserError
 from h2o.evaluation.task_rows import rows, text_of
 
-__all__ = ["dataset", "results"]
-
 ROUGE = ("rouge1", "rouge2", "rougeL")
 INSTRUCTION = "Summarize the above article"
 TEMPLATE = "###\nArticle: {article}\n\n" + INSTRUCTION + " in {sentences}.\n"

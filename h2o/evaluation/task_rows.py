@@ -12,8 +12,6 @@ import jinja2.meta
 from h2o.errors import UserError
 from h2o.filesystem import read_text
 
-__all__ = ["check_rows", "rows", "text_of", "tokenizer_of"]
-
 
 def text_of(file: str | None, task: str) -> str:
     """The text that --metadata names. Raises: UserError without one."""

@@ -24,8 +24,6 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.rotary.positions import positions_after
 from h2o.hf.simulation.simulation import simulated
 
-__all__ = ["answer", "by_cache", "by_simulation", "cut_windows", "dataset", "read", "select_scored"]
-
 
 def dataset(
     file: str | None = None,

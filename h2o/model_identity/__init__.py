@@ -26,19 +26,6 @@ from h2o.model_identity.weights import Weight, is_cut, is_of_adapter, plain_tens
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "attention_difference",
-    "describe",
-    "difference",
-    "files_fingerprint",
-    "key_size",
-    "latent_row",
-    "model_fingerprint",
-    "record",
-    "record_difference",
-    "sample",
-]
-
 SHAPE = (
     "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "hidden_size", "intermediate_size", "vocab_size",

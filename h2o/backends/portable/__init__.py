@@ -24,8 +24,6 @@ from typing import Any
 
 from h2o.backends.portable.numbered_rows import by_number
 
-__all__ = ["operation"]
-
 
 def operation(name: str) -> Callable[..., Any]:
     """The operation of that name, which is in the file of that name.

@@ -18,8 +18,6 @@ from h2o.backends.portable.slot_view import Store, products
 from h2o.policy import Policy
 from h2o.sink_logits import softmax
 
-__all__ = ["apply_softcap", "attend", "dense", "rows_per_block"]
-
 BLOCK = 1 << 22
 """Logits that a block of queries makes on the CPU, so that they stay in its caches. Elsewhere eight
 times as many: what counts there is how often something is launched."""

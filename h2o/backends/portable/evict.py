@@ -16,8 +16,6 @@ from h2o.backends.portable.slot_view import Store, row_norms
 from h2o.policy import Policy
 from h2o.quantization import stored_like
 
-__all__ = ["evict"]
-
 
 def evict(
     keys: Tensor,

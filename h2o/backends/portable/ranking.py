@@ -13,8 +13,6 @@ from torch import Tensor
 
 from h2o.policy import Policy
 
-__all__ = ["Budget", "highest", "lowest", "rank_keys", "split_budget"]
-
 _SPARED = 2**31 - 1
 _NAN = -(2**31)
 

@@ -18,8 +18,6 @@ from h2o.policy import Policy
 from h2o.quantization import dequantize
 from h2o.sink_logits import softmax
 
-__all__ = ["simulate"]
-
 
 class Text(NamedTuple):
     """A text whose prompts are attended to, and where the answers of its other columns go."""

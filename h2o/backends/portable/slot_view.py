@@ -16,8 +16,6 @@ from torch import Tensor
 
 from h2o.quantization import codes, dequantize, floats, stored_like
 
-__all__ = ["Store", "products", "quantize_like_slots", "row_norms"]
-
 FEW = 64
 """On a CPU products of up to so many rows with a 16-bit matrix are computed in float32."""
 

@@ -18,8 +18,6 @@ from h2o.policy import Policy
 from h2o.rotary_embedding import rotate_by
 from h2o.sink_logits import softmax
 
-__all__ = ["step"]
-
 
 def step(
     query: Tensor,
