@@ -38,17 +38,20 @@ class Contender:
     def run(self) -> None:
         """Run one round. Raises: UserError for a model or a length that the cache cannot serve."""
         import torch
+        from transformers import GenerationConfig
 
         from h2o.generation import time_tokens
         from h2o.hf.cache.new_cache import bytes_of_keys, new_cache
 
         count, length = self.tokens + 1, self.ids.shape[1]
-        how = {"max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 0}
+        config = GenerationConfig(max_new_tokens=count, min_new_tokens=count, pad_token_id=0)
         gc.collect()
         try:
             policy = None if self.setting.variant == "full" else self.setting.config
             cache: Any = new_cache(self.model, policy, length)
-            times = time_tokens(self.model, self.tokenizer, self.ids, cache, **how)
+            times = time_tokens(
+                self.model, self.tokenizer, self.ids, cache, generation_config=config
+            )
         except torch.OutOfMemoryError:
             raise UserError(
                 f"{self.setting.name}: {self.model.device} has no memory for a prompt of "
