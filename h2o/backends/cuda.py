@@ -87,7 +87,7 @@ def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     try:
         reason = _load(index)
         if reason is None:
-            verdict = _remembered_check(index, kernels, by_torch)
+            verdict = _recall(_facts(index)) or _new_check(index, kernels, by_torch)
             reason = "; ".join(verdict.mistakes) or None
     except Exception as error:  # no memory left, for one: it says nothing about the kernels
         reason = f"they could not be checked, which the next process tries again ({_line(error)})"
@@ -311,11 +311,6 @@ def _new_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) 
         verdict = verdict._replace(prompts=prompts)
     _remember(facts, verdict)
     return verdict
-
-
-def _remembered_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) -> Verdict:
-    """The verdict on a device's kernels, from the cache folder if it is there."""
-    return _recall(_facts(index)) or _new_check(index, kernels, by_torch)
 
 
 def _facts(index: int) -> dict[str, Any]:

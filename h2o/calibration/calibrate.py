@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
@@ -247,11 +248,6 @@ def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int
     return _of_all_heads(torch.stack(by_layer).numpy(), model)
 
 
-def _worth(model: Any, piece: Window, budgets: np.ndarray) -> np.ndarray:
-    """Worth [full layers, G] of keys in a window."""
-    return _of_all_heads(measure_worth(model, piece.ids, budgets, policy)[0], model)
-
-
 def _of_all_heads(local: np.ndarray, model: Any) -> np.ndarray:
     """Results [full layers, G, ...] of all heads, from those that each process has."""
     if local.shape[1] == describe(model.config).get("num_key_value_heads"):
@@ -294,13 +290,13 @@ def _step(
 ) -> np.ndarray:
     """Shares after a step of refinement."""
     budgets = surround(scale_keys(shares, fraction * window, window), LEAST, window)
+
+    def measure(piece: Window) -> dict[str, Any]:
+        local, _ = measure_worth(model, piece.ids, budgets, policy)
+        return {"worth": _of_all_heads(local, model).tolist()}
+
     results = [
-        once(
-            piece,
-            lambda piece=piece: {"worth": _worth(model, piece, budgets).tolist()},
-            budgets=budgets.tolist(),
-        )
-        for piece in pieces
+        once(piece, functools.partial(measure, piece), budgets=budgets.tolist()) for piece in pieces
     ]
     worths = np.mean([x["worth"] for x in results], axis=0)
     keys = move_budgets(budgets[0], budgets[1] - budgets[2], worths)
