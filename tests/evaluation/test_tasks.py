@@ -176,8 +176,6 @@ def test_a_task_of_texts_beside_another(folder, tmp_path, capsys):
     options = [*arguments, "--metadata", metadata, "--prompt-length", 50]
     assert run(folder, *options, task="h2o_perplexity") == 0
     assert table_of(capsys.readouterr().out)["full"]["scored"] == f"{2 * (90 - 51)}"
-    code = run(folder, *options, "--ratio-of", "prompt", task="h2o_perplexity")
-    assert "fractions are of the window" in fails(capsys, code)
 
 
 def test_metrics_have_the_errors_of_their_filter():
