@@ -12,7 +12,7 @@ import pytest
 
 from h2o import H2OConfig
 from h2o.vllm.metrics import FOLDER
-from tests.vllm.engines import MiB, after_prefix, alone, prompts
+from tests.vllm.engines import MiB, alone, prompts
 from tests.vllm.servers import (
     NEW,
     SMALL,
@@ -142,72 +142,6 @@ def test_a_thousand_requests_leave_no_memory_behind(running):
     assert sizes[FIRST + 1000] < sizes[FIRST] + 6, sizes
     assert metric(running.address, "vllm:num_preemptions_total") == 0
     assert metric(running.address, "vllm:num_requests_waiting") == 0
-
-
-# ---- All at once -----------------------------------------------------------------------------
-
-LEFT = "left"
-
-
-async def one_of_many(client, i: int, requests: list):
-    """What the i-th of many clients gets: most are answered, some leave a stream or give up, some
-    ask for what is refused."""
-    kind, prompt = i % 8, requests[i % len(requests)]
-    if kind == 0:  # answered like any other
-        return await answered(client, prompt, False, vllm_xargs={"h2o_heavy": 1 + 10 ** (i % 9)})
-    if kind == 1:
-        await answered(client, prompt, True, leave=True)
-        return LEFT
-    if kind == 2:
-        call = asyncio.create_task(answered(client, prompt, False))
-        await asyncio.sleep(0.02 * (i % 5))
-        call.cancel()
-        return LEFT
-    if kind == 3:
-        wrong = [{"h2o_heavy": -1}, {"h2o_prefix": "x"}, {"h2o_pinned": "9:1"}, {"h2o_context": 0}]
-        return await answered(client, prompt, False, vllm_xargs=wrong[i // 8 % 4])
-    more = {"vllm_xargs": {"h2o_prefix": 30}} if kind < 6 else {}
-    return await answered(client, prompt, kind % 2 == 0, **more)
-
-
-def test_a_mixed_load_and_the_end_of_the_server_amid_it(llama, tmp_path):
-    """Twelve pages for 64 clients, twice. Who is answered is answered right, all pages are free
-    afterwards; then SIGTERM comes amid long answers, nobody waits for good, no process stays."""
-    options = {"max-model-len": 2048, "num-gpu-blocks-override": 13}
-    (beginning,) = prompts((30,), 7)
-    requests = [beginning + rest for rest in prompts((5, 60, 20, 1, 33), 8)]
-    plain = alone(llama[1], requests, H2OConfig(**SMALL), NEW)
-    parted = after_prefix(llama[1], requests, 30, H2OConfig(**SMALL))
-    with serving(llama[0], tmp_path / "log", **options) as server:
-        family = [api := psutil.Process(server.process.pid), *api.children(recursive=True)]
-
-        async def load():
-            async with openai.AsyncOpenAI(
-                base_url=f"{server.address}/v1", api_key="none", timeout=300, max_retries=0
-            ) as client:
-                calls = (one_of_many(client, i, requests) for i in range(64))
-                return await asyncio.gather(*calls, return_exceptions=True)
-
-        for _ in range(2):
-            for i, answer in enumerate(asyncio.run(load())):
-                kind, j = i % 8, i % len(requests)
-                if kind == 3:
-                    assert isinstance(answer, openai.BadRequestError), answer
-                elif kind == 0:
-                    assert len(answer) == NEW
-                elif answer != LEFT:
-                    assert answer == (parted if kind < 6 else plain)[j], (i, answer)
-            deadline = time.monotonic() + 60
-            while metric(server.address, "vllm:num_requests_running"):
-                assert time.monotonic() < deadline
-                time.sleep(0.5)
-            assert metric(server.address, "vllm:num_requests_waiting") == 0
-            assert metric(server.address, "vllm:kv_cache_usage_perc") == 0
-        errors = asyncio.run(interrupted(server.address, server.process.terminate))
-        assert all(isinstance(x, openai.APIError) or len(x) for x in errors), errors
-        server.process.wait(90)
-        _, alive = psutil.wait_procs(family, 60)
-        assert not alive
 
 
 # ---- Killed ----------------------------------------------------------------------------------
