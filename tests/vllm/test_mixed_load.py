@@ -102,9 +102,11 @@ def expected(model: Any, requests: list) -> Callable[[int], Any]:
 
 
 async def load(server: Server, requests: list, clients: int, end: bool = False) -> list:
-    """What all clients get, and the errors. With `end` SIGTERM comes when a quarter is done."""
+    """What all clients get, and the errors. With `end` SIGTERM comes when a quarter is done: vLLM
+    tells it to requests that run or come later, but not to one that comes in the moment in which
+    its engine ends. That one waits until its client gives up."""
     async with openai.AsyncOpenAI(
-        base_url=f"{server.address}/v1", api_key="none", timeout=600, max_retries=0
+        base_url=f"{server.address}/v1", api_key="none", timeout=60 if end else 600, max_retries=0
     ) as client:
         calls = [asyncio.create_task(one_of_many(client, i, requests)) for i in range(clients)]
         if end:
