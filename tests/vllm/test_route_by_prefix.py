@@ -180,7 +180,7 @@ def test_two_servers_answer_as_one(tmp_path):
             assert together(one.address, requests, **arguments) == wanted
             assert together(router.address, requests[::5]) == alone(model, requests[::5], config)
             with pytest.raises(openai.BadRequestError, match="h2o_heavy must be from 0"):
-                together(router.address, requests[:1], vllm_xargs={"h2o_heavy": -3})
+                together(router.address, requests[:1], stream=False, vllm_xargs={"h2o_heavy": -3})
             other.process.terminate()
             other.process.wait(60)
             assert together(router.address, requests, **arguments) == wanted
