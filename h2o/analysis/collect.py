@@ -19,8 +19,8 @@ from torch import Tensor
 from h2o import compat, ops
 from h2o.attention_blocks import logit_blocks
 from h2o.errors import UnsupportedError
+from h2o.hf.attention.attention_call import Call
 from h2o.hf.attention.attention_hook import attending
-from h2o.hf.call.attention_call import Call
 from h2o.hf.families.layer_kinds import kind_of
 from h2o.hf.families.wrappers import input_device
 from h2o.hf.support import transformers_layers

@@ -22,8 +22,8 @@ from torch import Tensor
 from h2o import ops
 from h2o.analysis.collect import full_layers
 from h2o.config import H2OConfig
+from h2o.hf.attention.attention_call import Call
 from h2o.hf.attention.attention_hook import attending
-from h2o.hf.call.attention_call import Call
 from h2o.hf.families.wrappers import input_device
 
 __all__ = ["Watched", "costs", "watch"]

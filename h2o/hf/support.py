@@ -18,25 +18,14 @@ from transformers.cache_utils import CacheLayerMixin
 from h2o import compat
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
+from h2o.hf.attention.attention import BOTH_WAYS, looks_both_ways_at_images
 from h2o.hf.families import latent_attention, shared_keys
-from h2o.hf.families.bidirectional_images import BOTH_WAYS, looks_both_ways_at_images
 from h2o.hf.families.layer_kinds import has_states, kind_of, layers_of, type_refusal
 from h2o.hf.families.shared_keys import reusing
 from h2o.hf.prompt import prompt_echo
 from h2o.hf.rotary import model_rotary
 from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import latent_row
-
-__all__ = [
-    "Support",
-    "Traits",
-    "not_supported_reasons",
-    "rereads_after",
-    "setting_reasons",
-    "supports",
-    "text_config_of",
-    "transformers_layers",
-]
 
 _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 

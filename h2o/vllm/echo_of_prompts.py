@@ -14,12 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from h2o.config import H2OConfig
-from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.prompt.cross_head_budget import Budgets, CrossHeadBudget, Prompt, Recipient
-from h2o.hf.prompt.prompt_echo import PromptEcho, not_dealt, rotary_for
+from h2o.hf.prompt.prompt_echo import PromptEcho, rotary_for
 from h2o.vllm.paged_rows import Cut, PromptScores
-
-__all__ = ["Dealer", "PromptEchoes", "not_dealt"]
 
 
 class PromptEchoes:

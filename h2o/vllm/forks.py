@@ -14,8 +14,6 @@ from torch import Tensor
 
 from h2o.vllm.page_store import PageStore
 
-__all__ = ["Forks"]
-
 Outputs = dict[int, Tensor]
 """Attention [H, D] of a prompt's last token, by layer"""
 

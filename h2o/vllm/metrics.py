@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 from h2o.vllm.forks import Forks
 from h2o.vllm.page_store import PageStore
 
-__all__ = ["FOLDER", "Meter", "Place", "publish"]
-
 FOLDER = "H2O_VLLM_METRICS"
 """The variable of the environment that names the folder of the numbers."""
 

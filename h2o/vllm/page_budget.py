@@ -23,18 +23,6 @@ from h2o.profile import Profile
 from h2o.spans import Row, count, merge_spans, parse_spans
 from h2o.vllm.page_store import ALIGNMENT, page_bytes
 
-__all__ = [
-    "CONTEXT",
-    "PREFIX",
-    "PageBudget",
-    "entry_places",
-    "prefix_tokens",
-    "reads_by_token",
-    "served_budget_config",
-    "with_budget",
-    "with_pins",
-]
-
 PINS = "h2o_pinned"
 """Of `vllm_xargs`: spans as text, 0:40,100:120, or as pairs of numbers; or "prompt" """
 

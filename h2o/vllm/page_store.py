@@ -22,8 +22,6 @@ from h2o import ops
 from h2o.slots import PER_ROW, empty_row
 from h2o.spans import PINNED
 
-__all__ = ["ALIGNMENT", "Eviction", "PageStore", "page_bytes"]
-
 ALIGNMENT = 16
 
 

@@ -26,19 +26,6 @@ from h2o.vllm.forks import Forks
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore
 
-__all__ = [
-    "Batch",
-    "Chunk",
-    "Cut",
-    "Deals",
-    "PagedLayer",
-    "PartialPrompts",
-    "PromptScores",
-    "Request",
-    "Steps",
-    "plan",
-]
-
 PromptScores = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Scores and echo, [1, G, Q] each, of a prompt from its query [1, H, Q, D], key and value
 [1, G, Q, D], and the attention [1, G, Q] that its keys have received."""

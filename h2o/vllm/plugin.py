@@ -39,8 +39,6 @@ from h2o.vllm.runners import Requests
 from h2o.vllm.sharing import set_up
 from h2o.vllm.validation import entry_of, has_windows, is_shared, logger, page_budget
 
-__all__ = ["H2OAttentionBackend"]
-
 BLOCK = 1 << 20
 """Tokens of a vLLM block: more than a request has, so that one block is all that it takes."""
 

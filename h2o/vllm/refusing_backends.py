@@ -13,8 +13,6 @@ from typing import Any
 
 from h2o.vllm.versions import TESTED, is_tested
 
-__all__ = ["logits_processor"]
-
 PROCESSORS = "vllm.v1.sample.logits_processor", "vllm.v1.worker.gpu.sample.logits_processor"
 """Where vLLM's model runners have their base classes of logits processors."""
 

@@ -24,8 +24,6 @@ from h2o.vllm.page_budget import prefix_tokens, with_budget, with_pins
 from h2o.vllm.paged_rows import Request
 from h2o.vllm.validation import entry_of, logger, page_budget
 
-__all__ = ["Requests"]
-
 
 class Requests(ProcessorOfV1, ProcessorOfV2):
     """The requests of an engine: by row of the batch in the V1 runner, by slot in the V2 runner,

@@ -26,8 +26,6 @@ from h2o.vllm.page_budget import entry_places, prefix_tokens, reads_by_token
 from h2o.vllm.stored_prompts import Asked, Begin, Reading, Store, StoredPrompts, identify
 from h2o.vllm.validation import CONNECTOR, SHARING, entry_of, has_windows
 
-__all__ = ["StoredPromptsConnector", "set_up"]
-
 
 def set_up(vllm_config: VllmConfig) -> None:
     """Has vLLM share prompts, in the place of its own prefix caching and where that is on; to be

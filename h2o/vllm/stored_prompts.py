@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from h2o.vllm.page_budget import CONTEXT, PREFIX, reads_by_token
 
-__all__ = ["Asked", "Begin", "Reading", "Store", "StoredPrompts", "identify"]
-
 
 class Asked(NamedTuple):
     """What a request may have in common with others."""

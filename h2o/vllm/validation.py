@@ -13,17 +13,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from h2o.config import H2OConfig
 from h2o.vllm.page_budget import PageBudget, entry_places, served_budget_config
 
-__all__ = [
-    "CONNECTOR",
-    "SHARING",
-    "entry_of",
-    "has_windows",
-    "is_shared",
-    "logger",
-    "page_budget",
-    "refuse",
-]
-
 logger = init_logger("vllm.h2o")
 
 ENTRY = "h2o"

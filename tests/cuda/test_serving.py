@@ -13,7 +13,7 @@ import torch
 
 from h2o import H2OConfig, _core, backends, cli, ops
 from h2o.backends import cuda, kernel_check
-from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store.layer_state import layer_state, restore
 from tests.cuda.device import IMAGE, carried

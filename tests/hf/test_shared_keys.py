@@ -17,12 +17,12 @@ import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, simulated, supports
 from h2o.compat import with_cache
 from h2o.evaluation.published_masks import MASKS
-from h2o.hf.call.attention_call import AttentionCall
+from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.families.shared_keys import SHARES_KEYS, reusing
-from h2o.hf.forms import shared_form
-from h2o.hf.forms.plain_form import PlainForm
-from h2o.hf.forms.shared_form import SharedForm
+from h2o.hf.layers import shared_form
 from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.layers.plain_form import PlainForm
+from h2o.hf.layers.shared_form import SharedForm
 from tests.cases import checkered
 from tests.hf.modes import POLICIES
 from tests.hf.tiny import batch, greedy, model, prompts
@@ -342,7 +342,7 @@ def test_a_pass_ends_with_the_last_layer_that_attends():
         ours(ids, **with_cache(cache))
     hook.remove()
     assert "another thread" in errors[0]
-    assert not cache.pass_state.under_way
+    assert not cache.guard.under_way
     begin()
     assert len(errors) == 1
 

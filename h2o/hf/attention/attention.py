@@ -25,21 +25,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 from h2o import compat
 from h2o.errors import UnsupportedError
-from h2o.hf.call.attention_call import AttentionCall
-from h2o.hf.families.bidirectional_images import BOTH_WAYS, looks_both_ways_at_images
+from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.families.layer_kinds import cross_attention_layers
 from h2o.hf.families.shared_keys import Pads, pads_of
-from h2o.hf.layers.layer import H2OLayer
 from h2o.sink_logits import softmax
-
-__all__ = [
-    "find_unsupported",
-    "h2o_attention_forward",
-    "h2o_mask",
-    "looks_back_only",
-    "register",
-    "switch",
-]
 
 _FOREIGN = {
     "sinks": "attention sinks by another name than s_aux",
@@ -84,7 +73,7 @@ def h2o_attention_forward(
         RuntimeError: an `H2OCache` in training.
     """
     attention_mask = pads_of(attention_mask)
-    layer: H2OLayer | None = getattr(key, "h2o_layer", None)
+    layer: Any = getattr(key, "h2o_layer", None)
     if layer is not None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         call = AttentionCall(
@@ -342,3 +331,22 @@ def switch(model: Any, name: str) -> None:
 
 
 register("h2o", h2o_attention_forward)
+
+
+_TYPES = ("gemma3", "gemma3_text", "molmo2", "molmo2_text")
+"""Types of such models, and of their language models. Gemma 4 says so in its config."""
+
+BOTH_WAYS = (
+    "the tokens of an image look both ways among themselves. Read text and images into a "
+    "DynamicCache, make an H2OCache of it, H2OCache.from_dynamic_cache(full, model.config, ...), "
+    "and go on without images, token_type_ids and mm_token_type_ids"
+)
+"""Why an `H2OCache` cannot read images, and what to do."""
+
+
+def looks_both_ways_at_images(config: Any) -> bool:
+    """Whether an image's tokens look both ways among themselves, in a model with this config, or a
+    language model with this config that is the part of one."""
+    text = config.get_text_config(decoder=True)
+    says_so = getattr(text, "use_bidirectional_attention", None) == "vision"
+    return says_so or config.model_type in _TYPES

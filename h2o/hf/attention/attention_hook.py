@@ -19,12 +19,10 @@ from torch import Tensor, nn
 
 from h2o import compat
 from h2o.hf.attention import attention
+from h2o.hf.attention.attention_call import Call, as_autocast, as_operand
 from h2o.hf.attention.attention_switch import use_attention
-from h2o.hf.call.attention_call import Call, as_autocast, as_operand
 from h2o.hf.families.shared_keys import pads_of
 from h2o.hf.families.wrappers import unwrap
-
-__all__ = ["attending"]
 
 
 @contextmanager

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from h2o.config_fields import ConfigFields, Pinned
 
-__all__ = ["Request", "Result", "generate_all", "serves"]
 
 TOKENS_A_STEP = 2048
 """Of prompts that are read between two decode steps, as for `max_num_batched_tokens` of vLLM: fewer
@@ -220,7 +219,7 @@ class _Scheduler:
             if self.bytes is not None and request.config is not None:
                 raise ValueError("a budget of its own in rows of so many bytes: give rows instead")
             self.reading = ActiveRequest(index, request, self.settings)
-            pins = self.reading.cache.pass_state.pins
+            pins = self.reading.cache.guard.pins
             if self.bytes is not None and pins and self.settings.config.head_shares is not None:
                 raise ValueError("pinned keys change the shares of heads: give rows, not bytes")
             if self.reader and request.config is None and not pins:
@@ -295,7 +294,7 @@ class _Scheduler:
         """Ends the rows whose text `generate()` would read anew now."""
         for row in self.batch.live:
             try:
-                self.batch.cache.pass_state.check_angles(self.batch.tokens[row], 1)
+                self.batch.cache.guard.check_angles(self.batch.tokens[row], 1)
             except ValueError as error:
                 yield self._failed(row, error)
 

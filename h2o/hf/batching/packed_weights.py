@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from h2o import compat
 
-__all__ = ["packed_weights"]
-
 FEW = 64
 """Tokens up to which the layout pays."""
 

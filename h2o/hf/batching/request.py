@@ -28,13 +28,9 @@ from h2o.errors import UnsupportedError
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.system_turn import system_span
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.tuned_prompts import check_pins, continuing, virtual_tokens
-from h2o.hf.families.wrappers import input_device
-from h2o.hf.rotary.angles import AnglesByLength
-from h2o.hf.rotary.positions import positions_after
+from h2o.hf.families.wrappers import check_pins, continuing, input_device, virtual_tokens
+from h2o.hf.rotary.angles import AnglesByLength, positions_after
 from h2o.hf.store.pins import Pins
-
-__all__ = ["ActiveRequest", "Prompt", "Request", "Result", "Settings", "decoding_arguments"]
 
 Prompt = Any  # a text, a chat, token ids, or a Request with one of them
 
@@ -270,7 +266,7 @@ class ActiveRequest:
         if begin:
             forward = continuing(forward)
         if begin or not self.virtual:
-            seen = begin + self.virtual + self.cache.pass_state.rope_deltas.offset
+            seen = begin + self.virtual + self.cache.guard.rope_deltas.offset
             where = positions_after(self.settings.model, seen, ids)
         self.settings.angles.forget()
         output = forward(

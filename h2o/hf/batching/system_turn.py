@@ -11,8 +11,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["system_span"]
-
 SYSTEM_ROLES = ("system", "developer")
 
 

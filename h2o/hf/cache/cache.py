@@ -26,20 +26,18 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from h2o import packages
 from h2o.config import H2OConfig, one_config
-from h2o.errors import UnsupportedError
 from h2o.hf.cache import cache_file
 from h2o.hf.cache.cache_plan import get_plan
-from h2o.hf.cache.compiled_forward import warn_of_many_graphs
-from h2o.hf.cache.continuation import check_text
+from h2o.hf.cache.continuation import check_text, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import take_over
 from h2o.hf.cache.readable_cache import ReadableCache
 from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.families.tuned_prompts import check_pins
+from h2o.hf.families.wrappers import check_pins
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store import states
-from h2o.hf.store.pass_state import PassState, refuse_broken
+from h2o.hf.store.pass_guard import PassGuard, check_layers_agree
 from h2o.hf.store.pins import Pins
 from h2o.hf.support import text_config_of
 
@@ -47,8 +45,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from h2o.config_fields import CacheFields, ConfigFields, Pinned, PromptLength
-
-__all__ = ["H2OCache", "H2OLayer", "UnsupportedError"]
 
 
 class H2OCache(ReadableCache):
@@ -107,14 +103,14 @@ class H2OCache(ReadableCache):
         check_pins(config, pinned)
         model, config = config, text_config_of(config)
         plan = get_plan(model, config, h2o_config)
-        pass_state = PassState(prompt_length, plan.kinds, plan.last, plan.has_states)
-        layers = plan.layers(pass_state, trace=trace, compileable=compileable)
-        pass_state.pins = Pins.of(pinned, plan.h2o_config.decay)
-        pass_state.configs = plan.configs
-        pass_state.rereads_after = plan.rereads_after
-        pass_state.rope_deltas = RopeDeltas.of(config)
+        guard = PassGuard(prompt_length, plan.kinds, plan.last, plan.has_states)
+        layers = plan.layers(guard, trace=trace, compileable=compileable)
+        guard.pins = Pins.of(pinned, plan.h2o_config.decay)
+        guard.configs = plan.configs
+        guard.rereads_after = plan.rereads_after
+        guard.rope_deltas = RopeDeltas.of(config)
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
-        self.pass_state = pass_state
+        self.guard = guard
         self.not_dealt, self.model_shape = plan.not_dealt, plan.model_shape
         self.unused = None
         if not plan.configs:
@@ -168,7 +164,7 @@ class H2OCache(ReadableCache):
         """
         converted = cls(config, h2o_config, **parameters)
         take_over(cache, converted.layers, attention_mask)
-        converted.pass_state.rope_deltas.is_known = False
+        converted.guard.rope_deltas.is_known = False
         return converted
 
     def fork(self, rows: int = 1) -> H2OCache:
@@ -241,7 +237,7 @@ class H2OCache(ReadableCache):
             loaded._refuse_broken()
         except RuntimeError as error:
             raise ValueError(f"{path}: {error}") from error
-        cache_file.put_pass_state(loaded.pass_state, content)
+        cache_file.restore_guard(loaded.guard, content)
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -250,10 +246,10 @@ class H2OCache(ReadableCache):
             if not self.is_compileable:
                 warn_of_many_graphs()
             return super().get_mask_sizes(query_length, layer_idx)
-        self.pass_state.refuse_other_thread()
+        self.guard.check_thread()
         for layer in filter(has_states, self.layers):
             states.make_writable(layer)
-        if not self.is_compileable or self.pass_state.under_way:
+        if not self.is_compileable or self.guard.under_way:
             self._refuse_parted()
         seen = int(self.get_seq_length())
         if query_length == 0:
@@ -270,8 +266,8 @@ class H2OCache(ReadableCache):
         Raises:
             RuntimeError: another thread's layer is at work on it.
         """
-        if self.pass_state.waiting is not None:
-            self.pass_state.refuse_other_thread()
+        if self.guard.waiting is not None:
+            self.guard.check_thread()
         super().reset()
         for layer in self.layers:  # transformers' own may keep zeros
             if kind_of(layer) in ("sliding", "cross"):
@@ -279,7 +275,7 @@ class H2OCache(ReadableCache):
                 layer.is_initialized = False
             if has_states(layer):
                 states.forget(layer)
-        self.pass_state.reset()
+        self.guard.reset()
 
     def crop(self, tokens: int) -> None:
         """Takes back the last tokens; all of them is `reset()`.
@@ -295,7 +291,7 @@ class H2OCache(ReadableCache):
 
         Whatever the error, all layers are what they were before.
         """
-        self.pass_state.refuse_other_thread()
+        self.guard.check_thread()
         left = crop.columns_left(tokens, seen := int(self.get_seq_length()))
         if left == 0:
             self.reset()
@@ -305,14 +301,14 @@ class H2OCache(ReadableCache):
 
     def _refuse_broken(self) -> None:
         """Raises RuntimeError where a forward pass broke off, or another thread's is under way."""
-        self.pass_state.refuse_other_thread()
-        self.pass_state.refuse_interrupted()
+        self.guard.check_thread()
+        self.guard.check_keys_arrived()
         self._refuse_parted()
 
     def _refuse_parted(self) -> None:
         """Raises RuntimeError where layers have not come as far as others."""
-        refuse_broken(self._columns_seen())
-        self.pass_state.refuse_parted_states()
+        check_layers_agree(self._columns_seen())
+        self.guard.check_states_agree()
 
     def activate_past_recording(self) -> None:
         """From now on the last forward pass can be taken back by `crop`.
@@ -335,50 +331,50 @@ class H2OCache(ReadableCache):
                 f"layer {layer_idx} was given a cache of {len(self.layers)} layers: "
                 "make the H2OCache from the config of the model that it is used with"
             )
-        pass_state, layer = self.pass_state, self.layers[layer_idx]
+        guard, layer = self.guard, self.layers[layer_idx]
         if kind_of(layer) == "cross":  # which comes amid the others, and not in every pass
             image: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
             return image
-        pass_state.enter()
+        guard.enter()
         try:
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
         except Exception:
-            if layer_idx == pass_state.first and pass_state.waiting is None:
-                pass_state.leave()  # nothing has begun
+            if layer_idx == guard.first and guard.waiting is None:
+                guard.end_pass()  # nothing has begun
             raise
         if not isinstance(layer, H2OLayer):  # which has stored them by now
-            pass_state.attended(layer_idx)
+            guard.layer_done(layer_idx)
         return keys_and_values
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         """Called by each layer that has states, before it changes them."""
-        self.pass_state.states_of(layer_idx)
+        self.guard.enter_states(layer_idx)
         state: Tensor | None = super().get_conv_state(layer_idx, *args, **kwargs)
         return state
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was, in every layer."""
-        self.pass_state.refuse_other_thread()
-        self.pass_state.select(beam_idx)
+        self.guard.check_thread()
+        self.guard.select(beam_idx)
         super().reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         """Keeps these rows, in this order, in every layer: numbers [n], or [B] bool."""
         rows = indices if isinstance(indices, Tensor) else torch.as_tensor(indices, device="cpu")
         rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
-        self.pass_state.select(rows)
+        self.guard.select(rows)
         self._each_layer("batch_select_indices", rows, lambda x: x[rows.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows, in every layer."""
-        self.pass_state.repeat(repeats)
+        self.guard.repeat(repeats)
         self._each_layer(
             "batch_repeat_interleave", repeats, lambda x: x.repeat_interleave(repeats, dim=0)
         )
 
     def _each_layer(self, method: str, argument: Any, change: Callable[[Tensor], Tensor]) -> None:
         """Changes the rows, of states too, which transformers forgets."""
-        self.pass_state.rope_deltas.change_rows(change)
+        self.guard.rope_deltas.change_rows(change)
         for layer in self.layers:
             if kind_of(layer) != "states":
                 getattr(layer, method)(argument)

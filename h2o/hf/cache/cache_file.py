@@ -22,17 +22,15 @@ from h2o.config import PARAMETERS, H2OConfig
 from h2o.filesystem import atomic_write
 from h2o.head_budgets import LayerShares
 from h2o.hf.families import tensor_parallel
-from h2o.hf.layers.captured import CapturedStepper
 from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.layers.steppers import CapturedStepper
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store.layer_state import State, layer_state, restore
-from h2o.hf.store.pass_state import PassState
+from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.pins import Pins
 from h2o.model_identity import describe, difference, record, record_difference
 from h2o.packages import version
 from h2o.profile import Profile
-
-__all__ = ["arguments", "fill", "put_pass_state", "read", "target_device", "write"]
 
 KIND = "h2o cache"
 LAYOUT = 2
@@ -52,10 +50,10 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             "model": cache.model_shape,
             "record": record(model) if hasattr(model, "named_parameters") else None,
             "settings": _settings(cache),
-            "prompt_length": cache.pass_state.prompt_length,
-            "pins": cache.pass_state.pins.as_dict(),
+            "prompt_length": cache.guard.prompt_length,
+            "pins": cache.guard.pins.as_dict(),
             "layers": [state.numbers for state in states],
-            **_rope_deltas(cache.pass_state.rope_deltas),
+            **_rope_deltas(cache.guard.rope_deltas),
         }
     )
     tensors = {
@@ -154,12 +152,12 @@ def arguments(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def put_pass_state(pass_state: PassState, content: dict[str, Any]) -> None:
+def restore_guard(guard: PassGuard, content: dict[str, Any]) -> None:
     """Gives a loaded cache its pins, and the number that its model kept beside it. An early file
     has no pins, and one before it does not know the number."""
     if "pins" in content:
-        pass_state.pins = Pins.from_dict(content["pins"])
-    deltas = pass_state.rope_deltas
+        guard.pins = Pins.from_dict(content["pins"])
+    deltas = guard.rope_deltas
     deltas.is_known = "rope_deltas" in content
     if (number := content.get("rope_deltas")) is not None:
         deltas.number = torch.tensor(number, dtype=torch.long, device="cpu")

@@ -22,24 +22,20 @@ from transformers.cache_utils import CacheLayerMixin
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.families.layer_kinds import has_states, layers_of
-from h2o.hf.forms.cache_relative import CacheRelativeForm
-from h2o.hf.forms.latent_form import LatentForm
-from h2o.hf.forms.plain_form import PlainForm
-from h2o.hf.forms.shared_form import SharedForm
-from h2o.hf.layers.captured import CapturedStepper
-from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.layers.layer_with_states import H2OLayerWithStates
-from h2o.hf.layers.steppers import EagerStepper
+from h2o.hf.layers.cache_relative import CacheRelativeForm
+from h2o.hf.layers.latent_form import LatentForm
+from h2o.hf.layers.layer import H2OLayer, H2OLayerWithStates
+from h2o.hf.layers.plain_form import PlainForm
+from h2o.hf.layers.shared_form import SharedForm
+from h2o.hf.layers.steppers import CapturedStepper, EagerStepper
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
 from h2o.hf.prompt.prompt_echo import EchoScorer, PromptEcho, served_as
 from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
 from h2o.hf.rotary.model_rotary import Rotary
-from h2o.hf.store.pass_state import PassState
+from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.support import Traits, rereads_after, setting_reasons, transformers_layers
 from h2o.model_identity import describe
 from h2o.profile import Profile
-
-__all__ = ["CachePlan", "get_plan"]
 
 
 class CachePlan:
@@ -75,9 +71,7 @@ class CachePlan:
         self._angles = Rotary(config) if is_relative else None
         self._alike = self.h2o_config.shares_by_echo and _alike(config, list(self.configs))
 
-    def layers(
-        self, pass_state: PassState, *, trace: bool, compileable: bool
-    ) -> list[CacheLayerMixin]:
+    def layers(self, guard: PassGuard, *, trace: bool, compileable: bool) -> list[CacheLayerMixin]:
         """Empty layers for a cache.
 
         Raises:
@@ -105,7 +99,7 @@ class CachePlan:
                 layer_class(
                     self.configs[index],
                     index,
-                    pass_state,
+                    guard,
                     form=self._form(index, angles),
                     scorer=self._scorer(index, echo, cross_head),
                     stepper=CapturedStepper() if compileable else EagerStepper(),

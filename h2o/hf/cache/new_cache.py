@@ -10,8 +10,6 @@ from h2o.config import H2OConfig
 from h2o.config_fields import Pinned
 from h2o.hf.cache.cache import H2OCache
 
-__all__ = ["bytes_of_keys", "new_cache"]
-
 
 def new_cache(
     model: Any,

@@ -19,11 +19,8 @@ from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store import states
 from h2o.hf.store.kept import Kept, KeptToken
-from h2o.hf.store.pass_state import PassState
+from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.report import LayerReport, Report
-
-__all__ = ["ReadableCache"]
-
 
 _OTHERS = {
     "sliding": "has a sliding window and keeps transformers' own cache",
@@ -36,7 +33,7 @@ _OTHERS = {
 class ReadableCache(Cache):
     """The part of an `H2OCache` that changes nothing."""
 
-    pass_state: PassState
+    guard: PassGuard
     unused: H2OConfig | None
     """The settings of a cache without a layer of h2o's; None: they are its layers'."""
 
@@ -48,12 +45,12 @@ class ReadableCache(Cache):
     def __bool__(self) -> bool:
         """False for Phi-3 and its like: `generate()` leaves out a cache that is true, without a
         word, where its text becomes longer than `original_max_position_embeddings`."""
-        return self.pass_state.rereads_after is None
+        return self.guard.rereads_after is None
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Columns seen. A model that keeps a number beside the cache asks before it uses it."""
         seen = super().get_seq_length(layer_idx)
-        self.pass_state.rope_deltas.begin(seen)
+        self.guard.rope_deltas.begin(seen)
         return seen
 
     def __repr__(self) -> str:
@@ -155,7 +152,7 @@ class ReadableCache(Cache):
 
     def _is_broken(self) -> bool:
         """Whether a forward pass has not come to its end: it broke off, or it is under way."""
-        state = self.pass_state
+        state = self.guard
         return state.waiting is not None or state.under_way or len(set(self._columns_seen())) > 1
 
     def _h2o_layer(self, layer_idx: int) -> H2OLayer:

@@ -10,17 +10,13 @@ from torch import Tensor
 
 from h2o.config import H2OConfig, one_config
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.document.document_pass import forward
-from h2o.hf.document.second_reading import REPEAT, read_twice
-from h2o.hf.families.tuned_prompts import check_no_tuned_prompt
-from h2o.hf.families.wrappers import input_device
+from h2o.hf.document.second_reading import REPEAT, forward, read_twice
+from h2o.hf.families.wrappers import check_no_tuned_prompt, input_device
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from h2o.config_fields import ConfigFields, Pinned
-
-__all__ = ["compress_document"]
 
 
 @torch.no_grad()

@@ -28,8 +28,6 @@ from h2o.hf.store import slot_layout
 from h2o.hf.store.pins import Pins
 from h2o.policy import Policy
 
-__all__ = ["LATER_RECENT", "RECENT", "prune_cache"]
-
 RECENT = 4
 """The newest keys of each head that the cut keeps whatever their rank."""
 LATER_RECENT = 8
@@ -63,7 +61,7 @@ def prune_cache(
             the largest attention of any one query, which is the score from then on.
         by_attention: in [0, 1].
     """
-    pins = cache.pass_state.pins
+    pins = cache.guard.pins
     layers = [
         (source, layer)
         for source, layer in zip(full_cache.layers, cache.layers, strict=True)
@@ -129,7 +127,7 @@ def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
     """The budgets that a prompt of this layer would get, with an entry for each head."""
     heads = source.slots.next_slot.shape[1]
     rows = prompt_budget.prompt_budget(
-        layer.config, layer.pass_state, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
+        layer.config, layer.guard, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
         source.token_size,
     ).by_row  # fmt: skip
     return each_head(rows, heads)

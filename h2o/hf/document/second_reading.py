@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.document.document_pass import forward
 from h2o.hf.document.pruning import prune_cache
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.layer_kinds import has_states
@@ -36,8 +35,7 @@ from h2o.policy import Policy
 
 if TYPE_CHECKING:
     from h2o.config_fields import Pinned
-
-__all__ = ["CHUNK", "REPEAT", "read_twice"]
+from h2o import compat
 
 Progress = Callable[[int, int], Any]
 """Called with the columns read so far and the columns to read."""
@@ -71,7 +69,7 @@ def read_twice(
     reader = _Reader(model, ids, mask, progress)
     empty = H2OCache(model.config, config.after_reading, pinned=pinned)
     lengths, N = mask.sum(1).tolist(), mask.shape[1]
-    prompt_budget.begin_pins(empty.pass_state, lengths, mask, N)  # which may refuse
+    prompt_budget.begin_pins(empty.guard, lengths, mask, N)  # which may refuse
     at_once = reader.tokens_repeated(request.shape[1])  # which may refuse
     reader.check_angles(request)
     attention = reader.document(config.policy)
@@ -213,3 +211,20 @@ def _put_other_layers(cache: H2OCache, others: dict[int, Any]) -> None:
             states.put(cache.layers[index], *other)
         else:
             cache.layers[index] = other
+
+
+def forward(model: Any, cache: Any, ids: Tensor, mask: Tensor, before: Tensor) -> None:
+    """Put columns ids [B, Q] with a mask [B, Q] into a cache, after columns of the mask `before`
+    [B, n]. The model makes no logits."""
+    model = model.base_model
+    more = {}
+    if compat.accepts(model.forward, "position_ids"):
+        positions = before.sum(1, keepdim=True) + mask.cumsum(1) - 1
+        more["position_ids"] = positions.clamp(min=0)
+    model(
+        ids,
+        attention_mask=torch.cat([before, mask], 1),
+        use_cache=True,
+        **compat.with_cache(cache),
+        **more,
+    )

@@ -20,17 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from h2o.errors import UnsupportedError
-from h2o.hf.call.traced_tensor import TracedTensor, plain
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.linear_matrix import made_of_matrix
-
-__all__ = [
-    "Expansion",
-    "expands_after_cache",
-    "latent_refusal",
-    "over_latents",
-    "trace_latents",
-]
+from h2o.hf.families.traced_tensor import TracedTensor, plain
 
 
 @contextmanager

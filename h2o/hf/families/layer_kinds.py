@@ -22,16 +22,6 @@ from h2o.compat import (
     StatesLayer,
 )
 
-__all__ = [
-    "CrossAttentionLayer",
-    "cross_attention_layers",
-    "full_layers",
-    "has_states",
-    "kind_of",
-    "layers_of",
-    "type_refusal",
-]
-
 
 class CrossAttentionLayer(DynamicLayer):
     """transformers' own layer in the place of one whose queries attend to keys of images.

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o import compat
-from h2o.hf.call.traced_tensor import plain
-
-__all__ = ["made_of_matrix"]
+from h2o.hf.families.traced_tensor import plain
 
 Made = TypeVar("Made")
 

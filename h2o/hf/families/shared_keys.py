@@ -16,8 +16,6 @@ from torch import Tensor
 
 from h2o.compat import SHARES_KEYS, as_plain_tensors
 
-__all__ = ["Pads", "pads_of", "reusing", "shared_keys_refusal"]
-
 
 def reusing(config: Any) -> dict[int, tuple[int, ...]]:
     """Full-attention layers whose keys later ones reuse, each with these later layers."""

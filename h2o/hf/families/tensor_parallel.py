@@ -14,16 +14,6 @@ from torch import Tensor, distributed, nn
 
 from h2o import compat
 
-__all__ = [
-    "WHOLE",
-    "describe_part",
-    "is_distributed",
-    "mesh_of",
-    "over_all_heads",
-    "part",
-    "part_of_heads",
-]
-
 WHOLE = (0, 1)
 """The part of a model that is in one process: all heads."""
 

@@ -13,12 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from h2o.compat import CROPS_TO_LENGTH
-from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.store.layer_contents import LayerContents
 from h2o.hf.store.layer_state import keys_state, layer_state, restore, restore_keys
-
-__all__ = ["CroppableLayer", "LastPass", "columns_left", "crop"]
 
 _NO_RECORD = (
     "an H2OCache cannot go back without a record: evicted keys cannot be restored. Call "

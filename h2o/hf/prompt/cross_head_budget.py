@@ -154,7 +154,7 @@ class CrossHeadBudget:
         self.best = [prompt.scores.new_empty(0)] * B
         for config in self.configs.values():
             budget = prompt_budget.prompt_budget(
-                config, layer.pass_state, prompt.counts, G, layer.part, layer.token_size
+                config, layer.guard, prompt.counts, G, layer.part, layer.token_size
             )
             by_row = each_head(budget.by_row, G)
             _, left = reserve_for_heads(by_row, config.sinks, config.floor, prompt.pinned)

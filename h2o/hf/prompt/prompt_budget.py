@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o import compat
 from h2o.config import H2OConfig
 from h2o.head_budgets import expand_to_heads, with_room
-from h2o.hf.store.pass_state import PassState
+from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.pins import Pins
 
 __all__ = [
@@ -43,15 +43,15 @@ class PromptBudget(NamedTuple):
 
 
 def count_tokens(
-    mask: Tensor | None, B: int, Q: int, config: H2OConfig, pass_state: PassState
+    mask: Tensor | None, B: int, Q: int, config: H2OConfig, guard: PassGuard
 ) -> list[int]:
     """Tokens of each of B rows of a first pass of Q columns, by their mask [B, Q].
 
     Q for all where nothing but the room they may take depends on it, and counting them would have
     to wait for the device.
     """
-    unknown = pass_state.prompt_length is None
-    needed = (config.needs_prompt_length and unknown) or pass_state.pins
+    unknown = guard.prompt_length is None
+    needed = (config.needs_prompt_length and unknown) or guard.pins
     if mask is None or not (needed or mask.is_cpu):
         return [Q] * B
     tokens: list[int] = mask.sum(1).tolist()
@@ -59,7 +59,7 @@ def count_tokens(
 
 
 def begin_pins(
-    pass_state: PassState,
+    guard: PassGuard,
     counts: list[int],
     mask: Tensor | None,
     columns: int,
@@ -74,18 +74,18 @@ def begin_pins(
     Raises:
         ValueError: some layer's budget has no room for them.
     """
-    if not pass_state.pins:
+    if not guard.pins:
         return
-    lengths = _lengths(pass_state.prompt_length, counts)
-    pass_state.pins.begin(lengths, mask, columns)
-    for config in pass_state.configs.values():
+    lengths = _lengths(guard.prompt_length, counts)
+    guard.pins.begin(lengths, mask, columns)
+    for config in guard.configs.values():
         config = config if row_size is None else config.for_keys(*row_size)
-        budgets_by_row(config, lengths, pass_state.pins)
+        budgets_by_row(config, lengths, guard.pins)
 
 
 def prompt_budget(
     config: H2OConfig,
-    pass_state: PassState,
+    guard: PassGuard,
     counts: list[int],
     heads: int,
     part: tuple[int, int],
@@ -95,7 +95,7 @@ def prompt_budget(
 
     Args:
         config: the layer's.
-        pass_state: has the length of the whole prompt, where the user gave it, and the pins.
+        guard: has the length of the whole prompt, where the user gave it, and the pins.
         counts: tokens of each row as they are here, which are taken for the prompt otherwise.
         heads: key/value heads of the layer that are here.
         part: which part of the model's heads they are (`h2o.hf.families.tensor_parallel`).
@@ -104,9 +104,9 @@ def prompt_budget(
     Raises:
         ValueError: another number of rows or heads; no room for the pinned keys.
     """
-    lengths = _lengths(pass_state.prompt_length, counts)
+    lengths = _lengths(guard.prompt_length, counts)
     config = config.for_keys(*row_size)
-    by_row = expand_to_heads(budgets_by_row(config, lengths, pass_state.pins), heads, part)
+    by_row = expand_to_heads(budgets_by_row(config, lengths, guard.pins), heads, part)
     lengths = list(filter(None, lengths))
     raised, floored = any(map(config.is_raised, lengths)), any(map(config.is_floored, lengths))
     return PromptBudget(by_row, raised, floored)
@@ -139,7 +139,7 @@ def _lengths(prompt_length: int | Sequence[int] | None, counts: list[int]) -> li
     return counts
 
 
-def refuse_chunks(config: H2OConfig, pass_state: PassState, columns: int) -> None:
+def refuse_chunks(config: H2OConfig, guard: PassGuard, columns: int) -> None:
     """To be called at the first forward pass, which ends at so many columns.
 
     Raises:
@@ -148,9 +148,9 @@ def refuse_chunks(config: H2OConfig, pass_state: PassState, columns: int) -> Non
     """
     why = {
         "the budget is a fraction of the whole prompt": config.needs_prompt_length,
-        'pinned="prompt" means the whole prompt': pass_state.pins.needs_prompt_length,
+        'pinned="prompt" means the whole prompt': guard.pins.needs_prompt_length,
     }
-    if not any(why.values()) or pass_state.prompt_length is not None:
+    if not any(why.values()) or guard.prompt_length is not None:
         return
     if columns < compat.columns_in_chunks():
         reason = next(reason for reason, holds in why.items() if holds)

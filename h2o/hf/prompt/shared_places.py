@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from h2o.config import H2OConfig
-from h2o.hf.call.attend_and_evict import attention
-from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.attention.attention_call import NewTokens, attention
 from h2o.hf.prompt.cross_head_budget import (
     Budgets,
     CrossHeadBudget,

@@ -1,6 +1,6 @@
 """A model's rotary embedding: the rotation of keys is undone, and done again at other positions.
 
-`h2o.hf.forms.cache_relative` needs it, and `h2o.hf.prompt.echo` rotates queries on. Rotary
+`h2o.hf.layers.cache_relative` needs it, and `h2o.hf.prompt.echo` rotates queries on. Rotary
 embeddings (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021) turn
 pairs of a key's elements by angles that grow with its position. Which elements are pairs, how many
 there are and what the angles are differs between models, so all of it is asked of the model's own
@@ -26,8 +26,6 @@ from h2o.hf.families.layer_kinds import full_layers
 from h2o.hf.families.shared_keys import reusing
 from h2o.hf.rotary.angles import BY_LENGTH
 from h2o.hf.rotary.rotary_parts import Parts, Probe, parts_of
-
-__all__ = ["ROLLED", "Rotary", "rotary_refusal", "rotate"]
 
 ROLLED = frozenset(
     "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gpt_neox phi phi3 stablelm olmo2 granite "

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from h2o import compat
 
-__all__ = ["RopeDeltas"]
-
 _latest: weakref.WeakKeyDictionary[Any, weakref.ref[RopeDeltas]] = weakref.WeakKeyDictionary()
 """Whose number each model has."""
 

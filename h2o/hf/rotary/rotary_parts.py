@@ -30,8 +30,6 @@ from h2o import compat
 from h2o.compat import accepts
 from h2o.model_identity import describe
 
-__all__ = ["Parts", "Probe", "parts_of"]
-
 
 class Parts(NamedTuple):
     """Of a language model."""

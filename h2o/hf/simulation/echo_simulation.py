@@ -16,16 +16,13 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import H2OConfig
-from h2o.hf.call.attend_and_evict import attention
-from h2o.hf.call.attention_call import NewTokens, round_like_slots
+from h2o.hf.attention.attention_call import NewTokens, attention, round_like_slots
 from h2o.hf.prompt.prompt_echo import PromptEcho
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store import slot_layout
 from h2o.hf.store.pins import Pins
 from h2o.hf.store.trace import by_column, not_held
 from h2o.policy import Policy
-
-__all__ = ["make_echo", "simulate"]
 
 
 def make_echo(rotary: Rotary, layer: int, config: H2OConfig, prompt: int) -> PromptEcho | None:

@@ -6,8 +6,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["Masks"]
-
 
 class Masks(Protocol):
     """A rule by which each row of a text sees some of the keys before it, from `heavy` and `recent`

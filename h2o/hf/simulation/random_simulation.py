@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from h2o.errors import UnsupportedError
-from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.prompt.cross_head_budget import positions_in
 from h2o.hf.prompt.scorers import draw_ranks, head_numbers
 from h2o.hf.simulation.visible_keys import VisibleKeys
 from h2o.hf.store.pins import Pins
-
-__all__ = ["simulate"]
 
 
 def simulate(

@@ -24,8 +24,8 @@ from h2o import ops
 from h2o.config import H2OConfig, one_config
 from h2o.errors import UnsupportedError
 from h2o.head_budgets import expand_to_heads
+from h2o.hf.attention.attention_call import Call, NewTokens, Undifferentiable
 from h2o.hf.attention.attention_hook import attending
-from h2o.hf.call.attention_call import Call, NewTokens, Undifferentiable
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.latent_attention import over_latents, trace_latents
 from h2o.hf.families.layer_kinds import kind_of
@@ -37,9 +37,8 @@ from h2o.hf.prompt.shared_places import SharedPlaces
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.simulation import echo_simulation, random_simulation
 from h2o.hf.simulation.masks import Masks
-from h2o.hf.simulation.visible_keys import VisibleKeys
+from h2o.hf.simulation.visible_keys import VisibleKeys, columns, retained_by_token
 from h2o.hf.store.pins import Pins
-from h2o.hf.store.retained import columns, retained_by_token
 from h2o.hf.support import transformers_layers
 from h2o.policy import Policy
 
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from h2o.config_fields import ConfigFields, Pinned
-
-__all__ = ["Simulation", "check", "simulated"]
 
 
 @contextmanager

@@ -16,12 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.hf.call.attention_call import Call, NewTokens
+from h2o.attention_blocks import retained_mass
+from h2o.hf.attention.attention_call import Call, NewTokens
 from h2o.kv_dtype import stored_bytes
 from h2o.quantization import dequantize, quantize
 from h2o.sink_logits import softmax
-
-__all__ = ["VisibleKeys"]
 
 ROWS = 512
 """Queries whose logits are made at one time."""
@@ -87,3 +86,29 @@ def _round_like_store(x: Tensor, size: int) -> Tensor:
     D = x.shape[-1]
     rows = quantize(x.reshape(-1, D), 8 if size == D + 2 else 4)
     return dequantize(rows, D).view(x.shape)
+
+
+def retained_by_token(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    evicted_at: Tensor,
+    scale: float | None,
+    softcap: float,
+) -> Tensor:
+    """[B, H, N]: what each token retains of a full cache's attention, NaN for pads."""
+    B, H, N, _ = query.shape
+    mass = torch.full((B, H, N), torch.nan, dtype=torch.float32, device=query.device)
+    for b, real in enumerate(columns(mask, B, N, query.device)):
+        left = torch.searchsorted(real, evicted_at[b, :, real].long())
+        mass[b, :, real] = retained_mass(
+            query[b, :, real], key[b, :, real], left, scale=scale, softcap=softcap
+        )
+    return mass
+
+
+def columns(mask: Tensor | None, B: int, N: int, device: torch.device) -> list[Tensor]:
+    """Columns of each row that are no pads."""
+    if mask is None:
+        return [torch.arange(N, device=device)] * B
+    return [row.nonzero()[:, 0] for row in mask]

@@ -23,14 +23,12 @@ from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.store import slot_layout
 from h2o.hf.store.kept import Kept
-from h2o.hf.store.pass_state import PassState
+from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.report import LayerReport
 from h2o.hf.store.slot_layout import Capacity
 from h2o.hf.store.trace import Trace
 from h2o.quantization import dequantize
 from h2o.slots import PER_ROW
-
-__all__ = ["LayerContents"]
 
 
 class LayerContents(CacheLayerMixin):
@@ -42,7 +40,7 @@ class LayerContents(CacheLayerMixin):
 
     config: H2OConfig
     layer_idx: int
-    pass_state: PassState
+    guard: PassGuard
     form: Any
     scorer: Any
     stepper: Any
@@ -105,7 +103,7 @@ class LayerContents(CacheLayerMixin):
         """Q more columns have been seen."""
         self.seen += Q
         if self.waits_for_pins:
-            self.waits_for_pins = self.pass_state.pins.wait(self.slots.seen_tokens)
+            self.waits_for_pins = self.guard.pins.wait(self.slots.seen_tokens)
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
@@ -216,7 +214,7 @@ class LayerContents(CacheLayerMixin):
         self.waits_for_pins = False  # whether tokens that are pinned are still to come
         self.trace = Trace() if self.traced else None
         self.last: Any = None  # the last forward pass, where passes are recorded
-        self.pass_state.waiting = None
+        self.guard.waiting = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was: keys, scores, positions and budgets."""

@@ -18,8 +18,6 @@ from h2o.hf.families.tensor_parallel import WHOLE
 from h2o.hf.store import states
 from h2o.hf.store.slot_layout import Capacity, sizes
 
-__all__ = ["State", "keys_state", "layer_state", "restore", "restore_keys"]
-
 _NUMBERS = (
     "seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "floored", "part",
     "waits_for_pins",

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from h2o.spans import PINNED, Row, count, merge_spans, runs
 
-__all__ = ["Pins"]
-
 LEAST_DECAY = 1e-30
 """Below it, in float32, infinity times the decay may not be infinity."""
 

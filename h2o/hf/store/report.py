@@ -10,8 +10,6 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["LayerReport", "Report"]
-
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:

@@ -21,24 +21,6 @@ from h2o import ops
 from h2o.slots import PER_ROW, PER_SLOT, empty_value
 from h2o.spans import PINNED
 
-__all__ = [
-    "Capacity",
-    "by_head",
-    "capacities",
-    "enlarge",
-    "figures",
-    "fill_slots",
-    "gather_held",
-    "heads",
-    "put_row",
-    "row_bytes",
-    "rows_like",
-    "sizes",
-    "together",
-    "with_capacities",
-    "writable",
-]
-
 
 @dataclasses.dataclass
 class Capacity:

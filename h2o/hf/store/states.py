@@ -15,18 +15,6 @@ from torch import Tensor
 
 from h2o.hf.store.slot_layout import writable
 
-__all__ = [
-    "bytes_of",
-    "each",
-    "forget",
-    "make_writable",
-    "numbers_of",
-    "put",
-    "states_row_bytes",
-    "take_row",
-    "tensors_of",
-]
-
 _NAMES = ("conv", "recurrent")
 
 

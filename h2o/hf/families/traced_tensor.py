@@ -14,8 +14,6 @@ from torch import Tensor
 
 from h2o.compat import as_plain_tensors
 
-__all__ = ["TracedTensor", "plain"]
-
 
 class TracedTensor(Tensor):
     """A tensor whose attributes go over to all that is computed from it.

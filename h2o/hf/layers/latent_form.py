@@ -18,13 +18,11 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.errors import UnsupportedError
-from h2o.hf.call.attention_call import AttentionCall, NewTokens
-from h2o.hf.call.traced_tensor import TracedTensor, plain
+from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.latent_attention import Expansion
-from h2o.hf.forms.plain_form import PlainForm
-
-__all__ = ["LatentForm"]
+from h2o.hf.families.traced_tensor import TracedTensor, plain
+from h2o.hf.layers.plain_form import PlainForm
 
 MANY = 32
 """Query heads from which on `attend`, a product of matrices, and `evict` are faster than `step`."""

@@ -15,10 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from h2o import ops
-from h2o.hf.call.attend_and_evict import attention
-from h2o.hf.call.attention_call import AttentionCall, NewTokens, as_operand
-
-__all__ = ["PlainForm"]
+from h2o.hf.attention.attention_call import AttentionCall, NewTokens, as_operand, attention
 
 
 class PlainForm:

@@ -27,7 +27,7 @@ from transformers.masking_utils import sdpa_mask
 
 from h2o import ops
 from h2o.errors import UnsupportedError
-from h2o.hf.call.attention_call import (
+from h2o.hf.attention.attention_call import (
     CACHE_HAS_NO_GRADIENT,
     AttentionCall,
     NewTokens,
@@ -35,12 +35,10 @@ from h2o.hf.call.attention_call import (
     as_autocast,
     as_operand,
 )
-from h2o.hf.call.traced_tensor import TracedTensor, plain
 from h2o.hf.families import tensor_parallel
-from h2o.hf.forms.plain_form import PlainForm
+from h2o.hf.families.traced_tensor import TracedTensor, plain
+from h2o.hf.layers.plain_form import PlainForm
 from h2o.slots import KINDS
-
-__all__ = ["SharedForm"]
 
 _ROWS = ("keys", "values")
 
@@ -120,7 +118,7 @@ class SharedForm(PlainForm):
             out = self._attend_later(layer, call, self.attended.to(call.query.device))
         if later == self.reused_by[-1]:
             self.attended = None
-            layer.pass_state.attended(later)
+            layer.guard.layer_done(later)
         if call.wants_gradients():
             return Undifferentiable.apply(
                 CACHE_HAS_NO_GRADIENT, out, call.query, call.key, call.value, call.sink_logits

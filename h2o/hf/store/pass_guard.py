@@ -1,8 +1,8 @@
-"""State that the layers of one `H2OCache` share: how far a forward pass has come, and its thread.
+"""`PassGuard`: how far the forward pass through the layers of one `H2OCache` has come.
 
-A `PassState` records which layer's new keys have not reached attention yet, which thread runs
-the forward pass, and how long the prompt is. With it a cache detects a pass that broke off, keys
-that never reached h2o's attention, and a second thread in between.
+With it a cache detects a pass that broke off, keys that never reached h2o's attention, and a second
+thread. It also holds what all layers need to know of the prompt: its length, its pins and the
+number that a model keeps beside the cache.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from h2o.compat import calls_a_module
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store.pins import Pins
 
-__all__ = ["WITHOUT_CACHE", "PassState", "refuse_broken"]
-
 WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token; "
     "give one of the two only"
@@ -29,15 +27,15 @@ WITHOUT_CACHE = (
 """The error where `generate()` feeds the whole text again, with its first new token."""
 
 _lock = threading.Lock()
-"""Guards `_thread` of all conversations; one lock for all, since locks cannot be copied."""
+"""Guards `_thread` of all caches; one lock for all, since locks cannot be copied."""
 
 
-class PassState:
+class PassGuard:
     """The state of a cache outside its layers.
 
-    A forward pass goes through the layers in order, so a second thread that comes in between
-    would mix its tokens into some of them. The first layer of a pass therefore takes the cache for
-    its thread, without waiting, and the last one gives it back.
+    A forward pass goes through the layers in order, so a second thread in between would mix its
+    tokens into some of them. The first layer of a pass therefore takes the cache for its thread,
+    without waiting, and the last one gives it back.
     """
 
     def __init__(
@@ -82,56 +80,83 @@ class PassState:
         """Whether rows are conversations of their own, as in `generate_all`"""
         self._thread: int | None = None  # the one with a forward pass under way
 
-    def repeat(self, rows: int) -> None:
-        """Each row has become so many, also of what no pass has read yet."""
-        self.pins.each_row(lambda pinned: [row for row in pinned for _ in range(rows)])
-        self._repeat_lengths(rows)
+    # ---- A forward pass ------------------------------------------------------------------------
 
-    def _repeat_lengths(self, rows: int) -> None:
-        if isinstance(self.prompt_length, Sequence):
-            self.prompt_length = [n for n in self.prompt_length for _ in range(rows)]
+    def enter(self) -> None:
+        """Take the cache for this thread before a layer gets new keys.
 
-    def repeat_to(self, rows: int) -> None:
-        """The prompts come as a batch of so many rows: `generate()` repeats each row for beams and
-        `num_return_sequences`."""
-        given = self.prompt_length
-        if isinstance(given, Sequence) and len(given) < rows and rows % len(given) == 0:
-            self._repeat_lengths(rows // len(given))
+        Raises:
+            RuntimeError: another thread's forward pass is under way.
+        """
+        if torch.compiler.is_compiling():
+            return  # a captured graph cannot ask for the thread
+        with _lock:
+            self.check_thread()
+            self._thread = threading.get_ident()
 
-    def select(self, rows: Tensor) -> None:
-        """The batch has become these rows of it."""
-        self.pins.each_row(lambda pinned: [pinned[row] for row in rows.tolist()])
-        if isinstance(self.prompt_length, Sequence):
-            self.repeat_to(int(rows.max()) + 1)
-            self.prompt_length = [self.prompt_length[row] for row in rows.tolist()]
+    def enter_states(self, layer: int) -> None:
+        """Do what `enter` does, before a layer's states change."""
+        if layer != self.last:
+            self.enter()
+        elif self._ends_in_states:
+            self._finish()
+
+    def layer_done(self, layer: int) -> None:
+        """Note that a layer has stored its new keys; after the last one the pass is over."""
+        self.waiting = None
+        if layer == self.last:
+            self._finish()
+
+    def take_back(self, layer: int) -> None:
+        """Note that a layer's new keys were refused, and nothing of them stored."""
+        self.waiting = None
+        if layer == self.first:
+            self.end_pass()
+
+    def end_pass(self) -> None:
+        """End the pass that is under way, if any."""
+        self._thread = None
+
+    def _finish(self) -> None:
+        self.end_pass()
+        self.rope_deltas.end()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass has begun and did not come to its end."""
+        return self._thread is not None
 
     def is_first(self, layer: int) -> bool:
         """Whether a layer is the first one of h2o's."""
         return layer == next(iter(self.configs), layer)
 
-    def enter(self) -> None:
-        """To be called before a layer gets new keys. RuntimeError during another thread's pass."""
+    # ---- Checks --------------------------------------------------------------------------------
+
+    def check_thread(self) -> None:
+        """Raises RuntimeError while another thread that still runs is amid a forward pass."""
         if torch.compiler.is_compiling():
-            return  # a captured graph cannot ask for the thread
-        with _lock:
-            self.refuse_other_thread()
-            self._thread = threading.get_ident()
+            return
+        thread = self._thread
+        if thread not in (None, threading.get_ident()) and calls_a_module(thread):
+            raise RuntimeError(
+                "this H2OCache is in use by another thread, whose forward pass has not come to "
+                "its end: a cache is one conversation, so make one cache per thread (or "
+                "h2o.patched(), which makes one for each call)"
+            )
 
-    def attended(self, layer: int) -> None:
-        """A layer has stored its new keys; after the last one the pass is over."""
-        self.waiting = None
-        if layer == self.last:
-            self._end()
+    def check_keys_arrived(self) -> None:
+        """Raises RuntimeError where a layer's new keys never got to its attention."""
+        if self.waiting is not None:
+            raise RuntimeError(
+                f"layer {self.waiting} updated its H2OCache, but its keys never reached h2o's "
+                'attention. Either the model runs another one: load it with attn_implementation="'
+                'h2o", or call model.set_attn_implementation("h2o"). Or it changes the keys after '
+                "the cache (latent attention, repeated heads), which h2o cannot serve. Or the last "
+                "forward pass was interrupted: call cache.reset()"
+            )
 
-    def states_of(self, layer: int) -> None:
-        """To be called before a layer's states change, as `enter` is before it gets new keys."""
-        if layer != self.last:
-            self.enter()
-        elif self._ends_in_states:
-            self._end()
-
-    def refuse_parted_states(self) -> None:
-        """Between two passes: RuntimeError where the last one did not come to its end, and some
+    def check_states_agree(self) -> None:
+        """Raises RuntimeError between two passes where the last one did not come to its end: some
         layers' states, which do not tell how many tokens they have seen, may be ahead of others."""
         if self._has_states and self.under_way:
             raise RuntimeError(
@@ -149,70 +174,45 @@ class PassState:
                 "model.generate() in h2o.patched(), which does, or begin with a longer prompt"
             )
 
-    def reread(self) -> None:
-        """Lets the model leave out the cache where angles change: a patch then gives it another."""
+    def allow_rereading(self) -> None:
+        """Let the model leave out the cache where angles change: a patch then makes another."""
         if self.rereads_after != math.inf:
             self.rereads_after = None
 
-    def take_back(self, layer: int) -> None:
-        """A layer's new keys were refused; nothing of them was stored."""
-        self.waiting = None
-        if layer == self.first:
-            self.leave()
+    # ---- Rows ----------------------------------------------------------------------------------
 
-    def refuse_interrupted(self) -> None:
-        """Raises RuntimeError where a layer's new keys never got to its attention."""
-        if self.waiting is not None:
-            raise RuntimeError(_not_attended_message(self.waiting))
+    def repeat(self, rows: int) -> None:
+        """Repeat each row of the batch, also of a prompt that is still to come."""
+        self.pins.each_row(lambda pinned: [row for row in pinned for _ in range(rows)])
+        self._repeat_lengths(rows)
 
-    def leave(self) -> None:
-        """Ends the pass that is under way, if any."""
-        self._thread = None
+    def repeat_to(self, rows: int) -> None:
+        """Follow `generate()`, which repeats each prompt for beams and `num_return_sequences`, to a
+        batch of so many rows."""
+        given = self.prompt_length
+        if isinstance(given, Sequence) and len(given) < rows and rows % len(given) == 0:
+            self._repeat_lengths(rows // len(given))
 
-    def _end(self) -> None:
-        """The pass has come to its end."""
-        self.leave()
-        self.rope_deltas.end()
+    def _repeat_lengths(self, rows: int) -> None:
+        if isinstance(self.prompt_length, Sequence):
+            self.prompt_length = [n for n in self.prompt_length for _ in range(rows)]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order."""
+        self.pins.each_row(lambda pinned: [pinned[row] for row in rows.tolist()])
+        if isinstance(self.prompt_length, Sequence):
+            self.repeat_to(int(rows.max()) + 1)
+            self.prompt_length = [self.prompt_length[row] for row in rows.tolist()]
 
     def reset(self) -> None:
-        """As of a new cache whose prompt may have any length."""
-        self.leave()
+        """Become the guard of a new cache whose prompt may have any length."""
+        self.end_pass()
         self.rope_deltas.reset()
         self.prompt_length = None
         self.pins.reset()
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a pass has begun and did not come to its end."""
-        return self._thread is not None
 
-    def refuse_other_thread(self) -> None:
-        """Raises RuntimeError while another thread that still runs is amid a forward pass."""
-        if torch.compiler.is_compiling():
-            return
-        thread = self._thread
-        if thread in (None, threading.get_ident()):
-            return
-        if calls_a_module(thread):
-            raise RuntimeError(
-                "this H2OCache is in use by another thread, whose forward pass has not come to "
-                "its end: a cache is one conversation, so make one cache per thread (or "
-                "h2o.patched(), which makes one for each call)"
-            )
-
-
-def _not_attended_message(layer: int) -> str:
-    """The error text for keys that `update` returned and `attend` never got."""
-    return (
-        f"layer {layer} updated its H2OCache, but its keys never reached h2o's attention. Either "
-        'the model runs another one: load it with attn_implementation="h2o", or call '
-        'model.set_attn_implementation("h2o"). Or it changes the keys after the cache (latent '
-        "attention, repeated heads), which h2o cannot serve. Or the last forward pass was "
-        "interrupted: call cache.reset()"
-    )
-
-
-def refuse_broken(counts: list[int]) -> None:
+def check_layers_agree(counts: list[int]) -> None:
     """Raises RuntimeError for layers that have seen different numbers of tokens."""
     seen, run = counts[0], sum(count > 0 for count in counts)
     if counts == [seen] * len(counts):

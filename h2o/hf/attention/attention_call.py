@@ -16,18 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from h2o import ops
+from h2o.policy import Policy
 from h2o.quantization import dequantize, stored_like
-
-__all__ = [
-    "CACHE_HAS_NO_GRADIENT",
-    "AttentionCall",
-    "Call",
-    "NewTokens",
-    "Undifferentiable",
-    "as_autocast",
-    "as_operand",
-    "round_like_slots",
-]
+from h2o.spans import PINNED
 
 
 class AttentionCall(NamedTuple):
@@ -191,3 +182,36 @@ class Call(NamedTuple):
     """Whether keys and values come out of an `H2OCache`"""
     full: Callable[[], Tensor]
     """The output [B, n, H, D] with nothing evicted"""
+
+
+def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tuple[Tensor, Tensor]:
+    """Output [B, Q, H, D] of new tokens over slots and each other, and scores [B, G, Q] of their
+    keys."""
+    return ops.attend(
+        tokens.query,  # not tokens[:3]: torch 2.6 cannot compile slices of named tuples
+        tokens.key,
+        tokens.value,
+        slots,
+        mask=tokens.mask,
+        scale=tokens.scale,
+        softcap=tokens.softcap,
+        sink_logits=tokens.sink_logits,
+        policy=policy,
+    )
+
+
+def evicting(
+    attend: Callable[[], tuple[Tensor, Tensor]], tokens: NewTokens, slots: ops.Slots, policy: Policy
+) -> Tensor:
+    """The output of `attend`, by whose scores then the slots keep what their budget has room for;
+    pinned keys stay pinned. When it raises, the slots are as they were."""
+    scores_before = slots.scores.clone()
+    try:
+        out, scores = attend()
+        if policy.decay < 1:  # whose power may be 0
+            slots.scores.masked_fill_(scores_before == PINNED, PINNED)
+        ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
+    except Exception:  # the scores are all that attend has touched
+        slots.scores.copy_(scores_before)
+        raise
+    return out
