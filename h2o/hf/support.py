@@ -77,21 +77,19 @@ class Support:
         if not self.supported:
             return f"{self.model_type}: not supported: {self.reason}"
         full = self.layers.count("h2o")
-        rest = "".join(
+        parts = [f"{self.model_type}: supported, {full} of {len(self.layers)} layers by h2o"]
+        parts += [
             f", {self.layers.count(kind)} {what}"
             for kind, what in _REST.items()
             if kind in self.layers
-        )
-        rolled = (
-            f'; positions="cache_relative": not, {self.not_cache_relative}'
-            if self.not_cache_relative
-            else ""
-        )
-        images = f"; images: not, {self.not_images}" if self.not_images else ""
-        echo = f"; in place of H2OConfig.echo: {self.not_echo}" if self.not_echo else ""
-        idle = "" if full else ", so that nothing is evicted"
-        served = f"{full} of {len(self.layers)} layers by h2o{rest}{idle}"
-        return f"{self.model_type}: supported, {served}{rolled}{images}{echo}"
+        ]
+        parts += [] if full else [", so that nothing is evicted"]
+        reasons = {
+            'positions="cache_relative": not, ': self.not_cache_relative,
+            "images: not, ": self.not_images,
+            "in place of H2OConfig.echo: ": self.not_echo,
+        }
+        return "".join(parts + [f"; {what}{why}" for what, why in reasons.items() if why])
 
 
 _REST = {

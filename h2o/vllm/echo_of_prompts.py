@@ -63,14 +63,14 @@ class Dealer:
         if len(parts) < self.layers:
             return []
         del self._waiting[page]
-        cross_head = CrossHeadBudget({i: part.config for i, part in enumerate(parts)}, alike=False)
+        cross_head = CrossHeadBudget({i: part.plan for i, part in enumerate(parts)}, alike=False)
         dealt: list[Cut] = []
 
         def note(prompt: Prompt, by_row: Budgets) -> None:  # from the first layer to the last
             dealt.append(parts[len(dealt)]._replace(budgets=by_row[0]))
 
         for i, part in enumerate(parts):
-            cross_head.take(Recipient(i, part.config, note), _prompt(part))
+            cross_head.take(Recipient(i, part.plan, note), _prompt(part))
         return dealt
 
 

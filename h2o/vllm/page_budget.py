@@ -19,6 +19,7 @@ from h2o import ops
 from h2o.budgets import check_amount
 from h2o.config import PARAMETERS, H2OConfig, one_config
 from h2o.head_budgets import expand_to_heads
+from h2o.layer_plan import LayerPlan
 from h2o.profile import Profile
 from h2o.spans import Row, count, merge_spans, parse_spans
 from h2o.vllm.page_store import ALIGNMENT, page_bytes
@@ -257,13 +258,13 @@ class PageBudget:
     def _by_head(
         self, config: H2OConfig, layer: int, keys: torch.Tensor, prompt: int
     ) -> list[tuple[int, int]]:
-        of_layer = self.of_layer(config, layer, keys)
-        return expand_to_heads([of_layer.head_tokens(prompt)], keys.shape[1], self.part)[0]
+        plan = self.layer_plan(config, layer, keys)
+        return expand_to_heads([plan.head_tokens(prompt)], keys.shape[1], self.part)[0]
 
-    def of_layer(self, config: H2OConfig, layer: int, keys: torch.Tensor) -> H2OConfig:
-        """A layer's own."""
-        of_layer = config.for_layer(layer, self.layers)
-        return of_layer.for_keys(keys.shape[-1], keys.element_size())
+    def layer_plan(self, config: H2OConfig, layer: int, keys: torch.Tensor) -> LayerPlan:
+        """The budgets of a layer for keys like these."""
+        plan = LayerPlan.of(config, layer, self.layers)
+        return plan.for_keys(keys.shape[-1], keys.element_size())
 
     def _kept(self, layer: int, keys: torch.Tensor) -> list[int]:
         """Keys of each head, or of all, that a page holds."""

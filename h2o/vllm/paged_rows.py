@@ -20,6 +20,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import H2OConfig
+from h2o.layer_plan import LayerPlan
 from h2o.slots import empty_row
 from h2o.spans import PINNED, Row, count
 from h2o.vllm.forks import Forks
@@ -45,8 +46,8 @@ class Cut(NamedTuple):
     """(heavy, recent) of each head, or one for all"""
     pinned: int
     """keys of these, beyond the sinks, that every head keeps"""
-    config: H2OConfig
-    """the layer's, of the request"""
+    plan: LayerPlan
+    """the layer's budgets, of the request"""
 
 
 class Deals(Protocol):
@@ -352,8 +353,8 @@ class PagedLayer:
             ops.evict(keys, values, scores, self.store.rows(number), policy=self.policy)
             return
         pinned = count(request.pinned, self.budget.config.sinks)
-        config = self.budget.of_layer(request.config or self.budget.config, self.layer, keys)
-        cut = Cut(keys, values, scores, echo, budgets, pinned, config)
+        plan = self.budget.layer_plan(request.config or self.budget.config, self.layer, keys)
+        cut = Cut(keys, values, scores, echo, budgets, pinned, plan)
         if dealt := self.deals.take(chunk.page, self.layer, cut):
             budgets = [budget for part in dealt for budget in part.budgets]
             sizes = [self.budget.slots(self.budget.config.sinks + sum(x)) for x in budgets]

@@ -1,9 +1,8 @@
 """What vLLM sees of h2o: an attention backend and the size of its pages.
 
-With `validation` and `runners` it alone knows vLLM, by the internals of the versions in
-`h2o.vllm.versions`. On the CPU platform vLLM always takes the backend CPU_ATTN, so h2o's stands in
-its place, and is vLLM's own wherever the config has no entry "h2o". On a GPU it is the backend
-CUSTOM, for which a user asks.
+With `validation` and `runners` it alone knows vLLM, by the internals of the tested versions. On the
+CPU platform vLLM always takes the backend CPU_ATTN, so h2o's stands in its place, and is vLLM's own
+wherever the config has no entry "h2o". On a GPU it is the backend CUSTOM, for which a user asks.
 
 A request has one page for life (vLLM's CircularBufferSpec), which holds its slots; tokens are not
 in blocks, so vLLM's slot mapping is not used, and what requests have in common is copied. Of a

@@ -172,17 +172,6 @@ def test_report_adds_up():
     assert data["note"] in text_form
 
 
-def test_report_is_a_table_for_rich():
-    rich = pytest.importorskip("rich.console")
-    cache = new_cache(heavy=4, recent=4)
-    feed(cache, drifting(7, B=1, N=12), [10, 1, 1])
-    console = rich.Console(width=120)
-    with console.capture() as capture:
-        console.print(cache.report())
-    assert "mass evicted" in capture.get()
-    assert "total" in capture.get()
-
-
 def test_report_says_when_the_budget_never_bites_and_when_empty():
     cache = new_cache(heavy=50, recent=4)
     assert "The cache is empty." in str(cache.report())

@@ -87,7 +87,7 @@ def stored(ours, position: int):
             position_ids=torch.tensor([[position]]),
             **with_cache(cache),
         )
-    return [layer.held()[0] for layer in cache.layers if has_ranks(layer)]
+    return [layer.kept_rows()[0] for layer in cache.layers if has_ranks(layer)]
 
 
 def test_all_model_types_are_shown():

@@ -1,8 +1,7 @@
-"""One attention call of one layer as a record: tensors, mask, scale and what the model asks for.
+"""Records of one attention call, and the operations on them.
 
 `h2o.hf.attention.attention` fills an `AttentionCall` and passes it to the layer, which checks it,
-converts it to the dtype of its store (`NewTokens`) and attends. Also here: casting under autocast
-(`as_autocast`), and an output whose backward raises (`Undifferentiable`).
+converts it to the dtype of its store (`NewTokens`) and attends.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, D head dimension.
 """
@@ -48,8 +47,8 @@ class AttentionCall(NamedTuple):
     unsupported: Exception | None = None
     """Error to raise for what transformers' arguments ask for beyond plain causal attention"""
 
-    def refuse(self) -> None:
-        """Raises `unsupported` if it is set, and TypeError for float64."""
+    def check(self) -> None:
+        """Raises `unsupported` if it is set, TypeError for float64, RuntimeError in training."""
         if self.unsupported is not None:
             raise self.unsupported
         if self.query.dtype == torch.float64:
@@ -58,8 +57,6 @@ class AttentionCall(NamedTuple):
                 "model.float(), or use DynamicCache"
             )
 
-    def refuse_training(self) -> None:
-        """Raises RuntimeError where the model is not in eval mode."""
         if self.module.training or self.dropout:
             raise RuntimeError(
                 "an H2OCache is for inference: call model.eval(), or train with use_cache=False"
@@ -69,6 +66,12 @@ class AttentionCall(NamedTuple):
         """Whether autograd would record what is done with the tensors."""
         tensors = (self.query, self.key, self.value, self.sink_logits)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+    def without_backward(self, out: Tensor) -> Tensor:
+        """An output of this call whose backward raises."""
+        inputs = self.query, self.key, self.value, self.sink_logits
+        made: Tensor = NoBackward.apply(CACHE_HAS_NO_GRADIENT, out, *inputs)
+        return made
 
     def detached(self) -> AttentionCall:
         """The same call outside of autograd's graph."""
@@ -98,12 +101,18 @@ class NewTokens(NamedTuple):
         value = None if self.value is None else self.value.to(dtype)
         return self._replace(query=self.query.to(dtype), key=self.key.to(dtype), value=value)
 
-    def first(self, columns: int) -> NewTokens:
-        """The first of them."""
-        return self.columns(0, columns)
+    @property
+    def options(self) -> dict[str, Any]:
+        """Mask, scale, softcap and sinks as keyword arguments of the operations."""
+        return {
+            "mask": self.mask,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "sink_logits": self.sink_logits,
+        }
 
     def columns(self, begin: int, end: int) -> NewTokens:
-        """Those that stand in columns `begin` to `end` - 1."""
+        """The tokens in columns `begin` to `end` - 1."""
         query, key = (x[:, :, begin:end] for x in (self.query, self.key))
         value = None if self.value is None else self.value[:, :, begin:end]
         mask = None if self.mask is None else self.mask[:, begin:end]
@@ -111,7 +120,7 @@ class NewTokens(NamedTuple):
 
 
 def round_like_slots(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
-    """New tokens as they are read from the slots."""
+    """Round new tokens to what is read back from slots that store them quantized."""
     if slots.keys.dtype != torch.uint8:
         return tokens
 
@@ -124,12 +133,12 @@ def round_like_slots(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
 
 
 def as_operand(sink_logits: Tensor | None) -> Tensor | None:
-    """A model's learned sinks [H] as the operations take them: float32, without a gradient."""
+    """Learned sinks [H] as the operations take them: float32, without a gradient."""
     return None if sink_logits is None else sink_logits.detach().float()
 
 
 def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in autocast's dtype, if it is on: rotary embedding makes two of them float32."""
+    """Cast all three to autocast's dtype, if it is on: rotary embedding makes two float32."""
     if query.dtype == key.dtype == value.dtype:
         return query, key, value
     device = query.device.type
@@ -145,7 +154,7 @@ CACHE_HAS_NO_GRADIENT = (
 )
 
 
-class Undifferentiable(torch.autograd.Function):
+class NoBackward(torch.autograd.Function):
     """An output where gradients are recorded: the error `reason` if they are asked for."""
 
     @staticmethod
@@ -187,24 +196,17 @@ class Call(NamedTuple):
 def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tuple[Tensor, Tensor]:
     """Output [B, Q, H, D] of new tokens over slots and each other, and scores [B, G, Q] of their
     keys."""
+    # Not tokens[:3]: torch 2.6 cannot compile slices of named tuples.
     return ops.attend(
-        tokens.query,  # not tokens[:3]: torch 2.6 cannot compile slices of named tuples
-        tokens.key,
-        tokens.value,
-        slots,
-        mask=tokens.mask,
-        scale=tokens.scale,
-        softcap=tokens.softcap,
-        sink_logits=tokens.sink_logits,
-        policy=policy,
+        tokens.query, tokens.key, tokens.value, slots, policy=policy, **tokens.options
     )
 
 
-def evicting(
+def evict_after(
     attend: Callable[[], tuple[Tensor, Tensor]], tokens: NewTokens, slots: ops.Slots, policy: Policy
 ) -> Tensor:
-    """The output of `attend`, by whose scores then the slots keep what their budget has room for;
-    pinned keys stay pinned. When it raises, the slots are as they were."""
+    """Return the output of `attend`, and evict by its scores; pinned keys stay pinned. When it
+    raises, the slots are as they were."""
     scores_before = slots.scores.clone()
     try:
         out, scores = attend()

@@ -1,8 +1,7 @@
 """`attending`: a context manager that replaces the attention of a model's layers by a function.
 
 Simulation, analysis and calibration use it to see queries, keys and values of a forward pass over a
-whole text. The details of transformers' attention functions stay here. A call that asks for more
-than plain causal attention is an error.
+whole text.
 
 Shape letters: B batch rows, H query heads, G key/value heads, n tokens, D head dimension.
 """
@@ -90,7 +89,6 @@ class _SharedModules:
     several layers, and give its forward a `layer_idx`."""
 
     def __init__(self, text_config: type) -> None:
-        """`text_config`: the class of the language model's config."""
         self._here, self._text_config = threading.local(), text_config
 
     def layer(self, module: nn.Module) -> int | None:

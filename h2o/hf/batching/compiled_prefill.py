@@ -68,8 +68,8 @@ class CompiledPrefill:
 
 
 class CompiledForward:
-    """Called as the model is. From the first time on that the graph cannot be made, which is
-    warned of, it is the model; `what` says to the reader which passes these are."""
+    """Call a model by its graph, or after a warning eagerly where none can be made. `what` names
+    the passes in the warning."""
 
     def __init__(self, model: Any, what: str) -> None:
         self.model, self.what = model, what

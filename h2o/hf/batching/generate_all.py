@@ -12,9 +12,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from typing_extensions import Unpack
 
 from h2o.config import PARAMETERS, H2OConfig, one_config
+from h2o.config_fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
@@ -23,12 +26,6 @@ from h2o.hf.batching.row_batch import RowBatch, row_bytes
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.wrappers import unwrap
 from h2o.hf.layers.layer import H2OLayer
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from h2o.config_fields import ConfigFields, Pinned
-
 
 TOKENS_A_STEP = 2048
 """Of prompts that are read between two decode steps, as for `max_num_batched_tokens` of vLLM: fewer

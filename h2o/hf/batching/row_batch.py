@@ -1,10 +1,9 @@
 """`RowBatch`: one `H2OCache` whose rows are conversations of their own, replaced one at a time.
 
-A row has a constant size, so the slots and states of a row that has come to its end are taken by
-the next conversation in place: nothing of the other rows is copied. A decode step usually runs
-only the rows that are not idle, found by number. It runs all rows and masks the idle ones where it
-is compiled, since its shapes are fixed, and where layers have states, which transformers updates in
-place.
+A row has a constant size, so the next conversation takes the slots and states of a finished row in
+place. A decode step usually runs only the rows that are not idle, found by number. It runs all rows
+and masks the idle ones where it is compiled, since its shapes are fixed, and where layers have
+states, which transformers updates in place.
 
 Shape letters: n rows that are not idle.
 """

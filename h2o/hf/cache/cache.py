@@ -1,14 +1,11 @@
 """`H2OCache`: H2O as a cache of Hugging Face transformers.
 
-It is a list of layers. A full-attention layer is an `H2OLayer`, which holds
-only the keys that its budget has room for, with their scores and positions; all
-others remain what transformers makes them. What is done to all
-layers together stands here: making a cache, copying, saving, cropping; what a cache can be
-asked in readable_cache.py.
+A cache is a list of layers. A full-attention layer is an `H2OLayer`, which keeps only the keys that
+its budget has room for; all others are transformers' own. This file makes, copies, saves and crops
+a cache; readable_cache.py has the read-only methods.
 
-Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A
-column is an index in the padded batch; a position is a token's index in its own
-row, pads not counted.
+Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A column is an index in
+the padded batch; a position is a token's index in its own row, pads not counted.
 """
 
 from __future__ import annotations
@@ -18,14 +15,16 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
+from typing_extensions import Unpack
 
 from h2o import packages
 from h2o.config import H2OConfig, one_config
+from h2o.config_fields import CacheFields, ConfigFields, Pinned, PromptLength
 from h2o.hf.cache import cache_file
 from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.continuation import check_text, warn_of_many_graphs
@@ -41,11 +40,6 @@ from h2o.hf.store.pass_guard import PassGuard, check_layers_agree
 from h2o.hf.store.pins import Pins
 from h2o.hf.support import text_config_of
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from h2o.config_fields import CacheFields, ConfigFields, Pinned, PromptLength
-
 
 class H2OCache(ReadableCache):
     """A KV cache that keeps, per layer, row and key/value head, only what its budget allows.
@@ -57,10 +51,10 @@ class H2OCache(ReadableCache):
     print(cache.report())
     ```
 
-    One cache is one conversation, or one batch of them: used again it goes on, `reset()`
-    starts anew. A pipeline or a loop over prompts would therefore go on with the first prompt:
-    use `h2o.patched()` there, which makes a fresh cache each time. Layers with a sliding window,
-    with states, or for images keep transformers' own cache, all others are H2O.
+    One cache is one conversation, or one batch of them. Reusing the cache continues it; call
+    `reset()` to start another. For a pipeline or a loop over prompts use `h2o.patched()`, which
+    makes a fresh cache each time. Layers with a sliding window, with states, or for images keep
+    transformers' own cache.
 
     Args:
         config: a model, or its config (`model.config`), by which a fine-tuned model cannot be told
@@ -68,17 +62,15 @@ class H2OCache(ReadableCache):
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `budget`, or `heavy`,
             `recent`, `sinks`, `min_tokens`, `score_by`, `decay`, `value_weighted`,
             `positions`, `head_shares`, `kv_dtype`, `budget_unit`.
-        prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only
-            needed where fractions meet a prompt that is fed in chunks
-            (`generate(prefill_chunk_size=...)`): else the first forward pass is the prompt, and
-            later ones of several tokens are turns of a chat. Forgotten by `reset()`.
+        prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only needed
+            for fractions of a prompt that is fed in chunks (`generate(prefill_chunk_size=...)`).
+            Otherwise the first forward pass is the prompt. Forgotten by `reset()`.
         pinned: keys that are never evicted and count in the budget: spans `[(start, stop), ...]` of
             token positions in a row, pads not counted, or such a list for each row; `"prompt"`, the
             whole first prompt; or a bool mask [B, K] of the padded prompt's columns. A position
             that is yet to come is pinned when it comes. `reset()` keeps what was given here.
         trace: remember when each key was evicted; see `evicted_at`.
-        compileable: give torch.compile one graph for all decode steps. `generate()` compiles by
-            itself on CUDA, and where a `CompileConfig` says so. Slots are made for the whole
+        compileable: give torch.compile one graph for all decode steps, with slots for the whole
             budget at once. Not with sliding windows, cache-relative positions or trace.
 
     Raises:
@@ -106,15 +98,14 @@ class H2OCache(ReadableCache):
         guard = PassGuard(prompt_length, plan.kinds, plan.last, plan.has_states)
         layers = plan.layers(guard, trace=trace, compileable=compileable)
         guard.pins = Pins.of(pinned, plan.h2o_config.decay)
-        guard.configs = plan.configs
+        guard.plans = plan.plans
         guard.rereads_after = plan.rereads_after
         guard.rope_deltas = RopeDeltas.of(config)
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
         self.guard = guard
         self.not_dealt, self.model_shape = plan.not_dealt, plan.model_shape
-        self.unused = None
-        if not plan.configs:
-            self.unused = plan.h2o_config.for_layer(0, len(layers))
+        self.config = plan.h2o_config
+        if not plan.plans:
             warnings.warn(
                 f"nothing is evicted: every layer of {config.model_type} has a sliding window and "
                 "keeps transformers' own cache",
@@ -140,13 +131,12 @@ class H2OCache(ReadableCache):
         model.generate(**text_and_question, cache=cache)  # now under "h2o"
         ```
 
-        A DynamicCache has no scores. So every key is kept until the next forward pass, whose
-        queries see all of them. The attention that they give is the score by which the converted
-        tokens and the new ones are then pruned to the budget, together, as one prompt would be:
-        rather that of a whole question than of a single token.
+        A DynamicCache has no scores, so every key is kept until the next forward pass. The
+        attention of that pass is the score by which converted and new tokens are pruned together,
+        as one prompt would be. Let it be a whole question instead of a single token.
 
-        Keys and values are copied; of layers with a sliding window the last ones are. Until
-        that pass memory is that of the full cache, twice if you keep the DynamicCache.
+        Keys and values are copied. Until that pass memory is that of the full cache, twice if you
+        keep the DynamicCache.
 
         Args:
             cache: a filled DynamicCache, made with `config` or without.
@@ -168,7 +158,7 @@ class H2OCache(ReadableCache):
         return converted
 
     def fork(self, rows: int = 1) -> H2OCache:
-        """A copy that goes on by itself: read a document once, then ask a fork each question.
+        """An independent copy: read a document once, then ask a fork each question.
 
         ```python
         model(**document, cache=cache)
@@ -176,8 +166,7 @@ class H2OCache(ReadableCache):
             model.generate(question, cache=cache.fork())
         ```
 
-        `copy.deepcopy(cache)` is the same. What a copy holds counts as a whole prompt, so that
-        fractions stay those of the document.
+        `copy.deepcopy(cache)` does the same. Fractions stay those of the document.
 
         Args:
             rows: what each row becomes, for questions in one batch; at least 1.
@@ -187,7 +176,7 @@ class H2OCache(ReadableCache):
         """
         if rows < 1:
             raise ValueError(f"rows: is {rows}, wanted at least 1")
-        self._refuse_broken()
+        self._check_complete()
         fork = copy.deepcopy(self)
         if rows != 1:
             fork.batch_repeat_interleave(rows)
@@ -207,7 +196,7 @@ class H2OCache(ReadableCache):
             ValueError: a model that is not the cache's; no model, where some of its heads were
                 converted from a DynamicCache and it is not known which.
         """
-        self._refuse_broken()
+        self._check_complete()
         cache_file.write(Path(path), self, model)
 
     @classmethod
@@ -234,7 +223,7 @@ class H2OCache(ReadableCache):
         where = cache_file.target_device(model) if device is None else device
         cache_file.fill(loaded.layers, content, {name: x.to(where) for name, x in tensors.items()})
         try:
-            loaded._refuse_broken()
+            loaded._check_complete()
         except RuntimeError as error:
             raise ValueError(f"{path}: {error}") from error
         cache_file.restore_guard(loaded.guard, content)
@@ -250,7 +239,7 @@ class H2OCache(ReadableCache):
         for layer in filter(has_states, self.layers):
             states.make_writable(layer)
         if not self.is_compileable or self.guard.under_way:
-            self._refuse_parted()
+            self._check_layers_agree()
         seen = int(self.get_seq_length())
         if query_length == 0:
             raise ValueError(
@@ -296,27 +285,25 @@ class H2OCache(ReadableCache):
         if left == 0:
             self.reset()
             return
-        self._refuse_broken()
+        self._check_complete()
         crop.crop(self.layers, tokens, seen, left)
 
-    def _refuse_broken(self) -> None:
+    def _check_complete(self) -> None:
         """Raises RuntimeError where a forward pass broke off, or another thread's is under way."""
         self.guard.check_thread()
         self.guard.check_keys_arrived()
-        self._refuse_parted()
+        self._check_layers_agree()
 
-    def _refuse_parted(self) -> None:
-        """Raises RuntimeError where layers have not come as far as others."""
+    def _check_layers_agree(self) -> None:
         check_layers_agree(self._columns_seen())
         self.guard.check_states_agree()
 
     def activate_past_recording(self) -> None:
-        """From now on the last forward pass can be taken back by `crop`.
+        """Let `crop` take back the last forward pass from now on.
 
         Assisted decoding and prompt lookup ask for it, from transformers 5.16 on by themselves.
-        Each layer then keeps, from a forward pass to the next one or to `crop`, a copy of what it
-        held before it and the pass' queries, keys and values. `layer.record_past = False` of each
-        layer ends it.
+        Each layer then keeps a copy of its state before the last pass, and the pass' queries, keys
+        and values. `layer.record_past = False` of each layer ends it.
         """
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):

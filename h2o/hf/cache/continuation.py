@@ -57,9 +57,9 @@ def _check_continuation(
     lengths = _lengths(layers)
     if lengths is not None:
         if text.mask is not None and text.mask.shape == (len(lengths), seen + new):
-            _check_mask(text.mask.bool(), lengths, seen)
+            _check_padding(text.mask[:, :seen].bool().sum(1).tolist(), lengths, seen)
         elif text.mask is None and guard.skips_pads:
-            _check_no_pads(lengths, seen)
+            _check_padding([seen] * len(lengths), lengths, seen)
     elif text.mask is None or bool(text.mask.all()):  # no row has pads
         lengths = torch.tensor([seen], dtype=torch.long, device="cpu")
     if lengths is not None and text.positions is not None and text.positions.shape[1] == new:
@@ -93,17 +93,8 @@ def _would_wait(text: NewText, new: int) -> bool:
     return new == 1 and not all(x.is_cpu for x in tensors)
 
 
-def _check_no_pads(lengths: Tensor, seen: int) -> None:
-    if lengths.tolist() != [seen] * len(lengths):
-        raise ValueError(
-            f"the cache has read {lengths.tolist()} tokens per row and padding up to {seen} "
-            "columns, and now there is no padding in attention_mask. Pass the mask of the earlier "
-            "columns as it was, followed by that of the new ones"
-        )
-
-
-def _check_mask(mask: Tensor, lengths: Tensor, seen: int) -> None:
-    said = mask[:, :seen].sum(1).tolist()
+def _check_padding(said: list[int], lengths: Tensor, seen: int) -> None:
+    """`said`: tokens of each row by the attention mask, all columns without one."""
     if said != lengths.tolist():
         raise ValueError(
             f"attention_mask counts {said} tokens per row among the {seen} columns that the cache "

@@ -21,13 +21,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = None) -> None:
-    """Copies what a DynamicCache holds into the empty layers of an H2OCache.
-
-    Nothing is shared: either cache may go on without the other.
+    """Copy what a DynamicCache of n columns holds into the empty layers of an H2OCache.
 
     Args:
-        cache: the DynamicCache, with n columns in each layer.
-        layers: `H2OLayer`s, and transformers' own where there is no full attention.
         attention_mask: [B, n], 0 at a pad; None: no pads.
 
     Raises:

@@ -18,15 +18,11 @@ def new_cache(
     compileable: bool = False,
     pinned: Pinned = None,
 ) -> DynamicCache | H2OCache:
-    """An empty cache, of all keys without a config, after telling the model which attention goes
-    with it.
+    """An empty cache for a prompt of so many tokens, after switching the model to its attention.
 
     Args:
-        prompt_tokens: length of the prompt, which fractions in the config refer to.
-        compileable: whether the decode step is to be compiled.
-        pinned: as of `H2OCache`.
-
-    Raises: `UnsupportedError` for a model that h2o cannot serve, or whose step cannot be compiled.
+        config: None: a DynamicCache, which keeps every key.
+        compileable, pinned: as of `H2OCache`.
     """
     cache: DynamicCache | H2OCache
     if config is None:

@@ -1,4 +1,4 @@
-"""What a cache can be asked: its settings, the keys that it holds, what became of the others.
+"""Read-only methods of `H2OCache`: its settings, the keys that it holds, what became of others.
 
 Shape letters as in cache.py.
 """
@@ -31,16 +31,11 @@ _OTHERS = {
 
 
 class ReadableCache(Cache):
-    """The part of an `H2OCache` that changes nothing."""
+    """Read-only methods of `H2OCache`."""
 
     guard: PassGuard
-    unused: H2OConfig | None
-    """The settings of a cache without a layer of h2o's; None: they are its layers'."""
-
-    @property
-    def config(self) -> H2OConfig:
-        """What it keeps, as made for the model: a cache of the same config keeps the same."""
-        return cache_file.stored_config(self)
+    config: H2OConfig
+    """What the cache keeps, as made for the model: a cache of the same config keeps the same."""
 
     def __bool__(self) -> bool:
         """False for Phi-3 and its like: `generate()` leaves out a cache that is true, without a
@@ -54,7 +49,7 @@ class ReadableCache(Cache):
         return seen
 
     def __repr__(self) -> str:
-        idle = "" if self.unused is None else ", nothing is evicted: all have a sliding window"
+        idle = "" if self.guard.plans else ", nothing is evicted: all have a sliding window"
         return f"H2OCache({cache_file.brief(self.config)}, layers={len(self.layers)}{idle})"
 
     @property
@@ -75,7 +70,7 @@ class ReadableCache(Cache):
         """(keys, values, sliding window or None) of each layer, as of a DynamicCache; of H2O layers
         what they hold, [B, G, K, D] in the order of `kept`."""
         for layer in self.layers:
-            held = layer.held() if isinstance(layer, H2OLayer) else _keys_of(layer)
+            held = layer.kept_rows() if isinstance(layer, H2OLayer) else _keys_of(layer)
             yield *held, window_of(layer)
 
     def kept(self, layer_idx: int) -> Kept:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from h2o.config import H2OConfig, one_config
+from h2o.config_fields import ConfigFields, Pinned
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.second_reading import REPEAT, forward, read_twice
 from h2o.hf.families.wrappers import check_no_tuned_prompt, input_device
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from h2o.config_fields import ConfigFields, Pinned
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ def prune_cache(
         budgets = _budgets_of(layer, source, held.mask)
         own = [n and n + LATER_RECENT - RECENT for n in pins.counts(len(budgets), config.sinks)]
         first_budget, left = reserve_for_heads(
-            budgets, config.sinks, config.floor, own, by_attention, RECENT
+            budgets, config.sinks, layer.plan.floor, own, by_attention, RECENT
         )
         wanted.append(budgets)
         first.append(first_budget)
@@ -127,7 +127,7 @@ def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
     """The budgets that a prompt of this layer would get, with an entry for each head."""
     heads = source.slots.next_slot.shape[1]
     rows = prompt_budget.prompt_budget(
-        layer.config, layer.guard, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
+        layer.plan, layer.guard, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
         source.token_size,
     ).by_row  # fmt: skip
     return each_head(rows, heads)

@@ -1,10 +1,9 @@
 """`h2o.compress_document(readings=2)`: the model reads a document twice before the cache evicts.
 
-What a later question will ask for often gets no attention while the document is read, and a ranking
-by attention evicts it. So the model repeats the document with all keys still there: what it looks
-up to write each token again is what an answer would look up (Kim et al., "KVzip", NeurIPS 2025,
-arXiv:2505.23416). Then the cache is pruned once (`h2o.hf.document.pruning`), the slots of all
-layers and heads going to the largest of these weights.
+What a later question will ask for often gets no attention while the document is read. So the model
+repeats the document with all keys still there: what it looks up to write each token again is what
+an answer would look up (Kim et al., "KVzip", NeurIPS 2025, arXiv:2505.23416). Then the cache is
+pruned once (`h2o.hf.document.pruning`).
 
 Shape letters: B batch rows, G key/value heads, N columns of the document, Q of one forward pass,
 K tokens of the longest row. A column is an index in the padded batch.
@@ -15,12 +14,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from h2o import compat
 from h2o.config import H2OConfig
+from h2o.config_fields import Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.pruning import prune_cache
@@ -32,10 +33,6 @@ from h2o.hf.prompt import prompt_budget
 from h2o.hf.rotary.angles import AnglesByLength
 from h2o.hf.store import slot_layout, states
 from h2o.policy import Policy
-
-if TYPE_CHECKING:
-    from h2o.config_fields import Pinned
-from h2o import compat
 
 Progress = Callable[[int, int], Any]
 """Called with the columns read so far and the columns to read."""
@@ -142,7 +139,7 @@ class _Reader:
         for layer in self.layers:
             layer.policy = Policy(score_by="max")
             layer.slots.scores.zero_()
-            layer.stepper = ScoringStepper(layer.seen)
+            layer.stepper = ScoringStepper()
         rows = [row[real] for row, real in zip(self.ids, self.mask, strict=True)]
         passes = max(math.ceil(len(x) / n) for x, n in zip(rows, at_once, strict=True))
         N = self.ids.shape[1]

@@ -1,9 +1,8 @@
 """Which kinds of layers transformers caches, and what becomes of each in an `H2OCache`.
 
-The one place that says so: `supports`, the cache, simulation and analysis all ask here. Full
-attention is h2o's. All else stays transformers' own layer, of whatever class: sliding windows,
-the keys of images, and the convolution and recurrent states of linear attention and state space
-models. A layer may have both states and keys; then the states stay and the keys are as any others.
+Layers with full attention become h2o's. All others stay transformers' own: sliding windows, the
+keys of images, and the convolution and recurrent states of linear attention and state space models.
+A layer may have both states and keys; then its states stay transformers' own.
 """
 
 from __future__ import annotations

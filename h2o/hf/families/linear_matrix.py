@@ -1,12 +1,10 @@
 """The matrix of a linear module, also of one that is quantized, offloaded or has an adapter.
 
-Such a module is asked for it: what it makes of the unit vectors are its columns. That takes as long
-as hundreds of tokens do, so what is made of the matrix is remembered, beside all that it depends
-on: the tensors of the module, each with the number of its last change, and everything else that its
-parts are told by (an adapter's scale, which one is active). Where any of it has changed the module
-is asked again. What is written in place through a parameter's `.data` is not seen, as autograd does
-not see it; of a plain linear module it is once `fresh` asks. What is remembered takes the memory of
-a plain matrix.
+The matrix is recovered by feeding the identity through the module. That takes as long as hundreds
+of tokens do, so the result is remembered, together with all that it depends on: the tensors of the
+module with their version counters, and every other attribute (an adapter's scale, which one is
+active). When any of these has changed, the matrix is recovered again. Writes through a parameter's
+`.data` are not seen, except for a plain linear module with `fresh`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o import compat
-from h2o.hf.families.traced_tensor import plain
+from h2o.hf.families.tagged_tensor import plain
 
 Made = TypeVar("Made")
 

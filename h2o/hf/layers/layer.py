@@ -23,14 +23,11 @@ from torch import Tensor
 from h2o import ops
 from h2o.compat import StatesAndKeysLayer, StatesLayer
 from h2o.config import H2OConfig
-from h2o.head_budgets import LayerShares
 from h2o.hf.attention.attention_call import (
-    CACHE_HAS_NO_GRADIENT,
     AttentionCall,
     NewTokens,
-    Undifferentiable,
     as_autocast,
-    evicting,
+    evict_after,
     round_like_slots,
 )
 from h2o.hf.families import tensor_parallel
@@ -45,6 +42,7 @@ from h2o.hf.store.layer_contents import LayerContents
 from h2o.hf.store.layer_state import layer_state, restore
 from h2o.hf.store.pass_guard import WITHOUT_CACHE, PassGuard
 from h2o.hf.store.slot_layout import Capacity
+from h2o.layer_plan import LayerPlan
 
 
 class H2OLayer(CroppableLayer):
@@ -57,15 +55,14 @@ class H2OLayer(CroppableLayer):
     - `stepper`: how a pass after the prompt runs (`h2o.hf.layers.steppers`).
 
     Args:
-        config: the layer's own, as `H2OConfig.for_layer` gives it.
+        plan: the layer's budgets, and the config of all layers.
         guard: shared by the layers of a cache.
         trace: whether to remember when each key was evicted.
     """
 
     def __init__(
         self,
-        config: H2OConfig | None = None,
-        layer_idx: int = 0,
+        plan: LayerPlan | None = None,
         guard: PassGuard | None = None,
         *,
         form: PlainForm | None = None,
@@ -74,13 +71,15 @@ class H2OLayer(CroppableLayer):
         trace: bool = False,
     ) -> None:
         super().__init__()
-        self.config = config or H2OConfig()
-        self.layer_idx = layer_idx
+        self.plan = plan or LayerPlan.of(H2OConfig(), 0, 1)
+        self.config: H2OConfig = self.plan.config
+        self.layer_idx = self.plan.layer
         self.guard = guard or PassGuard()
         self.policy = self.config.policy
         self.form = form or PlainForm()
         self.scorer = scorer or AttentionScorer()
         self.stepper = stepper or EagerStepper()
+        self.columns = self.stepper.zero()
         self.traced = trace
         self.part = tensor_parallel.WHOLE  # which part of the model's heads this process has
         self.reset()
@@ -99,7 +98,6 @@ class H2OLayer(CroppableLayer):
             ValueError: another batch size, number of heads or shape.
         """
         rows, values = self.form.rows(self, key_states, value_states)
-        self.guard.check_keys_arrived()
         if self.slots is None:
             if rows.shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
@@ -117,7 +115,7 @@ class H2OLayer(CroppableLayer):
             )
         elif self.slots.keys.device != rows.device:  # of a file, or the model has moved
             restore(self, layer_state(self).each(lambda x: x.to(rows.device)))
-        keys = self.form.handed_over(self, key_states, rows)
+        keys = self.form.hand_over(self, key_states, rows)
         self.guard.waiting = self.layer_idx
         return keys, value_states
 
@@ -138,9 +136,7 @@ class H2OLayer(CroppableLayer):
         if call.wants_gradients():
             with torch.no_grad():
                 out = self.attend(call.detached())
-            return Undifferentiable.apply(
-                CACHE_HAS_NO_GRADIENT, out, call.query, call.key, call.value, call.sink_logits
-            )
+            return call.without_backward(out)
         try:
             return self._attend(call)
         finally:
@@ -148,31 +144,38 @@ class H2OLayer(CroppableLayer):
 
     def _attend(self, call: AttentionCall) -> Tensor:
         try:
-            self._refuse(call)
+            call.check()
+            # A model may not tell its layers, whose default is False. That it was meant shows when
+            # the whole text comes again with its first new token.
+            if call.use_cache is False and (
+                0 < self.seen == self.prompt_columns == call.query.shape[2] - 1
+            ):
+                raise ValueError(WITHOUT_CACHE)
             query, key, value = as_autocast(call.query, call.key, call.value)
             dtype = query.dtype
             tokens = self.form.tokens(self, query, key, value, call)
             if self.slots is None or self.unscored:
-                self._meet(call.module)
+                self.part = tensor_parallel.part(call.module)
+                self.plan.check_attention(call.module)
             if self.slots is not None and self.config.kv_dtype is None:
                 stored = self.slots.keys.dtype
                 if stored != dtype:  # autocast began, or ended, after what is held was stored
                     tokens = tokens.to(stored)
         except Exception:
-            self.forget_update()
+            self.guard.take_back(self.layer_idx)
             raise
         if self.guard.waiting != self.layer_idx:
             raise RuntimeError(
                 f"attention of layer {self.layer_idx} ran twice for the same keys: an H2OCache "
                 "cannot be used where forward passes are repeated (gradient checkpointing)"
             )
-        last = LastPass(self, tokens) if self.record_past else None
+        last = LastPass.of(self, tokens) if self.record_past else None
         seen = None if self.trace is None else self.seen
         try:
             out = self.forward(tokens)
         except Exception:
             if self.trace is None or seen == self.seen:
-                self.forget_update()
+                self.guard.take_back(self.layer_idx)
             raise  # what is stored and not in the trace counts as an interrupt
         self.last = last
         self.guard.layer_done(self.layer_idx)
@@ -186,41 +189,20 @@ class H2OLayer(CroppableLayer):
             return self.stepper.chunk(self, tokens)
         return self.stepper.step(self, tokens)
 
-    def forget_update(self) -> None:
-        """Takes back an `update` whose keys attention refuses; nothing was stored yet."""
-        self.guard.take_back(self.layer_idx)
-
-    def _refuse(self, call: AttentionCall) -> None:
-        """Raises what keeps this layer from serving a call."""
-        call.refuse()
-        # A model may not tell its layers, whose default is False. That it was meant shows when
-        # the whole text comes again with its first new token.
-        if call.use_cache is False and (
-            0 < self.seen == self.prompt_columns == call.query.shape[2] - 1
-        ):
-            raise ValueError(WITHOUT_CACHE)
-        call.refuse_training()
-
-    def _meet(self, module: Any) -> None:
-        """Learns at the prompt what the model's attention module says for all passes."""
-        self.part = tensor_parallel.part(module)
-        if isinstance(self.config.head_shares, LayerShares):
-            self.config.head_shares.check_attention(module)
-
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
         """The first forward pass, also over keys of a DynamicCache: sets the budgets."""
         B, G, Q, _ = tokens.key.shape
         unscored = self.slots
-        prompt_budget.refuse_chunks(self.config, self.guard, self.seen + Q)
+        prompt_budget.refuse_chunks(self.plan, self.guard, self.seen + Q)
         self.guard.repeat_to(B)
-        counts = prompt_budget.count_tokens(tokens.mask, B, Q, self.config, self.guard)
+        counts = prompt_budget.count_tokens(tokens.mask, B, Q, self.plan, self.guard)
         if unscored is not None:
             counts = [x + y for x, y in zip(counts, unscored.seen_tokens.tolist(), strict=True)]
         pins = self.guard.pins
         if self.guard.is_first(self.layer_idx):  # which asks for all layers
             prompt_budget.begin_pins(self.guard, counts, tokens.mask, Q, self.token_size)
         budget = prompt_budget.prompt_budget(
-            self.config, self.guard, counts, G, self.part, self.token_size
+            self.plan, self.guard, counts, G, self.part, self.token_size
         )
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
@@ -283,7 +265,7 @@ class H2OLayer(CroppableLayer):
                 scores = self.guard.pins.score(scores, after)
             return out, scores
 
-        return evicting(attend, tokens, slots, self.policy)
+        return evict_after(attend, tokens, slots, self.policy)
 
     # ---- Slots for a prompt -------------------------------------------------------------------
 

@@ -1,6 +1,11 @@
-"""How a layer runs a forward pass once its prompt is stored: as passes come, or scoring alone.
+"""How a layer runs a forward pass once its prompt is stored: eagerly, scoring alone, or captured.
 
-`h2o.hf.layers.steppers` has the third way, in a graph of torch.compile.
+torch.compile captures one graph for all decode steps, and one for all later passes of several
+tokens. The core reads memory through DLPack, which a compiler's fake tensors lack. So both are
+registered as custom operators, `torch.ops.h2o.step` and `.chunk`, with a schema that says which
+tensors they write to (the slots) and a fake output (like the query). Any change of a shape or a
+Python number would compile another graph: so slots have their full size from the prompt on, and the
+number of columns seen is a tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from torch import Tensor
 from h2o import compat, ops
 from h2o.config import UNLIMITED
 from h2o.errors import UnsupportedError
-from h2o.hf.attention.attention_call import NewTokens, attention, evicting
+from h2o.hf.attention.attention_call import NewTokens, attention, evict_after
 from h2o.hf.store import slot_layout
 from h2o.policy import OperationScore, Policy
 from h2o.slots import KINDS, empty_row
@@ -27,15 +32,12 @@ class EagerStepper:
     stores = True
     """Whether new keys are stored"""
 
-    def __init__(self, seen: int = 0) -> None:
-        self.seen = seen
-        """Columns that the layer has seen"""
+    def __init__(self) -> None:
         self._out: Tensor | None = None  # the last decode step's output, in the query's dtype
 
-    @property
-    def length(self) -> Any:
-        """Columns seen, for the model."""
-        return self.seen
+    def zero(self) -> Any:
+        """The count of columns that a new layer has seen."""
+        return 0
 
     def step(self, layer: Any, tokens: NewTokens) -> Tensor:
         """A decode step."""
@@ -86,35 +88,22 @@ class CapturedStepper(EagerStepper):
     is_compileable = True
 
     def __init__(self) -> None:
+        super().__init__()
         register()
-        self._columns = slot_layout.writable(torch.tensor(0, dtype=torch.int64, device="cpu"))
-        self._out = None
 
-    @property
-    def seen(self) -> int:  # type: ignore[override]
-        """Columns that the layer has seen."""
-        return int(self._columns)
-
-    @seen.setter
-    def seen(self, columns: int) -> None:
-        self._columns.fill_(columns)
-
-    @property
-    def length(self) -> Any:
-        """As a tensor, which the next step changes, as transformers' StaticLayer has it."""
-        return self._columns
+    def zero(self) -> Any:
+        """A tensor, which each step changes in place, as in transformers' StaticLayer."""
+        return slot_layout.writable(torch.tensor(0, dtype=torch.int64, device="cpu"))
 
     def step(self, layer: Any, tokens: NewTokens) -> Tensor:
-        """A decode step."""
         if not torch.compiler.is_compiling():
             return super().step(layer, tokens)
         return self._captured(torch.ops.h2o.step, layer, tokens)
 
     def chunk(self, layer: Any, tokens: NewTokens) -> Tensor:
-        """A later forward pass of several tokens."""
         if not torch.compiler.is_compiling():
             return super().chunk(layer, tokens)
-        if layer.config.needs_prompt_length and not layer.waits_for_pins:
+        if layer.plan.needs_prompt_length and not layer.waits_for_pins:
             return super().chunk(layer, tokens)
         return self._captured(torch.ops.h2o.chunk, layer, tokens)
 
@@ -124,18 +113,9 @@ class CapturedStepper(EagerStepper):
                 "compiled steps cannot pin the tokens that they read: give pinned spans that end "
                 "within the prompt, or leave out compileable=True"
             )
-        out: Tensor = operator(
-            tokens.query,
-            tokens.key,
-            tokens.value,
-            *layer.slots,
-            *layer.policy,
-            mask=tokens.mask,
-            scale=tokens.scale,
-            softcap=tokens.softcap,
-            sink_logits=tokens.sink_logits,
-        )
-        self._columns.add_(tokens.query.shape[2])
+        new = tokens.query, tokens.key, tokens.value
+        out: Tensor = operator(*new, *layer.slots, *layer.policy, **tokens.options)
+        layer.columns.add_(tokens.query.shape[2])
         return out
 
     def empty_in_place(self, layer: Any) -> None:
@@ -143,7 +123,7 @@ class CapturedStepper(EagerStepper):
         that goes on with them."""
         for row in range(layer.batch_size):
             empty_row(layer.slots, row)
-        self.seen = layer.longest = layer.prompt_columns = 0
+        layer.seen = layer.longest = layer.prompt_columns = 0
 
     def capacities(self, widest: list[int], tokens: int) -> list[int]:
         """Slots for the whole budget."""
@@ -160,11 +140,11 @@ class CapturedStepper(EagerStepper):
         slots = layer.slots
         if slots is None:
             return
-        self._columns = slot_layout.writable(self._columns.to(slots.keys.device))
+        layer.columns = slot_layout.writable(layer.columns.to(slots.keys.device))
         if slots.keys.device.type == "cpu":
             return  # a compiler told to freeze weights would take them for weights
         # A CUDA graph reads them where they were when it was captured.
-        for tensor in (self._columns, *slots):
+        for tensor in (layer.columns, *slots):
             if tensor is not None:
                 compat.mark_static_address(tensor)
 
@@ -210,7 +190,7 @@ def _chunk(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any
     lengths = slots.seen_tokens
     is_prompt = lengths.is_cpu and not lengths.any()  # spares empty slots; a CUDA graph cannot ask
     held = None if is_prompt else slots
-    return evicting(lambda: attention(tokens, held, policy), tokens, slots, policy)
+    return evict_after(lambda: attention(tokens, held, policy), tokens, slots, policy)
 
 
 def _records(fields: tuple[Any, ...]) -> tuple[ops.Slots, Policy]:

@@ -1,11 +1,9 @@
 """A model's rotary embedding: the rotation of keys is undone, and done again at other positions.
 
-`h2o.hf.layers.cache_relative` needs it, and `h2o.hf.prompt.echo` rotates queries on. Rotary
-embeddings (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021) turn
-pairs of a key's elements by angles that grow with its position. Which elements are pairs, how many
-there are and what the angles are differs between models, so all of it is asked of the model's own
-modules (`h2o.hf.rotary.rotary_parts`), and that its attention turns queries and keys so is proven
-with them.
+Rotary embeddings (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021)
+turn pairs of a key's elements by angles that grow with its position. Which elements are pairs and
+what the angles are differs between models, so both are taken from the model's own modules
+(`h2o.hf.rotary.rotary_parts`), and proven by running its attention.
 
 Shape letters: B batch rows, Q tokens, P positions, D head dimension, F angles: of D elements 2 F
 turn.

@@ -1,11 +1,10 @@
 """What turns the queries and keys of a language model, found in the code of its own.
 
-transformers writes a family's modules down in a file of their own, where the constructor of a
-module names the classes of those that it makes, and the forward of its attention the function that
-turns queries and keys by the cosines and sines of its rotary module. So both classes and the
-function are found from the class of the model, and no family needs to be known by name. `Probe`
-runs such an attention module, made small, at any positions, and hears the queries and keys that it
-attends with: what `h2o.hf.rotary.model_rotary` proves its rotation by.
+In transformers' modeling files the constructor of a module names the classes of its submodules, and
+the forward of an attention names the function that turns queries and keys. So both are found from
+the class of the model, and no family needs to be known by name. `Probe` runs a small attention
+module at any positions and records its queries and keys, by which `h2o.hf.rotary.model_rotary`
+proves the rotation.
 
 Shape letters: Q tokens, H query heads, G key/value heads, D head dimension.
 """

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from h2o.attention_blocks import retained_mass
+from h2o.hf.attention.attention import softmax_attention
 from h2o.hf.attention.attention_call import Call, NewTokens
 from h2o.kv_dtype import stored_bytes
 from h2o.quantization import dequantize, quantize
-from h2o.sink_logits import softmax
 
 ROWS = 512
 """Queries whose logits are made at one time."""
@@ -58,20 +58,11 @@ class VisibleKeys(NamedTuple):
         self, call: Call | NewTokens, query: Tensor, key: Tensor, value: Tensor, columns: Tensor
     ) -> Tensor:
         """Of the queries of some columns."""
-        B, H, n, D = query.shape
-        G, N = key.shape[1:3]
-        grouped = query.detach().float().reshape(B, G, H // G, n, D)
-        logits = grouped @ key[:, :, None].mT * (D**-0.5 if call.scale is None else call.scale)
-        if call.softcap:
-            logits = call.softcap * torch.tanh(logits / call.softcap)
-        seen = torch.arange(N, device=key.device) <= columns[:, None]  # [n, N]
+        seen = torch.arange(key.shape[2], device=key.device) <= columns[:, None]  # [n, N]
         seen = seen & (columns[:, None] < self.evicted_at[:, :, None])  # [B, G, n, N]
-        # The lowest number, not -inf: a pad sees nothing, and must not become NaN.
-        logits = logits.masked_fill(~seen[:, :, None], torch.finfo(logits.dtype).min)
-        sinks = call.sink_logits
-        sinks = None if sinks is None else sinks.detach().view(G, H // G, 1, 1)
-        out = softmax(logits, sinks) @ value[:, :, None]
-        return out.reshape(B, H, n, D).transpose(1, 2)
+        query, sinks = query.detach().float(), call.sink_logits
+        sinks = None if sinks is None else sinks.detach()
+        return softmax_attention(query, key, value, seen, call.scale, call.softcap, sinks)
 
     def _in_prompt(self, call: Call | NewTokens, N: int) -> Tensor:
         """[B, N], whether a column's token is in its row's prompt."""

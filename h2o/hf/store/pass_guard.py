@@ -19,6 +19,7 @@ from torch import Tensor
 from h2o.compat import calls_a_module
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store.pins import Pins
+from h2o.layer_plan import LayerPlan
 
 WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token; "
@@ -64,8 +65,8 @@ class PassGuard:
         self.prompt_length: int | Sequence[int] | None = prompt_length
         """Tokens of the whole prompt, where it is known to come in chunks."""
         self.pins = Pins()
-        self.configs: Mapping[int, Any] = {}
-        """Configs of the H2O layers, by their number"""
+        self.plans: Mapping[int, LayerPlan] = {}
+        """Budgets of the H2O layers, by their number"""
         storing = [index for index, kind in enumerate(kinds) if kind not in ("none", "cross")]
         self.first, self.last = storing[0], max(storing[-1], last)
         """The layers that come first and last to the cache in every forward pass."""
@@ -86,8 +87,10 @@ class PassGuard:
         """Take the cache for this thread before a layer gets new keys.
 
         Raises:
-            RuntimeError: another thread's forward pass is under way.
+            RuntimeError: another thread's forward pass is under way; an earlier layer's keys never
+                got to its attention.
         """
+        self.check_keys_arrived()
         if torch.compiler.is_compiling():
             return  # a captured graph cannot ask for the thread
         with _lock:
@@ -128,7 +131,7 @@ class PassGuard:
 
     def is_first(self, layer: int) -> bool:
         """Whether a layer is the first one of h2o's."""
-        return layer == next(iter(self.configs), layer)
+        return layer == next(iter(self.plans), layer)
 
     # ---- Checks --------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Pinned keys: spans of a text that no budget evicts.
 
-A pinned key has the score infinity. Attention never makes such a score, and what evicts spares it
-(`csrc/policy.h`). So a pin travels with its key wherever scores go: into copies, files, other rows,
-a cropped pass. What is kept here says which tokens get that score when they come.
+A pinned key has the score infinity, which attention never makes and eviction spares
+(`csrc/policy.h`). So a pin travels with its key wherever scores go. `Pins` says which tokens get
+that score when they come.
 
 Shape letters: B batch rows, G key/value heads, Q new tokens, K columns of a mask.
 """
