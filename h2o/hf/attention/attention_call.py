@@ -21,7 +21,8 @@ from h2o.spans import PINNED
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of one call of an attention function, for a layer of an `H2OCache`."""
+    """The arguments of one call of an attention function, for a layer of an `H2OCache` or for what
+    `h2o.hf.attention.attention_hook` calls in its place."""
 
     module: nn.Module
     """The model's attention module"""
@@ -46,6 +47,12 @@ class AttentionCall(NamedTuple):
     """[H], learned attention sinks, see `h2o.ops.attend`; None: none"""
     unsupported: Exception | None = None
     """Error to raise for what transformers' arguments ask for beyond plain causal attention"""
+    layer: int = -1
+    """The layer's number, for a hook"""
+    cached: bool = False
+    """Whether keys and values come out of an `H2OCache`, for a hook"""
+    full: Callable[[], Tensor] | None = None
+    """Makes the output [B, Q, H, D] with nothing evicted, for a hook"""
 
     def check(self) -> None:
         """Raises `unsupported` if it is set, TypeError for float64, RuntimeError in training."""
@@ -67,10 +74,10 @@ class AttentionCall(NamedTuple):
         tensors = (self.query, self.key, self.value, self.sink_logits)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
-    def without_backward(self, out: Tensor) -> Tensor:
+    def without_backward(self, out: Tensor, reason: str = "") -> Tensor:
         """An output of this call whose backward raises."""
         inputs = self.query, self.key, self.value, self.sink_logits
-        made: Tensor = NoBackward.apply(CACHE_HAS_NO_GRADIENT, out, *inputs)
+        made: Tensor = NoBackward.apply(reason or CACHE_HAS_NO_GRADIENT, out, *inputs)
         return made
 
     def detached(self) -> AttentionCall:
@@ -165,32 +172,6 @@ class NoBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise RuntimeError(ctx.reason)
-
-
-class Call(NamedTuple):
-    """The arguments of one layer's attention, as `visit` gets them."""
-
-    module: nn.Module
-    layer: int
-    query: Tensor
-    """[B, H, n, D]"""
-    key: Tensor
-    """[B, G, n, D]"""
-    value: Tensor
-    """[B, G, n, D], all three of one dtype, also under autocast"""
-    mask: Tensor | None
-    """[B, n] bool, False at a pad; None without pads"""
-    scale: float | None
-    """None: 1 / sqrt(D)"""
-    softcap: float
-    """0: none"""
-    sink_logits: Tensor | None
-    """[H] float32, learned attention sinks without their gradient; None: none"""
-    dropout: float
-    cached: bool
-    """Whether keys and values come out of an `H2OCache`"""
-    full: Callable[[], Tensor]
-    """The output [B, n, H, D] with nothing evicted"""
 
 
 def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tuple[Tensor, Tensor]:

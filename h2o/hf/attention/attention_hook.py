@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from h2o import compat
 from h2o.hf.attention import attention
-from h2o.hf.attention.attention_call import Call, as_autocast, as_operand
+from h2o.hf.attention.attention_call import AttentionCall, as_autocast, as_operand
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.families.shared_keys import pads_of
 from h2o.hf.families.wrappers import unwrap
@@ -26,7 +26,7 @@ from h2o.hf.families.wrappers import unwrap
 
 @contextmanager
 def attending(
-    model: Any, layers: Collection[int], visit: Callable[[Call], Tensor]
+    model: Any, layers: Collection[int], visit: Callable[[AttentionCall], Tensor]
 ) -> Iterator[None]:
     """Make `visit(call)` the attention output [B, n, H, D] of some layers, within the block.
 
@@ -70,8 +70,11 @@ def attending(
         mask = None if attention_mask is None else attention_mask.bool()
         tensors = as_autocast(query, key, value)
         cached = hasattr(key, "h2o_layer")
-        logits = scaling, softcap or 0.0, as_operand(kwargs.get("s_aux"))
-        return visit(Call(module, layer, *tensors, mask, *logits, dropout, cached, full)), None
+        call = AttentionCall(
+            module, *tensors, mask, scaling, softcap or 0.0, dropout, layer=layer, cached=cached,
+            sink_logits=as_operand(kwargs.get("s_aux")), full=full,
+        )  # fmt: skip
+        return visit(call), None
 
     model = unwrap(model)  # PEFT and torch.compile leave attention to what they wrap
     shared = _SharedModules(type(model.config.get_text_config(decoder=True)))

@@ -26,7 +26,7 @@ from h2o.config import H2OConfig, one_config
 from h2o.config_fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
 from h2o.head_budgets import expand_to_heads
-from h2o.hf.attention.attention_call import Call, NewTokens, NoBackward
+from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.attention.attention_hook import attending
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.latent_attention import over_latents, trace_latents
@@ -185,18 +185,18 @@ class Simulation:
         mass = _asked_for(self._mass, "mass", layer_idx)
         return mass if per_token else mass.nanmean(-1)
 
-    def attend(self, call: Call) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """What an H2O cache's layer would give, [B, N, H, D]; for `attending`."""
         if (of := self._reuses.get(call.layer)) is not None:
             visible: VisibleKeys = vars(self._here)[str(of)]
             _refuse(call, visible.evicted_at.shape[2])
-            return _undifferentiable(visible.attend(call), call)
+            return _without_backward(visible.attend(call), call)
         if (latent := getattr(call.key, "latent", None)) is not None:
             call, expansion = over_latents(call, latent)
             return expansion.answers(self._attend(call, shared=True))
         return self._attend(call)
 
-    def _attend(self, call: Call, *, shared: bool = False) -> Tensor:
+    def _attend(self, call: AttentionCall, *, shared: bool = False) -> Tensor:
         query, key, value, mask = call.query, call.key, call.value, call.mask
         plan = self._plans[call.layer]
         assert plan is not None
@@ -240,7 +240,7 @@ class Simulation:
             self._mass[call.layer] = retained_by_token(
                 q, k, mask, evicted_at, call.scale, call.softcap
             )
-        return _undifferentiable(out, call)
+        return _without_backward(out, call)
 
     def _through_cache(
         self, text: NewTokens, prompts: list[int], by_row: list[list[tuple[int, int]]],
@@ -329,7 +329,7 @@ def check(
         )
 
 
-def _refuse(call: Call, tokens: int) -> None:
+def _refuse(call: AttentionCall, tokens: int) -> None:
     """Raises what keeps a call of so many tokens from being simulated."""
     if call.cached or call.key.shape[2] != tokens:
         raise ValueError(
@@ -340,11 +340,8 @@ def _refuse(call: Call, tokens: int) -> None:
         raise RuntimeError("simulated() is for inference: call model.eval()")
 
 
-def _undifferentiable(out: Tensor, call: Call) -> Tensor:
-    inputs = call.query, call.key, call.value
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        out = NoBackward.apply(_NO_GRADIENT, out, *inputs)
-    return out
+def _without_backward(out: Tensor, call: AttentionCall) -> Tensor:
+    return call.without_backward(out, _NO_GRADIENT) if call.wants_gradients() else out
 
 
 _NO_GRADIENT = (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o.attention_blocks import retained_mass
 from h2o.hf.attention.attention import softmax_attention
-from h2o.hf.attention.attention_call import Call, NewTokens
+from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.kv_dtype import stored_bytes
 from h2o.quantization import dequantize, quantize
 
@@ -35,7 +35,7 @@ class VisibleKeys(NamedTuple):
     """Tokens of each row that see keys as the model made them, not as the cache stores them"""
     kv_dtype: str | None
 
-    def attend(self, call: Call | NewTokens) -> Tensor:
+    def attend(self, call: AttentionCall | NewTokens) -> Tensor:
         """A layer's attention to them, [B, P, H, D]."""
         P, N = call.query.shape[2], call.key.shape[2]
         key, value = call.key.detach().float(), call.value.detach().float()
@@ -47,24 +47,25 @@ class VisibleKeys(NamedTuple):
         for first in range(0, P, ROWS):
             rows = slice(first, min(first + ROWS, P))
             columns = torch.arange(N - P + rows.start, N - P + rows.stop, device=key.device)
-            out = self._rows(call, call.query[:, :, rows], key, value, columns)
+            part = call._replace(query=call.query[:, :, rows])
+            out = self._rows(part, key, value, columns)
             if stored is not None:
-                later = self._rows(call, call.query[:, :, rows], *stored, columns)
+                later = self._rows(part, *stored, columns)
                 out = torch.where(in_prompt[:, columns, None, None], out, later)
             parts.append(out)
         return torch.cat(parts, dim=1).to(call.query.dtype)
 
     def _rows(
-        self, call: Call | NewTokens, query: Tensor, key: Tensor, value: Tensor, columns: Tensor
+        self, call: AttentionCall | NewTokens, key: Tensor, value: Tensor, columns: Tensor
     ) -> Tensor:
-        """Of the queries of some columns."""
+        """Attention of the queries of some columns."""
         seen = torch.arange(key.shape[2], device=key.device) <= columns[:, None]  # [n, N]
         seen = seen & (columns[:, None] < self.evicted_at[:, :, None])  # [B, G, n, N]
-        query, sinks = query.detach().float(), call.sink_logits
+        query, sinks = call.query.detach().float(), call.sink_logits
         sinks = None if sinks is None else sinks.detach()
         return softmax_attention(query, key, value, seen, call.scale, call.softcap, sinks)
 
-    def _in_prompt(self, call: Call | NewTokens, N: int) -> Tensor:
+    def _in_prompt(self, call: AttentionCall | NewTokens, N: int) -> Tensor:
         """[B, N], whether a column's token is in its row's prompt."""
         device = call.key.device
         prompts = torch.tensor(self.prompts, dtype=torch.long, device=device).clamp(min=1)[:, None]
