@@ -68,7 +68,7 @@ class Support:
     not_images: str = ""
     """Why not with images, for a model that reads them, and what to do; empty otherwise."""
     not_echo: str = ""
-    """What the model gets in place of `H2OConfig.echo`, and why; empty where it gets that."""
+    """The replacement of `H2OConfig.echo` for the model, and why; empty if it gets echo."""
 
     def __bool__(self) -> bool:
         return self.supported
@@ -130,7 +130,7 @@ def supports(model: Any) -> Support:
 
 
 class Traits(NamedTuple):
-    """What settings of a cache may not go with, of a model that h2o serves."""
+    """Properties of a supported model that may exclude settings of a cache."""
 
     model_type: str
     kinds: tuple[str, ...]

@@ -51,7 +51,7 @@ class Cut(NamedTuple):
 
 
 class Deals(Protocol):
-    """Who deals the places of prompts over all layers."""
+    """An object that deals the places of prompts over all layers."""
 
     def take(self, page: int, layer: int, cut: Cut) -> list[Cut]:
         """Takes each layer's part of the prompt of a page; with the last one gives all of them,
@@ -59,7 +59,7 @@ class Deals(Protocol):
 
 
 class Request(NamedTuple):
-    """What is known of a request besides its tokens."""
+    """A request without its tokens."""
 
     prompt: int
     """tokens of the prompt"""
@@ -103,7 +103,7 @@ class Steps(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one forward pass has to do in every layer, in this order."""
+    """The work of one forward pass in every layer, in this order."""
 
     late: list[Chunk]
     """prompts that are cut before their end, without new tokens"""
@@ -143,7 +143,7 @@ def plan(
     device: torch.device | str = "cpu",
     replayed: Container[int] = (),
 ) -> Batch:
-    """What the rows of a batch are.
+    """Sort the rows of a batch into prompts, chunks and decode steps.
 
     Args:
         starts: where each row's tokens begin in the batch, and where the last one's end.
@@ -207,7 +207,6 @@ def plan(
 
 
 def _steps(rows: list[tuple[int, int]], device: torch.device | str) -> Steps | None:
-    """Of rows (page, token)."""
     if not rows:
         return None
     pages, tokens = zip(*rows, strict=True)

@@ -27,7 +27,7 @@ class Unchanged:
     """A logits processor that changes no logits, by the methods of both model runners."""
 
     def __init__(self, *args: Any) -> None:
-        """What a runner gives is not needed."""
+        """Ignore the runner's arguments."""
 
     def apply(self, logits: Any, *args: Any) -> Any:
         return logits

@@ -1,4 +1,4 @@
-"""What transformers runs for attn_implementation="h2o".
+"""The attention that transformers runs for attn_implementation="h2o".
 
 Two functions are registered under that name: the attention, and the maker of its mask. Keys that
 come out of an `H2OCache` carry their layer, which is handed the whole call. All others (no cache,

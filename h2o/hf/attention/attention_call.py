@@ -81,7 +81,7 @@ class AttentionCall(NamedTuple):
         return made
 
     def detached(self) -> AttentionCall:
-        """The same call outside of autograd's graph."""
+        """This call outside of autograd's graph."""
         query, key, value = self.query.detach(), self.key.detach(), self.value.detach()
         sinks = None if self.sink_logits is None else self.sink_logits.detach()
         return self._replace(query=query, key=key, value=value, sink_logits=sinks)

@@ -28,8 +28,8 @@ from h2o.hf.families.wrappers import unwrap
 from h2o.hf.layers.layer import H2OLayer
 
 TOKENS_A_STEP = 2048
-"""Of prompts that are read between two decode steps, as for `max_num_batched_tokens` of vLLM: fewer
-leave rows idle, more let those that run wait."""
+"""Prompt tokens read between two decode steps, like `max_num_batched_tokens` of vLLM: fewer leave
+rows idle, more let running rows wait."""
 
 
 def generate_all(
@@ -171,7 +171,7 @@ class _Scheduler:
         self.reader: CompiledPrefill | None = None
         """From the first prompt on, if a graph reads them"""
         self.running: list[ActiveRequest | None] = []
-        """By row; None: idle"""
+        """The request of each row; None: idle"""
         self.reading: ActiveRequest | None = None
         """The request whose prompt is being read"""
 

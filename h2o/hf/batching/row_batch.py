@@ -53,7 +53,7 @@ class RowBatch:
         self.tokens = [0] * rows
         """Seen by each row; 0: idle"""
         self.offsets = [0] * rows
-        """What each row's next position is beyond its number of tokens"""
+        """Difference of each row's next position and its number of tokens"""
         self._chosen: list[int] = []
         self._has_states = any(map(has_states, self.cache.layers))
         self.angles = AnglesByLength(model)

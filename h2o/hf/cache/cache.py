@@ -201,7 +201,7 @@ class H2OCache(ReadableCache):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any, *, device: Any = None) -> H2OCache:
-        """What `save` wrote, with its settings. Like a fork it counts as a whole prompt.
+        """Restore a cache that `save` wrote, with its settings.
 
         ```python
         cache = h2o.H2OCache.load("document.safetensors", model)

@@ -71,7 +71,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
 
 
 def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `write` wrote: `content`, with an `H2OConfig` as `settings["config"]`, and the tensors.
+    """Read `content`, with an `H2OConfig` as `settings["config"]`, and the tensors.
 
     Raises:
         ValueError: a file that is no cache, not whole, edited, written by a later version, of

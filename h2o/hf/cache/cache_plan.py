@@ -38,7 +38,7 @@ from h2o.profile import Profile
 
 
 class CachePlan:
-    """What all caches of a model's config and an `H2OConfig` have in common; never changed."""
+    """Everything that caches of a model's config and an `H2OConfig` share; never changed."""
 
     def __init__(self, config: Any, h2o_config: H2OConfig) -> None:
         """

@@ -40,6 +40,6 @@ def new_cache(
 
 
 def bytes_of_keys(cache: DynamicCache) -> int:
-    """Of the keys and values that transformers' own cache holds; layers with states have none."""
+    """Bytes of the keys and values in transformers' own cache."""
     tensors = (getattr(x, name, None) for x in cache.layers for name in ("keys", "values"))
     return sum(x.nbytes for x in tensors if x is not None)

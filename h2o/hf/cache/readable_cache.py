@@ -35,7 +35,7 @@ class ReadableCache(Cache):
 
     guard: PassGuard
     config: H2OConfig
-    """What the cache keeps, as made for the model: a cache of the same config keeps the same."""
+    """The settings, made for the model: a cache of the same config keeps the same."""
 
     def __bool__(self) -> bool:
         """False for Phi-3 and its like: `generate()` leaves out a cache that is true, without a
@@ -74,7 +74,7 @@ class ReadableCache(Cache):
             yield *held, window_of(layer)
 
     def kept(self, layer_idx: int) -> Kept:
-        """What a layer holds now.
+        """The keys that a layer holds now.
 
         Returns:
             (positions, scores), which notebooks show as a heat map and `h2o.hf.store.kept.Kept` as
@@ -123,7 +123,7 @@ class ReadableCache(Cache):
         return layer.trace.evicted_at()
 
     def report(self) -> Report:
-        """What was seen, kept, evicted and held, per layer and in total, as text or dict."""
+        """Tokens seen, kept and evicted and bytes held, per layer and in total, as text or dict."""
         reports = []
         for index, layer in enumerate(self.layers):
             report = layer.report() if isinstance(layer, H2OLayer) else _of_other(index, layer)
@@ -161,7 +161,7 @@ class ReadableCache(Cache):
 
 
 def _of_other(index: int, layer: Any) -> LayerReport:
-    """Of transformers' own layer."""
+    """The report of transformers' own layer."""
     kind = str(kind_of(layer))
     if kind not in ("sliding", "cross"):
         return LayerReport(index, kind)

@@ -47,7 +47,7 @@ def prune_cache(
     largest: list[Tensor],
     by_attention: float,
 ) -> H2OCache:
-    """What the budget keeps of `full_cache`, which is empty afterwards, in `cache`.
+    """Move what the budget keeps of `full_cache`, which is empty afterwards, to `cache`.
 
     Of each head's budget sinks and the newest `RECENT` keys come first; `by_attention` of the rest
     goes to the highest ranks by the config's own policy. What all heads of all layers have left

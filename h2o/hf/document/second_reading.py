@@ -38,7 +38,7 @@ Progress = Callable[[int, int], Any]
 """Called with the columns read so far and the columns to read."""
 
 REPEAT = "\n\nRepeat the previous context exactly.\n"
-"""What asks for the repetition; the paper's words."""
+"""The request for the repetition, in the paper's words."""
 CHUNK = 2048
 """Columns of the document in one forward pass."""
 OVERLAP = 8

@@ -45,7 +45,7 @@ _KINDS = {
     DynamicLayer: "h2o",
     DynamicSlidingWindowLayer: "sliding",
 }
-"""What a layer of each class is in an `H2OCache`: "h2o", "sliding" (transformers' own, with a
+"""Kind of each class of layers in an `H2OCache`: "h2o", "sliding" (transformers' own, with a
 window), "states" (transformers' own, without keys) or "none" (nothing is stored, as for a layer of
 experts alone); "cross" of a `CrossAttentionLayer`."""
 

@@ -25,7 +25,7 @@ Made = TypeVar("Made")
 class _Asked(NamedTuple):
     state: list[Any]
     tensors: list[Tensor]
-    """Of `state`, which knows them by their ids: as long as they live no other has one of these"""
+    """Tensors of `state`, kept alive so that no other object gets their ids"""
     made: Any
 
 
@@ -40,7 +40,7 @@ def made_of_matrix(
     *,
     fresh: bool = False,
 ) -> Made:
-    """What `make` makes of [outputs, width], without gradient, of the dtype and device of `like`.
+    """Apply `make` to the matrix [outputs, width], without gradient, of `like`'s dtype and device.
 
     Args:
         make: takes the matrix, and whether what it makes of it is remembered; always the same for
@@ -82,7 +82,7 @@ def _ask(module: nn.Module, width: int, like: Tensor) -> Tensor:
 
 
 def _state(value: Any, tensors: list[Tensor], within: tuple[nn.Module, ...] = ()) -> Iterator[Any]:
-    """What differs from that of any other state of a module, as far as its attributes say.
+    """Yield a fingerprint of a module's state, as far as its attributes tell.
 
     `tensors` are added to; `within`: the modules that the value is a part of.
     """

@@ -54,7 +54,7 @@ class Pads(Tensor):
 
 
 def pads_of(mask: Tensor | None) -> Tensor | None:
-    """Of an attention function's mask: [B, N] out of `Pads`, any other as it is."""
+    """An attention function's mask: [B, N] out of `Pads`, any other unchanged."""
     if mask is None or type(mask) is not Pads:
         return mask
     with as_plain_tensors():

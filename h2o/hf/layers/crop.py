@@ -72,7 +72,7 @@ class CroppableLayer(LayerContents):
 
 
 class LastPass(NamedTuple):
-    """What it takes to run the last forward pass of a layer again."""
+    """The record by which the last forward pass of a layer can be run again."""
 
     before: State
     """Copy of the layer's state before the pass"""

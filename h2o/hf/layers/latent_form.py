@@ -29,7 +29,7 @@ MANY = 32
 
 
 class _Pass(NamedTuple):
-    """What the forward pass that is under way needs beside its tokens."""
+    """State of the forward pass that is under way, beside its tokens."""
 
     expansion: Expansion
     expanded: tuple[Tensor, Tensor, Tensor] | None

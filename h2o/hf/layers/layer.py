@@ -182,7 +182,7 @@ class H2OLayer(CroppableLayer):
         return out if out.dtype == dtype else out.to(dtype)
 
     def forward(self, tokens: NewTokens) -> Tensor:
-        """As `attend`, for tokens in the dtype of the store; does not check the order of calls."""
+        """Attend and store tokens in the dtype of the store, without checks."""
         if self.slots is None or self.unscored:
             return self._attend_prompt(tokens)
         if tokens.query.shape[2] != 1 or self.waits_for_pins:  # a step does not show a new score

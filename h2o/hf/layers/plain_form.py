@@ -34,7 +34,7 @@ class PlainForm:
     # ---- In a forward pass, in this order ----------------------------------------------------
 
     def rows(self, layer: Any, keys: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What slots hold of a model's keys and values [B, G, Q, D], each [B, G, Q, D]."""
+        """The rows that slots hold, [B, G, Q, D], of a model's keys and values [B, G, Q, D]."""
         return keys, values
 
     def hand_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:

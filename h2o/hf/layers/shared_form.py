@@ -40,11 +40,11 @@ _ROWS = ("keys", "values")
 
 
 class _Attended(NamedTuple):
-    """What the layer's queries attended to in the pass that is under way."""
+    """Keys that the layer's queries attended to in the pass that is under way."""
 
     tokens: NewTokens
     slots: ops.Slots | None
-    """As before the pass; in a step with keys that are the layer's own"""
+    """Slots before the pass; in a step with keys that are the layer's own"""
     in_step: bool
     """Whether by `ops.step`, whose token reads itself as it is stored"""
 

@@ -38,7 +38,7 @@ class AnglesByLength:
         return bool(self._limits)
 
     def regime(self, length: int) -> tuple[int, ...]:
-        """What tells the angles of a text of `length` tokens from others; all 0 for a short one."""
+        """Key of the angles of a text of `length` tokens; all 0 for a short one."""
         beyond = {"longrope": 1, "dynamic": length}
         return tuple(beyond[kind] if length > limit else 0 for kind, limit in self._limits)
 

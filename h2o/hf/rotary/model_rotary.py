@@ -78,12 +78,12 @@ _PLAIN_POSITIONS = frozenset({"llava"})
 
 
 class Proof(NamedTuple):
-    """What is known of a config once it has been proven."""
+    """The result of proving a config's rotation."""
 
     embedding: Any
     """The class of the rotary module"""
     function: Callable[..., Any] | None
-    """What turns queries and keys"""
+    """The function that turns queries and keys"""
     at_end: bool
     """Whether the last elements of a head turn, not the first"""
     turning: frozenset[int]
@@ -91,7 +91,7 @@ class Proof(NamedTuple):
 
 
 _proofs: dict[str, Proof | str] = {}
-"""By config; or why there is none."""
+"""Proofs by config, or why there is none."""
 
 
 class Rotary:
@@ -254,7 +254,7 @@ class Rotary:
         return self._halves(x)
 
     def _halves(self, x: Tensor) -> Tensor:
-        """The same of x whose first elements are turned."""
+        """`halves` for x whose first elements are turned."""
         if not self.adjacent:
             return x
         D = self.width
@@ -352,12 +352,12 @@ class Rotary:
         return self.function(x, x, *tables)[0]
 
     def _tables(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Of cosines and sines, or of both as complex numbers."""
+        """Cosines and sines, or both as complex numbers."""
         tables = self._embedded(ids, dtype)
         return tables if isinstance(tables, tuple) else (tables,)
 
     def _embedded(self, ids: Tensor, dtype: torch.dtype) -> Any:
-        """What the model's rotary module makes of ids."""
+        """The output of the model's rotary module for ids."""
         module = self._modules.get(ids.device, self.module)
         # Modules whose angles depend on the length change with each call: so a copy.
         if self.by_length or (module is self.module and not ids.is_cpu):

@@ -1,4 +1,4 @@
-"""What `simulated` takes in place of an H2O cache: masks over a whole text."""
+"""`Masks`: masks over a whole text, which `simulated` takes in place of an H2O cache."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def simulate(
 
 
 def _evictions(ranks: list[float], sinks: int, heavy: int, recent: int, prompt: int) -> list[int]:
-    """By position, how many tokens a row has seen when it evicts the key; 0: the key stays."""
+    """Tokens that a row has seen when it evicts each key, by position; 0: the key stays."""
     seen = [0] * len(ranks)
     held: list[tuple[float, int]] = []  # heavy hitters; of equal ranks the newest is the lowest
     for position in range(sinks, len(ranks) - recent):

@@ -120,7 +120,7 @@ def simulated(
 
 
 class Simulation:
-    """What the last forward pass within a `simulated` block did, with `trace` or `mass`.
+    """Records of the last forward pass within a `simulated` block, with `trace` or `mass`.
 
     The methods raise ValueError for what was not asked for, KeyError for a layer that has not
     run. They are of no use while several threads call the model.
@@ -186,7 +186,7 @@ class Simulation:
         return mass if per_token else mass.nanmean(-1)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """What an H2O cache's layer would give, [B, N, H, D]; for `attending`."""
+        """The output of an H2O cache's layer, [B, N, H, D]; for `attending`."""
         if (of := self._reuses.get(call.layer)) is not None:
             visible: VisibleKeys = vars(self._here)[str(of)]
             _refuse(call, visible.evicted_at.shape[2])

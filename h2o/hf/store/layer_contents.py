@@ -201,7 +201,7 @@ class LayerContents(CacheLayerMixin):
         self.empty()
 
     def empty(self) -> None:
-        """As `reset`; of a layer that has states beside its keys, these stay."""
+        """Empty the slots; states of a layer that has both stay."""
         self.set_slots(None, Capacity([0], []))
         self.seen = 0
         self.longest = 0  # upper bound of the tokens of the longest row
@@ -246,7 +246,7 @@ class LayerContents(CacheLayerMixin):
     # ---- For users ---------------------------------------------------------------------------
 
     def kept(self) -> Kept:
-        """What is held: see `H2OCache.kept`."""
+        """Positions and scores of the kept keys: see `H2OCache.kept`."""
         if self.slots is None:
             return Kept(_empty(3, torch.int64), _empty(3))
         return Kept(
@@ -300,5 +300,4 @@ class LayerContents(CacheLayerMixin):
 
 
 def _empty(axes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of a layer that holds nothing yet."""
     return torch.zeros([0] * axes, dtype=dtype, device="cpu")

@@ -20,7 +20,7 @@ _NUMBERS = (
     "seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "floored", "part",
     "waits_for_pins",
 )  # fmt: skip
-"""Of an `H2OLayer`, beside its slots, their capacity and the trace."""
+"""Numbers of an `H2OLayer`, beside its slots, their capacity and the trace."""
 
 _SLOTS, _STATES = "slots.", "states."  # what names of tensors begin with
 
@@ -32,7 +32,7 @@ class State(NamedTuple):
     """One layer's. Nothing is copied: a forward pass may write to the tensors."""
 
     tensors: dict[str, Tensor]
-    """By name; none before the prompt"""
+    """Tensors by name; none before the prompt"""
     numbers: dict[str, Any]
     """Plain numbers and lists, as JSON takes them"""
 

@@ -31,7 +31,7 @@ _WANTED = (
 
 @dataclasses.dataclass
 class Pins:
-    """What a cache was asked to pin, and which positions that is in the rows of its batch."""
+    """The pins that a cache was given, and their positions in the rows of its batch."""
 
     given: list[Row] | str = dataclasses.field(default_factory=list)
     """"prompt", or spans of each row; those of a single row are for all"""
@@ -160,7 +160,7 @@ class Pins:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Pins:
-        """What `as_dict` has made, before JSON or after it."""
+        """Restore from the output of `as_dict`."""
         given, rows = fields["given"], fields["rows"]
         return cls(
             given if isinstance(given, str) else [merge_spans(row) for row in given],

@@ -92,8 +92,7 @@ class Report:
     """Whether the last forward pass has not come to its end, so that layers may differ in what they
     have seen."""
     not_dealt: str = ""
-    """What was done instead of dealing places by echo, where `H2OConfig.echo` was asked for, and
-    why."""
+    """The replacement of dealing places by echo, where `H2OConfig.echo` was asked for, and why."""
 
     @property
     def total(self) -> LayerReport:
@@ -121,7 +120,7 @@ class Report:
 
     @property
     def note(self) -> str:
-        """What the numbers mean, in a sentence or two."""
+        """The meaning of the numbers, in a sentence or two."""
         if self.broken:
             return (
                 "The last forward pass has not come to its end, and some layers have seen its "
@@ -166,7 +165,7 @@ class Report:
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], self.note])
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the table, its last column shaded by the mass evicted."""
+        """The table for notebooks, its last column shaded by the mass evicted."""
 
         def line(cells: Sequence[str], tag: str, share: float = 0.0) -> str:
             shade = f";background:rgb(255 140 0/{share:.2f})" if share else ""

@@ -131,7 +131,7 @@ def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
 
 
 def enlarge(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
-    """The same content in more slots: of each head, or of all, as many as `larger` says."""
+    """Copy to more slots: `larger` has their number for each head, or for all."""
     B, G = slots.next_slot.shape
     shape, starts = (B, G, larger[0]), None
     if slots.starts is not None:

@@ -17,7 +17,7 @@ _NAMES = ("conv", "recurrent")
 
 
 def tensors_of(layer: Any) -> dict[str, Tensor]:
-    """By name, such as "conv.0"; none before the prompt. Nothing is copied."""
+    """States by name, such as "conv.0"; none before the prompt. Nothing is copied."""
     return {
         f"{name}.{index}": state
         for name in _NAMES
@@ -27,7 +27,7 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
 
 
 def numbers_of(layer: Any) -> dict[str, Any]:
-    """What goes with the tensors, as JSON takes it."""
+    """Numbers that go with the tensors, as JSON takes them."""
     return {
         "conv_kernel_size": list(layer.conv_kernel_size.values()),
         "has_previous_state": list(layer.has_previous_state.values()),
