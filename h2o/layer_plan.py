@@ -141,7 +141,8 @@ class LayerPlan:
         heavy, recent = self._truncated(pair, n)
         fractions = tuple(x if isinstance(x, float) else 0.0 for x in pair)
         if self.config.budget_unit == "keys":
-            heavy, recent = max(heavy, fractions[0] > 0), max(recent, fractions[1] > 0)
+            one = [int(fraction > 0) for fraction in fractions]
+            heavy, recent = max(heavy, one[0]), max(recent, one[1])
         least = min_tokens - self.sinks
         return at_least(least, recent_part(min_tokens), (heavy, recent), fractions)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from h2o.vllm.refusing_backends import TESTED, is_tested
+from h2o.vllm.versions import TESTED, is_tested
 
 
 def register() -> None:

@@ -11,16 +11,10 @@ import contextlib
 import importlib
 from typing import Any
 
-TESTED = ("0.32", "0.33")
-"""Minor versions, by whose internals `plugin`, `runners` and `validation` go."""
+from h2o.vllm.versions import TESTED, is_tested
 
 PROCESSORS = "vllm.v1.sample.logits_processor", "vllm.v1.worker.gpu.sample.logits_processor"
 """Where vLLM's model runners have their base classes of logits processors."""
-
-
-def is_tested(version: str) -> bool:
-    """Whether a version of vLLM is one of `TESTED`."""
-    return ".".join(version.split(".")[:2]) in TESTED
 
 
 class Unchanged:
