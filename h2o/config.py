@@ -1,7 +1,7 @@
-"""What an H2O cache keeps: budgets and policy, as one immutable record.
+"""`H2OConfig`: budgets and policy of a cache, as one immutable record.
 
-Imports neither torch nor transformers, so that a command line, a result file
-or a test can speak about policies without loading a model.
+Imports neither torch nor transformers, so that command lines, result files and tests can use it
+without loading a model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from h2o.budgets import (
     check_budget,
     check_tokens,
     check_total,
-    flat,
+    flatten,
 )
 from h2o.config_fields import ConfigFields, Positions
 from h2o.head_budgets import NAMED, SHARED_TWICE, table
@@ -31,73 +31,82 @@ from h2o.profile import Profile
 
 __all__ = ["PARAMETERS", "PRESETS", "UNLIMITED", "H2OConfig", "one_config"]
 
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "kv_dtype": (None, "auto", *QUANTIZED),
+    "budget_unit": ("keys", "bytes"),
+    "positions": ("original", "cache_relative"),
+}
+"""Values of fields that take one of a few."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class H2OConfig(Presets):
-    """How many keys each row, layer and key/value head may keep, and which.
+    """Number and choice of the keys that each row, layer and key/value head may keep.
 
-    The budget is k = sinks + heavy + recent. The first `sinks` tokens of a row
-    and its `recent` newest ones stay, and of the others the `heavy` highest ranks.
-    Without arguments it is the authors' setting: a tenth of the prompt for heavy hitters
-    and a tenth for recent tokens (Zhang et al., "H2O: Heavy-Hitter Oracle for
-    Efficient Generative Inference of Large Language Models", NeurIPS 2023), but never fewer than
-    `min_tokens` keys, so that a short prompt is kept whole.
+    The budget is k = sinks + heavy + recent. The first `sinks` tokens of a row and its `recent`
+    newest tokens stay. Of the others the `heavy` highest ranks stay. The default is the authors'
+    setting: a tenth of the prompt for heavy hitters and a tenth for recent tokens (Zhang et al.,
+    "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
+    NeurIPS 2023), with at least `min_tokens` keys, so that a short prompt is kept whole.
 
-    Raises: TypeError for a thing that is no number (a bool is none) and for an amount without a
+    All fields are given by name.
+
+    Raises: TypeError for a value that is no number (a bool is none) and for an amount without a
     name, ValueError for a number out of range and for a budget of 0 in total.
     """
 
     budget: Amount | None = None
     """One number instead of `heavy` and `recent`. A float in (0, 1] is a share of the bytes that
-    the prompt takes in a full cache, an int a number of tokens. It stands for
-    the recommended preset (`H2OConfig.recommended`), of which other fields that are given replace
-    those. `for_model` puts the preset's `heavy` and `recent` in its place."""
+    the prompt takes in a full cache, an int a number of tokens. The config is then the recommended
+    preset (`H2OConfig.recommended`), with the other given fields in place of the preset's.
+    `for_model` fills in `heavy` and `recent`."""
     heavy: Budget = 0.1
-    """Tokens kept for the attention that they have received. An int is a number of
-    tokens, a float in [0, 1] a fraction of the row's own prompt, `int(fraction * n)` but at
-    least one token unless the fraction is 0: 1 is one token, 1.0 the whole prompt. A list gives
-    one amount per layer of the model, a function `(layer, layers) -> amount` computes it; where
-    that is a list itself, it has an amount for each key/value head."""
+    """Tokens kept for the attention that they have received. An int is a number of tokens. A float
+    in [0, 1] is a fraction of the row's own prompt of n tokens, `int(fraction * n)` but at least
+    one token unless the fraction is 0. So 1 is one token, and 1.0 the whole prompt. A list gives
+    one amount for each layer of the model, and a function `(layer, layers) -> amount` computes it.
+    An amount of a layer may be a list with one amount for each key/value head."""
     recent: Budget = 0.1
-    """Newest tokens kept whatever their rank; given like `heavy`."""
+    """Newest tokens kept whatever their rank, given like `heavy`."""
     sinks: int = 0
     """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
     Language Models with Attention Sinks", ICLR 2024)."""
     score_by: ScoreBy = "sum"
-    """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
-    age is no advantage. "max": the largest attention of any one query and head. "mean-echo": the
-    mean, most of a prompt's given out anew to the keys that the prompt's own queries find when they
-    are asked again; the mean where positions are not rotary. "random": a hash of layer, head and
-    position, a baseline for evaluation."""
+    """"sum": accumulated attention. "mean": accumulated attention per query that has seen the key,
+    so that age is no advantage. "max": the largest attention of any one query and head.
+    "mean-echo": the mean, with most of a prompt's attention redistributed to the keys that the
+    prompt's own queries find at later positions (the plain mean where positions are not rotary).
+    "random": a hash of layer, head and position, a baseline for evaluation."""
     decay: float = 1.0
-    """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
-    query alone."""
+    """Factor in [0, 1] by which a score shrinks with each further token. 1 is H2O. 0 ranks by the
+    last query alone."""
     value_weighted: bool = False
     """Multiply the rank by the L2 norm of the key's value."""
     kv_dtype: KvDtype | None = None
-    """What slots hold: None, keys and values as they are; "int8", both as bytes with a scale of 16
-    bits; "int8-int4", values in four bits, in groups of 32 with scale and minimum of 16 bits
-    (compare Liu et al., "KIVI", ICML 2024); "auto", the second where the model's head dimension is
-    a multiple of 32. The new tokens of one forward pass see each other as they are."""
+    """Format of stored keys and values. None: the model's dtype. "int8": bytes with a scale of 16
+    bits for each key and value. "int8-int4": keys like that, and values in four bits, in groups of
+    32 with a scale and a minimum of 16 bits (compare Liu et al., "KIVI", ICML 2024). "auto":
+    "int8-int4" where the model's head dimension is a multiple of 32, else "int8". New tokens of one
+    forward pass see each other unquantized."""
     head_shares: Any = None
-    """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
-    the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
-    `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
-    h2o for this model. "echo", with `score_by="mean-echo"`: the places for heavy hitters of a
-    prompt go to the keys of the highest echo in all layers and heads. Until all have read it an
-    eighth more than that is held, and a layer; with a mean that decays or layers of unlike heads
-    all of it. None: all the same."""
+    """Shares of the budget by key/value head. The mean over all heads stays what `heavy` and
+    `recent` say, and a head has at least 8 tokens. None: equal shares. Numbers [layers, heads], of
+    which only the ratios count. An `h2o.Profile` (`h2o calibrate`). "shipped": the profile that
+    comes with h2o for this model. "echo", with `score_by="mean-echo"`: heavy hitters of a prompt
+    are the keys of the highest echo in all layers and heads. During prefill the cache then holds
+    1.125 times the budget plus one uncompressed layer; with a `decay` below 1, or layers of
+    different numbers of heads, it holds the whole prompt."""
     budget_unit: BudgetUnit = "keys"
-    """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
-    that may be taken of what the prompt would take in a full cache in the model's dtype, everything
-    that a slot needs counted, sinks included; as many keys are kept as fit."""
+    """Unit of fractions. "keys": tokens of the prompt. "bytes": heavy + recent is a share of the
+    bytes that the prompt takes in a full cache in the model's dtype. Everything that a slot needs
+    and the sinks count, and as many keys are kept as fit."""
     min_tokens: int = 128
-    """Where `heavy` or `recent` is a fraction, no head keeps fewer keys than this, sinks included
-    and at least a quarter of them recent; a prompt that is shorter stays whole. 0: no limit."""
+    """Least number of keys of each head where `heavy` or `recent` is a fraction, sinks included and
+    at least a quarter of them recent. A shorter prompt stays whole. 0: no limit."""
     positions: Positions = "original"
-    """"original": a key stays at the position that it came at, as in the paper. "cache_relative": a
-    key's rotary position is its rank among the keys held, the query's the number of keys held
-    before it, so that no position exceeds the budget however long the text. Rotary models only."""
+    """"original": a key keeps the position of its own token, as in the paper. "cache_relative": a
+    key's rotary position is its rank among the keys held, and a query's the number of keys held
+    before it, so that no position exceeds the budget. Rotary models only."""
     _token_bytes: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
     """Bytes of a token in a full cache and in a slot, which `for_model` finds for fractions of
     bytes."""
@@ -125,13 +134,11 @@ class H2OConfig(Presets):
             put(self, name, value)
         if self.score_by == "random" and policy != Policy(self.sinks, "random"):
             raise ValueError(f'score_by="random" takes sinks alone: leave the rest out of {policy}')
-        if self.kv_dtype not in (None, "auto", *QUANTIZED):
-            names = '", "'.join(("auto", *QUANTIZED[:-1]))
-            raise ValueError(
-                f'kv_dtype must be None, "{names}" or "{QUANTIZED[-1]}", not {self.kv_dtype!r}'
-            )
-        if self.budget_unit not in ("keys", "bytes"):
-            raise ValueError(f'budget_unit must be "keys" or "bytes", not {self.budget_unit!r}')
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                *others, last = (f'"{x}"' if x else "None" for x in choices)
+                text = f"{', '.join(others)} or {last}"
+                raise ValueError(f"{name} must be {text}, not {getattr(self, name)!r}")
         if self.budget_unit == "bytes" and not all(
             isinstance(x, float) for x in (self.heavy, self.recent)
         ):
@@ -156,18 +163,18 @@ class H2OConfig(Presets):
         check_total(self.heavy, self.recent, self.sinks)
 
     def __deepcopy__(self, memo: Any) -> H2OConfig:
-        """The same: nothing changes it, and forks of a cache need no copies."""
+        """Return the config itself, which is immutable."""
         return self
 
     @classmethod
     def recommended(cls, budget: Amount) -> H2OConfig:
-        """What `budget=` stands for: `echo`. A float is a share of the bytes, an int a number of
-        tokens."""
+        """The preset that `budget=` stands for: `echo`. A float is a share of the bytes, an int a
+        number of tokens."""
         return cls.preset("echo", budget, "bytes" if isinstance(budget, float) else "keys")
 
     @property
     def policy(self) -> Policy:
-        """What the operations of `h2o.ops` are given."""
+        """The policy for the operations of `h2o.ops`."""
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
         return policy._replace(score_by=OPERATIONS_SCORE_BY.get(self.score_by, policy.score_by))
 
@@ -178,7 +185,7 @@ class H2OConfig(Presets):
 
     @property
     def after_reading(self) -> H2OConfig:
-        """What the cache of `h2o.compress_document` goes on with."""
+        """The config of a cache after `h2o.compress_document` has filled it."""
         shares = None if self.shares_by_echo else self.head_shares  # dealt by repetition
         return dataclasses.replace(
             self, score_by="max", decay=1.0, value_weighted=False, head_shares=shares
@@ -188,7 +195,7 @@ class H2OConfig(Presets):
     def needs_prompt_length(self) -> bool:
         """Whether the budget of any layer is a fraction."""
         amounts = (self.heavy, self.recent) if self.budget is None else self.budget
-        return any(isinstance(x, float) for x in flat(amounts))
+        return any(isinstance(x, float) for x in flatten(amounts))
 
     def for_model(self, model: Any) -> H2OConfig:
         """This config with all that depends on the model filled in, which is given itself or by its
@@ -229,7 +236,7 @@ class H2OConfig(Presets):
         alike = self if self.head_shares is None else dataclasses.replace(self, head_shares=None)
         return LayerPlan.of(alike, 0, 1).tokens(n)
 
-    def held(self, n: int, prompt: int | None = None) -> int:
+    def count_held(self, n: int, prompt: int | None = None) -> int:
         """Tokens that a row of n holds at its end; fractions are of `prompt` tokens, else of n."""
         return min(n, self.sinks + sum(self.tokens(n if prompt is None else prompt)))
 

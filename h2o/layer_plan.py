@@ -11,14 +11,14 @@ from typing import Any
 from h2o.budgets import (
     UNLIMITED,
     Amount,
-    at_least,
     check_total,
-    flat,
+    flatten,
     layer_amount,
+    pair_amounts,
+    raise_to_least,
     recent_part,
-    spread,
 )
-from h2o.head_budgets import SHARED_TWICE, HasShares, Table, apportion, check_shares
+from h2o.head_budgets import SHARED_TWICE, apportion, check_shares
 from h2o.kv_dtype import fitting, in_elements
 from h2o.policy import Policy
 
@@ -33,8 +33,8 @@ class LayerPlan:
     heavy: Amount | tuple[Amount, ...]
     """An amount, or one for each key/value head"""
     recent: Amount | tuple[Amount, ...]
-    shares: Table | HasShares | None
-    """How all heads of the model share the budget; None: each head has its own"""
+    shares: Any
+    """Shares of all heads of the model: a `Table` or a Profile; None: heads have the same"""
     token_bytes: tuple[int, int] | None
     """Bytes of a token in a full cache and in a slot; None: budgets are not in bytes"""
 
@@ -69,17 +69,17 @@ class LayerPlan:
     @property
     def needs_prompt_length(self) -> bool:
         """Whether a budget is a fraction."""
-        return any(isinstance(x, float) for x in flat((self.heavy, self.recent)))
+        return any(isinstance(x, float) for x in flatten((self.heavy, self.recent)))
 
     @property
     def floor(self) -> int:
         """Keys that each head keeps at least: `min_tokens`, or 0 where no amount is a fraction."""
-        amounts = flat((self.heavy, self.recent))
+        amounts = flatten((self.heavy, self.recent))
         return self.config.min_tokens if any(isinstance(x, float) and x > 0 for x in amounts) else 0
 
     def check_attention(self, module: Any) -> None:
         """Raises ValueError for shares of another model than the attention module's."""
-        if isinstance(self.shares, HasShares):
+        if self.shares is not None and not isinstance(self.shares, tuple):
             self.shares.check_attention(module, self.layer)
 
     def for_keys(self, D: int, element: int, rows: int = 2) -> LayerPlan:
@@ -99,7 +99,7 @@ class LayerPlan:
         row whose prompt has n tokens. `pinned`: see `h2o.head_budgets.apportion`."""
         return self._head_tokens(n, pinned, self.config.min_tokens)
 
-    def truncated(self, n: int) -> tuple[int, int]:
+    def truncate_tokens(self, n: int) -> tuple[int, int]:
         """(heavy, recent) where fractions may come to 0 tokens, as in the authors' code, and
         `min_tokens` has no effect."""
         return self._truncated(self._pairs[0], n)
@@ -121,7 +121,7 @@ class LayerPlan:
     @property
     def _pairs(self) -> list[tuple[Amount, Amount]]:
         """(heavy, recent) as given: of each head, or of all."""
-        return spread((self.heavy, self.recent), "key/value head")
+        return pair_amounts((self.heavy, self.recent), "key/value head")
 
     def _head_tokens(self, n: int, pinned: int, min_tokens: int) -> list[tuple[int, int]]:
         heads = [self._tokens(pair, n, min_tokens) for pair in self._pairs]
@@ -144,7 +144,7 @@ class LayerPlan:
             one = [int(fraction > 0) for fraction in fractions]
             heavy, recent = max(heavy, one[0]), max(recent, one[1])
         least = min_tokens - self.sinks
-        return at_least(least, recent_part(min_tokens), (heavy, recent), fractions)
+        return raise_to_least(least, recent_part(min_tokens), (heavy, recent), fractions)
 
     def _truncated(self, pair: tuple[Amount, Amount], n: int) -> tuple[int, int]:
         if self.config.budget_unit == "keys":

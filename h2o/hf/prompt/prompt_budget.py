@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from h2o import compat
-from h2o.head_budgets import expand_to_heads, with_room
+from h2o.head_budgets import expand_to_heads, make_room
 from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.pins import Pins
 from h2o.layer_plan import LayerPlan
@@ -119,7 +119,7 @@ def budgets_by_row(plan: LayerPlan, lengths: list[int], pins: Pins) -> list[list
     """
     counts = pins.counts(len(lengths), plan.sinks)
     return [
-        with_room(plan.head_tokens(length, pinned), pinned, plan.sinks)
+        make_room(plan.head_tokens(length, pinned), pinned, plan.sinks)
         for length, pinned in zip(lengths, counts, strict=True)
     ]
 
