@@ -156,10 +156,6 @@ class H2OConfig(Presets):
         by_head = any(isinstance(x, tuple) for x in (*_each(self.heavy), *_each(self.recent)))
         if self.head_shares is not None and by_head:
             raise ValueError(SHARED_TWICE)
-        if self.positions not in ("original", "cache_relative"):
-            raise ValueError(
-                f'positions must be "original" or "cache_relative", not {self.positions!r}'
-            )
         check_total(self.heavy, self.recent, self.sinks)
 
     def __deepcopy__(self, memo: Any) -> H2OConfig:
