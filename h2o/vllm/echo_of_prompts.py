@@ -16,6 +16,7 @@ from h2o.config import H2OConfig
 from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.prompt.cross_head_budget import Budgets, CrossHeadBudget, Prompt, Recipient
 from h2o.hf.prompt.prompt_echo import PromptEcho, rotary_for
+from h2o.hf.prompt.prompt_echo import not_dealt as not_dealt  # for validation, which asks here
 from h2o.vllm.paged_rows import Cut, PromptScores
 
 
