@@ -286,12 +286,11 @@ CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_s
 # a shape is what is tested, and steps of many heads by two ways, each of which test_table judges.
 FEW_POLICIES := h2o or decayed-max or everything
 CUDA_EMULATED := not large_store and not oracle and not (simulation_is_the_cache and core1) \
-	and not 16-576 and not (long_text and each) and not (as_with_values and not ($(FEW_POLICIES))) \
+	and not 576 and not (long_text and each) and not (as_with_values and not ($(FEW_POLICIES))) \
 	and not (step_is_attend and (many or 32)) and not (test_heavy_tails and (128 or shapes) and not (step and int8))
 # `make test` runs fewer of these: of each table it leaves out a dtype, and all policies but a few.
 CUDA_BRIEFLY := $(CUDA_EMULATED) and not (test_table and float32) \
 	and not (simulation_table and float16) and not (as_with_values and not everything) \
-	and not (a_simulated_text and (float32 and None or float16 and int8)) \
 	and not ((_table or rows) and (policy or test_paged_rows) and not ($(FEW_POLICIES))) \
 	and not (test_heavy_tails and (shapes or not (everything or sink)))
 EMULATED_TESTS = ../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . \
@@ -396,15 +395,18 @@ gpu-kernels:
 		[ -n "$$here" ] || { echo "torch finds no CUDA device here"; exit 1; }; rm -f h2o/kernels.fatbin; \
 		$(MAKE) h2o/kernels.fatbin NVCC=$(NVCC_HERE) ARCHITECTURES="$$here"; }
 
-# $(1): a level, $(2): a processor that has no higher one. neondot has nothing but a step of its own.
+# $(1): a level, $(2): a processor that has no higher one. What no level changes is tested with the
+# first; neondot has nothing but a step of its own.
 NEON := OUT=build/c-neon CC=aarch64-linux-gnu-gcc
+OF_A_LEVEL = C_TESTS="$(addprefix build/c-neon/test_,$(1))"
 IN_QEMU = EMULATOR="timeout -k 1 600 env H2O_TEST_LEVEL=$(1) H2O_TEST_EMULATED=1 \
 	qemu-aarch64-static -cpu $(2) -L /usr/aarch64-linux-gnu"
 test-neon: ## the C tests for aarch64, at each level; needs gcc-aarch64-linux-gnu and qemu-user-static
 	$(MAKE) test-c $(NEON) $(call IN_QEMU,neon,cortex-a53)
-	$(MAKE) test-c $(NEON) $(call IN_QEMU,neonbf16,max)
+	$(MAKE) test-c $(NEON) $(call IN_QEMU,neonbf16,max) \
+		$(call OF_A_LEVEL,dispatch vec_neonbf16 attend kernels heavy_tails)
 	$(MAKE) test-c $(NEON) $(call IN_QEMU,neondot,neoverse-n1) \
-		C_TESTS="$(addprefix build/c-neon/test_,dispatch vec_neondot heavy_tails)"
+		$(call OF_A_LEVEL,dispatch vec_neondot heavy_tails)
 # Not those that do all in forks, which Windows has not. The first build makes zig's libc, for minutes.
 WINE ?= $(firstword $(shell command -v wine64) /usr/lib/wine/wine64)
 WINDOWS_TESTS := $(addprefix build/c-windows/test_,policy attend kernels scratch parallel vec_generic vec_avx2)
@@ -427,12 +429,15 @@ asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and
 	build/cuda-asan/test_cuda
 	$(MAKE) build/c-asan/lib $(ASAN)
 	for level in $$($(BIN)/python -c '$(OTHER_LEVELS)'); do \
-		(export H2O_CPU=$$level; $(SANITIZED) tests/core/test_ops.py tests/core/test_golden.py) \
+		(export H2O_CPU=$$level; $(SANITIZED) tests/core/test_ops.py -k "table or any") \
 		|| exit 1; done
 	$(SANITIZED) tests/core
 
-tsan: ## C tests under ThreadSanitizer
-	$(MAKE) test-c test-driver OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread"
+# Of the tests those that have threads, at two levels (see test.h).
+THREADED := $(addprefix build/c-tsan/test_,attend heavy_tails kernels parallel race scratch)
+tsan: ## C tests of threads under ThreadSanitizer
+	$(MAKE) test-c test-driver OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread" \
+		C_TESTS="$(THREADED)" NOT_RUN="$(NOT_RUN) $(filter cpu/level_avx2,$(BELOW))"
 
 tsan-cuda: ## the kernels for GPUs, each thread a thread to ThreadSanitizer; needs clang, gcc takes minutes
 	$(TOGETHER) $(addprefix build/cuda-tsan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-tsan CC=$(CLANG) \
