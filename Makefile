@@ -30,9 +30,8 @@ bench: .venv/core .venv/test ## every table of benchmarks/README.md; an hour on 
 # where make can.
 SYNCED := $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 BEFORE_PYTHON := $(if $(shell command -v $(CXX)),test-cuda,no-cxx) test-core bounds test-pure lint
-EMULATED = $(CUDA_BRIEFLY)
 test: .venv/test ## everything but the slow tests
-	+@$(TOGETHER) $(SYNCED) $(BEFORE_PYTHON) CUDA_EMULATED='$(EMULATED)'
+	+@$(TOGETHER) $(SYNCED) $(BEFORE_PYTHON) EMULATED='$(EMULATED)'
 	@$(MAKE) --silent test-python PYTEST_MARKS='$(PYTEST_MARKS)'
 
 no-cxx:
@@ -129,10 +128,10 @@ test-python: .venv/core .venv/test ## pytest, in two processes
 	+@$(TOGETHER) $(SYNCED) test-python-hf test-python-rest PYTEST_MARKS='$(PYTEST_MARKS)'
 
 test-python-hf:
-	$(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/core tests/hf
+	$(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/hf
 
 test-python-rest:
-	$(BIN)/python -m pytest -q $(PYTEST_MARKS) --ignore tests/core --ignore tests/hf
+	$(BIN)/python -m pytest -q $(PYTEST_MARKS) --ignore tests/hf
 
 test-portable: .venv/core .venv/test ## golden data, the oracle, caches and families with the torch backend on the CPU
 	H2O_BACKEND=torch $(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/torch tests/hf
@@ -288,13 +287,15 @@ FEW_POLICIES := h2o or decayed-max or everything
 CUDA_EMULATED := not large_store and not oracle and not (simulation_is_the_cache and core1) \
 	and not 576 and not (long_text and each) and not (as_with_values and not ($(FEW_POLICIES))) \
 	and not (step_is_attend and (many or 32)) and not (test_heavy_tails and (128 or shapes) and not (step and int8))
-# `make test` runs fewer of these: of each table it leaves out a dtype, and all policies but a few.
+# `make test` and .ci/run have fewer of these: of each table they leave out a dtype, and all policies
+# but a few.
 CUDA_BRIEFLY := $(CUDA_EMULATED) and not (test_table and float32) \
 	and not (simulation_table and float16) and not (as_with_values and not everything) \
 	and not ((_table or rows) and (policy or test_paged_rows) and not ($(FEW_POLICIES))) \
 	and not (test_heavy_tails and (shapes or not (everything or sink)))
+EMULATED = $(CUDA_BRIEFLY)
 EMULATED_TESTS = ../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . \
-	-m "not slow" $(CUDA_TESTS) -k "$(CUDA_EMULATED)"
+	-m "not slow" $(CUDA_TESTS) -k "$(EMULATED)"
 # And once as for compute capability 7.5: products of half the depth, copies that wait; and with little
 # shared memory.
 test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
@@ -339,6 +340,7 @@ $(PTX)/test_75: $(PTX)/test_75.o $(PTX_CORE)
 $(PTX)/lib: $(PACKAGED) $(PTX_CORE)
 	$(call PACKAGE,$(CUDA_CC),$(PTX_CORE) -lstdc++)
 
+test-ptx: EMULATED = $(CUDA_EMULATED)
 test-ptx: .venv/test $(PTX)/test_75 $(PTX)/test_cuda $(PTX)/lib $(PTX_PROGRAMS) ## the tests of the kernels for GPUs, on the PTX of CUDA's compiler
 	H2O_PTX=build/kernels/compute_75.program $(PTX)/test_75
 	H2O_PTX=build/kernels/compute_80.program $(PTX)/test_cuda
@@ -419,7 +421,8 @@ ASAN := OUT=build/c-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
 SANITIZED = cd build/c-asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . -m "not slow"
-# The level that is taken anyway comes last, with all of tests/core.
+# The level that is taken anyway comes last, with tests/core. What threads change of an answer is
+# no sanitizer's matter.
 OTHER_LEVELS := from h2o import ops; i = ops.info(); print(*{*i["levels"]} - {i["level"]})
 asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and UBSan
 	$(MAKE) test-c test-driver $(ASAN)
@@ -431,7 +434,7 @@ asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and
 	for level in $$($(BIN)/python -c '$(OTHER_LEVELS)'); do \
 		(export H2O_CPU=$$level; $(SANITIZED) tests/core/test_ops.py -k "table or any") \
 		|| exit 1; done
-	$(SANITIZED) tests/core
+	$(SANITIZED) tests/core -k "not number_of_threads"
 
 # Of the tests those that have threads, at two levels (see test.h).
 THREADED := $(addprefix build/c-tsan/test_,attend heavy_tails kernels parallel race scratch)

@@ -160,9 +160,9 @@ def answers_of(*arguments: str, **environment: str) -> list[str]:
 
 
 def test_the_number_of_threads_does_not_matter_nor_does_a_fork():
-    answers = [answers_of("fork", H2O_THREADS=threads) for threads in ("1", "3")]
-    answers.append(answers_of(H2O_THREADS="8"))
-    assert [*map(len, answers)] == [3, 3, 1]
+    answers = [answers_of("fork", H2O_THREADS="3")]
+    answers += [answers_of(H2O_THREADS=threads) for threads in ("1", "8")]
+    assert [*map(len, answers)] == [3, 1, 1]
     assert len({digest for run in answers for digest in run}) == 1
 
 
