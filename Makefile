@@ -14,7 +14,7 @@ SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
 .PHONY: help demo bench cuda test no-cxx test-all test-c test-core test-pure test-driver test-cuda test-gpu gpu-tests gpu-day gpu-core gpu-kernels tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance bounds test-neon test-amx test-windows test-python test-python-hf test-python-rest test-portable test-hf test-vllm test-ray test-versions test-newest asan tsan fuzz \
-	lint workflows format notebooks stubs docs docs-links pictures wheels test-wheels wheel clean
+	lint workflows format notebooks stubs docs docs-links pictures wheels test-wheels wheel release-dry-run clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -79,6 +79,10 @@ CORE := build/core
 
 .venv/wheels: .venv/base
 	$(PIP) build auditwheel abi3audit ziglang
+	touch $@
+
+.venv/release: .venv/base
+	$(PIP) twine 'readme-renderer[md]' py-rattler-build
 	touch $@
 
 # Code for each processor there is, and PTX, which a driver compiles for those to come, by the compiler
@@ -574,6 +578,9 @@ test-wheels: wheels ## the wheel of this machine and the pure one without a comp
 	$(BIN)/python tools/try_wheel.py --beside $(BIN)/../lib/python*/site-packages dist/*-none-any.whl
 	CC=gcc $(BIN)/python tools/try_wheel.py --numpy 2.0.0 dist/*.tar.gz
 	CC=clang $(BIN)/python tools/try_wheel.py --numpy 2.0.0 dist/*.tar.gz
+
+release-dry-run: wheels .venv/release ## a folder that could be uploaded, build/release: metadata, licenses, long description, conda's recipe
+	$(BIN)/python tools/release.py
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info h2o/_core*.so .venv/core

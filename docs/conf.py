@@ -56,7 +56,7 @@ def notebook(path: Path) -> str:
     for cell in json.loads(path.read_text("utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(source)
+            parts.append(re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", source))
         else:
             parts += [fenced("python", source), *map(output, cell["outputs"])]
     return "\n\n".join(parts)

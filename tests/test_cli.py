@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from h2o import H2OConfig, Profile, cli, compress_document, load_model
+from h2o import H2OConfig, Profile, cli
 from h2o.cli import cache_options
-from h2o.compat import with_cache
 from h2o.config import PARAMETERS, PRESETS
 from h2o.evaluation import setting
 from h2o.packages import install_command
@@ -411,27 +410,6 @@ def test_document_and_prompt_are_one_text(tiny, tmp_path, capsys):
     assert both["runs"][0]["text"] == one["runs"][0]["text"]
 
 
-def test_a_document_is_read_first(tiny, tmp_path, capsys):
-    """It comes before the prompt, and the cache is that of two readings."""
-    (tmp_path / "document").write_text(PROMPT, "utf-8")
-    options = ["--model", tiny, "--max-new-tokens", "9", "--heavy", "20", "--recent", "20"]
-    asked = [*options, "--prompt", "Now?", "--prompt-file", str(tmp_path / "document")]
-    run = generated(capsys, *asked, "--reread")["runs"][0]
-
-    model, tokenizer = load_model(tiny)
-    model.set_attn_implementation("h2o")
-    ids = tokenizer(f"{PROMPT}\n\nNow?", return_tensors="pt").input_ids
-    document = ids[:, : len(PROMPT)]
-    cache = compress_document(model, document, heavy=20, recent=20, readings=2, tokenizer=tokenizer)
-    out = model.generate(ids, **with_cache(cache), max_new_tokens=9, do_sample=False)
-    assert run["text"] == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    assert run["kv_bytes_held"] == cache.report().total.bytes_held
-    assert run["text"] != generated(capsys, *asked)["runs"][0]["text"]
-    with pytest.raises(SystemExit):
-        cli.main(["generate", *options, "--prompt", "Now?", "--reread"])
-    assert "wants a --prompt-file and a --prompt" in capsys.readouterr().err
-
-
 def test_text_goes_to_stdout_and_the_rest_to_stderr(tiny, capsys):
     options = ["generate", "--model", tiny, "--max-new-tokens", "12"]
     done = h2o(*options, "--prompt-file", "-", input=PROMPT)
@@ -453,11 +431,12 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
     assert cli.main([*arguments, "--compare"]) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
-    assert re.fullmatch(r"full +\| h2o +\| robust +\| local", lines[0])
+    names = ["full", "h2o", "robust", "local"]
+    assert [line.split()[0] for line in lines if " held, read in " in line] == names
+    assert "in a tenth of the bytes" in " ".join(lines)
     table = text[text.index("prompt of") :].splitlines()[1:]
-    assert table[0].split() == ["full", "h2o", "robust", "local"]
-    assert table[-1] == 'robust: H2OConfig.robust(0.1, budget_unit="bytes"), a tenth of the bytes'
-    rows = {name: cells for name, *cells in (re.split(r"  +", x) for x in table[2:-1])}
+    assert table[0].split() == names
+    rows = {name: cells for name, *cells in (re.split(r"  +", x) for x in table[2:])}
     assert rows["attention mass evicted"][0] == "0.0%"
     assert rows["leading tokens as with full"][0] == "60"
     assert all(len(line) <= 90 for line in lines)
@@ -473,8 +452,8 @@ def test_settings_beside_which_a_run_is_shown(tiny, capsys):
     assert [run["tokens_held"] for run in runs[::3]] == [len(PROMPT) + 3, 34]
     assert runs[2]["kv_bytes_held"] <= 0.5 * runs[2]["kv_bytes_full"]
     assert cli.main(["generate", *options, "--compare", settings]) == 0
-    table = [x for x in capsys.readouterr().out.splitlines() if "30.0" in x or "sink:4" in x]
-    assert len({len(line) for line in table[1:]}) <= 1
+    lines = map(str.split, capsys.readouterr().out.splitlines())
+    assert [run["mode"] for run in runs] in lines
     with pytest.raises(SystemExit, match="2"):
         cli.main(["generate", *options, "--compare", "mask-local:4+4"])
     assert "a mask, no cache" in capsys.readouterr().err
@@ -493,7 +472,7 @@ def test_answers_about_the_article_for_readers(monkeypatch):
         for mode, held in (("full", 200), ("h2o", 40), ("calibrated", 44), ("local", 40))
     ]  # fmt: skip
     lines = answers(Result("m", "float32", 190, {}, {}, runs), "Who?")
-    assert lines[0] == "m, float32, has read an article of 190 tokens. Who?"
+    assert lines[0] == "m, float32, has read 190 tokens. Who?"
     heads = [line.split()[0] for line in lines if " held, " in line]
     assert heads == ["full", "h2o", "calibrated", "local"]
     at = lines.index("h2o           0.0 MB held, read in 2.0 s, then 50 ms a token")
@@ -508,20 +487,19 @@ def test_half_characters_are_not_streamed(tiny):
     from transformers import AutoTokenizer
 
     from h2o.generation import Streamer
-    from h2o.progress import Progress
 
     torch = pytest.importorskip("torch")
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    text = "aé€😀b"
+    text = "aé €😀 b"
     pieces = []
-    streamer = Streamer("h2o", tokenizer, Progress(quiet=True), pieces.append, 99)
+    streamer = Streamer(tokenizer, lambda text, count: pieces.append(text), "cpu")
     streamer.put(torch.zeros(1, 5, dtype=torch.int64))  # the prompt
     for token in tokenizer(text).input_ids:
         streamer.put(torch.tensor([token]))
     streamer.end()
-    assert [piece for piece in pieces if piece] == list(text)
-    assert streamer.text == text
-    assert len(streamer.seconds) == len(streamer.tokens) == len(text.encode())
+    assert "".join(pieces) == text
+    assert "\ufffd" not in "".join(pieces)
+    assert len(streamer.seconds) - 1 == len(streamer.tokens) == len(text.encode())
 
 
 def test_agreement():
@@ -668,7 +646,6 @@ def test_one_line_says_what_is_wrong(line, code, words):
         ("bench --rounds 0", "--rounds: must be at least 1"),
         ("bench --tokens 0", "--tokens: must be at least 1"),
         ("bench --prompts 512 0", "--prompts: must be at least 1"),
-        ("bench --threads 0", "--threads: must be at least 1"),
         ("eval --tasks copa --limit 0", "0 is no number of rows"),
         ("eval --tasks copa --limit=-3", "-3 is no number of rows"),
         ("eval --tasks copa --limit nan", "nan is no number of rows"),
@@ -686,14 +663,6 @@ def test_one_line_says_which_argument_is_wrong(line, words, capfd):
     assert words in captured.err
     assert len(captured.err.splitlines()) == 1
     assert len(captured.err) < 300
-
-
-def test_bench_knows_first_that_it_cannot_write(tmp_path, capsys):
-    (tmp_path / "file").write_text("in the way")
-    assert cli.main(["bench", "--output", str(tmp_path / "file" / "bench.json")]) == 1
-    printed = capsys.readouterr()
-    assert "name another output folder" in printed.err.splitlines()[-1]
-    assert not printed.out
 
 
 def beside(folder, *arguments):

@@ -1,4 +1,4 @@
-"""Print the runs of `h2o generate`: a table, texts in columns, answers to a question."""
+"""Print the runs of `h2o generate`: answers one below the other, and a table of figures."""
 
 from __future__ import annotations
 
@@ -8,40 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from h2o.evaluation.text_table import table
+
 if TYPE_CHECKING:
     from h2o.generation import Run
-
-__all__ = ["Result", "answers", "columns", "table"]
-
-PRESETS = ("robust", "calibrated")
-"""Presets of H2OConfig that a comparison runs in a tenth of the bytes."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was generated. `asdict` of it is the output of --json."""
+    """All runs of a command. `asdict` of it is the output of --json."""
 
     model: str
     dtype: str
     prompt_tokens: int
     budget: dict[str, Any]
-    versions: dict[str, str]
+    versions: dict[str, str | None]
     runs: list[Run]
-
-
-def columns(result: Result) -> list[str]:
-    """Lines with the texts of the runs in columns."""
-    terminal = max(60, shutil.get_terminal_size((100, 24)).columns)
-    width = (terminal - 3 * (len(result.runs) - 1)) // len(result.runs)
-    texts = []
-    for run in result.runs:
-        lines = [run.mode, "-" * width]
-        for paragraph in run.text.strip().splitlines():
-            lines += textwrap.wrap(paragraph, width) or [""]
-        texts.append(lines)
-    height = max(map(len, texts))
-    rows = zip(*(lines + [""] * (height - len(lines)) for lines in texts), strict=True)
-    return [*(" | ".join(cell.ljust(width) for cell in row).rstrip() for row in rows), ""]
 
 
 KEEPS = {
@@ -51,24 +33,22 @@ KEEPS = {
     "calibrated": "in a tenth of the bytes, shared among the heads by a profile of the model",
     "local": "the newest",
 }
-"""What a cache keeps, in few words."""
-BY_NAME = "as its name says"
+"""Keys that a cache keeps, in few words."""
 
 
 def answers(result: Result, question: str) -> list[str]:
-    """Lines with the answers to a question about the shipped article, one below the other."""
+    """Lines with the texts of all runs, and what each cache keeps. `question` ends the heading."""
     width = max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
-    tokens = f"an article of {result.prompt_tokens} tokens"
-    lines = [f"{result.model}, {result.dtype}, has read {tokens}. {question}", ""]
+    heading = f"{result.model}, {result.dtype}, has read {result.prompt_tokens} tokens. {question}"
+    lines, indent = [heading.strip(), ""], " " * 12
     for run in result.runs:
         lines.append(
             f"{run.mode:<12}{run.kv_bytes_held / 1e6:5.1f} MB held, "
             f"read in {run.prefill_seconds:.1f} s, then {milliseconds(run)}"
         )
         for paragraph in run.text.strip().splitlines():
-            lines += textwrap.wrap(
-                paragraph, width, initial_indent=" " * 12, subsequent_indent=" " * 12
-            ) or [""]
+            how = {"initial_indent": indent, "subsequent_indent": indent}
+            lines += textwrap.wrap(paragraph, width, **how) or [""]
         lines.append("")
     kept = "; ".join(
         f"{x.mode} {x.tokens_held}, {KEEPS.get(x.mode, 'as its name says')}" for x in result.runs
@@ -81,11 +61,9 @@ def milliseconds(run: Run) -> str:
     return f"{1000 * run.decode_seconds / steps:.0f} ms a token" if steps else "no more tokens"
 
 
-def table(result: Result) -> list[str]:
+def figures(result: Result) -> list[str]:
     """The figures of the runs, a column for each."""
-    from h2o.evaluation import text_table
-
-    figures: dict[str, Callable[[Run], str]] = {
+    values: dict[str, Callable[[Run], str]] = {
         "prefill, tokens/s": lambda run: f"{run.prefill_tokens_per_second:.0f}",
         "decode, tokens/s": lambda run: f"{run.decode_tokens_per_second:.1f}",
         "KV cache held, MB": lambda run: f"{run.kv_bytes_held / 1e6:.1f}",
@@ -95,15 +73,9 @@ def table(result: Result) -> list[str]:
         "attention mass evicted": lambda run: f"{run.mass_evicted:.1%}",
     }
     if result.runs[0].tokens_agree is not None:
-        figures["leading tokens as with full"] = lambda run: f"{run.tokens_agree}"
-    rows = [[name, *map(of_run, result.runs)] for name, of_run in figures.items()]
-    presets = [
-        f'{run.mode}: H2OConfig.{run.mode}(0.1, budget_unit="bytes"), a tenth of the bytes'
-        for run in result.runs
-        if run.mode in PRESETS
-    ]
+        values["leading tokens as with full"] = lambda run: f"{run.tokens_agree}"
+    rows = [[name, *map(of_run, result.runs)] for name, of_run in values.items()]
     return [
         f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens",
-        text_table.table(("", *(run.mode for run in result.runs)), rows),
-        *presets,
+        table(("", *(run.mode for run in result.runs)), rows),
     ]

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from h2o.cli import prompts_file, texts
 from h2o.cli.cache_options import (
     add_cache_options,
-    add_device,
-    add_dtype,
     add_model,
     add_pin,
     load_model,
@@ -26,8 +24,6 @@ from h2o.profile import Profile
 
 if TYPE_CHECKING:
     from h2o.generation import Run
-
-__all__ = ["add_arguments", "check", "run", "usual_caches"]
 
 QUESTION = "What is Marrow Point?"
 """Follows the shipped article, when the user gives no prompt: its first sentence has the answer."""
@@ -44,14 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", metavar="TEXT", help="the prompt; the text of --prompt-file follows it")
     add("--prompt-file", metavar="FILE", help="a text file, - for standard input; without either "
         "option a shipped article of 2100 tokens with a question about it")  # fmt: skip
-    add("--reread", action="store_true", help="read --prompt-file twice before anything of it is "
-        "evicted (KVzip); --prompt, a question about it, comes after it")  # fmt: skip
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     add_pin(add)
     add_cache_options(parser.add_argument_group("what the cache keeps"))
     add = parser.add_argument_group("how").add_argument
-    add_dtype(add)
-    add_device(add)
     add("--max-new-tokens", type=parse_count, default=120, metavar="N", help="(%(default)s)")
     add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="show it beside the full "
         "cache and these, as h2o eval --help lists them; without SETTINGS beside a preset in a "
@@ -79,11 +71,6 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.prompt_file is not None:
         options.document = texts.read(parser, "--prompt-file", options.prompt_file)
     texts.check_encoding(parser, "--prompt", options.prompt)
-    if options.reread and (options.prompt is None) != (options.document is None):
-        parser.error("--reread wants a --prompt-file and a --prompt, or neither")
-    for option in ("compile", "prompts"):
-        if options.reread and getattr(options, option):
-            parser.error(f"argument --{option}: not allowed with --reread")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -93,19 +80,20 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.prompts is not None:
         return prompts_file.run(options)
     result = generate(options)
+    question = QUESTION if is_shipped(options) else ""
     if options.json:
         print(json.dumps(asdict(result), indent=2))
-    elif options.compare and is_shipped(options):
-        print("\n".join(comparison.answers(result, QUESTION)))
-    else:
-        print("\n".join(comparison.columns(result)) if options.compare else "\n")
-        print("\n".join(comparison.table(result)))
+        return 0
+    lines = [""] if options.compare is None else comparison.answers(result, question)
+    if options.compare is None or not is_shipped(options):
+        lines += ["", *comparison.figures(result)]
+    print("\n".join(lines))
     return 0
 
 
 def generate(options: argparse.Namespace) -> Result:
     """Generate greedily with an H2OCache, or with each of the caches to compare."""
-    from h2o import generation, models
+    from h2o import generation, models, packages
     from h2o.progress import Progress
 
     progress = Progress(quiet=options.json)
@@ -122,10 +110,6 @@ def generate(options: argparse.Namespace) -> Result:
             f"{limit} positions of the model: shorten the prompt or lower --max-new-tokens"
         )
     progress.say(f"reading a prompt of {tokens} tokens")
-    document = None
-    if options.reread:
-        start = models.encode(tokenizer, parts[0], chat, options.system)
-        document = generation.leading_agreement(start[0].tolist(), ids[0].tolist())
     pinned = find_pins(options, tokenizer, parts, ids)
     generation.warm_up(model, ids)
     runs: list[Run] = []
@@ -135,7 +119,6 @@ def generate(options: argparse.Namespace) -> Result:
             mode, cache, model, tokenizer, ids,
             max_new_tokens=options.max_new_tokens,
             progress=progress,
-            document=document,
             pinned=pinned,
             compile=options.compile,
             stream=None if options.json or options.compare else write,
@@ -150,7 +133,7 @@ def generate(options: argparse.Namespace) -> Result:
         dtype=str(model.dtype).removeprefix("torch."),
         prompt_tokens=tokens,
         budget=asdict(options.config),
-        versions=generation.versions(),
+        versions=packages.versions("h2o-kv", "torch", "transformers"),
         runs=runs,
     )
 
@@ -158,14 +141,12 @@ def generate(options: argparse.Namespace) -> Result:
 def prompt_parts(options: argparse.Namespace) -> list[str]:
     """The parts of the prompt, in the order in which the model reads them.
 
-    Raises: UserError for an empty prompt, and with --reread for an empty part.
+    Raises: UserError for an empty prompt.
     """
     shipped = is_shipped(options)
     parts = [texts.article(), QUESTION] if shipped else [options.prompt, options.document]
-    if options.reread and not shipped:
-        parts.reverse()
     parts = [part.strip() for part in parts if part and part.strip()]
-    if len(parts) < (2 if options.reread else 1):
+    if not parts:
         raise UserError("the prompt is empty")
     return parts
 
