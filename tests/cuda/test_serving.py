@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from h2o import H2OConfig, _core, backends, cli, ops
-from h2o.backends import cuda, kernel_check
-from h2o.hf.call.attention_call import NewTokens
+from h2o.backends import cuda, kernel_check, prompt_attention
+from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store.layer_state import layer_state, restore
+from h2o.layer_plan import LayerPlan
 from tests.cuda.device import IMAGE, carried
 from tests.devices import forget_default_device
 from tests.inputs import drifting
@@ -30,6 +31,7 @@ def device(driver, kernels, built, monkeypatch):
     monkeypatch.setattr(cuda, "_is_fake", lambda: False)
     monkeypatch.setattr(cuda, "_is_capturing", lambda: False)
     monkeypatch.setattr(cuda, "_synchronize", driver.wait)
+    monkeypatch.setattr(prompt_attention, "WAYS", {})  # test_prompt_attention.py has these
     # test_launch.py has them all, as they are
     check_small(monkeypatch, kernel_check.Size(10, 3, 1, 4, 2))
     return driver
@@ -94,13 +96,20 @@ def test_a_wrong_kernel_is_named_and_does_not_serve(device, kernel, monkeypatch)
     with pytest.warns(RuntimeWarning, match=rf"torch backend serves cuda:0.*{WRONG[kernel]}"):
         assert serving() == "torch"
     assert WRONG[kernel] in ops.info()["backends"]["cuda"]
+
+
+def test_a_wrong_kernel_is_remembered(device):
+    device.flip("h2o_cuda_evict")
+    mistake = WRONG["h2o_cuda_evict"]
+    with pytest.warns(RuntimeWarning, match=mistake):
+        assert serving() == "torch"
     checked = launches(device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert serving() == "torch"  # it warns once, ...
     forget()
     device.flip("")
-    with pytest.warns(RuntimeWarning, match=WRONG[kernel]):
+    with pytest.warns(RuntimeWarning, match=mistake):
         assert serving() == "torch"  # ... in each process, ...
     assert launches(device) == checked
     assert cuda.check(0, backends._portable()) == []  # ... until the next check
@@ -115,12 +124,12 @@ def test_a_kernel_that_fails_does_not_serve(device):
 
 
 def raising(error):
-    """The torch backend, whose steps end so."""
+    """The torch backend, whose attention ends so."""
 
-    def step(*arguments):
+    def attend(*arguments):
         raise error
 
-    return SimpleNamespace(**{**vars(backends._portable()), "step": step})
+    return SimpleNamespace(**{**vars(backends._portable()), "attend": attend})
 
 
 NOTHING_SAID = {
@@ -306,7 +315,7 @@ def test_a_layer_that_goes_on_elsewhere_opens_the_device_before_its_step(monkeyp
     monkeypatch.setattr(backends, "serving", lambda x: opening.append(x) or serving(x))
     text = [torch.from_numpy(x) for x in drifting(3, B=1, H=2, G=2, N=12, D=16)]
     prompt, token = ([x[:, :, i:j] for x in text] for i, j in ((0, 11), (11, 12)))
-    read, moved = (H2OLayer(H2OConfig(heavy=4, recent=4)) for _ in range(2))
+    read, moved = (H2OLayer(LayerPlan.of(H2OConfig(heavy=4, recent=4), 0, 1)) for _ in range(2))
     read.update(*prompt[1:])
     read.forward(NewTokens(*prompt, None, 0.25, 0.0))
     opening.clear()
