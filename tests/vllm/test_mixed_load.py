@@ -102,9 +102,9 @@ def expected(model: Any, requests: list) -> Callable[[int], Any]:
 
 
 async def load(server: Server, requests: list, clients: int, end: bool = False) -> list:
-    """What all clients get, and the errors. With `end` SIGTERM comes when a quarter is done: vLLM
-    tells it to requests that run or come later, but not to one that comes in the moment in which
-    its engine ends. That one waits until its client gives up."""
+    """What all clients get, and the errors. With `end` SIGTERM comes when a quarter is done. vLLM,
+    also without h2o, does not end requests that come in the moment in which its engine ends: these
+    wait until their clients give up."""
     async with openai.AsyncOpenAI(
         base_url=f"{server.address}/v1", api_key="none", timeout=60 if end else 600, max_retries=0
     ) as client:
