@@ -54,7 +54,8 @@ class Presets:
 
     @classmethod
     def robust(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
-        """What lost least in our own measurements (docs/results.md), small budgets above all.
+        """What lost least in our own measurements, small budgets above all
+        (docs/reference/results.md).
 
         Four sinks, and three heavy hitters to one recent token, ranked by the mean attention that
         they received, times the norm of their value. A budget in tokens includes the sinks; to
@@ -93,7 +94,7 @@ class Presets:
     @classmethod
     def echo(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
         """`robust` with the prompt read by echo: keeps facts that no question has asked for yet,
-        and what the next words need, in one reading (docs/policies.md).
+        and what the next words need, in one reading (docs/understand/policies.md).
 
         In each head echo decides most of a key's score (`score_by="mean-echo"`), and the places of
         all layers and heads go to the highest echo (`head_shares="echo"`). Steps are those of

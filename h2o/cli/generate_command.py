@@ -22,20 +22,22 @@ from h2o.cli.comparison import Result
 from h2o.config import H2OConfig
 from h2o.errors import UserError
 from h2o.evaluation.setting import from_config, parse_all
-from h2o.profile import Profile
 
 if TYPE_CHECKING:
     from h2o.generation import Run
 
 __all__ = ["add_arguments", "check", "run", "usual_caches"]
 
-QUESTION = "What is Marrow Point?"
-"""Follows the shipped article, when the user gives no prompt: its first sentence has the answer."""
+QUESTION = "What was the name of the coal ship that was wrecked in 1911?"
+"""Follows the shipped article when the user gives no prompt."""
+FACT = "Sabrina"
+"""The answer to QUESTION, which stands in the article before its newest fifth."""
 
 USUAL = "usual"
 """--compare without settings."""
 TENTH = 0.1
-"""The share of a full cache's bytes that the preset of a comparison may use."""
+"""The smaller budget of a comparison."""
+TENTH_NAME = f"budget={TENTH}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(add)
     add("--max-new-tokens", type=parse_count, default=120, metavar="N", help="(%(default)s)")
     add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="show it beside the full "
-        "cache and these, as h2o eval --help lists them; without SETTINGS beside a preset in a "
-        "tenth of the bytes, and `local`, the same budget without heavy hitters")  # fmt: skip
+        "cache and these, as h2o eval --help lists them; without SETTINGS beside budget=0.1 and "
+        "`local`, a sliding window of as many bytes")  # fmt: skip
     add("--compile", action="store_true", help="compile the decode step first (not the full "
         "cache's), which takes a minute or two and a C++ compiler")  # fmt: skip
     add("--json", action="store_true", help="for machines: one object, nothing else")
@@ -96,7 +98,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(result), indent=2))
     elif options.compare and is_shipped(options):
-        print("\n".join(comparison.answers(result, QUESTION)))
+        print("\n".join(comparison.answers(result, QUESTION, FACT)))
     else:
         print("\n".join(comparison.columns(result)) if options.compare else "\n")
         print("\n".join(comparison.table(result)))
@@ -106,6 +108,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def generate(options: argparse.Namespace) -> Result:
     """Generate greedily with an H2OCache, or with each of the caches to compare."""
     from h2o import generation, models
+    from h2o.cli import comparison
     from h2o.progress import Progress
 
     progress = Progress(quiet=options.json)
@@ -122,36 +125,39 @@ def generate(options: argparse.Namespace) -> Result:
             f"{limit} positions of the model: shorten the prompt or lower --max-new-tokens"
         )
     progress.say(f"reading a prompt of {tokens} tokens")
-    document = None
-    if options.reread:
-        start = models.encode(tokenizer, parts[0], chat, options.system)
-        document = generation.leading_agreement(start[0].tolist(), ids[0].tolist())
+    start = models.encode(tokenizer, parts[0], chat, options.system)
+    document = generation.leading_agreement(start[0].tolist(), ids[0].tolist())
     pinned = find_pins(options, tokenizer, parts, ids)
     generation.warm_up(model, ids)
-    runs: list[Run] = []
-    full: list[int] | None = None
-    for mode, cache in choose_caches(options, model, tokens).items():
-        one, new = generation.generate(
+
+    def generate_with(mode: str, cache: H2OConfig | None, reread: bool) -> tuple[Run, list[int]]:
+        return generation.generate(
             mode, cache, model, tokenizer, ids,
             max_new_tokens=options.max_new_tokens,
             progress=progress,
-            document=document,
+            document=document if reread else None,
             pinned=pinned,
             compile=options.compile,
             stream=None if options.json or options.compare else write,
         )  # fmt: skip
-        if cache is None:
-            full = new
-        if full is not None:
-            one = replace(one, tokens_agree=generation.leading_agreement(new, full))
-        runs.append(one)
+
+    caches = choose_caches(options, model, tokens)
+    runs = [generate_with(*cache, options.reread) for cache in caches.items()]
+    if is_demonstration(options) and comparison.has_lost(FACT, runs[0][0], runs[-2][0]):
+        runs.append(generate_with(comparison.READ_TWICE, caches[TENTH_NAME], reread=True))
+    full = runs[0][1] if options.compare else None
     return Result(
         model=options.model or models.DEFAULT_MODEL,
         dtype=str(model.dtype).removeprefix("torch."),
         prompt_tokens=tokens,
         budget=asdict(options.config),
         versions=generation.versions(),
-        runs=runs,
+        runs=[
+            run
+            if full is None
+            else replace(run, tokens_agree=generation.leading_agreement(new, full))
+            for run, new in runs
+        ],
     )
 
 
@@ -201,27 +207,27 @@ def is_shipped(options: argparse.Namespace) -> bool:
     return options.prompt is None and options.document is None
 
 
+def is_demonstration(options: argparse.Namespace) -> bool:
+    """Whether the usual caches answer the question about the shipped article."""
+    return options.compare == USUAL and is_shipped(options) and not options.reread
+
+
 def usual_caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OConfig | None]:
     """The caches of --compare without settings, by the names that are shown.
 
-    "full" comes first, since the others are compared with it; then "h2o", which is `config`; the
-    best preset for the model in a tenth of the bytes, "calibrated" if there is a profile and
-    "robust" if there is none; and "local", as many keys as h2o, but the newest.
+    "full" comes first, since the others are compared with it. Then `config`, by its budget or as
+    "h2o"; `budget=0.1`; and "local", the newest keys in as many bytes as `config` has, in the
+    model's dtype.
     """
     fitted = config.for_model(model)
-    heavy, recent = fitted.tokens(prompt_tokens)
+    newest = sum(fitted.tokens(prompt_tokens)) if config.budget is None else config.budget
     local = replace(
-        fitted, heavy=0, recent=heavy + recent, budget_unit="keys", head_shares=None, kv_dtype=None
-    )
-    profile = (
-        config.head_shares if isinstance(config.head_shares, Profile) else Profile.shipped(model)
-    )
-    if profile is None:
-        name, preset = "robust", H2OConfig.robust(TENTH, budget_unit="bytes")
-    else:
-        name, preset = "calibrated", H2OConfig.calibrated(TENTH, profile, budget_unit="bytes")
-    preset = replace(preset, positions=config.positions, min_tokens=config.min_tokens)
-    return {"full": None, "h2o": config, name: preset, "local": local}
+        fitted,
+        heavy=0, recent=newest, score_by="sum", budget_unit="keys", head_shares=None, kv_dtype=None,
+    )  # fmt: skip
+    tenth = H2OConfig(budget=TENTH, positions=config.positions, min_tokens=config.min_tokens)
+    name = "h2o" if config.budget is None else f"budget={config.budget}"
+    return {"full": None, name: config, TENTH_NAME: tenth, "local": local}
 
 
 def write(text: str) -> None:

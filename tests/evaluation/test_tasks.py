@@ -490,7 +490,7 @@ def test_a_folder_that_cannot_be_written_is_known_first(tmp_path, capsys, monkey
 
 
 def test_results_are_written_without_being_asked(folder, tmp_path, monkeypatch):
-    """As the first command of docs/evaluation.md: no --output_path."""
+    """As the first command of docs/how_to/evaluate.md: no --output_path."""
     assert run(folder, "--limit", 1) == 0
     assert len(list((tmp_path / "unasked").rglob("results_*.json"))) == 1
     monkeypatch.undo()

@@ -47,13 +47,13 @@ __all__ = [
 ]
 
 PART = 0.75
-"""Of the attention; chosen on texts and facts of their own (docs/results.md)."""
+"""Of the attention; chosen on texts and facts of their own (docs/reference/results.md)."""
 
 
 FEWEST_HEADS = 16
 """Key/value heads with full attention from which places are dealt over all of them. With the three
 of Gemma 3 270M equal budgets lose less and find as much; with the 90 of SmolLM2 dealt places are
-better (docs/results.md). Where the bound lies in between was not measured."""
+better (docs/reference/results.md). Where the bound lies in between was not measured."""
 
 
 class Served(NamedTuple):
