@@ -54,7 +54,7 @@ if __name__ == "__main__":  # where vLLM starts its engine anew, it imports this
 
 def test_batches_without_a_server(tmp_path):
     """As a script of its own."""
-    code = block("llm = vllm.LLM").replace("LLM(name,", "LLM(name, enforce_eager=True,")
+    code = block("llm = vllm.LLM").replace("name,\n", "name,\n    enforce_eager=True,\n", 1)
     assert "enforce_eager" in code
     (tmp_path / "script.py").write_text(BATCH % indent(code, "    "))
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
