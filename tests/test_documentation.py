@@ -69,6 +69,7 @@ BLOCKS = {
 # ---- Python ------------------------------------------------------------------------------------
 
 LAYERS, GROUPS = 6, 3
+ARTICLE = resources.files("h2o").joinpath("data/lighthouse.txt").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +93,14 @@ def names(default, tmp_path, monkeypatch):
     table = torch.rand(LAYERS, GROUPS, generator=torch.Generator().manual_seed(0)) + 0.5
     profile = h2o.Profile((0.1,), (tuple(map(tuple, table.tolist())),), 1024)
     monkeypatch.setattr(h2o.Profile, "shipped", classmethod(lambda cls, model: profile))
-    text = resources.files("h2o").joinpath("data/lighthouse.txt").read_text("utf-8")
-    inputs = tokenizer(text[:2500], return_tensors="pt")
+    inputs = tokenizer(ARTICLE[:2500], return_tensors="pt")
     asked = tokenizer(["\nWho?", "\nWhere?"], return_tensors="pt").input_ids
     return {
         "h2o": h2o,
         "torch": torch,
         "model": model,
         "tokenizer": tokenizer,
-        "text": text[:5000],
+        "text": ARTICLE[:5000],
         "inputs": inputs,
         "input_ids": inputs.input_ids,
         "mask": inputs.attention_mask,
@@ -181,6 +181,7 @@ def test_a_page_shows_what_is_printed(name, capsys, tmp_path, monkeypatch):
     except models.UserError as error:
         pytest.skip(str(error))
     monkeypatch.chdir(tmp_path)
+    Path("article.txt").write_text(ARTICLE, "utf-8")
     blocks = [x for x in BLOCKS[name] if x.language == "python" or x.output]
     while blocks and not blocks[-1].output:
         blocks.pop()
