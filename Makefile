@@ -13,8 +13,8 @@ CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
-.PHONY: help demo bench cuda test no-cxx test-all test-c test-core test-pure test-driver test-cuda test-gpu gpu-tests gpu-day gpu-core gpu-kernels tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance bounds test-neon test-windows test-python test-python-hf test-python-rest test-portable test-hf test-vllm test-ray test-versions test-newest asan tsan fuzz \
-	lint workflows format notebooks stubs docs docs-links pictures wheels test-wheels wheel clean
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-core test-pure test-driver test-cuda test-gpu gpu-tests gpu-day gpu-core gpu-kernels tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance bounds test-neon test-amx test-windows test-python test-python-hf test-python-rest test-portable test-hf test-vllm test-ray test-versions test-newest asan tsan fuzz \
+	lint workflows format notebooks stubs docs docs-links pictures wheels test-wheels wheel release-dry-run clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -80,6 +80,10 @@ CORE := build/core
 
 .venv/wheels: .venv/base
 	$(PIP) build auditwheel abi3audit ziglang
+	touch $@
+
+.venv/release: .venv/base
+	$(PIP) twine 'readme-renderer[md]' py-rattler-build
 	touch $@
 
 # Code for each processor there is, and PTX, which a driver compiles for those to come, by the compiler
@@ -169,7 +173,8 @@ C_FLAGS := -std=c11 -Wall -Wextra -Werror -ffp-contract=fast -fno-math-errno -fn
 FEATURES := $(shell sed -n '/^flags/ {p; q}' /proc/cpuinfo 2> /dev/null)
 left_out = $(if $(FEATURES),$(if $(filter $2,$(FEATURES)),,cpu/level_$1))
 NOT_RUN := $(call left_out,avx2,avx2) $(call left_out,avx512,avx512bw) \
-	$(call left_out,avx512bf16,avx512_bf16) $(call left_out,avx512amx,amx_bf16)
+	$(call left_out,avx512bf16,avx512_bf16) $(call left_out,avx512amx,amx_bf16) \
+	$(call left_out,avx512amxint8,amx_int8)
 LEVEL_OR_NONE = $(if $(filter $*,$(NOT_RUN)),-DLEVEL=$(*:cpu/level_%=%) tests/c/no_level.c,$<)
 
 $(OUT)/%.o: csrc/%.c $(HEADERS) tests/c/no_level.c
@@ -405,6 +410,14 @@ test-neon: ## the C tests for aarch64, at each level; needs gcc-aarch64-linux-gn
 	$(MAKE) test-c $(NEON) $(call IN_QEMU,neonbf16,max)
 	$(MAKE) test-c $(NEON) $(call IN_QEMU,neondot,neoverse-n1) \
 		C_TESTS="$(addprefix build/c-neon/test_,dispatch vec_neondot heavy_tails)"
+
+# A processor needs AVX-512 with products of bf16 for it; a matrix unit of its own is not used.
+AMX := OUT=build/c-amx CFLAGS="-O2 -g1 -DH2O_SOFTWARE_TILES -D_GNU_SOURCE= -include tests/c/amx.h" \
+	NOT_RUN=cpu/level_avx2
+AMX_TESTS := $(addprefix build/c-amx/test_,dispatch attend kernels heavy_tails)
+test-amx: ## the C tests at the level of AMX, whose instructions come from software
+	$(MAKE) test-c $(AMX) C_TESTS="$(AMX_TESTS)" EMULATOR="env H2O_TEST_LEVEL=avx512amx H2O_TEST_EMULATED=1"
+
 # Not those that do all in forks, which Windows has not. The first build makes zig's libc, for minutes.
 WINE ?= $(firstword $(shell command -v wine64) /usr/lib/wine/wine64)
 WINDOWS_TESTS := $(addprefix build/c-windows/test_,policy attend kernels scratch parallel vec_generic vec_avx2)
@@ -557,6 +570,9 @@ test-wheels: wheels ## the wheel of this machine and the pure one without a comp
 	$(BIN)/python tools/try_wheel.py --beside $(BIN)/../lib/python*/site-packages dist/*-none-any.whl
 	CC=gcc $(BIN)/python tools/try_wheel.py --numpy 2.0.0 dist/*.tar.gz
 	CC=clang $(BIN)/python tools/try_wheel.py --numpy 2.0.0 dist/*.tar.gz
+
+release-dry-run: wheels .venv/release ## a folder that could be uploaded, build/release: metadata, licenses, long description, conda's recipe
+	$(BIN)/python tools/release.py
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info h2o/_core*.so .venv/core

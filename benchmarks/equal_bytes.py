@@ -91,7 +91,7 @@ def main() -> None:
     origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
     config = model.config
     full = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    cells = Cells(options.output_path / "peers.json", "peers at equal bytes")
+    cells = Cells(options.output_path / "peers.jsonl")
     wanted = rows(options.window, options.rest)
     losses: dict[str, list[float]] = {name: [] for name, _ in wanted}
     sizes: dict[str, list[str]] = {}

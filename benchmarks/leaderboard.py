@@ -36,12 +36,12 @@ from tqdm import tqdm
 from h2o import models
 from h2o.compat import with_cache
 from h2o.errors import UserError
-from h2o.evaluation.generate_until import can_use_rows, generate_in_rows
 from h2o.evaluation.model_fit import check_fit
 from h2o.evaluation.protocols import pad_rows, read_documents
 from h2o.evaluation.questions import question_start
 from h2o.evaluation.setting import Setting, parse_all
 from h2o.evaluation.text_table import table
+from h2o.hf.batching.generate_all import generate_all, serves
 from h2o.hf.batching.request import Request
 from h2o.result_cells import fingerprint, provenance
 
@@ -172,8 +172,14 @@ def written(
     if how.pad_token_id is None:
         how.pad_token_id = tokenizer.eos_token_id
     whole = [Request(torch.tensor(a + b), generation_config=how) for a, b in prompts]
-    if not cut and can_use_rows(model, setting, whole[0], tokenizer):
-        yield from generate_in_rows(model, setting, whole, rows, tokenizer)
+    if not cut and setting.variant == "h2o" and serves(model, setting.config, whole[0], tokenizer):
+        how_many = {"rows": rows, "tokenizer": tokenizer, "as_completed": True}
+        results = generate_all(model, whole, setting.config, **how_many)
+        with contextlib.closing(results):  # an error's traceback would keep the model's lock
+            for result in results:
+                if result.error is not None:
+                    raise result.error
+                yield result.index, result.ids
         return
     for start in range(0, len(prompts), rows):
         batch = batch_written(model, tokenizer, setting, prompts[start : start + rows], how)

@@ -76,7 +76,7 @@ def main() -> None:
         text, tokenizer, lengths, options.limit, needles.parse_kinds(options.facts)
     )
     listed = rows(options.count)
-    cells = Cells(options.output_path / "needle_peers.json", "facts found by peers")
+    cells = Cells(options.output_path / "needle_peers.jsonl")
     results: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in listed}
     arguments = str(models.embedded_folder()), str(torch.get_num_threads()), options.dtype
     with (

@@ -49,7 +49,8 @@ typedef struct {
 #endif
 #endif
 extern const h2o_ops h2o_ops_generic, h2o_ops_neon, h2o_ops_neondot, h2o_ops_neonbf16;
-extern const h2o_ops h2o_ops_avx2, h2o_ops_avx512, h2o_ops_avx512bf16, h2o_ops_avx512amx;
+extern const h2o_ops h2o_ops_avx2, h2o_ops_avx512, h2o_ops_avx512bf16, h2o_ops_avx512amxint8,
+    h2o_ops_avx512amx;
 
 /* dispatch.c: chosen once, at import, from CPUID and the H2O_CPU variable.
  * h2o_init returns H2O_EVALUE for an unknown level, H2O_EBACKEND for one that

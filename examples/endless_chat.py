@@ -22,14 +22,26 @@ import h2o
 class Chat:
     """A conversation: `reply` yields the pieces of an answer.
 
+    Args:
+        system: the first turn, by which the model is to act. Its tokens are evicted like any other
+            unless they are `pinned`, as for an `H2OCache`.
+
     Raises: ValueError where the tokenizer has no chat template, or one that rewrites earlier turns.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, config: h2o.H2OConfig) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: h2o.H2OConfig,
+        system: str | None = None,
+        pinned: Any = None,
+    ) -> None:
         if tokenizer.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template")
         self.model, self.tokenizer = model, tokenizer
-        self.cache = h2o.H2OCache(model, config)
+        self.opening = [] if system is None else [{"role": "system", "content": system}]
+        self.cache = h2o.H2OCache(model, config, pinned=pinned)
         ends = model.generation_config.eos_token_id
         self.ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
 
@@ -56,7 +68,7 @@ class Chat:
         """The next turn in the words of the template: all of it at first, later what is new."""
         user = {"role": "user", "content": said}
         if not self.cache.get_seq_length():
-            return self._render([user], add_generation_prompt=True)
+            return self._render([*self.opening, user], add_generation_prompt=True)
         # The cache no longer has the text of earlier turns. Any two will do.
         before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
         head = self._render(before).rstrip("\n")
@@ -77,6 +89,15 @@ class Chat:
         return int(out.logits[0, -1].argmax())
 
 
+def endless(keys: int) -> h2o.H2OConfig:
+    """A config of so many keys a head, half of them the newest, for texts of any length."""
+    half = keys // 2
+    return h2o.H2OConfig(
+        heavy=keys - half - 4, recent=half, sinks=4, score_by="mean",
+        positions="cache_relative", min_tokens=0,
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="default: SmolLM2-135M-Instruct")
@@ -84,12 +105,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=200, help="of an answer")
     options = parser.parse_args()
     model, tokenizer = h2o.load_model(options.model)
-    half = options.keys // 2
-    config = h2o.H2OConfig(
-        heavy=options.keys - half - 4, recent=half, sinks=4, score_by="mean",
-        positions="cache_relative", min_tokens=0,
-    )  # fmt: skip
-    chat = Chat(model, tokenizer, config)
+    chat = Chat(model, tokenizer, endless(options.keys))
     print("> ", end="", flush=True)
     for line in sys.stdin:
         for piece in chat.reply(line.strip(), options.max_new_tokens):

@@ -90,7 +90,7 @@ if not TYPE_CHECKING:  # to which every name would then be known
 
 
 def __dir__() -> list[str]:
-    """What is public, and not what is imported here for h2o's own use."""
+    """Public names, without those imported here for h2o's own use."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 

@@ -1,8 +1,8 @@
-"""A whole text's attention in blocks of rows, so that memory is linear in the text's length.
+"""Attention of a whole text in blocks of rows, so that memory is linear in the text's length.
 
-Logits [H, rows, keys] block by block, for measures of attention itself: how much of it falls on the
-keys that were not evicted (`retained_mass`), and the masks of published evaluations.
-An evicted key never returns, so what a row sees is one number per key: row i sees key j if
+Logits [H, rows, keys] block by block serve measures of attention itself: the share of it that falls
+on keys that were not evicted (`retained_mass`), and the masks of published evaluations. An evicted
+key never returns, so one number per key says what a row sees: row i sees key j if
 j <= i < evicted_at[j].
 
 Shape letters: H query heads, G key/value heads, n tokens, D head dimension.
@@ -15,25 +15,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["logit_blocks", "retained_mass", "visible"]
-
 ROWS = 64  # rows of logits that exist at one time
 
 
 def logit_blocks(
-    query: Tensor, keys: Tensor, scale: float, softcap: float = 0.0
+    query: Tensor, keys: Tensor, scale: float | None, softcap: float = 0.0
 ) -> Iterator[tuple[int, Tensor]]:
-    """What attention is the softmax of, some rows at a time.
+    """Logits of attention, some rows at a time.
 
     Args:
         query: [H, n, D]; keys: [G, n, D], H = G * R.
-        scale: factor of q.k.
+        scale: factor of q.k, 1 / sqrt(D) by default.
         softcap: c > 0 turns logits x into c * tanh(x / c).
 
     Yields:
         (first row, logits [H, rows, first + rows] float32, -inf above the diagonal), in order.
     """
-    H, n, _ = query.shape
+    H, n, D = query.shape
+    scale = D**-0.5 if scale is None else scale
     grouped = keys.float().repeat_interleave(H // len(keys), dim=0)
     for first in range(0, n, ROWS):
         last = min(first + ROWS, n)
@@ -52,7 +51,7 @@ def retained_mass(
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """How much of the attention that a full cache would pay falls on the keys still seen.
+    """Share of a full cache's attention that falls on the keys still seen.
 
     Args:
         query: [H, n, D]; keys: [G, n, D]; evicted_at: [H, n] or [G, n].
@@ -62,10 +61,10 @@ def retained_mass(
         [H, n] float32: of each row i the softmax over all earlier keys, summed over those with
         i < evicted_at[j]. 1 where nothing was evicted.
     """
-    H, n, D = query.shape
+    H, n, _ = query.shape
     evicted_at = evicted_at.repeat_interleave(H // len(evicted_at), dim=0)
     mass = torch.empty(H, n, dtype=torch.float32, device=query.device)
-    for first, logits in logit_blocks(query, keys, D**-0.5 if scale is None else scale, softcap):
+    for first, logits in logit_blocks(query, keys, scale, softcap):
         rows, seen = logits.shape[1:]
         not_evicted = visible(evicted_at, first, rows, seen)
         mass[:, first : first + rows] = (logits.softmax(-1) * not_evicted).sum(-1)

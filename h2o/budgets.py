@@ -1,5 +1,4 @@
-"""Budgets as users give them (tokens, or fractions of the prompt): checked, and spread over layers
-and heads.
+"""Budgets in tokens or in fractions of the prompt: checked, and divided by layer and head.
 
 Plain numbers, no torch.
 """
@@ -12,24 +11,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-__all__ = [
-    "UNLIMITED",
-    "Amount",
-    "Budget",
-    "BudgetUnit",
-    "at_least",
-    "check_amount",
-    "check_budget",
-    "check_tokens",
-    "check_total",
-    "flat",
-    "layer_amount",
-    "parse_amount",
-    "recent_part",
-    "split_heavy_recent",
-    "spread",
-]
-
 UNLIMITED = 2**31 - 1
 """A `heavy` or `recent` budget that is never exceeded."""
 
@@ -40,15 +21,15 @@ OfLayer = Amount | Sequence[Amount]
 """One amount for the layer, or one for each of its key/value heads."""
 
 Budget = Amount | Sequence[OfLayer] | Callable[[int, int], OfLayer]
-"""The same for every layer, one per layer, or a function (layer, layers) -> that layer's."""
+"""One amount for all layers, one for each layer, or a function (layer, layers) -> amount."""
 
 
 BudgetUnit = Literal["keys", "bytes"]
-"""What fractions are of."""
+"""Unit of fractions: keys of the prompt, or bytes of a full cache."""
 
 
 def parse_amount(text: str) -> Amount:
-    """The amount that a text says: "256" is a number of tokens, "0.1" or "1.0" a fraction.
+    """Parse an amount: "256" is a number of tokens, "0.1" or "1.0" a fraction.
 
     Raises: ValueError for a text that is no number.
     """
@@ -62,18 +43,18 @@ parse_amount.__name__ = "amount"  # argparse names a type so: "invalid amount va
 
 
 def split_heavy_recent(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
-    """(heavy, recent) of a budget, of which `heavy` is the share of the heavy hitters."""
+    """Split a budget into (heavy, recent). `heavy` is the share of the heavy hitters."""
     if isinstance(budget, float):
         return budget * heavy, budget * (1 - heavy)
     return int(budget * heavy), budget - int(budget * heavy)
 
 
 def recent_part(min_tokens: int) -> int:
-    """How many of `min_tokens` keys are recent at least: a quarter."""
+    """Least number of recent keys among `min_tokens`: a quarter."""
     return -(-min_tokens // 4)
 
 
-def at_least(
+def raise_to_least(
     least: int, least_recent: int, tokens: tuple[int, int], fractions: tuple[float, float]
 ) -> tuple[int, int]:
     """(heavy, recent), of which both together are at least `least` tokens where one is a fraction,
@@ -93,14 +74,14 @@ def at_least(
     return max(total - recent, 0 if fractions[0] else heavy), recent
 
 
-def flat(amounts: Any) -> list[Any]:
+def flatten(amounts: Any) -> list[Any]:
     """All amounts of nested tuples."""
     if not isinstance(amounts, tuple):
         return [amounts]
-    return [x for part in amounts for x in flat(part)]
+    return [x for part in amounts for x in flatten(part)]
 
 
-def spread(amounts: tuple[Any, Any], what: str) -> list[tuple[Any, Any]]:
+def pair_amounts(amounts: tuple[Any, Any], what: str) -> list[tuple[Any, Any]]:
     """(heavy, recent) of each, where a single amount stands for all."""
     count = max(len(x) if isinstance(x, tuple) else 1 for x in amounts)
     heavy, recent = (x if isinstance(x, tuple) else (x,) * count for x in amounts)
@@ -125,7 +106,7 @@ def check_budget(name: str, value: Any) -> Any:
 
 
 def check_head_amounts(name: str, value: Any) -> Any:
-    """What one layer may keep: an amount, or a tuple with one for each head."""
+    """Check the amounts of one layer: a single one, or a tuple with one for each head."""
     if not is_list(value):
         return check_amount(name, value)
     if not value:
@@ -164,7 +145,7 @@ def check_tokens(name: str, value: Any) -> int:
 
 
 def layer_amount(name: str, budget: Any, layer: int, layers: int) -> Any:
-    """An amount, or where heads have their own the list of one layer."""
+    """Amount of one layer, or a tuple (amounts of its heads,)."""
     if callable(budget):
         amounts = check_head_amounts(f"{name}({layer}, {layers})", budget(layer, layers))
         return (amounts,) if isinstance(amounts, tuple) else amounts
@@ -179,11 +160,11 @@ def layer_amount(name: str, budget: Any, layer: int, layers: int) -> Any:
 
 
 def check_total(heavy: Any, recent: Any, sinks: int) -> None:
-    """Raises ValueError for a budget that is 0 in any layer, whatever the prompt."""
+    """Raise ValueError for a budget that is 0 in any layer, whatever the prompt."""
     if sinks or callable(heavy) or callable(recent):
         return
-    rows = spread((heavy, recent), "layer of the model")
-    pairs = [pair for row in rows for pair in spread(row, "key/value head of a layer")]
+    rows = pair_amounts((heavy, recent), "layer of the model")
+    pairs = [pair for row in rows for pair in pair_amounts(row, "key/value head of a layer")]
     if any(pair == (0, 0) for pair in pairs):
         raise ValueError(
             "a budget of 0 tokens keeps nothing: one of heavy, recent and sinks must be more "

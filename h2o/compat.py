@@ -110,7 +110,7 @@ CROPS_TO_LENGTH = accepts(DynamicCache.crop, "max_length")
 
 
 class NewText(NamedTuple):
-    """What the caller of a forward pass says of its tokens."""
+    """Mask and positions that the caller of a forward pass gives for its tokens."""
 
     mask: Tensor | None
     """[B, n], 0 at a pad; None: no pads"""
@@ -377,14 +377,14 @@ def adapters_at_work(layer: Any) -> tuple[str, ...]:
 
 
 def adapter_scale(layer: Any, adapter: str) -> float:
-    """By what a layer of PEFT's multiplies an adapter, 1 for a method that has no such number."""
+    """Factor of an adapter in a layer of PEFT's, 1 for a method that has no such number."""
     scales = getattr(layer, "scaling", None)
     return float(scales.get(adapter, 1.0)) if isinstance(scales, dict) else 1.0
 
 
 def virtual_tokens(model: Any) -> tuple[nn.Module, ...]:
-    """What makes the tokens that PEFT puts before each text (prompt tuning and its like); nothing
-    where there are none or they are switched off."""
+    """Modules that make the tokens which PEFT puts before each text (prompt tuning and the like);
+    none where these are switched off."""
     found: list[nn.Module] = []
     while model is not None:
         encoders = getattr(model, "prompt_encoder", {}) if hasattr(model, "peft_config") else {}

@@ -1,7 +1,7 @@
-"""What an H2O cache keeps: budgets and policy, as one immutable record.
+"""`H2OConfig`: budgets and policy of a cache, as one immutable record.
 
-Imports neither torch nor transformers, so that a command line, a result file
-or a test can speak about policies without loading a model.
+Imports neither torch nor transformers, so that command lines, result files and tests can use it
+without loading a model.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from h2o.budgets import (
     Amount,
     Budget,
     BudgetUnit,
-    at_least,
     check_amount,
     check_budget,
     check_tokens,
     check_total,
-    flat,
+    flatten,
     layer_amount,
+    pair_amounts,
+    raise_to_least,
     recent_part,
-    spread,
 )
 from h2o.config_fields import ConfigFields, Positions
 from h2o.head_budgets import NAMED, LayerShares, check_shares, table
@@ -34,73 +34,82 @@ from h2o.profile import Profile
 
 __all__ = ["PARAMETERS", "PRESETS", "UNLIMITED", "H2OConfig", "one_config"]
 
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "kv_dtype": (None, "auto", *QUANTIZED),
+    "budget_unit": ("keys", "bytes"),
+    "positions": ("original", "cache_relative"),
+}
+"""Values of fields that take one of a few."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class H2OConfig(Presets):
-    """How many keys each row, layer and key/value head may keep, and which.
+    """Number and choice of the keys that each row, layer and key/value head may keep.
 
-    The budget is k = sinks + heavy + recent. The first `sinks` tokens of a row
-    and its `recent` newest ones stay, and of the others the `heavy` highest ranks.
-    Without arguments it is the authors' setting: a tenth of the prompt for heavy hitters
-    and a tenth for recent tokens (Zhang et al., "H2O: Heavy-Hitter Oracle for
-    Efficient Generative Inference of Large Language Models", NeurIPS 2023), but never fewer than
-    `min_tokens` keys, so that a short prompt is kept whole.
+    The budget is k = sinks + heavy + recent. The first `sinks` tokens of a row and its `recent`
+    newest tokens stay. Of the others the `heavy` highest ranks stay. The default is the authors'
+    setting: a tenth of the prompt for heavy hitters and a tenth for recent tokens (Zhang et al.,
+    "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
+    NeurIPS 2023), with at least `min_tokens` keys, so that a short prompt is kept whole.
 
-    Raises: TypeError for a thing that is no number (a bool is none) and for an amount without a
+    All fields are given by name.
+
+    Raises: TypeError for a value that is no number (a bool is none) and for an amount without a
     name, ValueError for a number out of range and for a budget of 0 in total.
     """
 
     budget: Amount | None = None
     """One number instead of `heavy` and `recent`. A float in (0, 1] is a share of the bytes that
-    the prompt takes in a full cache, an int a number of tokens. It stands for
-    the recommended preset (`H2OConfig.recommended`), of which other fields that are given replace
-    those. `for_model` puts the preset's `heavy` and `recent` in its place."""
+    the prompt takes in a full cache, an int a number of tokens. The config is then the recommended
+    preset (`H2OConfig.recommended`), with the other given fields in place of the preset's.
+    `for_model` fills in `heavy` and `recent`."""
     heavy: Budget = 0.1
-    """Tokens kept for the attention that they have received. An int is a number of
-    tokens, a float in [0, 1] a fraction of the row's own prompt, `int(fraction * n)` but at
-    least one token unless the fraction is 0: 1 is one token, 1.0 the whole prompt. A list gives
-    one amount per layer of the model, a function `(layer, layers) -> amount` computes it; where
-    that is a list itself, it has an amount for each key/value head."""
+    """Tokens kept for the attention that they have received. An int is a number of tokens. A float
+    in [0, 1] is a fraction of the row's own prompt of n tokens, `int(fraction * n)` but at least
+    one token unless the fraction is 0. So 1 is one token, and 1.0 the whole prompt. A list gives
+    one amount for each layer of the model, and a function `(layer, layers) -> amount` computes it.
+    An amount of a layer may be a list with one amount for each key/value head."""
     recent: Budget = 0.1
-    """Newest tokens kept whatever their rank; given like `heavy`."""
+    """Newest tokens kept whatever their rank, given like `heavy`."""
     sinks: int = 0
     """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
     Language Models with Attention Sinks", ICLR 2024)."""
     score_by: ScoreBy = "sum"
-    """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
-    age is no advantage. "max": the largest attention of any one query and head. "mean-echo": the
-    mean, most of a prompt's given out anew to the keys that the prompt's own queries find when they
-    are asked again; the mean where positions are not rotary. "random": a hash of layer, head and
-    position, a baseline for evaluation."""
+    """"sum": accumulated attention. "mean": accumulated attention per query that has seen the key,
+    so that age is no advantage. "max": the largest attention of any one query and head.
+    "mean-echo": the mean, with most of a prompt's attention redistributed to the keys that the
+    prompt's own queries find at later positions (the plain mean where positions are not rotary).
+    "random": a hash of layer, head and position, a baseline for evaluation."""
     decay: float = 1.0
-    """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
-    query alone."""
+    """Factor in [0, 1] by which a score shrinks with each further token. 1 is H2O. 0 ranks by the
+    last query alone."""
     value_weighted: bool = False
     """Multiply the rank by the L2 norm of the key's value."""
     kv_dtype: KvDtype | None = None
-    """What slots hold: None, keys and values as they are; "int8", both as bytes with a scale of 16
-    bits; "int8-int4", values in four bits, in groups of 32 with scale and minimum of 16 bits
-    (compare Liu et al., "KIVI", ICML 2024); "auto", the second where the model's head dimension is
-    a multiple of 32. The new tokens of one forward pass see each other as they are."""
+    """Format of stored keys and values. None: the model's dtype. "int8": bytes with a scale of 16
+    bits for each key and value. "int8-int4": keys like that, and values in four bits, in groups of
+    32 with a scale and a minimum of 16 bits (compare Liu et al., "KIVI", ICML 2024). "auto":
+    "int8-int4" where the model's head dimension is a multiple of 32, else "int8". New tokens of one
+    forward pass see each other unquantized."""
     head_shares: Any = None
-    """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
-    the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
-    `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
-    h2o for this model. "echo", with `score_by="mean-echo"`: the places for heavy hitters of a
-    prompt go to the keys of the highest echo in all layers and heads. Until all have read it an
-    eighth more than that is held, and a layer; with a mean that decays or layers of unlike heads
-    all of it. None: all the same."""
+    """Shares of the budget by key/value head. The mean over all heads stays what `heavy` and
+    `recent` say, and a head has at least 8 tokens. None: equal shares. Numbers [layers, heads], of
+    which only the ratios count. An `h2o.Profile` (`h2o calibrate`). "shipped": the profile that
+    comes with h2o for this model. "echo", with `score_by="mean-echo"`: heavy hitters of a prompt
+    are the keys of the highest echo in all layers and heads. During prefill the cache then holds
+    1.125 times the budget plus one uncompressed layer; with a `decay` below 1, or layers of
+    different numbers of heads, it holds the whole prompt."""
     budget_unit: BudgetUnit = "keys"
-    """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
-    that may be taken of what the prompt would take in a full cache in the model's dtype, everything
-    that a slot needs counted, sinks included; as many keys are kept as fit."""
+    """Unit of fractions. "keys": tokens of the prompt. "bytes": heavy + recent is a share of the
+    bytes that the prompt takes in a full cache in the model's dtype. Everything that a slot needs
+    and the sinks count, and as many keys are kept as fit."""
     min_tokens: int = 128
-    """Where `heavy` or `recent` is a fraction, no head keeps fewer keys than this, sinks included
-    and at least a quarter of them recent; a prompt that is shorter stays whole. 0: no limit."""
+    """Least number of keys of each head where `heavy` or `recent` is a fraction, sinks included and
+    at least a quarter of them recent. A shorter prompt stays whole. 0: no limit."""
     positions: Positions = "original"
-    """"original": a key stays at the position that it came at, as in the paper. "cache_relative": a
-    key's rotary position is its rank among the keys held, the query's the number of keys held
-    before it, so that no position exceeds the budget however long the text. Rotary models only."""
+    """"original": a key keeps the position of its own token, as in the paper. "cache_relative": a
+    key's rotary position is its rank among the keys held, and a query's the number of keys held
+    before it, so that no position exceeds the budget. Rotary models only."""
     _token_bytes: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
     """Bytes of a token in a full cache and in a slot, which `for_model` finds for fractions of
     bytes."""
@@ -128,13 +137,11 @@ class H2OConfig(Presets):
             put(self, name, value)
         if self.score_by == "random" and policy != Policy(self.sinks, "random"):
             raise ValueError(f'score_by="random" takes sinks alone: leave the rest out of {policy}')
-        if self.kv_dtype not in (None, "auto", *QUANTIZED):
-            names = '", "'.join(("auto", *QUANTIZED[:-1]))
-            raise ValueError(
-                f'kv_dtype must be None, "{names}" or "{QUANTIZED[-1]}", not {self.kv_dtype!r}'
-            )
-        if self.budget_unit not in ("keys", "bytes"):
-            raise ValueError(f'budget_unit must be "keys" or "bytes", not {self.budget_unit!r}')
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                *others, last = (f'"{x}"' if x else "None" for x in choices)
+                text = f"{', '.join(others)} or {last}"
+                raise ValueError(f"{name} must be {text}, not {getattr(self, name)!r}")
         if self.budget_unit == "bytes" and not all(
             isinstance(x, float) for x in (self.heavy, self.recent)
         ):
@@ -142,37 +149,30 @@ class H2OConfig(Presets):
                 'budget_unit="bytes" takes fractions, one heavy and one recent for all layers and '
                 f"heads, not heavy={self.heavy!r} and recent={self.recent!r}"
             )
-        named = isinstance(self.head_shares, str) and self.head_shares in NAMED
-        if (
-            not named
-            and self.head_shares is not None
-            and not isinstance(self.head_shares, LayerShares)
-        ):
-            put(self, "head_shares", table(self.head_shares))
+        shares = self.head_shares
+        is_checked = shares is None or isinstance(shares, LayerShares)
+        if not (is_checked or (isinstance(shares, str) and shares in NAMED)):
+            put(self, "head_shares", table(shares))
         if self.shares_by_echo and self.score_by != "mean-echo":
             raise ValueError(
                 f'head_shares="echo" goes with score_by="mean-echo", not {self.score_by!r}'
             )
         self._check_shared()
-        if self.positions not in ("original", "cache_relative"):
-            raise ValueError(
-                f'positions must be "original" or "cache_relative", not {self.positions!r}'
-            )
         check_total(self.heavy, self.recent, self.sinks)
 
     def __deepcopy__(self, memo: Any) -> H2OConfig:
-        """The same: nothing changes it, and forks of a cache need no copies."""
+        """Return the config itself, which is immutable."""
         return self
 
     @classmethod
     def recommended(cls, budget: Amount) -> H2OConfig:
-        """What `budget=` stands for: `echo`. A float is a share of the bytes, an int a number of
-        tokens."""
+        """The preset that `budget=` stands for: `echo`. A float is a share of the bytes, an int a
+        number of tokens."""
         return cls.preset("echo", budget, "bytes" if isinstance(budget, float) else "keys")
 
     @property
     def policy(self) -> Policy:
-        """What the operations of `h2o.ops` are given."""
+        """The policy for the operations of `h2o.ops`."""
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
         return policy._replace(score_by=OPERATIONS_SCORE_BY.get(self.score_by, policy.score_by))
 
@@ -183,7 +183,7 @@ class H2OConfig(Presets):
 
     @property
     def after_reading(self) -> H2OConfig:
-        """What the cache of `h2o.compress_document` goes on with."""
+        """The config of a cache after `h2o.compress_document` has filled it."""
         shares = None if self.shares_by_echo else self.head_shares  # dealt by repetition
         return dataclasses.replace(
             self, score_by="max", decay=1.0, value_weighted=False, head_shares=shares
@@ -192,14 +192,14 @@ class H2OConfig(Presets):
     @property
     def floor(self) -> int:
         """Keys that each head keeps at least: `min_tokens`, or 0 where no amount is a fraction."""
-        amounts = flat((self.heavy, self.recent))
+        amounts = flatten((self.heavy, self.recent))
         return self.min_tokens if any(isinstance(x, float) and x > 0 for x in amounts) else 0
 
     @property
     def needs_prompt_length(self) -> bool:
         """Whether a budget is a fraction. For layer budgets ask the layer's own config."""
         amounts = (self.heavy, self.recent) if self.budget is None else self.budget
-        return any(isinstance(x, float) for x in flat(amounts))
+        return any(isinstance(x, float) for x in flatten(amounts))
 
     def for_model(self, model: Any) -> H2OConfig:
         """This config with all that depends on the model filled in, which is given itself or by its
@@ -260,14 +260,14 @@ class H2OConfig(Presets):
 
     def head_tokens(self, n: int, pinned: int = 0) -> list[tuple[int, int]]:
         """(heavy, recent) of each key/value head of one layer's config; a single one if all have
-        the same. `n` as of `tokens`; `pinned` as of `LayerShares.apportioned`."""
+        the same. `n` as of `tokens`; `pinned` as of `LayerShares.apportion`."""
         if not isinstance(self.head_shares, LayerShares):
             return [head.tokens(n) for head in self._heads]
         heavy, recent = self.tokens(n)
         if self.sinks + heavy + recent >= UNLIMITED:
             return [(heavy, recent)]
         fraction = (self.sinks + heavy + recent) / n if self.needs_prompt_length and n else None
-        return self.head_shares.apportioned(heavy, recent, self.sinks, fraction, self.floor, pinned)
+        return self.head_shares.apportion(heavy, recent, self.sinks, fraction, self.floor, pinned)
 
     def tokens(self, n: int) -> tuple[int, int]:
         """(heavy, recent) in tokens, for a row whose prompt has n tokens, pads not counted.
@@ -277,16 +277,15 @@ class H2OConfig(Presets):
         if isinstance(self.heavy, tuple) or isinstance(self.recent, tuple):
             heads = self.head_tokens(n)
             return sum(h for h, _ in heads) // len(heads), sum(r for _, r in heads) // len(heads)
-        heavy, recent = self.truncated(n)
+        heavy, recent = self.truncate_tokens(n)
         if self.budget_unit == "keys":
             one = [int(fraction > 0) for fraction in self._fractions]
             heavy, recent = max(heavy, one[0]), max(recent, one[1])
         least = self.min_tokens - self.sinks
-        return at_least(least, recent_part(self.min_tokens), (heavy, recent), self._fractions)
+        return raise_to_least(least, recent_part(self.min_tokens), (heavy, recent), self._fractions)
 
-    def truncated(self, n: int) -> tuple[int, int]:
-        """As `tokens`, with fractions that may come to 0 tokens, as in the authors' code, and
-        without `min_tokens`."""
+    def truncate_tokens(self, n: int) -> tuple[int, int]:
+        """`tokens` without `min_tokens`. Fractions may come to 0, as in the authors' code."""
         if self.budget_unit == "bytes":
             return self._of_bytes(n)
         heavy, recent = (
@@ -297,7 +296,7 @@ class H2OConfig(Presets):
     def is_raised(self, n: int) -> bool:
         """Whether a fraction of n tokens comes to less than one, and `tokens` makes it one."""
         exact = dataclasses.replace(self, min_tokens=0)
-        return any(head.tokens(n) != head.truncated(n) for head in exact._heads)
+        return any(head.tokens(n) != head.truncate_tokens(n) for head in exact._heads)
 
     def is_floored(self, n: int) -> bool:
         """Whether `min_tokens` is what a head of one layer's config keeps of n tokens."""
@@ -323,15 +322,15 @@ class H2OConfig(Presets):
         same."""
         if not isinstance(self.heavy, tuple) and not isinstance(self.recent, tuple):
             return [self]
-        layers = spread(self._amounts, "layer of the model")
+        layers = pair_amounts(self._amounts, "layer of the model")
         if len(layers) != 1:
             raise ValueError("budgets differ by layer: ask config.for_layer(layer, layers)")
-        heads = spread(layers[0], "key/value head")
+        heads = pair_amounts(layers[0], "key/value head")
         return [dataclasses.replace(self, heavy=h, recent=r) for h, r in heads]
 
     @property
     def _amounts(self) -> tuple[Amount, Amount]:
-        """Of one layer's config."""
+        """(heavy, recent) of one layer's config."""
         if self.budget is not None:
             raise ValueError(
                 f"budget={self.budget} depends on the model: call config.for_model(model) first"
@@ -344,7 +343,7 @@ class H2OConfig(Presets):
         heavy, recent = (x if isinstance(x, float) else 0.0 for x in self._amounts)
         return heavy, recent
 
-    def held(self, n: int, prompt: int | None = None) -> int:
+    def count_held(self, n: int, prompt: int | None = None) -> int:
         """Tokens that a row of n holds at its end; fractions are of `prompt` tokens, else of n."""
         return min(n, self.sinks + sum(self.tokens(n if prompt is None else prompt)))
 
@@ -364,15 +363,15 @@ class H2OConfig(Presets):
             raise ValueError("give either budget, or heavy and recent, which it is together")
 
     def _check_shared(self) -> None:
-        """What a layer's heads share must be one amount."""
+        """Raise ValueError for `head_shares` where heads have amounts of their own already."""
         lists = [x for x in (self.heavy, self.recent) if isinstance(x, tuple)]
         of_layer = isinstance(self.head_shares, LayerShares)
         if not of_layer:  # of all layers: in each a number or a list
             lists = [x for amounts in lists for x in amounts if isinstance(x, tuple)]
         if self.head_shares is not None and lists:
             raise ValueError(
-                "shares divide what a layer has among its key/value heads, but heavy or recent "
-                "already say it for each head: give one of the two"
+                "head_shares divide the budget of a layer among its key/value heads, but heavy or "
+                "recent give amounts by head: give one of the two"
             )
 
 

@@ -9,8 +9,6 @@ from h2o.budgets import Amount, Budget, BudgetUnit
 from h2o.kv_dtype import KvDtype
 from h2o.policy import PolicyFields
 
-__all__ = ["CacheFields", "ConfigFields", "Pinned", "Positions", "PromptLength"]
-
 Positions = Literal["original", "cache_relative"]
 
 
@@ -21,14 +19,14 @@ class Numbers(Protocol):
 
 
 PromptLength = int | Sequence[int] | Numbers | None
-"""Of all rows, or one for each."""
+"""Length of all rows, or one for each."""
 
 Pinned = Literal["prompt"] | Sequence[Any] | Numbers | None
 """Spans (start, stop) of all rows, lists of these for each row, or a bool mask"""
 
 
 class ConfigFields(PolicyFields, total=False):
-    """Of a function that takes an `H2OConfig` or its fields; those of the policy come first."""
+    """Keyword arguments of a function that takes an `H2OConfig` or its fields."""
 
     budget: Amount | None
     heavy: Budget
@@ -41,7 +39,7 @@ class ConfigFields(PolicyFields, total=False):
 
 
 class CacheFields(ConfigFields, total=False):
-    """What an `H2OCache` takes by name."""
+    """Keyword arguments of an `H2OCache`."""
 
     prompt_length: PromptLength
     pinned: Pinned

@@ -14,8 +14,6 @@ import numpy as np
 
 from h2o.packages import install_command
 
-__all__ = ["COLOR", "Html", "axes_or_new", "labels", "need", "pieces", "shade_text", "shades"]
-
 COLOR = "255 140 0"
 """The shade of the highest score, on which black and struck text stay readable"""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["UnsupportedError", "UserError"]
-
 
 class UserError(Exception):
     """Something that the user of a command can put right; its text, one line, says how."""

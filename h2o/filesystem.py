@@ -16,15 +16,6 @@ from typing import Any
 
 from h2o.errors import UserError
 
-__all__ = [
-    "atomic_write",
-    "cache_folder",
-    "lock",
-    "make_once",
-    "make_writable",
-    "read_text",
-]
-
 
 def cache_folder() -> Path:
     """The folder of what h2o makes once and looks up later, which may not exist yet.

@@ -1,9 +1,9 @@
-"""How the key/value heads of a model share its budget.
+"""Shares of a budget by key/value head.
 
-Heads differ in how much they lose by eviction, and the difference is a property of the model more
-than of the text (compare Feng et al., "Ada-KV", 2024, which shares within a layer, on the fly).
-`H2OConfig(..., head_shares=...)` gives each head its own part of the same total. Plain numbers
-only: no torch here.
+Heads differ in how much they lose by eviction, and the difference depends on the model more than
+on the text (compare Feng et al., "Ada-KV", 2024, which shares within a layer, on the fly).
+`H2OConfig(..., head_shares=...)` gives each head its own part of the same total. Plain numbers, no
+torch.
 """
 
 from __future__ import annotations
@@ -12,23 +12,9 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from h2o.budgets import recent_part
-
-__all__ = [
-    "LEAST",
-    "NAMED",
-    "HasShares",
-    "LayerShares",
-    "Table",
-    "allocate_tokens",
-    "check_shares",
-    "expand_to_heads",
-    "table",
-    "with_room",
-]
+from h2o.budgets import is_list, recent_part
 
 NAMED = ("shipped", "echo")
 """Names for `head_shares`: the profile that comes with h2o, a prompt's echo
@@ -42,63 +28,48 @@ Table = tuple[tuple[float, ...], ...]
 """[layers][key/value heads], positive; only the ratios count"""
 
 
-@runtime_checkable
-class HasShares(Protocol):
-    """Shares that depend on the budget (`h2o.Profile`), which `head_shares` may be for a table."""
-
-    @property
-    def window(self) -> int:
-        """Tokens of the texts that it was made from."""
-
-    def shares_for(self, fraction: float) -> Table:
-        """The shares at a budget of this fraction of the text."""
-
-    def check_attention(self, attention: Any, layer: int) -> None:
-        """Raises ValueError for the attention module of another model, by its weights."""
-
-
-def table(shares: Any) -> Table | HasShares:
+def table(shares: Any) -> Any:
     """`head_shares` as users may give it (lists, an array, a Profile), checked.
 
     Raises: TypeError for what is none of these, ValueError for a number that is not positive and
     for layers of different numbers of heads.
     """
-    if isinstance(shares, HasShares):
+    if hasattr(shares, "shares_for"):  # a Profile
         return shares
     rows = shares.tolist() if hasattr(shares, "tolist") else shares
-    if isinstance(rows, str) or not isinstance(rows, Sequence) or not all(map(_is_row, rows)):
+    if not is_list(rows) or not all(map(is_list, rows)):
         raise TypeError(
-            "shares must be numbers [layers, key/value heads] (lists or an array), an "
+            "head_shares must be numbers [layers, key/value heads] (lists or an array), an "
             'h2o.Profile (h2o.Profile.load(path)), "shipped" or "echo", not '
             f"{shares!r:.60}"
         )
     numbers = tuple(tuple(float(x) for x in row) for row in rows)
     if not numbers or len({len(row) for row in numbers}) != 1 or not numbers[0]:
-        raise ValueError("shares must have the same number of heads in each layer, at least one")
+        raise ValueError(
+            "head_shares must have the same number of heads, at least one, in each layer"
+        )
     for layer, row in enumerate(numbers):
         for head, share in enumerate(row):
             if not (math.isfinite(share) and share > 0):
-                raise ValueError(f"shares[{layer}][{head}] is {share}, wanted a positive number")
+                raise ValueError(
+                    f"head_shares[{layer}][{head}] is {share}, wanted a positive number"
+                )
     return numbers
 
 
-def _is_row(row: Any) -> bool:
-    return isinstance(row, Sequence) and not isinstance(row, str)
-
-
-def check_shares(shares: Table | HasShares, layers: int) -> None:
-    """ValueError for a table that has not one row per layer of the model."""
-    rows = shares.shares_for(1.0) if isinstance(shares, HasShares) else shares
+def check_shares(shares: Any, layers: int) -> None:
+    """Raise ValueError for a table or Profile that has not one row per layer of the model."""
+    rows = shares if isinstance(shares, tuple) else shares.shares_for(1.0)
     if len(rows) != layers:
         raise ValueError(
-            f"shares has {len(rows)} rows, but the model has {layers} layers: it needs one per "
-            "layer, each with a number for every key/value head"
+            f"head_shares has {len(rows)} rows, but the model has {layers} layers: give one row "
+            "for each layer, with a number for every key/value head"
         )
 
 
 @functools.lru_cache(maxsize=4096)
 def allocate_tokens(k: int, shares: Table, least: int) -> tuple[tuple[int, ...], ...]:
-    """Tokens of each head where the mean is k: in proportion to the shares, none below `least`.
+    """Allocate tokens to heads in proportion to the shares, k on average and none below `least`.
 
     The sum is exactly k times the number of heads. What remains after rounding down goes to the
     largest remainders, of equal ones to the first.
@@ -127,7 +98,7 @@ def allocate_tokens(k: int, shares: Table, least: int) -> tuple[tuple[int, ...],
 def expand_to_heads(
     rows: list[list[tuple[int, int]]], heads: int, part: tuple[int, int] = (0, 1)
 ) -> list[list[tuple[int, int]]]:
-    """Budgets of a layer's rows, each with an entry for every head or one for all, all in one way.
+    """Expand the budgets of a layer's rows to one entry for each head, if any row has that.
 
     `part`: which of how many equal parts of the heads these are
     (`h2o.hf.families.tensor_parallel`).
@@ -142,14 +113,15 @@ def expand_to_heads(
         entries = heads
     if entries not in (1, heads):
         raise ValueError(
-            f"this layer has {heads} key/value heads, but heavy, recent or shares say how much "
-            f"{entries} heads may keep: give one number per key/value head"
+            f"this layer has {heads} key/value heads, but heavy, recent or head_shares say "
+            f"how much {entries} heads may keep: give one number per key/value head"
         )
     return [row * entries if len(row) == 1 else row for row in rows]
 
 
-def with_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tuple[int, int]]:
-    """(heavy, recent) of a row's heads, each with room for so many pinned keys beyond the sinks.
+def make_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tuple[int, int]]:
+    """Make room for pinned keys beyond the sinks in the (heavy, recent) of each head of a row.
+
     Heads that have more give what the others lack, so that the sum stays.
 
     Raises: ValueError where all heads together have too little.
@@ -181,16 +153,16 @@ def with_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tup
 class LayerShares:
     """One layer's part of `head_shares`, as the config of that layer has it."""
 
-    shares: Table | HasShares
+    shares: Any
+    """a `Table`, or a Profile, whose shares depend on the budget"""
     layer: int
 
     def check_attention(self, attention: Any) -> None:
-        """Raises ValueError where the shares are a profile of another model than the attention
-        module's."""
-        if isinstance(self.shares, HasShares):
+        """Raise ValueError for a Profile of another model than the attention module's."""
+        if not isinstance(self.shares, tuple):
             self.shares.check_attention(attention, self.layer)
 
-    def apportioned(
+    def apportion(
         self,
         heavy: int,
         recent: int,
@@ -210,7 +182,7 @@ class LayerShares:
         if heavy + recent == 0:
             return [(0, 0)]
         shares = self.shares
-        if isinstance(shares, HasShares):
+        if not isinstance(shares, tuple):
             shares = shares.shares_for(k / shares.window if fraction is None else fraction)
         least = max(LEAST, sinks + 1, min_tokens)
         least_recent = recent_part(min_tokens)

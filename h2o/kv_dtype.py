@@ -1,29 +1,15 @@
-"""How many bytes a stored key or value takes by `kv_dtype`, and a slot with its score and position.
-
-Plain numbers, no torch.
-"""
+"""Bytes of stored keys and values by `kv_dtype`, and of a slot. Plain numbers, no torch."""
 
 from __future__ import annotations
 
 from typing import Literal
-
-__all__ = [
-    "FIXED",
-    "QUANTIZED",
-    "KvDtype",
-    "fewest_bits",
-    "fitting",
-    "in_elements",
-    "per_token",
-    "stored_bytes",
-]
 
 FIXED = 32
 """Bytes of a head beside its slots: free slot, budget, lost mass, a part of the row's length."""
 
 
 QUANTIZED = ("int8", "int8-int4")
-"""How keys and values may be stored in bytes; a `kv_dtype` of None: as they are."""
+"""Quantized formats of keys and values. A `kv_dtype` of None stores them as they are."""
 
 KvDtype = Literal["auto", "int8", "int8-int4"]
 """These, and "auto", which `fewest_bits` resolves."""
@@ -71,8 +57,8 @@ def per_token(
 
 
 def in_elements(slot: tuple[int, int], full: int, kv_dtype: str | None) -> tuple[int, int]:
-    """The same slot where a token takes `full` bytes in a full cache, since its elements are of
-    another size."""
+    """Convert a slot to elements of another size, of which a token in a full cache takes `full`
+    bytes."""
     before, each = slot
     if kv_dtype is None:
         each += full - before

@@ -70,19 +70,16 @@ def load_model(
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     name = name or DEFAULT_MODEL
-    where = {}
+    source = name
     try:
         if name == DEFAULT_MODEL:
             source = str(embedded_folder(say))
-        elif is_gguf(name):
-            source, where = os.path.dirname(name) or ".", {"gguf_file": os.path.basename(name)}
-        else:
-            source = name
+        where = source_of(source)
         say(f"loading {name}")
-        tokenizer = AutoTokenizer.from_pretrained(source, **where)
-        check(AutoConfig.from_pretrained(source, **where))
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        check(AutoConfig.from_pretrained(**where))
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **where
+            **where, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
         )
     except UserError:
         raise
@@ -159,10 +156,8 @@ def config_of(name: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        gguf = find_weights() if name == DEFAULT_MODEL else Path(name)
-        if is_gguf(str(gguf)):
-            return AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        return AutoConfig.from_pretrained(name)
+        source = str(find_weights()) if name == DEFAULT_MODEL else name
+        return AutoConfig.from_pretrained(**source_of(source))
     except (OSError, ValueError, ImportError) as error:
         raise cannot_load(name, error) from error
 
@@ -174,6 +169,14 @@ def is_gguf(name: str) -> bool:
     if not os.path.isfile(name):
         raise UserError(f"cannot load the model {name!r}: there is no such file")
     return True
+
+
+def source_of(name: str) -> dict[str, str]:
+    """Arguments of from_pretrained for a name on the hub, a folder or a .gguf file."""
+    if not is_gguf(name):
+        return {"pretrained_model_name_or_path": name}
+    folder, file = os.path.split(os.path.abspath(name))
+    return {"pretrained_model_name_or_path": folder, "gguf_file": file}
 
 
 def cannot_load(name: str, error: Exception, hint: str = "") -> UserError:
@@ -225,7 +228,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    source = source_of(str(gguf))
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # The weights are plain float32 now, but the model still says that it is quantized, which
     # save_pretrained refuses.
@@ -244,11 +247,10 @@ def tokenizer_folder(gguf: str) -> Path:
     """
     from transformers import AutoTokenizer
 
-    folder, file = os.path.split(os.path.abspath(gguf))
     target = cache_folder() / f"tokenizer-{files_fingerprint([gguf])}-v{LAYOUT}"
 
     def convert(draft: Path) -> None:
-        AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(draft)
+        AutoTokenizer.from_pretrained(**source_of(gguf)).save_pretrained(draft)
 
     make_once(target, convert)
     return target

@@ -69,7 +69,7 @@ __all__ = [
 
 
 class Rotary(NamedTuple):
-    """How `step` rolls positions: keys are stored without their rotary embedding and get it,
+    """Rolling positions of `step`: keys are stored without their rotary embedding and get it,
     whenever they are read, by their rank among the keys held; the query gets it by the number of
     keys held before it. So no position exceeds the budget, in texts without end (Xiao et al.,
     "Efficient Streaming Language Models with Attention Sinks", ICLR 2024, section 3.2).
@@ -201,7 +201,7 @@ def evict(
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> None:
-    """Take new keys into the slots, and drop for good what the budget has no room for.
+    """Store new keys in the slots, and drop for good the keys that the budget has no room for.
 
     Of the stored and new keys of a row, those at the first `sinks` positions
     and the `recent` highest positions are kept, and of the others the `heavy`
@@ -300,7 +300,7 @@ def simulate(
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a cache would have answered, for a whole text in one call.
+    """Answers that a cache would have given, for a whole text in one call.
 
     Equal to feeding the first `prompt[b]` tokens of each row through `attend` and
     `evict`, and each later one through `step`. A dropped key never returns, so
@@ -360,14 +360,14 @@ def _quantized(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str)
 
 
 def open_device(tensor: Tensor) -> None:
-    """Decides what serves the device of a tensor: for one of CUDA loads h2o's kernels and checks
-    them, unless that is done. The first `attend`, `evict` or `simulate` there does so by itself;
+    """Choose the backend of a tensor's device: for a CUDA device load h2o's kernels and check them,
+    unless that is done. The first `attend`, `evict` or `simulate` there does so by itself;
     to be called where a `step` comes first, over slots that were moved there."""
     backends.serving(tensor)
 
 
 def info() -> dict[str, Any]:
-    """What the core runs on.
+    """Facts about the core and the machine.
 
     level (instruction set), operations (the level that each runs at), levels (those that this
     machine has), features, threads, thread_source, version; backends: by device, what serves it.
@@ -376,7 +376,7 @@ def info() -> dict[str, Any]:
 
 
 def _refuse_grad(slots: Slots | None, **tensors: Tensor) -> None:
-    """Raises BufferError for torch tensors whose gradient the operations would lose."""
+    """Raise BufferError for torch tensors whose gradient the operations would lose."""
     more = slots if isinstance(slots, Slots) else ()
     for index, tensor in enumerate((*tensors.values(), *more)):
         if tensor is not None and getattr(tensor, "requires_grad", False):

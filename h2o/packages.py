@@ -1,6 +1,6 @@
-"""What is installed, and what stands in the way where the compiled core cannot be imported.
+"""Installed packages, and errors that name the remedy where the compiled core cannot be imported.
 
-The commands that messages name install from where this h2o came: a folder, a git URL, a file.
+The commands in messages install from where this h2o came: a folder, a git URL or a file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ missing. It holds the version."""
 TESTED = ("5.4", "5.24")
 """The oldest and newest version of transformers that all tests have passed with."""
 SOURCES = "in the folder of its sources"
-"""Where that is, nothing tells that came from a file or an index."""
+"""Stands for the folder of the sources, which an installation from a file does not name."""
 
 
 def version(package: str) -> str:
@@ -95,7 +95,7 @@ def is_command() -> bool:
 
 
 def check() -> None:
-    """Raises an ImportError that says what to do where the compiled core cannot be imported.
+    """Raise an ImportError that names the remedy where the compiled core cannot be imported.
 
     pip checks the versions of Python and NumPy, but not when another package asks for an older
     NumPy later, and nothing does for a folder on the path.
@@ -134,13 +134,13 @@ def pure_version() -> str:
 
 @functools.cache
 def warn_without_core() -> None:
-    """Says, once a process, that torch operations serve where this build has no core."""
+    """Warn once a process where this build has no core."""
     if not has_core():
         warnings.warn(without_core(), RuntimeWarning, stacklevel=3)
 
 
 def without_core() -> str:
-    """What a build without a core says of itself, and how to make one with it."""
+    """Warning of a build without a core, with the command that makes one with it."""
     from_file = _origin()[0].endswith(".whl")
     command = f"pip install . {SOURCES}" if from_file else install_command()
     return (
@@ -200,7 +200,7 @@ def _installed_from(file: Path) -> str:
 
 
 def remedy() -> str:
-    """What to do without a core, as the rest of a sentence."""
+    """Remedy for a missing core, as the rest of a sentence."""
     if (PACKAGE.parent / "setup.py").exists():
         other = installed_folder()
         there = f" (the one in {other} is of other sources)" if other else ""
@@ -214,7 +214,7 @@ def remedy() -> str:
 
 
 def install_command(extra: str = "") -> str:
-    """What installs h2o-kv from where it came from, with an extra of pyproject.toml."""
+    """Command that installs h2o-kv from where it came from, with an extra of pyproject.toml."""
     extra = f"[{extra}]" if extra else ""
     url, editable = _origin()
     if not url:  # no index has it

@@ -1,8 +1,8 @@
-"""Which keys are kept: the policy, one record that travels whole from the caller to the kernels.
+"""The policy: the choice of the keys that are kept, one record from the caller to the kernels.
 
-A field of it is written here and in `csrc/tables.c` (`h2o_policy_fields`), in the same order,
-and nowhere else: what takes options of the policy, or shows them, reads `FIELDS`. (What a new
-choice of `score_by` takes is in CONTRIBUTING.md.) Imports neither torch nor NumPy.
+A field is written here and in `csrc/tables.c` (`h2o_policy_fields`), in the same order, and nowhere
+else: options and texts of the policy come from `FIELDS`. (CONTRIBUTING.md says what a new choice of
+`score_by` takes.) Imports neither torch nor NumPy.
 """
 
 from __future__ import annotations
@@ -14,32 +14,19 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from h2o.budgets import check_tokens
 
-__all__ = [
-    "BEFORE",
-    "FIELDS",
-    "OPERATIONS_SCORE_BY",
-    "PAPER",
-    "Field",
-    "OperationScore",
-    "Policy",
-    "PolicyFields",
-    "ScoreBy",
-    "check_policy",
-    "one_policy",
-]
-
 OperationScore = Literal["sum", "mean", "max"]
-"""What the operations rank by: how attention makes the score of a key."""
+"""Scores that the operations rank by."""
 ScoreBy = Literal["sum", "mean", "max", "mean-echo", "random"]
-"""What a cache can rank by: its layers make scores of a prompt ("mean-echo") or all ("random")."""
+"""Scores that a cache can rank by. Its layers make those of a prompt ("mean-echo") or all
+("random")."""
 OPERATIONS_SCORE_BY: dict[str, OperationScore] = {"mean-echo": "mean", "random": "sum"}
-"""What the operations are told, where that is not the same."""
+"""Score of the operations for a score of a cache that they do not know."""
 BEFORE = 4
-"""How many tokens before a key echo looks at, beside its own."""
+"""Tokens before a key that echo looks at, besides the key's own."""
 
 
 class Policy(NamedTuple):
-    """How the keys that a budget has room for are chosen."""
+    """Choice of the keys that a budget has room for."""
 
     sinks: int = 0
     """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
@@ -60,8 +47,12 @@ class Policy(NamedTuple):
         return self.score_by == "max"
 
     def queries_of(self, positions: Any, lengths: Any) -> Any:
-        """How many queries have seen each key, float32: decay^0 + ... + decay^(age - 1). Integer
-        tensors of torch, positions of keys and tokens that their rows have seen."""
+        """Number of queries that have seen each key, float32: decay^0 + ... + decay^(age - 1).
+
+        Args:
+            positions, lengths: integer tensors of torch, positions of keys and tokens that their
+                rows have seen.
+        """
         age = (lengths - positions).clamp(min=1).float()
         if self.decay == 0.0:
             return age.new_ones(age.shape)
@@ -83,7 +74,7 @@ class Field(NamedTuple):
     """A field of the policy as an option of a command, or in a text as name=value."""
 
     parse: Callable[[str], Any]
-    """Raises: ValueError for a text that says no such value."""
+    """Function of a text to the value. Raises: ValueError for a text that is none."""
     choices: tuple[str, ...] | None
     metavar: str | None
     help: str
@@ -111,11 +102,11 @@ FIELDS: dict[str, Field] = {
     ),
     "value_weighted": Field(_truth, None, None, "rank times the norm of the value", flag=True),
 }  # fmt: skip
-"""By the names, and in the order, of the fields of `Policy`."""
+"""Options for the fields of `Policy`, in their order."""
 
 
 def check_policy(policy: Policy, choices: Sequence[str] = get_args(OperationScore)) -> Policy:
-    """The same in plain Python numbers; `choices` is what it may rank by.
+    """Convert a policy to plain Python numbers. `choices` are the allowed scores.
 
     Raises: TypeError for a thing that is no number (a bool is none), ValueError for a number out
     of range.
@@ -135,11 +126,11 @@ def check_policy(policy: Policy, choices: Sequence[str] = get_args(OperationScor
 
 
 PAPER = Policy()
-"""Zhang et al.'s: accumulated attention, and no more."""
+"""The policy of Zhang et al.: accumulated attention alone."""
 
 
 def one_policy(policy: Policy, fields: PolicyFields) -> Policy:
-    """The policy that a function was given by its fields.
+    """The policy that a caller gave by its fields.
 
     Raises: TypeError where it was given whole too, and for a keyword that is no field.
     """

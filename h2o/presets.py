@@ -6,13 +6,10 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from h2o.budgets import UNLIMITED, Amount, Budget, BudgetUnit, check_amount, split_heavy_recent
-from h2o.head_budgets import HasShares
 from h2o.kv_dtype import KvDtype
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["PRESETS", "Presets"]
 
 PRESETS = ("authors", "robust", "echo", "calibrated")
 """Configs by name, which take a budget of keys or of bytes; see `H2OConfig.preset`."""
@@ -31,7 +28,7 @@ class Presets:
         name: str,
         budget: Amount,
         budget_unit: BudgetUnit = "keys",
-        profile: HasShares | None = None,
+        profile: Any = None,
     ) -> Self:
         """One of `PRESETS` by its name; `profile` is for `calibrated`.
 
@@ -54,8 +51,7 @@ class Presets:
 
     @classmethod
     def robust(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
-        """What lost least in our own measurements, small budgets above all
-        (docs/reference/results.md).
+        """Preset with the least loss in our measurements, above all at small budgets.
 
         Four sinks, and three heavy hitters to one recent token, ranked by the mean attention that
         they received, times the norm of their value. A budget in tokens includes the sinks; to
@@ -81,7 +77,7 @@ class Presets:
 
     @classmethod
     def calibrated(
-        cls, budget: Amount, profile: HasShares | None = None, budget_unit: BudgetUnit = "keys"
+        cls, budget: Amount, profile: Any = None, budget_unit: BudgetUnit = "keys"
     ) -> Self:
         """`robust`, with the budget shared among the heads as a profile says (`h2o calibrate`), and
         with echo in the prompt (`score_by="mean-echo"`).

@@ -1,4 +1,4 @@
-"""Which heads of a model need more of a cache, as `h2o.calibrate` measured it: a small record.
+"""`Profile`: which heads of a model need more of a cache, as `h2o.calibrate` measured it.
 
 Imports neither torch nor transformers, as h2o/config.py does not.
 """
@@ -19,8 +19,6 @@ from typing import Any
 from h2o.filesystem import atomic_write
 from h2o.model_identity import attention_difference, difference
 
-__all__ = ["Profile"]
-
 KIND = "h2o profile"
 LAYOUT = 1
 """Raised when a file is written that older versions cannot read."""
@@ -40,7 +38,7 @@ class Profile:
     fractions: tuple[float, ...]
     """Rising, in (0, 1]: the budgets of the calibration, as parts of a text"""
     shares: tuple[tuple[tuple[float, ...], ...], ...]
-    """Of each of these budgets [layers, key/value heads], mean 1. Layers that keep a sliding
+    """Shares at each of these budgets, [layers, key/value heads], mean 1. Layers with a sliding
     window of their own have ones, and do not count."""
     window: int
     """Tokens of the pieces of text that were read; a budget in tokens is taken as a part of it"""
@@ -49,11 +47,11 @@ class Profile:
     weights: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
     """A few numbers of the model's parameters, by which it is known again in any dtype"""
     texts: tuple[Mapping[str, Any], ...] = ()
-    """What was read: name, sha256 of the token ids, tokens, windows"""
+    """Texts: name, sha256 of the token ids, tokens, windows"""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """How it was calibrated"""
+    """Settings of the calibration"""
     versions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the packages that did it"""
+    """Versions of the packages"""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -66,13 +64,11 @@ class Profile:
         put(self, "texts", tuple(self.texts))
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window must be a number of tokens, not {self.window!r}")
-        increasing = all(a < b for a, b in zip(self.fractions, self.fractions[1:], strict=False))
-        if not self.fractions or not increasing or not 0 < min(self.fractions) <= 1:
+        bounds = zip((0.0, *self.fractions), self.fractions, strict=False)
+        if not self.fractions or not all(a < b <= 1 for a, b in bounds):
             raise ValueError(
                 f"fractions must rise and be in (0, 1], at least one, not {list(self.fractions)}"
             )
-        if max(self.fractions) > 1:
-            raise ValueError(f"fractions must be in (0, 1], not {list(self.fractions)}")
         if len(self.shares) != len(self.fractions):
             raise ValueError(
                 f"shares has {len(self.shares)} tables for {len(self.fractions)} fractions: "
@@ -119,7 +115,7 @@ class Profile:
         return _normalize(mixed)
 
     def check(self, model: Any) -> None:
-        """Whether this profile is of a model, or can be of one with this config.
+        """Check that this profile is of a model, or can be of one with this config.
 
         Args:
             model: a model of transformers, whose shape and weights are looked at, or its config,
@@ -132,8 +128,8 @@ class Profile:
             raise ValueError(f"this profile is of another model: {reason}. {REMEDY}")
 
     def check_attention(self, attention: Any, layer: int) -> None:
-        """As `check`, by the weights of one layer's attention module: where a cache was made from
-        a config, which has none.
+        """Check this profile by the weights of one layer's attention module, where a cache was made
+        from a config, which has no weights.
 
         Raises: ValueError that names what differs.
         """
@@ -162,7 +158,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, content: Any) -> Profile:
-        """What `as_dict` gave. Raises: ValueError for anything else."""
+        """The profile of what `as_dict` gave. Raises: ValueError for anything else."""
         if not isinstance(content, dict) or content.get("kind") != KIND:
             raise ValueError("is no profile of h2o calibrate")
         if content.get("layout") != LAYOUT:
@@ -177,13 +173,13 @@ class Profile:
             raise ValueError(f"is incomplete or damaged ({error!r})") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file of some kilobytes, complete or not at all."""
+        """Write a JSON file of some kilobytes, complete or not at all."""
         with atomic_write(Path(path)) as draft:
-            draft.write_text(_as_text(self.as_dict()), "utf-8")
+            draft.write_text(json.dumps(self.as_dict()) + "\n", "utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Reads what `save` wrote. Raises: ValueError for another file, OSError without one."""
+        """Read what `save` wrote. Raises: ValueError for another file, OSError without one."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
         except ValueError as error:
@@ -215,18 +211,3 @@ def _load_shipped() -> list[Profile]:
     files = resources.files("h2o").joinpath("data").iterdir()
     texts = [x.read_text("utf-8") for x in files if x.name.endswith(".profile.json")]
     return [Profile.from_dict(json.loads(text)) for text in texts]
-
-
-def _as_text(value: Any, indent: int = 0) -> str:
-    """JSON with a list of numbers on one line."""
-    inner = "\n" + " " * (indent + 1)
-    if isinstance(value, dict) and indent == 0:
-        items = [f"{json.dumps(key)}: {_as_text(item, 1)}" for key, item in value.items()]
-        return "{" + inner + f",{inner}".join(items) + "\n}\n"
-    if isinstance(value, dict) and any(isinstance(item, list | dict) for item in value.values()):
-        items = [f"{json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()]
-        return "{" + inner + f",{inner}".join(items) + inner[:-1] + "}"
-    if isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
-        items = [_as_text(item, indent + 1) for item in value]
-        return "[" + inner + f",{inner}".join(items) + inner[:-1] + "]"
-    return json.dumps(value)

@@ -1,4 +1,4 @@
-"""What a command that takes long says on standard error, since results go to standard output."""
+"""Progress of a command on standard error, since results go to standard output."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-
-__all__ = ["Progress", "stopwatch"]
 
 
 class Progress:
@@ -19,13 +17,13 @@ class Progress:
         self.shown = False  # an update stands on the terminal's last line
 
     def say(self, text: str) -> None:
-        """Something that begins and may take long."""
+        """Print a line."""
         if not self.quiet:
             self.update("")
             print(text, file=sys.stderr, flush=True)
 
     def update(self, text: str) -> None:
-        """How far it is: on a terminal only. An empty text takes the last update away."""
+        """Replace the last update, on a terminal only. An empty text removes it."""
         if self.terminal and not self.quiet and (text or self.shown):
             columns = shutil.get_terminal_size().columns - 1
             print(f"\r\x1b[K{text[:columns]}", end="", file=sys.stderr, flush=True)
@@ -33,7 +31,7 @@ class Progress:
 
 
 def stopwatch() -> Callable[[str], None]:
-    """A function that says a line with the seconds since this call before it."""
+    """A function that prints a line after the seconds since this call."""
     start = time.perf_counter()
 
     def say(text: str) -> None:

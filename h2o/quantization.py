@@ -1,4 +1,4 @@
-"""Keys and values in fewer bits: what a quantized store holds of each, in plain torch.
+"""Keys and values in fewer bits, in plain torch.
 
 The rows are those of the C core (`csrc/cpu/stored_rows.h`), bit for bit. Symmetric bytes per token
 for keys and groups with a minimum for values: compare Liu et al., "KIVI: A Tuning-Free Asymmetric
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-__all__ = ["codes", "dequantize", "floats", "quantize", "stored_like"]
 
 
 def quantize(x: Tensor, bits: int) -> Tensor:
@@ -42,7 +40,7 @@ def quantize(x: Tensor, bits: int) -> Tensor:
 
 
 def dequantize(rows: Tensor, D: int) -> Tensor:
-    """What rows [..., D or bytes] hold, [..., D]: floats as they are, bytes as `quantize` made
+    """Numbers [..., D] of rows [..., D or bytes]: floats as they are, bytes as `quantize` made
     them."""
     if rows.dtype != torch.uint8:
         return rows

@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["rotate_by"]
-
 
 def rotate_by(x: Tensor, angles: Tensor) -> Tensor:
     """Rotary embedding of x [..., D] by angles [..., 2, F], cosines and sines.

@@ -10,14 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["softmax"]
-
 LARGEST = 1e30
-"""What an infinite sink counts as, so that it takes all instead of making all NaN."""
+"""Stands for an infinite sink, so that it takes all instead of making all NaN."""
 
 
 def softmax(logits: Tensor, sinks: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """Of logits [..., keys] over the keys and a sink [..., 1], whose share is left out.
+    """Softmax of logits [..., keys] over the keys and a sink [..., 1], whose share is left out.
 
     Args:
         sinks: to be broadcast over the rows; None: an ordinary softmax.

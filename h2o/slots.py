@@ -19,11 +19,9 @@ from h2o.tensors import four_sizes, full
 
 Tensor = Any  # whatever speaks DLPack
 
-__all__ = ["Slots", "new_slots"]
-
 
 class Slots(NamedTuple):
-    """What one layer holds; the operations update the tensors in place.
+    """Keys and values of one layer. The operations update the tensors in place.
 
     A slot is an index on axis S. A row that has seen `seen_tokens[b]` tokens and may
     keep k = sinks + heavy + recent of them holds min(seen_tokens[b], k), in the
@@ -63,7 +61,7 @@ class Slots(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What is to be known of a field of `Slots`."""
+    """Properties of a field of `Slots`."""
 
     shape: str
     """as in its description: a letter for each axis"""
@@ -88,8 +86,8 @@ KINDS: dict[str, Kind] = {
     "starts": Kind("+", written=False, optional=True, dtype="int32"),
     "rows": Kind("B", written=False, optional=True, dtype="int32"),
 }
-"""By the names, and in the order, of the fields of `Slots`; `csrc/h2o.h` has the same list
-(`H2O_SLOTS_FIELDS`). What goes by a part of the fields takes it from here."""
+"""Properties of the fields of `Slots`, in their order. `csrc/h2o.h` has the same list
+(`H2O_SLOTS_FIELDS`)."""
 
 PER_SLOT = tuple(name for name, kind in KINDS.items() if "S" in kind.shape)
 """The fields that have something for each slot."""
@@ -98,12 +96,12 @@ PER_ROW = tuple(name for name, kind in KINDS.items() if kind.shape.startswith("Z
 
 
 def empty_value(field: str) -> int:
-    """What a field of `PER_ROW`, but for budgets, has where nothing is held."""
+    """Value of a field of `PER_ROW`, other than budgets, where nothing is held."""
     return -1 if field == "positions" else 0
 
 
 def empty_row(slots: Slots, row: int) -> None:
-    """Forgets all that a row holds, but for its budget."""
+    """Empty a row. Its budget stays."""
     for name, kind in KINDS.items():
         field = getattr(slots, name)
         if kind.written and field is not None and name not in ("keys", "values"):

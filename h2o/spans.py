@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-__all__ = ["PINNED", "Row", "count", "merge_spans", "parse_spans", "runs"]
-
 PINNED = math.inf
 """The score of a pinned key"""
 

@@ -1,4 +1,4 @@
-"""What the operations ask of a tensor of any library: its sizes, and new ones like it."""
+"""Sizes of a tensor of any library, and new tensors like it, for the operations."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import sys
 from typing import Any
 
 import numpy as np
-
-__all__ = ["default_scale", "empty", "four_sizes", "full", "grad_enabled"]
 
 Tensor = Any  # whatever speaks DLPack
 

@@ -41,7 +41,7 @@ from h2o import ops
 ROOT = Path(__file__).resolve().parent.parent
 LEVEL = ops.info()["levels"][-1]
 #: The level whose decode step it takes, and the sources that a step does not need.
-STEPS = "avx512bf16" if LEVEL == "avx512amx" else LEVEL
+STEPS = "avx512amxint8" if LEVEL == "avx512amx" else LEVEL
 NO_STEPS = ("attend", "evict", "simulate")
 VECTORS = "vec_avx2" if LEVEL == "avx2" else "vec_avx512"
 BORDER = ("module.c", "arguments.c", "exchange.c")  # what needs Python

@@ -56,7 +56,7 @@ def folders(tiny, tmp_path_factory):  # noqa: F811
 GENERATE = "generate --max-new-tokens 2 --prompt TEXT"
 EVAL = "eval --perplexity FILE --output-path OUT --window 60 --limit 1"
 NEEDLE = "eval --needle FILE --output-path OUT --lengths 50 --limit 1"
-BENCH = "bench --prompts 20 --tokens 2 --rounds 1 --output OUT/bench.json"
+BENCH = "bench --prompts 20 --tokens 2 --rounds 1"
 
 
 @pytest.mark.parametrize(

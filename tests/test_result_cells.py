@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -44,31 +41,24 @@ def test_fingerprints_of_models():
 
 
 def test_two_runs_into_one_folder_lose_nothing(tmp_path):
-    one, two = (Cells(tmp_path / "cells.json", "test") for _ in range(2))
+    file = tmp_path / "new" / "cells.jsonl"
+    one, two = (Cells(file) for _ in range(2))
     one.put({"setting": "a"}, {"value": 1})
     two.put({"setting": "b"}, {"value": 2})
     one.put({"setting": "c"}, {"value": 3})
-    again = Cells(tmp_path / "cells.json", "test")
+    with file.open("a") as unfinished:
+        unfinished.write('\n{"facts": {"setting": "d"}, "res')
+    again = Cells(file)
     assert [again.find({"setting": name}) for name in "abc"] == [{"value": i} for i in (1, 2, 3)]
-    assert one.find({"setting": "b"}) == {"value": 2}
+    assert again.find({"setting": "d"}) is None
+    again.put({"setting": "d"}, {"value": 4})
+    assert Cells(file).find({"setting": "d"}) == {"value": 4}
 
 
-def test_many_processes_write_at_once(tmp_path):
-    """Whoever reads, adds a cell and writes holds the lock for all of that."""
-    program = (
-        "import sys; from pathlib import Path; from h2o.result_cells import Cells\n"
-        "cells = Cells(Path(sys.argv[1]), 'test')\n"
-        "for i in range(20): cells.put({'by': sys.argv[2], 'i': i}, {'value': i})"
-    )
-    arguments = [sys.executable, "-c", program, str(tmp_path / "cells.json")]
-    running = [subprocess.Popen([*arguments, name]) for name in "ab"]
-    assert [process.wait(60) for process in running] == [0, 0]
-    assert len(Cells(tmp_path / "cells.json", "test").cells) == 40
-
-
-def test_results_of_something_else_are_not_overwritten(tmp_path):
-    file = tmp_path / "cells.json"
-    file.write_text('{"mine": true}')
-    with pytest.raises(UserError, match="no result file of 'test'"):
-        Cells(file, "test")
-    assert file.read_text() == '{"mine": true}'
+@pytest.mark.parametrize("content", ['{"mine": true}', "a text"])
+def test_results_of_something_else_are_not_overwritten(tmp_path, content):
+    file = tmp_path / "cells.jsonl"
+    file.write_text(content)
+    with pytest.raises(UserError, match="is no file of results"):
+        Cells(file)
+    assert file.read_text() == content

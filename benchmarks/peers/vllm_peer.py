@@ -8,6 +8,9 @@ answer {"prefill_s": ...,
 tokens, "each_first_s" and "each_token_s": of each request, from its arrival, "held": the most
 requests at a time}. The first two are of the first prompt's request, all times but the whole call's
 vLLM's own.
+
+A request {"ids": [...], "context": n, "top": k, "arguments": ...} is answered with {"logprobs": of
+each token from n + 1 on the k likeliest ones, as {token: log-probability}}.
 """
 
 import json
@@ -36,8 +39,24 @@ defaults = {
     "kv_cache_memory_bytes": 2_000_000_000,  # VLLM_CPU_KVCACHE_SPACE would overrule options
 }
 model = LLM(folder, **defaults | json.loads(*rest or ["{}"]))
+
+
+def logprobs(request: dict) -> list[dict[int, float]]:
+    settings = SamplingParams(
+        max_tokens=1, prompt_logprobs=request["top"], detokenize=False,
+        extra_args=request.get("arguments"),
+    )  # fmt: skip
+    prompt = {"prompt_token_ids": request["ids"]}
+    (done,) = model.generate([prompt], [settings], use_tqdm=False)
+    told = done.prompt_logprobs[request["context"] + 1 :]
+    return [{token: one.logprob for token, one in likeliest.items()} for likeliest in told]
+
+
 for line in sys.stdin:
     request = json.loads(line)
+    if "top" in request:
+        print(json.dumps({"logprobs": logprobs(request)}), file=answers, flush=True)
+        continue
     tokens = request["tokens"]
     if isinstance(tokens, int):
         tokens = [tokens] * len(request["ids"])

@@ -1,5 +1,5 @@
 /* level_avx512amx.c - the CPU kernels (table.inc) compiled for AVX-512 with AMX, a matrix unit for
- * bf16: Sapphire Rapids and later. The decode step is that of level_avx512bf16.c. */
+ * bf16: Sapphire Rapids and later. The decode step is that of level_avx512amxint8.c. */
 #include "../run.h"
 
 #if defined(H2O_LEVEL_AMX)
@@ -12,7 +12,7 @@ H2O_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,am
 #define H2O_DOT_BF16
 #define ROWS_OF avx512
 #define H2O_TILE_BF16
-#define STEP_OF h2o_ops_avx512bf16
+#define STEP_OF h2o_ops_avx512amxint8
 #include "table.inc"
 
 H2O_TARGET_END

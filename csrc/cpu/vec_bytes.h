@@ -31,6 +31,11 @@
  *   vf_transpose_pairs(x)   x[4] of VL rows become the scales of the first group, its minima, and
  *                           those of the second
  *
+ * with H2O_TILE_BYTES, where a matrix unit multiplies them (step_bytes_tiles.inc):
+ *
+ *   vb_even_quarters(a, b)  the first and third quarter of the lanes of each; and vb_odd_quarters
+ *   vb_transpose(x)         x[4], lanes i of quarters k in x[j] become lanes 4 * j + k of x[i]
+ *
  * and with H2O_MATRIX_BYTES, where two rows of eight bytes are multiplied by two others at once, so
  * that both limbs of a query are one factor:
  *

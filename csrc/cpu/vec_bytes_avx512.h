@@ -4,7 +4,11 @@
 
 typedef __m512i vb;
 
+#ifdef H2O_TILE_BYTES
+enum { KEY_BIAS = 0, VALUE_BIAS = 0 };
+#else
 enum { KEY_BIAS = 128, VALUE_BIAS = 0 };
+#endif
 
 VEC vb vb_zero(void) { return _mm512_setzero_si512(); }
 VEC vb vb_load(const void *p) { return _mm512_loadu_si512(p); }
@@ -42,15 +46,28 @@ VEC vb vb_hsum_pairs(vb a, vb b) {
     return vb_add(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
 }
 
+VEC vb vb_even_quarters(vb a, vb b) { return _mm512_shuffle_i32x4(a, b, 0x88); }
+VEC vb vb_odd_quarters(vb a, vb b) { return _mm512_shuffle_i32x4(a, b, 0xdd); }
+
 VEC vb vb_hsum_quarters(const vb v[4]) {
     vb half[2];
     UNROLL
     for (int i = 0; i < 2; i++) {
-        half[i] = vb_add(_mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0x88),
-                         _mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0xdd));
+        half[i] = vb_add(vb_even_quarters(v[2 * i], v[2 * i + 1]),
+                         vb_odd_quarters(v[2 * i], v[2 * i + 1]));
     }
-    return vb_add(_mm512_shuffle_i32x4(half[0], half[1], 0x88),
-                  _mm512_shuffle_i32x4(half[0], half[1], 0xdd));
+    return vb_add(vb_even_quarters(half[0], half[1]), vb_odd_quarters(half[0], half[1]));
+}
+
+/* Within quarters, and then these by words. */
+VEC void vb_transpose(vb x[4]) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]),
+                  c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
+    x[0] = _mm512_permutexvar_epi32(order, _mm512_unpacklo_epi64(a, c));
+    x[1] = _mm512_permutexvar_epi32(order, _mm512_unpackhi_epi64(a, c));
+    x[2] = _mm512_permutexvar_epi32(order, _mm512_unpacklo_epi64(b, d));
+    x[3] = _mm512_permutexvar_epi32(order, _mm512_unpackhi_epi64(b, d));
 }
 
 /* o[j] has, in the n-th quarter of its lanes, the columns 16 n + 4 j and the three behind. */

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from h2o.config_fields import ConfigFields
 
-__all__ = ["analyze"]
-
 
 def analyze(
     model: Any,

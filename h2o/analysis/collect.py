@@ -27,16 +27,6 @@ from h2o.hf.support import transformers_layers
 from h2o.model_identity import latent_row
 from h2o.openmp_threads import sleeping
 
-__all__ = [
-    "Attention",
-    "attend",
-    "forward",
-    "full_layers",
-    "measure_layers",
-    "sparsity",
-    "watch",
-]
-
 Result = TypeVar("Result")
 
 
@@ -50,7 +40,8 @@ class Attention:
     """[G, n, D]"""
     values: Tensor
     """[G, n, D]"""
-    scale: float
+    scale: float | None
+    """factor of q.k; None: 1 / sqrt(D)"""
     softcap: float
     sink_logits: Tensor | None = None
     """[H] float32, see `h2o.ops.attend`"""
@@ -83,8 +74,7 @@ def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Ten
     """
 
     def attention(call: Call) -> Tensor:
-        scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
-        logits = scale, call.softcap, call.sink_logits
+        logits = call.scale, call.softcap, call.sink_logits
         seen = Attention(call.query[0], call.key[0], call.value[0], *logits)
         return visit(call.layer, seen)[None]
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from h2o.analysis.measured_text import MeasuredText
     from h2o.config import H2OConfig
 
-__all__ = ["FIGURES"]
-
 MEAN = {"marker": "o", "markersize": 3, "label": "mean of the heads"}
 
 

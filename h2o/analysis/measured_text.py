@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from h2o.config_fields import ConfigFields
 
-__all__ = ["THRESHOLD", "Cached", "Measured", "MeasuredText", "Token"]
-
 THRESHOLD = 0.01
 """The paper's: an entry below this share of its row's maximum is called negligible."""
 

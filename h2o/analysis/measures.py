@@ -9,17 +9,6 @@ import dataclasses
 
 import numpy as np
 
-__all__ = [
-    "SHARES",
-    "PowerLaw",
-    "carriers",
-    "jaccard",
-    "per_type",
-    "power_law",
-    "spearman",
-    "top",
-]
-
 SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 
 

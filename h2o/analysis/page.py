@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from h2o.analysis.figures import Configs
     from h2o.analysis.result import Analysis
 
-__all__ = ["LONGEST", "write"]
-
 LONGEST = 65535
 """Tokens of a page, whose positions have 16 bits"""
 

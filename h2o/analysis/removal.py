@@ -17,8 +17,6 @@ from h2o.analysis.collect import Attention, watch
 from h2o.attention_blocks import logit_blocks
 from h2o.sink_logits import softmax
 
-__all__ = ["KINDS", "attend_without", "perplexity", "perplexity_without"]
-
 KINDS = ("heavy", "random", "recent")
 
 

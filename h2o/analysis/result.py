@@ -12,8 +12,6 @@ from h2o.analysis.figures import FIGURES
 from h2o.analysis.measured_text import MeasuredText
 from h2o.draw import shade_text
 
-__all__ = ["Analysis"]
-
 
 class Analysis(MeasuredText):
     """The measurements of `h2o.analyze` in a text. Arrays are NumPy's.

@@ -25,8 +25,6 @@ if HAS_CORE:
 else:
     from h2o.backends import without_core as _core
 
-__all__ = ["OPERATIONS", "VERSION", "by_torch", "check", "info", "serving", "serving_if_open"]
-
 VERSION: str = _core.info()["version"]
 OPERATIONS: tuple[str, ...] = _core.OPERATIONS
 
@@ -54,7 +52,7 @@ def serving(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
 
 
 serving_if_open = functools.partial(serving, opens=False)
-"""As `serving`, for a decode step: looks a verdict up, and opens no device."""
+"""`serving` for a decode step, which opens no device."""
 
 
 def is_cuda(tensor: Any) -> bool:
@@ -66,7 +64,7 @@ def is_cuda(tensor: Any) -> bool:
 
 @contextlib.contextmanager
 def by_torch() -> Iterator[None]:
-    """As with H2O_BACKEND=torch, in all threads: to measure and to test."""
+    """Use the torch backend in all threads, like H2O_BACKEND=torch, to measure and to test."""
     global forced
     before, forced = forced, "torch"
     try:
@@ -106,7 +104,7 @@ def info() -> dict[str, Any]:
 
 
 def check() -> dict[str, list[str]]:
-    """What the kernels of each CUDA device of torch get wrong, checked anew.
+    """Check the kernels of each CUDA device of torch anew, and return their mistakes.
 
     Raises: RuntimeError where there is no such device or kernels cannot be loaded.
     """

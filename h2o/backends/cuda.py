@@ -1,18 +1,17 @@
-"""CUDA devices: the C core's kernels for them, where this build has them and a driver is there.
+"""Operations on CUDA devices by the C core's kernels, where this build and the driver have them.
 
-The core checks a call and computes the size of its workspace ("measure"), torch allocates that, and
-the core queues the kernels on torch's current stream ("launch"): nothing waits for the device. What
-no kernel serves (attention over a head dimension above 256, where it is no step; before compute
-capability 8.0 prompts in bfloat16 and heads above 128) goes on to the torch backend, and so does
-everything where
+The core checks a call and computes the size of its workspace ("measure"), torch allocates the
+workspace, and the core queues the kernels on torch's current stream ("launch"). Nothing waits for
+the device. Calls that no kernel supports go to the torch backend: attention over a head dimension
+above 256, other than a step; and before compute capability 8.0 prompts in bfloat16 and head
+dimensions above 128. All calls go to the torch backend where
 
 - the build has no `kernels.fatbin` ("not built": `make cuda` makes it, with NVIDIA's compiler);
-- those kernels are of other sources than the core, whose parameters they would misread;
-- there is no driver, or one that cannot load the kernels;
-- the kernels' answers on this device differ from those of the torch backend: see
-  `h2o.backends.kernel_check`.
+- the kernels are of other sources than the core, whose parameters they would misread;
+- there is no driver, or the driver cannot load the kernels;
+- the kernels' answers differ from those of the torch backend (`h2o.backends.kernel_check`).
 
-Outputs of long prompts may be those of torch's own attention: see `h2o.backends.prompt_attention`.
+Torch's own attention may make the outputs of long prompts (`h2o.backends.prompt_attention`).
 """
 
 from __future__ import annotations
@@ -30,19 +29,17 @@ from typing import Any, NamedTuple
 
 from h2o import _core
 
-__all__ = ["check", "check_operands", "describe", "serving", "serving_if_open"]
-
 FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 """The kernels, for every architecture; no part of a plain build."""
 
 XZ = b"\xfd7zXZ\0"
-"""What a file begins with that `tools/compile_kernels.py` has compressed."""
+"""First bytes of a file that `tools/compile_kernels.py` has compressed."""
 
 _lock = threading.Lock()
 _serving: dict[int, SimpleNamespace] = {}
-"""By device index the operations that serve it, once that is decided."""
+"""Operations that serve a device, by index, once that is decided."""
 _reasons: dict[int, str] = {}
-"""By device index why the torch backend serves it, where it does."""
+"""Reasons why the torch backend serves a device, by index."""
 
 
 def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
@@ -58,8 +55,8 @@ def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
 
 
 def serving_if_open(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
-    """As `serving`, but a device that `serving` has not met is left to `by_torch`, with a warning:
-    a decode step waits neither for a check nor for a file."""
+    """`serving` for a decode step, which waits neither for a check nor for a file: a device that
+    `serving` has not opened is left to `by_torch`, with a warning."""
     operations = _serving.get(index)
     if operations is not None:
         return operations
@@ -90,7 +87,7 @@ def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     try:
         reason = _load(index)
         if reason is None:
-            verdict = _remembered_check(index, kernels, by_torch)
+            verdict = _recall(_facts(index)) or _new_check(index, kernels, by_torch)
             reason = "; ".join(verdict.mistakes) or None
     except Exception as error:  # no memory left, for one: it says nothing about the kernels
         reason = f"they could not be checked, which the next process tries again ({_line(error)})"
@@ -124,7 +121,7 @@ def _file_reason() -> str | None:
 
 
 def _load(index: int) -> str | None:
-    """Loads the kernels on a device; returns the reason why they cannot be used, or None."""
+    """Load the kernels on a device. Return the reason why they cannot be used, or None."""
     reason = _file_reason()
     if reason is not None:
         return reason
@@ -178,7 +175,7 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
 
 
 def check_operands(name: str, *operands: Any) -> None:
-    """Raises what the core raises for operands that do not fit an operation, on their device."""
+    """Raise what the core raises for operands that do not fit an operation, on their device."""
     with current(operands[0]):
         _core.call(name, "check", *operands)
 
@@ -224,7 +221,7 @@ _NO_CHANGE = contextlib.nullcontext()
 
 
 def current(tensor: Any) -> contextlib.AbstractContextManager[Any]:
-    """Makes a tensor's device torch's current one where `__dlpack__` refuses those of any other:
+    """Make a tensor's device torch's current one where `__dlpack__` refuses those of any other:
     before torch 2.10, on CUDA. Models that accelerate spreads over devices set none."""
     if _has_table(tensor) or not getattr(tensor, "is_cuda", False):
         return _NO_CHANGE
@@ -253,7 +250,7 @@ def _workspace(tensor: Any, size: int) -> Any:
 
 
 def _synchronize(index: int) -> None:
-    """Waits for what the program has queued, whose errors say nothing about h2o's kernels."""
+    """Wait for what the program has queued, whose errors say nothing about h2o's kernels."""
     import torch
 
     torch.cuda.synchronize(index)
@@ -263,7 +260,7 @@ def _synchronize(index: int) -> None:
 
 
 class Verdict(NamedTuple):
-    """What is known of a device's kernels."""
+    """Result of a check of a device's kernels."""
 
     mistakes: list[str]
     """what they get wrong; empty: they serve"""
@@ -278,7 +275,7 @@ class Verdict(NamedTuple):
 
 
 def check(index: int, by_torch: SimpleNamespace) -> list[str]:
-    """Checks the kernels of a device anew; what they got wrong.
+    """Check the kernels of a device anew, and return their mistakes.
 
     Raises: RuntimeError where they cannot be loaded, or the check could not be carried out.
     """
@@ -314,11 +311,6 @@ def _new_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) 
         verdict = verdict._replace(prompts=prompts)
     _remember(facts, verdict)
     return verdict
-
-
-def _remembered_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) -> Verdict:
-    """The verdict on a device's kernels, from the cache folder if it is there."""
-    return _recall(_facts(index)) or _new_check(index, kernels, by_torch)
 
 
 def _facts(index: int) -> dict[str, Any]:
@@ -370,7 +362,7 @@ def _remember(facts: dict[str, Any], verdict: Verdict) -> None:
 
 
 def _known_ways(index: int) -> str:
-    """Which attention of torch answers prompts, as far as a check has decided."""
+    """Attention of torch that answers prompts, as far as a check has decided."""
     try:
         verdict = _recall(_facts(index))
     except (ImportError, OSError):  # without torch or the kernels none is there
@@ -379,7 +371,7 @@ def _known_ways(index: int) -> str:
 
 
 def describe() -> str:
-    """Which backend serves CUDA devices and why, in a line."""
+    """The backend of CUDA devices and the reason, in a line."""
     reason = _file_reason()
     if reason is not None:
         return f"torch ({reason})"

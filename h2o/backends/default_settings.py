@@ -7,12 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["default_settings"]
-
 
 @contextlib.contextmanager
 def default_settings(device: torch.device) -> Iterator[None]:
-    """Sets aside what the program has set in torch: default device and dtype, deterministic
+    """Set aside the program's settings of torch: default device and dtype, deterministic
     algorithms, gradients, autocast, products of float32 in fewer bits (TF32)."""
     dtype, strict = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()

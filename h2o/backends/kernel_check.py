@@ -1,12 +1,12 @@
-"""Whether kernels give the answers that the torch backend gives, on the device they will run on.
+"""Check that kernels give the answers of the torch backend, on the device they will run on.
 
 Small inputs of a fixed seed go through both, operation by operation from the same state, so that a
-difference names the operation. What is counted or chosen (positions, slots, lengths) must be equal;
-numbers may differ by their rounding, which another order of a sum and a GPU's shorter products
-explain. The inputs' scores lie far enough apart for that to change no choice.
+difference names the operation. Positions, slots and lengths must be equal. Floats may differ by
+rounding, since sums have another order and a GPU may multiply in fewer bits. The scores of the
+inputs lie far enough apart for rounding to change no choice.
 
-What says nothing about kernels stays apart: the program's own settings of torch are set aside
-meanwhile, and errors other than those of a failed kernel (no memory left, for one) are raised.
+The program's own settings of torch are set aside during the check. Errors that do not come from a
+kernel, such as a lack of memory, are raised.
 
 Shape letters as in `h2o.ops`.
 """
@@ -25,10 +25,9 @@ from h2o.policy import OperationScore, Policy
 from h2o.quantization import dequantize
 from h2o.slots import KINDS, PER_SLOT, Slots, new_slots
 
-__all__ = ["mistakes"]
-
 TOLERANCE = {torch.float32: 4e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Of numbers, by the largest of their tensor; a device may multiply float32 in 10 bits (TF32)."""
+"""Tolerance relative to the largest number of a tensor. A device may multiply float32 in 10 bits
+(TF32)."""
 
 
 class Size(NamedTuple):
@@ -45,7 +44,7 @@ class Size(NamedTuple):
 
 SHORT = Size(40, 9, 3, 18, 12)
 LONG = Size(200, 70, 3, 100, 80, room=60)
-"""What real sizes take: several blocks for a head's step, tiles of keys that all queries see, more
+"""A text of real size: several blocks for a head's step, tiles of keys that all queries see, more
 than one tile of queries for a key, of quantized slots too."""
 ROOMY = Size(39, 9, 3, 30, 30, room=960)
 """Nothing is evicted; a step has more blocks than are read at a time, and one without slots."""
@@ -79,15 +78,11 @@ class Case:
     def name(self) -> str:
         facts = [str(self.dtype).removeprefix("torch."), f"D = {self.D}"]
         facts += [f"{self.size.prompt} tokens"] if self.size.prompt > SHORT.prompt else []
-        facts += [f"R = {self.R}"] if self.R != 2 else []
-        facts += [f"score_by = {self.score_by}"] if self.score_by != Case.score_by else []
-        facts += [self.kv_dtype] if self.kv_dtype else []
-        facts += [f"softcap = {self.softcap:g}"] if self.softcap else []
-        flags = (
-            "value_weighted", "ragged", "shared", "cache_relative", "numbered", "pads",
-            "learned_sinks",
-        )  # fmt: skip
-        return ", ".join(facts + [flag for flag in flags if getattr(self, flag)])
+        for field in dataclasses.fields(self)[3:-1]:  # those that have a default
+            value = getattr(self, field.name)
+            if value != field.default:
+                facts.append(field.name if value is True else f"{field.name} = {value}")
+        return ", ".join(facts)
 
 
 CASES = (
@@ -122,8 +117,8 @@ B, G, SINKS = 2, 2, 2
 def mistakes(
     kernels: Any, by_torch: Any, device: Any, cases: Sequence[Case] | None = None
 ) -> list[str]:
-    """What `kernels` answer otherwise than `by_torch`, each with operation and case; by default of
-    all `CASES`.
+    """Differences between the answers of `kernels` and `by_torch`, each with operation and case. By
+    default of all `CASES`.
 
     Both have the operations of `_core.call`, with its operands.
 
@@ -171,7 +166,7 @@ FAULTS = (
     "launch timed out", "too many resources requested for launch", "invalid device function",
     "cuLaunchKernel of h2o_cuda",
 )  # fmt: skip
-"""What CUDA's errors say, in torch's words as in the core's, where a kernel is to blame."""
+"""Texts of CUDA's errors, as torch and the core print them, for which a kernel is to blame."""
 
 
 def _is_fault(error: RuntimeError) -> bool:
@@ -306,7 +301,7 @@ def _simulation(
 
 
 def _slots(actual: Slots, expected: Slots, D: int) -> list[tuple[str, Tensor, Tensor]]:
-    """What an operation has written. Which slot a key got is left to each; so they are sorted."""
+    """Pairs of what an operation has written. Slots are sorted, since each may choose its own."""
     a, b = _sort_slots(actual, D), _sort_slots(expected, D)
     pairs = [(f"slots.{field}", a[field], b[field]) for field in a]
     return pairs + [
@@ -317,7 +312,7 @@ def _slots(actual: Slots, expected: Slots, D: int) -> list[tuple[str, Tensor, Te
 
 
 def _sort_slots(slots: Slots, D: int) -> dict[str, Tensor]:
-    """What each head holds by position, and whether its next token's slot is empty."""
+    """Contents of each head by position, and whether its next token's slot is empty."""
     positions = slots.positions
     free = slots.next_slot.long().clamp(0, positions.shape[-1] - 1)
     by_head = positions.long()

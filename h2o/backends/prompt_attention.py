@@ -1,11 +1,11 @@
-"""Outputs of a prompt by torch's own attention, on devices where that is faster than h2o's kernel.
+"""Outputs of a prompt by torch's own attention, on devices where it is faster than h2o's kernel.
 
-Flash attention, torch's and cuDNN's, returns the log of what each softmax divides by beside its
-outputs. From these the kernels make the scores in one pass over queries and keys
-(`known_log_sums`), where h2o's own way takes two. Which way a device goes is measured once
-(`fastest`), among those whose answers are those of the torch backend.
+Flash attention, torch's and cuDNN's, returns the log of each softmax's denominator beside its
+outputs. With these log sums (`known_log_sums`) the kernels compute the scores in one pass over
+queries and keys instead of two. `fastest` measures once which attention a device uses, among those
+whose answers are those of the torch backend.
 
-The names of torch that stand here are private. A version without one of them lacks that way.
+The names of torch used here are private. A version that lacks one of them lacks that attention.
 
 Shape letters as in `h2o.ops`.
 """
@@ -25,8 +25,6 @@ from torch import Tensor
 from h2o.backends import kernel_check
 from h2o.backends.default_settings import default_settings
 from h2o.policy import Policy
-
-__all__ = ["DEPTHS", "WAYS", "attend_by", "depth_of", "fastest"]
 
 Attention = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """Causal attention of query [B, H, Q, D] over keys and values [B, G, Q, D], with a scale. Returns
@@ -48,7 +46,7 @@ def cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Te
 
 
 WAYS: dict[str, Attention] = {"flash": flash, "cudnn": cudnn}
-"""By the name that `h2o info` prints."""
+"""Ways by the name that `h2o info` prints."""
 
 DEPTHS = (64, 128, 256)
 """Head dimensions up to which a way is chosen each, as the kernels are compiled for them."""
@@ -145,7 +143,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _answer(attention: Attention, call: AttendOperands) -> Tensor:
-    """Writes the outputs of a call; returns the log sums [B, H, Q]. A mask is brought to what is
+    """Write the outputs of a call, and return the log sums [B, H, Q]. A mask is brought to what is
     causal: tokens come first, in order, and pads, which no token then sees, after them."""
     query, keys = call.query, call.keys
     values = keys if call.values is None else call.values

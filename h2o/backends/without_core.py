@@ -1,10 +1,9 @@
-"""What stands for `_core` in a build without it: the torch backend for tensors of any library.
+"""Stand-in for `_core` in a build without it: the torch backend for tensors of any library.
 
-Checks what the core would of a call: which tensors there are, their shapes, dtypes and devices, the
-policy. What it takes a look at memory for is left to torch: overlap, and the numbers that say how
-much there is (lengths, budgets, free slots), which the core does not read on other devices either.
+Checks the operands, shapes, dtypes, devices and policy of a call as the core does. Overlapping
+memory, and numbers in tensors that give sizes (lengths, budgets, free slots), are not checked.
 
-Tensors of other libraries are read and written where they lie, as torch shows them. Imports torch
+Tensors of other libraries are read and written in place, as torch shows them. torch is imported
 when an operation runs.
 
 Shape letters as in `h2o.ops`.
@@ -18,15 +17,13 @@ import math
 import numbers
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from h2o import packages
 from h2o.policy import check_policy
-from h2o.slots import KINDS, Slots
-
-__all__ = ["OPERANDS", "OPERATIONS", "call", "info", "parameters"]
+from h2o.slots import KINDS, Kind, Slots
 
 OPERATIONS = ("attend", "evict", "step", "simulate")
 
@@ -34,39 +31,31 @@ if os.environ.get("H2O_CPU"):
     raise ValueError(f"H2O_CPU={os.environ['H2O_CPU']}: no such level; {packages.without_core()}")
 
 
-class Operand(NamedTuple):
-    """What is to be known of a tensor that an operation takes beside its slots."""
-
-    shape: str
-    """a letter for each axis; a digit stands for itself"""
-    written: bool = False
-    """but not by evict, which writes into slots only"""
-    optional: bool = False
-    dtype: str = ""
-    """"": the floating dtype of the call"""
+def _operand(shape: str, dtype: str = "", *, written: bool = False, optional: bool = False) -> Kind:
+    return Kind(shape, written, optional, dtype)
 
 
-OPERANDS = {
-    "query": Operand("BHQD"),
-    "keys": Operand("BGQD"),
-    "values": Operand("BGQD", optional=True),
-    "key": Operand("BGQD"),
-    "value": Operand("BGQD", optional=True),
-    "mask": Operand("BQ", optional=True, dtype="uint8"),
-    "prompt": Operand("B", dtype="int32"),
-    "budget": Operand("B2", dtype="int32"),
-    "out": Operand("BQHD", written=True),
-    "scores": Operand("BGQ", written=True, dtype="float32"),
-    "evicted_at": Operand("BGQ", written=True, dtype="int32"),
-    "table": Operand("P2F", optional=True, dtype="float32"),
-    "ranks": Operand("ZGS", written=True, optional=True, dtype="int32"),
-    "stored_keys": Operand("BGQD", optional=True, dtype="uint8"),
-    "stored_values": Operand("BGQD", optional=True, dtype="uint8"),
-    "sink_logits": Operand("H", optional=True, dtype="float32"),
-    "log_sums": Operand("BHQ", written=True, optional=True, dtype="float32"),
-    "known_log_sums": Operand("BHQ", optional=True, dtype="float32"),
+OPERANDS: dict[str, Kind] = {
+    "query": _operand("BHQD"),
+    "keys": _operand("BGQD"),
+    "values": _operand("BGQD", optional=True),
+    "key": _operand("BGQD"),
+    "value": _operand("BGQD", optional=True),
+    "mask": _operand("BQ", optional=True, dtype="uint8"),
+    "prompt": _operand("B", dtype="int32"),
+    "budget": _operand("B2", dtype="int32"),
+    "out": _operand("BQHD", written=True),
+    "scores": _operand("BGQ", written=True, dtype="float32"),
+    "evicted_at": _operand("BGQ", written=True, dtype="int32"),
+    "table": _operand("P2F", optional=True, dtype="float32"),
+    "ranks": _operand("ZGS", written=True, optional=True, dtype="int32"),
+    "stored_keys": _operand("BGQD", optional=True, dtype="uint8"),
+    "stored_values": _operand("BGQD", optional=True, dtype="uint8"),
+    "sink_logits": _operand("H", optional=True, dtype="float32"),
+    "log_sums": _operand("BHQ", written=True, optional=True, dtype="float32"),
+    "known_log_sums": _operand("BHQ", optional=True, dtype="float32"),
 }
-"""As the rows of `csrc/<operation>.c` have them, which tests compare."""
+"""Operands by name, equal to the rows of `csrc/<operation>.c`, which a test compares."""
 
 
 @functools.cache
@@ -78,7 +67,7 @@ def parameters(operation: str) -> tuple[str, ...]:
 
 
 def info() -> dict[str, Any]:
-    """As `_core.info`: no level of any instruction set, and torch's threads where it is loaded."""
+    """Facts like those of `_core.info`, with torch's threads where torch is loaded."""
     torch = sys.modules.get("torch")
     return {
         "level": "none",
@@ -91,7 +80,7 @@ def info() -> dict[str, Any]:
 
 
 def call(operation: str, mode: str, /, *operands: Any) -> None:
-    """As `_core.call`, where mode is "run" or "check".
+    """Run or check an operation, like `_core.call` with mode "run" or "check".
 
     Raises: ValueError, TypeError, BufferError as `h2o.ops` says; ImportError without torch.
     """
@@ -112,16 +101,17 @@ def call(operation: str, mode: str, /, *operands: Any) -> None:
 
 
 class _Check:
-    """Of one call: its sizes by letter, floating dtype and device so far."""
+    """Sizes by letter, floating dtype and device of one call, as far as they are known."""
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
         self.sizes: dict[str, int] = {}
         self.floating = self.leader = ""
         self.device: Any = None
+        self.has_starts = self.has_rows = False
 
     def operands(self, named: dict[str, Any]) -> None:
-        """Checks the operands, and puts tensors of torch in the place of others."""
+        """Check the operands, and put tensors of torch in the place of others."""
         check_policy(named["policy"])
         for name in ("scale", "softcap"):
             number = named.get(name, 0.0)
@@ -132,18 +122,13 @@ class _Check:
         stored = named.get("slots")
         if stored is not None and not isinstance(stored, Slots):
             raise TypeError(f"slots: is a {type(stored).__name__}, wanted Slots")
-        uneven = stored is not None and stored.starts is not None
-        numbered = stored is not None and stored.rows is not None
-        for name, operand in OPERANDS.items():
-            if name not in named:
-                continue
-            shape = operand.shape.replace("GS", "T") if uneven else operand.shape
-            shape = shape.replace("Q", "1") if self.operation == "step" else shape
-            shape = shape if numbered else shape.replace("Z", "B")
-            shape = "BG2" if name == "budget" and _axes(named[name]) == 3 else shape
-            written = operand.written and self.operation != "evict"
-            needs = (shape, operand.dtype, written, operand.optional)
-            named[name] = self.tensor(_LABELS.get(name, name), named[name], *needs)
+        self.has_starts = stored is not None and stored.starts is not None
+        self.has_rows = stored is not None and stored.rows is not None
+        evicts = self.operation == "evict"  # which writes into slots only
+        for name, kind in OPERANDS.items():
+            if name in named:
+                kind = kind._replace(written=False) if evicts else kind
+                named[name] = self.tensor(_LABELS.get(name, name), named[name], kind)
         if self.operation == "simulate":
             return
         if stored is None and self.operation != "attend":
@@ -152,29 +137,32 @@ class _Check:
             named["slots"] = self.slots(stored, named["policy"])
 
     def slots(self, slots: Slots, policy: Any) -> Slots:
-        """The same in tensors of torch. Attention needs a part of the fields only."""
+        """Slots in tensors of torch. Attention needs a part of the fields only."""
         attends = self.operation == "attend"
         tensors = {}
         for name, kind in KINDS.items():
-            tensor = getattr(slots, name)
-            shape = kind.shape if slots.starts is None else kind.shape.replace("GS", "T")
-            shape = "ZG2" if shape == "Z2" and _axes(tensor) == 3 else shape
-            shape = "Z+" if shape == "+" and _axes(tensor) == 2 else shape
-            shape = shape if slots.rows is not None else shape.replace("Z", "B")
-            needs = (shape, kind.dtype, kind.written, attends or kind.optional)
-            tensors[name] = self.tensor(f"slots.{name}", tensor, *needs)
+            kind = kind._replace(optional=attends or kind.optional)
+            tensors[name] = self.tensor(f"slots.{name}", getattr(slots, name), kind)
         weighted = policy.value_weighted
         if not attends and (tensors["norms"] is not None) != weighted:
             presence = "None" if weighted else "given"
             raise ValueError(f"slots.norms: is {presence}, but value_weighted is {weighted}")
         return Slots(**tensors)
 
-    def tensor(
-        self, name: str, tensor: Any, shape: str, dtype: str, written: bool, optional: bool
-    ) -> Any:
+    def shape_of(self, kind: Kind, axes: int) -> str:
+        """The shape of an operand with so many axes in this call."""
+        shape = kind.shape.replace("GS", "T") if self.has_starts else kind.shape
+        shape = shape.replace("Q", "1") if self.operation == "step" else shape
+        if shape in ("B2", "Z2") and axes == 3:  # budgets by head
+            shape = f"{shape[0]}G2"
+        shape = "Z+" if (shape, axes) == ("+", 2) else shape
+        return shape if self.has_rows else shape.replace("Z", "B")
+
+    def tensor(self, name: str, tensor: Any, needs: Kind) -> Any:
         """A checked operand, as a tensor of torch."""
+        shape, written = self.shape_of(needs, len(getattr(tensor, "shape", ()))), needs.written
         if tensor is None:
-            if optional:
+            if needs.optional:
                 return None
             raise TypeError(f"{name}: is None, wanted a tensor {self.letters(shape)}")
         tensor = _as_torch(name, tensor, written)
@@ -184,7 +172,7 @@ class _Check:
             raise ValueError(f"{name}: is on {tensor.device}, but {self.leader} on {self.device}")
         kept = name.startswith(("slots.", "stored_"))
         kind = str(tensor.dtype).removeprefix("torch.")
-        self.check_dtype(name, kind, dtype, kept)
+        self.check_dtype(name, kind, needs.dtype, kept)
         self.check_shape(name, tensor, shape, bytes_too=kept and kind == "uint8")
         if written and any(n > 1 and not step for n, step in _axes_of(tensor)):
             raise ValueError(f"{name}: is written, so its elements must not share memory")
@@ -224,18 +212,14 @@ class _Check:
             raise ValueError(f"{self.leader}: has {heads}")
 
     def letters(self, shape: str) -> str:
-        """What a shape's letters mean so far, as [B, G, Q, D] with B = 2."""
+        """A shape with the known sizes of its letters, such as [B, G, Q, D] with B = 2."""
         names = ["G + 1" if x == "+" else x for x in shape]
         known = ", ".join(f"{x} = {self.sizes[x]}" for x in shape if x in self.sizes)
         return f"[{', '.join(names)}]" + (f" with {known}" if known else "")
 
 
 _LABELS = {"table": "rotary.table", "ranks": "rotary.ranks"}
-"""What errors call operands that have another name in `h2o.ops`."""
-
-
-def _axes(tensor: Any) -> int:
-    return len(getattr(tensor, "shape", ()))
+"""Names in errors for operands that have another name in `h2o.ops`."""
 
 
 def _axes_of(tensor: Any) -> list[tuple[int, int]]:

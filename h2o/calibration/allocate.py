@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["allocate", "hull"]
-
 
 def hull(budgets: Sequence[float], costs: Sequence[float]) -> list[tuple[float, float]]:
     """The corners (budget, cost) of the lower convex hull, from the least budget on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
@@ -24,11 +25,8 @@ from h2o.hf.families import tensor_parallel
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
 from h2o.openmp_threads import sleeping
-from h2o.processes import ALONE, Processes
 from h2o.profile import Profile
 from h2o.result_cells import Cells, provenance
-
-__all__ = ["FRACTIONS", "Window", "budget_grid", "calibrate", "iterate_windows", "policy"]
 
 FRACTIONS = (0.04, 0.1, 0.2, 0.4, 0.7)
 """Budgets at which a profile has shares, as fractions of a text."""
@@ -41,7 +39,6 @@ STEPS, READ = 2, 16
 """Steps of refinement at each of these budgets, and windows of a step."""
 
 SINKS, HEAVY = 4, 0.75
-KIND = "h2o calibrate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +120,9 @@ def calibrate(
         "tokens": window, "draws": draws, "seed": seed, "grid": grid, "sinks": SINKS,
         "heavy": HEAVY, "score_by": "mean", "value_weighted": True,
     }  # fmt: skip
-    processes = _processes(model)
     origin = provenance(model, None, str(getattr(model.config, "model_type", "")))
-    origin = processes.of_first(origin)  # each has weights of its own
-    cells = Cells(Path(resume), KIND, processes) if resume is not None else None
+    origin = _gather(model, origin)[0]  # each process has weights of its own
+    cells = Cells(Path(resume)) if resume is not None and _rank(model) == 0 else None
     low = [x for x in fractions if x <= refine]
     total = len(chosen) + len(low) * STEPS * min(READ, len(chosen))
     count = itertools.count()
@@ -135,12 +131,12 @@ def calibrate(
         """Measure on a window, or find the result of an earlier run."""
         done = next(count)
         facts = {"window": piece.sha256, "settings": settings, "origin": origin, **more}
-        result = cells.find(facts) if cells else None
+        result = _gather(model, cells.find(facts) if cells else None)[0]
         if result is None:
             progress(done, total)
             result = measure()
             if cells:
-                result = cells.put(facts, result)
+                cells.put(facts, result)
         return result
 
     alone = [
@@ -252,24 +248,27 @@ def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int
     return _of_all_heads(torch.stack(by_layer).numpy(), model)
 
 
-def _worth(model: Any, piece: Window, budgets: np.ndarray) -> np.ndarray:
-    """Worth [full layers, G] of keys in a window."""
-    return _of_all_heads(measure_worth(model, piece.ids, budgets, policy)[0], model)
-
-
 def _of_all_heads(local: np.ndarray, model: Any) -> np.ndarray:
     """Results [full layers, G, ...] of all heads, from those that each process has."""
     if local.shape[1] == describe(model.config).get("num_key_value_heads"):
         return local
-    return np.concatenate(_processes(model).everyone(local), axis=1)
+    return np.concatenate(_gather(model, local), axis=1)
 
 
-def _processes(model: Any) -> Processes:
-    """The processes that a model is cut over."""
+def _rank(model: Any) -> int:
+    """Number of this process among those that a model is cut over."""
+    mesh = tensor_parallel.mesh_of(model)
+    return 0 if mesh is None else mesh.get_local_rank()
+
+
+def _gather(model: Any, value: Any) -> list[Any]:
+    """The value of each process that a model is cut over. All of them must call this."""
     mesh = tensor_parallel.mesh_of(model)
     if mesh is None:
-        return ALONE
-    return Processes(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+        return [value]
+    values = [None] * mesh.size()
+    torch.distributed.all_gather_object(values, value, group=mesh.get_group())
+    return values
 
 
 def _shares(costs: np.ndarray, grid: Sequence[int], fraction: float, window: int) -> np.ndarray:
@@ -290,22 +289,22 @@ def _step(
     once: Callable[..., dict[str, Any]],
 ) -> np.ndarray:
     """Shares after a step of refinement."""
-    budgets = surround(spread(shares, fraction * window, window), LEAST, window)
+    budgets = surround(scale_keys(shares, fraction * window, window), LEAST, window)
+
+    def measure(piece: Window) -> dict[str, Any]:
+        local, _ = measure_worth(model, piece.ids, budgets, policy)
+        return {"worth": _of_all_heads(local, model).tolist()}
+
     results = [
-        once(
-            piece,
-            lambda piece=piece: {"worth": _worth(model, piece, budgets).tolist()},
-            budgets=budgets.tolist(),
-        )
-        for piece in pieces
+        once(piece, functools.partial(measure, piece), budgets=budgets.tolist()) for piece in pieces
     ]
     worths = np.mean([x["worth"] for x in results], axis=0)
     keys = move_budgets(budgets[0], budgets[1] - budgets[2], worths)
-    keys = spread(keys, fraction * window, window)
+    keys = scale_keys(keys, fraction * window, window)
     return keys / keys.mean()
 
 
-def spread(shares: np.ndarray, mean: float, most: int) -> np.ndarray:
+def scale_keys(shares: np.ndarray, mean: float, most: int) -> np.ndarray:
     """Keys for each head: `mean` on average, none below LEAST or above `most`."""
     mean = min(max(mean, LEAST), most)
     low, high = 0.0, most * shares.size / shares.min()

@@ -20,32 +20,19 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.analysis.collect import full_layers
+from h2o.analysis.collect import Attention, full_layers
 from h2o.config import H2OConfig
 from h2o.hf.attention.attention_hook import attending
 from h2o.hf.call.attention_call import Call
 from h2o.hf.families.wrappers import input_device
 
-__all__ = ["Watched", "costs", "watch"]
 
+@dataclasses.dataclass(frozen=True)
+class Watched(Attention):
+    """One layer's attention on one text, in float32, and the gradients of predictions by its
+    output. Differences between outputs are what costs are made from."""
 
-@dataclasses.dataclass
-class Watched:
-    """One layer's attention on one text, and how much the predictions hang on its output.
-
-    All in float32, since differences between outputs are what is asked for.
-    """
-
-    query: Tensor
-    """[1, H, n, D]"""
-    keys: Tensor
-    """[1, G, n, D]"""
-    values: Tensor
-    """[1, G, n, D]"""
-    scale: float | None
-    softcap: float
-    sink_logits: Tensor | None
-    gradients: list[Tensor]
+    gradients: list[Tensor] = dataclasses.field(default_factory=list)
     """Gradient [n, H, D] float32 of each drawn continuation's log-likelihood by the output"""
 
 
@@ -59,8 +46,8 @@ def watch(model: Any, ids: Tensor, generator: torch.Generator, draws: int) -> di
         if not out.requires_grad:  # a first layer whose parameters are frozen
             out.requires_grad_()
         outputs.append(out)
-        q, k, v = (x.detach().float() for x in (call.query, call.key, call.value))
-        layers[call.layer] = Watched(q, k, v, call.scale, call.softcap, call.sink_logits, [])
+        q, k, v = (x[0].detach().float() for x in (call.query, call.key, call.value))
+        layers[call.layer] = Watched(q, k, v, call.scale, call.softcap, call.sink_logits)
         return out
 
     with attending(model, full_layers(model), attention), torch.enable_grad():
@@ -86,11 +73,11 @@ def costs(watched: Watched, budgets: Sequence[int], policy: Callable[[int], H2OC
         float64 [G, budgets]: mean over the draws of sum_t (g_t . do_t)^2 / 2n, with do_t the change
         of the output of all of the head's queries at token t, evicting from the first token on.
     """
-    G, n = watched.keys.shape[1:3]
+    G, n, _ = watched.keys.shape
     configs = [policy(min(budget, n)) for budget in budgets]
     amounts = [config.tokens(n) for config in configs] + [(n, 0)]
     rows = len(amounts)
-    q, k, v = (x.expand(rows, *x.shape[1:]) for x in (watched.query, watched.keys, watched.values))
+    q, k, v = (x.expand(rows, *x.shape) for x in (watched.query, watched.keys, watched.values))
     device = q.device
     with torch.no_grad():
         out, _, _ = ops.simulate(

@@ -29,8 +29,6 @@ from h2o.hf.families import tensor_parallel
 from h2o.hf.families.wrappers import input_device
 from h2o.sink_logits import softmax
 
-__all__ = ["measure_worth", "move_budgets", "surround"]
-
 RATIO = 1.5
 """The factor between a budget and the larger and the smaller one that it is compared with."""
 

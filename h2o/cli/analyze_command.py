@@ -12,8 +12,6 @@ from h2o.cli.cache_options import (
     OPTIONS,
     add_cache_options,
     add_compare,
-    add_device,
-    add_dtype,
     add_model,
     load_model,
     make_config,
@@ -41,8 +39,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--text", metavar="FILE", help="plain text, - for stdin; default: the shipped article")
     add("--output", type=Path, default=Path("h2o-analysis.html"), metavar="PAGE.html",
         help="(%(default)s)")  # fmt: skip
-    add_dtype(add)
-    add_device(add)
     add("--tokens", type=parse_count, metavar="N", help="only the first so many of the text; "
         "default: as many as the model has positions")  # fmt: skip
     add_cache_options(p, CACHE_FIELDS)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from h2o.cli.cache_options import (
     add_cache_options,
     add_compare,
-    add_device,
-    add_dtype,
     add_model,
     load_model,
     make_settings,
     parse_count,
 )
-
-__all__ = ["add_arguments", "check", "run"]
 
 COMPARE = "authors"
 
@@ -31,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument_group("what to time").add_argument
     add_model(add)
-    add_dtype(add)
-    add_device(add)
     add("--prompts", nargs="+", type=parse_count, default=[512, 2048, 4096], metavar="N",
         help="prompt lengths in tokens (512 2048 4096)")  # fmt: skip
     add = parser.add_argument_group("beside the full cache").add_argument
@@ -50,9 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="decoded in each round (%(default)s)",
     )
     add("--rounds", type=parse_count, default=5, metavar="N", help="(%(default)s)")
-    add("--threads", type=parse_count, metavar="N", help="torch's number of threads")
     add("--json", action="store_true", help="for machines: one object, nothing else")
-    add("--output", type=Path, metavar="FILE", help="write that object to a file too")
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -60,8 +51,6 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     together."""
     from h2o.evaluation import setting
 
-    if options.output and options.output.is_dir():
-        parser.error(f"argument --output: {options.output} is a folder")
     settings = make_settings(options, COMPARE, ",".join(options.budgets))
     for one in settings:
         if not one.is_cache:
@@ -74,26 +63,15 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError (`h2o.errors`)."""
     from h2o import models
     from h2o.evaluation import speed
-    from h2o.filesystem import atomic_write, make_writable
 
-    if options.output:
-        make_writable(options.output.parent)
     models.need_transformers()
-    if options.threads:
-        import torch
-
-        torch.set_num_threads(options.threads)
     say = (lambda text: None) if options.json else models.say
     model, tokenizer = load_model(options, options.settings, say)
     result = {"model": options.model or models.DEFAULT_MODEL} | speed.measure(
         model, tokenizer, options.settings, options.prompts,
         tokens=options.tokens, rounds=options.rounds, say=say,
     )  # fmt: skip
-    text = json.dumps(result, indent=2)
-    if options.output:
-        with atomic_write(options.output) as draft:
-            draft.write_text(text + "\n", "utf-8")
-    print(text if options.json else format_result(result))
+    print(json.dumps(result, indent=2) if options.json else format_result(result))
     return 0
 
 

@@ -20,24 +20,6 @@ from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
 from h2o.spans import Row, parse_spans
 
-__all__ = [
-    "OPTIONS",
-    "add_cache_options",
-    "add_compare",
-    "add_device",
-    "add_dtype",
-    "add_model",
-    "add_pin",
-    "get_given",
-    "has_budget",
-    "load_model",
-    "make_config",
-    "make_setting",
-    "make_settings",
-    "option_name",
-    "parse_count",
-]
-
 OPTIONS: dict[str, Field] = {
     "heavy": Field(
         parse_amount, None, "K",
@@ -84,13 +66,16 @@ def option_name(field: str) -> str:
     return "--profile" if field == "head_shares" else f"--{field.replace('_', '-')}"
 
 
-def add_model(add: Callable[..., Any]) -> None:
-    """Add --model. `add` is the add_argument of a parser or group."""
+def add_model(add: Callable[..., Any], more: str = "") -> None:
+    """Add --model, --dtype and --device. `add` is the add_argument of a parser or group, `more` is
+    added to the help of --dtype."""
     add(
         "--model",
         metavar="NAME",
         help="hub name, folder or .gguf file; default: the embedded SmolLM2-135M-Instruct",
     )
+    add_dtype(add, more)
+    add_device(add)
 
 
 def add_dtype(add: Callable[..., Any], more: str = "") -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from h2o.cli import texts
-from h2o.cli.cache_options import add_device, add_dtype, add_model, load_model, parse_count
+from h2o.cli.cache_options import add_model, load_model, parse_count
 
 DESCRIPTION = """\
 Measures which heads of a model need more of a cache than others, on texts of your choice, and
@@ -27,11 +27,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.description, p.epilog = DESCRIPTION, EPILOG
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     add = p.add_argument
-    add_model(add)
+    add_model(add, "; bfloat16 is faster on new processors")
     add("--text", required=True, nargs="+", metavar="FILE", help="plain texts, - for stdin")
     add("--output", required=True, type=Path, metavar="PROFILE.json")
-    add_dtype(add, "; bfloat16 is faster on new processors")
-    add_device(add)
     add("--window", type=int, default=1024, metavar="N",
         help="texts are read in windows of so many tokens (%(default)s)")  # fmt: skip
     add("--limit", type=parse_count, metavar="N",
@@ -74,7 +72,7 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
         name: tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
         for name, text in contents.items()
     }
-    unfinished = options.output.with_suffix(".unfinished.json")
+    unfinished = options.output.with_suffix(".unfinished.jsonl")
     profile = calibrate(
         model,
         ids,
@@ -85,8 +83,7 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
         progress=lambda done, total: say(f"{done} of {total} passes over a window"),
     )
     profile.save(options.output)
-    for leftover in (unfinished, unfinished.with_name(f".{unfinished.name}.lock")):
-        leftover.unlink(missing_ok=True)
+    unfinished.unlink(missing_ok=True)
     say(f"written: {options.output}")
     print(profile)
     for line in extremes(profile.shares_for(0.1), supports(model.config).layers):

@@ -28,14 +28,12 @@ from h2o.packages import install_command
 from h2o.processes import is_first, world_size
 from h2o.result_cells import fingerprint
 
-__all__ = ["add_arguments", "run"]
-
 OUTPUT = Path("h2o-eval")
 
 CACHE = ("variant", *OPTIONS)
 """Options that describe one setting."""
 
-PROTOCOL = ("protocol", "prompt_length", "ratio_of")
+PROTOCOL = ("protocol", "prompt_length")
 
 
 class TextTask(NamedTuple):
@@ -92,8 +90,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_device(p.add_argument)
     p.add_argument(
         "--output-path", "--output_path", "-o", type=Path, metavar="FOLDER",
-        help="for lm-eval's files, and answers with which an interrupted run goes on; default: "
-        "h2o-eval",
+        default=OUTPUT,
+        help="for lm-eval's files, and answers with which an interrupted run goes on (%(default)s)",
     )  # fmt: skip
     p.add_argument(
         "--use_cache", "-c", metavar="PATH",
@@ -114,7 +112,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      help="tokens before the first eviction (simulation, perplexity); perplexity "
                      "and nats lost are then of the tokens after it that the cut can change, not "
                      "of the prompt")  # fmt: skip
-    one.add_argument("--ratio-of", choices=["text", "prompt"], help="what fractions refer to")
 
     many = p.add_argument_group("several settings in one table")
     add_compare(many.add_argument, more=", see below; --profile is of those that are calibrated")
@@ -151,10 +148,16 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     need_transformers()
     torch_device(args.device)
     try:
-        if is_table:
-            print_table(args, settings, [*tasks, *args.rest], how)
-        else:
-            run_lm_eval(args, [*tasks, *args.rest], how)
+        comparison, rest = import_side_by_side(), [*tasks, *args.rest]
+        arguments, model_args = for_lm_eval(args, rest)
+        if not is_table:
+            model_args |= how | get_given(args, CACHE)
+            run_lm_eval(comparison, args, arguments, model_args, rest)
+            return 0
+        arguments += as_model_args(model_args)
+        text = comparison.compare(arguments, settings, args.output_path, as_json=args.json, **how)
+        if is_first():
+            print(text)
     except Misused as error:
         parser.error(str(error))
     except ValueError as error:
@@ -191,8 +194,6 @@ def choose_text_task(args: argparse.Namespace, how: dict[str, Any]) -> list[str]
     if protocol not in task.protocols:
         known = " or ".join(task.protocols)
         raise Misused(f"--protocol {protocol}: --{option} is measured with {known}")
-    if "ratio_of" in how:
-        raise Misused(f"--ratio-of goes with --tasks; --{option} has fractions of the whole text")
     metadata = {"file": f"{getattr(args, option)}"} | get_given(args, task.metadata)
     if "prompt_length" in metadata and protocol == "drop":
         how.pop("prompt_length")  # of the window, and not of the protocol
@@ -200,20 +201,6 @@ def choose_text_task(args: argparse.Namespace, how: dict[str, Any]) -> list[str]
     if args.needle and args.limit is not None:  # texts of each length, depth and kind
         metadata["each"], args.limit = args.limit, None
     return ["--tasks", task.name, *arguments, "--metadata", json.dumps(metadata)]
-
-
-def print_table(
-    args: argparse.Namespace, settings: list[Setting], rest: list[str], how: dict[str, Any]
-) -> None:
-    """Print a table of settings on lm-eval's tasks."""
-    comparison = import_side_by_side()
-    arguments, model_args = for_lm_eval(args, rest)
-    output = args.output_path or OUTPUT
-    text = comparison.compare(
-        [*arguments, *as_model_args(model_args)], settings, output, as_json=args.json, **how
-    )
-    if is_first():
-        print(text)
 
 
 def for_lm_eval(args: argparse.Namespace, rest: list[str]) -> tuple[list[str], dict[str, Any]]:
@@ -227,22 +214,23 @@ def for_lm_eval(args: argparse.Namespace, rest: list[str]) -> tuple[list[str], d
     return arguments, model_args
 
 
-def run_lm_eval(args: argparse.Namespace, rest: list[str], how: dict[str, Any]) -> None:
-    """Run lm-eval's own command for one setting."""
-    comparison = import_side_by_side()
-    arguments, model_args = for_lm_eval(args, rest)
-    how = how | get_given(args, CACHE)
+def run_lm_eval(
+    comparison: Any,
+    args: argparse.Namespace,
+    arguments: list[str],
+    model_args: dict[str, Any],
+    rest: list[str],
+) -> None:
+    """Run lm-eval's own command for one setting, which `model_args` describe."""
     model_type = "h2o"
     if args.model and comparison.is_model_type(args.model):
         model_type = model_args.pop("pretrained")
-        if model_type != "h2o" and how:
+        if model_type != "h2o" and model_args.keys() & {*PROTOCOL, *CACHE}:
             raise Misused(f"--model {model_type} is lm-eval's own and has no cache of h2o")
-    model_args |= how
     arguments += ["--model", model_type, *as_model_args(model_args)]
     if "--include_path" not in rest:
         arguments += ["--include_path", str(comparison.TASKS)]
-    output = args.output_path or OUTPUT
-    make_writable(output)
+    make_writable(args.output_path)
     if args.use_cache and world_size() > 1 and any("tp_plan" in x for x in rest):
         raise Misused("--use_cache does not go with a model that is cut over processes: drop it")
     if args.use_cache:
@@ -251,7 +239,7 @@ def run_lm_eval(args: argparse.Namespace, rest: list[str], how: dict[str, Any]) 
         files = model_identity.files_fingerprint([*map(str, model_args.values()), *rest])
         name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": files})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
-    comparison.run([*arguments, "--output_path", str(output)])
+    comparison.run([*arguments, "--output_path", str(args.output_path)])
 
 
 def import_side_by_side() -> Any:

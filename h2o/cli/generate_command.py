@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, replace
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from h2o.cli import prompts_file, texts
 from h2o.cli.cache_options import (
     add_cache_options,
-    add_device,
-    add_dtype,
     add_model,
     add_pin,
     load_model,
@@ -26,8 +25,6 @@ from h2o.evaluation.setting import from_config, parse_all
 if TYPE_CHECKING:
     from h2o.generation import Run
 
-__all__ = ["add_arguments", "check", "run", "usual_caches"]
-
 QUESTION = "What was the name of the coal ship that was wrecked in 1911?"
 """Follows the shipped article when the user gives no prompt."""
 FACT = "Sabrina"
@@ -37,7 +34,8 @@ USUAL = "usual"
 """--compare without settings."""
 TENTH = 0.1
 """The smaller budget of a comparison."""
-TENTH_NAME = f"budget={TENTH}"
+LARGER = (0.4, 0.8)
+"""Budgets that are tried where the first one loses FACT."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,14 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", metavar="TEXT", help="the prompt; the text of --prompt-file follows it")
     add("--prompt-file", metavar="FILE", help="a text file, - for standard input; without either "
         "option a shipped article of 2100 tokens with a question about it")  # fmt: skip
-    add("--reread", action="store_true", help="read --prompt-file twice before anything of it is "
-        "evicted (KVzip); --prompt, a question about it, comes after it")  # fmt: skip
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     add_pin(add)
     add_cache_options(parser.add_argument_group("what the cache keeps"))
     add = parser.add_argument_group("how").add_argument
-    add_dtype(add)
-    add_device(add)
     add("--max-new-tokens", type=parse_count, default=120, metavar="N", help="(%(default)s)")
     add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="show it beside the full "
         "cache and these, as h2o eval --help lists them; without SETTINGS beside budget=0.1 and "
@@ -81,11 +75,6 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.prompt_file is not None:
         options.document = texts.read(parser, "--prompt-file", options.prompt_file)
     texts.check_encoding(parser, "--prompt", options.prompt)
-    if options.reread and (options.prompt is None) != (options.document is None):
-        parser.error("--reread wants a --prompt-file and a --prompt, or neither")
-    for option in ("compile", "prompts"):
-        if options.reread and getattr(options, option):
-            parser.error(f"argument --{option}: not allowed with --reread")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -95,19 +84,20 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.prompts is not None:
         return prompts_file.run(options)
     result = generate(options)
+    asked = (QUESTION, FACT) if is_shipped(options) else ()
     if options.json:
         print(json.dumps(asdict(result), indent=2))
-    elif options.compare and is_shipped(options):
-        print("\n".join(comparison.answers(result, QUESTION, FACT)))
-    else:
-        print("\n".join(comparison.columns(result)) if options.compare else "\n")
-        print("\n".join(comparison.table(result)))
+        return 0
+    lines = [""] if options.compare is None else comparison.answers(result, *asked)
+    if options.compare is None or not is_shipped(options):
+        lines += ["", *comparison.figures(result)]
+    print("\n".join(lines))
     return 0
 
 
 def generate(options: argparse.Namespace) -> Result:
     """Generate greedily with an H2OCache, or with each of the caches to compare."""
-    from h2o import generation, models
+    from h2o import generation, models, packages
     from h2o.cli import comparison
     from h2o.progress import Progress
 
@@ -125,53 +115,45 @@ def generate(options: argparse.Namespace) -> Result:
             f"{limit} positions of the model: shorten the prompt or lower --max-new-tokens"
         )
     progress.say(f"reading a prompt of {tokens} tokens")
-    start = models.encode(tokenizer, parts[0], chat, options.system)
-    document = generation.leading_agreement(start[0].tolist(), ids[0].tolist())
     pinned = find_pins(options, tokenizer, parts, ids)
     generation.warm_up(model, ids)
 
-    def generate_with(mode: str, cache: H2OConfig | None, reread: bool) -> tuple[Run, list[int]]:
+    def generate_with(mode: str, cache: H2OConfig | None) -> tuple[Run, list[int]]:
         return generation.generate(
             mode, cache, model, tokenizer, ids,
             max_new_tokens=options.max_new_tokens,
             progress=progress,
-            document=document if reread else None,
             pinned=pinned,
             compile=options.compile,
             stream=None if options.json or options.compare else write,
         )  # fmt: skip
 
-    caches = choose_caches(options, model, tokens)
-    runs = [generate_with(*cache, options.reread) for cache in caches.items()]
-    if is_demonstration(options) and comparison.has_lost(FACT, runs[0][0], runs[-2][0]):
-        runs.append(generate_with(comparison.READ_TWICE, caches[TENTH_NAME], reread=True))
+    runs = list(starmap(generate_with, choose_caches(options, model, tokens).items()))
+    for budget in LARGER if options.compare == USUAL and is_shipped(options) else ():
+        if not comparison.is_lost(FACT, [run for run, _ in runs]):
+            break
+        runs.append(generate_with(f"budget={budget}", H2OConfig(budget=budget)))
     full = runs[0][1] if options.compare else None
+    agree = [full and generation.leading_agreement(new, full) for _, new in runs]
     return Result(
         model=options.model or models.DEFAULT_MODEL,
         dtype=str(model.dtype).removeprefix("torch."),
         prompt_tokens=tokens,
         budget=asdict(options.config),
-        versions=generation.versions(),
-        runs=[
-            run
-            if full is None
-            else replace(run, tokens_agree=generation.leading_agreement(new, full))
-            for run, new in runs
-        ],
+        versions=packages.versions("h2o-kv", "torch", "transformers"),
+        runs=[replace(run, tokens_agree=n) for (run, _), n in zip(runs, agree, strict=True)],
     )
 
 
 def prompt_parts(options: argparse.Namespace) -> list[str]:
     """The parts of the prompt, in the order in which the model reads them.
 
-    Raises: UserError for an empty prompt, and with --reread for an empty part.
+    Raises: UserError for an empty prompt.
     """
     shipped = is_shipped(options)
     parts = [texts.article(), QUESTION] if shipped else [options.prompt, options.document]
-    if options.reread and not shipped:
-        parts.reverse()
     parts = [part.strip() for part in parts if part and part.strip()]
-    if len(parts) < (2 if options.reread else 1):
+    if not parts:
         raise UserError("the prompt is empty")
     return parts
 
@@ -207,11 +189,6 @@ def is_shipped(options: argparse.Namespace) -> bool:
     return options.prompt is None and options.document is None
 
 
-def is_demonstration(options: argparse.Namespace) -> bool:
-    """Whether the usual caches answer the question about the shipped article."""
-    return options.compare == USUAL and is_shipped(options) and not options.reread
-
-
 def usual_caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OConfig | None]:
     """The caches of --compare without settings, by the names that are shown.
 
@@ -227,7 +204,7 @@ def usual_caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str,
     )  # fmt: skip
     tenth = H2OConfig(budget=TENTH, positions=config.positions, min_tokens=config.min_tokens)
     name = "h2o" if config.budget is None else f"budget={config.budget}"
-    return {"full": None, name: config, TENTH_NAME: tenth, "local": local}
+    return {"full": None, name: config, f"budget={TENTH}": tenth, "local": local}
 
 
 def write(text: str) -> None:

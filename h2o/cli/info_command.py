@@ -23,8 +23,6 @@ from h2o.cli.prompts_file import parse_bytes
 
 COMPARE = "full,budget:0.2,budget:0.1"
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument

@@ -27,8 +27,6 @@ from h2o.result_cells import fingerprint
 if TYPE_CHECKING:
     from h2o.hf.batching.request import Result
 
-__all__ = ["add_arguments", "check", "run"]
-
 FIELDS = {"id", "prompt", "messages", "max_new_tokens", "seed", "pinned"}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 ROWS = 16
@@ -159,7 +157,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _lines(path: Path) -> Iterator[Line]:
-    """Raises: ValueError for a line that is no prompt, and for an id that comes twice."""
+    """The prompts of a file.
+
+    Raises: ValueError for a line that is no prompt, and for an id that comes twice.
+    """
     seen: set[str | int] = set()
     for number, text in enumerate(path.read_text("utf-8-sig").split("\n")):
         if not text.strip():

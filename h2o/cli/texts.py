@@ -7,8 +7,6 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-__all__ = ["ARTICLE", "article", "check_encoding", "read"]
-
 ARTICLE = "lighthouse.txt"
 """A file of h2o/data: 2100 tokens about an invented lighthouse, so that no model has seen it."""
 

@@ -1,4 +1,4 @@
-"""What eviction costs: lm-eval tasks, summaries and perplexity, by simulation or a real cache.
+"""Measure what eviction costs, on lm-eval's tasks, by simulation or a real cache.
 
 `h2o eval` is the command line (`h2o.cli.eval_command`). For lm-eval's Python interface, import
 `h2o.evaluation.lm`, which registers the model "h2o" there.

@@ -10,8 +10,6 @@ from h2o.hf.support import supports
 from h2o.kv_dtype import FIXED, per_token
 from h2o.model_identity import describe, key_size, latent_row
 
-__all__ = ["bytes_share", "request_bytes"]
-
 
 def bytes_share(setting: Setting, model: Any, kept: int, seen: int, texts: int = 1) -> float | None:
     """Percentage of a full cache's bytes that a setting needs, with scores and free slots.
@@ -41,7 +39,7 @@ def request_bytes(model_config: Any, setting: Setting, prompt: int, tokens: int)
     if not support:
         raise UserError(str(support))
     try:
-        kept = setting.answering_config.for_model(model_config).held(tokens, prompt)
+        kept = setting.answering_config.for_model(model_config).count_held(tokens, prompt)
         full, cut = _head_bytes(setting, model_config, kept, tokens)
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -6,8 +6,6 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-__all__ = ["KINDS", "Fact"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Fact:

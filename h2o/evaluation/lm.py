@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from h2o import compat, models
 from h2o.config import PARAMETERS, H2OConfig
-from h2o.evaluation import generate_until, protocols, text_tasks
+from h2o.evaluation import protocols, text_tasks
 from h2o.evaluation.model_fit import try_on
 from h2o.evaluation.protocols import PROTOCOLS, Tally, check, one_token_note
 from h2o.evaluation.published_masks import MASKS
@@ -69,8 +69,8 @@ class H2OLM(HFLM):
         variant: "h2o" (default), "full", or in simulation "local", "global", "flexgen".
         heavy, recent, and every other field of `H2OConfig`; or, from Python, an `h2o_config`.
         prompt_length: "simulate" only: tokens before the first eviction.
-        ratio_of: what fractions refer to, "text" or "prompt". The default is "text" in simulation.
-            In "drop" and "read" it is always "prompt": the context, or its document.
+
+    Fractions are of the text in simulation, and else of the prompt: the context, or its document.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class H2OLM(HFLM):
         pretrained: Any = "",
         protocol: str = "simulate",
         prompt_length: int = 1,
-        ratio_of: str | None = None,
         h2o_config: H2OConfig | None = None,
         **kwargs: Any,
     ) -> None:
@@ -89,7 +88,7 @@ class H2OLM(HFLM):
             setting = from_config(h2o_config)
         else:
             setting = from_options(**policy)
-        check(setting, protocol, prompt_length, ratio_of)
+        check(setting, protocol, prompt_length)
         if isinstance(pretrained, str) and pretrained in ("", models.DEFAULT_MODEL):
             pretrained = str(models.embedded_folder(log.info))
         elif isinstance(pretrained, str) and models.is_gguf(pretrained):
@@ -113,7 +112,7 @@ class H2OLM(HFLM):
         if self.backend != "causal":
             raise ValueError(f"h2o evaluates decoders; {pretrained!r} is an encoder-decoder")
         self._attention_before = compat.attention_name(self.model.config)
-        self.use(setting, protocol, prompt_length=prompt_length, ratio_of=ratio_of)
+        self.use(setting, protocol, prompt_length=prompt_length)
 
     def use(
         self,
@@ -121,13 +120,12 @@ class H2OLM(HFLM):
         protocol: str = "simulate",
         *,
         prompt_length: int = 1,
-        ratio_of: str | None = None,
     ) -> None:
         """Evaluate with this setting from now on, without loading the model again.
 
         Raises: ValueError for a setting that does not go with the protocol or the model.
         """
-        ratio_of = check(setting, protocol, prompt_length, ratio_of)
+        check(setting, protocol, prompt_length)
         if protocol != "simulate":
             check_no_tuned_prompt(self.model, f"protocol={protocol}")
         if protocol != "simulate" or setting.variant != "full":
@@ -137,7 +135,8 @@ class H2OLM(HFLM):
             switch(self.model, wanted)
         self.angles = AnglesByLength(self.model)
         self.setting, self.protocol = setting, protocol
-        self.prompt_length, self.ratio_of = prompt_length, ratio_of
+        self.prompt_length = prompt_length
+        self.ratio_of = "text" if protocol == "simulate" else "prompt"
         self.tally, self.is_counting = Tally(), False
 
     def describe(self) -> dict[str, Any]:
@@ -233,7 +232,7 @@ class H2OLM(HFLM):
         return sums
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate as HFLM does, in the rows of `h2o.generate_all` where they are supported."""
+        """Generate as HFLM does, with the caches of the setting."""
         for context, how in (request.args for request in requests):
             if self.protocol != "simulate":
                 new = normalize_gen_kwargs(how, self.max_gen_toks)["max_gen_toks"]
@@ -242,26 +241,8 @@ class H2OLM(HFLM):
                 self._hold(tokens[new - self.max_length :])
         if self.is_counting:
             return [""] * len(requests)
-        by_rows, by_batches = list[int](), list(range(len(requests)))
-        if self.protocol == "drop":
-            by_rows, by_batches = generate_until.divide_requests(self, self.setting, requests)
-        # Drawn before batches, which sample from the same generator.
-        seed = int(torch.randint(2**62, (), device="cpu")) if by_rows else 0
-        texts = dict[int, str]()
-        if by_batches:
-            chosen = [requests[index] for index in by_batches]
-            texts |= zip(by_batches, super().generate_until(chosen, disable_tqdm), strict=True)
-        if by_rows:
-            texts |= generate_until.generate_texts(
-                self,
-                self.setting,
-                requests,
-                by_rows,
-                rows=min(self._batch_size(), len(by_rows)),
-                seed=seed,
-                disable_tqdm=disable_tqdm or self.rank > 0,
-            )
-        return [texts[index] for index in range(len(requests))]
+        texts: list[str] = super().generate_until(requests, disable_tqdm)
+        return texts
 
     def _as_hflm(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))
@@ -311,18 +292,14 @@ class H2OLM(HFLM):
 
     def _hold(self, text: list[int]) -> None:
         """Count the keys that are kept of a simulated text, or of a prompt."""
-        seen = len(self._parts(text)[0])
-        prompt = seen
-        if self.protocol == "simulate" and self.ratio_of == "prompt":
-            prompt = min(self.prompt_length, seen)
-        self.add(seen, prompt)
+        self.add(len(self._parts(text)[0]))
 
-    def add(self, seen: int, prompt: int) -> None:
+    def add(self, seen: int) -> None:
         """Count a request with a text of `seen` tokens."""
         self.tally.requests += 1
         self.tally.tokens_seen += seen
         config = self.setting.answering_config.for_model(self.model)
-        self.tally.tokens_kept += config.held(seen, prompt)
+        self.tally.tokens_kept += config.count_held(seen)
 
     def _simulate(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         logits = protocols.simulate(
@@ -333,7 +310,7 @@ class H2OLM(HFLM):
             h2o_config=self.setting.config,
             masks=MASKS.get(self.setting.variant),
             prompt_length=self.prompt_length,
-            ratio_of=self.ratio_of,
+            ratio_of="text",
         )
         return [self._answer(x, tokens) for x, (_, _, tokens) in zip(logits, batch, strict=True)]
 

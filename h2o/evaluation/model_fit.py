@@ -11,8 +11,6 @@ from h2o.evaluation.setting import Setting
 from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import describe, latent_row
 
-__all__ = ["check_fit", "try_on"]
-
 
 def check_fit(settings: Iterable[Setting], *, full_cache: bool = False) -> Callable[[Any], None]:
     """A check that `h2o.models.load_model` calls with a model's config and then with the model.

@@ -26,26 +26,10 @@ from h2o.compat import with_cache
 from h2o.errors import UserError
 from h2o.evaluation.facts import KINDS, Fact
 from h2o.evaluation.setting import Setting
-from h2o.evaluation.task_data import rows, text_of, tokenizer_of
+from h2o.evaluation.task_rows import rows, text_of, tokenizer_of
 from h2o.hf.cache.new_cache import new_cache
 from h2o.hf.document.compress import compress_document
 from h2o.hf.rotary.positions import positions_after
-
-__all__ = [
-    "DEPTHS",
-    "LENGTHS",
-    "Trial",
-    "answer",
-    "dataset",
-    "encode",
-    "find_facts",
-    "make_trials",
-    "mean_and_error",
-    "parse_kinds",
-    "results",
-    "share",
-    "split_fed",
-]
 
 LENGTHS = (256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -144,7 +128,7 @@ def parse_kinds(facts: str | Sequence[str]) -> list[str]:
 
 
 def results(doc: dict[str, Any], answers: Sequence[list[bool]]) -> dict[str, Any]:
-    """Which facts of a text were found."""
+    """The metric of a text: which of its facts were found."""
     return {"found": answers[0]}
 
 
@@ -227,7 +211,7 @@ def answer(lm: Any, document: str, facts: Sequence[tuple[str, str]]) -> list[boo
             f"a text of {ids.shape[1]} tokens and its question are more than the model's "
             f"{lm.max_length} positions: lower --lengths"
         )
-    lm.add(ids.shape[1], ids.shape[1])
+    lm.add(ids.shape[1])
     return [] if lm.is_counting else find_facts(lm.model, lm.setting, ids, asked, lm.tokenizer)
 
 

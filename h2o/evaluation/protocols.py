@@ -27,17 +27,6 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.compress import compress_document
 from h2o.hf.simulation import simulation
 
-__all__ = [
-    "PROTOCOLS",
-    "Tally",
-    "by_cache",
-    "check",
-    "one_token_note",
-    "pad_rows",
-    "read_documents",
-    "simulate",
-]
-
 PROTOCOLS = ("simulate", "drop", "read")
 
 Forward = Callable[..., Tensor]
@@ -62,11 +51,8 @@ class Tally:
         return Tally(*map(sum, pairs))
 
 
-def check(setting: Setting, protocol: str, prompt_length: int, ratio_of: str | None) -> str:
-    """The text that fractions refer to, "text" or "prompt".
-
-    Raises: ValueError for a setting, a protocol and options that do not go together.
-    """
+def check(setting: Setting, protocol: str, prompt_length: int) -> None:
+    """Raise ValueError for a setting, a protocol and a prompt length that do not go together."""
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol is simulate, drop or read, not {protocol!r}")
     if setting.reads_twice and protocol != "read":
@@ -74,15 +60,13 @@ def check(setting: Setting, protocol: str, prompt_length: int, ratio_of: str | N
     if protocol != "simulate":
         if setting.is_mask:
             raise ValueError(f"{setting.why_no_cache}; it goes with protocol=simulate only")
-        if prompt_length != 1 or ratio_of not in (None, "prompt"):
+        if prompt_length != 1:
             raise ValueError(
-                f"protocol={protocol} takes the context as prompt, and fractions of it: "
-                "prompt_length and ratio_of are for protocol=simulate"
+                f"protocol={protocol} takes the context as prompt: prompt_length is for "
+                "protocol=simulate"
             )
-        return "prompt"
-    ratio_of = ratio_of or "text"
-    simulation.check(setting.config, MASKS.get(setting.variant), prompt_length, ratio_of)
-    return ratio_of
+    else:
+        simulation.check(setting.config, MASKS.get(setting.variant), prompt_length, "text")
 
 
 def one_token_note(answers: int, requests: int) -> str:

@@ -30,8 +30,6 @@ from torch import Tensor
 
 from h2o.attention_blocks import logit_blocks, visible
 
-__all__ = ["MASKS", "PublishedMasks", "attend"]
-
 
 def attend(
     variant: str,
@@ -65,8 +63,6 @@ def attend(
     H, n, D = query.shape
     rule = {"local": _local, "global": _global, "flexgen": _flexgen}[variant]
     evicted_at = np.full((H, n), n, dtype=np.int32)
-    if scale is None:
-        scale = D**-0.5
 
     def blocks() -> Iterator[tuple[int, Tensor]]:
         return logit_blocks(query, keys, scale)

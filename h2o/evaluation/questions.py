@@ -6,8 +6,6 @@ import bisect
 import re
 from typing import Any
 
-__all__ = ["question_start", "question_tokens"]
-
 QUESTION = re.compile(r"^[ \t]*(?:Question|Q)\b.*", re.MULTILINE)
 
 

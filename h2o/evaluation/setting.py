@@ -13,18 +13,6 @@ from h2o.policy import FIELDS
 from h2o.profile import Profile
 from h2o.result_cells import fingerprint
 
-__all__ = [
-    "GRAMMAR",
-    "OPTIONS",
-    "Setting",
-    "from_config",
-    "from_options",
-    "load_shares",
-    "parse",
-    "parse_all",
-    "with_profile",
-]
-
 OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "head_shares", "min_tokens")
 """Fields of H2OConfig that may follow after slashes. Budgets stand before the slashes, and the kind
 of a setting says whether it has a profile."""
@@ -102,7 +90,7 @@ class Setting:
 
     @property
     def why_no_cache(self) -> str:
-        """What errors say where `is_cache` is needed."""
+        """Text of an error where `is_cache` is needed."""
         why = "two readings, for needles and tasks" if self.reads_twice else "a mask, no cache"
         return f"{self.name}: {why}"
 
@@ -115,9 +103,6 @@ class Setting:
     def describe(self) -> dict[str, Any]:
         """The setting for result files, in plain values."""
         budget = {} if self.variant == "full" else dataclasses.asdict(self.config)
-        for name, unset in (("budget", None), ("min_tokens", 0)):  # early files have neither
-            if budget.get(name) == unset:
-                budget.pop(name, None)
         if isinstance(self.config.head_shares, Profile):
             budget["head_shares"] = fingerprint(self.config.head_shares.as_dict())
         future = {"sees_future": True} if self.sees_future else {}

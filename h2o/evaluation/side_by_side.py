@@ -35,8 +35,6 @@ from h2o.models import DEFAULT_MODEL, embedded_folder, is_gguf, tokenizer_folder
 from h2o.processes import world_size
 from h2o.result_cells import fingerprint, provenance
 
-__all__ = ["TASKS", "compare", "is_model_type", "run"]
-
 TASKS = Path(__file__).parent / "tasks"
 """The folder of h2o's own task files."""
 
@@ -73,7 +71,6 @@ def compare(
     *,
     protocol: str = "simulate",
     prompt_length: int = 1,
-    ratio_of: str | None = None,
     as_json: bool = False,
 ) -> str:
     """Each setting on each task; the model is loaded once.
@@ -96,13 +93,13 @@ def compare(
     for name in OF_ONE_SETTING:
         if getattr(config, name):
             raise UserError(f"--{name} is for one setting: leave out --compare")
-    of_cache = set(config.model_args) & {*POLICY, "protocol", "prompt_length", "ratio_of"}
+    of_cache = set(config.model_args) & {*POLICY, "protocol", "prompt_length"}
     if of_cache:
         raise UserError(
             f"--model_args {sorted(of_cache)[0]}: settings of the cache go into --compare"
         )
     for setting in settings:  # before anything long is started
-        check(setting, protocol, prompt_length, ratio_of)
+        check(setting, protocol, prompt_length)
     make_writable(output)
     common = {"batch_size": config.batch_size, "device": config.device}
     with readable_errors():
@@ -116,7 +113,7 @@ def compare(
     origin |= {"model_args": config.model_args, "max_length": lm.max_length}
     measured: dict[Setting, Measured] = {}
     for setting in settings:
-        lm.use(setting, protocol, prompt_length=prompt_length, ratio_of=ratio_of)
+        lm.use(setting, protocol, prompt_length=prompt_length)
         with readable_errors():
             results = measure(lm, tasks, config, manager, output, origin)
         if results is not None:

@@ -1,10 +1,7 @@
-"""How fast a model is with the full cache and with h2o's, on this machine.
+"""Measure how fast a model is with the full cache and with h2o's, on this machine.
 
 For each prompt length every cache generates from the same prompt, in turn (A B C, B C A, ...). The
-speed of a machine drifts, so ratios are of runs in the same round. The full cache is transformers'
-DynamicCache under sdpa, and every cache goes through the model's own generate(), as it does for
-users. A streamer takes the times: it gets the first token at the end of the prefill, and the others
-one by one.
+speed of a machine drifts, so ratios are of runs in the same round.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import importlib.resources
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,35 +19,18 @@ from h2o import packages
 from h2o.errors import UnsupportedError, UserError
 from h2o.evaluation.setting import Setting
 
-__all__ = ["Contender", "measure", "processor"]
-
 PACKAGES = ("h2o-kv", "torch", "transformers", "numpy")
 
 Report = Callable[[str], None]
 """Gets a line before each part."""
 
 
-class TokenTimes:
-    """A streamer that notes when generate() hands over each token, once the device is done."""
-
-    def __init__(self, synchronize: Callable[[], Any]) -> None:
-        self.synchronize = synchronize
-        self.times: list[float] = []
-
-    def put(self, value: Any) -> None:
-        """Note the time: first of the prompt, just before the prefill, then of each token."""
-        self.synchronize()
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing is left to note."""
-
-
 class Contender:
     """One cache, which generates from one prompt round by round."""
 
-    def __init__(self, setting: Setting, model: Any, ids: Any, tokens: int) -> None:
-        self.setting, self.model, self.ids, self.tokens = setting, model, ids, tokens
+    def __init__(self, setting: Setting, model: Any, tokenizer: Any, ids: Any, tokens: int) -> None:
+        self.setting, self.model, self.tokenizer = setting, model, tokenizer
+        self.ids, self.tokens = ids, tokens
         self.prefill: list[float] = []
         self.token: list[float] = []
         self.bytes_held = 0
@@ -61,43 +40,38 @@ class Contender:
         import torch
         from transformers import GenerationConfig
 
-        from h2o.compat import with_cache
-        from h2o.hf.cache.new_cache import new_cache
+        from h2o.generation import time_tokens
+        from h2o.hf.cache.new_cache import bytes_of_keys, new_cache
 
-        device = self.model.device
-        count = self.tokens + 1
-        config = GenerationConfig(
-            max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
-        )
-        streamer = TokenTimes(torch.get_device_module(device).synchronize)
+        count, length = self.tokens + 1, self.ids.shape[1]
+        config = GenerationConfig(max_new_tokens=count, min_new_tokens=count, pad_token_id=0)
         gc.collect()
         try:
             policy = None if self.setting.variant == "full" else self.setting.config
-            cache = new_cache(self.model, policy, self.ids.shape[1])
-            self.model.generate(
-                self.ids,
-                attention_mask=torch.ones_like(self.ids),
-                **with_cache(cache),
-                generation_config=config,
-                streamer=streamer,
+            cache: Any = new_cache(self.model, policy, length)
+            times = time_tokens(
+                self.model, self.tokenizer, self.ids, cache, generation_config=config
             )
         except torch.OutOfMemoryError:
             raise UserError(
-                f"{self.setting.name}: {device} has no memory for a prompt of "
-                f"{self.ids.shape[1]} tokens: name shorter --prompts"
+                f"{self.setting.name}: {self.model.device} has no memory for a prompt of "
+                f"{length} tokens: name shorter --prompts"
             ) from None
         except (UnsupportedError, ValueError) as error:
             raise UserError(f"{self.setting.name}: {error}") from error
-        start, first, *_, last = streamer.times
-        self.prefill.append(first - start)
-        self.token.append((last - first) / self.tokens)
-        self.bytes_held = count_bytes(cache)
+        self.prefill.append(times.prefill)
+        self.token.append(times.decode / self.tokens)
+        if policy is None:
+            self.bytes_held = bytes_of_keys(cache)
+        else:
+            total = cache.report().total
+            self.bytes_held = total.bytes_held + total.bytes_bookkeeping
 
     def summarize(self, full: Contender) -> dict[str, Any]:
-        """The figures, as medians over rounds, with their ratios to the full cache's.
+        """The figures, as medians over rounds, with their ratios to those of the full cache.
 
         A speedup is the full cache's time over this one's. Bytes are those of keys, values, and
-        what h2o keeps beside them, at the end.
+        h2o's bookkeeping, at the end.
         """
         token = statistics.median(self.token)
         return {
@@ -130,8 +104,8 @@ def measure(
     Args:
         settings: the caches, "full" first.
         prompts: lengths, in tokens.
-        tokens: decoded after the first one, in each round.
-        rounds: after one that is not timed.
+        tokens: tokens decoded after the first one, in each round.
+        rounds: number of timed rounds, which follow an untimed one.
 
     Raises: UserError for a model or a length that a cache cannot serve.
     """
@@ -144,7 +118,7 @@ def measure(
     measurements = []
     for length in prompts:
         ids = make_prompt(tokenizer, length).to(model.device)
-        contenders = [Contender(x, model, ids, tokens) for x in settings]
+        contenders = [Contender(x, model, tokenizer, ids, tokens) for x in settings]
         take_turns(contenders, rounds, lambda text, n=length: say(f"{n} tokens: {text}"))
         measurements += [contender.summarize(contenders[0]) for contender in contenders]
     return {
@@ -181,23 +155,13 @@ def make_prompt(tokenizer: Any, tokens: int) -> Any:
     return torch.tensor([repeated], dtype=torch.long, device="cpu")
 
 
-def count_bytes(cache: Any) -> int:
-    """Bytes of keys, values, and what h2o keeps beside them."""
-    if hasattr(cache, "report"):
-        total = cache.report().total
-        return total.bytes_held + total.bytes_bookkeeping
-    from h2o.hf.cache.new_cache import bytes_of_keys
-
-    return bytes_of_keys(cache)
-
-
 def median_ratio(numerators: list[float], denominators: list[float]) -> float:
     """Median of the ratios, round by round."""
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def describe_machine(device: Any) -> dict[str, Any]:
-    """What the figures depend on beside the software."""
+    """The machine that the figures are from."""
     import torch
 
     from h2o import ops

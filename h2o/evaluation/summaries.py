@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from h2o.errors import UserError
-from h2o.evaluation.task_data import rows, text_of
-
-__all__ = ["dataset", "results"]
+from h2o.evaluation.task_rows import rows, text_of
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 INSTRUCTION = "Summarize the above article"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["table"]
-
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Plain text in columns; all but the first are aligned to the right."""

@@ -20,16 +20,6 @@ from h2o.compat import attention_name
 from h2o.evaluation import needles, windows
 from h2o.hf.attention.attention import switch
 
-__all__ = [
-    "FileTask",
-    "Needles",
-    "Perplexity",
-    "Samples",
-    "TextTask",
-    "answer_requests",
-    "is_text_request",
-]
-
 Samples = list[dict[str, Any]]
 """lm-eval's log of a task: the metrics of each row by name, and the row as "doc"."""
 

@@ -19,12 +19,10 @@ from h2o.compat import attention_name, with_cache
 from h2o.errors import UserError
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.setting import Setting
-from h2o.evaluation.task_data import rows, text_of, tokenizer_of
+from h2o.evaluation.task_rows import rows, text_of, tokenizer_of
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.rotary.positions import positions_after
 from h2o.hf.simulation.simulation import simulated
-
-__all__ = ["answer", "by_cache", "by_simulation", "cut_windows", "dataset", "read", "select_scored"]
 
 
 def dataset(
@@ -88,13 +86,11 @@ def answer(lm: Any, window: list[int], prompt_length: int) -> tuple[float, int]:
     """
     if lm.protocol == "read":
         raise ValueError("protocol=read: a plain text has no question to cut before")
-    if lm.protocol == "simulate" and lm.ratio_of == "prompt":
-        raise ValueError("ratio_of=prompt: fractions are of the window; give numbers of tokens")
     if len(window) > lm.max_length:
         raise ValueError(
             f"--window {len(window)}: use from 2 to the model's {lm.max_length} positions"
         )
-    lm.add(len(window), len(window))
+    lm.add(len(window))
     if lm.is_counting:
         return 0.0, len(window)
     measure = by_simulation if lm.protocol == "simulate" else by_cache

@@ -1,14 +1,15 @@
-"""Which model something was measured with: its shape, and ways of knowing its weights again.
+"""Identity of a model: its shape, and ways of recognizing its weights.
 
-A path says where a model lay, not which one. `model_fingerprint` is exact: a hash of names, shapes
-and a sample of each tensor's bytes, which takes milliseconds and changes with any training,
-adapter, merge, dtype or quantization; results are looked up by it. (One number changed by hand
-among millions may escape.) `sample` holds in any dtype: a few numbers, which `difference` compares
-to within a tolerance; profiles carry them. `record` is both, of each weight and of what else the
-config says; saved caches carry it. `files_fingerprint` is for what is not loaded. Weights of
-adapters count where they are at work (`h2o.model_identity.weights`).
+- `model_fingerprint` is an exact hash of names, shapes and a sample of each tensor's bytes, which
+  takes milliseconds. Any training, adapter, merge, dtype or quantization changes it. (A single
+  changed number among millions may escape.) Results are filed under it.
+- `sample` is a few numbers that hold in any dtype, which `difference` compares within a tolerance.
+  Profiles carry it.
+- `record` is both for each weight, and the settings of the config. Saved caches carry it.
+- `files_fingerprint` is a hash of files that are not loaded.
 
-Imports neither torch nor transformers until a fingerprint is taken.
+Weights of adapters count while the adapters are at work (`h2o.model_identity.weights`). Neither
+torch nor transformers is imported until a fingerprint is taken.
 """
 
 from __future__ import annotations
@@ -24,19 +25,6 @@ from h2o.model_identity.weights import Weight, is_cut, is_of_adapter, plain_tens
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = [
-    "attention_difference",
-    "describe",
-    "difference",
-    "files_fingerprint",
-    "key_size",
-    "latent_row",
-    "model_fingerprint",
-    "record",
-    "record_difference",
-    "sample",
-]
 
 SHAPE = (
     "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -118,7 +106,7 @@ def sample(model: Any, tensors: int = 24, numbers: int = 6) -> dict[str, list[fl
     own = [x for x in every if not is_of_adapter(x.name)]
     adapters = [x for x in every if is_of_adapter(x.name)]
     numbers_of = {}
-    for weight in (*_spread(own, tensors), *_spread(adapters, tensors)):
+    for weight in (*_pick_evenly(own, tensors), *_pick_evenly(adapters, tensors)):
         values = _values(weight, numbers)
         if values is not None:
             numbers_of[weight.name] = _round(values)
@@ -128,8 +116,8 @@ def sample(model: Any, tensors: int = 24, numbers: int = 6) -> dict[str, list[fl
 def difference(
     model: Any, shape: Mapping[str, Any], weights: Mapping[str, Sequence[float]]
 ) -> str | None:
-    """What tells a model from the one that `describe` and `sample` have described; None if nothing
-    does. Of a config the shape only is looked at."""
+    """The first difference between a model and the one that `describe` and `sample` have described,
+    or None. Only the shape of a config is compared."""
     config = getattr(model, "config", model)
     here = describe(config)
     for name, wanted in shape.items():
@@ -143,8 +131,8 @@ def difference(
 def attention_difference(
     attention: Any, layer: int, weights: Mapping[str, Sequence[float]]
 ) -> str | None:
-    """As `difference`, by the attention module of one layer alone: of what `sample` has described
-    the parameters that lie in it."""
+    """`difference` for the attention module of one layer, by those of the sampled parameters that
+    lie in it."""
     inside = {x.name: x for x in weights_of(attention)}
     parts = {name.partition(".")[0] for name in inside}
     here, wanted, of_layer = {}, {}, f".{layer}."
@@ -182,7 +170,7 @@ def _apart(values: Sequence[float], wanted: Sequence[float]) -> float:
     return 0.0 if apart <= TOLERANCE else apart
 
 
-def _spread(weights: list[Weight], count: int) -> list[Weight]:
+def _pick_evenly(weights: list[Weight], count: int) -> list[Weight]:
     """So many of them, evenly spread."""
     return weights[:: max(1, -(-len(weights) // count))]
 
@@ -214,7 +202,7 @@ _PASSING = (
     "initializer_range", "label2id", "model_type", "problem_type", "quantization_config",
     "return_dict", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
-"""What configs say beside how keys and values are computed."""
+"""Settings of a config that do not change keys and values."""
 
 
 def record(model: Any) -> dict[str, Any]:
@@ -227,7 +215,7 @@ def record(model: Any) -> dict[str, Any]:
 
 
 def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
-    """What tells a model from the one that `record` has described; None if nothing does.
+    """The first difference between a model and the one that `record` has described, or None.
 
     Weights in the same dtype are the same in all digits, others to within a tolerance. Of a config,
     what it says is looked at. A setting that only one version of transformers has is passed over.
@@ -254,8 +242,8 @@ def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
 
 
 def _digest(weight: Weight) -> tuple[str, str]:
-    """What a weight is stored as, and a digest of its factor and its numbers; none of one that is
-    cut over processes, of which others may have the same or another part."""
+    """(format, digest of factor and numbers) of a weight. The digest is "" for a weight that is cut
+    over processes, of which other processes may have other parts."""
     if is_cut(weight):
         return "cut", ""
     digest = hashlib.sha256(f"{weight.scale}".encode())
@@ -269,7 +257,7 @@ def _digest(weight: Weight) -> tuple[str, str]:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """What a config says of how keys and values are computed, as JSON has it."""
+    """Settings of a config that may change keys and values, as JSON has them."""
     every = json.loads(json.dumps(_text_config(config).to_dict(), default=str))
     return {
         name: value

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ADAPTER", "Weight", "is_cut", "is_of_adapter", "plain_tensors", "weights_of"]
-
 ADAPTER = "*"
 """Begins the segment of a weight's name that stands for the name of its adapter."""
 

@@ -96,9 +96,9 @@ static inline void *test_alloc(size_t bytes) {
 static const h2o_ops *const levels[] = {
     &h2o_ops_generic,
 #if defined(H2O_LEVELS_X86)
-    &h2o_ops_avx2,      &h2o_ops_avx512, &h2o_ops_avx512bf16,
+    &h2o_ops_avx2,          &h2o_ops_avx512,    &h2o_ops_avx512bf16,
 #if defined(H2O_LEVEL_AMX)
-    &h2o_ops_avx512amx,
+    &h2o_ops_avx512amxint8, &h2o_ops_avx512amx,
 #endif
 #elif defined(H2O_LEVELS_ARM)
     &h2o_ops_neon,

@@ -57,9 +57,9 @@ int main(void) {
     static const char *const levels[] = {
         "generic",
 #if defined(__x86_64__)
-        "avx2",      "avx512", "avx512bf16",
+        "avx2",          "avx512",    "avx512bf16",
 #if defined(H2O_LEVEL_AMX)
-        "avx512amx",
+        "avx512amxint8", "avx512amx",
 #endif
 #elif defined(__aarch64__)
         "neon",

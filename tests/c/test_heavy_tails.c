@@ -384,6 +384,26 @@ static void check_same(const h2o_ops *ops, const shape *s, const text *t, const 
     free_answer(&alone);
 }
 
+#if defined(H2O_LEVEL_AMX)
+/* Sums of whole numbers are the same by a matrix unit. */
+static void check_as_by_vectors(const h2o_ops *ops, const shape *s, const text *t,
+                                const answer *a) {
+    const bool by_unit = strncmp(ops->name, "avx512amx", 9) == 0;
+    if (!by_unit || s->fresh > 1 || s->keys == H2O_NONE || s->values == H2O_NONE) return;
+    const runner by_vectors = {&h2o_ops_avx512bf16, 1, 0};
+    const answer other = run(&by_vectors, s, t);
+    CHECK(memcmp(other.out.data, a->out.data, tensor_bytes(&a->out)) == 0);
+    CHECK(memcmp(other.slots.scores.data, a->slots.scores.data, tensor_bytes(&a->slots.scores)) ==
+          0);
+    free_answer(&other);
+}
+#else
+static void check_as_by_vectors(const h2o_ops *ops, const shape *s, const text *t,
+                                const answer *a) {
+    (void)ops, (void)s, (void)t, (void)a;
+}
+#endif
+
 static void test_shape(const h2o_ops *ops, const shape *s, const char *kind,
                        void (*change)(const text *)) {
     test_random random = {.state = (uint64_t)(s->D + s->R)};
@@ -393,6 +413,7 @@ static void test_shape(const h2o_ops *ops, const shape *s, const char *kind,
     const runner one = {ops, 1, 0};
     const answer a = run(&one, s, &t);
     check_same(ops, s, &t, &a);
+    check_as_by_vectors(ops, s, &t, &a);
     rows out = make_rows(s->B * G * s->R * s->fresh, s->D), scores = make_rows(s->B * G, s->n);
     fill_rows(s, &t, &a, &out, &scores);
     judge("output", kind, ops->name, s, &out, true);

@@ -30,7 +30,7 @@ def test_bytes_are_those_that_a_cache_holds(name):
     cache = H2OCache(ours.config, setting.config)
     ours(prompts(n)[0], **with_cache(cache))
     total = cache.report().total
-    kept = setting.config.for_model(ours).held(n)
+    kept = setting.config.for_model(ours).count_held(n)
     share = bytes_share(setting, ours, kept, n)
     held = total.bytes_held + total.bytes_bookkeeping
     assert share == pytest.approx(100 * held / total.bytes_full, rel=0.02)

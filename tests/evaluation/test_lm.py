@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import types
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from h2o import H2OConfig
 from h2o.evaluation.lm import H2OLM
-from h2o.evaluation.setting import parse
+from h2o.evaluation.setting import from_config, parse
 from tests.evaluation import conftest
 
 CONTEXTS = [
@@ -152,8 +153,12 @@ def test_drop_is_simulation_with_the_context_as_prompt(lm, tokenizer, setting):
     dropped = numbers(lm)
     simulated = []
     for context, answer in PAIRS:
-        prompt_length = len(tokenizer(context)["input_ids"])
-        lm.use(parse(setting), "simulate", prompt_length=prompt_length, ratio_of="prompt")
+        n = len(tokenizer(context)["input_ids"])
+        config = parse(setting).config.for_model(lm.model)
+        if config.needs_prompt_length:  # fractions of the context, in tokens
+            heavy, recent = config.tokens(n)
+            config = dataclasses.replace(config, heavy=heavy, recent=recent, budget_unit="keys")
+        lm.use(from_config(config), "simulate", prompt_length=n)
         simulated.append(numbers(lm, [(context, answer)]))
     close(dropped[0], torch.cat([likelihood for likelihood, _ in simulated]))
     assert dropped[1] == [flag for _, flags in simulated for flag in flags]
@@ -238,8 +243,6 @@ def test_a_fraction_of_a_short_question_is_one_token(lm, protocol):
         ({"protocol": "guess"}, "protocol is simulate, drop or read"),
         ({"protocol": "drop", "variant": "local"}, "a mask, no cache"),
         ({"protocol": "drop", "prompt_length": 4}, "for protocol=simulate"),
-        ({"protocol": "drop", "ratio_of": "text"}, "for protocol=simulate"),
-        ({"ratio_of": "page"}, "ratio_of must be"),
         ({"variant": "best"}, "variant is full, h2o, local"),
         ({"heavy": 0, "recent": 0}, "budget of 0"),
     ],
@@ -356,7 +359,7 @@ def test_a_tuned_prompt_would_be_repeated(tokenizer, protocol):
     lm._model = peft.get_peft_model(lm.model, tuned).eval()
     before = lm.describe()
     with pytest.raises(ValueError, match="prompt tuning"):
-        lm.use(lm.setting, protocol, ratio_of="prompt")
+        lm.use(lm.setting, protocol)
     assert lm.describe() == before
 
 

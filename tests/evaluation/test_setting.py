@@ -230,7 +230,6 @@ def test_settings_keep_what_they_say():
     assert from_config(H2OConfig()).name == "h2o:0.1+0.1/min_tokens=128"
     for text in ("budget:0.1/min_tokens=128", "h2o:0.1+0.2/min_tokens=9", "budget:64/sinks=2"):
         assert from_config(parse(text).config).name == text
-    assert "min_tokens" not in parse("h2o:0.2").describe(), "results of before are found"
     assert parse("h2o:0.2/min_tokens=64").describe()["min_tokens"] == 64
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import lm_eval
 import pytest
 import torch
 from lm_eval.api.registry import Registry
@@ -175,8 +176,6 @@ def test_a_task_of_texts_beside_another(folder, tmp_path, capsys):
     options = [*arguments, "--metadata", metadata, "--prompt-length", 50]
     assert run(folder, *options, task="h2o_perplexity") == 0
     assert table_of(capsys.readouterr().out)["full"]["scored"] == f"{2 * (90 - 51)}"
-    code = run(folder, *options, "--ratio-of", "prompt", task="h2o_perplexity")
-    assert "fractions are of the window" in fails(capsys, code)
 
 
 def test_metrics_have_the_errors_of_their_filter():
@@ -495,3 +494,17 @@ def test_results_are_written_without_being_asked(folder, tmp_path, monkeypatch):
     assert len(list((tmp_path / "unasked").rglob("results_*.json"))) == 1
     monkeypatch.undo()
     assert str(eval_command.OUTPUT) == "h2o-eval"
+
+
+def test_the_papers_tasks_are_among_lm_evals():
+    """Those that docs/evaluation.md lists, all multiple-choice."""
+    page = (ROOT / "docs" / "evaluation.md").read_text("utf-8")
+    section = page.partition("## The paper's tasks")[2].partition("\n## ")[0]
+    names = re.findall(r"^\| [\w ]+ \| `(\w+)` \|", section, re.MULTILINE)
+    assert len(names) == 6
+    assert f"--tasks {','.join(names)} " in section
+    tasks = Path(lm_eval.__file__).parent / "tasks"
+    for name in names:
+        texts = [path.read_text("utf-8") for path in tasks.glob(f"**/*{name}*/**/*.yaml")]
+        (text,) = [x for x in texts if re.search(rf"^task: {name}$", x, re.MULTILINE)]
+        assert "output_type: multiple_choice" in text

@@ -211,7 +211,6 @@ def test_a_profile_of_one_setting_or_of_those_that_are_calibrated(folder, text, 
             "a window of 50 tokens has none whose prediction the cut can change. Use at most "
             "--prompt-length 48",
         ),
-        (["--ratio-of", "prompt"], 2, "--ratio-of goes with --tasks"),
         (["--heavy", "0", "--recent", "0", "--window", "50"], 2, "budget of 0"),
         (["--compare", "mask-local:4+4", "--protocol", "drop"], 1, "a mask, no cache"),
         (["--compare", "mask-local:4+4", "--prompt-length", "9"], 1, "no prompt"),

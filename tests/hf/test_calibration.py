@@ -52,11 +52,11 @@ def test_costs_are_those_of_dense_attention():
         if layer:
             continue  # there the simulated model's own keys differ
         gone = simulation.evicted_at(layer)[0]
-        logits = seen.query[0] @ seen.keys[0].repeat_interleave(2, 0).mT * seen.scale
+        logits = seen.query @ seen.keys.repeat_interleave(2, 0).mT * seen.scale
         row = torch.arange(60)
         causal = row[:, None] >= row
         still = causal & (row[:, None] < gone.repeat_interleave(2, 0)[:, None])
-        values = seen.values[0].repeat_interleave(2, 0)
+        values = seen.values.repeat_interleave(2, 0)
         full, cut = (
             logits.masked_fill(~mask, -torch.inf).softmax(-1) @ values for mask in (causal, still)
         )
@@ -160,7 +160,7 @@ def test_steps_move_budgets_to_where_they_do_most():
     assert after.tolist() == [[20, 10, 5, 5]]
     shares = np.array([[1.0, 1, 0.1, 3]])
     for mean in (8, 9, 20, 60, 99, 100):
-        spread_budgets = module.spread(shares, mean, 100)
+        spread_budgets = module.scale_keys(shares, mean, 100)
         assert spread_budgets.mean() == pytest.approx(mean)
         assert spread_budgets.min() >= 8
         assert spread_budgets.max() <= 100
@@ -275,7 +275,7 @@ def test_an_interrupted_run_goes_on(tmp_path):
     )
     assert again[0] == (0, 28), "of another seed"
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(UserError, match="no result file"):
+    with pytest.raises(UserError, match="no file of results"):
         h2o.calibrate(model, ids_of(), window=WINDOW, resume=tmp_path / "other.json")
 
 

@@ -34,12 +34,12 @@ def test_fractions_are_of_the_prompt_and_truncated():
 
 
 def test_what_a_row_holds_at_its_end():
-    assert H2OConfig(heavy=3, recent=4, sinks=2).held(100) == 9
-    assert H2OConfig(heavy=3, recent=4, sinks=2).held(8) == 8
-    assert H2OConfig(heavy=0.25, recent=2, min_tokens=0).held(40) == 12
-    assert H2OConfig(heavy=0.25, recent=2, min_tokens=0).held(40, prompt=20) == 7
-    assert H2OConfig.full().held(7) == 7
-    assert H2OConfig(heavy=0.1, recent=0.1, min_tokens=0).held(100, prompt=5) == 2
+    assert H2OConfig(heavy=3, recent=4, sinks=2).count_held(100) == 9
+    assert H2OConfig(heavy=3, recent=4, sinks=2).count_held(8) == 8
+    assert H2OConfig(heavy=0.25, recent=2, min_tokens=0).count_held(40) == 12
+    assert H2OConfig(heavy=0.25, recent=2, min_tokens=0).count_held(40, prompt=20) == 7
+    assert H2OConfig.full().count_held(7) == 7
+    assert H2OConfig(heavy=0.1, recent=0.1, min_tokens=0).count_held(100, prompt=5) == 2
 
 
 def test_numbers_of_other_libraries_become_plain():
@@ -116,7 +116,7 @@ def test_refusals_that_need_the_model_or_the_prompt():
     with pytest.raises(TypeError, match=r"heavy\(1, 3\) must be"):
         H2OConfig(heavy=lambda layer, layers: None).for_layer(1, 3)
     assert H2OConfig(heavy=0.1, recent=0.0, sinks=1, min_tokens=0).tokens(5) == (1, 0)
-    assert H2OConfig(heavy=0.1, recent=0.1, sinks=1, min_tokens=0).truncated(5) == (0, 0)
+    assert H2OConfig(heavy=0.1, recent=0.1, sinks=1, min_tokens=0).truncate_tokens(5) == (0, 0)
     raised = H2OConfig(heavy=0.1, recent=3, min_tokens=0)
     assert [raised.is_raised(n) for n in (9, 10)] == [True, False]
     with pytest.raises(ValueError, match="keeps nothing"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -89,6 +91,18 @@ def test_card():
     """What a hub reads, and what transformers looks for."""
     head = (Path(FOLDER) / "README.md").read_text("utf-8").split("---")[1]
     assert {"library_name: transformers", "  - custom_generate"} <= set(head.splitlines())
+
+
+def test_a_copy_runs_what_its_card_shows(plain, tmp_path):
+    """As a hub has it: this folder and nothing beside it."""
+    copy = shutil.copytree(FOLDER, tmp_path / "repository")
+    card = (copy / "README.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    names = {"model": plain, "inputs": batch(prompts(40)), "FOLDER": str(copy)}
+    exec(code.replace("heavy=", "max_new_tokens=4, min_tokens=0, heavy="), names)
+    assert names["out"].shape == (1, 44)
+    for name in re.findall(r"`(\w+)`", card.split("| other fields")[0].rpartition("\n")[2]):
+        assert name in H2OConfig.__dataclass_fields__
 
 
 def test_without_h2o_it_says_how_to_install_that(monkeypatch):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from h2o import backends, ops
-from h2o.backends.portable import attend, slot_view, step
+from h2o.backends.portable import attend, slot_view
 from tests import inputs
 from tests.conversation import Conversation
 from tests.core.calls import EVERY_TENSOR, Call
@@ -338,82 +338,6 @@ def test_a_step_takes_few_operations():
         counts.append(counter.count)
     assert counts[0] <= 70
     assert counts[1] <= 150, "keys and values are quantized at once"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "capacity"),
-    [
-        (torch.float32, [9, 11]),
-        (torch.bfloat16, 11),
-        pytest.param(torch.float32, 11, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, [9, 11], marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_torch_compile_takes_a_step_whole(capacity, dtype):
-    """As inductor gets it, whose own work takes a C++ compiler and minutes."""
-    graphs = []
-
-    def counted(graph, example):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, example)
-
-    text = [torch.from_numpy(x).to(dtype) for x in inputs.drifting(4, B=2, H=4, G=2, N=20, D=32)]
-    held, answers = [], []
-    for run in (step.step_by(counted), step.step_by("")):
-        slots = ops.new_slots(text[1], capacity, 4, 4)
-        out = torch.zeros(20, 2, 1, 4, 32, dtype=dtype)
-        for t in range(20):
-            tokens = [x[:, :, t : t + 1] for x in text]
-            policy = ops.Policy(decay=0.9)
-            run(*tokens, None, slots, out[t], 0.2, 0.0, policy, None, None, None)
-        held.append(slots.positions)
-        answers.append(out)
-    assert len(graphs) == 1, "one, without a break, for all steps"
-    calls = [x.name for x in graphs[0].graph.nodes if "bmm" in x.name]
-    assert not calls, "products of few rows are the compiler's own loops"
-    written = [x for x in graphs[0].graph.nodes if x.target in ("scatter_", "index_put_")]
-    assert {x.target for x in written} == {"index_put_"}, "in place, see `Store._put`"
-    rows = [x for x in written if x.args[0].meta["example_value"].shape[-1] == 32]
-    assert len(rows) == 2, "new keys and values"
-    kept = [x for x in graphs[0].graph.nodes if x.target == "as_strided"]
-    assert len(kept) == 2, "queries and weights are converted once, see `products`"
-    digits = 1e-5 if dtype == torch.float32 else 2**-7  # sums in another order round otherwise
-    torch.testing.assert_close(*answers, rtol=digits, atol=1e-5)
-    assert torch.equal(*held)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
-@pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed:UserWarning")
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize("heads", [6, 2 * (slot_view.FUSED + 1)], ids=["few rows", "many rows"])
-def test_inductor_takes_a_step(heads, kv_dtype):
-    text = inputs.drifting(4, B=2, H=heads, G=2, N=20, D=32)
-    text = [torch.from_numpy(x).bfloat16() for x in text]
-    held, answers = [], []
-    for run in (step.step_by("inductor"), step.step_by("")):
-        slots = ops.new_slots(text[1], 11, 4, 4, kv_dtype=kv_dtype)
-        out = torch.zeros(20, 2, 1, heads, 32)
-        for t in range(20):
-            tokens = [x[:, :, t : t + 1] for x in text]
-            tokens[0] = tokens[0].transpose(0, 1).contiguous().transpose(0, 1)  # heads outermost
-            run(*tokens, None, slots, out[t], 0.2, 0.0, ops.Policy(), None, None, None)
-        held.append(slots.positions)
-        answers.append(out)
-    torch.testing.assert_close(*answers, rtol=1e-5, atol=1e-5)
-    assert torch.equal(*held)
-
-
-def test_a_step_is_compiled_on_request(monkeypatch):
-    assert step.step is step.step_by("")
-    monkeypatch.setenv("H2O_COMPILE", "eager")
-    try:
-        assert importlib.reload(step).step is not step.step_by("")
-    finally:
-        monkeypatch.undo()
-        importlib.reload(step)
-    assert step.step is step.step_by("")
 
 
 @pytest.mark.parametrize("capacity", [600, [600, 800]], ids=["even", "one axis"])

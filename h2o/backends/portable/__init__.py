@@ -1,22 +1,18 @@
 """The operations of `h2o.ops` in plain torch, for devices that the C core has no kernels for.
 
 `h2o.backends` calls them with the positional arguments of their namesakes in `_core`, after the
-core's own checks. They work on any device that torch has and never wait for it: nothing
-reads a tensor's numbers on the host, and shapes follow from shapes alone. What the checks cannot
-read on such a device (lengths, budgets, free slots) is taken as it is.
+core's own checks. They work on any device of torch and never wait for it: shapes follow from
+shapes, and no number of a tensor is read on the host. Numbers that cannot be checked without
+waiting (lengths, budgets, free slots) are trusted.
 
-Which keys are kept is decided in the order of `csrc/policy.h` (`ranking`). Scores and logits are
-float32, memory is O(n): no matrix of queries and keys is ever whole.
+The order of ranks is that of `csrc/policy.h` (`ranking`). Scores and logits are float32. Memory is
+O(n): no matrix of queries and keys is ever whole.
 
-A value that is infinite is so in the answers of `attend` and `simulate` whatever its weight; in
-those of `step` it is NaN instead where the weight is 0 in the numbers that are multiplied, which
-are 16-bit floats on a GPU whose slots hold them.
+An infinite value makes the outputs of `attend` and `simulate` infinite whatever its weight. In
+`step` the output is NaN where the weight rounds to 0.
 
-`H2O_COMPILE=inductor` in the environment, or another backend of torch.compile's, has it compile the
-decode step: a few launches instead of a hundred, after a first call of half a minute or more.
-
-Empty slots must hold finite values (as `new_slots` and all operations here leave them): they are
-multiplied by 0.
+Empty slots must hold finite values, as `new_slots` and all operations here leave them, since they
+are multiplied by 0.
 
 Shape letters as in `h2o.ops`, and M queries of a key/value head, C keys that compete.
 """
@@ -27,8 +23,6 @@ from collections.abc import Callable
 from typing import Any
 
 from h2o.backends.portable.numbered_rows import by_number
-
-__all__ = ["operation"]
 
 
 def operation(name: str) -> Callable[..., Any]:

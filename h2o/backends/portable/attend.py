@@ -18,8 +18,6 @@ from h2o.backends.portable.slot_view import Store, products
 from h2o.policy import Policy
 from h2o.sink_logits import softmax
 
-__all__ = ["apply_softcap", "attend", "dense", "rows_per_block"]
-
 BLOCK = 1 << 22
 """Logits that a block of queries makes on the CPU, so that they stay in its caches. Elsewhere eight
 times as many: what counts there is how often something is launched."""
@@ -29,7 +27,7 @@ FEWEST = 8
 
 
 class Stored(NamedTuple):
-    """What the slots hold, as queries see it."""
+    """Contents of the slots as queries see them."""
 
     keys: Tensor
     """[B, G or 1, S, D]"""
@@ -94,7 +92,7 @@ def attend(
 
 
 def rows_per_block(query: Tensor, columns: int) -> int:
-    """How many of the queries [B, H, Q, D], which see so many columns each, make a block."""
+    """Number of the queries [B, H, Q, D] that make a block, where each sees so many columns."""
     B, H, Q, _ = query.shape
     logits = BLOCK if query.is_cpu else 8 * BLOCK
     return min(Q, max(FEWEST, logits // (B * H * columns)))
@@ -156,7 +154,7 @@ def dense(
         n = stop - start
 
         def hide(x: Tensor, value: float, start: int = start, stop: int = stop) -> None:
-            """Puts a value in place of what no query of a block sees, [B, G, R * n, S + stop]."""
+            """Put a value in place of what no query of a block sees, [B, G, R * n, S + stop]."""
             x = x.unflatten(2, (R, stop - start))
             x[..., S + start :].masked_fill_(future[: stop - start, : stop - start], value)
             if real is not None:

@@ -16,8 +16,6 @@ from h2o.backends.portable.slot_view import Store, row_norms
 from h2o.policy import Policy
 from h2o.quantization import stored_like
 
-__all__ = ["evict"]
-
 
 def evict(
     keys: Tensor,
@@ -65,7 +63,7 @@ def _write_kept(
     scores: Tensor,
     norms: Tensor | None,
 ) -> None:
-    """Writes the candidates [B, G, S + Q] that are kept into the lowest slots of their heads; the
+    """Write the candidates [B, G, S + Q] that are kept into the lowest slots of their heads; the
     rest of these becomes empty."""
     B, G, Q, _ = keys.shape
     C = positions.shape[-1]

@@ -13,8 +13,6 @@ from typing import Any
 
 from h2o.slots import KINDS, PER_ROW
 
-__all__ = ["by_number"]
-
 
 def by_number(operation: Callable[..., Any], *written: str) -> Callable[..., Any]:
     """Let an operation take slots with `rows`, which say which of their rows the call is about.

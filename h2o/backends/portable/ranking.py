@@ -1,4 +1,4 @@
-"""Which keys are kept: `csrc/policy.h` in torch, for all rows and heads at once.
+"""Choice of the keys that are kept: `csrc/policy.h` in torch, for all rows and heads at once.
 
 Ranks are compared as order-preserving integers, never as floats, so that the order is total: NaN
 is below every number, -0 equals +0, and what may not be evicted is above all.
@@ -13,14 +13,12 @@ from torch import Tensor
 
 from h2o.policy import Policy
 
-__all__ = ["Budget", "highest", "lowest", "rank_keys", "split_budget"]
-
 _SPARED = 2**31 - 1
 _NAN = -(2**31)
 
 
 class Budget(NamedTuple):
-    """What rows and heads may keep: [B, 1 or G, 1] each."""
+    """Budgets of rows and heads: [B, 1 or G, 1] each."""
 
     recent: Tensor
     """int32"""
@@ -29,7 +27,7 @@ class Budget(NamedTuple):
 
 
 def split_budget(budget: Tensor, sinks: int) -> Budget:
-    """From [B, 2] or [B, G, 2] int32: heavy, recent."""
+    """Budgets from [B, 2] or [B, G, 2] int32: heavy, recent."""
     if budget.ndim == 2:
         budget = budget[:, None]
     k = budget.sum(-1, keepdim=True)

@@ -18,8 +18,6 @@ from h2o.policy import Policy
 from h2o.quantization import dequantize
 from h2o.sink_logits import softmax
 
-__all__ = ["simulate"]
-
 
 class Text(NamedTuple):
     """A text whose prompts are attended to, and where the answers of its other columns go."""
@@ -158,7 +156,7 @@ def _one_by_one(
 
 
 def _beyond(values: Tensor, evicted_at: Tensor) -> Tensor:
-    """What values [B, G, Q, D] that are not finite make of the sums of queries that see them,
+    """Terms that values [B, G, Q, D] that are not finite add to the sums of queries that see them,
     float32 [B, G, Q, D], 0 without. A key is seen from its own column on, up to the one that evicts
     it."""
     end = evicted_at.long()[..., None].expand(values.shape)

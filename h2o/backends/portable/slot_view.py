@@ -16,14 +16,8 @@ from torch import Tensor
 
 from h2o.quantization import codes, dequantize, floats, stored_like
 
-__all__ = ["Store", "products", "quantize_like_slots", "row_norms"]
-
 FEW = 64
 """On a CPU products of up to so many rows with a 16-bit matrix are computed in float32."""
-
-FUSED = 8
-"""Up to so many rows of a head a compiler multiplies in loops of its own: it then neither calls
-anything nor stores the matrix in float32."""
 
 BLOCK = 1 << 17
 """Elements that such a product converts to float32 at a time, so that they stay in cache."""
@@ -56,7 +50,7 @@ class Store:
         return torch.where(self.of_head, numbers[:, None], empty)
 
     def write_by_head(self, numbers: Tensor, new: Tensor) -> None:
-        """Writes `by_head` numbers [B, G, S] into the store's."""
+        """Write `by_head` numbers [B, G, S] into the store's."""
         if self.first is not None:
             new = torch.where(self.of_any, self.of_slots(new), numbers)
         numbers.copy_(new)
@@ -66,15 +60,15 @@ class Store:
         return by_head.gather(1, self.head[:, None].expand(len(by_head), 1, -1))[:, 0]
 
     def add(self, numbers: Tensor, new: Tensor, *, largest: bool = False) -> Tensor:
-        """Adds `by_head` numbers [B, G, S], 0 in slots of other heads, to the store's; the sums.
-        With `largest` the larger ones instead."""
+        """Add `by_head` numbers [B, G, S], 0 in slots of other heads, to the store's, and return
+        the sums. With `largest` take the larger numbers instead."""
         if self.first is not None:
             new = self.of_slots(new)
         both = torch.maximum(numbers, new, out=numbers) if largest else numbers.add_(new)
         return self.by_head(both, 0)
 
     def fade(self, scores: Tensor, decay: float, where: Tensor | None) -> None:
-        """Multiplies the store's scores by a factor; `where` [B, 1, 1] bool: of these rows."""
+        """Multiply the store's scores by a factor, in the rows `where` [B, 1, 1] bool."""
         faded = scores * decay
         if where is not None:
             faded = torch.where(where if self.first is None else where[..., 0], faded, scores)
@@ -119,7 +113,7 @@ class Store:
         return finite, by_head.scatter_add_(1, head, beyond)[:, :, None]
 
     def answers_stored(self, p: Tensor, D: int) -> Tensor:
-        """As `answers`, of the values that the slots hold.
+        """`answers` for the values that the slots hold.
 
         In a quantized store a scale of NaN marks a row that was not finite, so that only the
         scales have to be searched.
@@ -160,10 +154,6 @@ class Store:
         if isinstance(new, Tensor):
             new = new.to(numbers.dtype)
             new = new if new.shape == index.shape else new.expand(index.shape)
-        if torch.compiler.is_compiling():
-            made = new if isinstance(new, Tensor) else numbers.new_full(index.shape, new)
-            self._put(numbers, index, made[..., 0])
-            return
         if self.first is not None:
             index = index[..., 0]
             new = new[..., 0] if isinstance(new, Tensor) else new
@@ -181,23 +171,12 @@ class Store:
         """Keys or values [B, G, 1, D or bytes], as stored; `where` as in `write`."""
         if where is not None:
             new = torch.where(where[..., None], new, self.read_rows(rows, index))
-        if torch.compiler.is_compiling():
-            self._put(rows, index, new[:, :, 0])
-            return
         if rows.element_size() == 2:  # of 16-bit floats torch's CPU build copies all to write one
             rows, new = rows.view(torch.int16), new.view(torch.int16)
         index = index[..., None].expand(new.shape)
         if self.first is not None:
             index, new = index[:, :, 0], new[:, :, 0]
         rows.scatter_(-2, index, new)
-
-    def _put(self, x: Tensor, index: Tensor, new: Tensor) -> None:
-        """Writes new [B, G, ...] at an index, as a compiler does in place: inductor copies what
-        scatter_ writes to."""
-        batch = torch.arange(len(x), device=x.device)[:, None]
-        head = torch.arange(index.shape[1], device=x.device)
-        place = (batch, head, index[..., 0])
-        x.index_put_(place if self.first is None else place[::2], new)
 
 
 def quantize_like_slots(
@@ -225,11 +204,6 @@ def products(left: Tensor, right: Tensor, *, exact: bool = False) -> Tensor:
     left float32 is converted to the dtype of right, unless `exact`, or for few rows on a CPU: many
     CPUs have no 16-bit products, and a decode step is bound by memory anyway.
     """
-    if torch.compiler.is_compiling() and left.shape[2] <= FUSED:
-        left = left.contiguous()  # in memory, not divided or converted again for each product:
-        left = left.as_strided(left.shape, left.stride())  # for inductor
-        wide = right.float()  # read once for all rows, whose sums go side by side
-        return torch.stack([(row[..., None] * wide).sum(-2) for row in left.unbind(2)], 2)
     right, rows = right.flatten(0, 1), left.shape[:-1]
     left = left.reshape(len(right), rows.numel() // len(right), -1)
     if right.is_cpu and right.element_size() == 2 and (exact or left.shape[1] <= FEW):

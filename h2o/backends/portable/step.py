@@ -6,8 +6,6 @@ Shape letters as in `h2o.ops`, R = H / G.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +18,8 @@ from h2o.policy import Policy
 from h2o.rotary_embedding import rotate_by
 from h2o.sink_logits import softmax
 
-__all__ = ["eager_step", "step", "step_by"]
 
-
-def eager_step(
+def step(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
@@ -95,18 +91,3 @@ def eager_step(
         free if real is None else torch.where(real[..., 0], free, slots.next_slot)
     )
     slots.seen_tokens.add_(1 if real is None else real[:, 0, 0])
-
-
-def step_by(compiler: Any) -> Callable[..., None]:
-    """`eager_step`, compiled by that backend of torch.compile's; "": as it is."""
-    if not compiler:
-        return eager_step
-
-    # No checks of its own buffers' sizes, a tenth of a small step's time; and what becomes float16
-    # is rounded to it, or scales of quantized rows would not be those that are stored.
-    inductor = {"size_asserts": False, "emulate_precision_casts": True}
-    options = inductor if compiler == "inductor" else None
-    return torch.compile(eager_step, backend=compiler, options=options)
-
-
-step = step_by(os.environ.get("H2O_COMPILE", ""))

@@ -1,23 +1,23 @@
-"""One budget for all heads: a prompt's slots go to the keys of the highest echo, of whichever head.
+"""One budget for all heads: the slots of a row go to the keys with the highest echo in any head.
 
-With `head_shares="echo"` the places of all layers and heads of a row are dealt together (compare
-Feng et al., "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent
-keys. What all have room for beyond that goes to the keys of the highest echo
-(`h2o.hf.prompt.prompt_echo`), the keys' claims. How many places a head has got is its budget from
-then on, and the highest ranks of the head fill them. Of a prompt that comes in chunks the first one
-decides, and later chunks find the budgets as they have become.
+With `head_shares="echo"` all layers and heads of a row share one budget (compare Feng et al.,
+"Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent keys. The other
+slots, called places here, go to the keys with the highest claims, which are their echo
+(`h2o.hf.prompt.prompt_echo`). The number of places that a head wins becomes its budget, and the
+keys of its highest ranks fill them. In a prompt that is read in chunks the first chunk decides the
+budgets.
 
-The choice needs the claims of all layers, but not all of their keys. A row has N places; of what is
-read, call its N-th highest claim the bar. It never falls, since later layers can only add claims. A
-head wins at most as many places as it has claims above the bar. Of the keys beyond its own it needs
-so many of the highest rank; the others' keys and values are forgotten at once, and their scores
-stay, since what is evicted counts. So while a prompt is read, the layers that have read it hold at
-most N keys of each row (with those that tie with the last) and an eighth more (`ROOM`), besides
-what each head keeps anyway. Where a mean decays, or layers differ in heads or sizes, they hold the
-whole prompt.
+The choice needs the claims of all layers, but not all of their keys. Suppose a row has N places.
+The N-th highest claim so far is the bar. It never falls, because later layers only add claims. A
+head wins at most as many places as it has claims above the bar, so it needs that many keys of its
+highest ranks beyond those that it keeps anyway. The other keys and values are dropped at once;
+their scores stay, because the cache reports what it evicted. During prefill the layers therefore
+hold at most N keys of each row, those that tie with the last, and an eighth more (`ROOM`), in
+addition to what each head keeps anyway. Where a mean decays, or layers differ in heads or sizes,
+they hold the whole prompt.
 
 Shape letters: B batch rows, G key/value heads of a layer, K tokens of the prompt, D head dimension,
-M keys of all rows and heads of a layer that are held.
+M keys in memory of all rows and heads of a layer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Budgets = list[list[tuple[int, int]]]
 
 
 class Prompt(NamedTuple):
-    """What a layer has read and not stored yet."""
+    """A prompt that a layer has read and not stored yet."""
 
     keys: Tensor
     """[B, G, K, D]; [M, D] where some were dropped"""
@@ -64,11 +64,11 @@ class Prompt(NamedTuple):
     scores: Tensor
     """[B, G, K] float32"""
     claims: Tensor | None
-    """[B, G, K] float32, by which the places of all heads are dealt; None: each head has its own"""
+    """[B, G, K] float32, what keys have to win a place; None: each head has its own budget"""
     counts: list[int]
     """Tokens of each row"""
     columns: int
-    """New ones in the pass"""
+    """Columns of the pass that are new"""
     column_mask: Tensor | None
     """[B, columns] bool"""
     by_row: Budgets
@@ -77,13 +77,12 @@ class Prompt(NamedTuple):
     """Keys of each row, beyond the sinks, that every head keeps"""
     raised: bool
     floored: bool
-    """Both as of `h2o.hf.prompt.prompt_budget.PromptBudget`"""
+    """See `h2o.hf.prompt.prompt_budget.PromptBudget` for both"""
 
 
 @dataclasses.dataclass
 class Recipient:
-    """Stands for an `H2OLayer` where a `CrossHeadBudget` deals without one: is given what one
-    stores."""
+    """Takes the place of an `H2OLayer` where a `CrossHeadBudget` is used without a cache."""
 
     layer_idx: int
     config: H2OConfig
@@ -96,34 +95,34 @@ class Recipient:
 
 
 ROOM = 1.125
-"""How many times what was left may be held again before the bar is applied to all layers: each time
-moves what they hold."""
+"""Growth of what all layers hold, since the bar was last applied to all of them, after which it is
+applied again. Applying it moves their keys."""
 
 
 class CrossHeadBudget:
-    """Shared by the layers of a cache: takes their prompts, and gives them back with budgets."""
+    """The budget that the layers of a cache share: collects their prompts and has them stored."""
 
     def __init__(self, configs: dict[int, H2OConfig], *, alike: bool) -> None:
-        """`configs`: of the layers that share, which are `alike` if they have as many heads of the
-        same size, so that the first one tells how many places all will have."""
+        """`configs`: one for each layer that shares. `alike`: whether all of them have the same
+        number of heads of the same size, so that the first one tells how many places there are."""
         self.configs, self.alike = configs, alike
         self.first, self.last = min(configs, default=-1), max(configs, default=-1)
         self.forget()
 
     def forget(self) -> None:
-        """Forget what a pass that broke off has left."""
+        """Discard the state of an interrupted pass."""
         self.waiting: dict[int, _Waiting] = {}
-        self.places: list[int] = []  # that all layers of each row have for their highest claims
-        self.best: list[Tensor] = []  # of each row, so many of the claims read, or all
-        self.left = 0  # keys, after the bar was applied to all layers
+        self.places: list[int] = []  # of each row, in all layers
+        self.best: list[Tensor] = []  # the highest claims of each row, at most one for each place
+        self.left = 0  # keys in memory when the bar was last applied to all layers
 
     @property
     def keys_held(self) -> int:
-        """Of all rows and heads of the layers that wait, pads included where none was dropped."""
+        """Keys in memory of the waiting layers, with padding where nothing was dropped."""
         return sum(x.keys_held for x in self.waiting.values())
 
     def take(self, layer: Any, prompt: Prompt) -> None:
-        """The prompt of an `H2OLayer`, with claims. With the last one all are stored.
+        """Add the prompt of an `H2OLayer`, with claims. The last layer's has all of them stored.
 
         Raises:
             UnsupportedError: this process has a part of the heads only.
@@ -148,7 +147,7 @@ class CrossHeadBudget:
             self._drop(new)
 
     def _foresee(self, layer: Any, prompt: Prompt) -> None:
-        """Sets the places that the layers will have, by what is known of the first one."""
+        """Set the number of places of all layers from what the first one knows."""
         B, G, _ = prompt.scores.shape
         self.places = [0] * B
         self.best = [prompt.scores.new_empty(0)] * B
@@ -161,7 +160,7 @@ class CrossHeadBudget:
             self.places = [x + y for x, y in zip(self.places, left, strict=True)]
 
     def _drop(self, new: _Waiting) -> None:
-        """Raises the bar by the claims of a layer, and drops what cannot be kept."""
+        """Raise the bar by the claims of a layer, and drop the keys that cannot win a place."""
         claims = new.claims.flatten(1)
         bar = []
         for b, places in enumerate(self.places):
@@ -181,7 +180,8 @@ class CrossHeadBudget:
 
 
 def _lowest(best: Tensor) -> float:
-    """Infinity where there is none; NaN, below which nothing lies, where any rank is NaN."""
+    """The lowest claim; infinity where there is none. NaN, below which no claim is, if any is
+    NaN."""
     return float(best.min()) if len(best) else math.inf
 
 
@@ -204,7 +204,8 @@ class _Waiting:
         self._highest: Tensor | None = None  # see `_rank_of`
 
     def _spare_own(self) -> Tensor:
-        """Adds to `spared` the highest ranks that are each head's own; infinity where none is."""
+        """Add the highest ranks that are each head's own to `spared`, and return the lowest of them
+        for each head, [B, G, 1]; infinity where a head has none."""
         own = self.ranks.new_tensor([[heavy for heavy, _ in row] for row in self.floor])[..., None]
         ranks = self.ranks.masked_fill(self.spared, -math.inf)
         best = ranks.topk(min(int(own.max()), ranks.shape[-1]))
@@ -217,18 +218,20 @@ class _Waiting:
 
     @property
     def is_ranked_alone(self) -> bool:
-        """Whether what stores the keys makes the same ranks, but for `_ROUNDED`."""
+        """Whether the operation that stores the keys computes the same ranks, up to `_ROUNDED`."""
         policy = self.layer.policy
         return policy.score_by != "mean" or policy.decay == 1
 
     @property
     def keys_held(self) -> int:
-        """Of all rows and heads."""
+        """Keys in memory, of all rows and heads."""
         return self.prompt.scores.numel() if self.held is None else len(self.prompt.keys)
 
     def drop_below(self, bar: list[float]) -> None:
-        """Drop the keys that no budget can have room for once the places' bar is this high: a head
-        wins at most as many places as it has claims above the bar, beside those of its own."""
+        """Drop the keys for which no budget can have room once each row's bar is this high.
+
+        A head wins at most as many places as it has claims above the bar.
+        """
         prompt, policy = self.prompt, self.layer.policy
         places = ~(self.claims < self.ranks.new_tensor(bar)[:, None, None])
         lowest = self._rank_of(places.sum(-1, keepdim=True)).minimum(self.lowest)
@@ -254,15 +257,16 @@ class _Waiting:
     def _rank_of(self, count: Tensor) -> Tensor:
         """The count-th highest of the ranks that are not spared, count [B, G, 1]; infinity for 0.
 
-        They are ordered once, as far as the first count goes: the bar rises several times. A bar
-        that has become NaN drops nothing more."""
+        The ranks are sorted once, as far as the first count goes, because the bar rises several
+        times. A bar that has become NaN drops nothing more.
+        """
         if self._highest is None:
             ranks = self.ranks.masked_fill(self.spared, -math.inf).topk(int(count.max())).values
             self._highest = torch.cat([torch.full_like(self.lowest, math.inf), ranks], dim=-1)
         return self._highest.gather(-1, count.clamp(max=self._highest.shape[-1] - 1))
 
     def whole(self) -> Prompt:
-        """The prompt as it was read, with zeros in the places of what was dropped."""
+        """The prompt as it was read, with zeros for the keys and values that were dropped."""
         prompt, held = self.prompt, self.held
         if held is None:
             return prompt
@@ -276,14 +280,14 @@ class _Waiting:
 
 
 _ROUNDED = 0.999
-"""Of the bar, where ranks are computed from scores: the operation that stores may round them
-otherwise than is done here."""
+"""Factor of the bar where ranks are computed from scores, because the operation that stores the
+keys may round them differently"""
 
 
 def _share(waiting: list[_Waiting], places: list[int]) -> None:
-    """Stores the prompts of layers, of which each row has so many places for the highest claims.
+    """Store the prompts of all layers, where the highest claims of each row win its places.
 
-    The list is empty afterwards: what is stored is not held twice.
+    Empties the list, so that no prompt is in memory twice.
     """
     more = deal_places(places, [x.spared for x in waiting], [x.claims for x in waiting])
     for counts in more:
@@ -300,8 +304,8 @@ def _share(waiting: list[_Waiting], places: list[int]) -> None:
 
 
 def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a prompt's columns, with a mask [B, K] and scores [B, G, K]: [B, 1, K] int64, -1 at a pad;
-    and tokens [B, 1, 1] of each row."""
+    """Positions of a prompt's columns, [B, 1, K] int64, -1 at padding; and tokens of each row,
+    [B, 1, 1]. The mask is [B, K], the scores are [B, G, K]."""
     B, _, K = scores.shape
     real = torch.ones(B, K, dtype=torch.bool, device=scores.device)
     if mask is not None:
@@ -311,8 +315,8 @@ def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) -> Tensor:
-    """[B, G, K]: the score, or what the policy makes of it, but for pinned keys, which are the
-    highest. NaN is the lowest: such a key is evicted first."""
+    """Ranks of keys by the policy, [B, G, K]. Pinned keys are the highest. NaN is the lowest: such
+    a key is evicted first."""
     ranks = prompt.scores
     if policy.score_by == "mean":
         ranks = ranks / policy.queries_of(positions, tokens)
@@ -324,13 +328,13 @@ def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) ->
 
 
 def _always_kept(positions: Tensor, tokens: Tensor, sinks: int, budgets: Budgets) -> Tensor:
-    """[B, G, K] bool: what is kept whatever its rank, and what is no key."""
+    """Whether a column is kept whatever its rank, or is padding, [B, G, K] bool."""
     recent = positions.new_tensor([[r for _, r in row] for row in budgets])
     return (positions < sinks) | (positions < 0) | (positions >= tokens - recent[..., None])
 
 
 def each_head(by_row: Budgets, heads: int) -> Budgets:
-    """With an entry for each head."""
+    """Expand one budget for all heads of a row to one for each."""
     return [row * heads if len(row) == 1 else row for row in by_row]
 
 
@@ -342,7 +346,7 @@ def reserve_for_heads(
     of_head: float = 0.0,
     most_recent: int | None = None,
 ) -> tuple[Budgets, list[int]]:
-    """What each head has for itself, and how many places each row has left for the best of all.
+    """The budget that each head keeps, and the places of each row that all heads compete for.
 
     Args:
         least: keys that each head keeps at least, sinks included, if its budget is as many.
@@ -368,9 +372,10 @@ def reserve_for_heads(
 def deal_places(
     places: list[int], kept: list[Tensor], claims: list[Tensor]
 ) -> list[list[list[int]]]:
-    """How many more keys each layer keeps of each row and head, where a row has so many places.
+    """Give each row's places to its highest claims: for each layer, row and head how many it wins.
 
-    `kept`, `claims`: [B, G, K] of each layer, what is kept or no key, and claims from 0 on.
+    `kept`: [B, G, K] bool for each layer, True for keys that are kept anyway and for padding.
+    `claims`: [B, G, K] for each layer, at least 0.
     """
     counted = []
     heads, device = [x.shape[1] for x in kept], kept[0].device  # layers may lie on several

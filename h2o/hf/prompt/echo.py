@@ -1,12 +1,15 @@
-"""Echo: what a second reading of a text would look for, from its first.
+"""Echo scores: the attention that keys would receive if the text were read a second time.
 
-A model that meets a token again looks for what followed it before: it finds a key with the query of
-a token shortly before that key (Olsson et al., "In-context Learning and Induction Heads", 2022,
-arXiv:2209.11895). So the text's own queries are asked once more as if they stood behind it,
-each by as many positions later as its row is long, over all keys of the row without a causal mask.
-A key's score is the largest attention that it gets from the queries of its own token and of the
-`BEFORE` tokens before it. With rotary positions such a query is the first one, rotated on; a query
-rotated on gives a key what the query gives the key rotated back, and there are fewer keys.
+Induction heads look for what followed a token when it occurred before: the query of a token finds
+keys of the tokens shortly after its earlier occurrence (Olsson et al., "In-context Learning and
+Induction Heads", 2022, arXiv:2209.11895). Echo imitates a second occurrence of the whole text. Each
+query of a row of n tokens is evaluated again n positions later, over all keys of the row and
+without a causal mask. The score of a key is the largest attention that it receives from the queries
+of its own token and of the `BEFORE` tokens before.
+
+With rotary positions the query of the second occurrence is the first one, rotated by n positions.
+Rotating the keys back by n positions gives the same products, and there are fewer keys than
+queries.
 
 Shape letters: H query heads, G key/value heads, R = H / G, n tokens of a row, m of them, D head
 dimension, F rotary angles.
@@ -27,23 +30,24 @@ from h2o.policy import BEFORE
 __all__ = ["largest"]
 
 ENTRIES = 1 << 21
-"""Attention entries that exist at one time, where torch makes them."""
+"""Most attention entries in memory at a time, where torch computes them"""
 ROWS = 1024
-"""Queries of each head that the kernels are asked at a time."""
+"""Queries of each head in one call of the core"""
 TILE = 16
-"""Queries whose nearest keys come from one product of matrices."""
+"""Queries of one matrix product in `_nearest`"""
 
 
 def largest(
     query: Tensor, keys: Tensor, angles: Tensor | None, *, scale: float | None = None,
     softcap: float = 0.0, sink_logits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The score of each key of a row, [G, n] float32; no matrix of n x n entries is made.
+    """Compute the echo scores of the keys of a row, [G, n] float32, without an [n, n] matrix.
 
     Args:
-        query: [H, n, D]; keys: [G, n, D], both rotated and in `Rotary.halves`.
-        angles: [2, F] by which the queries are rotated on; None: they have no rotation.
-        scale, softcap, sink_logits: as in `h2o.ops.attend`.
+        query: [H, n, D], with rotary positions applied and in the order of `Rotary.halves`.
+        keys: [G, n, D], likewise.
+        angles: [2, F] cosines and sines that rotate a query by n positions; None: no rotation.
+        scale, softcap, sink_logits: see `h2o.ops.attend`.
     """
     H, n, D = query.shape
     G = len(keys)
@@ -68,25 +72,30 @@ def largest(
 
 
 class _Logits(NamedTuple):
-    """How a product of query and key becomes a logit, and what else is in the softmax."""
+    """How a product of query and key becomes a logit, and the sinks of the softmax."""
 
     scale: float
     softcap: float
     sink_logits: Tensor | None
 
     def capped(self, logits: Tensor) -> Tensor:
-        """In place."""
+        """Apply the softcap in place."""
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
 
 
 def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Products, scaled, of queries [G, R, m, D] with the key of their own token and of the `BEFORE`
-    tokens behind it, [BEFORE + 1, G, R, m] float32; of the keys [G, m to m + BEFORE, D], which
-    begin with the first query's. Behind the last of them stands nothing that counts.
+    """Scaled products of queries with the keys of their own and the next `BEFORE` tokens.
 
-    Of tiles of queries by keys the diagonals are taken: one product of matrices for all.
+    The products are diagonals of tiles of queries times keys, all in one matrix product.
+
+    Args:
+        asked: queries, [G, R, m, D].
+        keys: [G, m to m + BEFORE, D], of which the first is the first query's.
+
+    Returns:
+        [BEFORE + 1, G, R, m] float32. Entries beyond the last key are 0 and mean nothing.
     """
     G, R, m, D = asked.shape
     tiles = -(-m // TILE)
@@ -104,7 +113,7 @@ def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def _hold(keys: Tensor) -> ops.Slots | None:
-    """Slots with keys [G, n, D]; None for none."""
+    """Slots that hold keys [G, n, D]; None if n is 0."""
     n = keys.shape[1]
     if n == 0:
         return None
@@ -116,10 +125,10 @@ def _hold(keys: Tensor) -> ops.Slots | None:
 
 
 def _totals(asked: Tensor, held: ops.Slots | None, first: Tensor, how: _Logits) -> Tensor:
-    """The log of the sum of the exponentials of queries [G, R, m, D] with all keys, [G, R, m].
+    """Log of the softmax denominators of queries [G, R, m, D] over all keys, [G, R, m].
 
-    Each query comes as a head of its own: that is how all of them see all keys. A call has new
-    keys, so the first one, [G, 1, D], is not among those that are held.
+    Each query is passed as a head of its own, so that it sees all keys. A call needs a new key:
+    the first one, [G, 1, D], which is not among the slots.
     """
     G, R, m, D = asked.shape
     sinks = how.sink_logits

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from h2o import compat
 from h2o.config import H2OConfig
-from h2o.head_budgets import expand_to_heads, with_room
+from h2o.head_budgets import expand_to_heads, make_room
 from h2o.hf.store.pass_state import PassState
 from h2o.hf.store.pins import Pins
 
@@ -121,7 +121,7 @@ def budgets_by_row(
     """
     counts = pins.counts(len(lengths), config.sinks)
     return [
-        with_room(config.head_tokens(length, pinned), pinned, config.sinks)
+        make_room(config.head_tokens(length, pinned), pinned, config.sinks)
         for length, pinned in zip(lengths, counts, strict=True)
     ]
 

@@ -1,17 +1,16 @@
-"""`score_by="mean-echo"`: attention of a prompt is given out anew, to the keys that echo finds.
+"""`score_by="mean-echo"`: most of a prompt's attention is redistributed in proportion to echo.
 
-The mean attention of a key tells what the next words will need, and nothing of what a later
-question will ask for; echo (`h2o.hf.prompt.echo`) tells of that, and less of the next words. So in
-the first forward pass of a cache the attention that the keys of a head have received, but for the
-sinks, is added up, and `PART` of it given out anew: each key's mean attention from that is
-proportional to its echo. The sum stays, and so do the units. What follows is added to these scores
-as to any others: keys that were found compete with new tokens by the mean, and fade as it does.
+The mean attention of a key predicts what the next words need, but not what a later question asks
+for. Echo (`h2o.hf.prompt.echo`) predicts the question better and the next words worse. The first
+forward pass of a cache therefore sums the attention that the keys of a head received, sinks
+excluded, and redistributes `PART` of the sum so that each key's mean attention from this part is
+proportional to its echo. The total and the unit of the scores stay the same. Later attention is
+added to these scores as to any others: keys that echo found compete with new tokens by their mean,
+which decreases while nothing attends to them.
 
-Where queries cannot be rotated on the scores stay as they are: without rotary positions, with
-cache-relative ones, in keys that were taken over from a DynamicCache.
-
-Each query of a prompt of n tokens is asked again n positions later: it is the first one, rotated;
-where a layer has no rotary positions it is the first one itself.
+The scores stay those of attention where queries cannot be rotated: in models without rotary
+positions, with cache-relative positions, and for keys that come from a DynamicCache. A layer
+without rotary positions in a model that has them evaluates its queries again as they are.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q columns of the prompt, D head
 dimension.
@@ -47,28 +46,29 @@ __all__ = [
 ]
 
 PART = 0.75
-"""Of the attention; chosen on texts and facts of their own (docs/reference/results.md)."""
+"""Share of the attention that is redistributed, chosen on separate texts and facts
+(docs/reference/results.md)"""
 
 
 FEWEST_HEADS = 16
-"""Key/value heads with full attention from which places are dealt over all of them. With the three
-of Gemma 3 270M equal budgets lose less and find as much; with the 90 of SmolLM2 dealt places are
-better (docs/reference/results.md). Where the bound lies in between was not measured."""
+"""Fewest key/value heads with full attention that share one budget. With the 3 of Gemma 3 270M
+equal budgets lose less and find as much; with the 90 of SmolLM2 one budget is better
+(docs/reference/results.md). Nothing in between was measured."""
 
 
 class Served(NamedTuple):
-    """What a model gets for an `H2OConfig`."""
+    """An `H2OConfig` as a model can follow it."""
 
     config: H2OConfig
-    """Without dealt places, where the model does not go with them"""
+    """With equal budgets of heads, where the model does not support one budget for all"""
     rotary: Rotary | None
-    """By which echo asks a prompt's queries again; None: prompts keep attention's scores"""
+    """Rotary embedding of the queries of echo; None: prompts keep the scores of attention"""
     not_dealt: str
-    """What is done instead of dealing places by echo, where that was asked for, and why"""
+    """What replaces one budget for all heads, and why; "" where nothing does"""
 
 
 def served_as(config: Any, h2o_config: H2OConfig) -> Served:
-    """What a model with this config gets for an `H2OConfig`."""
+    """Adapt an `H2OConfig` to what a model with this config supports."""
     rotary: Rotary | str = "attention ranks its keys"
     if h2o_config.positions == "cache_relative":
         rotary = "its positions are cache-relative"
@@ -82,8 +82,8 @@ def served_as(config: Any, h2o_config: H2OConfig) -> Served:
 
 
 def not_dealt(config: Any) -> str:
-    """What `H2OConfig.echo` is for a model whose places are not dealt by echo, and why; "" for any
-    other."""
+    """Say what `H2OConfig.echo` becomes for a model whose heads cannot share one budget, and why;
+    "" for any other model."""
     return _instead(config, _rotary(config))
 
 
@@ -93,7 +93,7 @@ def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:
 
 
 def _instead(config: Any, rotary: Rotary | str) -> str:
-    """What is done instead of dealing places by echo, and why; "": they are dealt."""
+    """What replaces one budget for all heads, and why; "": nothing does."""
     if isinstance(rotary, str):
         return f"as H2OConfig.robust, since {rotary}"
     text = config.get_text_config(decoder=True)
@@ -117,7 +117,7 @@ def _rotary(config: Any) -> Rotary | str:
 
 
 class PromptEcho:
-    """Makes the scores of a prompt in one layer by echo."""
+    """Computes the scores of a prompt in one layer."""
 
     def __init__(self, rotary: Rotary, layer: int, policy: Policy) -> None:
         """`rotary`: the model's. `policy`: `H2OConfig.policy`, whose `score_by` is "mean"."""
@@ -125,8 +125,10 @@ class PromptEcho:
         self.rotary, self.is_rotated = rotary, rotary.turns(layer)
 
     def scores(self, tokens: NewTokens, received: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and echo of the tokens of a first pass, each [B, G, Q] float32, from the attention
-        that they received, a tensor like it."""
+        """Scores and echo of the tokens of a first pass, each [B, G, Q] float32.
+
+        received: the attention that the tokens received, [B, G, Q] float32.
+        """
         positions, count = positions_in(tokens.mask, received)
         is_sink = positions < self.policy.sinks  # or a pad
         queries = self.policy.queries_of(positions, count)
@@ -138,7 +140,7 @@ class PromptEcho:
         return received + PART * (anew - received), echo
 
     def echo(self, tokens: NewTokens) -> Tensor:
-        """[B, G, Q] float32 of the tokens of a first pass; 0 at a pad."""
+        """Echo of the tokens of a first pass, [B, G, Q] float32; 0 at padding."""
         B, G, Q, _ = tokens.key.shape
         echo = torch.zeros(B, G, Q, dtype=torch.float32, device=tokens.key.device)
         longest = self._longest(tokens)
@@ -163,10 +165,10 @@ class PromptEcho:
 
 
 class EchoScorer(AttentionScorer):
-    """Gives most of a prompt's attention out anew, to the keys that echo finds."""
+    """Redistributes most of a prompt's attention in proportion to echo."""
 
     def __init__(self, echo: PromptEcho, cross_head: CrossHeadBudget | None) -> None:
-        """`cross_head`: of the layers of a cache that share their places."""
+        """`cross_head`: the budget that the layers of a cache share; None: each has its own."""
         self.echo, self.cross_head = echo, cross_head
 
     def after_prompt(self, tokens: NewTokens, scores: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -174,7 +176,7 @@ class EchoScorer(AttentionScorer):
         return self.echo.scores(tokens, scores)
 
     def store(self, layer: Any, prompt: Prompt) -> None:
-        """See `AttentionScorer.store`; with shared places the last layer's prompt stores all."""
+        """See `AttentionScorer.store`; with one budget the last layer's prompt stores all."""
         if self.cross_head is None or prompt.claims is None:
             super().store(layer, prompt)
         else:

@@ -301,7 +301,7 @@ class Simulation:
             first = [min(prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
             pins.begin(first, mask, max(lengths) if mask is None else mask.shape[1])
             return list(prompts), prompt_budget.budgets_by_row(config, bases, pins)
-        budgets = [[config.truncated(n)] for n in bases]
+        budgets = [[config.truncate_tokens(n)] for n in bases]
         if self._masks.has_prompt and [(0, 0)] in budgets and min(lengths) > 0:
             raise ValueError(
                 f"masks {self._masks.name!r}: heavy={config.heavy} and recent={config.recent} of a "

@@ -1,0 +1,109 @@
+"""What vLLM's caches change: KL divergence of the next token from vLLM with bfloat16 keys and
+values.
+
+    python -m benchmarks.serving_quality wikitext2_test.txt --skip 4 --limit 40
+
+Each window's first tokens are a context, which h2o cuts to its budget; the divergence is that at
+the tokens after it. vLLM's own 8-bit caches keep every token. Of each distribution the likeliest
+tokens come from vLLM, and all others count as one, so the figures are lower bounds, close ones. The
+engines run in an environment of their own, which is made under h2o's cache folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from h2o import models
+from h2o.evaluation import windows
+from h2o.evaluation.text_table import table
+
+from .peers.environments import Peer, PeerMissing
+
+TOP = 512
+"""Likeliest tokens of a distribution"""
+
+
+def engines() -> dict[str, tuple[dict[str, Any], bool]]:
+    """Options of vLLM's engine by the name of a row, and whether keys are evicted."""
+
+    def entry(**config: Any) -> tuple[dict[str, Any], bool]:
+        return {"additional_config": {"h2o": {"min_tokens": 0, **config}}}, True
+
+    return {
+        "bfloat16": ({}, False),
+        "fp8_e4m3": ({"kv_cache_dtype": "fp8_e4m3"}, False),
+        "fp8_e5m2": ({"kv_cache_dtype": "fp8_e5m2"}, False),
+        "h2o, half of the keys": entry(budget=0.5),
+        "h2o, a fifth of the keys": entry(budget=0.2),
+        "h2o, int8, all keys": entry(budget=1.0, kv_dtype="int8"),
+        "h2o, int8, a fifth": entry(budget=0.2, kv_dtype="int8"),
+    }
+
+
+def divergence(exact: dict[str, float], other: dict[str, float]) -> float:
+    """KL divergence of two distributions in nats, from log-probabilities of their likeliest tokens.
+
+    Tokens that are not in both count as one, so it is at most the whole divergence.
+    """
+    common = exact.keys() & other.keys()
+    total = sum(math.exp(exact[token]) * (exact[token] - other[token]) for token in common)
+    rest = [max(0.0, 1.0 - sum(math.exp(x[token]) for token in common)) for x in (exact, other)]
+    if min(rest) > 0.0:
+        total += rest[0] * math.log(rest[0] / rest[1])
+    return max(0.0, total)
+
+
+def likeliest(distribution: dict[str, float]) -> str:
+    return max(distribution, key=distribution.__getitem__)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("text", type=Path, help="a long plain text")
+    parser.add_argument("--skip", type=int, default=0, help="windows from the start")
+    parser.add_argument("--limit", type=int, default=40, help="windows after these (40)")
+    parser.add_argument("--window", type=int, default=1024, help="tokens (1024)")
+    parser.add_argument("--context", type=int, default=768, help="of them before the cut (768)")
+    options = parser.parse_args()
+    _, tokenizer = models.load_model(None, dtype="bfloat16", say=models.say)
+    ids = tokenizer(options.text.read_text("utf-8"), verbose=False)["input_ids"]
+    parts = windows.cut_windows(ids, options.window)[options.skip : options.skip + options.limit]
+    folder, threads = str(models.embedded_folder()), str(torch.get_num_threads())
+    shared = {"max_model_len": options.window + 1, "max_logprobs": TOP}
+    exact: list[dict[str, float]] = []
+    lines = []
+    for name, (engine, evicts) in engines().items():
+        arguments = {"h2o_context": options.context} if evicts else None
+        try:
+            with Peer("vllm", folder, threads, json.dumps(shared | engine)) as peer:
+                told = [
+                    one
+                    for part in parts
+                    for one in peer.ask(
+                        ids=part, context=options.context, top=TOP, arguments=arguments
+                    )["logprobs"]
+                ]
+        except PeerMissing as problem:
+            print(f"{name}: left out: {problem}")
+            continue
+        exact = exact or told
+        apart = [divergence(*pair) for pair in zip(exact, told, strict=True)]
+        equal = [likeliest(x) == likeliest(y) for x, y in zip(exact, told, strict=True)]
+        error = statistics.stdev(apart) / math.sqrt(len(apart))
+        lines.append(
+            [name, f"{statistics.mean(apart):.4f} ±{error:.4f}", f"{statistics.mean(equal):.1%}"]
+        )
+        print(table(["cache", "KL divergence", "same likeliest token"], lines[-1:]), flush=True)
+    print(f"{len(exact)} tokens")
+    print(table(["cache", "KL divergence", "same likeliest token"], lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+/* level_avx512amxint8.c - the decode step (table.inc) compiled for AVX-512 with AMX, a matrix unit for
+ * bytes: Sapphire Rapids and later. All else is that of level_avx512bf16.c. */
+#include "../run.h"
+
+#if defined(H2O_LEVEL_AMX)
+#include "level_x86.h"
+
+H2O_TARGET_BEGIN(
+    "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,amx-tile,amx-int8")
+
+#define LEVEL avx512amxint8
+#define H2O_VEC_AVX512
+#define H2O_DOT_BF16
+#define H2O_DOT_BYTES
+#define H2O_TILE_BYTES
+#define ROWS_OF avx512
+#define REST_OF h2o_ops_avx512bf16
+#include "table.inc"
+
+H2O_TARGET_END
+#endif

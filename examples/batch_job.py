@@ -1,0 +1,74 @@
+"""Answer a file of prompts, and go on after the process was killed.
+
+    python examples/batch_job.py FOLDER --prompts 1000 --kill-after 300
+
+The work is done by `h2o generate --prompts FILE --output FILE`, which writes each answer as soon as
+it is complete and skips prompts that have an answer. This script makes up the prompts, starts the
+command, kills it after so many answers, and starts it again. Without `--kill-after` the command
+runs to its end at once. The answers are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+THINGS = ("kettle", "bicycle", "radio", "umbrella", "lamp", "camera", "clock")
+COMPLAINTS = ("arrived broken", "is the wrong color", "was never delivered", "makes a loud noise")
+
+
+def write_prompts(path: Path, count: int) -> None:
+    """JSON Lines of letters to a shop, each with an id."""
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(count):
+            letter = f"My {THINGS[i % 7]}, order {1000 + 37 * i}, {COMPLAINTS[i % 4]}."
+            prompt = f"{letter} Write one polite sentence that answers this customer."
+            file.write(json.dumps({"id": f"letter-{i}", "prompt": prompt}) + "\n")
+
+
+def count_answers(path: Path) -> int:
+    """Complete lines so far."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def answer(prompts: Path, answers: Path, options: list[str], kill_after: int | None) -> int:
+    """Run the command, and kill it once there are `kill_after` answers. Returns how many are."""
+    command = [sys.executable, "-m", "h2o", "generate", "--prompts", str(prompts)]
+    process = subprocess.Popen([*command, "--output", str(answers), *options])
+    while process.poll() is None:
+        if kill_after is not None and count_answers(answers) >= kill_after:
+            process.kill()
+            process.wait()
+            return count_answers(answers)
+        time.sleep(0.01)
+    if process.returncode:
+        sys.exit(f"the command ended with exit code {process.returncode}")
+    return count_answers(answers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog="Other options are those of `h2o generate`."
+    )
+    parser.add_argument("folder", type=Path, help="where prompts and answers go")
+    parser.add_argument("--prompts", type=int, default=1000, help="how many (%(default)s)")
+    parser.add_argument("--kill-after", type=int, metavar="N", help="answers before the kill")
+    options, more = parser.parse_known_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    prompts, answers = options.folder / "prompts.jsonl", options.folder / "answers.jsonl"
+    write_prompts(prompts, options.prompts)
+    more = ["--rows", "16", "--heavy", "64", "--recent", "64", "--max-new-tokens", "24", *more]
+    start = time.perf_counter()
+    if options.kill_after is not None:
+        done = answer(prompts, answers, more, options.kill_after)
+        print(f"killed with {done} of {options.prompts} answers", flush=True)
+    done = answer(prompts, answers, more, None)
+    print(f"{done} of {options.prompts} answers in {time.perf_counter() - start:.0f} s: {answers}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Examples that are whole programs, on a tiny model: a pinned chat, a library, a batch job."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transformers import AutoTokenizer
+
+from tests.test_cli import tiny  # noqa: F401
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+if not EXAMPLES.is_dir():
+    pytest.skip("the examples are not here", allow_module_level=True)
+pytestmark = pytest.mark.timeout(300)
+
+
+def run(name: str, *arguments: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_pinned_instructions_stay(tiny, tmp_path):  # noqa: F811
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template, tokenizer.eos_token = TEMPLATE, "a"
+    tokenizer.save_pretrained(folder)
+    out = run(
+        "pinned_chat.py", "--model", folder, "--turns", "8", "--every", "4", "--keys", "360",
+        "--max-new-tokens", "2",
+    )  # fmt: skip
+    held = re.findall(r"turns, +(\d+) tokens, (pinned|left to the budget) +(\d+)%", out)
+    assert [(name, share == "100") for _, name, share in held] == [
+        ("pinned", True), ("left to the budget", False),
+    ] * 2  # fmt: skip
+    assert int(held[-1][0]) > 400, "more than the budget"
+    assert int(held[3][2]) < int(held[1][2]) < 100, "and ever less of what is not pinned"
+
+
+def test_a_library_finds_its_documents(tiny, tmp_path, monkeypatch):  # noqa: F811
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in ("lighthouse", "railway", "garden"):
+        (texts / f"{name}.txt").write_text(f"The {name} of the town. " * 20, "utf-8")
+    library = tmp_path / "library"
+    more = ("--model", tiny)
+    out = run("document_library.py", *more, "build", library, "--documents", texts)
+    files, full = map(float, re.findall(r"([\d.]+) MB", out))
+    assert out.startswith("3 documents in ")
+    assert files < 0.7 * full
+    assert {path.stem for path in library.glob("*.safetensors")} == {
+        "lighthouse",
+        "railway",
+        "garden",
+    }
+    questions = ("Who built the railway?", "How high is the lighthouse?")
+    out = run("document_library.py", *more, "ask", library, *questions)
+    assert re.findall(r"^(\w+): \d+ kB loaded in [\d.]+ s, answered in", out, re.MULTILINE) == [
+        "railway",
+        "lighthouse",
+    ]
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    module = __import__("document_library")
+    made = module.chronicles()
+    index = {name: {"words": sorted(module.words(text))} for name, text in made.items()}
+    assert len(made) == 20
+    for place in module.PLACES:
+        assert module.pick(index, f"Who founded it, in {place}, and when?") == place.lower()
+
+
+def test_a_batch_job_goes_on_after_a_kill(tiny, tmp_path):  # noqa: F811
+    """Every prompt has one answer, the one that it has without the kill."""
+    more = ("--prompts", "40", "--model", tiny, "--rows", "4")
+    out = run("batch_job.py", tmp_path / "killed", "--kill-after", "6", *more)
+    killed = int(re.search(r"killed with (\d+) of 40 answers", out)[1])
+    assert 6 <= killed < 40
+    run("batch_job.py", tmp_path / "whole", *more)
+    answers = {}
+    for name in ("killed", "whole"):
+        lines = (tmp_path / name / "answers.jsonl").read_text("utf-8").split("\n")[:-1]
+        answers[name] = {answer["id"]: answer for answer in map(json.loads, lines)}
+        assert len(lines) == len(answers[name]) == 40
+    assert answers["killed"] == answers["whole"]
