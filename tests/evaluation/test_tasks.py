@@ -497,7 +497,7 @@ def test_results_are_written_without_being_asked(folder, tmp_path, monkeypatch):
 
 
 def test_the_papers_tasks_are_among_lm_evals():
-    """Those that docs/evaluation.md lists, all multiple-choice."""
+    """Tasks that docs/how_to/reproduce_the_paper.md lists, all multiple-choice."""
     page = (ROOT / "docs" / "evaluation.md").read_text("utf-8")
     section = page.partition("## The paper's tasks")[2].partition("\n## ")[0]
     names = re.findall(r"^\| [\w ]+ \| `(\w+)` \|", section, re.MULTILINE)
