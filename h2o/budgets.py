@@ -145,17 +145,16 @@ def check_tokens(name: str, value: Any) -> int:
 
 
 def layer_amount(name: str, budget: Any, layer: int, layers: int) -> Any:
-    """Amount of one layer, or a tuple (amounts of its heads,)."""
+    """One layer's amount, or a tuple with one for each of its heads."""
     if callable(budget):
-        amounts = check_head_amounts(f"{name}({layer}, {layers})", budget(layer, layers))
-        return (amounts,) if isinstance(amounts, tuple) else amounts
+        return check_head_amounts(f"{name}({layer}, {layers})", budget(layer, layers))
     if isinstance(budget, tuple):
         if len(budget) != layers:
             raise ValueError(
                 f"{name} has {len(budget)} amounts, but the model has {layers} layers: "
                 "give one amount per layer"
             )
-        return (budget[layer],) if isinstance(budget[layer], tuple) else budget[layer]
+        return budget[layer]
     return budget
 
 

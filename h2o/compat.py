@@ -76,11 +76,14 @@ PREPARE_PROCESSORS = "_get_logits_processor"
 """Method of GenerationMixin that makes the logits processors of a `generate()`."""
 
 
-def known_prompt_length(generation_config: Any) -> int | None:
-    """Columns of the attention mask that `generate()` has dropped because it was all ones.
+def known_prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+    """Tokens of each row's whole prompt, before `generate()` cuts it into chunks; None: not known.
 
-    transformers does this since 5.17 or so; before, the mask itself is there.
+    transformers drops a mask of ones since 5.17 or so and remembers its columns.
     """
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.ndim == 2:
+        return [max(1, n) for n in mask.sum(1).tolist()]  # a row may be nothing but padding
     return getattr(generation_config, "_mask_length", None)
 
 

@@ -19,14 +19,11 @@ from h2o.budgets import (
     check_tokens,
     check_total,
     flatten,
-    layer_amount,
-    pair_amounts,
-    raise_to_least,
-    recent_part,
 )
 from h2o.config_fields import ConfigFields, Positions
-from h2o.head_budgets import NAMED, LayerShares, check_shares, table
-from h2o.kv_dtype import QUANTIZED, KvDtype, fewest_bits, fitting, in_elements, per_token
+from h2o.head_budgets import NAMED, SHARED_TWICE, table
+from h2o.kv_dtype import QUANTIZED, KvDtype, fewest_bits, per_token
+from h2o.layer_plan import LayerPlan
 from h2o.model_identity import describe, key_size, latent_row
 from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_policy
 from h2o.presets import PRESETS, Presets
@@ -149,15 +146,16 @@ class H2OConfig(Presets):
                 'budget_unit="bytes" takes fractions, one heavy and one recent for all layers and '
                 f"heads, not heavy={self.heavy!r} and recent={self.recent!r}"
             )
-        shares = self.head_shares
-        is_checked = shares is None or isinstance(shares, LayerShares)
-        if not (is_checked or (isinstance(shares, str) and shares in NAMED)):
-            put(self, "head_shares", table(shares))
+        named = isinstance(self.head_shares, str) and self.head_shares in NAMED
+        if not named and self.head_shares is not None:
+            put(self, "head_shares", table(self.head_shares))
         if self.shares_by_echo and self.score_by != "mean-echo":
             raise ValueError(
                 f'head_shares="echo" goes with score_by="mean-echo", not {self.score_by!r}'
             )
-        self._check_shared()
+        by_head = any(isinstance(x, tuple) for x in (*_each(self.heavy), *_each(self.recent)))
+        if self.head_shares is not None and by_head:
+            raise ValueError(SHARED_TWICE)
         check_total(self.heavy, self.recent, self.sinks)
 
     def __deepcopy__(self, memo: Any) -> H2OConfig:
@@ -190,14 +188,8 @@ class H2OConfig(Presets):
         )
 
     @property
-    def floor(self) -> int:
-        """Keys that each head keeps at least: `min_tokens`, or 0 where no amount is a fraction."""
-        amounts = flatten((self.heavy, self.recent))
-        return self.min_tokens if any(isinstance(x, float) and x > 0 for x in amounts) else 0
-
-    @property
     def needs_prompt_length(self) -> bool:
-        """Whether a budget is a fraction. For layer budgets ask the layer's own config."""
+        """Whether the budget of any layer is a fraction."""
         amounts = (self.heavy, self.recent) if self.budget is None else self.budget
         return any(isinstance(x, float) for x in flatten(amounts))
 
@@ -230,118 +222,15 @@ class H2OConfig(Presets):
             self, head_shares=shares, kv_dtype=kv_dtype, _token_bytes=token_bytes
         )
 
-    def for_keys(self, D: int, element: int, rows: int = 2) -> H2OConfig:
-        """This config for keys of D elements of `element` bytes, where a token has two rows, a key
-        and a value, or one that is both.
-
-        A model's config says which dtype it was loaded in, not what `model.to` made of it.
-        """
-        full = rows * D * element
-        if self._token_bytes is None or self._token_bytes[0] == full:
-            return self
-        token_bytes = in_elements(self._token_bytes, full, self.kv_dtype)
-        return dataclasses.replace(self, _token_bytes=token_bytes)
-
-    def for_layer(self, layer: int, layers: int) -> H2OConfig:
-        """This config with the amounts of one of the model's `layers` layers, counted from 0.
-
-        Raises: ValueError when a list, or `head_shares`, has not one entry per layer.
-        """
-        heavy, recent = (
-            layer_amount(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
-        )
-        shares = None
-        if self.shares_by_echo:
-            shares = self.head_shares
-        elif self.head_shares is not None:
-            check_shares(self.head_shares, layers)
-            shares = LayerShares(self.head_shares, layer)
-        return dataclasses.replace(self, heavy=heavy, recent=recent, head_shares=shares)
-
-    def head_tokens(self, n: int, pinned: int = 0) -> list[tuple[int, int]]:
-        """(heavy, recent) of each key/value head of one layer's config; a single one if all have
-        the same. `n` as of `tokens`; `pinned` as of `LayerShares.apportion`."""
-        if not isinstance(self.head_shares, LayerShares):
-            return [head.tokens(n) for head in self._heads]
-        heavy, recent = self.tokens(n)
-        if self.sinks + heavy + recent >= UNLIMITED:
-            return [(heavy, recent)]
-        fraction = (self.sinks + heavy + recent) / n if self.needs_prompt_length and n else None
-        return self.head_shares.apportion(heavy, recent, self.sinks, fraction, self.floor, pinned)
-
     def tokens(self, n: int) -> tuple[int, int]:
-        """(heavy, recent) in tokens, for a row whose prompt has n tokens, pads not counted.
-
-        The mean, rounded down, of heads that have budgets of their own.
-        """
-        if isinstance(self.heavy, tuple) or isinstance(self.recent, tuple):
-            heads = self.head_tokens(n)
-            return sum(h for h, _ in heads) // len(heads), sum(r for _, r in heads) // len(heads)
-        heavy, recent = self.truncate_tokens(n)
-        if self.budget_unit == "keys":
-            one = [int(fraction > 0) for fraction in self._fractions]
-            heavy, recent = max(heavy, one[0]), max(recent, one[1])
-        least = self.min_tokens - self.sinks
-        return raise_to_least(least, recent_part(self.min_tokens), (heavy, recent), self._fractions)
-
-    def truncate_tokens(self, n: int) -> tuple[int, int]:
-        """`tokens` without `min_tokens`. Fractions may come to 0, as in the authors' code."""
-        if self.budget_unit == "bytes":
-            return self._of_bytes(n)
-        heavy, recent = (
-            int(amount * n) if isinstance(amount, float) else amount for amount in self._amounts
-        )
-        return heavy, recent
-
-    def is_raised(self, n: int) -> bool:
-        """Whether a fraction of n tokens comes to less than one, and `tokens` makes it one."""
-        exact = dataclasses.replace(self, min_tokens=0)
-        return any(head.tokens(n) != head.truncate_tokens(n) for head in exact._heads)
-
-    def is_floored(self, n: int) -> bool:
-        """Whether `min_tokens` is what a head of one layer's config keeps of n tokens."""
-        exact = dataclasses.replace(self, min_tokens=0)
-        heads = zip(self.head_tokens(n), exact.head_tokens(n), strict=True)
-        return any(sum(held) != sum(fraction) for held, fraction in heads)
-
-    def _of_bytes(self, n: int) -> tuple[int, int]:
-        """(heavy, recent) that fit, with the sinks and a free slot, into a part of the bytes."""
-        if self._token_bytes is None:
-            raise ValueError('budget_unit="bytes": ask config.for_model(model) first')
-        heavy, recent = self._amounts
-        part = heavy + recent
-        if part == 0:  # sinks alone
-            return 0, 0
-        rest = fitting(int(part * n * self._token_bytes[0]), self._token_bytes, self.sinks)
-        recent = int(rest * recent / part)
-        return rest - recent, recent
-
-    @property
-    def _heads(self) -> list[H2OConfig]:
-        """The configs of the heads of one layer, with plain amounts; `[self]` if all have the
-        same."""
-        if not isinstance(self.heavy, tuple) and not isinstance(self.recent, tuple):
-            return [self]
-        layers = pair_amounts(self._amounts, "layer of the model")
-        if len(layers) != 1:
-            raise ValueError("budgets differ by layer: ask config.for_layer(layer, layers)")
-        heads = pair_amounts(layers[0], "key/value head")
-        return [dataclasses.replace(self, heavy=h, recent=r) for h, r in heads]
-
-    @property
-    def _amounts(self) -> tuple[Amount, Amount]:
-        """(heavy, recent) of one layer's config."""
+        """(heavy, recent) in tokens, where all layers have the same, for a row whose prompt has n
+        tokens, pads not counted. The mean, rounded down, of heads with budgets of their own."""
         if self.budget is not None:
             raise ValueError(
                 f"budget={self.budget} depends on the model: call config.for_model(model) first"
             )
-        return self.heavy, self.recent  # type: ignore[return-value]
-
-    @property
-    def _fractions(self) -> tuple[float, float]:
-        """`heavy` and `recent` of one layer's config where they are fractions, else 0."""
-        heavy, recent = (x if isinstance(x, float) else 0.0 for x in self._amounts)
-        return heavy, recent
+        alike = self if self.head_shares is None else dataclasses.replace(self, head_shares=None)
+        return LayerPlan.of(alike, 0, 1).tokens(n)
 
     def count_held(self, n: int, prompt: int | None = None) -> int:
         """Tokens that a row of n holds at its end; fractions are of `prompt` tokens, else of n."""
@@ -362,17 +251,10 @@ class H2OConfig(Presets):
         if (self.heavy, self.recent) != (preset.heavy, preset.recent):
             raise ValueError("give either budget, or heavy and recent, which it is together")
 
-    def _check_shared(self) -> None:
-        """Raise ValueError for `head_shares` where heads have amounts of their own already."""
-        lists = [x for x in (self.heavy, self.recent) if isinstance(x, tuple)]
-        of_layer = isinstance(self.head_shares, LayerShares)
-        if not of_layer:  # of all layers: in each a number or a list
-            lists = [x for amounts in lists for x in amounts if isinstance(x, tuple)]
-        if self.head_shares is not None and lists:
-            raise ValueError(
-                "head_shares divide the budget of a layer among its key/value heads, but heavy or "
-                "recent give amounts by head: give one of the two"
-            )
+
+def _each(budget: Any) -> tuple[Any, ...]:
+    """The amounts of the layers; none of a function's."""
+    return budget if isinstance(budget, tuple) else ()
 
 
 PARAMETERS = tuple(x.name for x in dataclasses.fields(H2OConfig) if not x.name.startswith("_"))

@@ -8,7 +8,6 @@ torch.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -23,6 +22,12 @@ NAMED = ("shipped", "echo")
 LEAST = 8
 """Tokens that a head keeps at least, sinks included, where the budget allows it; `min_tokens` of
 `H2OConfig` may be more."""
+
+SHARED_TWICE = (
+    "head_shares divide the budget of a layer among its key/value heads, but heavy or recent give "
+    "amounts by head: give one of the two"
+)
+"""The error for head shares beside amounts by head."""
 
 Table = tuple[tuple[float, ...], ...]
 """[layers][key/value heads], positive; only the ratios count"""
@@ -149,49 +154,40 @@ def make_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tup
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerShares:
-    """One layer's part of `head_shares`, as the config of that layer has it."""
+def apportion(
+    shares: Any,
+    layer: int,
+    heavy: int,
+    recent: int,
+    sinks: int,
+    fraction: float | None,
+    min_tokens: int,
+    pinned: int = 0,
+) -> list[tuple[int, int]]:
+    """(heavy, recent) of each head of a layer, from those of equal budgets for all heads.
 
-    shares: Any
-    """a `Table`, or a Profile, whose shares depend on the budget"""
-    layer: int
+    Every head keeps the sinks; the rest of its part is divided as heavy to recent are.
 
-    def check_attention(self, attention: Any) -> None:
-        """Raise ValueError for a Profile of another model than the attention module's."""
-        if not isinstance(self.shares, tuple):
-            self.shares.check_attention(attention, self.layer)
-
-    def apportion(
-        self,
-        heavy: int,
-        recent: int,
-        sinks: int,
-        fraction: float | None,
-        min_tokens: int,
-        pinned: int = 0,
-    ) -> list[tuple[int, int]]:
-        """(heavy, recent) of each head; the arguments are those of equal budgets for all heads.
-
-        Every head keeps the sinks; the rest of its part is divided as heavy to recent are.
-        `fraction`: the budget as a fraction of the text; None for one in tokens, which is taken
-        as a fraction of what the shares were made from. `min_tokens`: as of `H2OConfig`.
-        `pinned`: keys beyond the sinks for which each head has room, if the mean has.
-        """
-        k = sinks + heavy + recent
-        if heavy + recent == 0:
-            return [(0, 0)]
-        shares = self.shares
-        if not isinstance(shares, tuple):
-            shares = shares.shares_for(k / shares.window if fraction is None else fraction)
-        least = max(LEAST, sinks + 1, min_tokens)
-        least_recent = recent_part(min_tokens)
-        if pinned and heavy:
-            in_proportion = math.ceil(pinned * (heavy + recent) / heavy)
-            least = max(least, sinks + max(in_proportion, pinned + least_recent))
-        heads = allocate_tokens(k, shares, least)[self.layer]
-        recents = [
-            max((keys - sinks) * recent // (heavy + recent), min(least_recent, keys - sinks))
-            for keys in heads
-        ]
-        return [(keys - sinks - r, r) for keys, r in zip(heads, recents, strict=True)]
+    Args:
+        shares: a `Table`, or a Profile, whose shares depend on the budget.
+        fraction: the budget as a fraction of the text; None for one in tokens, which is taken as a
+            fraction of what the shares were made from.
+        min_tokens: as of `H2OConfig`.
+        pinned: keys beyond the sinks for which each head has room, if the mean has.
+    """
+    k = sinks + heavy + recent
+    if heavy + recent == 0:
+        return [(0, 0)]
+    if not isinstance(shares, tuple):
+        shares = shares.shares_for(k / shares.window if fraction is None else fraction)
+    least = max(LEAST, sinks + 1, min_tokens)
+    least_recent = recent_part(min_tokens)
+    if pinned and heavy:
+        in_proportion = math.ceil(pinned * (heavy + recent) / heavy)
+        least = max(least, sinks + max(in_proportion, pinned + least_recent))
+    heads = allocate_tokens(k, shares, least)[layer]
+    recents = [
+        max((keys - sinks) * recent // (heavy + recent), min(least_recent, keys - sinks))
+        for keys in heads
+    ]
+    return [(keys - sinks - r, r) for keys, r in zip(heads, recents, strict=True)]

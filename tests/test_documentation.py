@@ -341,9 +341,10 @@ def test_paths_and_names_are_there(page):
             assert is_there(name), name
 
 
-def test_files_that_contributing_names_are_there():
-    """By the end of their path: the page speaks of rooms without repeating where they lie."""
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/understand/architecture.md"])
+def test_files_that_pages_for_contributors_name_are_there(page):
+    """By the end of their path: a page speaks of rooms without repeating where they lie."""
+    text = (ROOT / page).read_text("utf-8")
     elsewhere = {"Python.h", "setup.py"}
     files = [
         f"/{path.relative_to(ROOT)}"

@@ -410,7 +410,7 @@ FILES_OF_A_ROOM = 11
 
 SERVING = {
     "attention_blocks", "backends", "budgets", "compat", "config", "config_fields", "draw",
-    "errors", "filesystem", "head_budgets", "hf", "kv_dtype", "model_identity",
+    "errors", "filesystem", "head_budgets", "hf", "kv_dtype", "layer_plan", "model_identity",
     "models", "ops", "packages", "policy", "presets", "profile",
     "quantization", "rotary_embedding", "sink_logits", "slots", "spans", "tensors", "vllm",
 }  # fmt: skip

@@ -19,8 +19,8 @@ from torch import Tensor
 from h2o import compat, ops
 from h2o.attention_blocks import logit_blocks
 from h2o.errors import UnsupportedError
+from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import attending
-from h2o.hf.call.attention_call import Call
 from h2o.hf.families.layer_kinds import kind_of
 from h2o.hf.families.wrappers import input_device
 from h2o.hf.support import transformers_layers
@@ -73,7 +73,7 @@ def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Ten
         logits: whether to return the logits [n, vocabulary].
     """
 
-    def attention(call: Call) -> Tensor:
+    def attention(call: AttentionCall) -> Tensor:
         logits = call.scale, call.softcap, call.sink_logits
         seen = Attention(call.query[0], call.key[0], call.value[0], *logits)
         return visit(call.layer, seen)[None]

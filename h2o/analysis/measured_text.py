@@ -14,6 +14,7 @@ from h2o.analysis.collect import Attention, attend, forward, measure_layers, spa
 from h2o.config import H2OConfig, one_config
 from h2o.draw import pieces
 from h2o.hf.simulation.simulation import simulated
+from h2o.layer_plan import LayerPlan
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -107,8 +108,8 @@ class MeasuredText:
     def heavy(self, layer: int) -> int:
         """Number of keys of a layer that count as heavy hitters: `heavy` of the config."""
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        config = self.config.for_layer(self._check_layer(layer), layers)
-        number, _ = config.tokens(len(self))
+        plan = LayerPlan.of(self.config, self._check_layer(layer), layers)
+        number, _ = plan.tokens(len(self))
         if not number:
             raise ValueError("this config has no heavy hitters: give heavy more than 0")
         return min(number, len(self))

@@ -22,8 +22,8 @@ from torch import Tensor
 from h2o import ops
 from h2o.analysis.collect import Attention, full_layers
 from h2o.config import H2OConfig
+from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import attending
-from h2o.hf.call.attention_call import Call
 from h2o.hf.families.wrappers import input_device
 
 
@@ -41,7 +41,7 @@ def watch(model: Any, ids: Tensor, generator: torch.Generator, draws: int) -> di
     layers: dict[int, Watched] = {}
     outputs: list[Tensor] = []
 
-    def attention(call: Call) -> Tensor:
+    def attention(call: AttentionCall) -> Tensor:
         out = call.full()
         if not out.requires_grad:  # a first layer whose parameters are frozen
             out.requires_grad_()

@@ -23,8 +23,8 @@ from h2o.analysis.collect import forward, full_layers
 from h2o.calibration.head_costs import ROWS
 from h2o.config import H2OConfig
 from h2o.head_budgets import expand_to_heads
+from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import attending
-from h2o.hf.call.attention_call import Call
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.wrappers import input_device
 from h2o.sink_logits import softmax
@@ -58,7 +58,7 @@ def measure_worth(
     outputs: list[Tensor] = []
     changes: list[Tensor] = []
 
-    def attention(call: Call) -> Tensor:
+    def attention(call: AttentionCall) -> Tensor:
         query, key, value = call.query, call.key, call.value
         device = query.device
         configs = [[policy(int(x)) for x in row] for row in budgets[:, order[call.layer]]]

@@ -36,7 +36,7 @@ from h2o.evaluation.setting import Setting, from_config, from_options
 from h2o.evaluation.text_tasks import is_text_request
 from h2o.hf.attention.attention import switch
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.tuned_prompts import check_no_tuned_prompt
+from h2o.hf.families.wrappers import check_no_tuned_prompt
 from h2o.hf.rotary.angles import AnglesByLength
 from h2o.processes import world_size
 

@@ -29,7 +29,7 @@ from h2o.evaluation.setting import Setting
 from h2o.evaluation.task_rows import rows, text_of, tokenizer_of
 from h2o.hf.cache.new_cache import new_cache
 from h2o.hf.document.compress import compress_document
-from h2o.hf.rotary.positions import positions_after
+from h2o.hf.rotary.angles import positions_after
 
 LENGTHS = (256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -21,7 +21,7 @@ from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.setting import Setting
 from h2o.evaluation.task_rows import rows, text_of, tokenizer_of
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.rotary.positions import positions_after
+from h2o.hf.rotary.angles import positions_after
 from h2o.hf.simulation.simulation import simulated
 
 

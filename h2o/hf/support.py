@@ -18,25 +18,14 @@ from transformers.cache_utils import CacheLayerMixin
 from h2o import compat
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
+from h2o.hf.attention.attention import BOTH_WAYS, looks_both_ways_at_images
 from h2o.hf.families import latent_attention, shared_keys
-from h2o.hf.families.bidirectional_images import BOTH_WAYS, looks_both_ways_at_images
 from h2o.hf.families.layer_kinds import has_states, kind_of, layers_of, type_refusal
 from h2o.hf.families.shared_keys import reusing
 from h2o.hf.prompt import prompt_echo
 from h2o.hf.rotary import model_rotary
 from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import latent_row
-
-__all__ = [
-    "Support",
-    "Traits",
-    "not_supported_reasons",
-    "rereads_after",
-    "setting_reasons",
-    "supports",
-    "text_config_of",
-    "transformers_layers",
-]
 
 _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
@@ -79,7 +68,7 @@ class Support:
     not_images: str = ""
     """Why not with images, for a model that reads them, and what to do; empty otherwise."""
     not_echo: str = ""
-    """What the model gets in place of `H2OConfig.echo`, and why; empty where it gets that."""
+    """The replacement of `H2OConfig.echo` for the model, and why; empty if it gets echo."""
 
     def __bool__(self) -> bool:
         return self.supported
@@ -88,21 +77,19 @@ class Support:
         if not self.supported:
             return f"{self.model_type}: not supported: {self.reason}"
         full = self.layers.count("h2o")
-        rest = "".join(
+        parts = [f"{self.model_type}: supported, {full} of {len(self.layers)} layers by h2o"]
+        parts += [
             f", {self.layers.count(kind)} {what}"
             for kind, what in _REST.items()
             if kind in self.layers
-        )
-        rolled = (
-            f'; positions="cache_relative": not, {self.not_cache_relative}'
-            if self.not_cache_relative
-            else ""
-        )
-        images = f"; images: not, {self.not_images}" if self.not_images else ""
-        echo = f"; in place of H2OConfig.echo: {self.not_echo}" if self.not_echo else ""
-        idle = "" if full else ", so that nothing is evicted"
-        served = f"{full} of {len(self.layers)} layers by h2o{rest}{idle}"
-        return f"{self.model_type}: supported, {served}{rolled}{images}{echo}"
+        ]
+        parts += [] if full else [", so that nothing is evicted"]
+        reasons = {
+            'positions="cache_relative": not, ': self.not_cache_relative,
+            "images: not, ": self.not_images,
+            "in place of H2OConfig.echo: ": self.not_echo,
+        }
+        return "".join(parts + [f"; {what}{why}" for what, why in reasons.items() if why])
 
 
 _REST = {
@@ -143,7 +130,7 @@ def supports(model: Any) -> Support:
 
 
 class Traits(NamedTuple):
-    """What settings of a cache may not go with, of a model that h2o serves."""
+    """Properties of a supported model that may exclude settings of a cache."""
 
     model_type: str
     kinds: tuple[str, ...]

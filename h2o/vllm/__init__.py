@@ -13,8 +13,6 @@ from typing import Any
 
 from h2o.vllm.versions import TESTED, is_tested
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Tells vLLM of h2o's attention, in the place of the CPU's and as the backend CUSTOM. The other

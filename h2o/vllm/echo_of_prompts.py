@@ -1,8 +1,7 @@
 """`score_by="mean-echo"` and `head_shares="echo"` in vLLM, by the code that scores the first pass
 of an `H2OCache`.
 
-The only module here that knows what serves transformers: it asks that for the rotary embedding,
-which vLLM's layers have on queries and keys already, and has it deal the places.
+The only module here that imports h2o.hf. vLLM's layers hand over queries and keys that are rotated.
 
 Shape letters: H query heads, G key/value heads, Q tokens of a prompt, D head dimension.
 """
@@ -14,12 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from h2o.config import H2OConfig
-from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.prompt.cross_head_budget import Budgets, CrossHeadBudget, Prompt, Recipient
-from h2o.hf.prompt.prompt_echo import PromptEcho, not_dealt, rotary_for
+from h2o.hf.prompt.prompt_echo import PromptEcho, rotary_for
+from h2o.hf.prompt.prompt_echo import not_dealt as not_dealt  # for validation, which asks here
 from h2o.vllm.paged_rows import Cut, PromptScores
-
-__all__ = ["Dealer", "PromptEchoes", "not_dealt"]
 
 
 class PromptEchoes:
@@ -46,17 +44,15 @@ class PromptEchoes:
 
 class Dealer:
     """Deals the places of each prompt over all layers, as `H2OCache` does, once the last of them
-    has read it. Until then each layer's part is held whole: the next prompt may take the place of
-    what was kept whole beside the pages, and vLLM that of its keys."""
+    has read it. Until then a copy of each layer's part is held."""
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
         self._waiting: dict[int, list[Cut]] = {}
 
     def take(self, page: int, layer: int, cut: Cut) -> list[Cut]:
-        """What a layer has read of the prompt of a page, from the first layer to the last. With the
-        last one the parts of all layers, with the budgets that each head has been dealt; else none.
-        """
+        """Take a layer's part of the prompt of a page. With the last layer all parts are returned,
+        with the budgets that each head has been dealt; else none."""
         if layer == 0:  # what a pass that broke off has left is forgotten
             self._waiting[page] = []
         parts = self._waiting[page]
@@ -65,14 +61,14 @@ class Dealer:
         if len(parts) < self.layers:
             return []
         del self._waiting[page]
-        cross_head = CrossHeadBudget({i: part.config for i, part in enumerate(parts)}, alike=False)
+        cross_head = CrossHeadBudget({i: part.plan for i, part in enumerate(parts)}, alike=False)
         dealt: list[Cut] = []
 
         def note(prompt: Prompt, by_row: Budgets) -> None:  # from the first layer to the last
             dealt.append(parts[len(dealt)]._replace(budgets=by_row[0]))
 
         for i, part in enumerate(parts):
-            cross_head.take(Recipient(i, part.config, note), _prompt(part))
+            cross_head.take(Recipient(i, part.plan, note), _prompt(part))
         return dealt
 
 

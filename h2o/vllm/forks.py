@@ -14,14 +14,12 @@ from torch import Tensor
 
 from h2o.vllm.page_store import PageStore
 
-__all__ = ["Forks"]
-
 Outputs = dict[int, Tensor]
 """Attention [H, D] of a prompt's last token, by layer"""
 
 
 class Forks:
-    """What was stored, by page, and who begins with it in the pass that is coming."""
+    """Stored prompts by page, and the requests of the coming pass that begin with one."""
 
     def __init__(self) -> None:
         self.left: set[int] = set()
@@ -71,7 +69,7 @@ class Forks:
         return sum(out.nbytes for outs in [*self.stored.values()] for out in outs.values())
 
     def drop(self, pages: Iterable[int]) -> None:
-        """These pages are others' now."""
+        """Forget pages that other requests have got."""
         for page in pages:
             self.stored.pop(page, None)
 

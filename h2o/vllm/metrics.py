@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 from h2o.vllm.forks import Forks
 from h2o.vllm.page_store import PageStore
 
-__all__ = ["FOLDER", "Meter", "Place", "publish"]
-
 FOLDER = "H2O_VLLM_METRICS"
 """The variable of the environment that names the folder of the numbers."""
 
@@ -49,7 +47,7 @@ COUNTERS = {
 
 
 class Place(NamedTuple):
-    """Whose numbers they are."""
+    """The labels of a process' numbers."""
 
     model_name: str
     engine: str
@@ -65,7 +63,7 @@ class Collector:
         self.folder = folder
 
     def collect(self) -> Iterator[Any]:
-        """What prometheus_client asks for: the metrics with their labels."""
+        """The metrics with their labels, for prometheus_client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         left = []
@@ -100,7 +98,7 @@ def publish() -> None:
 
 
 class NumbersFile:
-    """What one process leaves in the folder, which is there while some process has a file in it."""
+    """The numbers of one process, in a folder that exists while it has a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -108,8 +106,7 @@ class NumbersFile:
         self._removed = False
 
     def write(self, text: str) -> None:
-        """Puts the text in the place of what is there. After `remove` nothing: a process may take
-        seconds to end, in which other threads go on."""
+        """Replace the text; after `remove` do nothing, since threads may outlive the meter."""
         with self._lock:
             if self._removed:
                 return
@@ -153,7 +150,7 @@ class Meter:
         self._waits = False
 
     def stepped(self) -> None:
-        """Has the numbers written in a moment, and with them those of the steps until then."""
+        """Write the numbers in a moment, together with those of the steps until then."""
         if self._waits or self.file is None:
             return
         self._waits = True
@@ -172,7 +169,6 @@ class Meter:
             warnings.warn(f"h2o: /metrics lacks numbers: {error}", RuntimeWarning, stacklevel=2)
 
     def numbers(self) -> dict[str, float | None]:
-        """By name."""
         evictions = [store.eviction() for store in self.stores()]
         lost, kept = (sum(getattr(x, name) for x in evictions) for name in ("lost", "kept"))
         return {

@@ -1,4 +1,4 @@
-"""What a page holds: the budgets of a request in each layer, and the slots that they need.
+"""Contents of a page: the budgets of a request in each layer, and the slots that they need.
 
 vLLM has pages of one size. A request's page is as large as the widest layer needs for the longest
 request; within it requests have budgets of their own. Where places are dealt over all layers
@@ -19,32 +19,21 @@ from h2o import ops
 from h2o.budgets import check_amount
 from h2o.config import PARAMETERS, H2OConfig, one_config
 from h2o.head_budgets import expand_to_heads
+from h2o.layer_plan import LayerPlan
 from h2o.profile import Profile
 from h2o.spans import Row, count, merge_spans, parse_spans
 from h2o.vllm.page_store import ALIGNMENT, page_bytes
 
-__all__ = [
-    "CONTEXT",
-    "PREFIX",
-    "PageBudget",
-    "entry_places",
-    "prefix_tokens",
-    "reads_by_token",
-    "served_budget_config",
-    "with_budget",
-    "with_pins",
-]
-
 PINS = "h2o_pinned"
-"""Of `vllm_xargs`: spans as text, 0:40,100:120, or as pairs of numbers; or "prompt" """
+"""Argument in `vllm_xargs`: spans as text, 0:40,100:120, or as pairs of numbers; or "prompt" """
 
 PREFIX = "h2o_prefix"
-"""Of `vllm_xargs`: tokens of the prompt's beginning that are read and cut by themselves, and held
+"""Argument in `vllm_xargs`: tokens of a prefix that is read and cut by itself, and held
 in common with other requests that say so"""
 
 CONTEXT = "h2o_context"
-"""Of `vllm_xargs`: the same, but what follows is read as an answer would be, token by token: so its
-log-likelihoods are those of the keys that are kept"""
+"""Argument in `vllm_xargs`: tokens of a context, after which the prompt is read token by token, so
+that its log-likelihoods are those of the kept keys"""
 
 OF_REQUESTS = ("h2o_heavy", "h2o_recent", PINS, PREFIX, CONTEXT)
 
@@ -91,7 +80,7 @@ def served_budget_config(
 
 
 def _config(entry: Mapping[str, Any]) -> H2OConfig:
-    """As `served_budget_config`, before anything is refused."""
+    """The config of an entry, before anything is refused."""
     fields = {name: _plain(x) for name, x in entry.items() if name not in ("cut", "whole_prompts")}
     if "preset" not in fields:
         return one_config(None, fields)
@@ -269,13 +258,13 @@ class PageBudget:
     def _by_head(
         self, config: H2OConfig, layer: int, keys: torch.Tensor, prompt: int
     ) -> list[tuple[int, int]]:
-        of_layer = self.of_layer(config, layer, keys)
-        return expand_to_heads([of_layer.head_tokens(prompt)], keys.shape[1], self.part)[0]
+        plan = self.layer_plan(config, layer, keys)
+        return expand_to_heads([plan.head_tokens(prompt)], keys.shape[1], self.part)[0]
 
-    def of_layer(self, config: H2OConfig, layer: int, keys: torch.Tensor) -> H2OConfig:
-        """A layer's own."""
-        of_layer = config.for_layer(layer, self.layers)
-        return of_layer.for_keys(keys.shape[-1], keys.element_size())
+    def layer_plan(self, config: H2OConfig, layer: int, keys: torch.Tensor) -> LayerPlan:
+        """The budgets of a layer for keys like these."""
+        plan = LayerPlan.of(config, layer, self.layers)
+        return plan.for_keys(keys.shape[-1], keys.element_size())
 
     def _kept(self, layer: int, keys: torch.Tensor) -> list[int]:
         """Keys of each head, or of all, that a page holds."""

@@ -22,8 +22,6 @@ from h2o import ops
 from h2o.slots import PER_ROW, empty_row
 from h2o.spans import PINNED
 
-__all__ = ["ALIGNMENT", "Eviction", "PageStore", "page_bytes"]
-
 ALIGNMENT = 16
 
 
@@ -41,7 +39,7 @@ def _fields(page: ops.Slots) -> list[tuple[str, torch.Tensor]]:
 
 
 class Eviction(NamedTuple):
-    """What became of the keys of requests."""
+    """Totals of evicted and kept keys."""
 
     keys: int
     """evicted so far, over all heads"""
@@ -117,9 +115,9 @@ class PageStore:
         return lengths.sum() * heads - (positions >= 0).sum()
 
     def eviction(self) -> Eviction:
-        """Of all requests so far; attention: of those whose pages no others have taken since.
+        """Totals of all requests so far; attention of those whose pages no others have taken since.
 
-        Of a store whose pages are its alone.
+        The store's pages must be its alone.
         """
         pages = self.pages
         library: Any = np if pages.scores.is_cpu else torch

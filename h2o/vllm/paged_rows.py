@@ -20,24 +20,12 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import H2OConfig
+from h2o.layer_plan import LayerPlan
 from h2o.slots import empty_row
 from h2o.spans import PINNED, Row, count
 from h2o.vllm.forks import Forks
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore
-
-__all__ = [
-    "Batch",
-    "Chunk",
-    "Cut",
-    "Deals",
-    "PagedLayer",
-    "PartialPrompts",
-    "PromptScores",
-    "Request",
-    "Steps",
-    "plan",
-]
 
 PromptScores = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Scores and echo, [1, G, Q] each, of a prompt from its query [1, H, Q, D], key and value
@@ -58,12 +46,12 @@ class Cut(NamedTuple):
     """(heavy, recent) of each head, or one for all"""
     pinned: int
     """keys of these, beyond the sinks, that every head keeps"""
-    config: H2OConfig
-    """the layer's, of the request"""
+    plan: LayerPlan
+    """the layer's budgets, of the request"""
 
 
 class Deals(Protocol):
-    """Who deals the places of prompts over all layers."""
+    """An object that deals the places of prompts over all layers."""
 
     def take(self, page: int, layer: int, cut: Cut) -> list[Cut]:
         """Takes each layer's part of the prompt of a page; with the last one gives all of them,
@@ -71,7 +59,7 @@ class Deals(Protocol):
 
 
 class Request(NamedTuple):
-    """What is known of a request besides its tokens."""
+    """A request without its tokens."""
 
     prompt: int
     """tokens of the prompt"""
@@ -115,7 +103,7 @@ class Steps(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one forward pass has to do in every layer, in this order."""
+    """The work of one forward pass in every layer, in this order."""
 
     late: list[Chunk]
     """prompts that are cut before their end, without new tokens"""
@@ -155,7 +143,7 @@ def plan(
     device: torch.device | str = "cpu",
     replayed: Container[int] = (),
 ) -> Batch:
-    """What the rows of a batch are.
+    """Sort the rows of a batch into prompts, chunks and decode steps.
 
     Args:
         starts: where each row's tokens begin in the batch, and where the last one's end.
@@ -219,7 +207,6 @@ def plan(
 
 
 def _steps(rows: list[tuple[int, int]], device: torch.device | str) -> Steps | None:
-    """Of rows (page, token)."""
     if not rows:
         return None
     pages, tokens = zip(*rows, strict=True)
@@ -365,8 +352,8 @@ class PagedLayer:
             ops.evict(keys, values, scores, self.store.rows(number), policy=self.policy)
             return
         pinned = count(request.pinned, self.budget.config.sinks)
-        config = self.budget.of_layer(request.config or self.budget.config, self.layer, keys)
-        cut = Cut(keys, values, scores, echo, budgets, pinned, config)
+        plan = self.budget.layer_plan(request.config or self.budget.config, self.layer, keys)
+        cut = Cut(keys, values, scores, echo, budgets, pinned, plan)
         if dealt := self.deals.take(chunk.page, self.layer, cut):
             budgets = [budget for part in dealt for budget in part.budgets]
             sizes = [self.budget.slots(self.budget.config.sinks + sum(x)) for x in budgets]

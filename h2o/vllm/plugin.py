@@ -1,9 +1,8 @@
-"""What vLLM sees of h2o: an attention backend and the size of its pages.
+"""vLLM's view of h2o: an attention backend and the size of its pages.
 
-With `validation` and `runners` it alone knows vLLM, by the internals of the versions in
-`h2o.vllm.versions`. On the CPU platform vLLM always takes the backend CPU_ATTN, so h2o's stands in
-its place, and is vLLM's own wherever the config has no entry "h2o". On a GPU it is the backend
-CUSTOM, for which a user asks.
+With `validation` and `runners` it alone knows vLLM, by the internals of the tested versions. On the
+CPU platform vLLM always takes the backend CPU_ATTN, so h2o's stands in its place, and is vLLM's own
+wherever the config has no entry "h2o". On a GPU it is the backend CUSTOM, for which a user asks.
 
 A request has one page for life (vLLM's CircularBufferSpec), which holds its slots; tokens are not
 in blocks, so vLLM's slot mapping is not used, and what requests have in common is copied. Of a
@@ -38,8 +37,6 @@ from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, plan
 from h2o.vllm.runners import Requests
 from h2o.vllm.sharing import set_up
 from h2o.vllm.validation import entry_of, has_windows, is_shared, logger, page_budget
-
-__all__ = ["H2OAttentionBackend"]
 
 BLOCK = 1 << 20
 """Tokens of a vLLM block: more than a request has, so that one block is all that it takes."""
@@ -93,7 +90,7 @@ def impls_of(vllm_config: VllmConfig, layers: list[str]) -> list[H2OAttention]:
 
 
 def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Meter:
-    """Of the pages of some layers, once it is known how many there are; logs that."""
+    """The meter of some layers' pages, once their number is known; logs that number."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     impls = impls_of(vllm_config, layers)
     pages = vllm_config.cache_config.num_gpu_blocks or 1
@@ -121,7 +118,7 @@ def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Mete
 
 
 class Engine(NamedTuple):
-    """What the layers of an engine have in common."""
+    """Everything that the layers of an engine share."""
 
     config: str
     """`VllmConfig.instance_id`"""
@@ -133,7 +130,7 @@ class Engine(NamedTuple):
     dealer: Any
     """`Dealer`; None: each layer has pages of its own"""
     stores: dict[int, PageStore]
-    """Of all layers together, by the address of the pages"""
+    """Stores of all layers together, by the address of the pages"""
     forks: Forks | None
     """None: prompts are not stored for requests to come"""
 
@@ -199,7 +196,7 @@ class H2OAttentionBackend(CPUAttentionBackend):
 
 
 class H2OCustomBackend(H2OAttentionBackend):
-    """The same where a user chooses the backend, `--attention-backend CUSTOM`: on GPUs."""
+    """The backend that a user chooses on GPUs, `--attention-backend CUSTOM`."""
 
     @staticmethod
     def get_name() -> str:
@@ -220,8 +217,8 @@ class H2OCustomBackend(H2OAttentionBackend):
 
 
 class Planned:
-    """A forward pass for all layers. What it is depends on the prompts that are stored, of which
-    both runners tell after they have asked for this, so the first layer has it planned."""
+    """A forward pass for all layers. The plan depends on the stored prompts, which both runners
+    name after they have asked for it, so the first layer makes it."""
 
     def __init__(self, make: Callable[[], Batch]) -> None:
         self._make = make
@@ -339,7 +336,7 @@ class H2OAttention(AttentionImpl[Planned]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """As vLLM defines it: query [n, H, D], key and value [n, G, D], output [n, H, D]."""
+        """Attention of query [n, H, D], key and value [n, G, D]; output [n, H, D]."""
         if attn_metadata is None:  # a run that only measures memory, or compiles
             return output.zero_()
         memory = kv_cache.data_ptr(), kv_cache.shape[0]

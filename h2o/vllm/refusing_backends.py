@@ -13,8 +13,6 @@ from typing import Any
 
 from h2o.vllm.versions import TESTED, is_tested
 
-__all__ = ["logits_processor"]
-
 PROCESSORS = "vllm.v1.sample.logits_processor", "vllm.v1.worker.gpu.sample.logits_processor"
 """Where vLLM's model runners have their base classes of logits processors."""
 
@@ -23,7 +21,7 @@ class Unchanged:
     """A logits processor that changes no logits, by the methods of both model runners."""
 
     def __init__(self, *args: Any) -> None:
-        """What a runner gives is not needed."""
+        """Ignore the runner's arguments."""
 
     def apply(self, logits: Any, *args: Any) -> Any:
         return logits

@@ -24,15 +24,13 @@ from h2o.vllm.page_budget import prefix_tokens, with_budget, with_pins
 from h2o.vllm.paged_rows import Request
 from h2o.vllm.validation import entry_of, logger, page_budget
 
-__all__ = ["Requests"]
-
 
 class Requests(ProcessorOfV1, ProcessorOfV2):
     """The requests of an engine: by row of the batch in the V1 runner, by slot in the V2 runner,
     where a request keeps its slot while its row may change from step to step."""
 
     of_config: ClassVar[dict[str, Requests]] = {}
-    """Those of each engine of this process, by `VllmConfig.instance_id`."""
+    """The requests of each engine of this process, by `VllmConfig.instance_id`."""
 
     def __init__(self, vllm_config: VllmConfig, *of_runner: Any) -> None:
         """
@@ -41,7 +39,7 @@ class Requests(ProcessorOfV1, ProcessorOfV2):
         """
         self.known: dict[int, Request] = {}
         self.prompt_lengths: Any = None
-        """By slot; None: of V1"""
+        """Prompt length by slot; None: the V1 runner"""
         if vllm_config.use_v2_model_runner:
             self.prompt_lengths = of_runner[0].prompt_len.np
         self.config: H2OConfig | None = None
@@ -62,7 +60,7 @@ class Requests(ProcessorOfV1, ProcessorOfV2):
         return cls.of_config[vllm_config.instance_id]
 
     def of_batch(self, rows: Any) -> Callable[[int], Request | None]:
-        """Who the rows of a batch are, by vLLM's metadata of all attention; None where a prompt's
+        """The request of each row, by vLLM's metadata of all attention; None where a prompt's
         length is not known."""
         if self.prompt_lengths is None:
             return self.known.get

@@ -26,8 +26,6 @@ from h2o.vllm.page_budget import entry_places, prefix_tokens, reads_by_token
 from h2o.vllm.stored_prompts import Asked, Begin, Reading, Store, StoredPrompts, identify
 from h2o.vllm.validation import CONNECTOR, SHARING, entry_of, has_windows
 
-__all__ = ["StoredPromptsConnector", "set_up"]
-
 
 def set_up(vllm_config: VllmConfig) -> None:
     """Has vLLM share prompts, in the place of its own prefix caching and where that is on; to be
@@ -49,7 +47,7 @@ def set_up(vllm_config: VllmConfig) -> None:
 
 @dataclasses.dataclass
 class Plan(KVConnectorMetadata):
-    """What workers have to do with stored prompts beside a pass."""
+    """Instructions to workers: what to do with stored prompts beside a pass."""
 
     begins: list[Begin] = dataclasses.field(default_factory=list)
     dropped: list[int] = dataclasses.field(default_factory=list)
@@ -72,9 +70,9 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         self.plan = Plan()
         self.prompts = StoredPrompts(entry_places(entry_of(vllm_config)))
         self.found: dict[str, tuple[int, int, bool]] = {}
-        """By request: what it will begin with, if it gets a page"""
+        """The stored prompt of each request that waits for a page"""
         self.asked: dict[str, Asked] = {}
-        """By request, since one that waits is asked about in every pass"""
+        """Hashes of each request, which are asked for in every pass while it waits"""
 
     requires_kv_delivery = False
 
@@ -130,7 +128,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         return plan
 
     def _asked(self, request: Any) -> Asked | None:
-        """What a request may have in common with others; None: nothing."""
+        """The hashes by which a request may share a prompt; None: it shares nothing."""
         if not _may_share(request):
             return None
         known = self.asked.get(request.request_id)
@@ -185,10 +183,10 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         self.forks.drop(plan.dropped)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: pages are there before the pass."""
+        """Does nothing: pages are there before the pass."""
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: pages are stored after the pass."""
+        """Does nothing: pages are stored after the pass."""
 
     def wait_for_save(self) -> None:
         plan: Any = self._get_connector_metadata()
@@ -249,8 +247,8 @@ class Prefixes(Scheduler):
 
 
 class PrefixScheduler(Prefixes):
-    """Of passes that are planned one after the other."""
+    """Plans a pass when the one before has ended."""
 
 
 class PrefixAsyncScheduler(Prefixes, AsyncScheduler):
-    """Of passes that are planned while the one before runs."""
+    """Plans a pass while the one before runs."""

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 
 from h2o.vllm.page_budget import CONTEXT, PREFIX, reads_by_token
 
-__all__ = ["Asked", "Begin", "Reading", "Store", "StoredPrompts", "identify"]
-
 
 class Asked(NamedTuple):
-    """What a request may have in common with others."""
+    """Hashes by which a request shares a prompt with others."""
 
     tokens: int
     """of the prompt"""
@@ -70,7 +68,7 @@ class Begin(NamedTuple):
 
 
 class Store(NamedTuple):
-    """What a request's page holds is to be stored after the pass."""
+    """A request's page is to be copied to another page after the pass."""
 
     page: int
     other: int
@@ -101,7 +99,7 @@ class StoredPrompts:
         self.places = places
         self.pages: dict[bytes, int] = {}
         self.reading: dict[str, Reading] = {}
-        """By request"""
+        """Prompts that are being read, by request"""
         self._by_page: dict[int, bytes] = {}
 
     def find(self, wanted: Asked) -> tuple[int, int, bool] | None:
@@ -161,12 +159,12 @@ class StoredPrompts:
         return pages
 
     def leave(self, requests: Iterable[str]) -> set[int]:
-        """These requests have ended. The pages of those whose prompt was in the middle."""
+        """Forget requests that have ended; returns the pages of prompts that were cut short."""
         gone = [self.reading.pop(request) for request in requests if request in self.reading]
         return {one.page for one in gone if one.is_whole}
 
 
 def _to_come(one: Reading) -> set[bytes]:
-    """What will be stored of a prompt that is being read."""
+    """Hashes of what will be stored of a prompt that is being read."""
     beginning = one.asked.beginning if one.read < one.asked.prefix else None
     return {one.asked.whole} | ({beginning} if beginning is not None else set())

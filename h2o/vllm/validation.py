@@ -1,5 +1,4 @@
-"""What h2o serves in vLLM: the entry "h2o" of the config, and what is refused beside it. Knows
-vLLM, as `plugin` does."""
+"""The entry "h2o" of vLLM's config, and the settings of vLLM that it does not go with."""
 
 from __future__ import annotations
 
@@ -12,17 +11,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from h2o.config import H2OConfig
 from h2o.vllm.page_budget import PageBudget, entry_places, served_budget_config
-
-__all__ = [
-    "CONNECTOR",
-    "SHARING",
-    "entry_of",
-    "has_windows",
-    "is_shared",
-    "logger",
-    "page_budget",
-    "refuse",
-]
 
 logger = init_logger("vllm.h2o")
 
@@ -42,7 +30,7 @@ def entry_of(vllm_config: VllmConfig) -> Any:
 
 
 def served_config(vllm_config: VllmConfig) -> H2OConfig:
-    """What the entry "h2o" says, for this model. Raises: TypeError, ValueError for a wrong one."""
+    """The config of the entry "h2o". Raises: TypeError, ValueError for a wrong one."""
     model = vllm_config.model_config.hf_text_config
     return served_budget_config(
         entry_of(vllm_config), model, can_deal=lambda: can_deal(vllm_config)

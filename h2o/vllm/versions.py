@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["TESTED", "is_tested"]
-
 TESTED = ("0.32", "0.33")
 """Minor versions, by whose internals `plugin`, `runners` and `validation` go."""
 

@@ -13,9 +13,10 @@ import torch
 
 from h2o import H2OConfig, _core, backends, cli, ops
 from h2o.backends import cuda, kernel_check
-from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store.layer_state import layer_state, restore
+from h2o.layer_plan import LayerPlan
 from tests.cuda.device import IMAGE, carried
 from tests.devices import forget_default_device
 from tests.inputs import drifting
@@ -306,7 +307,7 @@ def test_a_layer_that_goes_on_elsewhere_opens_the_device_before_its_step(monkeyp
     monkeypatch.setattr(backends, "serving", lambda x: opening.append(x) or serving(x))
     text = [torch.from_numpy(x) for x in drifting(3, B=1, H=2, G=2, N=12, D=16)]
     prompt, token = ([x[:, :, i:j] for x in text] for i, j in ((0, 11), (11, 12)))
-    read, moved = (H2OLayer(H2OConfig(heavy=4, recent=4)) for _ in range(2))
+    read, moved = (H2OLayer(LayerPlan.of(H2OConfig(heavy=4, recent=4), 0, 1)) for _ in range(2))
     read.update(*prompt[1:])
     read.forward(NewTokens(*prompt, None, 0.25, 0.0))
     opening.clear()

@@ -48,7 +48,7 @@ def test_one_token_is_not_the_whole_prompt(config, name):
         if name == "heavy":
             fields["recent"] = 1
     tokens = [
-        get_plan(config, config, H2OConfig(**fields)).configs[0].tokens(50)
+        get_plan(config, config, H2OConfig(**fields)).plans[0].tokens(50)
         for fields in (one, whole, one)
     ]
     assert tokens[0] == tokens[2] != tokens[1]
@@ -57,7 +57,7 @@ def test_one_token_is_not_the_whole_prompt(config, name):
 def test_budgets_that_are_computed_are_computed_for_each_cache(config):
     amounts = iter(range(1, 100))
     computed = H2OConfig(heavy=lambda layer, layers: next(amounts), recent=1)
-    heavy = [[x.config.heavy for x in H2OCache(config, computed).layers] for _ in range(2)]
+    heavy = [[x.plan.heavy for x in H2OCache(config, computed).layers] for _ in range(2)]
     assert heavy[1] == [x + len(heavy[0]) for x in heavy[0]]
 
 

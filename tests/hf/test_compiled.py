@@ -11,7 +11,7 @@ from transformers import CompileConfig
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, ops
 from h2o.compat import with_cache
-from h2o.hf.layers import captured
+from h2o.hf.layers import steppers
 from tests.hf.modes import policy
 from tests.hf.recordings import recording
 from tests.hf.test_saved import assert_same
@@ -164,7 +164,7 @@ def test_chunks_in_one_graph():
 
 
 def test_a_chunk_that_fails_leaves_the_slots_as_they_were(monkeypatch):
-    captured.register()
+    steppers.register()
     text = drifting(3, B=2, N=12)
     query, keys, values = (torch.from_numpy(x).to(DEVICE) for x in text)
     slots = ops.new_slots(keys, 8, 2, 2)
@@ -189,7 +189,7 @@ def test_a_chunk_that_fails_leaves_the_slots_as_they_were(monkeypatch):
 @pytest.mark.parametrize(("operator", "begin"), [("step", 11), ("chunk", 9)])
 def test_what_the_operations_say_of_themselves(operator, begin):
     """That they write to what they say, that a fake has the right shape, that they compile."""
-    captured.register()
+    steppers.register()
     text = drifting(3, B=2, N=12)
     query, keys, values = (torch.from_numpy(x).to(DEVICE) for x in text)
     stores = ({}, {"value_weighted": True}, {"kv_dtype": "int8"})

@@ -14,6 +14,7 @@ import pytest
 import h2o
 from h2o import H2OCache, H2OConfig, Profile
 from h2o.config import PRESETS, UNLIMITED
+from h2o.layer_plan import LayerPlan
 from h2o.policy import Policy
 from tests.hf.tiny import model
 
@@ -60,10 +61,9 @@ def test_presets_are_parameters():
 def test_budgets_per_layer():
     recent = {"recent": lambda layer, layers: layers - layer}
     config = H2OConfig(heavy=[8, 0.5, 2], **recent, sinks=1, min_tokens=0)
-    assert [config.for_layer(i, 3).tokens(10) for i in range(3)] == [(8, 3), (5, 2), (2, 1)]
-    assert config.for_layer(2, 3) == H2OConfig(heavy=2, recent=1, sinks=1, min_tokens=0)
-    assert config.for_layer(1, 3).needs_prompt_length
-    assert not config.for_layer(0, 3).needs_prompt_length
+    assert [LayerPlan.of(config, i, 3).tokens(10) for i in range(3)] == [(8, 3), (5, 2), (2, 1)]
+    assert LayerPlan.of(config, 1, 3).needs_prompt_length
+    assert not LayerPlan.of(config, 0, 3).needs_prompt_length
 
 
 def test_is_frozen_and_pickles():
@@ -112,15 +112,16 @@ def test_refusals(parameters, error, words):
 
 def test_refusals_that_need_the_model_or_the_prompt():
     with pytest.raises(ValueError, match="heavy has 2 amounts, but the model has 3 layers"):
-        H2OConfig(heavy=[1, 2], recent=1).for_layer(0, 3)
+        LayerPlan.of(H2OConfig(heavy=[1, 2], recent=1), 0, 3)
     with pytest.raises(TypeError, match=r"heavy\(1, 3\) must be"):
-        H2OConfig(heavy=lambda layer, layers: None).for_layer(1, 3)
+        LayerPlan.of(H2OConfig(heavy=lambda layer, layers: None), 1, 3)
     assert H2OConfig(heavy=0.1, recent=0.0, sinks=1, min_tokens=0).tokens(5) == (1, 0)
-    assert H2OConfig(heavy=0.1, recent=0.1, sinks=1, min_tokens=0).truncate_tokens(5) == (0, 0)
-    raised = H2OConfig(heavy=0.1, recent=3, min_tokens=0)
+    exact = H2OConfig(heavy=0.1, recent=0.1, sinks=1, min_tokens=0)
+    assert LayerPlan.of(exact, 0, 1).truncate_tokens(5) == (0, 0)
+    raised = LayerPlan.of(H2OConfig(heavy=0.1, recent=3, min_tokens=0), 0, 1)
     assert [raised.is_raised(n) for n in (9, 10)] == [True, False]
     with pytest.raises(ValueError, match="keeps nothing"):
-        H2OConfig(heavy=lambda layer, layers: 0, recent=0).for_layer(0, 1)
+        LayerPlan.of(H2OConfig(heavy=lambda layer, layers: 0, recent=0), 0, 1)
 
 
 def test_imports_nothing_heavy():

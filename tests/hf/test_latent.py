@@ -184,7 +184,7 @@ def test_goes_on_from_a_dynamic_cache(name):
         theirs(**inputs, position_ids=positions, **with_cache(full))
     cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full(), attention_mask=mask)
     for ours_layer, theirs_layer in zip(cache.layers, full.layers, strict=True):
-        latents, rotated = ours_layer.held()
+        latents, rotated = ours_layer.kept_rows()
         assert torch.equal(latents[1], theirs_layer.keys[1])
         assert torch.equal(rotated[1], theirs_layer.values[1])
     more = torch.arange(6).reshape(2, 3) + 7

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.compat import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
-from h2o.hf.forms.cache_relative import CacheRelativeForm
+from h2o.hf.layers.cache_relative import CacheRelativeForm
 from h2o.hf.rotary.model_rotary import ROLLED, Rotary
 from tests import inputs
 from tests.hf.drive import feed, new_cache
@@ -87,7 +87,7 @@ def stored(ours, position: int):
             position_ids=torch.tensor([[position]]),
             **with_cache(cache),
         )
-    return [layer.held()[0] for layer in cache.layers if has_ranks(layer)]
+    return [layer.kept_rows()[0] for layer in cache.layers if has_ranks(layer)]
 
 
 def test_all_model_types_are_shown():

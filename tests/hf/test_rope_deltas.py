@@ -42,7 +42,7 @@ def answered(name):
     forgot = copy.deepcopy(ours)
     forgot.model.rope_deltas = torch.zeros(1, 1, dtype=torch.long)
     unknown = cache.fork()
-    unknown.pass_state.rope_deltas.is_known = False
+    unknown.guard.rope_deltas.is_known = False
     assert asked(forgot, read, unknown) != expected, "the number must matter"
     return ours, cache, read, expected
 
@@ -98,7 +98,7 @@ def test_a_cache_that_another_one_has_filled(name):
     more = torch.cat([read, prompts(6, seed=9)[0] % 90 + 2], 1)
     greedy(ours, {"input_ids": more}, 1, **with_cache(cache))
     model_number = int(ours.model.rope_deltas)
-    assert cache.pass_state.rope_deltas.offset == model_number != 0
+    assert cache.guard.rope_deltas.offset == model_number != 0
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -294,42 +294,6 @@ def test_files_of_other_versions(written, content, words):
         H2OCache.load(path, ours)
 
 
-def test_files_that_do_not_tell_their_heads(written):
-    """As they were written before parts of tensor parallel models were told apart."""
-    path, ours = written
-    expected = H2OCache.load(path, ours)
-
-    def without(text, _):
-        content = json.loads(text)
-        for numbers in content["layers"]:
-            del numbers["part"]
-        return json.dumps(content)
-
-    text, tensors = rewritten(path, without)
-    save_file(tensors, path, {"h2o": text, "sha256": cache_file._checksum(text, tensors)})
-    assert_same(H2OCache.load(path, ours), expected)
-
-
-@pytest.mark.parametrize("merge", [None, 0.8])
-def test_files_of_configs_with_merge(written, merge):
-    """A field of early versions. None is what their files say where no key was merged."""
-    path, ours = written
-    expected = H2OCache.load(path, ours)
-
-    def with_merge(text, _):
-        content = json.loads(text)
-        content["settings"]["config"]["merge"] = merge
-        return json.dumps(content)
-
-    text, tensors = rewritten(path, with_merge)
-    save_file(tensors, path, {"h2o": text, "sha256": cache_file._checksum(text, tensors)})
-    if merge is None:
-        assert_same(H2OCache.load(path, ours), expected)
-    else:
-        with pytest.raises(ValueError, match=r"written with merge.*save it anew"):
-            H2OCache.load(path, ours)
-
-
 def broken_off(ours, cache):
     """A pass of one more token that ends between the two layers."""
     hook = ours.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -404,8 +368,8 @@ def test_states_are_whole():
     """Whatever a pass changes in a layer is in its state, or is made anew from it."""
     ours = model("llama")
     (ids,) = prompts(40)
-    anew = {"capacity", "keys", "values", "is_initialized", "batch_size", "pass_state"}
-    anew |= {"_out", "_ranks"}
+    anew = {"capacity", "keys", "values", "is_initialized", "batch_size", "guard"}
+    anew |= {"_out", "_ranks", "columns"}
     for positions in ("original", "cache_relative"):
         config = H2OConfig(**SMALL, positions=positions)
         cache = H2OCache(ours.config, config, trace=True)
@@ -415,7 +379,7 @@ def test_states_are_whole():
             assert isinstance(layer, H2OLayer)
             changed = {name for name, x in attributes(layer).items() if x is not old[name]}
             names = {name.partition(".")[0] for name in layer_state(layer).tensors}
-            assert "seen" in changed
+            assert "columns" in changed
             assert changed - anew <= names | set(layer_state(layer).numbers)
 
 

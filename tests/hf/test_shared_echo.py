@@ -31,7 +31,7 @@ def wanted(ours, document):
         (
             means.kept(i).scores[0].double(),
             echoes[i][0].double(),
-            means.layers[i].held()[1][0].double().norm(dim=-1),
+            means.layers[i].kept_rows()[1][0].double().norm(dim=-1),
         )
         for i in range(len(means.layers))
     ]

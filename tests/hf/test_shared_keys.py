@@ -17,12 +17,13 @@ import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, simulated, supports
 from h2o.compat import with_cache
 from h2o.evaluation.published_masks import MASKS
-from h2o.hf.call.attention_call import AttentionCall
+from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.families.shared_keys import SHARES_KEYS, reusing
-from h2o.hf.forms import shared_form
-from h2o.hf.forms.plain_form import PlainForm
-from h2o.hf.forms.shared_form import SharedForm
+from h2o.hf.layers import shared_form
 from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.layers.plain_form import PlainForm
+from h2o.hf.layers.shared_form import SharedForm
+from h2o.layer_plan import LayerPlan
 from tests.cases import checkered
 from tests.hf.modes import POLICIES
 from tests.hf.tiny import batch, greedy, model, prompts
@@ -68,7 +69,7 @@ def a_pass(layer, Q, seed, B=2, mask=None):
 @pytest.mark.parametrize("chosen", [name for name in POLICIES if name != "head_shares"])
 def test_a_later_layer_sees_what_the_layer_itself_saw(chosen):
     """In a prompt, in steps from before the budget is full until long after, and in chunks."""
-    layer = H2OLayer(POLICIES[chosen].for_layer(0, 2), form=SharedForm([1, 2]))
+    layer = H2OLayer(LayerPlan.of(POLICIES[chosen], 0, 2), form=SharedForm([1, 2]))
     for seed, Q in enumerate([7, *[1] * 20, 5, *[1] * 9, 11, 1, 1]):
         first, (all_queries, last) = a_pass(layer, Q, seed)
         assert torch.equal(all_queries, first)
@@ -76,7 +77,7 @@ def test_a_later_layer_sees_what_the_layer_itself_saw(chosen):
 
 
 def test_pads_of_a_prompt_of_a_chunk_and_of_a_step():
-    layer = H2OLayer(POLICIES["h2o"], form=SharedForm([1, 2]))
+    layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), form=SharedForm([1, 2]))
     for seed, Q in enumerate([20, 6, 1, 1, 20, 1]):
         mask = torch.ones(2, Q, dtype=torch.bool)
         mask[0, : Q // 2 + (seed == 3)] = False
@@ -88,7 +89,7 @@ def test_pads_of_a_prompt_of_a_chunk_and_of_a_step():
 
 def test_keys_that_came_from_a_dynamic_cache():
     for Q in (1, 4):
-        layer = H2OLayer(POLICIES["h2o"], form=SharedForm([1, 2]))
+        layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), form=SharedForm([1, 2]))
         layer.take_over(torch.randn(2, G, 20, D), torch.randn(2, G, 20, D), None)
         first, (all_queries, _) = a_pass(layer, Q, 0)
         assert torch.equal(all_queries, first)
@@ -98,7 +99,7 @@ def test_keys_that_came_from_a_dynamic_cache():
 
 def test_keys_on_another_device_still_know_their_layer():
     """accelerate moves them on where the next layers lie elsewhere."""
-    layer = H2OLayer(POLICIES["h2o"], form=SharedForm([1]))
+    layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), form=SharedForm([1]))
     key, value = layer.update(torch.randn(1, G, 5, D), torch.randn(1, G, 5, D))
     moved = key.to("meta")
     assert moved.h2o_layer is layer
@@ -112,7 +113,7 @@ def test_keys_on_another_device_still_know_their_layer():
 
 
 def test_nothing_is_kept_of_a_pass_that_is_over():
-    layer = H2OLayer(POLICIES["h2o"], form=SharedForm([1]))
+    layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), form=SharedForm([1]))
     key, value = layer.update(torch.randn(1, G, 5, D), torch.randn(1, G, 5, D))
     query = torch.randn(1, H, 5, D)
     layer.attend(AttentionCall(OWN, query, key, value))
@@ -123,7 +124,7 @@ def test_nothing_is_kept_of_a_pass_that_is_over():
 
 
 def test_training_is_refused_in_later_layers_too():
-    layer = H2OLayer(POLICIES["h2o"], form=SharedForm([1]))
+    layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), form=SharedForm([1]))
     key, value = layer.update(torch.randn(1, G, 5, D), torch.randn(1, G, 5, D))
     query = torch.randn(1, H, 5, D, requires_grad=True)
     layer.attend(AttentionCall(OWN, query, key, value))
@@ -342,7 +343,7 @@ def test_a_pass_ends_with_the_last_layer_that_attends():
         ours(ids, **with_cache(cache))
     hook.remove()
     assert "another thread" in errors[0]
-    assert not cache.pass_state.under_way
+    assert not cache.guard.under_way
     begin()
     assert len(errors) == 1
 

@@ -17,6 +17,7 @@ from h2o import H2OCache, H2OConfig, Profile
 from h2o.compat import with_cache
 from h2o.head_budgets import LEAST, allocate_tokens
 from h2o.hf.cache import cache_plan
+from h2o.layer_plan import LayerPlan
 from h2o.model_identity import describe, sample
 from tests import inputs
 from tests.hf.drive import feed, forward, new_cache
@@ -70,32 +71,31 @@ def test_what_is_no_table_of_shares(shares, error, message):
 
 def test_heads_with_amounts_of_their_own_share_nothing():
     shares = [[1.0, 2.0], [3.0, 4.0]]
-    assert H2OConfig(heavy=[8, 9], recent=4, head_shares=shares).for_layer(1, 2).tokens(100) == (
-        9,
-        4,
-    )
+    config = H2OConfig(heavy=[8, 9], recent=4, head_shares=shares)
+    assert LayerPlan.of(config, 1, 2).tokens(100) == (9, 4)
     for heavy, recent in (([[8, 4], [4, 8]], 4), (8, [4, [2, 6]])):
         with pytest.raises(ValueError, match="give one of the two"):
             H2OConfig(heavy=heavy, recent=recent, head_shares=shares)
     computed = H2OConfig(heavy=lambda layer, layers: [8, 4], recent=4, head_shares=shares)
     with pytest.raises(ValueError, match="give one of the two"):
-        computed.for_layer(0, 2)
+        LayerPlan.of(computed, 0, 2)
 
 
 def test_arrays_are_shares_too():
     tables = [TABLE, np.array(TABLE), torch.tensor(TABLE), np.array(TABLE, np.float32)]
     for shares in tables:
         config = H2OConfig(heavy=12, recent=4, head_shares=shares)
-        assert config.for_layer(1, 2).head_tokens(100) == H2OConfig(
-            heavy=12, recent=4, head_shares=TABLE
-        ).for_layer(1, 2).head_tokens(100)
+        wanted = H2OConfig(heavy=12, recent=4, head_shares=TABLE)
+        plan, other = LayerPlan.of(config, 1, 2), LayerPlan.of(wanted, 1, 2)
+        assert plan.head_tokens(100) == other.head_tokens(100)
     assert hash(H2OConfig(head_shares=np.array(TABLE))) == hash(H2OConfig(head_shares=TABLE))
 
 
 def test_a_head_keeps_the_ratio_of_heavy_to_recent():
-    config = H2OConfig(heavy=30, recent=10, sinks=4, head_shares=[[0.5, 1.5]]).for_layer(0, 1)
-    assert config.head_tokens(500) == [(14, 4), (47, 15)]
-    assert config.tokens(500) == (30, 10)
+    config = H2OConfig(heavy=30, recent=10, sinks=4, head_shares=[[0.5, 1.5]])
+    plan = LayerPlan.of(config, 0, 1)
+    assert plan.head_tokens(500) == [(14, 4), (47, 15)]
+    assert plan.tokens(500) == (30, 10)
 
 
 def test_shares_for_another_model():
@@ -119,7 +119,7 @@ def test_amounts_for_each_head():
     assert positions.shape == scores.shape == (2, 2, 19)
     assert (positions[:, 0, 5:] == -1).all()
     assert (positions[:, 1] >= 0).all()
-    keys, values = cache.layers[0].held()
+    keys, values = cache.layers[0].kept_rows()
     for b in range(2):
         for g in range(2):
             held = positions[b, g][positions[b, g] >= 0]

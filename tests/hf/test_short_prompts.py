@@ -19,6 +19,7 @@ from h2o.config import PRESETS
 from h2o.evaluation.setting import parse
 from h2o.hf.cache import cache_plan
 from h2o.hf.prompt import prompt_echo
+from h2o.layer_plan import LayerPlan
 from tests.hf.tiny import batch, greedy, model, prompts, shared
 
 LEAST = 24
@@ -67,13 +68,13 @@ def test_the_floor_in_numbers():
         assert H2OConfig(heavy=8, recent=0.1).tokens(n) == (8, 120)
         assert H2OConfig(heavy=8, recent=4).tokens(n) == (8, 4), "tokens have no floor"
         assert H2OConfig(heavy=0.0, recent=4).tokens(n) == (0, 4)
-        assert H2OConfig(heavy=0.1, recent=0.1).is_floored(n)
+        assert LayerPlan.of(H2OConfig(heavy=0.1, recent=0.1), 0, 1).is_floored(n)
     assert H2OConfig.heavy_only(0.1).tokens(47) == (96, 32)
     assert H2OConfig.heavy_only(0.1).tokens(2000) == (168, 32)
-    assert not H2OConfig.heavy_only(0.1).is_floored(2000)
+    assert not LayerPlan.of(H2OConfig.heavy_only(0.1), 0, 1).is_floored(2000)
     assert H2OConfig(heavy=200, recent=0.001).tokens(47) == (200, 32)
     assert H2OConfig.robust(0.2).tokens(2000) == (300, 100)
-    assert not H2OConfig.robust(0.2).is_floored(2000)
+    assert not LayerPlan.of(H2OConfig.robust(0.2), 0, 1).is_floored(2000)
     assert H2OConfig.authors(0.2).tokens(40) == (4, 4), "as published"
     with pytest.raises(ValueError, match="min_tokens must be from 0"):
         H2OConfig(min_tokens=-1)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, compat, disable, enable, patched
 from h2o.compat import CACHE, with_cache
-from h2o.hf.cache import compiled_forward
+from h2o.hf.cache import continuation
 from tests.hf.tiny import greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -83,7 +83,7 @@ def test_compiled_models():
 
 @pytest.mark.filterwarnings("default")
 def test_a_compiled_model_that_falls_into_many_graphs():
-    compiled_forward._warn_once.cache_clear()
+    continuation.warn_of_many_graphs.__wrapped__.cache_clear()
     ours, (ids,) = model("llama"), prompts(20)
     compiled = torch.compile(ours, backend="eager")
     with warnings.catch_warnings(record=True) as raised, torch.no_grad():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from h2o import H2OConfig, ops
+from h2o.layer_plan import LayerPlan
 from h2o.vllm.echo_of_prompts import Dealer
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
@@ -99,7 +100,7 @@ def alone(config: H2OConfig, each: Talk) -> tuple[torch.Tensor, list[list[list[i
             scores[..., start:stop] = torch.inf
         claims.append(claim[0, :, sinks : each.prompt - recent])
         layers.append((query, keys, values, out, scores))
-    least = max(0, config.floor - sinks - recent)
+    least = max(0, LayerPlan.of(config, 0, LAYERS).floor - sinks - recent)
     least = min(heavy, max(least, sum(b - a for a, b in each.pinned)))
     for (_, _, values, _, scores), claim in zip(layers, claims, strict=True):
         ranks = scores.clone()

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 
 from h2o import backends, ops
-from h2o.hf.forms import cache_relative
+from h2o.hf.layers import cache_relative
 from h2o.hf.store import slot_layout
 from tests import inputs
 from tests.conversation import Conversation

@@ -1,1 +1,1 @@
-"""What transformers runs for attn_implementation="h2o"."""
+"""The attention that transformers runs for attn_implementation="h2o"."""

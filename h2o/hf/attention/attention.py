@@ -1,12 +1,11 @@
-"""What transformers runs for attn_implementation="h2o".
+"""The attention that transformers runs for attn_implementation="h2o".
 
-Two functions are registered under that name: the attention, and the maker of
-its mask. Keys that come out of an `H2OCache` carry their layer, which is handed
-the whole call; all others (no cache, transformers' own caches, training) get
-dense attention, the same as under "sdpa".
+Two functions are registered under that name: the attention, and the maker of its mask. Keys that
+come out of an `H2OCache` carry their layer, which is handed the whole call. All others (no cache,
+transformers' own caches, training) get dense attention, the same as under "sdpa".
 
-An H2O layer knows pads by a mask [B, Q] of the new tokens alone: whatever it
-holds is visible, and causality among new tokens follows from their order.
+An H2O layer knows pads by a mask [B, Q] of the new tokens alone: all stored keys are visible, and
+causality among new tokens follows from their order.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
 N keys that attention sees, D head dimension.
@@ -25,21 +24,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 from h2o import compat
 from h2o.errors import UnsupportedError
-from h2o.hf.call.attention_call import AttentionCall
-from h2o.hf.families.bidirectional_images import BOTH_WAYS, looks_both_ways_at_images
+from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.families.layer_kinds import cross_attention_layers
 from h2o.hf.families.shared_keys import Pads, pads_of
-from h2o.hf.layers.layer import H2OLayer
 from h2o.sink_logits import softmax
-
-__all__ = [
-    "find_unsupported",
-    "h2o_attention_forward",
-    "h2o_mask",
-    "looks_back_only",
-    "register",
-    "switch",
-]
 
 _FOREIGN = {
     "sinks": "attention sinks by another name than s_aux",
@@ -84,26 +72,17 @@ def h2o_attention_forward(
         RuntimeError: an `H2OCache` in training.
     """
     attention_mask = pads_of(attention_mask)
-    layer: H2OLayer | None = getattr(key, "h2o_layer", None)
+    layer: Any = getattr(key, "h2o_layer", None)
     if layer is not None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         call = AttentionCall(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling,
-            softcap or 0.0,
-            dropout,
-            kwargs.get("position_ids"),
-            kwargs.get("use_cache"),
-            s_aux,
+            module, query, key, value, attention_mask, scaling, softcap or 0.0, dropout,
+            kwargs.get("position_ids"), kwargs.get("use_cache"), s_aux,
             find_unsupported(module, kwargs, attention_mask, sliding_window, causal),
-        )
+        )  # fmt: skip
         return layer.attend(call), None
-    if error := _unsupported_error(module, _foreign(kwargs)):
-        raise error
+    if feature := _foreign(kwargs):
+        raise _unsupported_error(module, feature)
     causal = looks_back_only(module, is_causal)
     mask = _dense_mask(query, key, attention_mask, causal)
     how = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "dropout": dropout}
@@ -113,7 +92,7 @@ def h2o_attention_forward(
         Q, N = query.shape[2], key.shape[2]
         if mask is None and causal and Q > 1:
             mask = _causal(Q, N, query.device)
-        return _softmax_attention(query, key, value, mask, **how), None
+        return softmax_attention(query, key, value, mask, **how), None
     return sdpa_attention_forward(
         module, query, key, value, mask,
         dropout=dropout, scaling=scaling, is_causal=is_causal if causal else False, **kwargs,
@@ -127,10 +106,11 @@ def find_unsupported(
     sliding_window: int | None,
     causal: bool,
 ) -> UnsupportedError | None:
-    """What a model asks for beyond full causal attention, as an error to raise; None if nothing.
+    """Error for what a model asks for beyond full causal attention; None if nothing.
 
-    `kwargs` are the attention function's further keyword arguments; `causal` is what
-    `looks_back_only` says.
+    Args:
+        kwargs: further keyword arguments of the attention function.
+        causal: as of `looks_back_only`.
     """
     feature = _foreign(kwargs)
     if not feature and sliding_window is not None:
@@ -151,7 +131,7 @@ def find_unsupported(
             "attention that looks both ways (an encoder, is_causal=False): nothing can be evicted "
             "that later tokens of the same text still see"
         )
-    return _unsupported_error(module, feature)
+    return _unsupported_error(module, feature) if feature else None
 
 
 def _foreign(kwargs: dict[str, Any]) -> str:
@@ -162,9 +142,7 @@ def _foreign(kwargs: dict[str, Any]) -> str:
     return ""
 
 
-def _unsupported_error(module: nn.Module, feature: str) -> UnsupportedError | None:
-    if not feature:
-        return None
+def _unsupported_error(module: nn.Module, feature: str) -> UnsupportedError:
     return UnsupportedError(f"h2o attention ({type(module).__name__}) does not support {feature}")
 
 
@@ -232,7 +210,7 @@ def h2o_mask(
 
 
 def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
-    """The mask that "sdpa" expects, from what `h2o_mask` gave."""
+    """Convert what `h2o_mask` made to the mask that "sdpa" expects."""
     if mask is not None and mask.ndim != 2:
         return mask
     if mask is None and not causal:
@@ -247,7 +225,7 @@ def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -
 
 
 def looks_back_only(module: nn.Module, is_causal: bool | None) -> bool:
-    """Whether attention is causal, as the caller says, or else the module; none to images is."""
+    """Whether attention is causal, by the caller or else the module; never to images."""
     if is_causal is not None:
         return is_causal
     of_images = cross_attention_layers(getattr(module, "config", None))
@@ -256,7 +234,7 @@ def looks_back_only(module: nn.Module, is_causal: bool | None) -> bool:
     return getattr(module, "is_causal", True)
 
 
-def _softmax_attention(
+def softmax_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -264,10 +242,9 @@ def _softmax_attention(
     scale: float | None,
     softcap: float,
     sinks: Tensor | None,
-    dropout: float,
+    dropout: float = 0.0,
 ) -> Tensor:
-    """Dense attention with what "sdpa" lacks: logits squeezed into (-softcap, softcap) if that is
-    not 0, and learned sinks [H]. `mask` is 4-D; None: all is seen."""
+    """Dense attention with a softcap and learned sinks [H]. `mask` is 4-D; None: all is seen."""
     B, H, Q, D = query.shape
     G = key.shape[1]
     grouped = query.reshape(B, G, H // G, Q, D)
@@ -294,8 +271,8 @@ ROWS = 512
 def _attention_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, **how: Any
 ) -> Tensor:
-    """`_softmax_attention`, some rows at a time: models with learned sinks have no faster way, and
-    the logits of a long prompt would fill the memory."""
+    """`softmax_attention`, some rows at a time, since the logits of a long prompt would fill the
+    memory."""
     Q, N = query.shape[2], key.shape[2]
     parts = []
     for first in range(0, Q, ROWS):
@@ -305,7 +282,7 @@ def _attention_with_sinks(
         if mask is None and causal and last - first > 1:
             seen = _causal(last - first, end, query.device)
         rows = query[:, :, first:last], key[:, :, :end], value[:, :, :end]
-        parts.append(_softmax_attention(*rows, seen, **how))
+        parts.append(softmax_attention(*rows, seen, **how))
     return torch.cat(parts, dim=1)
 
 
@@ -342,3 +319,21 @@ def switch(model: Any, name: str) -> None:
 
 
 register("h2o", h2o_attention_forward)
+
+
+_TYPES = ("gemma3", "gemma3_text", "molmo2", "molmo2_text")
+"""Types of models whose image tokens see each other; Gemma 4 says so in its config."""
+
+BOTH_WAYS = (
+    "the tokens of an image look both ways among themselves. Read text and images into a "
+    "DynamicCache, make an H2OCache of it, H2OCache.from_dynamic_cache(full, model.config, ...), "
+    "and go on without images, token_type_ids and mm_token_type_ids"
+)
+"""Why an `H2OCache` cannot read images, and what to do."""
+
+
+def looks_both_ways_at_images(config: Any) -> bool:
+    """Whether an image's tokens see each other, in a model or language model with this config."""
+    text = config.get_text_config(decoder=True)
+    says_so = getattr(text, "use_bidirectional_attention", None) == "vision"
+    return says_so or config.model_type in _TYPES

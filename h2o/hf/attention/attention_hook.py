@@ -1,8 +1,7 @@
 """`attending`: a context manager that replaces the attention of a model's layers by a function.
 
 Simulation, analysis and calibration use it to see queries, keys and values of a forward pass over a
-whole text. The details of transformers' attention functions stay here. A call that asks for more
-than plain causal attention is an error.
+whole text.
 
 Shape letters: B batch rows, H query heads, G key/value heads, n tokens, D head dimension.
 """
@@ -19,17 +18,15 @@ from torch import Tensor, nn
 
 from h2o import compat
 from h2o.hf.attention import attention
+from h2o.hf.attention.attention_call import AttentionCall, as_autocast, as_operand
 from h2o.hf.attention.attention_switch import use_attention
-from h2o.hf.call.attention_call import Call, as_autocast, as_operand
 from h2o.hf.families.shared_keys import pads_of
 from h2o.hf.families.wrappers import unwrap
-
-__all__ = ["attending"]
 
 
 @contextmanager
 def attending(
-    model: Any, layers: Collection[int], visit: Callable[[Call], Tensor]
+    model: Any, layers: Collection[int], visit: Callable[[AttentionCall], Tensor]
 ) -> Iterator[None]:
     """Make `visit(call)` the attention output [B, n, H, D] of some layers, within the block.
 
@@ -73,8 +70,11 @@ def attending(
         mask = None if attention_mask is None else attention_mask.bool()
         tensors = as_autocast(query, key, value)
         cached = hasattr(key, "h2o_layer")
-        logits = scaling, softcap or 0.0, as_operand(kwargs.get("s_aux"))
-        return visit(Call(module, layer, *tensors, mask, *logits, dropout, cached, full)), None
+        call = AttentionCall(
+            module, *tensors, mask, scaling, softcap or 0.0, dropout, layer=layer, cached=cached,
+            sink_logits=as_operand(kwargs.get("s_aux")), full=full,
+        )  # fmt: skip
+        return visit(call), None
 
     model = unwrap(model)  # PEFT and torch.compile leave attention to what they wrap
     shared = _SharedModules(type(model.config.get_text_config(decoder=True)))
@@ -92,7 +92,6 @@ class _SharedModules:
     several layers, and give its forward a `layer_idx`."""
 
     def __init__(self, text_config: type) -> None:
-        """`text_config`: the class of the language model's config."""
         self._here, self._text_config = threading.local(), text_config
 
     def layer(self, module: nn.Module) -> int | None:

@@ -18,8 +18,6 @@ from typing import Any
 from h2o import compat
 from h2o.hf.attention.attention import switch
 
-__all__ = ["CHANGING", "AttentionSwitch", "use_attention"]
-
 CHANGING = threading.RLock()
 """Held while models change. Reentrant: the garbage collector may end the block of a dropped
 generator in a thread that is changing a model."""

@@ -7,20 +7,20 @@ its length.
 
 from __future__ import annotations
 
+import textwrap
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2o import compat
+from h2o.compat import compile_errors
 from h2o.config import H2OConfig
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.cache.compiled_forward import CompiledForward
-from h2o.hf.families.tuned_prompts import virtual_tokens
+from h2o.hf.families.wrappers import virtual_tokens
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.prompt.scorers import AttentionScorer
-
-__all__ = ["CompiledPrefill"]
 
 
 class CompiledPrefill:
@@ -54,7 +54,7 @@ class CompiledPrefill:
         """The cache, for the next prompt."""
         for layer in self._cache.layers:
             layer.stepper.empty_in_place(layer)
-        self._cache.pass_state.reset()
+        self._cache.guard.reset()
         return self._cache
 
     def __call__(self, *, input_ids: Tensor, **inputs: Any) -> Any:
@@ -65,3 +65,27 @@ class CompiledPrefill:
             if tensor is not None:
                 compat.mark_dynamic(tensor, 1)
         return self._forward(input_ids=ids, **inputs)
+
+
+class CompiledForward:
+    """Call a model by its graph, or after a warning eagerly where none can be made. `what` names
+    the passes in the warning."""
+
+    def __init__(self, model: Any, what: str) -> None:
+        self.model, self.what = model, what
+        self._graph = torch.compile(model.forward, fullgraph=True)
+
+    def __call__(self, **inputs: Any) -> Any:
+        if self._graph is not None:
+            try:
+                return self._graph(**inputs)
+            except compile_errors() as error:  # nothing has run yet
+                reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+                text = f"{self.what} are not compiled: {reason}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                self._graph = None
+        return self.model(**inputs)
+
+    def __bool__(self) -> bool:
+        """Whether there is a graph, or there may be one."""
+        return self._graph is not None

@@ -12,9 +12,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from typing_extensions import Unpack
 
 from h2o.config import PARAMETERS, H2OConfig, one_config
+from h2o.config_fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
@@ -24,16 +27,9 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.wrappers import unwrap
 from h2o.hf.layers.layer import H2OLayer
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from h2o.config_fields import ConfigFields, Pinned
-
-__all__ = ["Request", "Result", "generate_all", "serves"]
-
 TOKENS_A_STEP = 2048
-"""Of prompts that are read between two decode steps, as for `max_num_batched_tokens` of vLLM: fewer
-leave rows idle, more let those that run wait."""
+"""Prompt tokens read between two decode steps, like `max_num_batched_tokens` of vLLM: fewer leave
+rows idle, more let running rows wait."""
 
 
 def generate_all(
@@ -175,7 +171,7 @@ class _Scheduler:
         self.reader: CompiledPrefill | None = None
         """From the first prompt on, if a graph reads them"""
         self.running: list[ActiveRequest | None] = []
-        """By row; None: idle"""
+        """The request of each row; None: idle"""
         self.reading: ActiveRequest | None = None
         """The request whose prompt is being read"""
 
@@ -220,7 +216,7 @@ class _Scheduler:
             if self.bytes is not None and request.config is not None:
                 raise ValueError("a budget of its own in rows of so many bytes: give rows instead")
             self.reading = ActiveRequest(index, request, self.settings)
-            pins = self.reading.cache.pass_state.pins
+            pins = self.reading.cache.guard.pins
             if self.bytes is not None and pins and self.settings.config.head_shares is not None:
                 raise ValueError("pinned keys change the shares of heads: give rows, not bytes")
             if self.reader and request.config is None and not pins:
@@ -295,7 +291,7 @@ class _Scheduler:
         """Ends the rows whose text `generate()` would read anew now."""
         for row in self.batch.live:
             try:
-                self.batch.cache.pass_state.check_angles(self.batch.tokens[row], 1)
+                self.batch.cache.guard.check_angles(self.batch.tokens[row], 1)
             except ValueError as error:
                 yield self._failed(row, error)
 

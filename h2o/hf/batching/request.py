@@ -28,13 +28,9 @@ from h2o.errors import UnsupportedError
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.system_turn import system_span
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.tuned_prompts import check_pins, continuing, virtual_tokens
-from h2o.hf.families.wrappers import input_device
-from h2o.hf.rotary.angles import AnglesByLength
-from h2o.hf.rotary.positions import positions_after
+from h2o.hf.families.wrappers import check_pins, continuing, input_device, virtual_tokens
+from h2o.hf.rotary.angles import AnglesByLength, positions_after
 from h2o.hf.store.pins import Pins
-
-__all__ = ["ActiveRequest", "Prompt", "Request", "Result", "Settings", "decoding_arguments"]
 
 Prompt = Any  # a text, a chat, token ids, or a Request with one of them
 
@@ -54,7 +50,7 @@ class Request:
     pinned: Any = None
     """Its pins, as of `H2OCache`; or "system", of a chat: its system turn"""
     stopping_criteria: Sequence[StoppingCriteria] = ()
-    """Of transformers, beside those of the generation config; they get ids [1, n], prompt
+    """transformers' criteria beside those of the generation config; they get ids [1, n], prompt
     included"""
 
 
@@ -63,11 +59,11 @@ class Result:
     """The answer to one prompt."""
 
     index: int
-    """Of the prompt among `prompts`"""
+    """Index of the prompt among `prompts`"""
     ids: list[int]
     """The new tokens"""
     text: str | None
-    """As text, without special tokens; None without a tokenizer"""
+    """The answer without special tokens; None without a tokenizer"""
     prompt_tokens: int
     finish_reason: str
     """"stop" (an end token, a stop string, a criterion), "length", or "error" """
@@ -80,7 +76,7 @@ class Result:
 
 @dataclasses.dataclass
 class Settings:
-    """What all requests of one call have in common."""
+    """Settings that all requests of one call share."""
 
     model: Any
     config: H2OConfig
@@ -96,7 +92,7 @@ class Settings:
         self.angles = AnglesByLength(self.model)
 
     def pins_of(self, request: Request, ids: Tensor) -> Any:
-        """What `H2OCache` is told to pin of a request with token ids [1, n]."""
+        """The `pinned` of the cache of a request with token ids [1, n]."""
         pinned = self.pinned if request.pinned is None else request.pinned
         if pinned is None:
             return None
@@ -138,7 +134,7 @@ class Settings:
         return ids.to(input_device(self.model))
 
     def prepared(self, request: Request, ids: Tensor, cache: H2OCache) -> dict[str, Any]:
-        """What `generate()` hands to its decoding loop for a request."""
+        """The arguments of `generate()`'s decoding loop for a request."""
         settings = request.generation_config or self.generation_config
         limit = self.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         more: dict[str, Any] = {} if limit is None else {"max_new_tokens": limit}
@@ -270,7 +266,7 @@ class ActiveRequest:
         if begin:
             forward = continuing(forward)
         if begin or not self.virtual:
-            seen = begin + self.virtual + self.cache.pass_state.rope_deltas.offset
+            seen = begin + self.virtual + self.cache.guard.rope_deltas.offset
             where = positions_after(self.settings.model, seen, ids)
         self.settings.angles.forget()
         output = forward(

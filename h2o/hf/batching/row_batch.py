@@ -1,10 +1,9 @@
 """`RowBatch`: one `H2OCache` whose rows are conversations of their own, replaced one at a time.
 
-A row has a constant size, so the slots and states of a row that has come to its end are taken by
-the next conversation in place: nothing of the other rows is copied. A decode step usually runs
-only the rows that are not idle, found by number. It runs all rows and masks the idle ones where it
-is compiled, since its shapes are fixed, and where layers have states, which transformers updates in
-place.
+A row has a constant size, so the next conversation takes the slots and states of a finished row in
+place. A decode step usually runs only the rows that are not idle, found by number. It runs all rows
+and masks the idle ones where it is compiled, since its shapes are fixed, and where layers have
+states, which transformers updates in place.
 
 Shape letters: n rows that are not idle.
 """
@@ -19,16 +18,13 @@ from torch import Tensor
 from h2o.compat import with_cache
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
+from h2o.hf.batching.compiled_prefill import CompiledForward
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.cache.compiled_forward import CompiledForward
 from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.families.tuned_prompts import check_passes, continuing
-from h2o.hf.families.wrappers import input_device
+from h2o.hf.families.wrappers import check_passes, continuing, input_device
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.rotary.angles import AnglesByLength
 from h2o.hf.store import states
-
-__all__ = ["RowBatch", "row_bytes"]
 
 
 class RowBatch:
@@ -46,7 +42,7 @@ class RowBatch:
         self.model = continuing(model)
         self.compiled = CompiledForward(self.model, "steps") if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
-        self.cache.pass_state.by_row = True
+        self.cache.guard.by_row = True
         for index, layer in enumerate(self.cache.layers):
             if kind_of(layer) in ("sliding", "cross"):
                 raise UnsupportedError(
@@ -57,7 +53,7 @@ class RowBatch:
         self.tokens = [0] * rows
         """Seen by each row; 0: idle"""
         self.offsets = [0] * rows
-        """What each row's next position is beyond its number of tokens"""
+        """Difference of each row's next position and its number of tokens"""
         self._chosen: list[int] = []
         self._has_states = any(map(has_states, self.cache.layers))
         self.angles = AnglesByLength(model)
@@ -74,7 +70,7 @@ class RowBatch:
             ValueError: a cache of several rows, or with another kind of slots.
         """
         self.tokens[row] = int(joining.get_seq_length())
-        self.offsets[row] = joining.pass_state.rope_deltas.offset
+        self.offsets[row] = joining.guard.rope_deltas.offset
         for layer, other in zip(self.cache.layers, joining.layers, strict=True):
             if isinstance(layer, H2OLayer):
                 layer.take_row(row, other, len(self.tokens), max(self.tokens))

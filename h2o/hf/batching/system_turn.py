@@ -11,8 +11,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["system_span"]
-
 SYSTEM_ROLES = ("system", "developer")
 
 
@@ -54,7 +52,7 @@ def system_span(
 
 
 def _system_turn(tokenizer: Any, message: Any, text: str) -> str:
-    """What the text of a chat begins with, up to the end of its system turn."""
+    """The beginning of a chat's text, up to the end of its system turn."""
     turn = _rendered_or_none(tokenizer, [message])
     if turn is None or not _holds(turn, message) or not text.startswith(turn):
         users = [{"role": "user", "content": word} for word in ("a", "b")]

@@ -1,14 +1,11 @@
 """`H2OCache`: H2O as a cache of Hugging Face transformers.
 
-It is a list of layers. A full-attention layer is an `H2OLayer`, which holds
-only the keys that its budget has room for, with their scores and positions; all
-others remain what transformers makes them. What is done to all
-layers together stands here: making a cache, copying, saving, cropping; what a cache can be
-asked in readable_cache.py.
+A cache is a list of layers. A full-attention layer is an `H2OLayer`, which keeps only the keys that
+its budget has room for; all others are transformers' own. This file makes, copies, saves and crops
+a cache; readable_cache.py has the read-only methods.
 
-Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A
-column is an index in the padded batch; a position is a token's index in its own
-row, pads not counted.
+Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A column is an index in
+the padded batch; a position is a token's index in its own row, pads not counted.
 """
 
 from __future__ import annotations
@@ -18,37 +15,30 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
+from typing_extensions import Unpack
 
 from h2o import packages
 from h2o.config import H2OConfig, one_config
-from h2o.errors import UnsupportedError
+from h2o.config_fields import CacheFields, ConfigFields, Pinned, PromptLength
 from h2o.hf.cache import cache_file
 from h2o.hf.cache.cache_plan import get_plan
-from h2o.hf.cache.compiled_forward import warn_of_many_graphs
-from h2o.hf.cache.continuation import check_text
+from h2o.hf.cache.continuation import check_text, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import take_over
 from h2o.hf.cache.readable_cache import ReadableCache
 from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.families.tuned_prompts import check_pins
+from h2o.hf.families.wrappers import check_pins
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store import states
-from h2o.hf.store.pass_state import PassState, refuse_broken
+from h2o.hf.store.pass_guard import PassGuard, check_layers_agree
 from h2o.hf.store.pins import Pins
 from h2o.hf.support import text_config_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from h2o.config_fields import CacheFields, ConfigFields, Pinned, PromptLength
-
-__all__ = ["H2OCache", "H2OLayer", "UnsupportedError"]
 
 
 class H2OCache(ReadableCache):
@@ -61,10 +51,10 @@ class H2OCache(ReadableCache):
     print(cache.report())
     ```
 
-    One cache is one conversation, or one batch of them: used again it goes on, `reset()`
-    starts anew. A pipeline or a loop over prompts would therefore go on with the first prompt:
-    use `h2o.patched()` there, which makes a fresh cache each time. Layers with a sliding window,
-    with states, or for images keep transformers' own cache, all others are H2O.
+    One cache is one conversation, or one batch of them. Reusing the cache continues it; call
+    `reset()` to start another. For a pipeline or a loop over prompts use `h2o.patched()`, which
+    makes a fresh cache each time. Layers with a sliding window, with states, or for images keep
+    transformers' own cache.
 
     Args:
         config: a model, or its config (`model.config`), by which a fine-tuned model cannot be told
@@ -72,17 +62,15 @@ class H2OCache(ReadableCache):
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `budget`, or `heavy`,
             `recent`, `sinks`, `min_tokens`, `score_by`, `decay`, `value_weighted`,
             `positions`, `head_shares`, `kv_dtype`, `budget_unit`.
-        prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only
-            needed where fractions meet a prompt that is fed in chunks
-            (`generate(prefill_chunk_size=...)`): else the first forward pass is the prompt, and
-            later ones of several tokens are turns of a chat. Forgotten by `reset()`.
+        prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only needed
+            for fractions of a prompt that is fed in chunks (`generate(prefill_chunk_size=...)`).
+            Otherwise the first forward pass is the prompt. Forgotten by `reset()`.
         pinned: keys that are never evicted and count in the budget: spans `[(start, stop), ...]` of
             token positions in a row, pads not counted, or such a list for each row; `"prompt"`, the
             whole first prompt; or a bool mask [B, K] of the padded prompt's columns. A position
             that is yet to come is pinned when it comes. `reset()` keeps what was given here.
         trace: remember when each key was evicted; see `evicted_at`.
-        compileable: give torch.compile one graph for all decode steps. `generate()` compiles by
-            itself on CUDA, and where a `CompileConfig` says so. Slots are made for the whole
+        compileable: give torch.compile one graph for all decode steps, with slots for the whole
             budget at once. Not with sliding windows, cache-relative positions or trace.
 
     Raises:
@@ -107,18 +95,17 @@ class H2OCache(ReadableCache):
         check_pins(config, pinned)
         model, config = config, text_config_of(config)
         plan = get_plan(model, config, h2o_config)
-        pass_state = PassState(prompt_length, plan.kinds, plan.last, plan.has_states)
-        layers = plan.layers(pass_state, trace=trace, compileable=compileable)
-        pass_state.pins = Pins.of(pinned, plan.h2o_config.decay)
-        pass_state.configs = plan.configs
-        pass_state.rereads_after = plan.rereads_after
-        pass_state.rope_deltas = RopeDeltas.of(config)
+        guard = PassGuard(prompt_length, plan.kinds, plan.last, plan.has_states)
+        layers = plan.layers(guard, trace=trace, compileable=compileable)
+        guard.pins = Pins.of(pinned, plan.h2o_config.decay)
+        guard.plans = plan.plans
+        guard.rereads_after = plan.rereads_after
+        guard.rope_deltas = RopeDeltas.of(config)
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
-        self.pass_state = pass_state
+        self.guard = guard
         self.not_dealt, self.model_shape = plan.not_dealt, plan.model_shape
-        self.unused = None
-        if not plan.configs:
-            self.unused = plan.h2o_config.for_layer(0, len(layers))
+        self.config = plan.h2o_config
+        if not plan.plans:
             warnings.warn(
                 f"nothing is evicted: every layer of {config.model_type} has a sliding window and "
                 "keeps transformers' own cache",
@@ -144,13 +131,12 @@ class H2OCache(ReadableCache):
         model.generate(**text_and_question, cache=cache)  # now under "h2o"
         ```
 
-        A DynamicCache has no scores. So every key is kept until the next forward pass, whose
-        queries see all of them. The attention that they give is the score by which the converted
-        tokens and the new ones are then pruned to the budget, together, as one prompt would be:
-        rather that of a whole question than of a single token.
+        A DynamicCache has no scores, so every key is kept until the next forward pass. The
+        attention of that pass is the score by which converted and new tokens are pruned together,
+        as one prompt would be. Let it be a whole question instead of a single token.
 
-        Keys and values are copied; of layers with a sliding window the last ones are. Until
-        that pass memory is that of the full cache, twice if you keep the DynamicCache.
+        Keys and values are copied. Until that pass memory is that of the full cache, twice if you
+        keep the DynamicCache.
 
         Args:
             cache: a filled DynamicCache, made with `config` or without.
@@ -168,11 +154,11 @@ class H2OCache(ReadableCache):
         """
         converted = cls(config, h2o_config, **parameters)
         take_over(cache, converted.layers, attention_mask)
-        converted.pass_state.rope_deltas.is_known = False
+        converted.guard.rope_deltas.is_known = False
         return converted
 
     def fork(self, rows: int = 1) -> H2OCache:
-        """A copy that goes on by itself: read a document once, then ask a fork each question.
+        """An independent copy: read a document once, then ask a fork each question.
 
         ```python
         model(**document, cache=cache)
@@ -180,8 +166,7 @@ class H2OCache(ReadableCache):
             model.generate(question, cache=cache.fork())
         ```
 
-        `copy.deepcopy(cache)` is the same. What a copy holds counts as a whole prompt, so that
-        fractions stay those of the document.
+        `copy.deepcopy(cache)` does the same. Fractions stay those of the document.
 
         Args:
             rows: what each row becomes, for questions in one batch; at least 1.
@@ -191,7 +176,7 @@ class H2OCache(ReadableCache):
         """
         if rows < 1:
             raise ValueError(f"rows: is {rows}, wanted at least 1")
-        self._refuse_broken()
+        self._check_complete()
         fork = copy.deepcopy(self)
         if rows != 1:
             fork.batch_repeat_interleave(rows)
@@ -211,12 +196,12 @@ class H2OCache(ReadableCache):
             ValueError: a model that is not the cache's; no model, where some of its heads were
                 converted from a DynamicCache and it is not known which.
         """
-        self._refuse_broken()
+        self._check_complete()
         cache_file.write(Path(path), self, model)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any, *, device: Any = None) -> H2OCache:
-        """What `save` wrote, with its settings. Like a fork it counts as a whole prompt.
+        """Restore a cache that `save` wrote, with its settings.
 
         ```python
         cache = h2o.H2OCache.load("document.safetensors", model)
@@ -238,10 +223,10 @@ class H2OCache(ReadableCache):
         where = cache_file.target_device(model) if device is None else device
         cache_file.fill(loaded.layers, content, {name: x.to(where) for name, x in tensors.items()})
         try:
-            loaded._refuse_broken()
+            loaded._check_complete()
         except RuntimeError as error:
             raise ValueError(f"{path}: {error}") from error
-        cache_file.put_pass_state(loaded.pass_state, content)
+        cache_file.restore_guard(loaded.guard, content)
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -250,11 +235,11 @@ class H2OCache(ReadableCache):
             if not self.is_compileable:
                 warn_of_many_graphs()
             return super().get_mask_sizes(query_length, layer_idx)
-        self.pass_state.refuse_other_thread()
+        self.guard.check_thread()
         for layer in filter(has_states, self.layers):
             states.make_writable(layer)
-        if not self.is_compileable or self.pass_state.under_way:
-            self._refuse_parted()
+        if not self.is_compileable or self.guard.under_way:
+            self._check_layers_agree()
         seen = int(self.get_seq_length())
         if query_length == 0:
             raise ValueError(
@@ -270,8 +255,8 @@ class H2OCache(ReadableCache):
         Raises:
             RuntimeError: another thread's layer is at work on it.
         """
-        if self.pass_state.waiting is not None:
-            self.pass_state.refuse_other_thread()
+        if self.guard.waiting is not None:
+            self.guard.check_thread()
         super().reset()
         for layer in self.layers:  # transformers' own may keep zeros
             if kind_of(layer) in ("sliding", "cross"):
@@ -279,7 +264,7 @@ class H2OCache(ReadableCache):
                 layer.is_initialized = False
             if has_states(layer):
                 states.forget(layer)
-        self.pass_state.reset()
+        self.guard.reset()
 
     def crop(self, tokens: int) -> None:
         """Takes back the last tokens; all of them is `reset()`.
@@ -295,32 +280,30 @@ class H2OCache(ReadableCache):
 
         Whatever the error, all layers are what they were before.
         """
-        self.pass_state.refuse_other_thread()
+        self.guard.check_thread()
         left = crop.columns_left(tokens, seen := int(self.get_seq_length()))
         if left == 0:
             self.reset()
             return
-        self._refuse_broken()
+        self._check_complete()
         crop.crop(self.layers, tokens, seen, left)
 
-    def _refuse_broken(self) -> None:
+    def _check_complete(self) -> None:
         """Raises RuntimeError where a forward pass broke off, or another thread's is under way."""
-        self.pass_state.refuse_other_thread()
-        self.pass_state.refuse_interrupted()
-        self._refuse_parted()
+        self.guard.check_thread()
+        self.guard.check_keys_arrived()
+        self._check_layers_agree()
 
-    def _refuse_parted(self) -> None:
-        """Raises RuntimeError where layers have not come as far as others."""
-        refuse_broken(self._columns_seen())
-        self.pass_state.refuse_parted_states()
+    def _check_layers_agree(self) -> None:
+        check_layers_agree(self._columns_seen())
+        self.guard.check_states_agree()
 
     def activate_past_recording(self) -> None:
-        """From now on the last forward pass can be taken back by `crop`.
+        """Let `crop` take back the last forward pass from now on.
 
         Assisted decoding and prompt lookup ask for it, from transformers 5.16 on by themselves.
-        Each layer then keeps, from a forward pass to the next one or to `crop`, a copy of what it
-        held before it and the pass' queries, keys and values. `layer.record_past = False` of each
-        layer ends it.
+        Each layer then keeps a copy of its state before the last pass, and the pass' queries, keys
+        and values. `layer.record_past = False` of each layer ends it.
         """
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
@@ -335,50 +318,50 @@ class H2OCache(ReadableCache):
                 f"layer {layer_idx} was given a cache of {len(self.layers)} layers: "
                 "make the H2OCache from the config of the model that it is used with"
             )
-        pass_state, layer = self.pass_state, self.layers[layer_idx]
+        guard, layer = self.guard, self.layers[layer_idx]
         if kind_of(layer) == "cross":  # which comes amid the others, and not in every pass
             image: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
             return image
-        pass_state.enter()
+        guard.enter()
         try:
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
         except Exception:
-            if layer_idx == pass_state.first and pass_state.waiting is None:
-                pass_state.leave()  # nothing has begun
+            if layer_idx == guard.first and guard.waiting is None:
+                guard.end_pass()  # nothing has begun
             raise
         if not isinstance(layer, H2OLayer):  # which has stored them by now
-            pass_state.attended(layer_idx)
+            guard.layer_done(layer_idx)
         return keys_and_values
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         """Called by each layer that has states, before it changes them."""
-        self.pass_state.states_of(layer_idx)
+        self.guard.enter_states(layer_idx)
         state: Tensor | None = super().get_conv_state(layer_idx, *args, **kwargs)
         return state
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was, in every layer."""
-        self.pass_state.refuse_other_thread()
-        self.pass_state.select(beam_idx)
+        self.guard.check_thread()
+        self.guard.select(beam_idx)
         super().reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         """Keeps these rows, in this order, in every layer: numbers [n], or [B] bool."""
         rows = indices if isinstance(indices, Tensor) else torch.as_tensor(indices, device="cpu")
         rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
-        self.pass_state.select(rows)
+        self.guard.select(rows)
         self._each_layer("batch_select_indices", rows, lambda x: x[rows.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows, in every layer."""
-        self.pass_state.repeat(repeats)
+        self.guard.repeat(repeats)
         self._each_layer(
             "batch_repeat_interleave", repeats, lambda x: x.repeat_interleave(repeats, dim=0)
         )
 
     def _each_layer(self, method: str, argument: Any, change: Callable[[Tensor], Tensor]) -> None:
         """Changes the rows, of states too, which transformers forgets."""
-        self.pass_state.rope_deltas.change_rows(change)
+        self.guard.rope_deltas.change_rows(change)
         for layer in self.layers:
             if kind_of(layer) != "states":
                 getattr(layer, method)(argument)

@@ -20,19 +20,16 @@ from torch import Tensor
 
 from h2o.config import PARAMETERS, H2OConfig
 from h2o.filesystem import atomic_write
-from h2o.head_budgets import LayerShares
 from h2o.hf.families import tensor_parallel
-from h2o.hf.layers.captured import CapturedStepper
 from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.layers.steppers import CapturedStepper
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store.layer_state import State, layer_state, restore
-from h2o.hf.store.pass_state import PassState
+from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.pins import Pins
-from h2o.model_identity import describe, difference, record, record_difference
+from h2o.model_identity import difference, record, record_difference
 from h2o.packages import version
 from h2o.profile import Profile
-
-__all__ = ["arguments", "fill", "put_pass_state", "read", "target_device", "write"]
 
 KIND = "h2o cache"
 LAYOUT = 2
@@ -52,10 +49,10 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             "model": cache.model_shape,
             "record": record(model) if hasattr(model, "named_parameters") else None,
             "settings": _settings(cache),
-            "prompt_length": cache.pass_state.prompt_length,
-            "pins": cache.pass_state.pins.as_dict(),
+            "prompt_length": cache.guard.prompt_length,
+            "pins": cache.guard.pins.as_dict(),
             "layers": [state.numbers for state in states],
-            **_rope_deltas(cache.pass_state.rope_deltas),
+            **_rope_deltas(cache.guard.rope_deltas),
         }
     )
     tensors = {
@@ -74,7 +71,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
 
 
 def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `write` wrote: `content`, with an `H2OConfig` as `settings["config"]`, and the tensors.
+    """Read `content`, with an `H2OConfig` as `settings["config"]`, and the tensors.
 
     Raises:
         ValueError: a file that is no cache, not whole, edited, written by a later version, of
@@ -154,12 +151,10 @@ def arguments(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def put_pass_state(pass_state: PassState, content: dict[str, Any]) -> None:
-    """Gives a loaded cache its pins, and the number that its model kept beside it. An early file
-    has no pins, and one before it does not know the number."""
-    if "pins" in content:
-        pass_state.pins = Pins.from_dict(content["pins"])
-    deltas = pass_state.rope_deltas
+def restore_guard(guard: PassGuard, content: dict[str, Any]) -> None:
+    """Gives a loaded cache its pins, and the number that its model kept beside it, if known."""
+    guard.pins = Pins.from_dict(content["pins"])
+    deltas = guard.rope_deltas
     deltas.is_known = "rope_deltas" in content
     if (number := content.get("rope_deltas")) is not None:
         deltas.number = torch.tensor(number, dtype=torch.long, device="cpu")
@@ -198,13 +193,8 @@ def _refuse_other_part(
     model has."""
     parts = set()
     for index, numbers in enumerate(layers):
-        held = _heads(tensors, f"{index}.")
-        if held is None:
-            continue
-        if "part" in numbers:
+        if "part" in numbers and _heads(tensors, f"{index}.") is not None:
             parts.add(tuple(numbers["part"]))
-        elif held == describe(model).get("num_key_value_heads"):  # early files have no part
-            parts.add(tensor_parallel.WHOLE)
     for part in parts:
         reason = f"holds the heads of {tensor_parallel.describe_part(part)}"
         if not hasattr(model, "config"):
@@ -244,18 +234,10 @@ def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
 
 def _settings(cache: Any) -> dict[str, Any]:
     """Arguments that make such a cache: fields of `H2OConfig` for JSON, and flags."""
-    h2o_layers = [layer if isinstance(layer, H2OLayer) else None for layer in cache.layers]
-    first = next(filter(None, h2o_layers), None)
-    config = cache.unused if first is None else first.config
-    fields = {x.name: getattr(config, x.name) for x in dataclasses.fields(H2OConfig)}
-    for name in ("heavy", "recent"):  # saved by layer if they differ
-        amounts = [_amounts(getattr(x.config if x else config, name)) for x in h2o_layers]
-        alike = len(set(map(repr, amounts))) == 1 and not isinstance(amounts[0], list)
-        fields[name] = amounts[0] if alike else amounts
-    shares = fields["head_shares"]
-    if isinstance(shares, LayerShares):
-        table = shares.shares
-        fields["head_shares"] = table.as_dict() if isinstance(table, Profile) else table
+    fields = {x.name: getattr(cache.config, x.name) for x in dataclasses.fields(H2OConfig)}
+    if isinstance(fields["head_shares"], Profile):
+        fields["head_shares"] = fields["head_shares"].as_dict()
+    first = next((x for x in cache.layers if isinstance(x, H2OLayer)), None)
     return {
         "config": fields,
         "trace": first is not None and first.traced,
@@ -263,19 +245,9 @@ def _settings(cache: Any) -> dict[str, Any]:
     }
 
 
-def _amounts(budget: Any) -> Any:
-    """`heavy` or `recent` of one layer's config: an amount, or a list with one for each head."""
-    return list(budget[0]) if isinstance(budget, tuple) else budget
-
-
 def _config(fields: dict[str, Any]) -> H2OConfig:
     """The `H2OConfig` that `_settings` gave the fields of."""
     fields = dict(fields)
-    if fields.pop("merge", None) is not None:  # a field of early versions, None by default
-        raise ValueError(
-            "was written with merge, which h2o no longer has. Read the text again with a budget "
-            "(H2OConfig.echo) and save it anew"
-        )
     if isinstance(fields.get("head_shares"), dict):
         fields["head_shares"] = Profile.from_dict(fields["head_shares"])
     if fields.get("_token_bytes") is not None:
@@ -284,11 +256,6 @@ def _config(fields: dict[str, Any]) -> H2OConfig:
         return H2OConfig(**fields)
     except TypeError as error:
         raise ValueError(f"was written by a later version of h2o ({error})") from error
-
-
-def stored_config(cache: Any) -> H2OConfig:
-    """The config, made for the model, that a cache goes by."""
-    return _config(_settings(cache)["config"])
 
 
 def brief(config: H2OConfig) -> str:

@@ -1,49 +1,44 @@
 """Which layers an `H2OCache` has, by the model's config and an `H2OConfig`: found once, and shared.
 
 A full-attention layer becomes an `H2OLayer` with the form, scorer and stepper that the model and
-the settings ask for. All others stay transformers' own, as do the states of a layer that has these
-too.
-
-A server makes a cache for every request. What its layers are, which budgets they have and how the
-model rotates its keys depend on the two configs alone, so the plans of the last few pairs are
-remembered. A plan is found by what a model's config says, not by which object it is: a config that
-was changed is another one.
+the settings ask for. All others stay transformers' own. A server makes a cache for every request,
+so the plans of the last few pairs of configs are remembered, by what the configs say: a model's
+config that was changed is another one.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
+from h2o.budgets import layer_amount
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.families.layer_kinds import has_states, layers_of
-from h2o.hf.forms.cache_relative import CacheRelativeForm
-from h2o.hf.forms.latent_form import LatentForm
-from h2o.hf.forms.plain_form import PlainForm
-from h2o.hf.forms.shared_form import SharedForm
-from h2o.hf.layers.captured import CapturedStepper
-from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.layers.layer_with_states import H2OLayerWithStates
-from h2o.hf.layers.steppers import EagerStepper
+from h2o.hf.layers.cache_relative import CacheRelativeForm
+from h2o.hf.layers.latent_form import LatentForm
+from h2o.hf.layers.layer import H2OLayer, H2OLayerWithStates
+from h2o.hf.layers.plain_form import PlainForm
+from h2o.hf.layers.shared_form import SharedForm
+from h2o.hf.layers.steppers import CapturedStepper, EagerStepper
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
 from h2o.hf.prompt.prompt_echo import EchoScorer, PromptEcho, served_as
 from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
 from h2o.hf.rotary.model_rotary import Rotary
-from h2o.hf.store.pass_state import PassState
+from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.support import Traits, rereads_after, setting_reasons, transformers_layers
+from h2o.layer_plan import LayerPlan
 from h2o.model_identity import describe
 from h2o.profile import Profile
 
-__all__ = ["CachePlan", "get_plan"]
-
 
 class CachePlan:
-    """What all caches of a model's config and an `H2OConfig` have in common; never changed."""
+    """Everything that caches of a model's config and an `H2OConfig` share; never changed."""
 
     def __init__(self, config: Any, h2o_config: H2OConfig) -> None:
         """
@@ -63,21 +58,20 @@ class CachePlan:
         """See `h2o.hf.support.rereads_after`"""
         self.kinds = self._traits.kinds
         self.has_states = any(map(has_states, self._empty))
-        self.configs = {
-            index: self.h2o_config.for_layer(index, len(self.kinds))
+        self.h2o_config = _with_lists(self.h2o_config, self.kinds)
+        self.plans = {
+            index: LayerPlan.of(self.h2o_config, index, len(self.kinds))
             for index, kind in enumerate(self.kinds)
             if kind == "h2o"
         }
-        """Settings of each H2O layer"""
+        """The budgets of each H2O layer"""
         self.last = max((later[-1] for later in self._traits.reused_by.values()), default=0)
         """The last layer that attends to keys of an earlier one, if any does"""
         is_relative = self.h2o_config.positions == "cache_relative"
         self._angles = Rotary(config) if is_relative else None
-        self._alike = self.h2o_config.shares_by_echo and _alike(config, list(self.configs))
+        self._alike = self.h2o_config.shares_by_echo and _alike(config, list(self.plans))
 
-    def layers(
-        self, pass_state: PassState, *, trace: bool, compileable: bool
-    ) -> list[CacheLayerMixin]:
+    def layers(self, guard: PassGuard, *, trace: bool, compileable: bool) -> list[CacheLayerMixin]:
         """Empty layers for a cache.
 
         Raises:
@@ -87,13 +81,13 @@ class CachePlan:
         angles, echo = copy.copy(self._angles), copy.copy(self._echo)
         cross_head = None
         if self.h2o_config.shares_by_echo:
-            cross_head = CrossHeadBudget(self.configs, alike=self._alike)
+            cross_head = CrossHeadBudget(self.plans, alike=self._alike)
         own = self._empty
-        if len(self.configs) < len(own):  # some stay, and hold what is this cache's alone
+        if len(self.plans) < len(own):  # some stay, and hold what is this cache's alone
             own = layers_of(self._config.get_text_config(decoder=True))
         layers = []
         for index, empty in enumerate(own):
-            if index not in self.configs:
+            if index not in self.plans:
                 layers.append(empty)
                 continue
             layer_class: Any = H2OLayer
@@ -103,9 +97,8 @@ class CachePlan:
                 more["number_of_states"] = empty.number_of_states
             layers.append(
                 layer_class(
-                    self.configs[index],
-                    index,
-                    pass_state,
+                    self.plans[index],
+                    guard,
                     form=self._form(index, angles),
                     scorer=self._scorer(index, echo, cross_head),
                     stepper=CapturedStepper() if compileable else EagerStepper(),
@@ -130,12 +123,27 @@ class CachePlan:
             return RandomScorer()
         if echo is None:
             return AttentionScorer()
-        return EchoScorer(PromptEcho(echo, layer, self.configs[layer].policy), cross_head)
+        return EchoScorer(PromptEcho(echo, layer, self.plans[layer].policy), cross_head)
 
     def _refuse(self, **settings: bool) -> None:
         """Raises `UnsupportedError` for settings that do not go together, or with the model."""
         if reasons := setting_reasons(self._traits, self.h2o_config, **settings):
             raise UnsupportedError(reasons[0])
+
+
+def _with_lists(config: H2OConfig, kinds: tuple[str, ...]) -> H2OConfig:
+    """The config with lists for functions, which may compute other amounts the next time."""
+    for name in ("heavy", "recent"):
+        if callable(compute := getattr(config, name)):
+            computed = {
+                index: layer_amount(name, compute, index, len(kinds))
+                for index, kind in enumerate(kinds)
+                if kind == "h2o"
+            }
+            first = next(iter(computed.values()), 0)  # other layers have no budget
+            amounts = tuple(computed.get(index, first) for index in range(len(kinds)))
+            config = dataclasses.replace(config, **{name: amounts})
+    return config
 
 
 def _alike(config: Any, layers: list[int]) -> bool:

@@ -9,6 +9,8 @@ Shape letters: B batch rows, Q new tokens, n padded columns.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +20,7 @@ from torch import Tensor
 from h2o.compat import NewText, new_text
 from h2o.errors import UnsupportedError
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store.pass_state import WITHOUT_CACHE, PassState
-
-__all__ = ["check_text"]
+from h2o.hf.store.pass_guard import WITHOUT_CACHE, PassGuard
 
 
 def check_text(cache: Any, seen: int, new: int) -> None:
@@ -32,19 +32,19 @@ def check_text(cache: Any, seen: int, new: int) -> None:
         ValueError: the tokens stand before the end of what the cache has seen, or change the angles
             of earlier ones, or the mask says otherwise which columns were padding.
     """
-    pass_state = cache.pass_state
-    if pass_state.by_row:
+    guard = cache.guard
+    if guard.by_row:
         return
-    pass_state.check_angles(seen, new)
+    guard.check_angles(seen, new)
     text = new_text()
     if text is not None and seen:
-        _check_continuation(cache.layers, pass_state, seen, text, new)
+        _check_continuation(cache.layers, guard, seen, text, new)
     elif text is not None:
-        pass_state.skips_pads = _skips_pads(text, new)
+        guard.skips_pads = _skips_pads(text, new)
 
 
 def _check_continuation(
-    layers: Sequence[Any], pass_state: PassState, seen: int, text: NewText, new: int
+    layers: Sequence[Any], guard: PassGuard, seen: int, text: NewText, new: int
 ) -> None:
     if text.is_injected:
         raise UnsupportedError(
@@ -57,13 +57,13 @@ def _check_continuation(
     lengths = _lengths(layers)
     if lengths is not None:
         if text.mask is not None and text.mask.shape == (len(lengths), seen + new):
-            _check_mask(text.mask.bool(), lengths, seen)
-        elif text.mask is None and pass_state.skips_pads:
-            _check_no_pads(lengths, seen)
+            _check_padding(text.mask[:, :seen].bool().sum(1).tolist(), lengths, seen)
+        elif text.mask is None and guard.skips_pads:
+            _check_padding([seen] * len(lengths), lengths, seen)
     elif text.mask is None or bool(text.mask.all()):  # no row has pads
         lengths = torch.tensor([seen], dtype=torch.long, device="cpu")
     if lengths is not None and text.positions is not None and text.positions.shape[1] == new:
-        least = lengths + pass_state.rope_deltas.least
+        least = lengths + guard.rope_deltas.least
         _check_positions(text, least, seen, new, zero_is_free=_is_rolled(layers))
 
 
@@ -93,17 +93,8 @@ def _would_wait(text: NewText, new: int) -> bool:
     return new == 1 and not all(x.is_cpu for x in tensors)
 
 
-def _check_no_pads(lengths: Tensor, seen: int) -> None:
-    if lengths.tolist() != [seen] * len(lengths):
-        raise ValueError(
-            f"the cache has read {lengths.tolist()} tokens per row and padding up to {seen} "
-            "columns, and now there is no padding in attention_mask. Pass the mask of the earlier "
-            "columns as it was, followed by that of the new ones"
-        )
-
-
-def _check_mask(mask: Tensor, lengths: Tensor, seen: int) -> None:
-    said = mask[:, :seen].sum(1).tolist()
+def _check_padding(said: list[int], lengths: Tensor, seen: int) -> None:
+    """`said`: tokens of each row by the attention mask, all columns without one."""
     if said != lengths.tolist():
         raise ValueError(
             f"attention_mask counts {said} tokens per row among the {seen} columns that the cache "
@@ -132,4 +123,17 @@ def _check_positions(
         f"{int(positions[row][~late[row]][0])} of row {row}, where {int(least[row])} were "
         "expected at least. input_ids must be everything seen so far, followed by new tokens. To "
         "ask something else call cache.reset(), or use a new H2OCache or h2o.patched()."
+    )
+
+
+@torch.compiler.disable
+@functools.cache
+def warn_of_many_graphs() -> None:
+    """Warn once in a process that a cache breaks a compiled model into many graphs."""
+    warnings.warn(
+        "torch.compile(model) cannot capture this H2OCache: the model falls into several graphs "
+        "for each layer, which are compiled anew as its slots grow. Make the cache with "
+        "H2OCache(..., compileable=True), or call the model without torch.compile",
+        RuntimeWarning,
+        stacklevel=2,
     )

@@ -13,23 +13,17 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o.errors import UnsupportedError
 from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.forms.cache_relative import CacheRelativeForm
+from h2o.hf.layers.cache_relative import CacheRelativeForm
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store import states
-
-__all__ = ["take_over"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = None) -> None:
-    """Copies what a DynamicCache holds into the empty layers of an H2OCache.
-
-    Nothing is shared: either cache may go on without the other.
+    """Copy what a DynamicCache of n columns holds into the empty layers of an H2OCache.
 
     Args:
-        cache: the DynamicCache, with n columns in each layer.
-        layers: `H2OLayer`s, and transformers' own where there is no full attention.
         attention_mask: [B, n], 0 at a pad; None: no pads.
 
     Raises:
@@ -40,14 +34,14 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
             cache-relative positions.
     """
     if not isinstance(cache, DynamicCache):
-        hint = "; it is one already, fork() it" if hasattr(cache, "pass_state") else ""
+        hint = "; it is one already, fork() it" if hasattr(cache, "guard") else ""
         raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
     if any(isinstance(getattr(x, "form", None), CacheRelativeForm) for x in layers):
         raise UnsupportedError(
             'positions="cache_relative" cannot go on from a DynamicCache, whose keys are rotated '
             "at positions that it does not tell: read the text with an H2OCache instead"
         )
-    if any(isinstance(layer, H2OLayer) and layer.pass_state.pins.are_columns for layer in layers):
+    if any(isinstance(layer, H2OLayer) and layer.guard.pins.are_columns for layer in layers):
         raise ValueError(
             "pinned is a mask, and a DynamicCache does not tell which columns its keys had: give "
             "spans (start, stop) of tokens"

@@ -10,8 +10,6 @@ from h2o.config import H2OConfig
 from h2o.config_fields import Pinned
 from h2o.hf.cache.cache import H2OCache
 
-__all__ = ["bytes_of_keys", "new_cache"]
-
 
 def new_cache(
     model: Any,
@@ -20,15 +18,11 @@ def new_cache(
     compileable: bool = False,
     pinned: Pinned = None,
 ) -> DynamicCache | H2OCache:
-    """An empty cache, of all keys without a config, after telling the model which attention goes
-    with it.
+    """An empty cache for a prompt of so many tokens, after switching the model to its attention.
 
     Args:
-        prompt_tokens: length of the prompt, which fractions in the config refer to.
-        compileable: whether the decode step is to be compiled.
-        pinned: as of `H2OCache`.
-
-    Raises: `UnsupportedError` for a model that h2o cannot serve, or whose step cannot be compiled.
+        config: None: a DynamicCache, which keeps every key.
+        compileable, pinned: as of `H2OCache`.
     """
     cache: DynamicCache | H2OCache
     if config is None:
@@ -46,6 +40,6 @@ def new_cache(
 
 
 def bytes_of_keys(cache: DynamicCache) -> int:
-    """Of the keys and values that transformers' own cache holds; layers with states have none."""
+    """Bytes of the keys and values in transformers' own cache."""
     tensors = (getattr(x, name, None) for x in cache.layers for name in ("keys", "values"))
     return sum(x.nbytes for x in tensors if x is not None)

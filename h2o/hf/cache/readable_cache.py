@@ -1,4 +1,4 @@
-"""What a cache can be asked: its settings, the keys that it holds, what became of the others.
+"""Read-only methods of `H2OCache`: its settings, the keys that it holds, what became of others.
 
 Shape letters as in cache.py.
 """
@@ -19,11 +19,8 @@ from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store import states
 from h2o.hf.store.kept import Kept, KeptToken
-from h2o.hf.store.pass_state import PassState
+from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.report import LayerReport, Report
-
-__all__ = ["ReadableCache"]
-
 
 _OTHERS = {
     "sliding": "has a sliding window and keeps transformers' own cache",
@@ -34,30 +31,25 @@ _OTHERS = {
 
 
 class ReadableCache(Cache):
-    """The part of an `H2OCache` that changes nothing."""
+    """Read-only methods of `H2OCache`."""
 
-    pass_state: PassState
-    unused: H2OConfig | None
-    """The settings of a cache without a layer of h2o's; None: they are its layers'."""
-
-    @property
-    def config(self) -> H2OConfig:
-        """What it keeps, as made for the model: a cache of the same config keeps the same."""
-        return cache_file.stored_config(self)
+    guard: PassGuard
+    config: H2OConfig
+    """The settings, made for the model: a cache of the same config keeps the same."""
 
     def __bool__(self) -> bool:
         """False for Phi-3 and its like: `generate()` leaves out a cache that is true, without a
         word, where its text becomes longer than `original_max_position_embeddings`."""
-        return self.pass_state.rereads_after is None
+        return self.guard.rereads_after is None
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Columns seen. A model that keeps a number beside the cache asks before it uses it."""
         seen = super().get_seq_length(layer_idx)
-        self.pass_state.rope_deltas.begin(seen)
+        self.guard.rope_deltas.begin(seen)
         return seen
 
     def __repr__(self) -> str:
-        idle = "" if self.unused is None else ", nothing is evicted: all have a sliding window"
+        idle = "" if self.guard.plans else ", nothing is evicted: all have a sliding window"
         return f"H2OCache({cache_file.brief(self.config)}, layers={len(self.layers)}{idle})"
 
     @property
@@ -78,11 +70,11 @@ class ReadableCache(Cache):
         """(keys, values, sliding window or None) of each layer, as of a DynamicCache; of H2O layers
         what they hold, [B, G, K, D] in the order of `kept`."""
         for layer in self.layers:
-            held = layer.held() if isinstance(layer, H2OLayer) else _keys_of(layer)
+            held = layer.kept_rows() if isinstance(layer, H2OLayer) else _keys_of(layer)
             yield *held, window_of(layer)
 
     def kept(self, layer_idx: int) -> Kept:
-        """What a layer holds now.
+        """The keys that a layer holds now.
 
         Returns:
             (positions, scores), which notebooks show as a heat map and `h2o.hf.store.kept.Kept` as
@@ -131,7 +123,7 @@ class ReadableCache(Cache):
         return layer.trace.evicted_at()
 
     def report(self) -> Report:
-        """What was seen, kept, evicted and held, per layer and in total, as text or dict."""
+        """Tokens seen, kept and evicted and bytes held, per layer and in total, as text or dict."""
         reports = []
         for index, layer in enumerate(self.layers):
             report = layer.report() if isinstance(layer, H2OLayer) else _of_other(index, layer)
@@ -155,7 +147,7 @@ class ReadableCache(Cache):
 
     def _is_broken(self) -> bool:
         """Whether a forward pass has not come to its end: it broke off, or it is under way."""
-        state = self.pass_state
+        state = self.guard
         return state.waiting is not None or state.under_way or len(set(self._columns_seen())) > 1
 
     def _h2o_layer(self, layer_idx: int) -> H2OLayer:
@@ -169,7 +161,7 @@ class ReadableCache(Cache):
 
 
 def _of_other(index: int, layer: Any) -> LayerReport:
-    """Of transformers' own layer."""
+    """The report of transformers' own layer."""
     kind = str(kind_of(layer))
     if kind not in ("sliding", "cross"):
         return LayerReport(index, kind)

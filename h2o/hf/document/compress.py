@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from h2o.config import H2OConfig, one_config
+from h2o.config_fields import ConfigFields, Pinned
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.document.document_pass import forward
-from h2o.hf.document.second_reading import REPEAT, read_twice
-from h2o.hf.families.tuned_prompts import check_no_tuned_prompt
-from h2o.hf.families.wrappers import input_device
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from h2o.config_fields import ConfigFields, Pinned
-
-__all__ = ["compress_document"]
+from h2o.hf.document.second_reading import REPEAT, forward, read_twice
+from h2o.hf.families.wrappers import check_no_tuned_prompt, input_device
 
 
 @torch.no_grad()

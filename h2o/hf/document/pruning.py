@@ -28,8 +28,6 @@ from h2o.hf.store import slot_layout
 from h2o.hf.store.pins import Pins
 from h2o.policy import Policy
 
-__all__ = ["LATER_RECENT", "RECENT", "prune_cache"]
-
 RECENT = 4
 """The newest keys of each head that the cut keeps whatever their rank."""
 LATER_RECENT = 8
@@ -49,7 +47,7 @@ def prune_cache(
     largest: list[Tensor],
     by_attention: float,
 ) -> H2OCache:
-    """What the budget keeps of `full_cache`, which is empty afterwards, in `cache`.
+    """Move what the budget keeps of `full_cache`, which is empty afterwards, to `cache`.
 
     Of each head's budget sinks and the newest `RECENT` keys come first; `by_attention` of the rest
     goes to the highest ranks by the config's own policy. What all heads of all layers have left
@@ -63,7 +61,7 @@ def prune_cache(
             the largest attention of any one query, which is the score from then on.
         by_attention: in [0, 1].
     """
-    pins = cache.pass_state.pins
+    pins = cache.guard.pins
     layers = [
         (source, layer)
         for source, layer in zip(full_cache.layers, cache.layers, strict=True)
@@ -75,7 +73,7 @@ def prune_cache(
         budgets = _budgets_of(layer, source, held.mask)
         own = [n and n + LATER_RECENT - RECENT for n in pins.counts(len(budgets), config.sinks)]
         first_budget, left = reserve_for_heads(
-            budgets, config.sinks, config.floor, own, by_attention, RECENT
+            budgets, config.sinks, layer.plan.floor, own, by_attention, RECENT
         )
         wanted.append(budgets)
         first.append(first_budget)
@@ -129,7 +127,7 @@ def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
     """The budgets that a prompt of this layer would get, with an entry for each head."""
     heads = source.slots.next_slot.shape[1]
     rows = prompt_budget.prompt_budget(
-        layer.config, layer.pass_state, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
+        layer.plan, layer.guard, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
         source.token_size,
     ).by_row  # fmt: skip
     return each_head(rows, heads)

@@ -1,10 +1,9 @@
 """`h2o.compress_document(readings=2)`: the model reads a document twice before the cache evicts.
 
-What a later question will ask for often gets no attention while the document is read, and a ranking
-by attention evicts it. So the model repeats the document with all keys still there: what it looks
-up to write each token again is what an answer would look up (Kim et al., "KVzip", NeurIPS 2025,
-arXiv:2505.23416). Then the cache is pruned once (`h2o.hf.document.pruning`), the slots of all
-layers and heads going to the largest of these weights.
+What a later question will ask for often gets no attention while the document is read. So the model
+repeats the document with all keys still there: what it looks up to write each token again is what
+an answer would look up (Kim et al., "KVzip", NeurIPS 2025, arXiv:2505.23416). Then the cache is
+pruned once (`h2o.hf.document.pruning`).
 
 Shape letters: B batch rows, G key/value heads, N columns of the document, Q of one forward pass,
 K tokens of the longest row. A column is an index in the padded batch.
@@ -15,15 +14,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from h2o import compat
 from h2o.config import H2OConfig
+from h2o.config_fields import Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.document.document_pass import forward
 from h2o.hf.document.pruning import prune_cache
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.layer_kinds import has_states
@@ -34,16 +34,11 @@ from h2o.hf.rotary.angles import AnglesByLength
 from h2o.hf.store import slot_layout, states
 from h2o.policy import Policy
 
-if TYPE_CHECKING:
-    from h2o.config_fields import Pinned
-
-__all__ = ["CHUNK", "REPEAT", "read_twice"]
-
 Progress = Callable[[int, int], Any]
 """Called with the columns read so far and the columns to read."""
 
 REPEAT = "\n\nRepeat the previous context exactly.\n"
-"""What asks for the repetition; the paper's words."""
+"""The request for the repetition, in the paper's words."""
 CHUNK = 2048
 """Columns of the document in one forward pass."""
 OVERLAP = 8
@@ -71,7 +66,7 @@ def read_twice(
     reader = _Reader(model, ids, mask, progress)
     empty = H2OCache(model.config, config.after_reading, pinned=pinned)
     lengths, N = mask.sum(1).tolist(), mask.shape[1]
-    prompt_budget.begin_pins(empty.pass_state, lengths, mask, N)  # which may refuse
+    prompt_budget.begin_pins(empty.guard, lengths, mask, N)  # which may refuse
     at_once = reader.tokens_repeated(request.shape[1])  # which may refuse
     reader.check_angles(request)
     attention = reader.document(config.policy)
@@ -144,7 +139,7 @@ class _Reader:
         for layer in self.layers:
             layer.policy = Policy(score_by="max")
             layer.slots.scores.zero_()
-            layer.stepper = ScoringStepper(layer.seen)
+            layer.stepper = ScoringStepper()
         rows = [row[real] for row, real in zip(self.ids, self.mask, strict=True)]
         passes = max(math.ceil(len(x) / n) for x, n in zip(rows, at_once, strict=True))
         N = self.ids.shape[1]
@@ -213,3 +208,20 @@ def _put_other_layers(cache: H2OCache, others: dict[int, Any]) -> None:
             states.put(cache.layers[index], *other)
         else:
             cache.layers[index] = other
+
+
+def forward(model: Any, cache: Any, ids: Tensor, mask: Tensor, before: Tensor) -> None:
+    """Put columns ids [B, Q] with a mask [B, Q] into a cache, after columns of the mask `before`
+    [B, n]. The model makes no logits."""
+    model = model.base_model
+    more = {}
+    if compat.accepts(model.forward, "position_ids"):
+        positions = before.sum(1, keepdim=True) + mask.cumsum(1) - 1
+        more["position_ids"] = positions.clamp(min=0)
+    model(
+        ids,
+        attention_mask=torch.cat([before, mask], 1),
+        use_cache=True,
+        **compat.with_cache(cache),
+        **more,
+    )

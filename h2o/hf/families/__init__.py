@@ -1,1 +1,1 @@
-"""What differs between model families."""
+"""Differences between model families."""

@@ -20,17 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from h2o.errors import UnsupportedError
-from h2o.hf.call.traced_tensor import TracedTensor, plain
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.linear_matrix import made_of_matrix
-
-__all__ = [
-    "Expansion",
-    "expands_after_cache",
-    "latent_refusal",
-    "over_latents",
-    "trace_latents",
-]
+from h2o.hf.families.tagged_tensor import TaggedTensor, plain
 
 
 @contextmanager
@@ -38,7 +30,7 @@ def trace_latents(model: nn.Module) -> Iterator[None]:
     """Within the block keys that `expand_kv` makes have the attribute `latent` [B, 1, N, L]."""
 
     def trace(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return TracedTensor.of(args[0], latent=plain(args[0])), *args[1:]
+        return TaggedTensor.of(args[0], latent=plain(args[0])), *args[1:]
 
     hooks = [
         module.kv_b_proj.register_forward_pre_hook(trace)
@@ -65,9 +57,9 @@ class Expansion(NamedTuple):
         cls, module: nn.Module, query: Tensor, value: Tensor, row: Tensor, L: int,
         *, fresh: bool = False,
     ) -> Expansion:  # fmt: skip
-        """For queries [B, H, Q, C + P], values [.., V] and rows [.., L + P] of a module.
+        """Split `kv_b_proj` for queries [B, H, Q, C + P], values [.., V] and rows [.., L + P].
 
-        What is packed for the module is packed anew where `fresh`.
+        `fresh`: do not use what is remembered of a plain module.
 
         Raises:
             UnsupportedError: a projection with a bias, or of another shape.

@@ -1,9 +1,8 @@
 """Which kinds of layers transformers caches, and what becomes of each in an `H2OCache`.
 
-The one place that says so: `supports`, the cache, simulation and analysis all ask here. Full
-attention is h2o's. All else stays transformers' own layer, of whatever class: sliding windows,
-the keys of images, and the convolution and recurrent states of linear attention and state space
-models. A layer may have both states and keys; then the states stay and the keys are as any others.
+Layers with full attention become h2o's. All others stay transformers' own: sliding windows, the
+keys of images, and the convolution and recurrent states of linear attention and state space models.
+A layer may have both states and keys; then its states stay transformers' own.
 """
 
 from __future__ import annotations
@@ -21,16 +20,6 @@ from h2o.compat import (
     StatesAndWindowLayer,
     StatesLayer,
 )
-
-__all__ = [
-    "CrossAttentionLayer",
-    "cross_attention_layers",
-    "full_layers",
-    "has_states",
-    "kind_of",
-    "layers_of",
-    "type_refusal",
-]
 
 
 class CrossAttentionLayer(DynamicLayer):
@@ -56,7 +45,7 @@ _KINDS = {
     DynamicLayer: "h2o",
     DynamicSlidingWindowLayer: "sliding",
 }
-"""What a layer of each class is in an `H2OCache`: "h2o", "sliding" (transformers' own, with a
+"""Kind of each class of layers in an `H2OCache`: "h2o", "sliding" (transformers' own, with a
 window), "states" (transformers' own, without keys) or "none" (nothing is stored, as for a layer of
 experts alone); "cross" of a `CrossAttentionLayer`."""
 

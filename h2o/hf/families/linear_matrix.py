@@ -1,12 +1,10 @@
 """The matrix of a linear module, also of one that is quantized, offloaded or has an adapter.
 
-Such a module is asked for it: what it makes of the unit vectors are its columns. That takes as long
-as hundreds of tokens do, so what is made of the matrix is remembered, beside all that it depends
-on: the tensors of the module, each with the number of its last change, and everything else that its
-parts are told by (an adapter's scale, which one is active). Where any of it has changed the module
-is asked again. What is written in place through a parameter's `.data` is not seen, as autograd does
-not see it; of a plain linear module it is once `fresh` asks. What is remembered takes the memory of
-a plain matrix.
+The matrix is recovered by feeding the identity through the module. That takes as long as hundreds
+of tokens do, so the result is remembered, together with all that it depends on: the tensors of the
+module with their version counters, and every other attribute (an adapter's scale, which one is
+active). When any of these has changed, the matrix is recovered again. Writes through a parameter's
+`.data` are not seen, except for a plain linear module with `fresh`.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o import compat
-from h2o.hf.call.traced_tensor import plain
-
-__all__ = ["made_of_matrix"]
+from h2o.hf.families.tagged_tensor import plain
 
 Made = TypeVar("Made")
 
@@ -29,7 +25,7 @@ Made = TypeVar("Made")
 class _Asked(NamedTuple):
     state: list[Any]
     tensors: list[Tensor]
-    """Of `state`, which knows them by their ids: as long as they live no other has one of these"""
+    """Tensors of `state`, kept alive so that no other object gets their ids"""
     made: Any
 
 
@@ -44,7 +40,7 @@ def made_of_matrix(
     *,
     fresh: bool = False,
 ) -> Made:
-    """What `make` makes of [outputs, width], without gradient, of the dtype and device of `like`.
+    """Apply `make` to the matrix [outputs, width], without gradient, of `like`'s dtype and device.
 
     Args:
         make: takes the matrix, and whether what it makes of it is remembered; always the same for
@@ -86,7 +82,7 @@ def _ask(module: nn.Module, width: int, like: Tensor) -> Tensor:
 
 
 def _state(value: Any, tensors: list[Tensor], within: tuple[nn.Module, ...] = ()) -> Iterator[Any]:
-    """What differs from that of any other state of a module, as far as its attributes say.
+    """Yield a fingerprint of a module's state, as far as its attributes tell.
 
     `tensors` are added to; `within`: the modules that the value is a part of.
     """

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from h2o.compat import SHARES_KEYS, as_plain_tensors
 
-__all__ = ["Pads", "pads_of", "reusing", "shared_keys_refusal"]
-
 
 def reusing(config: Any) -> dict[int, tuple[int, ...]]:
     """Full-attention layers whose keys later ones reuse, each with these later layers."""
@@ -56,7 +54,7 @@ class Pads(Tensor):
 
 
 def pads_of(mask: Tensor | None) -> Tensor | None:
-    """Of an attention function's mask: [B, N] out of `Pads`, any other as it is."""
+    """An attention function's mask: [B, N] out of `Pads`, any other unchanged."""
     if mask is None or type(mask) is not Pads:
         return mask
     with as_plain_tensors():

@@ -14,18 +14,8 @@ from torch import Tensor, distributed, nn
 
 from h2o import compat
 
-__all__ = [
-    "WHOLE",
-    "describe_part",
-    "is_distributed",
-    "mesh_of",
-    "over_all_heads",
-    "part",
-    "part_of_heads",
-]
-
 WHOLE = (0, 1)
-"""The part of a model that is in one process: all heads."""
+"""The `part` of a model that is in one process."""
 
 
 def part(module: nn.Module) -> tuple[int, int]:
@@ -41,14 +31,11 @@ def part_of_heads(model: nn.Module) -> tuple[int, int]:
     """The `part` of a whole model; `WHOLE` for one that is cut over processes except for its
     attention."""
     here = part(model)
-    attention = [x for x in model.modules() if hasattr(x, "layer_idx") and not _has_layers(x)]
+    indexed = [x for x in model.modules() if hasattr(x, "layer_idx")]
+    attention = [x for x in indexed if not any(y in indexed for y in x.modules() if y is not x)]
     if attention and all(mesh_of(x) is None for x in attention):
         return WHOLE
     return here
-
-
-def _has_layers(module: nn.Module) -> bool:
-    return any(hasattr(x, "layer_idx") for x in module.modules() if x is not module)
 
 
 def describe_part(part: tuple[int, int]) -> str:
@@ -65,10 +52,9 @@ def is_distributed() -> bool:
 
 
 def mesh_of(module: nn.Module) -> Any:
-    """The DeviceMesh of one dimension whose processes have the parts of a module; None of a whole
-    one.
+    """The one-dimensional DeviceMesh over which a module's heads are cut; None for a whole module.
 
-    That dimension is named "tp", as transformers and accelerate do, or has no name. What FSDP cuts
+    The dimension is named "tp", as transformers and accelerate do, or has no name. What FSDP cuts
     is whole when it computes.
     """
     if not is_distributed():

@@ -8,17 +8,15 @@ pass again with the remaining ones. Assisted decoding needs it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from h2o.compat import CROPS_TO_LENGTH
-from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.store.layer_contents import LayerContents
-from h2o.hf.store.layer_state import keys_state, layer_state, restore, restore_keys
-
-__all__ = ["CroppableLayer", "LastPass", "columns_left", "crop"]
+from h2o.hf.store.layer_state import State, keys_state, layer_state, restore, restore_keys
 
 _NO_RECORD = (
     "an H2OCache cannot go back without a record: evicted keys cannot be restored. Call "
@@ -49,62 +47,57 @@ class CroppableLayer(LayerContents):
 
     def crop(self, tokens: int) -> None:
         """See `H2OCache.crop`."""
-        left, last = columns_left(tokens, self.seen), self.last
+        left = columns_left(tokens, self.seen)
         if left == 0:
             self.reset()
         elif left < self.seen:
-            self.refuse_crop(left)
-            last.again(self, left)
+            self.check_crop(left)
+            before, new = self.last
+            restore_keys(self, before)  # tensors held until now are not written to
+            if columns := left - self.seen:
+                self.forward(new.columns(0, columns))
         self.last = None
         self.form.forget()  # what belongs to the pass that was run again
 
-    def refuse_crop(self, left: int) -> None:
+    def check_crop(self, left: int) -> None:
         """Raises NotImplementedError where so few columns cannot be left."""
         if self.last is None:
             raise NotImplementedError(_NO_RECORD)
-        self.last.refuse(left, self.seen)
-
-
-class LastPass:
-    """State and tokens with which the last forward pass of a layer can be run again."""
-
-    def __init__(self, layer: Any, tokens: NewTokens) -> None:
-        """Before the pass over these tokens."""
-        self.before = keys_state(layer).each(Tensor.clone)
-        self.tokens = tokens._replace(key=tokens.key.detach())  # without its reference to the layer
-
-    def refuse(self, left: int, seen: int) -> None:
-        """Raises NotImplementedError where fewer columns are to be left than before the pass."""
-        if left < self.before.numbers["seen"]:
+        began = self.last.before.numbers["seen"]
+        if left < began:
             raise NotImplementedError(
-                f"an H2OCache goes back within its last forward pass, which began after "
-                f"{self.before.numbers['seen']} of {seen} tokens, and {left} were to be left"
+                f"an H2OCache goes back within its last forward pass, which began after {began} of "
+                f"{self.seen} tokens, and {left} were to be left"
             )
 
-    def again(self, layer: Any, left: int) -> None:
-        """Restores the copy, then runs the pass again with `left` columns in all: possible once.
 
-        The tensors that the layer held before are not written to.
-        """
-        restore_keys(layer, self.before)
-        if columns := left - layer.seen:
-            layer.forward(self.tokens.first(columns))
+class LastPass(NamedTuple):
+    """The record by which the last forward pass of a layer can be run again."""
+
+    before: State
+    """Copy of the layer's state before the pass"""
+    tokens: NewTokens
+
+    @classmethod
+    def of(cls, layer: Any, tokens: NewTokens) -> LastPass:
+        """The record of a pass that is to come."""
+        without_layer = tokens._replace(key=tokens.key.detach())
+        return cls(keys_state(layer).each(Tensor.clone), without_layer)
 
 
 def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
     """`H2OCache.crop` of layers that have all seen the same: they go back together or not at all.
 
     Raises:
-        NotImplementedError: as `LastPass.refuse`, with nothing done. After another error, of
-            memory for example, or an interrupt, all is as it was, but the pass is no longer
-            remembered.
+        NotImplementedError: as `check_crop`, with nothing done. After any other error or an
+            interrupt all is as it was, but the pass is no longer remembered.
     """
     h2o_layers = [layer for layer in layers if kind_of(layer) == "h2o"]
     other_layers = [layer for layer in layers if kind_of(layer) in ("sliding", "states")]
     with_states = [layer for layer in layers if has_states(layer)]
     shorter = left < seen
     for layer in h2o_layers if shorter else []:
-        layer.refuse_crop(left)
+        layer.check_crop(left)
     for layer in with_states if shorter else []:
         if any(layer.is_recurrent_states_initialized.values()):
             raise NotImplementedError(

@@ -21,31 +21,28 @@ import torch
 from torch import Tensor
 
 from h2o import ops
+from h2o.compat import StatesAndKeysLayer, StatesLayer
 from h2o.config import H2OConfig
-from h2o.head_budgets import LayerShares
-from h2o.hf.call.attend_and_evict import evicting
-from h2o.hf.call.attention_call import (
-    CACHE_HAS_NO_GRADIENT,
+from h2o.hf.attention.attention_call import (
     AttentionCall,
     NewTokens,
-    Undifferentiable,
     as_autocast,
+    evict_after,
     round_like_slots,
 )
 from h2o.hf.families import tensor_parallel
-from h2o.hf.forms.plain_form import PlainForm
 from h2o.hf.layers.crop import CroppableLayer, LastPass
+from h2o.hf.layers.plain_form import PlainForm
 from h2o.hf.layers.steppers import EagerStepper
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import Budgets, Prompt, positions_in
 from h2o.hf.prompt.scorers import AttentionScorer
-from h2o.hf.store import slot_layout
+from h2o.hf.store import slot_layout, states
 from h2o.hf.store.layer_contents import LayerContents
 from h2o.hf.store.layer_state import layer_state, restore
-from h2o.hf.store.pass_state import WITHOUT_CACHE, PassState
+from h2o.hf.store.pass_guard import WITHOUT_CACHE, PassGuard
 from h2o.hf.store.slot_layout import Capacity
-
-__all__ = ["H2OLayer"]
+from h2o.layer_plan import LayerPlan
 
 
 class H2OLayer(CroppableLayer):
@@ -53,21 +50,20 @@ class H2OLayer(CroppableLayer):
 
     What differs between layers is answered by three objects, which the layer hands itself:
 
-    - `form`: what slots hold of a token, and how attention reads them (`h2o.hf.forms`).
+    - `form`: what slots hold of a token, and how attention reads them (`h2o.hf.layers.plain_form`).
     - `scorer`: which scores keys get (`h2o.hf.prompt.scorers`).
     - `stepper`: how a pass after the prompt runs (`h2o.hf.layers.steppers`).
 
     Args:
-        config: the layer's own, as `H2OConfig.for_layer` gives it.
-        pass_state: shared by the layers of a cache.
+        plan: the layer's budgets, and the config of all layers.
+        guard: shared by the layers of a cache.
         trace: whether to remember when each key was evicted.
     """
 
     def __init__(
         self,
-        config: H2OConfig | None = None,
-        layer_idx: int = 0,
-        pass_state: PassState | None = None,
+        plan: LayerPlan | None = None,
+        guard: PassGuard | None = None,
         *,
         form: PlainForm | None = None,
         scorer: AttentionScorer | None = None,
@@ -75,13 +71,15 @@ class H2OLayer(CroppableLayer):
         trace: bool = False,
     ) -> None:
         super().__init__()
-        self.config = config or H2OConfig()
-        self.layer_idx = layer_idx
-        self.pass_state = pass_state or PassState()
+        self.plan = plan or LayerPlan.of(H2OConfig(), 0, 1)
+        self.config: H2OConfig = self.plan.config
+        self.layer_idx = self.plan.layer
+        self.guard = guard or PassGuard()
         self.policy = self.config.policy
         self.form = form or PlainForm()
         self.scorer = scorer or AttentionScorer()
         self.stepper = stepper or EagerStepper()
+        self.columns = self.stepper.zero()
         self.traced = trace
         self.part = tensor_parallel.WHOLE  # which part of the model's heads this process has
         self.reset()
@@ -100,7 +98,6 @@ class H2OLayer(CroppableLayer):
             ValueError: another batch size, number of heads or shape.
         """
         rows, values = self.form.rows(self, key_states, value_states)
-        self.pass_state.refuse_interrupted()
         if self.slots is None:
             if rows.shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
@@ -118,8 +115,8 @@ class H2OLayer(CroppableLayer):
             )
         elif self.slots.keys.device != rows.device:  # of a file, or the model has moved
             restore(self, layer_state(self).each(lambda x: x.to(rows.device)))
-        keys = self.form.handed_over(self, key_states, rows)
-        self.pass_state.waiting = self.layer_idx
+        keys = self.form.hand_over(self, key_states, rows)
+        self.guard.waiting = self.layer_idx
         return keys, value_states
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -139,9 +136,7 @@ class H2OLayer(CroppableLayer):
         if call.wants_gradients():
             with torch.no_grad():
                 out = self.attend(call.detached())
-            return Undifferentiable.apply(
-                CACHE_HAS_NO_GRADIENT, out, call.query, call.key, call.value, call.sink_logits
-            )
+            return call.without_backward(out)
         try:
             return self._attend(call)
         finally:
@@ -149,79 +144,65 @@ class H2OLayer(CroppableLayer):
 
     def _attend(self, call: AttentionCall) -> Tensor:
         try:
-            self._refuse(call)
+            call.check()
+            # A model may not tell its layers, whose default is False. That it was meant shows when
+            # the whole text comes again with its first new token.
+            if call.use_cache is False and (
+                0 < self.seen == self.prompt_columns == call.query.shape[2] - 1
+            ):
+                raise ValueError(WITHOUT_CACHE)
             query, key, value = as_autocast(call.query, call.key, call.value)
             dtype = query.dtype
             tokens = self.form.tokens(self, query, key, value, call)
             if self.slots is None or self.unscored:
-                self._meet(call.module)
+                self.part = tensor_parallel.part(call.module)
+                self.plan.check_attention(call.module)
             if self.slots is not None and self.config.kv_dtype is None:
                 stored = self.slots.keys.dtype
                 if stored != dtype:  # autocast began, or ended, after what is held was stored
                     tokens = tokens.to(stored)
         except Exception:
-            self.forget_update()
+            self.guard.take_back(self.layer_idx)
             raise
-        if self.pass_state.waiting != self.layer_idx:
+        if self.guard.waiting != self.layer_idx:
             raise RuntimeError(
                 f"attention of layer {self.layer_idx} ran twice for the same keys: an H2OCache "
                 "cannot be used where forward passes are repeated (gradient checkpointing)"
             )
-        last = LastPass(self, tokens) if self.record_past else None
+        last = LastPass.of(self, tokens) if self.record_past else None
         seen = None if self.trace is None else self.seen
         try:
             out = self.forward(tokens)
         except Exception:
             if self.trace is None or seen == self.seen:
-                self.forget_update()
+                self.guard.take_back(self.layer_idx)
             raise  # what is stored and not in the trace counts as an interrupt
         self.last = last
-        self.pass_state.attended(self.layer_idx)
+        self.guard.layer_done(self.layer_idx)
         return out if out.dtype == dtype else out.to(dtype)
 
     def forward(self, tokens: NewTokens) -> Tensor:
-        """As `attend`, for tokens in the dtype of the store; does not check the order of calls."""
+        """Attend and store tokens in the dtype of the store, without checks."""
         if self.slots is None or self.unscored:
             return self._attend_prompt(tokens)
         if tokens.query.shape[2] != 1 or self.waits_for_pins:  # a step does not show a new score
             return self.stepper.chunk(self, tokens)
         return self.stepper.step(self, tokens)
 
-    def forget_update(self) -> None:
-        """Takes back an `update` whose keys attention refuses; nothing was stored yet."""
-        self.pass_state.take_back(self.layer_idx)
-
-    def _refuse(self, call: AttentionCall) -> None:
-        """Raises what keeps this layer from serving a call."""
-        call.refuse()
-        # A model may not tell its layers, whose default is False. That it was meant shows when
-        # the whole text comes again with its first new token.
-        if call.use_cache is False and (
-            0 < self.seen == self.prompt_columns == call.query.shape[2] - 1
-        ):
-            raise ValueError(WITHOUT_CACHE)
-        call.refuse_training()
-
-    def _meet(self, module: Any) -> None:
-        """Learns at the prompt what the model's attention module says for all passes."""
-        self.part = tensor_parallel.part(module)
-        if isinstance(self.config.head_shares, LayerShares):
-            self.config.head_shares.check_attention(module)
-
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
         """The first forward pass, also over keys of a DynamicCache: sets the budgets."""
         B, G, Q, _ = tokens.key.shape
         unscored = self.slots
-        prompt_budget.refuse_chunks(self.config, self.pass_state, self.seen + Q)
-        self.pass_state.repeat_to(B)
-        counts = prompt_budget.count_tokens(tokens.mask, B, Q, self.config, self.pass_state)
+        prompt_budget.refuse_chunks(self.plan, self.guard, self.seen + Q)
+        self.guard.repeat_to(B)
+        counts = prompt_budget.count_tokens(tokens.mask, B, Q, self.plan, self.guard)
         if unscored is not None:
             counts = [x + y for x, y in zip(counts, unscored.seen_tokens.tolist(), strict=True)]
-        pins = self.pass_state.pins
-        if self.pass_state.is_first(self.layer_idx):  # which asks for all layers
-            prompt_budget.begin_pins(self.pass_state, counts, tokens.mask, Q, self.token_size)
+        pins = self.guard.pins
+        if self.guard.is_first(self.layer_idx):  # which asks for all layers
+            prompt_budget.begin_pins(self.guard, counts, tokens.mask, Q, self.token_size)
         budget = prompt_budget.prompt_budget(
-            self.config, self.pass_state, counts, G, self.part, self.token_size
+            self.plan, self.guard, counts, G, self.part, self.token_size
         )
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
@@ -255,7 +236,7 @@ class H2OLayer(CroppableLayer):
         self._keep(*tensors, by_row, max(prompt.counts))
         self.raised, self.floored, self.unscored = prompt.raised, prompt.floored, False
         self.prompt_columns = self.seen + prompt.columns
-        self.waits_for_pins = bool(self.pass_state.pins)
+        self.waits_for_pins = bool(self.guard.pins)
         self.count(prompt.columns, prompt.column_mask)
 
     def attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
@@ -281,10 +262,10 @@ class H2OLayer(CroppableLayer):
                 after = (positions + slots.seen_tokens[:, None, None]).masked_fill(
                     positions < 0, -1
                 )
-                scores = self.pass_state.pins.score(scores, after)
+                scores = self.guard.pins.score(scores, after)
             return out, scores
 
-        return evicting(attend, tokens, slots, self.policy)
+        return evict_after(attend, tokens, slots, self.policy)
 
     # ---- Slots for a prompt -------------------------------------------------------------------
 
@@ -298,7 +279,7 @@ class H2OLayer(CroppableLayer):
         self._keep(keys, values, mask, scores, by_row, keys.shape[2])
         self.row_size, self.seen = source.row_size, source.seen
         self.prompt_columns = source.seen
-        self.waits_for_pins = bool(self.pass_state.pins)
+        self.waits_for_pins = bool(self.guard.pins)
         self.count(0, None)
 
     def _keep(
@@ -331,3 +312,38 @@ class H2OLayer(CroppableLayer):
         super().reset()
         self.form.forget()
         self.scorer.reset()
+
+
+class H2OLayerWithStates(H2OLayer, StatesAndKeysLayer):
+    """An `H2OLayer` for the keys, with transformers' states beside it."""
+
+    def __init__(self, *args: Any, number_of_states: int, **kwargs: Any) -> None:
+        """`number_of_states`: of each kind."""
+        super().__init__(*args, **kwargs)
+        StatesLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:
+        """Make the states; slots are made when the prompt's length is known."""
+        if states:
+            StatesLayer.lazy_initialization(self, **states)
+
+    def reset(self) -> None:
+        """Empties the layer."""
+        super().reset()
+        states.forget(self)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Never with recurrent states, which are sums over all tokens."""
+        return super().is_croppable and not any(self.is_recurrent_states_initialized.values())
+
+    def crop(self, tokens: int) -> None:
+        """See `H2OCache.crop`."""
+        super().crop(tokens)
+        if self.record_past and self.seen:
+            StatesLayer.crop(self, tokens)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was."""
+        super().reorder_cache(beam_idx)
+        states.each(self, lambda x: x.index_select(0, beam_idx.to(x.device)))

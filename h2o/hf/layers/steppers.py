@@ -1,19 +1,28 @@
-"""How a layer runs a forward pass once its prompt is stored: as passes come, or scoring alone.
+"""How a layer runs a forward pass once its prompt is stored: eagerly, scoring alone, or captured.
 
-`h2o.hf.layers.captured` has the third way, in a graph of torch.compile.
+torch.compile captures one graph for all decode steps, and one for all later passes of several
+tokens. The core reads memory through DLPack, which a compiler's fake tensors lack. So both are
+registered as custom operators, `torch.ops.h2o.step` and `.chunk`, with a schema that says which
+tensors they write to (the slots) and a fake output (like the query). Any change of a shape or a
+Python number would compile another graph: so slots have their full size from the prompt on, and the
+number of columns seen is a tensor.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
-from h2o.hf.call.attention_call import NewTokens
+from h2o import compat, ops
+from h2o.config import UNLIMITED
+from h2o.errors import UnsupportedError
+from h2o.hf.attention.attention_call import NewTokens, attention, evict_after
 from h2o.hf.store import slot_layout
-
-__all__ = ["EagerStepper", "ScoringStepper"]
+from h2o.policy import OperationScore, Policy
+from h2o.slots import KINDS, empty_row
 
 
 class EagerStepper:
@@ -23,15 +32,12 @@ class EagerStepper:
     stores = True
     """Whether new keys are stored"""
 
-    def __init__(self, seen: int = 0) -> None:
-        self.seen = seen
-        """Columns that the layer has seen"""
+    def __init__(self) -> None:
         self._out: Tensor | None = None  # the last decode step's output, in the query's dtype
 
-    @property
-    def length(self) -> Any:
-        """Columns seen, for the model."""
-        return self.seen
+    def zero(self) -> Any:
+        """The count of columns that a new layer has seen."""
+        return 0
 
     def step(self, layer: Any, tokens: NewTokens) -> Tensor:
         """A decode step."""
@@ -74,3 +80,123 @@ class ScoringStepper(EagerStepper):
         return out
 
     chunk = step
+
+
+class CapturedStepper(EagerStepper):
+    """Runs passes in the graphs of a cache with `compileable=True`, others as they come."""
+
+    is_compileable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        register()
+
+    def zero(self) -> Any:
+        """A tensor, which each step changes in place, as in transformers' StaticLayer."""
+        return slot_layout.writable(torch.tensor(0, dtype=torch.int64, device="cpu"))
+
+    def step(self, layer: Any, tokens: NewTokens) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().step(layer, tokens)
+        return self._captured(torch.ops.h2o.step, layer, tokens)
+
+    def chunk(self, layer: Any, tokens: NewTokens) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().chunk(layer, tokens)
+        if layer.plan.needs_prompt_length and not layer.waits_for_pins:
+            return super().chunk(layer, tokens)
+        return self._captured(torch.ops.h2o.chunk, layer, tokens)
+
+    def _captured(self, operator: Any, layer: Any, tokens: NewTokens) -> Tensor:
+        if layer.waits_for_pins:
+            raise UnsupportedError(
+                "compiled steps cannot pin the tokens that they read: give pinned spans that end "
+                "within the prompt, or leave out compileable=True"
+            )
+        new = tokens.query, tokens.key, tokens.value
+        out: Tensor = operator(*new, *layer.slots, *layer.policy, **tokens.options)
+        layer.columns.add_(tokens.query.shape[2])
+        return out
+
+    def empty_in_place(self, layer: Any) -> None:
+        """Empties a layer as `layer.empty` does, but the slots stay where they are, for a graph
+        that goes on with them."""
+        for row in range(layer.batch_size):
+            empty_row(layer.slots, row)
+        layer.seen = layer.longest = layer.prompt_columns = 0
+
+    def capacities(self, widest: list[int], tokens: int) -> list[int]:
+        """Slots for the whole budget."""
+        if max(widest) >= UNLIMITED:
+            raise ValueError(
+                "compileable=True makes room for the whole budget at once, and this one has no "
+                "end: give heavy and recent as many tokens as the longest text will have"
+            )
+        return super().capacities(widest, max(widest))
+
+    def slots_changed(self, layer: Any) -> None:
+        """Tells a CUDA graph that the tensors stay where they are."""
+        super().slots_changed(layer)
+        slots = layer.slots
+        if slots is None:
+            return
+        layer.columns = slot_layout.writable(layer.columns.to(slots.keys.device))
+        if slots.keys.device.type == "cpu":
+            return  # a compiler told to freeze weights would take them for weights
+        # A CUDA graph reads them where they were when it was captured.
+        for tensor in (layer.columns, *slots):
+            if tensor is not None:
+                compat.mark_static_address(tensor)
+
+
+@functools.cache
+def register() -> torch.library.Library:
+    """Makes the operations known for as long as the process runs."""
+    library = torch.library.Library("h2o", "FRAGMENT")
+    for name, run in (("step", _step), ("chunk", _chunk)):
+        library.define(_schema(name))
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"h2o::{name}", _fake, lib=library)
+    return library
+
+
+def _schema(operator: str) -> str:
+    """Arguments of `h2o.ops.step`, with the fields of slots and policy one by one; what is written
+    to is marked with an exclamation mark."""
+    slots = []
+    for index, (name, kind) in enumerate(KINDS.items()):
+        tensor = f"Tensor(s{index}!)" if kind.written else "Tensor"
+        slots.append(f"{tensor}{'?' if kind.optional else ''} {name}")
+    policy = [f"{_TYPES[hint]} {name}" for name, hint in get_type_hints(Policy).items()]
+    return (
+        f"{operator}(Tensor query, Tensor key, Tensor value, {', '.join(slots + policy)}, *, "
+        "Tensor? mask, float? scale, float softcap, Tensor? sink_logits=None) -> Tensor"
+    )
+
+
+_TYPES = {int: "int", OperationScore: "str", float: "float", bool: "bool", float | None: "float?"}
+"""How torch's schemas spell the types of the policy's fields."""
+
+
+def _step(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any) -> Tensor:
+    slots, policy = _records(records)
+    out: Tensor = ops.step(query, key, value, slots, policy=policy, **more)
+    return out
+
+
+def _chunk(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any) -> Tensor:
+    slots, policy = _records(records)
+    tokens = NewTokens(query, key, value, **more)
+    lengths = slots.seen_tokens
+    is_prompt = lengths.is_cpu and not lengths.any()  # spares empty slots; a CUDA graph cannot ask
+    held = None if is_prompt else slots
+    return evict_after(lambda: attention(tokens, held, policy), tokens, slots, policy)
+
+
+def _records(fields: tuple[Any, ...]) -> tuple[ops.Slots, Policy]:
+    return ops.Slots(*fields[: len(KINDS)]), Policy(*fields[len(KINDS) :])
+
+
+def _fake(query: Tensor, *_: Any, **__: Any) -> Tensor:
+    B, H, Q, D = query.shape
+    return query.new_empty(B, Q, H, D)

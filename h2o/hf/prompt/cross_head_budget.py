@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.families import tensor_parallel
 from h2o.hf.prompt import prompt_budget
+from h2o.layer_plan import LayerPlan
 from h2o.policy import Policy
 from h2o.spans import PINNED
 
@@ -85,13 +85,13 @@ class Recipient:
     """Takes the place of an `H2OLayer` where a `CrossHeadBudget` is used without a cache."""
 
     layer_idx: int
-    config: H2OConfig
+    plan: LayerPlan
     store: Callable[[Prompt, Budgets], None]
     part: tuple[int, int] = tensor_parallel.WHOLE
 
     @property
     def policy(self) -> Policy:
-        return self.config.policy
+        return self.plan.policy
 
 
 ROOM = 1.125
@@ -102,11 +102,11 @@ applied again. Applying it moves their keys."""
 class CrossHeadBudget:
     """The budget that the layers of a cache share: collects their prompts and has them stored."""
 
-    def __init__(self, configs: dict[int, H2OConfig], *, alike: bool) -> None:
-        """`configs`: one for each layer that shares. `alike`: whether all of them have the same
+    def __init__(self, plans: dict[int, LayerPlan], *, alike: bool) -> None:
+        """`plans`: one for each layer that shares. `alike`: whether all of them have the same
         number of heads of the same size, so that the first one tells how many places there are."""
-        self.configs, self.alike = configs, alike
-        self.first, self.last = min(configs, default=-1), max(configs, default=-1)
+        self.plans, self.alike = plans, alike
+        self.first, self.last = min(plans, default=-1), max(plans, default=-1)
         self.forget()
 
     def forget(self) -> None:
@@ -151,12 +151,12 @@ class CrossHeadBudget:
         B, G, _ = prompt.scores.shape
         self.places = [0] * B
         self.best = [prompt.scores.new_empty(0)] * B
-        for config in self.configs.values():
+        for plan in self.plans.values():
             budget = prompt_budget.prompt_budget(
-                config, layer.pass_state, prompt.counts, G, layer.part, layer.token_size
+                plan, layer.guard, prompt.counts, G, layer.part, layer.token_size
             )
             by_row = each_head(budget.by_row, G)
-            _, left = reserve_for_heads(by_row, config.sinks, config.floor, prompt.pinned)
+            _, left = reserve_for_heads(by_row, plan.sinks, plan.floor, prompt.pinned)
             self.places = [x + y for x, y in zip(self.places, left, strict=True)]
 
     def _drop(self, new: _Waiting) -> None:
@@ -192,7 +192,7 @@ class _Waiting:
         self.layer = layer
         G, sinks = prompt.scores.shape[1], layer.policy.sinks
         by_row = each_head(prompt.by_row, G)
-        self.floor, self.spare = reserve_for_heads(by_row, sinks, layer.config.floor, prompt.pinned)
+        self.floor, self.spare = reserve_for_heads(by_row, sinks, layer.plan.floor, prompt.pinned)
         positions, tokens = positions_in(prompt.mask, prompt.scores)
         self.ranks = _ranks(prompt, positions, tokens, layer.policy)
         assert prompt.claims is not None
@@ -298,7 +298,7 @@ def _share(waiting: list[_Waiting], places: list[int]) -> None:
         ]
         prompt = first.whole()
         won_none = any(n == 0 for heads in counts for n in heads)
-        if first.layer.config.floor and won_none:
+        if first.layer.plan.floor and won_none:
             prompt = prompt._replace(floored=True)
         first.layer.store(prompt, budgets)
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from h2o import compat
-from h2o.config import H2OConfig
 from h2o.head_budgets import expand_to_heads, make_room
-from h2o.hf.store.pass_state import PassState
+from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.pins import Pins
+from h2o.layer_plan import LayerPlan
 
 __all__ = [
     "PromptBudget",
@@ -43,15 +43,15 @@ class PromptBudget(NamedTuple):
 
 
 def count_tokens(
-    mask: Tensor | None, B: int, Q: int, config: H2OConfig, pass_state: PassState
+    mask: Tensor | None, B: int, Q: int, plan: LayerPlan, guard: PassGuard
 ) -> list[int]:
     """Tokens of each of B rows of a first pass of Q columns, by their mask [B, Q].
 
     Q for all where nothing but the room they may take depends on it, and counting them would have
     to wait for the device.
     """
-    unknown = pass_state.prompt_length is None
-    needed = (config.needs_prompt_length and unknown) or pass_state.pins
+    unknown = guard.prompt_length is None
+    needed = (plan.needs_prompt_length and unknown) or guard.pins
     if mask is None or not (needed or mask.is_cpu):
         return [Q] * B
     tokens: list[int] = mask.sum(1).tolist()
@@ -59,7 +59,7 @@ def count_tokens(
 
 
 def begin_pins(
-    pass_state: PassState,
+    guard: PassGuard,
     counts: list[int],
     mask: Tensor | None,
     columns: int,
@@ -74,18 +74,18 @@ def begin_pins(
     Raises:
         ValueError: some layer's budget has no room for them.
     """
-    if not pass_state.pins:
+    if not guard.pins:
         return
-    lengths = _lengths(pass_state.prompt_length, counts)
-    pass_state.pins.begin(lengths, mask, columns)
-    for config in pass_state.configs.values():
-        config = config if row_size is None else config.for_keys(*row_size)
-        budgets_by_row(config, lengths, pass_state.pins)
+    lengths = _lengths(guard.prompt_length, counts)
+    guard.pins.begin(lengths, mask, columns)
+    for plan in guard.plans.values():
+        plan = plan if row_size is None else plan.for_keys(*row_size)
+        budgets_by_row(plan, lengths, guard.pins)
 
 
 def prompt_budget(
-    config: H2OConfig,
-    pass_state: PassState,
+    plan: LayerPlan,
+    guard: PassGuard,
     counts: list[int],
     heads: int,
     part: tuple[int, int],
@@ -94,34 +94,32 @@ def prompt_budget(
     """The budgets of a layer. Each head has room for sinks, pinned and recent keys.
 
     Args:
-        config: the layer's.
-        pass_state: has the length of the whole prompt, where the user gave it, and the pins.
+        plan: the layer's.
+        guard: has the length of the whole prompt, where the user gave it, and the pins.
         counts: tokens of each row as they are here, which are taken for the prompt otherwise.
         heads: key/value heads of the layer that are here.
         part: which part of the model's heads they are (`h2o.hf.families.tensor_parallel`).
-        row_size: as of `H2OConfig.for_keys`.
+        row_size: as of `LayerPlan.for_keys`.
 
     Raises:
         ValueError: another number of rows or heads; no room for the pinned keys.
     """
-    lengths = _lengths(pass_state.prompt_length, counts)
-    config = config.for_keys(*row_size)
-    by_row = expand_to_heads(budgets_by_row(config, lengths, pass_state.pins), heads, part)
+    lengths = _lengths(guard.prompt_length, counts)
+    plan = plan.for_keys(*row_size)
+    by_row = expand_to_heads(budgets_by_row(plan, lengths, guard.pins), heads, part)
     lengths = list(filter(None, lengths))
-    raised, floored = any(map(config.is_raised, lengths)), any(map(config.is_floored, lengths))
+    raised, floored = any(map(plan.is_raised, lengths)), any(map(plan.is_floored, lengths))
     return PromptBudget(by_row, raised, floored)
 
 
-def budgets_by_row(
-    config: H2OConfig, lengths: list[int], pins: Pins
-) -> list[list[tuple[int, int]]]:
+def budgets_by_row(plan: LayerPlan, lengths: list[int], pins: Pins) -> list[list[tuple[int, int]]]:
     """(heavy, recent) of each row and each head, or one for all heads; of prompts of these lengths.
 
     Raises: ValueError for pins that have no room.
     """
-    counts = pins.counts(len(lengths), config.sinks)
+    counts = pins.counts(len(lengths), plan.sinks)
     return [
-        make_room(config.head_tokens(length, pinned), pinned, config.sinks)
+        make_room(plan.head_tokens(length, pinned), pinned, plan.sinks)
         for length, pinned in zip(lengths, counts, strict=True)
     ]
 
@@ -139,7 +137,7 @@ def _lengths(prompt_length: int | Sequence[int] | None, counts: list[int]) -> li
     return counts
 
 
-def refuse_chunks(config: H2OConfig, pass_state: PassState, columns: int) -> None:
+def refuse_chunks(plan: LayerPlan, guard: PassGuard, columns: int) -> None:
     """To be called at the first forward pass, which ends at so many columns.
 
     Raises:
@@ -147,10 +145,10 @@ def refuse_chunks(config: H2OConfig, pass_state: PassState, columns: int) -> Non
             is a fraction, and its length was not given.
     """
     why = {
-        "the budget is a fraction of the whole prompt": config.needs_prompt_length,
-        'pinned="prompt" means the whole prompt': pass_state.pins.needs_prompt_length,
+        "the budget is a fraction of the whole prompt": plan.needs_prompt_length,
+        'pinned="prompt" means the whole prompt': guard.pins.needs_prompt_length,
     }
-    if not any(why.values()) or pass_state.prompt_length is not None:
+    if not any(why.values()) or guard.prompt_length is not None:
         return
     if columns < compat.columns_in_chunks():
         reason = next(reason for reason, holds in why.items() if holds)

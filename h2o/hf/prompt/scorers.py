@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
 from h2o.spans import PINNED
 

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from h2o.config import H2OConfig
-from h2o.hf.call.attend_and_evict import attention
-from h2o.hf.call.attention_call import NewTokens
+from h2o.hf.attention.attention_call import NewTokens, attention
 from h2o.hf.prompt.cross_head_budget import (
     Budgets,
     CrossHeadBudget,
@@ -30,6 +28,7 @@ from h2o.hf.prompt.cross_head_budget import (
 from h2o.hf.prompt.prompt_echo import PromptEcho
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store.pins import Pins
+from h2o.layer_plan import LayerPlan
 
 __all__ = ["SharedPlaces"]
 
@@ -37,26 +36,26 @@ __all__ = ["SharedPlaces"]
 class SharedPlaces:
     """Budgets of each layer, row and head of the text that a thread simulates."""
 
-    def __init__(self, configs: dict[int, H2OConfig], rotary: Rotary) -> None:
-        """`configs`: of the layers that are simulated."""
-        self._configs, self._rotary = configs, rotary
+    def __init__(self, plans: dict[int, LayerPlan], rotary: Rotary) -> None:
+        """`plans`: of the layers that are simulated."""
+        self._plans, self._rotary = plans, rotary
         self._here = threading.local()
 
     @classmethod
     def of(
         cls,
-        budgets: Sequence[H2OConfig | None],
+        budgets: Sequence[LayerPlan | None],
         prompt_length: int | Sequence[int],
         rotary: Rotary | None,
     ) -> SharedPlaces | None:
-        """Makes one from the layers' configs; None where budgets do not depend on all layers. A
+        """Makes one from the layers' plans; None where budgets do not depend on all layers. A
         prompt of one token, or of sinks alone, has no places to deal."""
-        configs = {i: x for i, x in enumerate(budgets) if x is not None}
-        shares = [x for x in configs.values() if x.shares_by_echo]
+        plans = {i: x for i, x in enumerate(budgets) if x is not None}
+        shares = [x for x in plans.values() if x.config.shares_by_echo]
         longest = max(prompt_length) if isinstance(prompt_length, Sequence) else prompt_length
         if rotary is None or not shares or longest <= max(1, shares[0].sinks):
             return None
-        return cls(configs, rotary)
+        return cls(plans, rotary)
 
     @property
     def is_reading(self) -> bool:
@@ -71,7 +70,7 @@ class SharedPlaces:
             if self.is_reading:
                 return
             self._here.budgets = {}
-            self._here.cross_head = CrossHeadBudget(self._configs, alike=False)
+            self._here.cross_head = CrossHeadBudget(self._plans, alike=False)
             try:
                 with torch.no_grad():
                     model(*args, **kwargs)
@@ -88,17 +87,17 @@ class SharedPlaces:
         self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets, pins: Pins
     ) -> None:
         """Gather what the keys of the prompts claim, of a layer whose heads have equal budgets."""
-        config = self._configs[layer]
+        plan = self._plans[layer]
         real = text.key.new_ones(text.key.shape[0], text.key.shape[2], dtype=torch.bool)
         if text.mask is not None:
             real = text.mask.bool()
         lengths = torch.tensor(prompts, dtype=torch.long, device=real.device)[:, None]
         mask = real & (real.cumsum(1) <= lengths)
         tokens = text._replace(mask=mask)
-        _, received = attention(tokens, None, config.policy)
-        scores, echo = PromptEcho(self._rotary, layer, config.policy).scores(tokens, received)
+        _, received = attention(tokens, None, plan.policy)
+        scores, echo = PromptEcho(self._rotary, layer, plan.policy).scores(tokens, received)
         scores = pins.score(scores, positions_in(mask, scores)[0])
-        pinned = pins.counts(len(prompts), config.sinks)
+        pinned = pins.counts(len(prompts), plan.sinks)
         prompt = Prompt(
             tokens.key, tokens.value, mask, scores, echo, mask.sum(1).tolist(), mask.shape[1], mask,
             by_row, pinned, raised=False, floored=False,
@@ -108,7 +107,7 @@ class SharedPlaces:
         def note(prompt: Prompt, by_row: Budgets) -> None:
             budgets[layer] = by_row
 
-        self._here.cross_head.take(Recipient(layer, config, note), prompt)
+        self._here.cross_head.take(Recipient(layer, plan, note), prompt)
 
     def budgets(self, layer: int) -> Budgets:
         """(heavy, recent) of each row and head, as the last pass has dealt them."""

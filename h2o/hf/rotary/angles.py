@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from h2o import compat
-from h2o.hf.families.wrappers import unwrap
+import torch
+from torch import Tensor
 
-__all__ = ["BY_LENGTH", "AnglesByLength"]
+from h2o import compat
+from h2o.compat import accepts
+from h2o.hf.families.wrappers import unwrap
 
 BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding whose angles depend on how long the text is."""
@@ -36,7 +38,7 @@ class AnglesByLength:
         return bool(self._limits)
 
     def regime(self, length: int) -> tuple[int, ...]:
-        """What tells the angles of a text of `length` tokens from others; all 0 for a short one."""
+        """Key of the angles of a text of `length` tokens; all 0 for a short one."""
         beyond = {"longrope": 1, "dynamic": length}
         return tuple(beyond[kind] if length > limit else 0 for kind, limit in self._limits)
 
@@ -52,3 +54,12 @@ class AnglesByLength:
         would keep those of a longer text that it has seen."""
         for module, prefix in self._dynamic:
             compat.forget_longest(module, prefix)
+
+
+def positions_after(model: Any, seen: int, ids: Tensor) -> dict[str, Tensor]:
+    """The keyword argument that numbers ids [1, Q] which follow `seen` tokens; {} for a model that
+    takes none. Some models (Bamba) would count from 0 in each forward pass."""
+    if not accepts(unwrap(model).forward, "position_ids"):
+        return {}
+    numbers = torch.arange(seen, seen + ids.shape[1], device=ids.device)
+    return {"position_ids": numbers[None]}

@@ -1,11 +1,9 @@
 """A model's rotary embedding: the rotation of keys is undone, and done again at other positions.
 
-`h2o.hf.forms.cache_relative` needs it, and `h2o.hf.prompt.echo` rotates queries on. Rotary
-embeddings (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021) turn
-pairs of a key's elements by angles that grow with its position. Which elements are pairs, how many
-there are and what the angles are differs between models, so all of it is asked of the model's own
-modules (`h2o.hf.rotary.rotary_parts`), and that its attention turns queries and keys so is proven
-with them.
+Rotary embeddings (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021)
+turn pairs of a key's elements by angles that grow with its position. Which elements are pairs and
+what the angles are differs between models, so both are taken from the model's own modules
+(`h2o.hf.rotary.rotary_parts`), and proven by running its attention.
 
 Shape letters: B batch rows, Q tokens, P positions, D head dimension, F angles: of D elements 2 F
 turn.
@@ -26,8 +24,6 @@ from h2o.hf.families.layer_kinds import full_layers
 from h2o.hf.families.shared_keys import reusing
 from h2o.hf.rotary.angles import BY_LENGTH
 from h2o.hf.rotary.rotary_parts import Parts, Probe, parts_of
-
-__all__ = ["ROLLED", "Rotary", "rotary_refusal", "rotate"]
 
 ROLLED = frozenset(
     "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gpt_neox phi phi3 stablelm olmo2 granite "
@@ -82,12 +78,12 @@ _PLAIN_POSITIONS = frozenset({"llava"})
 
 
 class Proof(NamedTuple):
-    """What is known of a config once it has been proven."""
+    """The result of proving a config's rotation."""
 
     embedding: Any
     """The class of the rotary module"""
     function: Callable[..., Any] | None
-    """What turns queries and keys"""
+    """The function that turns queries and keys"""
     at_end: bool
     """Whether the last elements of a head turn, not the first"""
     turning: frozenset[int]
@@ -95,7 +91,7 @@ class Proof(NamedTuple):
 
 
 _proofs: dict[str, Proof | str] = {}
-"""By config; or why there is none."""
+"""Proofs by config, or why there is none."""
 
 
 class Rotary:
@@ -258,7 +254,7 @@ class Rotary:
         return self._halves(x)
 
     def _halves(self, x: Tensor) -> Tensor:
-        """The same of x whose first elements are turned."""
+        """`halves` for x whose first elements are turned."""
         if not self.adjacent:
             return x
         D = self.width
@@ -356,12 +352,12 @@ class Rotary:
         return self.function(x, x, *tables)[0]
 
     def _tables(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Of cosines and sines, or of both as complex numbers."""
+        """Cosines and sines, or both as complex numbers."""
         tables = self._embedded(ids, dtype)
         return tables if isinstance(tables, tuple) else (tables,)
 
     def _embedded(self, ids: Tensor, dtype: torch.dtype) -> Any:
-        """What the model's rotary module makes of ids."""
+        """The output of the model's rotary module for ids."""
         module = self._modules.get(ids.device, self.module)
         # Modules whose angles depend on the length change with each call: so a copy.
         if self.by_length or (module is self.module and not ids.is_cpu):

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from h2o import compat
 
-__all__ = ["RopeDeltas"]
-
 _latest: weakref.WeakKeyDictionary[Any, weakref.ref[RopeDeltas]] = weakref.WeakKeyDictionary()
-"""Whose number each model has."""
+"""The cache whose number each model has."""
 
 
 class RopeDeltas:
@@ -80,7 +78,7 @@ class RopeDeltas:
 
     @property
     def offset(self) -> int:
-        """What is added to the number of tokens of a single row for its next position."""
+        """Difference of a single row's next position and its number of tokens."""
         return 0 if self.number is None else int(self.number.reshape(-1)[0])
 
     @property

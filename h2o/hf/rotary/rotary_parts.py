@@ -1,11 +1,10 @@
-"""What turns the queries and keys of a language model, found in the code of its own.
+"""The classes and functions that turn a language model's queries and keys, found in its code.
 
-transformers writes a family's modules down in a file of their own, where the constructor of a
-module names the classes of those that it makes, and the forward of its attention the function that
-turns queries and keys by the cosines and sines of its rotary module. So both classes and the
-function are found from the class of the model, and no family needs to be known by name. `Probe`
-runs such an attention module, made small, at any positions, and hears the queries and keys that it
-attends with: what `h2o.hf.rotary.model_rotary` proves its rotation by.
+In transformers' modeling files the constructor of a module names the classes of its submodules, and
+the forward of an attention names the function that turns queries and keys. So both are found from
+the class of the model, and no family needs to be known by name. `Probe` runs a small attention
+module at any positions and records its queries and keys, by which `h2o.hf.rotary.model_rotary`
+proves the rotation.
 
 Shape letters: Q tokens, H query heads, G key/value heads, D head dimension.
 """
@@ -30,22 +29,20 @@ from h2o import compat
 from h2o.compat import accepts
 from h2o.model_identity import describe
 
-__all__ = ["Parts", "Probe", "parts_of"]
-
 
 class Parts(NamedTuple):
-    """Of a language model."""
+    """The parts of a language model that turn queries and keys."""
 
     embedding: Any
     """The class of its rotary module; None where it makes none, whatever its config says"""
     attention: Any
     """The class of its attention"""
     functions: tuple[Callable[..., Any], ...]
-    """What turns queries and keys; of several, one depends on the config"""
+    """Functions that turn queries and keys; the config chooses among several"""
 
 
 def parts_of(text: Any) -> Parts:
-    """Of the language model with this text config.
+    """The parts of the language model with this text config.
 
     Raises:
         LookupError: what was expected and is not there.
@@ -170,7 +167,7 @@ class Probe:
     def attended(
         self, layers: Sequence[int], *positions: tuple[Tensor, Any]
     ) -> list[tuple[list[int], list[tuple[Tensor, Tensor]]]]:
-        """What attention is given: of layers that are alike, queries [1, H, Q, D] and keys
+        """The input of attention: for layers that are alike, queries [1, H, Q, D] and keys
         [1, G, Q, D] of the same tokens at each of these positions.
 
         Args:

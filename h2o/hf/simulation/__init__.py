@@ -1,1 +1,1 @@
-"""What a cache would answer, in one forward pass."""
+"""A cache's answers from one forward pass over a whole text."""

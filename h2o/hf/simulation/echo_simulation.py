@@ -15,47 +15,35 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.config import H2OConfig
-from h2o.hf.call.attend_and_evict import attention
-from h2o.hf.call.attention_call import NewTokens, round_like_slots
+from h2o.hf.attention.attention_call import NewTokens, attention, round_like_slots
+from h2o.hf.prompt.cross_head_budget import Budgets
 from h2o.hf.prompt.prompt_echo import PromptEcho
-from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store import slot_layout
 from h2o.hf.store.pins import Pins
 from h2o.hf.store.trace import by_column, not_held
-from h2o.policy import Policy
-
-__all__ = ["make_echo", "simulate"]
-
-
-def make_echo(rotary: Rotary, layer: int, config: H2OConfig, prompt: int) -> PromptEcho | None:
-    """The echo of a layer of a model. `prompt`: tokens of the longest prompt. None where they are
-    all sinks or a single one, whose scores echo does not change."""
-    return PromptEcho(rotary, layer, config.policy) if prompt > max(1, config.sinks) else None
+from h2o.layer_plan import LayerPlan
 
 
 def simulate(
     text: NewTokens,
     prompts: Sequence[int],
-    by_row: list[list[tuple[int, int]]],
-    echo: PromptEcho | None,
-    policy: Policy,
-    kv_dtype: str | None,
+    by_row: Budgets,
+    plan: LayerPlan,
     pins: Pins,
+    echo: PromptEcho | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `h2o.ops.simulate`.
+    """Simulate a layer whose prompts are scored by echo (None: by attention), and pinned.
 
     Args:
         text: N tokens.
-        prompts: tokens of each row that are read before the first eviction, at least 1.
-        by_row: (heavy, recent) of each row and each head, or one for all heads.
-        echo: what scores the prompts; None: attention.
-        policy: `H2OConfig.policy`.
+        prompts: tokens of each row before the first eviction, at least 1.
+        by_row: budgets of each row and each head, or one for all heads.
         pins: which know the prompts.
 
     Returns:
         Output [B, N, H, D], evicted_at int32 [B, G, N], scores float32 [B, G, N].
     """
+    policy = plan.policy
     B, _, N, _ = text.query.shape
     G, device = text.key.shape[1], text.key.device
     real = text.key.new_ones(B, N) if text.mask is None else text.mask
@@ -66,7 +54,7 @@ def simulate(
     widest = [policy.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
     sizes = slot_layout.capacities(widest, N)
     slots = slot_layout.with_capacities(
-        text.key, sizes, value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
+        text.key, sizes, value_weighted=policy.value_weighted, kv_dtype=plan.config.kv_dtype,
         shared=text.value is None,
     )  # fmt: skip
     slots.budget.copy_(slots.budget.new_tensor(by_row).squeeze(1))

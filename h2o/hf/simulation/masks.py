@@ -1,12 +1,10 @@
-"""What `simulated` takes in place of an H2O cache: masks over a whole text."""
+"""`Masks`: masks over a whole text, which `simulated` takes in place of an H2O cache."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from torch import Tensor
-
-__all__ = ["Masks"]
 
 
 class Masks(Protocol):

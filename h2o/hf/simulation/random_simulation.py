@@ -12,42 +12,31 @@ import torch
 from torch import Tensor
 
 from h2o.errors import UnsupportedError
-from h2o.hf.call.attention_call import NewTokens
-from h2o.hf.prompt.cross_head_budget import positions_in
+from h2o.hf.attention.attention_call import NewTokens
+from h2o.hf.prompt.cross_head_budget import Budgets, positions_in
 from h2o.hf.prompt.scorers import draw_ranks, head_numbers
 from h2o.hf.simulation.visible_keys import VisibleKeys
 from h2o.hf.store.pins import Pins
-
-__all__ = ["simulate"]
+from h2o.layer_plan import LayerPlan
 
 
 def simulate(
     text: NewTokens,
     prompts: Sequence[int],
-    by_row: list[list[tuple[int, int]]],
-    sinks: int,
-    kv_dtype: str | None,
-    layer: int,
-    part: tuple[int, int],
+    by_row: Budgets,
+    plan: LayerPlan,
     pins: Pins,
+    part: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a layer with a `RandomScorer` does with a text. As `h2o.ops.simulate`.
+    """Simulate a layer with a `RandomScorer`; `part`: this process's of the model's heads.
 
-    Args:
-        text: N tokens.
-        prompts: tokens of each row that are read before the first eviction, at least 1.
-        by_row: (heavy, recent) of each row and each head, or one for all heads.
-        part: which part of the model's heads this process has.
-        pins: which know the prompts.
-
-    Returns:
-        Output [B, N, H, D], evicted_at int32 [B, G, N], ranks float32 [B, G, N].
+    Other arguments and the result are those of `echo_simulation.simulate`, with ranks for scores.
     """
     if text.value is None:
         raise UnsupportedError('score_by="random" does not go with multi-head latent attention')
     B, G, N, _ = text.key.shape
     positions, _count = positions_in(text.mask, text.key[..., 0])
-    ranks = draw_ranks(positions, head_numbers(G, part, text.key.device)[:, None], layer)
+    ranks = draw_ranks(positions, head_numbers(G, part, text.key.device)[:, None], plan.layer)
     ranks = pins.score(ranks, positions)
     evicted_at = torch.zeros(B, G, N, dtype=torch.int32, device=text.key.device)
     for b, prompt in enumerate(prompts):
@@ -57,14 +46,14 @@ def simulate(
         after = columns.new_tensor([N, *(columns + 1).tolist()])
         for g, ranked in enumerate(ranks[b][:, columns].tolist()):
             heavy, recent = by_row[b][g % len(by_row[b])]
-            seen = columns.new_tensor(_evictions(ranked, sinks, heavy, recent, first))
+            seen = columns.new_tensor(_evictions(ranked, plan.sinks, heavy, recent, first))
             evicted_at[b, g, columns] = after[seen].int()
-    visible = VisibleKeys(evicted_at, prompts, kv_dtype)
+    visible = VisibleKeys(evicted_at, prompts, plan.config.kv_dtype)
     return visible.attend(text), evicted_at, ranks.masked_fill(positions < 0, 0.0)
 
 
 def _evictions(ranks: list[float], sinks: int, heavy: int, recent: int, prompt: int) -> list[int]:
-    """By position, how many tokens a row has seen when it evicts the key; 0: the key stays."""
+    """Tokens that a row has seen when it evicts each key, by position; 0: the key stays."""
     seen = [0] * len(ranks)
     held: list[tuple[float, int]] = []  # heavy hitters; of equal ranks the newest is the lowest
     for position in range(sinks, len(ranks) - recent):

@@ -15,40 +15,35 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from h2o import ops
 from h2o.config import H2OConfig, one_config
+from h2o.config_fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
 from h2o.head_budgets import expand_to_heads
+from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.attention.attention_hook import attending
-from h2o.hf.call.attention_call import Call, NewTokens, Undifferentiable
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.latent_attention import over_latents, trace_latents
 from h2o.hf.families.layer_kinds import kind_of
 from h2o.hf.families.shared_keys import reusing
 from h2o.hf.families.wrappers import unwrap
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.prompt_echo import served_as
+from h2o.hf.prompt.prompt_echo import PromptEcho, served_as
 from h2o.hf.prompt.shared_places import SharedPlaces
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.simulation import echo_simulation, random_simulation
 from h2o.hf.simulation.masks import Masks
-from h2o.hf.simulation.visible_keys import VisibleKeys
+from h2o.hf.simulation.visible_keys import VisibleKeys, columns, retained_by_token
 from h2o.hf.store.pins import Pins
-from h2o.hf.store.retained import columns, retained_by_token
 from h2o.hf.support import transformers_layers
+from h2o.layer_plan import LayerPlan
 from h2o.policy import Policy
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from h2o.config_fields import ConfigFields, Pinned
-
-__all__ = ["Simulation", "check", "simulated"]
 
 
 @contextmanager
@@ -106,8 +101,8 @@ def simulated(
     pins = Pins.of(pinned, config.decay)
     check(config, masks, prompt_length, ratio_of, pins)
     layers = transformers_layers(model.config)
-    budgets = [
-        config.for_layer(i, len(layers)) if kind_of(layer) == "h2o" else None
+    plans = [
+        LayerPlan.of(config, i, len(layers)) if kind_of(layer) == "h2o" else None
         for i, layer in enumerate(layers)
     ]
     shared = reusing(model.config)
@@ -116,7 +111,7 @@ def simulated(
             f"masks {masks.name!r}: not simulated where layers attend to the keys of others"
         )
     simulation = Simulation(
-        budgets, masks, prompt_length, ratio_of, trace, mass, shared, rotary, pins
+        plans, masks, prompt_length, ratio_of, trace, mass, shared, rotary, pins
     )
     tracing = trace_latents(unwrap(model))
     attended = [*simulation.layers(), *itertools.chain(*shared.values())]
@@ -125,7 +120,7 @@ def simulated(
 
 
 class Simulation:
-    """What the last forward pass within a `simulated` block did, with `trace` or `mass`.
+    """Records of the last forward pass within a `simulated` block, with `trace` or `mass`.
 
     The methods raise ValueError for what was not asked for, KeyError for a layer that has not
     run. They are of no use while several threads call the model.
@@ -133,7 +128,7 @@ class Simulation:
 
     def __init__(
         self,
-        budgets: list[H2OConfig | None],
+        plans: list[LayerPlan | None],
         masks: Masks | None,
         prompt_length: int | Sequence[int],
         ratio_of: str,
@@ -143,15 +138,14 @@ class Simulation:
         rotary: Rotary | None,
         pins: Pins,
     ) -> None:
-        """`rotary`: of a config that ranks prompts by echo."""
-        self._budgets, self._masks = budgets, masks
+        self._plans, self._masks = plans, masks
         self._prompt_length, self._ratio_of = prompt_length, ratio_of
         self._evicted_at: dict[int, Tensor] | None = {} if trace else None
         self._scores: dict[int, Tensor] | None = {} if trace else None
         self._mass: dict[int, Tensor] | None = {} if mass else None
         self._reuses = {layer: of for of, layers in shared.items() for layer in layers}
         self._rotary, self._pins = rotary, pins
-        self._places = SharedPlaces.of(budgets, prompt_length, rotary)
+        self._places = SharedPlaces.of(plans, prompt_length, rotary)
         self._here = threading.local()  # of layers whose keys others attend to, their VisibleKeys
 
     def dealing(self, model: Any) -> AbstractContextManager[None]:
@@ -161,7 +155,7 @@ class Simulation:
 
     def layers(self) -> list[int]:
         """The layers that are simulated: those with full attention."""
-        return [i for i, config in enumerate(self._budgets) if config is not None]
+        return [i for i, plan in enumerate(self._plans) if plan is not None]
 
     def evicted_at(self, layer_idx: int) -> Tensor:
         """int32 [B, G, N]: the first column that no longer sees the key, N if none, 0 for a pad.
@@ -191,30 +185,29 @@ class Simulation:
         mass = _asked_for(self._mass, "mass", layer_idx)
         return mass if per_token else mass.nanmean(-1)
 
-    def attend(self, call: Call) -> Tensor:
-        """What an H2O cache's layer would give, [B, N, H, D]; for `attending`."""
+    def attend(self, call: AttentionCall) -> Tensor:
+        """The output of an H2O cache's layer, [B, N, H, D]; for `attending`."""
         if (of := self._reuses.get(call.layer)) is not None:
             visible: VisibleKeys = vars(self._here)[str(of)]
             _refuse(call, visible.evicted_at.shape[2])
-            return _undifferentiable(visible.attend(call), call)
+            return _without_backward(visible.attend(call), call)
         if (latent := getattr(call.key, "latent", None)) is not None:
             call, expansion = over_latents(call, latent)
             return expansion.answers(self._attend(call, shared=True))
         return self._attend(call)
 
-    def _attend(self, call: Call, *, shared: bool = False) -> Tensor:
-        """The same; `shared`: the keys are the values too."""
+    def _attend(self, call: AttentionCall, *, shared: bool = False) -> Tensor:
         query, key, value, mask = call.query, call.key, call.value, call.mask
-        config = self._budgets[call.layer]
-        assert config is not None
+        plan = self._plans[call.layer]
+        assert plan is not None
         B, _, N, _ = query.shape
         _refuse(call, N)
         lengths = [N] * B
-        if mask is not None and (config.needs_prompt_length or mask.is_cpu):  # else all the same
+        if mask is not None and (plan.needs_prompt_length or mask.is_cpu):  # else all the same
             lengths = mask.sum(1).tolist()
-        config = config.for_keys(key.shape[-1], key.element_size(), 1 if shared else 2)
+        plan = plan.for_keys(key.shape[-1], key.element_size(), 1 if shared else 2)
         pins = dataclasses.replace(self._pins)  # of this call: several threads may run
-        prompts, budgets = self._resolve(config, lengths, pins, mask)
+        prompts, budgets = self._resolve(plan, lengths, pins, mask)
         q, k, v = query.detach(), key.detach(), value.detach()
         if self._masks is None:
             part = tensor_parallel.part(call.module)
@@ -227,13 +220,11 @@ class Simulation:
                     self._places.take(call.layer, text, prompts, by_row, pins)
                     return call.full()
                 by_row = self._places.budgets(call.layer)
-            out, evicted_at, scores = self._through_cache(
-                text, prompts, by_row, config, call.layer, part, pins
-            )
+            out, evicted_at, scores = self._through_cache(text, prompts, by_row, plan, part, pins)
             if self._scores is not None:
                 self._scores[call.layer] = scores
             if call.layer in self._reuses.values():
-                visible = VisibleKeys(evicted_at, prompts, config.kv_dtype)
+                visible = VisibleKeys(evicted_at, prompts, plan.config.kv_dtype)
                 vars(self._here)[str(call.layer)] = visible
         elif call.softcap:
             raise UnsupportedError(f"masks {self._masks.name!r} have no soft-capped logits")
@@ -249,40 +240,34 @@ class Simulation:
             self._mass[call.layer] = retained_by_token(
                 q, k, mask, evicted_at, call.scale, call.softcap
             )
-        return _undifferentiable(out, call)
+        return _without_backward(out, call)
 
     def _through_cache(
         self, text: NewTokens, prompts: list[int], by_row: list[list[tuple[int, int]]],
-        config: H2OConfig, layer: int, part: tuple[int, int], pins: Pins,
+        plan: LayerPlan, part: tuple[int, int], pins: Pins,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`h2o.ops.simulate` of the tokens of a whole text."""
+        config, known = plan.config, (text, prompts, by_row, plan, pins)
         if config.score_by == "random":
-            return random_simulation.simulate(
-                text, prompts, by_row, config.sinks, config.kv_dtype, layer, part, pins
-            )
+            return random_simulation.simulate(*known, part)
         echo = None
-        if self._rotary is not None:
-            echo = echo_simulation.make_echo(self._rotary, layer, config, max(prompts, default=0))
+        if self._rotary is not None and max(prompts, default=0) > max(1, plan.sinks):
+            echo = PromptEcho(self._rotary, plan.layer, plan.policy)  # of more than sinks
         if echo is not None or pins:
-            return echo_simulation.simulate(
-                text, prompts, by_row, echo, config.policy, config.kv_dtype, pins
-            )
+            return echo_simulation.simulate(*known, echo)
         device = text.query.device
         simulated: tuple[Tensor, Tensor, Tensor] = ops.simulate(
             *text[:3],
             torch.tensor(prompts, dtype=torch.int32, device=device),
             torch.tensor(by_row, dtype=torch.int32, device=device).squeeze(1),
-            mask=text.mask,
-            scale=text.scale,
-            softcap=text.softcap,
-            sink_logits=text.sink_logits,
             kv_dtype=config.kv_dtype,
             policy=config.policy,
+            **text.options,
         )
         return simulated
 
     def _resolve(
-        self, config: H2OConfig, lengths: list[int], pins: Pins, mask: Tensor | None
+        self, plan: LayerPlan, lengths: list[int], pins: Pins, mask: Tensor | None
     ) -> tuple[list[int], list[list[tuple[int, int]]]]:
         """Each row's prompt length and, in tokens, each head's (heavy, recent), or all heads'.
         Tells the pins of the prompts."""
@@ -300,11 +285,11 @@ class Simulation:
         if self._masks is None:
             first = [min(prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
             pins.begin(first, mask, max(lengths) if mask is None else mask.shape[1])
-            return list(prompts), prompt_budget.budgets_by_row(config, bases, pins)
-        budgets = [[config.truncate_tokens(n)] for n in bases]
+            return list(prompts), prompt_budget.budgets_by_row(plan, bases, pins)
+        budgets = [[plan.truncate_tokens(n)] for n in bases]
         if self._masks.has_prompt and [(0, 0)] in budgets and min(lengths) > 0:
             raise ValueError(
-                f"masks {self._masks.name!r}: heavy={config.heavy} and recent={config.recent} of a "
+                f"masks {self._masks.name!r}: heavy={plan.heavy} and recent={plan.recent} of a "
                 f"text of {min(lengths)} tokens leave a budget of 0 tokens"
             )
         return list(prompts), budgets
@@ -344,7 +329,7 @@ def check(
         )
 
 
-def _refuse(call: Call, tokens: int) -> None:
+def _refuse(call: AttentionCall, tokens: int) -> None:
     """Raises what keeps a call of so many tokens from being simulated."""
     if call.cached or call.key.shape[2] != tokens:
         raise ValueError(
@@ -355,11 +340,8 @@ def _refuse(call: Call, tokens: int) -> None:
         raise RuntimeError("simulated() is for inference: call model.eval()")
 
 
-def _undifferentiable(out: Tensor, call: Call) -> Tensor:
-    inputs = call.query, call.key, call.value
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        out = Undifferentiable.apply(_NO_GRADIENT, out, *inputs)
-    return out
+def _without_backward(out: Tensor, call: AttentionCall) -> Tensor:
+    return call.without_backward(out, _NO_GRADIENT) if call.wants_gradients() else out
 
 
 _NO_GRADIENT = (

@@ -16,12 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.hf.call.attention_call import Call, NewTokens
+from h2o.attention_blocks import retained_mass
+from h2o.hf.attention.attention import softmax_attention
+from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.kv_dtype import stored_bytes
 from h2o.quantization import dequantize, quantize
-from h2o.sink_logits import softmax
-
-__all__ = ["VisibleKeys"]
 
 ROWS = 512
 """Queries whose logits are made at one time."""
@@ -36,7 +35,7 @@ class VisibleKeys(NamedTuple):
     """Tokens of each row that see keys as the model made them, not as the cache stores them"""
     kv_dtype: str | None
 
-    def attend(self, call: Call | NewTokens) -> Tensor:
+    def attend(self, call: AttentionCall | NewTokens) -> Tensor:
         """A layer's attention to them, [B, P, H, D]."""
         P, N = call.query.shape[2], call.key.shape[2]
         key, value = call.key.detach().float(), call.value.detach().float()
@@ -48,33 +47,25 @@ class VisibleKeys(NamedTuple):
         for first in range(0, P, ROWS):
             rows = slice(first, min(first + ROWS, P))
             columns = torch.arange(N - P + rows.start, N - P + rows.stop, device=key.device)
-            out = self._rows(call, call.query[:, :, rows], key, value, columns)
+            part = call._replace(query=call.query[:, :, rows])
+            out = self._rows(part, key, value, columns)
             if stored is not None:
-                later = self._rows(call, call.query[:, :, rows], *stored, columns)
+                later = self._rows(part, *stored, columns)
                 out = torch.where(in_prompt[:, columns, None, None], out, later)
             parts.append(out)
         return torch.cat(parts, dim=1).to(call.query.dtype)
 
     def _rows(
-        self, call: Call | NewTokens, query: Tensor, key: Tensor, value: Tensor, columns: Tensor
+        self, call: AttentionCall | NewTokens, key: Tensor, value: Tensor, columns: Tensor
     ) -> Tensor:
-        """Of the queries of some columns."""
-        B, H, n, D = query.shape
-        G, N = key.shape[1:3]
-        grouped = query.detach().float().reshape(B, G, H // G, n, D)
-        logits = grouped @ key[:, :, None].mT * (D**-0.5 if call.scale is None else call.scale)
-        if call.softcap:
-            logits = call.softcap * torch.tanh(logits / call.softcap)
-        seen = torch.arange(N, device=key.device) <= columns[:, None]  # [n, N]
+        """Attention of the queries of some columns."""
+        seen = torch.arange(key.shape[2], device=key.device) <= columns[:, None]  # [n, N]
         seen = seen & (columns[:, None] < self.evicted_at[:, :, None])  # [B, G, n, N]
-        # The lowest number, not -inf: a pad sees nothing, and must not become NaN.
-        logits = logits.masked_fill(~seen[:, :, None], torch.finfo(logits.dtype).min)
-        sinks = call.sink_logits
-        sinks = None if sinks is None else sinks.detach().view(G, H // G, 1, 1)
-        out = softmax(logits, sinks) @ value[:, :, None]
-        return out.reshape(B, H, n, D).transpose(1, 2)
+        query, sinks = call.query.detach().float(), call.sink_logits
+        sinks = None if sinks is None else sinks.detach()
+        return softmax_attention(query, key, value, seen, call.scale, call.softcap, sinks)
 
-    def _in_prompt(self, call: Call | NewTokens, N: int) -> Tensor:
+    def _in_prompt(self, call: AttentionCall | NewTokens, N: int) -> Tensor:
         """[B, N], whether a column's token is in its row's prompt."""
         device = call.key.device
         prompts = torch.tensor(self.prompts, dtype=torch.long, device=device).clamp(min=1)[:, None]
@@ -87,3 +78,29 @@ def _round_like_store(x: Tensor, size: int) -> Tensor:
     D = x.shape[-1]
     rows = quantize(x.reshape(-1, D), 8 if size == D + 2 else 4)
     return dequantize(rows, D).view(x.shape)
+
+
+def retained_by_token(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    evicted_at: Tensor,
+    scale: float | None,
+    softcap: float,
+) -> Tensor:
+    """[B, H, N]: what each token retains of a full cache's attention, NaN for pads."""
+    B, H, N, _ = query.shape
+    mass = torch.full((B, H, N), torch.nan, dtype=torch.float32, device=query.device)
+    for b, real in enumerate(columns(mask, B, N, query.device)):
+        left = torch.searchsorted(real, evicted_at[b, :, real].long())
+        mass[b, :, real] = retained_mass(
+            query[b, :, real], key[b, :, real], left, scale=scale, softcap=softcap
+        )
+    return mass
+
+
+def columns(mask: Tensor | None, B: int, N: int, device: torch.device) -> list[Tensor]:
+    """Columns of each row that are no pads."""
+    if mask is None:
+        return [torch.arange(N, device=device)] * B
+    return [row.nonzero()[:, 0] for row in mask]

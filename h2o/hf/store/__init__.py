@@ -1,1 +1,1 @@
-"""What a layer holds, how it is read and reported, and what layers know together of a pass."""
+"""The contents of a layer: slots, states, reports, and the guard that all layers share."""

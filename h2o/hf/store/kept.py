@@ -14,8 +14,6 @@ from torch import Tensor
 
 from h2o.spans import PINNED
 
-__all__ = ["Kept", "KeptToken"]
-
 
 class KeptToken(NamedTuple):
     """A token of which a layer holds the key."""

@@ -1,8 +1,6 @@
 """The contents of one layer of an `H2OCache` between forward passes: slots and token counts.
 
-`LayerContents` is the base of `H2OLayer` (`h2o.hf.layers.layer`), which adds the forward pass. It
-has what transformers asks of a cache layer besides (lengths, mask sizes, the selection of rows for
-beam search), and the kept keys and the report for users.
+`LayerContents` is the base of `H2OLayer` (`h2o.hf.layers.layer`), which adds the forward pass.
 
 Shape letters: B batch rows, G key/value heads, S slots, n columns of another cache, D head
 dimension, K keys held. A column is an index in the padded batch; a position is a token's index in
@@ -23,14 +21,12 @@ from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.store import slot_layout
 from h2o.hf.store.kept import Kept
-from h2o.hf.store.pass_state import PassState
+from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.report import LayerReport
 from h2o.hf.store.slot_layout import Capacity
 from h2o.hf.store.trace import Trace
 from h2o.quantization import dequantize
 from h2o.slots import PER_ROW
-
-__all__ = ["LayerContents"]
 
 
 class LayerContents(CacheLayerMixin):
@@ -42,17 +38,17 @@ class LayerContents(CacheLayerMixin):
 
     config: H2OConfig
     layer_idx: int
-    pass_state: PassState
+    guard: PassGuard
     form: Any
     scorer: Any
     stepper: Any
+    columns: Any
+    """Columns seen: an int, or a tensor that captured steps change in place"""
     traced: bool
 
     def take_over(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
-        """Holds keys and values [B, G, n, D] of another cache, pads (mask [B, n]) left out.
-
-        All of them, with scores of 0, until the next forward pass has scored and pruned them.
-        """
+        """Store keys and values [B, G, n, D] of another cache, without pads (mask [B, n]), until
+        the next forward pass has scored and pruned them."""
         keys, values = self.form.rows(self, keys, values)
         self._refuse_shapes(keys, values)
         self.row_size = keys.shape[-1], keys.element_size()
@@ -102,10 +98,10 @@ class LayerContents(CacheLayerMixin):
         return slot_layout.row_bytes(self.slots, slot_layout.capacities(widest, max(widest)))
 
     def count(self, Q: int, mask: Tensor | None) -> None:
-        """Q more columns have been seen."""
-        self.seen += Q
+        """Advance the column count by Q."""
+        self.columns += Q
         if self.waits_for_pins:
-            self.waits_for_pins = self.pass_state.pins.wait(self.slots.seen_tokens)
+            self.waits_for_pins = self.guard.pins.wait(self.slots.seen_tokens)
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
@@ -140,7 +136,6 @@ class LayerContents(CacheLayerMixin):
         return self.slots
 
     def set_slots(self, slots: ops.Slots | None, capacity: Capacity) -> None:
-        """Sets the layer's slots."""
         if slots is not None:
             slots = ops.Slots(*(None if x is None else slot_layout.writable(x) for x in slots))
         self.slots = slots
@@ -173,21 +168,23 @@ class LayerContents(CacheLayerMixin):
         """Does nothing, as for `keys`."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: slots are made when the prompt's length is known."""
+        """Does nothing: slots are made when the prompt's length is known."""
 
     @property
     def seen(self) -> int:
         """Columns seen, pads included."""
-        columns: int = self.stepper.seen
-        return columns
+        return int(self.columns)
 
     @seen.setter
     def seen(self, columns: int) -> None:
-        self.stepper.seen = columns
+        if isinstance(self.columns, Tensor):
+            self.columns.fill_(columns)  # where a captured graph reads it
+        else:
+            self.columns = columns
 
     def get_seq_length(self) -> Any:
         """Columns seen, pads and evicted tokens included: positions go on counting from here."""
-        return self.stepper.length
+        return self.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the mask: the new tokens alone; what is held is always visible."""
@@ -200,11 +197,11 @@ class LayerContents(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.16
 
     def reset(self) -> None:
-        """Empties the layer and frees its memory."""
+        """Empty the layer and free its memory."""
         self.empty()
 
     def empty(self) -> None:
-        """As `reset`; of a layer that has states beside its keys, these stay."""
+        """Empty the slots; states of a layer that has both stay."""
         self.set_slots(None, Capacity([0], []))
         self.seen = 0
         self.longest = 0  # upper bound of the tokens of the longest row
@@ -216,7 +213,7 @@ class LayerContents(CacheLayerMixin):
         self.waits_for_pins = False  # whether tokens that are pinned are still to come
         self.trace = Trace() if self.traced else None
         self.last: Any = None  # the last forward pass, where passes are recorded
-        self.pass_state.waiting = None
+        self.guard.waiting = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was: keys, scores, positions and budgets."""
@@ -242,7 +239,6 @@ class LayerContents(CacheLayerMixin):
                 self.trace.each(change)
 
     def offload(self) -> None:
-        """Raises NotImplementedError."""
         raise NotImplementedError("an H2O layer cannot be offloaded; it is small by its budget")
 
     prefetch = offload
@@ -250,14 +246,14 @@ class LayerContents(CacheLayerMixin):
     # ---- For users ---------------------------------------------------------------------------
 
     def kept(self) -> Kept:
-        """What is held: see `H2OCache.kept`."""
+        """Positions and scores of the kept keys: see `H2OCache.kept`."""
         if self.slots is None:
             return Kept(_empty(3, torch.int64), _empty(3))
         return Kept(
             *slot_layout.gather_held(self.slots, self.capacity.sizes, positions=-1, scores=0)
         )
 
-    def held(self) -> tuple[Tensor, Tensor]:
+    def kept_rows(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, K, D] in the order of `kept`; 0 where fewer are held."""
         if self.slots is None:
             return _empty(4), _empty(4)
@@ -304,5 +300,4 @@ class LayerContents(CacheLayerMixin):
 
 
 def _empty(axes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of a layer that holds nothing yet."""
     return torch.zeros([0] * axes, dtype=dtype, device="cpu")

@@ -1,7 +1,6 @@
 """The state of a cache's layer between forward passes as a record: read out, and restored.
 
-The only list of what belongs to that state: copying, saving and cropping a cache all use it, so
-that a new tensor of a layer needs to be added here alone.
+Saving and cropping a cache use it, so a new tensor of a layer needs to be added here alone.
 """
 
 from __future__ import annotations
@@ -14,17 +13,14 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.families.tensor_parallel import WHOLE
 from h2o.hf.store import states
 from h2o.hf.store.slot_layout import Capacity, sizes
-
-__all__ = ["State", "keys_state", "layer_state", "restore", "restore_keys"]
 
 _NUMBERS = (
     "seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "floored", "part",
     "waits_for_pins",
 )  # fmt: skip
-"""Of an `H2OLayer`, beside its slots, their capacity and the trace."""
+"""Numbers of an `H2OLayer`, beside its slots, their capacity and the trace."""
 
 _SLOTS, _STATES = "slots.", "states."  # what names of tensors begin with
 
@@ -36,7 +32,7 @@ class State(NamedTuple):
     """One layer's. Nothing is copied: a forward pass may write to the tensors."""
 
     tensors: dict[str, Tensor]
-    """By name; none before the prompt"""
+    """Tensors by name; none before the prompt"""
     numbers: dict[str, Any]
     """Plain numbers and lists, as JSON takes them"""
 
@@ -46,7 +42,7 @@ class State(NamedTuple):
 
 
 def layer_state(layer: Any) -> State:
-    """Of an `H2OLayer`, or of a layer of transformers that stays in an `H2OCache`."""
+    """The state of an `H2OLayer`, or of transformers' own layer in an `H2OCache`."""
     state = keys_state(layer)
     if has_states(layer):
         state.tensors.update(_add_prefix(_STATES, states.tensors_of(layer)))
@@ -104,10 +100,8 @@ def restore_keys(layer: Any, state: State) -> None:
     if slots is not None:  # what was held elsewhere may go on with a step
         ops.open_device(slots.keys)
     layer.set_slots(slots, Capacity(list(state.numbers["widest"]), sizes(slots) if slots else []))
-    early = {"part": WHOLE, "floored": False, "waits_for_pins": False}  # files have none of these
-    numbers = early | state.numbers
     for name in _NUMBERS:
-        setattr(layer, name, numbers[name])
+        setattr(layer, name, state.numbers[name])
     layer.row_size, layer.part = tuple(layer.row_size), tuple(layer.part)
     if layer.trace is not None:
         for name in _TRACE.keys() & state.tensors.keys():

@@ -1,8 +1,8 @@
 """Pinned keys: spans of a text that no budget evicts.
 
-A pinned key has the score infinity. Attention never makes such a score, and what evicts spares it
-(`csrc/policy.h`). So a pin travels with its key wherever scores go: into copies, files, other rows,
-a cropped pass. What is kept here says which tokens get that score when they come.
+A pinned key has the score infinity, which attention never makes and eviction spares
+(`csrc/policy.h`). So a pin travels with its key wherever scores go. `Pins` says which tokens get
+that score when they come.
 
 Shape letters: B batch rows, G key/value heads, Q new tokens, K columns of a mask.
 """
@@ -20,8 +20,6 @@ from torch import Tensor
 
 from h2o.spans import PINNED, Row, count, merge_spans, runs
 
-__all__ = ["Pins"]
-
 LEAST_DECAY = 1e-30
 """Below it, in float32, infinity times the decay may not be infinity."""
 
@@ -33,7 +31,7 @@ _WANTED = (
 
 @dataclasses.dataclass
 class Pins:
-    """What a cache was asked to pin, and which positions that is in the rows of its batch."""
+    """The pins that a cache was given, and their positions in the rows of its batch."""
 
     given: list[Row] | str = dataclasses.field(default_factory=list)
     """"prompt", or spans of each row; those of a single row are for all"""
@@ -162,7 +160,7 @@ class Pins:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Pins:
-        """What `as_dict` has made, before JSON or after it."""
+        """Restore from the output of `as_dict`."""
         given, rows = fields["given"], fields["rows"]
         return cls(
             given if isinstance(given, str) else [merge_spans(row) for row in given],

@@ -1,4 +1,4 @@
-"""`cache.report()`: what a cache has seen, kept and evicted, as text, dict, picture or rich table.
+"""`cache.report()`: what a cache has seen, kept and evicted, as text, dict or picture.
 
 Needs neither torch nor transformers.
 """
@@ -9,8 +9,6 @@ import dataclasses
 import html
 from collections.abc import Sequence
 from typing import Any
-
-__all__ = ["LayerReport", "Report"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,17 +38,14 @@ class LayerReport:
     mass_evicted: float = 0.0
     """Attention that evicted keys had received by then, summed over rows and heads."""
     mass_kept: float = 0.0
-    """Attention that the kept keys have received, but for pinned ones, of which it is not known.
-    With decay 1, and where none are pinned, both together are the number of queries times query
-    heads. With score_by="max" both are sums of the largest that each key has received."""
-
+    """Attention that the kept keys have received, pinned ones left out. With decay 1 and no pins
+    both sums together are the number of queries times query heads. With score_by="max" both are
+    sums of the largest attention of each key."""
     raised: bool = False
     """Whether, in some row, a fraction of its prompt was less than one token, and was made one."""
-
     floored: bool = False
     """Whether, in some row, a head may keep `H2OConfig.min_tokens` keys, since its fraction of the
     prompt is fewer."""
-
     unscored: bool = False
     """Whether all was converted from a DynamicCache, and waits for a forward pass to be scored and
     pruned to the budget."""
@@ -58,17 +53,17 @@ class LayerReport:
     @property
     def kept(self) -> list[int]:
         """Tokens held now by each key/value head; the mean, rounded, where heads differ."""
-        return [round(sum(heads) / len(heads)) for heads in self.kept_by_head]
+        return _means(self.kept_by_head)
 
     @property
     def pinned(self) -> list[int]:
         """Tokens pinned in each key/value head; the mean, rounded, where heads differ."""
-        return [round(sum(heads) / len(heads)) for heads in self.pinned_by_head]
+        return _means(self.pinned_by_head)
 
     @property
     def budget(self) -> list[int]:
         """k of each key/value head; the mean, rounded, where heads differ."""
-        return [round(sum(heads) / len(heads)) for heads in self.budget_by_head]
+        return _means(self.budget_by_head)
 
     @property
     def evicted(self) -> list[int]:
@@ -84,27 +79,20 @@ class LayerReport:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain numbers, for JSON."""
-        return {
-            **dataclasses.asdict(self),
-            "kept": self.kept,
-            "pinned": self.pinned,
-            "budget": self.budget,
-            "evicted": self.evicted,
-            "share_evicted": self.share_evicted,
-        }
+        derived = ("kept", "pinned", "budget", "evicted", "share_evicted")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All layers. `print` it, hand it to `rich.print`, or take `as_dict()`."""
+    """All layers. `print` it, or take `as_dict()`."""
 
     layers: list[LayerReport]
     broken: bool = False
     """Whether the last forward pass has not come to its end, so that layers may differ in what they
     have seen."""
     not_dealt: str = ""
-    """What was done instead of dealing places by echo, where `H2OConfig.echo` was asked for, and
-    why."""
+    """The replacement of dealing places by echo, where `H2OConfig.echo` was asked for, and why."""
 
     @property
     def total(self) -> LayerReport:
@@ -117,26 +105,10 @@ class Report:
         def rows(name: str) -> list[int]:
             return [sum(sum(getattr(layer, name)) for layer in h2o_layers)]
 
-        def all_layers(name: str) -> Any:
-            return sum(getattr(layer, name) for layer in self.layers)
-
-        return LayerReport(
-            layer=-1,
-            kind="total",
-            seen=rows("seen"),
-            kept_by_head=[rows("kept")],
-            pinned_by_head=[rows("pinned")],
-            budget_by_head=[rows("budget")],
-            bytes_held=all_layers("bytes_held"),
-            bytes_full=all_layers("bytes_full"),
-            bytes_bookkeeping=all_layers("bytes_bookkeeping"),
-            bytes_states=all_layers("bytes_states"),
-            mass_evicted=all_layers("mass_evicted"),
-            mass_kept=all_layers("mass_kept"),
-            raised=any(layer.raised for layer in h2o_layers),
-            floored=any(layer.floored for layer in h2o_layers),
-            unscored=any(layer.unscored for layer in h2o_layers),
-        )
+        by_head = {f"{name}_by_head": [rows(name)] for name in ("kept", "pinned", "budget")}
+        sums = {name: sum(getattr(layer, name) for layer in self.layers) for name in _SUMS}
+        flags = {name: any(getattr(layer, name) for layer in h2o_layers) for name in _FLAGS}
+        return LayerReport(-1, "total", rows("seen"), **by_head, **sums, **flags)
 
     def as_dict(self) -> dict[str, Any]:
         """{"layers": [...], "total": {...}, "note": text}."""
@@ -148,7 +120,7 @@ class Report:
 
     @property
     def note(self) -> str:
-        """What the numbers mean, in a sentence or two."""
+        """The meaning of the numbers, in a sentence or two."""
         if self.broken:
             return (
                 "The last forward pass has not come to its end, and some layers have seen its "
@@ -193,7 +165,7 @@ class Report:
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], self.note])
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the table, its last column shaded by the mass evicted."""
+        """The table for notebooks, its last column shaded by the mass evicted."""
 
         def line(cells: Sequence[str], tag: str, share: float = 0.0) -> str:
             shade = f";background:rgb(255 140 0/{share:.2f})" if share else ""
@@ -229,20 +201,6 @@ class Report:
         ax.legend(fontsize="small")
         return ax
 
-    def __rich__(self) -> Any:
-        from rich.console import Group
-        from rich.table import Table
-
-        head, *layers, total = self._table()
-        table = Table(*head, show_footer=False)
-        for column in table.columns:
-            column.justify = "right"
-        for row in layers:
-            table.add_row(*row)
-        table.add_section()
-        table.add_row(*total, style="bold")
-        return Group(table, self.note)
-
     def _table(self) -> list[tuple[str, ...]]:
         """Head, layers and total; columns for pinned keys and states where there are any."""
         layers = [*self.layers, self.total]
@@ -258,12 +216,19 @@ class Report:
         return [layer for layer in self.layers if layer.kind == "h2o"]
 
 
+def _means(by_head: list[list[int]]) -> list[int]:
+    return [round(sum(heads) / len(heads)) for heads in by_head]
+
+
 def _with_column(
     table: list[tuple[str, ...]], at: int, cells: Sequence[str]
 ) -> list[tuple[str, ...]]:
     return [(*row[:at], cell, *row[at:]) for row, cell in zip(table, cells, strict=True)]
 
 
+_SUMS = ("bytes_held", "bytes_full", "bytes_bookkeeping", "bytes_states", "mass_evicted",
+         "mass_kept")  # fmt: skip
+_FLAGS = ("raised", "floored", "unscored")
 _CELL = "text-align:right;padding:2px 8px"
 _HEAD = ("layer", "seen", "kept", "evicted", "budget", "KV bytes", "full cache", "mass evicted")
 
@@ -272,14 +237,9 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
     name = layer.kind if layer.layer < 0 else str(layer.layer)
     others = layer.kind not in ("h2o", "total")
     if others:
-        name, seen = f"{name} ({layer.kind})", ("", "", "", "")
+        name, seen = f"{name} ({layer.kind})", ["", "", "", ""]
     else:
-        seen = (
-            _span(layer.seen),
-            _span(layer.kept),
-            _span(layer.evicted),
-            _span(layer.budget),
-        )
+        seen = [_span(x) for x in (layer.seen, layer.kept, layer.evicted, layer.budget)]
     share = "" if others else f"{layer.share_evicted:.1%}"
     return (name, *seen, f"{layer.bytes_held:,}", f"{layer.bytes_full:,}", share)
 

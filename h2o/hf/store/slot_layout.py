@@ -1,8 +1,8 @@
 """The slots of a layer by head: how many each head has, enlarging them, reading them in order.
 
-`h2o.slots` defines slots, and the operations fill them. With per-head budgets heads have different
-numbers of slots, which lie one head after the other on one axis. The layer keeps those numbers as a
-plain list, `Capacity.sizes`: to read them from a device would make a decode step wait for it.
+With per-head budgets heads have different numbers of slots, one head after the other on one axis.
+The layer keeps these numbers as a plain list, `Capacity.sizes`: to read them from a device would
+make a decode step wait for the device.
 
 Shape letters: B batch rows, G key/value heads, S slots, Q new tokens, D head
 dimension, n columns of another cache, K keys held.
@@ -21,24 +21,6 @@ from h2o import ops
 from h2o.slots import PER_ROW, PER_SLOT, empty_value
 from h2o.spans import PINNED
 
-__all__ = [
-    "Capacity",
-    "by_head",
-    "capacities",
-    "enlarge",
-    "figures",
-    "fill_slots",
-    "gather_held",
-    "heads",
-    "put_row",
-    "row_bytes",
-    "rows_like",
-    "sizes",
-    "together",
-    "with_capacities",
-    "writable",
-]
-
 
 @dataclasses.dataclass
 class Capacity:
@@ -53,11 +35,11 @@ class Capacity:
         pairs = zip(self.sizes, self.widest, strict=False)
         short = (size - 1 for size, k in pairs if size <= k)
         self.tokens: float = min(short, default=math.inf)
-        """Up to this many tokens in a row the next one still fits."""
+        """Largest row length for which one more token fits."""
 
     def larger(self, tokens: int) -> Capacity:
-        """Capacity for rows of so many tokens and the next one, and some more: of many slots a
-        sixteenth, since copying them so rarely costs next to nothing beside reading them."""
+        """Capacity for rows of so many tokens, the next one and some more: a sixteenth of many
+        slots, which are copied so rarely that it costs next to nothing."""
         needed = capacities(self.widest, tokens)
         pairs = zip(self.widest, self.sizes, strict=True)
         grown = [min(k + 1, s + max(min(s // 2, 48), s // 16)) for k, s in pairs]
@@ -133,14 +115,13 @@ def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
     filled = slots.positions >= 0
     budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None].expand(B, G, 2)
     stored = [0 if x is None else x.numel() * x.element_size() for x in slots]
-    is_pinned = by_head(slots, sizes, "scores") == PINNED
+    kept = by_head(slots, sizes, "positions", -1) >= 0
+    pinned = kept & (by_head(slots, sizes, "scores") == PINNED)
     scores = slots.scores[filled]
     return {
         "seen": slots.seen_tokens.tolist(),
-        "kept_by_head": (by_head(slots, sizes, "positions", -1) >= 0).sum(-1).tolist(),
-        "pinned_by_head": (is_pinned & (by_head(slots, sizes, "positions", -1) >= 0))
-        .sum(-1)
-        .tolist(),
+        "kept_by_head": kept.sum(-1).tolist(),
+        "pinned_by_head": pinned.sum(-1).tolist(),
         "budget_by_head": (budget.sum(-1) + sinks).tolist(),
         "bytes_held": sum(stored[:2]),
         "bytes_bookkeeping": sum(stored[2:]),
@@ -150,7 +131,7 @@ def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
 
 
 def enlarge(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
-    """The same content in more slots: of each head, or of all, as many as `larger` says."""
+    """Copy to more slots: `larger` has their number for each head, or for all."""
     B, G = slots.next_slot.shape
     shape, starts = (B, G, larger[0]), None
     if slots.starts is not None:
@@ -206,11 +187,8 @@ def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
 def fill_slots(
     keys: Tensor, values: Tensor | None, mask: Tensor | None, *, value_weighted: bool
 ) -> ops.Slots:
-    """Slots without a budget that hold keys and values [B, G, n, D] with scores of 0.
-
-    Where the mask [B, n] is False there is a pad, which is not stored. In the lowest slots, by
-    ascending position, lie those of each row.
-    """
+    """Slots without a budget that hold keys and values [B, G, n, D] with scores of 0, by ascending
+    position. Pads, where the mask [B, n] is False, are not stored."""
     longest = keys.shape[2] if mask is None else int(mask.sum(1).max())
     slots = ops.new_slots(keys, longest + 1, value_weighted=value_weighted, shared=values is None)
     scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
@@ -221,15 +199,8 @@ def fill_slots(
 def together(
     slots: ops.Slots, key: Tensor, value: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What `fill_slots` made, and new tokens after it, as if all of them were new.
-
-    Args:
-        key, value: [B, G, Q, D].
-        mask: [B, Q] bool, False at a pad, or None.
-
-    Returns:
-        keys, values [B, G, S + Q, D], mask [B, S + Q] bool.
-    """
+    """Join slots of `fill_slots` and new tokens [B, G, Q, D] with a mask [B, Q]: keys and values
+    [B, G, S + Q, D], mask [B, S + Q] bool."""
     real = mask
     if real is None:
         real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)

@@ -1,9 +1,7 @@
-"""Convolution and recurrent states, which transformers' own layers hold.
+"""Convolution and recurrent states, which transformers' own layers hold: read, put back, forgotten.
 
-They are read out here, put back and forgotten.
-
-Their size does not depend on the length of the text, and nothing of them is evicted. What stands
-here is what a cache does with them between forward passes. A layer may have several of each.
+Their size does not depend on the length of the text, and nothing of them is evicted. A layer may
+have several of each.
 """
 
 from __future__ import annotations
@@ -15,23 +13,11 @@ from torch import Tensor
 
 from h2o.hf.store.slot_layout import writable
 
-__all__ = [
-    "bytes_of",
-    "each",
-    "forget",
-    "make_writable",
-    "numbers_of",
-    "put",
-    "states_row_bytes",
-    "take_row",
-    "tensors_of",
-]
-
 _NAMES = ("conv", "recurrent")
 
 
 def tensors_of(layer: Any) -> dict[str, Tensor]:
-    """By name, such as "conv.0"; none before the prompt. Nothing is copied."""
+    """States by name, such as "conv.0"; none before the prompt. Nothing is copied."""
     return {
         f"{name}.{index}": state
         for name in _NAMES
@@ -41,7 +27,7 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
 
 
 def numbers_of(layer: Any) -> dict[str, Any]:
-    """What goes with the tensors, as JSON takes it."""
+    """Numbers that go with the tensors, as JSON takes them."""
     return {
         "conv_kernel_size": list(layer.conv_kernel_size.values()),
         "has_previous_state": list(layer.has_previous_state.values()),
@@ -61,7 +47,7 @@ def put(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None
 
 
 def forget(layer: Any) -> None:
-    """As of a new layer: the next prompt may have another number of rows, or be elsewhere."""
+    """Empty the states: the next prompt may have another number of rows or another device."""
     for index in range(layer.number_of_states):
         layer.has_previous_state[index] = False
         layer.conv_kernel_size[index] = None
@@ -72,7 +58,7 @@ def forget(layer: Any) -> None:
 
 
 def each(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
-    """Every state, [B, ...], is changed."""
+    """Change every state [B, ...]."""
     put(layer, {name: change(x) for name, x in tensors_of(layer).items()}, numbers_of(layer))
 
 
@@ -94,10 +80,10 @@ def take_row(layer: Any, row: int, source: Any, rows: int) -> None:
 
 
 def states_row_bytes(layer: Any) -> int:
-    """Of its states in each row."""
+    """Bytes of states per batch row."""
     return sum(x[0].nbytes for x in tensors_of(layer).values())
 
 
 def bytes_of(layer: Any) -> int:
-    """Of all its states."""
+    """Bytes of all states."""
     return sum(x.nbytes for x in tensors_of(layer).values())

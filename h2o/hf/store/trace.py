@@ -13,14 +13,9 @@ from torch import Tensor
 from h2o import ops
 from h2o.hf.store.slot_layout import by_head
 
-__all__ = ["Trace", "by_column", "not_held"]
-
 
 class Trace:
-    """The history of one layer: one number per key, because an evicted key never returns.
-
-    Columns are indices in the padded batch, positions count a row's real tokens.
-    """
+    """The history of one layer: one number per key, because an evicted key never returns."""
 
     def __init__(self) -> None:
         self.real: Tensor | None = None

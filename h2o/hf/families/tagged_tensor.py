@@ -1,4 +1,4 @@
-"""`TracedTensor`: attributes that all computed from a tensor has too.
+"""`TaggedTensor`: attributes that all computed from a tensor has too.
 
 A cache says by an attribute of a key which layer it came from. Where the model computes with the
 key before it attends (it expands a latent, or brings the key to another device) the attribute
@@ -14,15 +14,9 @@ from torch import Tensor
 
 from h2o.compat import as_plain_tensors
 
-__all__ = ["TracedTensor", "plain"]
 
-
-class TracedTensor(Tensor):
-    """A tensor whose attributes go over to all that is computed from it.
-
-    So keys made of it carry the layer of the cache that it came from, as other keys do, and nothing
-    is shared between threads or left behind by a forward pass that breaks off.
-    """
+class TaggedTensor(Tensor):
+    """A tensor whose attributes are passed on to all that is computed from it."""
 
     @staticmethod
     def of(tensor: Tensor, /, **attributes: Any) -> Tensor:
@@ -43,23 +37,21 @@ class TracedTensor(Tensor):
 
 
 def _traced(args: Any) -> Iterator[dict[str, Any]]:
-    """Attributes of the traced tensors among the arguments of an operation."""
     for x in args:
-        if isinstance(x, TracedTensor):
+        if isinstance(x, TaggedTensor):
             yield vars(x)
         elif isinstance(x, tuple | list):
             yield from _traced(x)
 
 
 def _plain(x: Any) -> Any:
-    """An argument, or several, without the attributes of traced tensors."""
-    if isinstance(x, TracedTensor):
+    if isinstance(x, TaggedTensor):
         return plain(x)
     return type(x)(map(_plain, x)) if type(x) in (tuple, list) else x
 
 
 def _with(tensor: Tensor, attributes: dict[str, Any]) -> Tensor:
-    traced = tensor if isinstance(tensor, TracedTensor) else tensor.as_subclass(TracedTensor)
+    traced = tensor if isinstance(tensor, TaggedTensor) else tensor.as_subclass(TaggedTensor)
     vars(traced).update(attributes)
     return traced
 

@@ -1,15 +1,13 @@
 """`SharedForm`: the keys and values of a layer that later layers of the model reuse (Gemma 3n and
 4).
 
-They attend to them in the same forward pass. The layer scores and evicts by its own queries, as any
-layer. Later layers attend to what the layer attended to in that pass: the keys held before it, and
-the new ones. So the eviction, which comes first, must not take anything from them. A prompt meets
-an empty cache; a decode step overwrites nothing but the free slot, by the new key, so that the
-state of the slots before it is enough. Only a chunk overwrites keys: of these the layer keeps a
-copy until the last layer has attended.
+The layer scores and evicts by its own queries. Later layers attend to what the layer attended to in
+the same forward pass: the keys stored before it, and the new ones. The eviction comes first, and
+must not take anything from them. A prompt meets an empty cache, and a decode step overwrites only
+the free slot. A chunk overwrites keys, so the layer keeps copies until the last layer has attended.
 
-Scores of later layers do not count: while a prompt is read, models may leave out all queries of
-these layers but the last.
+Scores of later layers do not count: during prefill models may leave out all their queries but the
+last.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, P queries of a later
 layer, which are the last ones of the Q, D head dimension.
@@ -27,30 +25,26 @@ from transformers.masking_utils import sdpa_mask
 
 from h2o import ops
 from h2o.errors import UnsupportedError
-from h2o.hf.call.attention_call import (
-    CACHE_HAS_NO_GRADIENT,
+from h2o.hf.attention.attention_call import (
     AttentionCall,
     NewTokens,
-    Undifferentiable,
     as_autocast,
     as_operand,
 )
-from h2o.hf.call.traced_tensor import TracedTensor, plain
 from h2o.hf.families import tensor_parallel
-from h2o.hf.forms.plain_form import PlainForm
+from h2o.hf.families.tagged_tensor import TaggedTensor, plain
+from h2o.hf.layers.plain_form import PlainForm
 from h2o.slots import KINDS
-
-__all__ = ["SharedForm"]
 
 _ROWS = ("keys", "values")
 
 
 class _Attended(NamedTuple):
-    """What the layer's queries attended to in the pass that is under way."""
+    """Keys that the layer's queries attended to in the pass that is under way."""
 
     tokens: NewTokens
     slots: ops.Slots | None
-    """As before the pass; in a step with keys that are the layer's own"""
+    """Slots before the pass; in a step with keys that are the layer's own"""
     in_step: bool
     """Whether by `ops.step`, whose token reads itself as it is stored"""
 
@@ -72,16 +66,15 @@ class SharedForm(PlainForm):
         self.reused_by = tuple(reused_by)
         self.attended: _Attended | None = None
 
-    def handed_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
+    def hand_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
         """The new keys; plain tensors carry the layer to other devices."""
         self.attended = None
-        view = super().handed_over(layer, keys, rows)
-        return TracedTensor.of(view, h2o_layer=layer) if type(view) is Tensor else view
+        view = super().hand_over(layer, keys, rows)
+        return TaggedTensor.of(view, h2o_layer=layer) if type(view) is Tensor else view
 
     def tokens(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> NewTokens:
-        """See `PlainForm.tokens`."""
         if tensor_parallel.part(call.module) != tensor_parallel.WHOLE:
             raise UnsupportedError(
                 "h2o does not serve layers that attend to the keys of others, cut over processes"
@@ -91,7 +84,6 @@ class SharedForm(PlainForm):
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
     ) -> tuple[Tensor, Tensor]:
-        """See `PlainForm.attention`."""
         overwrites = layer.stepper.stores and not layer.unscored
         before = None if slots is None else _copy(slots, rows=overwrites)
         self.attended = _Attended(tokens, before, in_step=False)
@@ -100,7 +92,6 @@ class SharedForm(PlainForm):
     def step(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
     ) -> Tensor:
-        """See `PlainForm.step`."""
         before = _copy(slots, rows=False)
         self.attended = _Attended(tokens, before, in_step=True)
         return super().step(layer, tokens, slots, out, **rotary)
@@ -108,8 +99,7 @@ class SharedForm(PlainForm):
     def attend_later(self, layer: Any, call: AttentionCall) -> Tensor:
         """Attention of a later layer, [B, P, H, D], to which nothing is added here."""
         later = call.module.layer_idx
-        call.refuse()
-        call.refuse_training()
+        call.check()
         if self.attended is None:
             raise RuntimeError(
                 f"layer {later} attends to keys of layer {layer.layer_idx} whose "
@@ -120,15 +110,10 @@ class SharedForm(PlainForm):
             out = self._attend_later(layer, call, self.attended.to(call.query.device))
         if later == self.reused_by[-1]:
             self.attended = None
-            layer.pass_state.attended(later)
-        if call.wants_gradients():
-            return Undifferentiable.apply(
-                CACHE_HAS_NO_GRADIENT, out, call.query, call.key, call.value, call.sink_logits
-            )
-        return out
+            layer.guard.layer_done(later)
+        return call.without_backward(out) if call.wants_gradients() else out
 
     def _attend_later(self, layer: Any, call: AttentionCall, attended: _Attended) -> Tensor:
-        """A later layer's attention, [B, P, H, D]."""
         new, slots, in_step = attended
         query, *_ = as_autocast(call.query, plain(call.key), call.value)
         P, Q, dtype = query.shape[2], new.key.shape[2], query.dtype
@@ -149,7 +134,6 @@ class SharedForm(PlainForm):
         return out[:, Q - P :].to(dtype)
 
     def forget(self) -> None:
-        """Forgets what the layer's queries attended to."""
         self.attended = None
 
 

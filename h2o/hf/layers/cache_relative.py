@@ -1,9 +1,9 @@
 """Cache-relative positions: a key's position is its rank among the keys held.
 
-Users ask for it by `positions="cache_relative"`. No position ever exceeds the budget then, however
-long the text (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024,
-section 3.2). The model hands over keys and queries rotated at the positions that it counts; the
-rotation is taken off before anything is stored, and put on again by rank in every forward pass.
+With `positions="cache_relative"` no position exceeds the budget, however long the text (Xiao et
+al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024, section 3.2). The model
+hands over rotated keys and queries. Their rotation is undone before anything is stored, and applied
+by rank in every forward pass.
 
 Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, Q new tokens, S slots, D
 head dimension, F rotary angles.
@@ -19,20 +19,17 @@ from torch import Tensor
 from h2o import ops
 from h2o.compat import cache_in
 from h2o.errors import UnsupportedError
-from h2o.hf.call.attention_call import AttentionCall, NewTokens
-from h2o.hf.forms.plain_form import PlainForm
+from h2o.hf.attention.attention_call import AttentionCall, NewTokens
+from h2o.hf.layers.plain_form import PlainForm
 from h2o.hf.rotary.model_rotary import Rotary, rotate
 from h2o.hf.store import slot_layout
 from h2o.quantization import dequantize
-
-__all__ = ["CacheRelativeForm", "at_zero", "attend", "ranks"]
 
 
 class CacheRelativeForm(PlainForm):
     """Holds keys without rotation, which attention rotates by rank."""
 
     def __init__(self, rotary: Rotary) -> None:
-        """`rotary`: the model's, shared by the layers of a cache."""
         self.rotary = rotary
         self._ranks: Tensor | None = None  # [B, G, S] int32; None: to be computed
 
@@ -54,30 +51,18 @@ class CacheRelativeForm(PlainForm):
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
     ) -> tuple[Tensor, Tensor]:
-        """See `PlainForm.attention`."""
         self._ranks = None  # invalid after the eviction that follows
         most = None
         if tokens.mask is None:
             most = min(layer.longest, max(layer.capacity.widest)) + tokens.query.shape[2]
         return attend(
-            tokens.query,
-            tokens.key,
-            tokens.value,
-            slots,
-            layer.capacity.sizes,
-            rotary=self.rotary,
-            mask=tokens.mask,
-            most=most,
-            scale=tokens.scale,
-            softcap=tokens.softcap,
-            sink_logits=tokens.sink_logits,
-            policy=layer.policy,
-        )
+            tokens.query, tokens.key, tokens.value, slots, layer.capacity.sizes,
+            rotary=self.rotary, most=most, policy=layer.policy, **tokens.options,
+        )  # fmt: skip
 
     def step(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
     ) -> Tensor:
-        """See `PlainForm.step`; the ranks are kept from step to step."""
         if self._ranks is None:
             self._ranks = ranks(slots, layer.capacity.sizes)
         longest = min(layer.longest, max(layer.capacity.widest)) + 1
@@ -86,15 +71,13 @@ class CacheRelativeForm(PlainForm):
         return super().step(layer, tokens, slots, out, rotary=by_rank)
 
     def slots_changed(self) -> None:
-        """Forgets the ranks."""
         self._ranks = None
 
 
 def at_zero(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of a model's forward with which it leaves queries and keys unrotated.
 
-    Ranks decide where they are, so the model may take every token for the first of its text. Then
-    nothing has to be taken off, and no position grows with the text.
+    With position 0 for every token there is no rotation to undo, and no position grows.
     """
     cache = cache_in(kwargs)
     layers = getattr(cache, "layers", ())

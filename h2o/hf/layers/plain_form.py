@@ -1,8 +1,8 @@
 """The form in which a layer of an `H2OCache` holds tokens: keys and values as the model makes them.
 
-A layer asks its form what of a token its slots hold, and has the form attend to the slots. Other
-forms override what differs: latents (`latent_form`), keys that later layers attend to
-(`shared_form`), keys without their rotation (`cache_relative`).
+A form says what slots hold of a token, and attends to them. Other forms override what differs:
+latents (`latent_form`), keys that later layers attend to (`shared_form`), keys without their
+rotation (`cache_relative`).
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, S slots, D head
 dimension.
@@ -15,10 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from h2o import ops
-from h2o.hf.call.attend_and_evict import attention
-from h2o.hf.call.attention_call import AttentionCall, NewTokens, as_operand
-
-__all__ = ["PlainForm"]
+from h2o.hf.attention.attention_call import AttentionCall, NewTokens, as_operand, attention
 
 
 class PlainForm:
@@ -37,10 +34,10 @@ class PlainForm:
     # ---- In a forward pass, in this order ----------------------------------------------------
 
     def rows(self, layer: Any, keys: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What slots hold of a model's keys and values [B, G, Q, D], each [B, G, Q, D]."""
+        """The rows that slots hold, [B, G, Q, D], of a model's keys and values [B, G, Q, D]."""
         return keys, values
 
-    def handed_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
+    def hand_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
         """The new keys as a view that brings the layer to the attention function."""
         # A detached view is the cheapest one; where gradients are wanted the
         # graph must stay, so that attention can refuse them.
@@ -68,20 +65,10 @@ class PlainForm:
     def step(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
     ) -> Tensor:
-        """Output [B, 1, H, D] of one token, which is stored; written to `out` where that is
-        possible."""
+        """Output [B, 1, H, D] of one token, which is stored; written to `out` if possible."""
+        q, k, v, *_ = tokens
         step: Tensor = ops.step(
-            tokens.query,
-            tokens.key,
-            tokens.value,
-            slots,
-            mask=tokens.mask,
-            scale=tokens.scale,
-            softcap=tokens.softcap,
-            out=out,
-            sink_logits=tokens.sink_logits,
-            policy=layer.policy,
-            **rotary,
+            q, k, v, slots, out=out, policy=layer.policy, **tokens.options, **rotary
         )
         return step
 

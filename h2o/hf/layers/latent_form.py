@@ -18,20 +18,18 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.errors import UnsupportedError
-from h2o.hf.call.attention_call import AttentionCall, NewTokens
-from h2o.hf.call.traced_tensor import TracedTensor, plain
+from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.latent_attention import Expansion
-from h2o.hf.forms.plain_form import PlainForm
-
-__all__ = ["LatentForm"]
+from h2o.hf.families.tagged_tensor import TaggedTensor, plain
+from h2o.hf.layers.plain_form import PlainForm
 
 MANY = 32
 """Query heads from which on `attend`, a product of matrices, and `evict` are faster than `step`."""
 
 
 class _Pass(NamedTuple):
-    """What the forward pass that is under way needs beside its tokens."""
+    """State of the forward pass that is under way, beside its tokens."""
 
     expansion: Expansion
     expanded: tuple[Tensor, Tensor, Tensor] | None
@@ -44,7 +42,6 @@ class LatentForm(PlainForm):
     has_values = False
 
     def __init__(self, latent: int) -> None:
-        """`latent`: elements of a latent."""
         self.latent = latent
         self._mesh: Any = None
         self.forget()
@@ -62,10 +59,10 @@ class LatentForm(PlainForm):
             )
         return torch.cat([keys, values.to(keys.dtype)], dim=-1), None
 
-    def handed_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
+    def hand_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
         """The new latents, which the model expands before it attends."""
         self._rows = rows.detach()
-        return TracedTensor.of(keys, h2o_layer=layer)
+        return TaggedTensor.of(keys, h2o_layer=layer)
 
     def tokens(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
@@ -127,7 +124,6 @@ class LatentForm(PlainForm):
         return out if self._pass is None else self._pass.expansion.answers(out)
 
     def end_call(self) -> None:
-        """Forgets the new tokens."""
         self._pass: _Pass | None = None
         self._rows: Tensor | None = None
 
@@ -145,10 +141,6 @@ def _expanded_attention(
     V = value.shape[-1]
     if V < key.shape[-1]:  # the operations know one head dimension
         value = torch.nn.functional.pad(value, (0, key.shape[-1] - V))
-    out, scores = ops.attend(
-        query, key, value,
-        mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap,
-        sink_logits=tokens.sink_logits, policy=layer.policy,
-    )  # fmt: skip
+    out, scores = ops.attend(query, key, value, policy=layer.policy, **tokens.options)
     over_heads = scores.amax if layer.policy.scores_largest else scores.sum
     return out[..., :V], over_heads(dim=1, keepdim=True)

@@ -1,8 +1,7 @@
-"""One attention call of one layer as a record: tensors, mask, scale and what the model asks for.
+"""Records of one attention call, and the operations on them.
 
 `h2o.hf.attention.attention` fills an `AttentionCall` and passes it to the layer, which checks it,
-converts it to the dtype of its store (`NewTokens`) and attends. Also here: casting under autocast
-(`as_autocast`), and an output whose backward raises (`Undifferentiable`).
+converts it to the dtype of its store (`NewTokens`) and attends.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, D head dimension.
 """
@@ -16,22 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from h2o import ops
+from h2o.policy import Policy
 from h2o.quantization import dequantize, stored_like
-
-__all__ = [
-    "CACHE_HAS_NO_GRADIENT",
-    "AttentionCall",
-    "Call",
-    "NewTokens",
-    "Undifferentiable",
-    "as_autocast",
-    "as_operand",
-    "round_like_slots",
-]
+from h2o.spans import PINNED
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of one call of an attention function, for a layer of an `H2OCache`."""
+    """The arguments of one call of an attention function, for a layer of an `H2OCache` or for what
+    `h2o.hf.attention.attention_hook` calls in its place."""
 
     module: nn.Module
     """The model's attention module"""
@@ -56,9 +47,15 @@ class AttentionCall(NamedTuple):
     """[H], learned attention sinks, see `h2o.ops.attend`; None: none"""
     unsupported: Exception | None = None
     """Error to raise for what transformers' arguments ask for beyond plain causal attention"""
+    layer: int = -1
+    """The layer's number, for a hook"""
+    cached: bool = False
+    """Whether keys and values come out of an `H2OCache`, for a hook"""
+    full: Callable[[], Tensor] | None = None
+    """Makes the output [B, Q, H, D] with nothing evicted, for a hook"""
 
-    def refuse(self) -> None:
-        """Raises `unsupported` if it is set, and TypeError for float64."""
+    def check(self) -> None:
+        """Raises `unsupported` if it is set, TypeError for float64, RuntimeError in training."""
         if self.unsupported is not None:
             raise self.unsupported
         if self.query.dtype == torch.float64:
@@ -67,8 +64,6 @@ class AttentionCall(NamedTuple):
                 "model.float(), or use DynamicCache"
             )
 
-    def refuse_training(self) -> None:
-        """Raises RuntimeError where the model is not in eval mode."""
         if self.module.training or self.dropout:
             raise RuntimeError(
                 "an H2OCache is for inference: call model.eval(), or train with use_cache=False"
@@ -79,8 +74,14 @@ class AttentionCall(NamedTuple):
         tensors = (self.query, self.key, self.value, self.sink_logits)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
+    def without_backward(self, out: Tensor, reason: str = "") -> Tensor:
+        """An output of this call whose backward raises."""
+        inputs = self.query, self.key, self.value, self.sink_logits
+        made: Tensor = NoBackward.apply(reason or CACHE_HAS_NO_GRADIENT, out, *inputs)
+        return made
+
     def detached(self) -> AttentionCall:
-        """The same call outside of autograd's graph."""
+        """This call outside of autograd's graph."""
         query, key, value = self.query.detach(), self.key.detach(), self.value.detach()
         sinks = None if self.sink_logits is None else self.sink_logits.detach()
         return self._replace(query=query, key=key, value=value, sink_logits=sinks)
@@ -107,12 +108,18 @@ class NewTokens(NamedTuple):
         value = None if self.value is None else self.value.to(dtype)
         return self._replace(query=self.query.to(dtype), key=self.key.to(dtype), value=value)
 
-    def first(self, columns: int) -> NewTokens:
-        """The first of them."""
-        return self.columns(0, columns)
+    @property
+    def options(self) -> dict[str, Any]:
+        """Mask, scale, softcap and sinks as keyword arguments of the operations."""
+        return {
+            "mask": self.mask,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "sink_logits": self.sink_logits,
+        }
 
     def columns(self, begin: int, end: int) -> NewTokens:
-        """Those that stand in columns `begin` to `end` - 1."""
+        """The tokens in columns `begin` to `end` - 1."""
         query, key = (x[:, :, begin:end] for x in (self.query, self.key))
         value = None if self.value is None else self.value[:, :, begin:end]
         mask = None if self.mask is None else self.mask[:, begin:end]
@@ -120,7 +127,7 @@ class NewTokens(NamedTuple):
 
 
 def round_like_slots(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
-    """New tokens as they are read from the slots."""
+    """Round new tokens to what is read back from slots that store them quantized."""
     if slots.keys.dtype != torch.uint8:
         return tokens
 
@@ -133,12 +140,12 @@ def round_like_slots(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
 
 
 def as_operand(sink_logits: Tensor | None) -> Tensor | None:
-    """A model's learned sinks [H] as the operations take them: float32, without a gradient."""
+    """Learned sinks [H] as the operations take them: float32, without a gradient."""
     return None if sink_logits is None else sink_logits.detach().float()
 
 
 def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in autocast's dtype, if it is on: rotary embedding makes two of them float32."""
+    """Cast all three to autocast's dtype, if it is on: rotary embedding makes two float32."""
     if query.dtype == key.dtype == value.dtype:
         return query, key, value
     device = query.device.type
@@ -154,7 +161,7 @@ CACHE_HAS_NO_GRADIENT = (
 )
 
 
-class Undifferentiable(torch.autograd.Function):
+class NoBackward(torch.autograd.Function):
     """An output where gradients are recorded: the error `reason` if they are asked for."""
 
     @staticmethod
@@ -167,27 +174,27 @@ class Undifferentiable(torch.autograd.Function):
         raise RuntimeError(ctx.reason)
 
 
-class Call(NamedTuple):
-    """The arguments of one layer's attention, as `visit` gets them."""
+def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tuple[Tensor, Tensor]:
+    """Output [B, Q, H, D] of new tokens over slots and each other, and scores [B, G, Q] of their
+    keys."""
+    # Not tokens[:3]: torch 2.6 cannot compile slices of named tuples.
+    return ops.attend(
+        tokens.query, tokens.key, tokens.value, slots, policy=policy, **tokens.options
+    )
 
-    module: nn.Module
-    layer: int
-    query: Tensor
-    """[B, H, n, D]"""
-    key: Tensor
-    """[B, G, n, D]"""
-    value: Tensor
-    """[B, G, n, D], all three of one dtype, also under autocast"""
-    mask: Tensor | None
-    """[B, n] bool, False at a pad; None without pads"""
-    scale: float | None
-    """None: 1 / sqrt(D)"""
-    softcap: float
-    """0: none"""
-    sink_logits: Tensor | None
-    """[H] float32, learned attention sinks without their gradient; None: none"""
-    dropout: float
-    cached: bool
-    """Whether keys and values come out of an `H2OCache`"""
-    full: Callable[[], Tensor]
-    """The output [B, n, H, D] with nothing evicted"""
+
+def evict_after(
+    attend: Callable[[], tuple[Tensor, Tensor]], tokens: NewTokens, slots: ops.Slots, policy: Policy
+) -> Tensor:
+    """Return the output of `attend`, and evict by its scores; pinned keys stay pinned. When it
+    raises, the slots are as they were."""
+    scores_before = slots.scores.clone()
+    try:
+        out, scores = attend()
+        if policy.decay < 1:  # whose power may be 0
+            slots.scores.masked_fill_(scores_before == PINNED, PINNED)
+        ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
+    except Exception:  # the scores are all that attend has touched
+        slots.scores.copy_(scores_before)
+        raise
+    return out

@@ -1,1 +1,0 @@
-"""What one call of attention brings, and the operations on it."""

@@ -1,1 +1,0 @@
-"""In which form a layer holds tokens, and how attention reads them."""
