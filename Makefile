@@ -30,9 +30,8 @@ bench: .venv/core .venv/test ## every table of benchmarks/README.md; an hour on 
 # where make can.
 SYNCED := $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 BEFORE_PYTHON := $(if $(shell command -v $(CXX)),test-cuda,no-cxx) test-core bounds test-pure lint
-EMULATED = $(CUDA_BRIEFLY)
 test: .venv/test ## everything but the slow tests
-	+@$(TOGETHER) $(SYNCED) $(BEFORE_PYTHON) CUDA_EMULATED='$(EMULATED)'
+	+@$(TOGETHER) $(SYNCED) $(BEFORE_PYTHON) EMULATED='$(EMULATED)'
 	@$(MAKE) --silent test-python PYTEST_MARKS='$(PYTEST_MARKS)'
 
 no-cxx:
@@ -133,10 +132,10 @@ test-python: .venv/core .venv/test ## pytest, in two processes
 	+@$(TOGETHER) $(SYNCED) test-python-hf test-python-rest PYTEST_MARKS='$(PYTEST_MARKS)'
 
 test-python-hf:
-	$(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/core tests/hf
+	$(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/hf
 
 test-python-rest:
-	$(BIN)/python -m pytest -q $(PYTEST_MARKS) --ignore tests/core --ignore tests/hf
+	$(BIN)/python -m pytest -q $(PYTEST_MARKS) --ignore tests/hf
 
 test-portable: .venv/core .venv/test ## golden data, the oracle, caches and families with the torch backend on the CPU
 	H2O_BACKEND=torch $(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/torch tests/hf
@@ -291,16 +290,17 @@ CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_s
 # a shape is what is tested, and steps of many heads by two ways, each of which test_table judges.
 FEW_POLICIES := h2o or decayed-max or everything
 CUDA_EMULATED := not large_store and not oracle and not (simulation_is_the_cache and core1) \
-	and not 16-576 and not (long_text and each) and not (as_with_values and not ($(FEW_POLICIES))) \
+	and not 576 and not (long_text and each) and not (as_with_values and not ($(FEW_POLICIES))) \
 	and not (step_is_attend and (many or 32)) and not (test_heavy_tails and (128 or shapes) and not (step and int8))
-# `make test` runs fewer of these: of each table it leaves out a dtype, and all policies but a few.
+# `make test` and .ci/run have fewer of these: of each table they leave out a dtype, and all policies
+# but a few.
 CUDA_BRIEFLY := $(CUDA_EMULATED) and not (test_table and float32) \
 	and not (simulation_table and float16) and not (as_with_values and not everything) \
-	and not (a_simulated_text and (float32 and None or float16 and int8)) \
 	and not ((_table or rows) and (policy or test_paged_rows) and not ($(FEW_POLICIES))) \
 	and not (test_heavy_tails and (shapes or not (everything or sink)))
+EMULATED = $(CUDA_BRIEFLY)
 EMULATED_TESTS = ../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . \
-	-m "not slow" $(CUDA_TESTS) -k "$(CUDA_EMULATED)"
+	-m "not slow" $(CUDA_TESTS) -k "$(EMULATED)"
 # And once as for compute capability 7.5: products of half the depth, copies that wait; and with little
 # shared memory.
 test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
@@ -345,6 +345,7 @@ $(PTX)/test_75: $(PTX)/test_75.o $(PTX_CORE)
 $(PTX)/lib: $(PACKAGED) $(PTX_CORE)
 	$(call PACKAGE,$(CUDA_CC),$(PTX_CORE) -lstdc++)
 
+test-ptx: EMULATED = $(CUDA_EMULATED)
 test-ptx: .venv/test $(PTX)/test_75 $(PTX)/test_cuda $(PTX)/lib $(PTX_PROGRAMS) ## the tests of the kernels for GPUs, on the PTX of CUDA's compiler
 	H2O_PTX=build/kernels/compute_75.program $(PTX)/test_75
 	H2O_PTX=build/kernels/compute_80.program $(PTX)/test_cuda
@@ -401,15 +402,18 @@ gpu-kernels:
 		[ -n "$$here" ] || { echo "torch finds no CUDA device here"; exit 1; }; rm -f h2o/kernels.fatbin; \
 		$(MAKE) h2o/kernels.fatbin NVCC=$(NVCC_HERE) ARCHITECTURES="$$here"; }
 
-# $(1): a level, $(2): a processor that has no higher one. neondot has nothing but a step of its own.
+# $(1): a level, $(2): a processor that has no higher one. What no level changes is tested with the
+# first; neondot has nothing but a step of its own.
 NEON := OUT=build/c-neon CC=aarch64-linux-gnu-gcc
+OF_A_LEVEL = C_TESTS="$(addprefix build/c-neon/test_,$(1))"
 IN_QEMU = EMULATOR="timeout -k 1 600 env H2O_TEST_LEVEL=$(1) H2O_TEST_EMULATED=1 \
 	qemu-aarch64-static -cpu $(2) -L /usr/aarch64-linux-gnu"
 test-neon: ## the C tests for aarch64, at each level; needs gcc-aarch64-linux-gnu and qemu-user-static
 	$(MAKE) test-c $(NEON) $(call IN_QEMU,neon,cortex-a53)
-	$(MAKE) test-c $(NEON) $(call IN_QEMU,neonbf16,max)
+	$(MAKE) test-c $(NEON) $(call IN_QEMU,neonbf16,max) \
+		$(call OF_A_LEVEL,dispatch vec_neonbf16 attend kernels heavy_tails)
 	$(MAKE) test-c $(NEON) $(call IN_QEMU,neondot,neoverse-n1) \
-		C_TESTS="$(addprefix build/c-neon/test_,dispatch vec_neondot heavy_tails)"
+		$(call OF_A_LEVEL,dispatch vec_neondot heavy_tails)
 
 # A processor needs AVX-512 with products of bf16 for it; a matrix unit of its own is not used.
 AMX := OUT=build/c-amx CFLAGS="-O2 -g1 -DH2O_SOFTWARE_TILES -D_GNU_SOURCE= -include tests/c/amx.h" \
@@ -430,7 +434,8 @@ ASAN := OUT=build/c-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
 SANITIZED = cd build/c-asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . -m "not slow"
-# The level that is taken anyway comes last, with all of tests/core.
+# The level that is taken anyway comes last, with tests/core. What threads change of an answer is
+# no sanitizer's matter.
 OTHER_LEVELS := from h2o import ops; i = ops.info(); print(*{*i["levels"]} - {i["level"]})
 asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and UBSan
 	$(MAKE) test-c test-driver $(ASAN)
@@ -440,12 +445,15 @@ asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and
 	build/cuda-asan/test_cuda
 	$(MAKE) build/c-asan/lib $(ASAN)
 	for level in $$($(BIN)/python -c '$(OTHER_LEVELS)'); do \
-		(export H2O_CPU=$$level; $(SANITIZED) tests/core/test_ops.py tests/core/test_golden.py) \
+		(export H2O_CPU=$$level; $(SANITIZED) tests/core/test_ops.py -k "table or any") \
 		|| exit 1; done
-	$(SANITIZED) tests/core
+	$(SANITIZED) tests/core -k "not number_of_threads"
 
-tsan: ## C tests under ThreadSanitizer
-	$(MAKE) test-c test-driver OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread"
+# Of the tests those that have threads, at two levels (see test.h).
+THREADED := $(addprefix build/c-tsan/test_,attend heavy_tails kernels parallel race scratch)
+tsan: ## C tests of threads under ThreadSanitizer
+	$(MAKE) test-c test-driver OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread" \
+		C_TESTS="$(THREADED)" NOT_RUN="$(NOT_RUN) $(filter cpu/level_avx2,$(BELOW))"
 
 tsan-cuda: ## the kernels for GPUs, each thread a thread to ThreadSanitizer; needs clang, gcc takes minutes
 	$(TOGETHER) $(addprefix build/cuda-tsan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-tsan CC=$(CLANG) \

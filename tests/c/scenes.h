@@ -341,12 +341,10 @@ static void check_unit(const scene *s, const text *t, const answers *a, int64_t 
             if (real) {
                 const int64_t i = kept.count++;
                 const double *const value = u.values + q * d->D;
-                double squares = 0.0;
-                for (int64_t j = 0; j < d->D; j++) squares += value[j] * value[j];
                 kept.scores[i] = 0.0f;
                 kept.positions[i] = (int32_t)length++;
                 kept.columns[i] = (int32_t)q;
-                kept.norms[i] = (float)sqrt(squares);
+                kept.norms[i] = (float)sqrt(plain_dot(value, value, d->D));
                 for (int64_t j = 0; j <= i; j++) kept.scores[j] *= s->policy.decay;
             }
             for (int64_t r = 0; r < d->R; r++) {
@@ -389,9 +387,8 @@ static void check_spare(const scene *s, const answer *a) {
     }
 }
 
-/* Not for ThreadSanitizer: plain loops have no threads, and take minutes. */
 static void check_units(const scene *s, const text *t, const answers *a) {
-    for (int64_t i = 0; !THREAD_SANITIZER && i < s->dims.B * s->dims.G; i++) {
+    for (int64_t i = 0; JUDGED && i < s->dims.B * s->dims.G; i++) {
         check_unit(s, t, a, i / s->dims.G, i % s->dims.G);
     }
 }

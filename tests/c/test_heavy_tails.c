@@ -404,6 +404,16 @@ static void check_as_by_vectors(const h2o_ops *ops, const shape *s, const text *
 }
 #endif
 
+static void judge_answer(const h2o_ops *ops, const shape *s, const char *kind, const text *t,
+                         const answer *a) {
+    rows out = make_rows(s->B * G * s->R * s->fresh, s->D), scores = make_rows(s->B * G, s->n);
+    fill_rows(s, t, a, &out, &scores);
+    judge("output", kind, ops->name, s, &out, true);
+    if (s->fresh == 1) judge("scores", kind, ops->name, s, &scores, false);
+    free_rows(&out);
+    free_rows(&scores);
+}
+
 static void test_shape(const h2o_ops *ops, const shape *s, const char *kind,
                        void (*change)(const text *)) {
     test_random random = {.state = (uint64_t)(s->D + s->R)};
@@ -414,13 +424,8 @@ static void test_shape(const h2o_ops *ops, const shape *s, const char *kind,
     const answer a = run(&one, s, &t);
     check_same(ops, s, &t, &a);
     check_as_by_vectors(ops, s, &t, &a);
-    rows out = make_rows(s->B * G * s->R * s->fresh, s->D), scores = make_rows(s->B * G, s->n);
-    fill_rows(s, &t, &a, &out, &scores);
-    judge("output", kind, ops->name, s, &out, true);
-    if (s->fresh == 1) judge("scores", kind, ops->name, s, &scores, false);
+    if (JUDGED) judge_answer(ops, s, kind, &t, &a);
     free_answer(&a);
-    free_rows(&out);
-    free_rows(&scores);
     free(t.query.data), free(t.keys.data), free(t.values.data);
 }
 
@@ -451,7 +456,7 @@ int main(void) {
     for (size_t l = 0; l < LEVELS; l++) {
         for (size_t i = 0; has_level(levels[l]->name) && i < sizeof shapes / sizeof *shapes; i++) {
             for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
-                if (is_slow() && (k + i) % 2) continue;
+                if (JUDGED ? is_slow() && (k + i) % 2 : k != i) continue;
                 test_shape(levels[l], &shapes[i], kinds[k].name, kinds[k].change);
             }
         }

@@ -220,6 +220,7 @@ int main(void) {
                 if (has_level(levels[l]->name) && !is_left_out(l + i, type))
                     ops[count++] = levels[l];
             }
+            if (count == 0) continue;
             scene s = scenes[i];
             s.dtype = dtypes[type];
             test_scene(ops, count, &s, type + 1, play);

@@ -7,6 +7,7 @@ to be lenient about.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from h2o import ops
 from tests import inputs
+from tests.cases import checkered
 from tests.conversation import Conversation, check_slots, numpy_core
 from tests.core.dense import answers
 from tests.inputs import POLICIES, Policy, Scenario
@@ -40,8 +42,8 @@ def case(**changes) -> Scenario:
     return dataclasses.replace(BASE, **changes)
 
 
-TABLE = {
-    **{f"policy {name}": case(policy=policy) for name, policy in POLICIES.items()},
+RANKINGS = {f"policy {name}": case(policy=policy) for name, policy in POLICIES.items()}
+SHAPES = {
     **{f"head dimension {D}": case(D=D) for D in (1, 3, 20, 64, 80, 96, 128, 256)},
     **{f"group of {R}": case(R=R, G=3) for R in (1, 3, 4, 8, 32)},
     **{f"padding {padding}": case(padding=padding) for padding in ("right", "holes")},
@@ -87,16 +89,18 @@ TABLE = {
         lengths=[300, 170], calls=[300, *[1] * 6, 70, 1], policy=Policy(60, 30), D=64, seed=9
     ),
 }
+TABLE = RANKINGS | SHAPES
 REAL = {"float32": (np.float32, 2e-5), "float16": (np.float16, 2e-3)}
 """What NumPy can express, and how far an output of values around 1 may be off."""
+CASES = [*checkered(RANKINGS, REAL), *itertools.product(SHAPES, REAL)]
+"""A ranking goes by scores, which are float32 whatever the text is."""
 
 
 def rounded(text: inputs.Text, dtype: type) -> inputs.Text:
     return inputs.Text(*(x.astype(dtype) for x in text))
 
 
-@pytest.mark.parametrize("dtype", REAL)
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_table(name, dtype):
     scenario = TABLE[name]
     real, tolerance = REAL[dtype]
@@ -456,8 +460,7 @@ def compare_simulation(got, mask, alone, tolerance):
         assert not evicted_at[:, ~mask[b]].any()
 
 
-@pytest.mark.parametrize("dtype", REAL)
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_simulation_table(name, dtype):
     scenario = TABLE[name]
     real, tolerance = REAL[dtype]

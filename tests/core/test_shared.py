@@ -7,12 +7,14 @@ import pytest
 
 from h2o import ops
 from tests import inputs
+from tests.cases import pairs
 from tests.conversation import Conversation, numpy_core
 from tests.core.calls import make
 from tests.inputs import POLICIES
 
 CALLS = [24, *[1] * 25, 7, *[1] * 8, 40, *[1] * 3]
 FEW_POLICIES = ("h2o", "decayed-max", "everything")
+FEWER_POLICIES = ("decayed-max", "everything")
 
 
 def texts(R: int, D: int, dtype: type = np.float32) -> inputs.Text:
@@ -41,7 +43,8 @@ CASES = [
     pytest.param(name, R, D, more, marks=[] if few or small else [pytest.mark.slow])
     for name in POLICIES
     for R, D, more in SHAPES
-    for few, small in [(name in FEW_POLICIES, R < 5 and D > 5)]
+    for small, large in [(R < 5 and D > 5, R > 5)]
+    for few in [name in (FEWER_POLICIES if large else FEW_POLICIES)]
 ]
 """What shape the rows have, a policy, which sees scores, cannot know: all of them with a few."""
 
@@ -64,10 +67,14 @@ def test_as_with_values_that_are_the_keys(name, R, D, more):
         np.testing.assert_array_equal(getattr(once.slots, field), getattr(twice.slots, field))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize(("R", "D"), [(2, 24), (8, 256), (16, 576)])
-def test_a_simulated_text(R, D, kv_dtype, dtype):
+HEADS = {24: 2, 256: 8, 576: 16}
+
+
+@pytest.mark.parametrize(
+    ("D", "kv_dtype", "dtype"), pairs(HEADS, [None, "int8"], [np.float32, np.float16])
+)
+def test_a_simulated_text(D, kv_dtype, dtype):
+    R = HEADS[D]
     query, keys, _ = texts(R, D, dtype)
     prompt, budget = np.array([5, 30], np.int32), np.array([[6, 5]] * 2, np.int32)
     more = {"mask": mask(), "kv_dtype": kv_dtype, "sinks": 1, "value_weighted": True}

@@ -152,6 +152,7 @@ def test_kernels_are_made_for_the_devices_of_this_machine(checkout, library):
     assert "torch finds no CUDA device here" in done.stdout
 
 
+@pytest.mark.slow  # test_serving.py has the check, and the test above what ends `make`
 def test_a_wrong_kernel_ends_it_before_the_tests(checkout, library, tmp_path):
     # In a cache of its own, since wrong kernels are remembered there.
     wrong = {"H2O_STANDIN_WRONG": "h2o_cuda_step", "H2O_CACHE": str(tmp_path)}

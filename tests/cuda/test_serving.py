@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from h2o import H2OConfig, _core, backends, cli, ops
-from h2o.backends import cuda, kernel_check
+from h2o.backends import cuda, kernel_check, prompt_attention
 from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store.layer_state import layer_state, restore
@@ -31,6 +31,7 @@ def device(driver, kernels, built, monkeypatch):
     monkeypatch.setattr(cuda, "_is_fake", lambda: False)
     monkeypatch.setattr(cuda, "_is_capturing", lambda: False)
     monkeypatch.setattr(cuda, "_synchronize", driver.wait)
+    monkeypatch.setattr(prompt_attention, "WAYS", {})  # test_prompt_attention.py has these
     # test_launch.py has them all, as they are
     check_small(monkeypatch, kernel_check.Size(10, 3, 1, 4, 2))
     return driver
@@ -95,13 +96,20 @@ def test_a_wrong_kernel_is_named_and_does_not_serve(device, kernel, monkeypatch)
     with pytest.warns(RuntimeWarning, match=rf"torch backend serves cuda:0.*{WRONG[kernel]}"):
         assert serving() == "torch"
     assert WRONG[kernel] in ops.info()["backends"]["cuda"]
+
+
+def test_a_wrong_kernel_is_remembered(device):
+    device.flip("h2o_cuda_evict")
+    mistake = WRONG["h2o_cuda_evict"]
+    with pytest.warns(RuntimeWarning, match=mistake):
+        assert serving() == "torch"
     checked = launches(device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert serving() == "torch"  # it warns once, ...
     forget()
     device.flip("")
-    with pytest.warns(RuntimeWarning, match=WRONG[kernel]):
+    with pytest.warns(RuntimeWarning, match=mistake):
         assert serving() == "torch"  # ... in each process, ...
     assert launches(device) == checked
     assert cuda.check(0, backends._portable()) == []  # ... until the next check
@@ -116,12 +124,12 @@ def test_a_kernel_that_fails_does_not_serve(device):
 
 
 def raising(error):
-    """The torch backend, whose steps end so."""
+    """The torch backend, whose attention ends so."""
 
-    def step(*arguments):
+    def attend(*arguments):
         raise error
 
-    return SimpleNamespace(**{**vars(backends._portable()), "step": step})
+    return SimpleNamespace(**{**vars(backends._portable()), "attend": attend})
 
 
 NOTHING_SAID = {

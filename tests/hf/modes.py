@@ -18,7 +18,7 @@ from h2o import H2OCache, H2OConfig
 from h2o.compat import CACHE, with_cache
 from h2o.hf.layers.layer import H2OLayer
 
-TOKENS = 12
+TOKENS = 9
 MakeCache = Callable[[], Any]
 Mode = Callable[[Any, dict[str, Tensor], MakeCache], Tensor]
 

@@ -13,6 +13,7 @@ import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError
 from h2o.compat import with_cache
 from h2o.hf.layers.layer import H2OLayer
+from tests.cases import pairs
 from tests.hf.modes import MODES
 from tests.hf.test_compiled import compiling
 from tests.hf.test_cross_head_budget import as_if_all_were_held, deep
@@ -138,9 +139,15 @@ def test_modes(mode):
             assert survives(cache, range(rows)), mode
 
 
-@pytest.mark.parametrize("pins", [[(20, 27)], "prompt"], ids=str)
-@pytest.mark.parametrize("chunk", [1, 7, 16])
-@pytest.mark.parametrize("more", [{}, {"recent": 0, "kv_dtype": "int8"}, {"decay": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    ("chunk", "pins", "more"),
+    pairs(
+        [1, 7, 16],
+        [[(20, 27)], "prompt"],
+        [{}, {"recent": 0, "kv_dtype": "int8"}, {"decay": 0.5}],
+    ),
+    ids=str,
+)
 def test_spans_beyond_the_first_chunk(chunk, pins, more):
     """As when the prompt comes at once."""
     ours, inputs = shared("llama"), batch(prompts(30, 41))

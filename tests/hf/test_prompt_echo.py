@@ -14,7 +14,7 @@ from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.policy import Policy
 from h2o.slots import new_slots
 from tests import inputs
-from tests.cases import checkered
+from tests.cases import checkered, pairs
 from tests.hf import drive, tiny
 from tests.hf.modes import MODES
 from tests.hf.test_compress import positions
@@ -50,9 +50,10 @@ def wanted(ours, document, layer, sinks, decay=1.0):
     return given_out_anew(received, echo, Policy(sinks=sinks, decay=decay))
 
 
-@pytest.mark.parametrize("decay", [1.0, 0.9])
-@pytest.mark.parametrize("sinks", [0, 3])
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3", *["falcon_h1"] * HYBRIDS])
+@pytest.mark.parametrize(
+    ("name", "sinks", "decay"),
+    pairs(["llama", "gpt_neox", "qwen3", *["falcon_h1"] * HYBRIDS], [0, 3], [1.0, 0.9]),
+)
 def test_scores_of_a_prompt(name, sinks, decay):
     """And a row of a batch has those that it has alone."""
     ours, documents = shared(name), prompts(50, 23, 1)

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 import h2o
 from h2o.compat import with_cache
 from h2o.evaluation.published_masks import MASKS
+from tests.cases import pairs
 from tests.hf import tiny
 from tests.hf.modes import layers_and_heads
 from tests.reference.published_masks import simulation_mask
@@ -227,13 +228,15 @@ def smollm2():
 # ---- Fractions, padding, batches ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+VARIANTS = [(variant, "text") for variant in ("h2o", *MASKS)]
+VARIANTS += [("h2o", "prompt"), ("flexgen", "prompt")]
+
+
 @pytest.mark.parametrize(
-    ("variant", "ratio_of"),
-    [(variant, "text") for variant in ("h2o", *MASKS)] + [("h2o", "prompt"), ("flexgen", "prompt")],
+    ("family", "how", "side"), pairs(["llama", "opt"], VARIANTS, ["left", "right"])
 )
-@pytest.mark.parametrize("family", ["llama", "opt"])
-def test_rows_of_a_batch_are_alone(family, variant, ratio_of, side):
+def test_rows_of_a_batch_are_alone(family, how, side):
+    variant, ratio_of = how
     model = tiny.model(family, "sdpa")
     rows = [text(seed, tokens) for seed, tokens in enumerate([50, 23, 64, 31])]
     prompts = [20, 9, 30, 12] if ratio_of == "prompt" else [1] * 4

@@ -12,7 +12,7 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, ops
 from h2o.compat import with_cache
-from tests.cases import pairs
+from tests.cases import checkered, pairs
 from tests.hf.drive import forward, tensors
 from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, model, prompts
 from tests.inputs import POLICIES, drifting, left, pad, right
@@ -46,8 +46,7 @@ def longer(inputs, tokens):
     }
 
 
-@pytest.mark.parametrize("new", [1, 5])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "new"), checkered(FAMILIES, [1, 5]))
 def test_a_budget_for_all_gives_the_tokens_of_the_dynamic_cache(name, new):
     """A padded batch, grouped heads, windows shorter than the text; one token or a question."""
     ours, theirs = model(name), peer(name)
