@@ -20,8 +20,8 @@ PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what need
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
 
-demo: .venv/core ## a real model with the full cache, a fifth of it, a tenth of its bytes, and a sliding window
-	$(BIN)/h2o generate --compare --max-new-tokens 40
+demo: .venv/core ## one question to a real model with the full cache, a fifth of it, a tenth, and a sliding window
+	$(BIN)/h2o generate --budget 0.2 --compare --max-new-tokens 40
 
 bench: .venv/core .venv/test ## every table of benchmarks/README.md; an hour on a quiet machine
 	$(BIN)/python -m benchmarks
@@ -554,8 +554,8 @@ stubs: .venv/core .venv/lint ## the type stubs against the compiled core
 docs: .venv/core .venv/docs ## the documentation as a site in build/site; any warning or dead link in it fails
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs build/site
 
-pictures: .venv/core .venv/test ## README's picture, docs/results.svg, from the tables of the documents
-	$(BIN)/python tools/draw_results.py
+pictures: .venv/core .venv/test ## docs/pictures, from the tables of the documents, the operations and the imports
+	for picture in results walk rooms; do $(BIN)/python -m tools.draw_$$picture; done
 
 docs-links: .venv/core .venv/docs ## asks every link of the documentation that leads elsewhere
 	$(BIN)/python -m sphinx -q -E -b linkcheck docs build/links

@@ -1,16 +1,20 @@
-"""Sphinx' settings: the documentation as a site, built by make docs.
+"""Settings of Sphinx: the documentation as a site, built by `make docs`.
 
-A line `{{ README.md#Models }}` of a page becomes what stands below that heading of that file, so
-that each thing is written once; `{{ README.md# }}` what stands before the first heading of the
-second level, without the title; `{{ CHANGELOG.md }}` the whole file, of a notebook also what its
-cells have shown when it was run; `{{ h2o --help }}` all commands with all their options. Relative
-links are made fit.
+Each thing is written once, so a line of a page can stand for a text elsewhere:
+
+- `{{ README.md#Models }}`: the section below that heading of that file.
+- `{{ README.md# }}`: the text before the first heading of the second level, without the title.
+- `{{ CHANGELOG.md }}`: the whole file. A notebook comes with the outputs that are stored in it.
+- `{{ h2o --help }}`: all commands with all their options.
+
+Links are written as GitHub needs them, relative to the file they stand in, and are translated here.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +24,13 @@ import h2o
 from h2o import cli
 
 ROOT = Path(__file__).resolve().parent.parent
-PLACES = {"docs/": "", "benchmarks/README.md": "benchmarks.md"}
-"""Where links of the repository lead on the site."""
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/README.md": "reference/benchmarks.md",
+}
+"""Pages of the site that show a file outside of docs."""
 
 project = "h2o-kv"
 version = release = h2o.__version__
@@ -56,7 +65,7 @@ def notebook(path: Path) -> str:
     for cell in json.loads(path.read_text("utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", source))
+            parts.append(source)
         else:
             parts += [fenced("python", source), *map(output, cell["outputs"])]
     return "\n\n".join(parts)
@@ -120,10 +129,37 @@ def included(name: str) -> str:
 
 
 def include_sections(app: Any, name: str, source: list[str]) -> None:
-    whole = re.sub(r"^\{\{ (.+) \}\}$", lambda m: included(m[1]), source[0], flags=re.M)
-    for folder, place in PLACES.items():
-        whole = re.sub(rf"\]\((?:\.\./)?{re.escape(folder)}", f"]({place}", whole)
-    source[0] = whole
+    page = f"docs/{name}.md"
+
+    def replacement(match: re.Match[str]) -> str:
+        return relinked(included(match[1]), match[1].partition("#")[0], page)
+
+    own = relinked(source[0], page, page)
+    source[0] = re.sub(r"^\{\{ (.+) \}\}$", replacement, own, flags=re.MULTILINE)
+
+
+def relinked(text: str, written_in: str, page: str) -> str:
+    """The text with the links of the file it was written in as the page of the site needs them.
+
+    A link to a file that is no page of the site becomes its label.
+    """
+
+    def replacement(match: re.Match[str]) -> str:
+        label, link = match.groups()
+        path, hash_sign, anchor = link.partition("#")
+        if "://" in path or not path:
+            return match[0]
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(written_in), path))
+        if target.endswith(".ipynb"):
+            target = f"docs/{target.removesuffix('.ipynb')}.md"
+        elif target in PAGES:
+            target = f"docs/{PAGES[target]}"
+        elif not target.startswith("docs/"):
+            return label
+        place = posixpath.relpath(target, posixpath.dirname(page))
+        return f"[{label}]({place}{hash_sign}{anchor})"
+
+    return re.sub(r"\[([^\[\]]*)\]\(([^)\s]+)\)", replacement, text)
 
 
 def as_rest(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:

@@ -15,7 +15,8 @@ text.
 Training saves its state to the file, and goes on with it when started again. On one thread of a
 busy CPU it took 5 minutes, and each line of the table 10 to 50 seconds. Measured on 2026-11-26:
 with 40% of the keys `robust` answers 0.32 and 0.69 of the questions of the two kinds, `authors`
-0.26 and 0.48, random eviction 0.59 and 0.74, a full cache all. docs/results.md has the table.
+0.26 and 0.48, random eviction 0.59 and 0.74, a full cache all. The table is in
+docs/reference/results.md.
 """
 
 from __future__ import annotations

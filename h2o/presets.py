@@ -90,7 +90,7 @@ class Presets:
     @classmethod
     def echo(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
         """`robust` with the prompt read by echo: keeps facts that no question has asked for yet,
-        and what the next words need, in one reading (docs/policies.md).
+        and what the next words need, in one reading (docs/understand/policies.md).
 
         In each head echo decides most of a key's score (`score_by="mean-echo"`), and the places of
         all layers and heads go to the highest echo (`head_shares="echo"`). Steps are those of

@@ -211,8 +211,8 @@ def test_comparison_in_numbers(tiny, capsys):
     assert result["prompt_tokens"] == len(PROMPT)
     assert result["dtype"] == "float32"
     assert result["budget"]["heavy"] == heavy
-    full, ours, preset, local = result["runs"]
-    assert [run["mode"] for run in result["runs"]] == ["full", "h2o", "robust", "local"]
+    full, ours, tenth, local = result["runs"]
+    assert [run["mode"] for run in result["runs"]] == ["full", "h2o", "budget=0.1", "local"]
     seen = len(PROMPT) + new - 1  # the last token has not been fed
     held = heavy + recent + 2
     per_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, head dimension, float32
@@ -230,8 +230,8 @@ def test_comparison_in_numbers(tiny, capsys):
     assert ours["mass_evicted"] < local["mass_evicted"]
     # A head dimension of 8: keys and values in 8 + 2 bytes each, twelve more for what a slot notes.
     budget = (0.1 * len(PROMPT) * 64 - 32) // (2 * 10 + 12) - 1
-    assert preset["tokens_held"] == budget
-    assert preset["kv_bytes_held"] == (budget + 1) * 2 * 2 * 2 * 10
+    assert tenth["tokens_held"] == budget
+    assert tenth["kv_bytes_held"] == (budget + 1) * 2 * 2 * 2 * 10
     for run in result["runs"]:
         assert run["new_tokens"] == new
         assert run["prefill_tokens_per_second"] == pytest.approx(
@@ -431,9 +431,8 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
     assert cli.main([*arguments, "--compare"]) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
-    names = ["full", "h2o", "robust", "local"]
+    names = ["full", "h2o", "budget=0.1", "local"]
     assert [line.split()[0] for line in lines if " held, read in " in line] == names
-    assert "in a tenth of the bytes" in " ".join(lines)
     table = text[text.index("prompt of") :].splitlines()[1:]
     assert table[0].split() == names
     rows = {name: cells for name, *cells in (re.split(r"  +", x) for x in table[2:])}
@@ -459,28 +458,34 @@ def test_settings_beside_which_a_run_is_shown(tiny, capsys):
     assert "a mask, no cache" in capsys.readouterr().err
 
 
-def test_answers_about_the_article_for_readers(monkeypatch):
+@pytest.mark.parametrize("larger", [None, "The fact.", "Nothing."])
+def test_answers_about_the_article_for_readers(monkeypatch, larger):
     pytest.importorskip("torch")
-    from h2o.cli.comparison import answers
+    from h2o.cli.comparison import answers, is_lost
     from h2o.cli.generate_command import Result
     from h2o.generation import Run
 
     monkeypatch.setenv("COLUMNS", "80")
+    default = "The fact." if larger is None else "No."
+    texts = {"full": "The fact.", "budget=0.2": default, "budget=0.1": "No.", "local": "No."}
+    texts |= {"budget=0.4": larger} if larger else {}
     runs = [
-        Run(mode, f"The {mode} answer. " + "word " * 30, 11, 2.0, 100.0, 0.5, 20.0, held * 1000,
-            200_000, 200, held, 200 - held, 0.1, None)
-        for mode, held in (("full", 200), ("h2o", 40), ("calibrated", 44), ("local", 40))
+        Run(mode, f"{text} " + "word " * 30, 11, 2.0, 100.0, 0.5, 20.0, 40_000, 200_000, 200, 40,
+            160, 0.1, None)
+        for mode, text in texts.items()
     ]  # fmt: skip
-    lines = answers(Result("m", "float32", 190, {}, {}, runs), "Who?")
+    assert is_lost("fact", runs) is (larger == "Nothing.")
+    lines = answers(Result("m", "float32", 190, {}, {}, runs), "Who?", "fact")
     assert lines[0] == "m, float32, has read 190 tokens. Who?"
-    heads = [line.split()[0] for line in lines if " held, " in line]
-    assert heads == ["full", "h2o", "calibrated", "local"]
-    at = lines.index("h2o           0.0 MB held, read in 2.0 s, then 50 ms a token")
-    assert lines[at + 1].startswith("            The h2o answer. word")
+    assert [line.split()[0] for line in lines if " held, " in line] == list(texts)
+    at = lines.index("budget=0.1    0.0 MB held, read in 2.0 s, then 50 ms a token: lost")
+    assert lines[at + 1].startswith("            No. word")
     assert all(len(line) <= 80 for line in lines)
-    kept = " ".join(lines[lines.index("", len(lines) - 5) + 1 :])
-    assert kept.startswith("Kept, of 200 keys: full 200, all; h2o 40, those that")
-    assert kept.endswith("local 40, the newest.")
+    said = " ".join(lines[lines.index("", len(lines) - 4) + 1 :])
+    found = [mode for mode, text in texts.items() if "fact" in text]
+    assert said.startswith(f'"fact" was found by {", ".join(found)}, and lost by ')
+    call = "To keep it call H2OCache(model, budget=0.4)."
+    assert said.endswith(call) is (larger == "The fact.")
 
 
 def test_half_characters_are_not_streamed(tiny):
@@ -575,37 +580,22 @@ def default_model():
 
 
 @pytest.mark.slow
-def test_shipped_document_with_the_default_model(default_model, capsys):
-    """A fifth of the cache keeps the subject, so does a tenth of the bytes with what h2o knows of
-    the model, and a window of that fifth does not."""
-    from h2o.cli.texts import ARTICLE
-
-    file = str(ROOT.parent / "data" / ARTICLE)
-    prompt = ["--prompt", "Briefly summarize the following article.", "--prompt-file", file]
-    result = generated(capsys, *prompt, "--chat", "--compare")
-    assert result["prompt_tokens"] > 2000
-    _, ours, calibrated, local = result["runs"]
-    assert calibrated["mode"] == "calibrated"
-    assert calibrated["kv_bytes_held"] < 0.1 * calibrated["kv_bytes_full"]
-    for run in (ours, local):
-        assert run["kv_bytes_held"] < 0.21 * run["kv_bytes_full"]
-    assert ours["mass_evicted"] < local["mass_evicted"]
-    assert ours["tokens_agree"] > local["tokens_agree"]
-    for run in result["runs"]:
-        subject = run is not local
-        assert ("Marrow Point" in run["text"]) is subject, run["text"]
-
-
-@pytest.mark.slow
 def test_what_the_demonstration_shows(default_model, capsys):
-    """A tenth of the bytes with what h2o knows of the model answers as the full cache does, a fifth
-    of the keys still knows what this is, and the newest fifth has not seen it."""
-    result = generated(capsys, "--compare", "--max-new-tokens", "40")
-    full, _, calibrated, local = result["runs"]
-    for run in (full, calibrated):
-        assert "headland of dark slate on the eastern shore of Tessaly Bay" in run["text"]
+    """The fact is found in a fifth and in a tenth of the bytes, and a window of a fifth lost it."""
+    from h2o.cli.generate_command import FACT
+
+    result = generated(capsys, "--budget", "0.2", "--compare", "--max-new-tokens", "40")
+    _, fifth, tenth, local = result["runs"]
+    assert result["prompt_tokens"] > 2000
+    for run, share in ((fifth, 0.2), (tenth, 0.1), (local, 0.21)):
+        assert run["kv_bytes_held"] < share * run["kv_bytes_full"]
     for run in result["runs"]:
-        assert ("is a lighthouse" in run["text"]) is (run is not local), run["text"]
+        assert (FACT in run["text"]) is (run is not local), run["text"]
+    readme = (ROOT.parents[1] / "README.md").read_text("utf-8")
+    shown = readme.partition("<!-- demo -->")[2].partition("<!-- demo: end -->")[0]
+    for run in result["runs"]:
+        assert f"{run['mode']:<12}{run['kv_bytes_held'] / 1e6:5.1f} MB held" in shown
+        assert run["text"].strip() in " ".join(shown.split())
 
 
 # ---- Streams, texts and numbers that are not what they should be --------------------------------

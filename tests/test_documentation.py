@@ -1,31 +1,33 @@
-"""What README.md and docs show works as it stands.
+"""README.md and docs work as they stand.
 
-Python is run, commands are parsed, links and names lead somewhere, tables name every option, and
-the pages stay as short as they are meant to be.
+Python is run, in order, page by page. A block of Python or of a command that is followed by a block
+of text is run with the default model, and prints that text. Other commands are parsed, links and
+names lead somewhere, and tables name every option.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import doctest
 import importlib
 import importlib.util
 import inspect
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import h2o
-from h2o import cli
+from h2o import cli, models
 from h2o.config import PARAMETERS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 if not (ROOT / "docs").is_dir():
     pytest.skip("the documentation is not here", allow_module_level=True)
@@ -33,26 +35,46 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 
-def blocks(language: str) -> dict[str, str]:
-    """Code blocks by page and number."""
-    fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-    numbered = {}
-    for page in PAGES:
-        texts = [text for kind, text in fence.findall(page.read_text("utf-8")) if kind == language]
-        numbered |= {f"{page.stem} {number}": text for number, text in enumerate(texts)}
-    return numbered
+class Block(NamedTuple):
+    """A block of code, and what the block of text after it says that it prints."""
+
+    language: str
+    code: str
+    output: str | None
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is a file for several processes, of which tests/hf/test_parallel.py has the
+        like."""
+        return "sys.argv" in self.code
+
+
+FENCED = re.compile(r"^```(\w+)\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
+
+
+def page_name(page: Path) -> str:
+    """A page's name: its path in docs, without the ending."""
+    return str(page.relative_to(ROOT).with_suffix("")).removeprefix("docs/")
+
+
+BLOCKS = {
+    page_name(page): [
+        Block(language, code, output or None)
+        for language, code, output in FENCED.findall(page.read_text("utf-8"))
+    ]
+    for page in PAGES
+}
 
 
 # ---- Python ------------------------------------------------------------------------------------
 
 LAYERS, GROUPS = 6, 3
+ARTICLE = resources.files("h2o").joinpath("data/lighthouse.txt").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
 def default():
     """(model, tokenizer): the first layers of the default model."""
-    from h2o import models
-
     try:
         model, tokenizer = models.load_model(attn_implementation="h2o")
     except models.UserError as error:
@@ -71,15 +93,14 @@ def names(default, tmp_path, monkeypatch):
     table = torch.rand(LAYERS, GROUPS, generator=torch.Generator().manual_seed(0)) + 0.5
     profile = h2o.Profile((0.1,), (tuple(map(tuple, table.tolist())),), 1024)
     monkeypatch.setattr(h2o.Profile, "shipped", classmethod(lambda cls, model: profile))
-    text = resources.files("h2o").joinpath("data/lighthouse.txt").read_text("utf-8")
-    inputs = tokenizer(text[:2500], return_tensors="pt")
+    inputs = tokenizer(ARTICLE[:2500], return_tensors="pt")
     asked = tokenizer(["\nWho?", "\nWhere?"], return_tensors="pt").input_ids
     return {
         "h2o": h2o,
         "torch": torch,
         "model": model,
         "tokenizer": tokenizer,
-        "text": text[:5000],
+        "text": ARTICLE[:5000],
         "inputs": inputs,
         "input_ids": inputs.input_ids,
         "mask": inputs.attention_mask,
@@ -94,18 +115,27 @@ def names(default, tmp_path, monkeypatch):
     }
 
 
-PYTHON = blocks("python")
-SLOW = {"calibration 0", "analysis 0"}
+VLLM = "how_to/serve_with_vllm"
+"""Run by tests/vllm/test_documentation.py, where vLLM is installed."""
+PYTHON = {
+    name: code
+    for name, blocks in BLOCKS.items()
+    if (code := "\n".join(x.code for x in blocks if x.language == "python" and not x.is_script))
+    and name != VLLM
+}
+SLOW = {"how_to/calibrate", "how_to/study_attention"}
+
+
+def slowly(pages: Iterable[str], slow: Container[str]) -> list[Any]:
+    """Parameters, those of slow pages marked."""
+    return [pytest.param(x, marks=[pytest.mark.slow] if x in slow else []) for x in pages]
 
 
 @pytest.mark.filterwarnings("ignore")  # of other packages
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in PYTHON]
-)
+@pytest.mark.parametrize("name", slowly(PYTHON, SLOW))
 def test_python(name, names, monkeypatch):
+    """All blocks of a page, one after the other, with few layers and few new tokens."""
     code = PYTHON[name]
-    if "sys.argv" in code:
-        pytest.skip("a script, for several processes: tests/hf/test_parallel.py has its like")
     if "pretrained" in code or "H2OLM" in code:
         names |= {"AutoModelForCausalLM": transformers.AutoModelForCausalLM, "name": "m"}
         names["model"].save_pretrained("m")
@@ -122,39 +152,68 @@ def test_python(name, names, monkeypatch):
     exec(compile(code, name, "exec"), names)
 
 
-@pytest.mark.slow
+# ---- Output ------------------------------------------------------------------------------------
+
+PRINTING = {name for name, blocks in BLOCKS.items() if any(x.output for x in blocks)}
+FAST = {"understand/how_h2o_works"}
+"""Pages that read no model."""
+
+
+def same(shown: str, printed: str) -> bool:
+    """Whether a page shows what was printed. Three dots stand for anything, and spaces and line
+    ends are alike."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    return doctest.OutputChecker().check_output(shown.strip(), printed.strip(), flags)
+
+
+def test_three_dots_stand_for_anything():
+    assert same("a ...\nc 1", " a b\nc  1\n")
+    assert not same("a ...\nc 1", "a b\nc 2")
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")  # of other packages
-@pytest.mark.parametrize("name", ["README 0", "which 0"])
-def test_the_first_call_that_a_page_shows_answers_a_short_question(name, capsys):
-    model, tokenizer = h2o.load_model()
-    question = "What is the capital of France?"
-    code = PYTHON[name].replace(
-        '"Briefly summarize the following article.\\n\\n" + text', repr(question)
-    )
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}],
-        add_generation_prompt=True, return_tensors="pt", return_dict=True,
-    )  # fmt: skip
-    names = {"h2o": h2o, "model": model, "tokenizer": tokenizer, "inputs": inputs}
-    exec(compile(code, name, "exec"), names)
-    assert "Paris" in tokenizer.decode(names["out"][0, names["inputs"].input_ids.shape[1] :])
-    assert names["inputs"].input_ids.shape[1] < 100
+@pytest.mark.parametrize("name", slowly(sorted(PRINTING), PRINTING - FAST))
+def test_a_page_shows_what_is_printed(name, capsys, tmp_path, monkeypatch):
+    """With the whole default model, up to the last block whose output is shown."""
+    try:
+        models.find_weights()
+    except models.UserError as error:
+        pytest.skip(str(error))
+    monkeypatch.chdir(tmp_path)
+    Path("article.txt").write_text(ARTICLE, "utf-8")
+    blocks = [x for x in BLOCKS[name] if x.language == "python" or x.output]
+    while blocks and not blocks[-1].output:
+        blocks.pop()
+    names = {"__name__": name}
+    for block in blocks:
+        if block.language == "python":
+            exec(compile(block.code, name, "exec"), names)
+        else:
+            for command in commands_of(block.code):
+                assert cli.main(shlex.split(command, comments=True)) == 0
+        printed = capsys.readouterr().out
+        if block.output:
+            assert same(block.output, printed), printed
 
 
 # ---- Commands ----------------------------------------------------------------------------------
 
 
-def commands() -> list[str]:
-    """Each h2o ... of the blocks, without what the shell does before and after."""
-    arguments = []
-    for text in blocks("").values():
-        for line in text.replace("\\\n", "").splitlines():
-            if command := re.search(r"(?:^|[|=\w] |-m )h2o (?!  )([^|>]*)", line):
-                arguments.append(command[1])
-    return arguments
+def commands_of(code: str) -> list[str]:
+    """The arguments of each h2o ... in a block, without what the shell does before and after."""
+    lines = code.replace("\\\n", "").splitlines()
+    found = (re.search(r"(?:^|[|=\w] |-m )h2o (?!  )([^|>]*)", line) for line in lines)
+    return [command[1] for command in found if command]
 
 
-COMMANDS = commands()
+COMMANDS = [
+    command
+    for blocks in BLOCKS.values()
+    for block in blocks
+    if block.language == "bash"
+    for command in commands_of(block.code)
+]
 
 
 def test_commands_are_found():
@@ -220,36 +279,32 @@ def first_columns(page: str) -> str:
     return "\n".join(re.findall(r"^\|([^|]*)\|", text, re.MULTILINE))
 
 
-def test_readme_is_short():
-    text = (ROOT / "README.md").read_text("utf-8")
-    assert len(text.splitlines()) <= 150
-    for wanted in ("docs/results.svg", "make demo", "make test", "pip install"):
-        assert wanted in text
-
-
 def test_pictures_are_small():
     pictures = [page for kind in ("svg", "png") for page in (ROOT / "docs").rglob(f"*.{kind}")]
-    assert {picture.name for picture in pictures} >= {"results.svg"}
+    assert {picture.name for picture in pictures} >= {"results.svg", "walk.svg", "rooms.svg"}
     assert {picture.name for picture in pictures if picture.stat().st_size > 100_000} == set()
 
 
-def test_the_picture_is_of_the_tables():
+def test_pictures_show_what_they_are_drawn_from():
     """If not: make pictures."""
-    where = ROOT / "tools" / "draw_results.py"
-    spec = importlib.util.spec_from_file_location("draw_results", where)
-    draw_results = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw_results)
+    from tools import draw_results, draw_rooms, draw_walk, pictures
+
     shown = draw_results.figures()
     assert (len(shown.losses), len(shown.found), len(shown.token_ms)) == (4, 6, 2)
     assert all(len(losses) == len(shown.bytes_kept) > 2 for losses in shown.losses.values())
     assert all(len(times) == len(shown.prompts) > 2 for times in shown.token_ms.values())
-    assert f"figures {shown.hash()}" in draw_results.PICTURE.read_text("utf-8")
+    assert pictures.is_up_to_date("results", shown)
+    walk = draw_walk.walk()
+    assert all(len(row.scores) == draw_walk.HEAVY + draw_walk.RECENT for row in walk[1:])
+    assert pictures.is_up_to_date("walk", walk)
+    for name, arrows in (("rooms", draw_rooms.rooms()), ("rooms_of_hf", draw_rooms.rooms_of_hf())):
+        assert pictures.is_up_to_date(name, draw_rooms.figures(arrows)), name
 
 
 def test_readme_has_the_figures_of_the_documents():
     """Rows of its tables stand in the pages that they come from."""
     readme = (ROOT / "README.md").read_text("utf-8")
-    results = (ROOT / "docs" / "results.md").read_text("utf-8")
+    results = (ROOT / "docs/reference/results.md").read_text("utf-8")
     benchmarks = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
     quality = re.findall(r"^\| `H2OConfig\.[^|]*\|(.*)\|$", readme, re.MULTILINE)
     speed = re.findall(r"^\| (\d+) \| (.*->.*) \|$", readme, re.MULTILINE)
@@ -286,9 +341,10 @@ def test_paths_and_names_are_there(page):
             assert is_there(name), name
 
 
-def test_files_that_contributing_names_are_there():
-    """By the end of their path: the page speaks of rooms without repeating where they lie."""
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/understand/architecture.md"])
+def test_files_that_pages_for_contributors_name_are_there(page):
+    """By the end of their path: a page speaks of rooms without repeating where they lie."""
+    text = (ROOT / page).read_text("utf-8")
     elsewhere = {"Python.h", "setup.py"}
     files = [
         f"/{path.relative_to(ROOT)}"
@@ -349,11 +405,15 @@ def conf():
 # ---- Tables of options -------------------------------------------------------------------------
 
 
-def test_policies_name_every_field():
-    named = set(re.findall(r"`(\w+)`", first_columns("docs/policies.md")))
+def test_the_reference_names_every_field():
+    named = set(re.findall(r"`(\w+)`", first_columns("docs/reference/configuration.md")))
     assert named >= {*PARAMETERS}
     rows = dict(
-        re.findall(r"^\| `(\w+)` \| ([^|]*) \|", (ROOT / "docs/policies.md").read_text(), re.M)
+        re.findall(
+            r"^\| `(\w+)` \| ([^|]*) \|",
+            (ROOT / "docs/reference/configuration.md").read_text(),
+            re.M,
+        )
     )
     defaults = h2o.H2OConfig()
     for name in PARAMETERS:
@@ -361,13 +421,15 @@ def test_policies_name_every_field():
 
 
 def test_commands_are_listed():
-    named = set(re.findall(r"`h2o (\w+)`", first_columns("docs/commands.md")))
+    named = set(re.findall(r"`h2o (\w+)`", first_columns("docs/reference/commands.md")))
     assert named == {command.name for command in cli.COMMANDS}
 
 
 def test_every_option_of_every_command_is_drawn(conf, capsys):
     """On the site, from the parsers, each below its command and with what --help says."""
-    assert "{{ h2o --help }}" in (ROOT / "docs/options.md").read_text("utf-8").splitlines()
+    assert (
+        "{{ h2o --help }}" in (ROOT / "docs/reference/options.md").read_text("utf-8").splitlines()
+    )
     drawn = conf.included("h2o --help")
     parts = dict(re.findall(r"^## h2o (\w+)\n((?:(?!## ).*\n?)*)", drawn, re.MULTILINE))
     assert list(parts) == [command.name for command in cli.COMMANDS]
@@ -388,11 +450,11 @@ def test_settings_of_compare_are_listed(capsys):
         cli.main(["eval", "--help"])
     shown = capsys.readouterr().out.partition("settings of --compare")[2]
     settings = set(re.findall(r"^([a-z][a-z-]*)(?::| )", shown, re.MULTILINE))
-    named = set(re.findall(r"`([a-z][a-z-]*)", first_columns("docs/evaluation.md")))
+    named = set(re.findall(r"`([a-z][a-z-]*)", first_columns("docs/reference/commands.md")))
     assert len(settings) > 9
     options = re.search(r"there are\s+([\w, ]+)\.", shown)
     assert set(re.findall(r"\w+", options[1])) <= set(
-        re.findall(r"`(\w+)`", (ROOT / "docs/evaluation.md").read_text("utf-8"))
+        re.findall(r"`(\w+)`", (ROOT / "docs/reference/commands.md").read_text("utf-8"))
     )
     assert settings - {"settings", "follow", "real"} <= named
 
@@ -451,4 +513,4 @@ def test_the_api_pages_have_all_that_is_public():
     given |= {name for name in re.findall(r"\bh2o(?:\.\w+)+\.[A-Z]\w+", code) if is_there(name)}
     classes = {name for name in given if inspect.isclass(found(name))}
     missing = {name for name in classes if found(name) not in things.values()}
-    assert not missing, f"not in docs/api: {sorted(missing)}"
+    assert not missing, f"not in docs/reference/api: {sorted(missing)}"

@@ -1,7 +1,7 @@
 """The project's layers, as regular expressions over its sources.
 
 What may include, import, allocate or remember what is easier to keep than to
-restore. CONTRIBUTING.md says why; here each rule is a test.
+restore. docs/understand/architecture.md says why; here each rule is a test.
 """
 
 import ast

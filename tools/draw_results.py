@@ -1,23 +1,24 @@
-"""Draws docs/results.svg, the picture of README.md, from the tables of the documents.
+"""Draws docs/pictures/results.svg, the picture of README.md, from the tables of the documents.
 
-    python tools/draw_results.py
+    python -m tools.draw_results
 
-Left, what a prompt loses that is cut to a part of its bytes, in the middle, what is found of facts
-among decoys (docs/results.md); right, what a token takes after a prompt (benchmarks/README.md). The
-figures are read from those tables alone, and a hash of them goes into the picture, so that
-tests/test_documentation.py tells a picture that has fallen behind.
+Left: the loss of a prompt that is cut to a part of its bytes. Middle: the facts found among decoys
+(both from docs/reference/results.md). Right: the time per token after a prompt
+(benchmarks/README.md). The figures are read from those tables, and a hash of the figures goes into
+the picture, so that tests/test_documentation.py notices a picture that has fallen behind.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools import pictures
+
 ROOT = Path(__file__).resolve().parent.parent
-PICTURE = ROOT / "docs" / "results.svg"
+RESULTS = ROOT / "docs" / "reference" / "results.md"
+BENCHMARKS = ROOT / "benchmarks" / "README.md"
 LABELS = {
     "random": "random keys",
     "authors": "as published (authors)",
@@ -46,9 +47,6 @@ class Figures(NamedTuple):
     prompts: list[int]
     token_ms: dict[str, list[float]]
 
-    def hash(self) -> str:
-        return hashlib.sha256(json.dumps(self).encode()).hexdigest()[:16]
-
 
 def table(path: Path, heading: str) -> list[list[str]]:
     """The cells of the first table below a heading, without its ruler.
@@ -72,16 +70,16 @@ def name_of(cell: str) -> str:
 
 def figures() -> Figures:
     """Those that stand in the documents today."""
-    head, *rows = table(ROOT / "docs" / "results.md", "A prompt, cut once")
+    head, *rows = table(RESULTS, "A prompt, cut once")
     losses = {
         name_of(row[0]): [
             (float(loss), float(error.strip("()"))) for loss, error in map(str.split, row[1:])
         ]
         for row in rows
     }
-    _, *rows = table(ROOT / "docs" / "results.md", "Decoys")
+    _, *rows = table(RESULTS, "Decoys")
     found = {name_of(row[0]): [float(x.split()[0]) for x in row[1:]] for row in rows}
-    _, *rows = table(ROOT / "benchmarks" / "README.md", "SmolLM2 from prompt to text")
+    _, *rows = table(BENCHMARKS, "SmolLM2 from prompt to text")
     rows = [row for row in rows if row[0] == "bfloat16"]
     pairs = [tuple(map(float, row[4].split(" -> "))) for row in rows]
     full, h2o = zip(*pairs, strict=True)
@@ -137,14 +135,8 @@ def draw(shown: Figures) -> Any:
 
 
 def main() -> None:
-    import matplotlib
-
     shown = figures()
-    with matplotlib.rc_context({"svg.hashsalt": "h2o", "font.size": 9, "axes.titlesize": 10}):
-        draw(shown).savefig(
-            PICTURE, metadata={"Date": None, "Description": f"figures {shown.hash()}"}
-        )
-    print(f"{PICTURE}: {PICTURE.stat().st_size} bytes")
+    pictures.save(draw(shown), "results", shown)
 
 
 if __name__ == "__main__":

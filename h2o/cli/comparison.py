@@ -26,34 +26,42 @@ class Result:
     runs: list[Run]
 
 
-KEEPS = {
-    "full": "all",
-    "h2o": "those that received the most attention, and the newest",
-    "robust": "in a tenth of the bytes",
-    "calibrated": "in a tenth of the bytes, shared among the heads by a profile of the model",
-    "local": "the newest",
-}
-"""Keys that a cache keeps, in few words."""
-
-
-def answers(result: Result, question: str) -> list[str]:
-    """Lines with the texts of all runs, and what each cache keeps. `question` ends the heading."""
+def answers(result: Result, question: str = "", fact: str = "") -> list[str]:
+    """Lines with the texts of all runs, and which of them have the fact that was asked for."""
     width = max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
     heading = f"{result.model}, {result.dtype}, has read {result.prompt_tokens} tokens. {question}"
     lines, indent = [heading.strip(), ""], " " * 12
     for run in result.runs:
+        outcome = (": found" if fact in run.text else ": lost") if fact else ""
         lines.append(
             f"{run.mode:<12}{run.kv_bytes_held / 1e6:5.1f} MB held, "
-            f"read in {run.prefill_seconds:.1f} s, then {milliseconds(run)}"
+            f"read in {run.prefill_seconds:.1f} s, then {milliseconds(run)}{outcome}"
         )
         for paragraph in run.text.strip().splitlines():
             how = {"initial_indent": indent, "subsequent_indent": indent}
             lines += textwrap.wrap(paragraph, width, **how) or [""]
         lines.append("")
-    kept = "; ".join(
-        f"{x.mode} {x.tokens_held}, {KEEPS.get(x.mode, 'as its name says')}" for x in result.runs
-    )
-    return [*lines, *textwrap.wrap(f"Kept, of {result.runs[0].tokens_seen} keys: {kept}.", width)]
+    return [*lines, *textwrap.wrap(conclusion(result.runs, fact), width)] if fact else lines
+
+
+def is_lost(fact: str, runs: list[Run]) -> bool:
+    """Whether the full cache finds a fact, and neither the second run nor the last one does."""
+    return fact in runs[0].text and fact not in runs[1].text and fact not in runs[-1].text
+
+
+def conclusion(runs: list[Run], fact: str) -> str:
+    """Which runs found the fact, and a call that does where the second run has not."""
+    found = [run.mode for run in runs if fact in run.text]
+    lost = [run.mode for run in runs if fact not in run.text]
+    said = f'"{fact}" was found by {listed(found)}, and lost by {listed(lost)}.'
+    budgets = [mode for mode in found if mode.startswith("budget=")]
+    if budgets and runs[1].mode in lost:
+        said += f" To keep it call H2OCache(model, {budgets[-1]})."
+    return said
+
+
+def listed(names: list[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 def milliseconds(run: Run) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, replace
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from h2o.cli import prompts_file, texts
@@ -20,18 +21,21 @@ from h2o.cli.comparison import Result
 from h2o.config import H2OConfig
 from h2o.errors import UserError
 from h2o.evaluation.setting import from_config, parse_all
-from h2o.profile import Profile
 
 if TYPE_CHECKING:
     from h2o.generation import Run
 
-QUESTION = "What is Marrow Point?"
-"""Follows the shipped article, when the user gives no prompt: its first sentence has the answer."""
+QUESTION = "What was the name of the coal ship that was wrecked in 1911?"
+"""Follows the shipped article when the user gives no prompt."""
+FACT = "Sabrina"
+"""The answer to QUESTION, which stands in the article before its newest fifth."""
 
 USUAL = "usual"
 """--compare without settings."""
 TENTH = 0.1
-"""The share of a full cache's bytes that the preset of a comparison may use."""
+"""The smaller budget of a comparison."""
+LARGER = (0.4, 0.8)
+"""Budgets that are tried where the first one loses FACT."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how").add_argument
     add("--max-new-tokens", type=parse_count, default=120, metavar="N", help="(%(default)s)")
     add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="show it beside the full "
-        "cache and these, as h2o eval --help lists them; without SETTINGS beside a preset in a "
-        "tenth of the bytes, and `local`, the same budget without heavy hitters")  # fmt: skip
+        "cache and these, as h2o eval --help lists them; without SETTINGS beside budget=0.1 and "
+        "`local`, a sliding window of as many bytes")  # fmt: skip
     add("--compile", action="store_true", help="compile the decode step first (not the full "
         "cache's), which takes a minute or two and a C++ compiler")  # fmt: skip
     add("--json", action="store_true", help="for machines: one object, nothing else")
@@ -80,11 +84,11 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.prompts is not None:
         return prompts_file.run(options)
     result = generate(options)
-    question = QUESTION if is_shipped(options) else ""
+    asked = (QUESTION, FACT) if is_shipped(options) else ()
     if options.json:
         print(json.dumps(asdict(result), indent=2))
         return 0
-    lines = [""] if options.compare is None else comparison.answers(result, question)
+    lines = [""] if options.compare is None else comparison.answers(result, *asked)
     if options.compare is None or not is_shipped(options):
         lines += ["", *comparison.figures(result)]
     print("\n".join(lines))
@@ -94,6 +98,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def generate(options: argparse.Namespace) -> Result:
     """Generate greedily with an H2OCache, or with each of the caches to compare."""
     from h2o import generation, models, packages
+    from h2o.cli import comparison
     from h2o.progress import Progress
 
     progress = Progress(quiet=options.json)
@@ -112,10 +117,9 @@ def generate(options: argparse.Namespace) -> Result:
     progress.say(f"reading a prompt of {tokens} tokens")
     pinned = find_pins(options, tokenizer, parts, ids)
     generation.warm_up(model, ids)
-    runs: list[Run] = []
-    full: list[int] | None = None
-    for mode, cache in choose_caches(options, model, tokens).items():
-        one, new = generation.generate(
+
+    def generate_with(mode: str, cache: H2OConfig | None) -> tuple[Run, list[int]]:
+        return generation.generate(
             mode, cache, model, tokenizer, ids,
             max_new_tokens=options.max_new_tokens,
             progress=progress,
@@ -123,18 +127,21 @@ def generate(options: argparse.Namespace) -> Result:
             compile=options.compile,
             stream=None if options.json or options.compare else write,
         )  # fmt: skip
-        if cache is None:
-            full = new
-        if full is not None:
-            one = replace(one, tokens_agree=generation.leading_agreement(new, full))
-        runs.append(one)
+
+    runs = list(starmap(generate_with, choose_caches(options, model, tokens).items()))
+    for budget in LARGER if options.compare == USUAL and is_shipped(options) else ():
+        if not comparison.is_lost(FACT, [run for run, _ in runs]):
+            break
+        runs.append(generate_with(f"budget={budget}", H2OConfig(budget=budget)))
+    full = runs[0][1] if options.compare else None
+    agree = [full and generation.leading_agreement(new, full) for _, new in runs]
     return Result(
         model=options.model or models.DEFAULT_MODEL,
         dtype=str(model.dtype).removeprefix("torch."),
         prompt_tokens=tokens,
         budget=asdict(options.config),
         versions=packages.versions("h2o-kv", "torch", "transformers"),
-        runs=runs,
+        runs=[replace(run, tokens_agree=n) for (run, _), n in zip(runs, agree, strict=True)],
     )
 
 
@@ -185,24 +192,19 @@ def is_shipped(options: argparse.Namespace) -> bool:
 def usual_caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OConfig | None]:
     """The caches of --compare without settings, by the names that are shown.
 
-    "full" comes first, since the others are compared with it; then "h2o", which is `config`; the
-    best preset for the model in a tenth of the bytes, "calibrated" if there is a profile and
-    "robust" if there is none; and "local", as many keys as h2o, but the newest.
+    "full" comes first, since the others are compared with it. Then `config`, by its budget or as
+    "h2o"; `budget=0.1`; and "local", the newest keys in as many bytes as `config` has, in the
+    model's dtype.
     """
     fitted = config.for_model(model)
-    heavy, recent = fitted.tokens(prompt_tokens)
+    newest = sum(fitted.tokens(prompt_tokens)) if config.budget is None else config.budget
     local = replace(
-        fitted, heavy=0, recent=heavy + recent, budget_unit="keys", head_shares=None, kv_dtype=None
-    )
-    profile = (
-        config.head_shares if isinstance(config.head_shares, Profile) else Profile.shipped(model)
-    )
-    if profile is None:
-        name, preset = "robust", H2OConfig.robust(TENTH, budget_unit="bytes")
-    else:
-        name, preset = "calibrated", H2OConfig.calibrated(TENTH, profile, budget_unit="bytes")
-    preset = replace(preset, positions=config.positions, min_tokens=config.min_tokens)
-    return {"full": None, "h2o": config, name: preset, "local": local}
+        fitted,
+        heavy=0, recent=newest, score_by="sum", budget_unit="keys", head_shares=None, kv_dtype=None,
+    )  # fmt: skip
+    tenth = H2OConfig(budget=TENTH, positions=config.positions, min_tokens=config.min_tokens)
+    name = "h2o" if config.budget is None else f"budget={config.budget}"
+    return {"full": None, name: config, f"budget={TENTH}": tenth, "local": local}
 
 
 def write(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What is to be run where there is a GPU (docs/cuda.md), on the stand-in of tests/cuda/standin.
+"""What docs/how_to/use_a_gpu.md runs where there is a GPU, on the stand-in of tests/cuda/standin.
 
 `make test-gpu` runs in a checkout of its own, whose .venv/bin has programs that lead here: the
 compilers make no kernels, and the sanitizer looks for nothing.

@@ -489,7 +489,7 @@ def test_a_folder_that_cannot_be_written_is_known_first(tmp_path, capsys, monkey
 
 
 def test_results_are_written_without_being_asked(folder, tmp_path, monkeypatch):
-    """As the first command of docs/evaluation.md: no --output_path."""
+    """As the first command of docs/how_to/evaluate.md: no --output_path."""
     assert run(folder, "--limit", 1) == 0
     assert len(list((tmp_path / "unasked").rglob("results_*.json"))) == 1
     monkeypatch.undo()
@@ -497,7 +497,7 @@ def test_results_are_written_without_being_asked(folder, tmp_path, monkeypatch):
 
 
 def test_the_papers_tasks_are_among_lm_evals():
-    """Those that docs/evaluation.md lists, all multiple-choice."""
+    """Tasks that docs/how_to/reproduce_the_paper.md lists, all multiple-choice."""
     page = (ROOT / "docs" / "evaluation.md").read_text("utf-8")
     section = page.partition("## The paper's tasks")[2].partition("\n## ")[0]
     names = re.findall(r"^\| [\w ]+ \| `(\w+)` \|", section, re.MULTILINE)

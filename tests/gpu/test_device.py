@@ -100,14 +100,14 @@ def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
 def test_one_captured_step_serves_all_tokens(kind, capacity):
     """To the last bit: the same kernels run, and nothing of a step is in their arguments."""
     eager, captured = (Talk(kind, capacity, torch.bfloat16) for _ in range(2))
-    first = eager.kept_rows()
+    first = eager.held()
     graph = recorded(captured.step)
     for t in range(STEPS):
         for talk in (eager, captured):
             talk.give(t)
         eager.step()
         graph.replay()
-        assert_equal(captured.kept_rows(), eager.kept_rows())
+        assert_equal(captured.held(), eager.held())
     assert not torch.equal(eager.slots.positions, first[3])
 
 
@@ -159,10 +159,10 @@ def test_work_goes_on_the_current_stream(dtype):
                 torch.cuda._sleep(1_000_000)
             other.give(t)
             other.step()
-        held = other.kept_rows()
+        held = other.held()
     if ON_GPU:
         torch.cuda.synchronize()
-    assert_equal(held, usual.kept_rows())
+    assert_equal(held, usual.held())
 
 
 def test_the_check_finds_nothing_wrong():

@@ -1,7 +1,9 @@
-"""docs/families.txt: whether h2o serves each family of transformers' own mapping, and why not.
+"""Whether h2o serves each family of transformers' own mapping, and why not.
 
-    python -m tests.hf.families                    prints it
-    python -m tests.hf.families docs/families.txt  writes it, after a change of transformers or h2o
+    python -m tests.hf.families                              prints it
+    python -m tests.hf.families docs/reference/families.txt  writes it
+
+Write it after a change of transformers or h2o.
 
 Asked are the families' default configs; of a few whose defaults no released model has, configs as
 released ones have them.
@@ -20,6 +22,7 @@ from transformers.utils import logging
 from h2o import supports
 from h2o.hf.support import Support
 
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.txt"
 MAPPINGS = {
     "causal language models": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "models that read images too": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,

@@ -1,7 +1,7 @@
-"""The table of families and modes in docs/models.md, from the tests themselves.
+"""The table of families and modes in docs/reference/models.md, from the tests themselves.
 
     python -m tests.hf.table                 prints it
-    python -m tests.hf.table docs/models.md  puts it between the two marks in that file
+    python -m tests.hf.table docs/reference/models.md  puts it between the two marks in that file
 
 Every cell runs the test of its name; it takes about two minutes.
 """

@@ -142,11 +142,10 @@ def made(name: str, attention: str = "h2o"):
 
 def test_they_are_all_that_were_refused_before():
     """By their kinds of layers: no family of one of these kinds is served without a case here."""
-    page = families.Path(__file__).parents[2] / "docs" / "families.txt"
     named = {name.partition(",")[0] for name in NAMES}
     named |= {FAMILIES[name].model_type for name in named if name in FAMILIES}
     named |= {"gemma3n"}  # gemma3n_text, beside a network of timm's that reads images
-    for said in families.written(page).values():
+    for said in families.written(families.PAGE).values():
         for name, text in said.items():
             if any(words in text for words in ("states instead", "store nothing")):
                 assert name in named, name

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from packaging import version
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -21,6 +19,7 @@ from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, suppo
 from h2o.compat import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
 from h2o.hf.support import Traits, not_supported_reasons, setting_reasons
+from packaging import version
 from tests.hf import families
 from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts
 
@@ -145,12 +144,12 @@ def test_every_config_of_transformers_is_answered():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("mapping", families.MAPPINGS)
 def test_of_every_family_of_transformers_is_said_whether_it_is_served(mapping):
-    """`python -m tests.hf.families docs/families.txt` says it of new ones: read it then."""
-    page = Path(__file__).parents[2] / "docs" / "families.txt"
-    written = families.written(page)[mapping]
-    if page.read_text().startswith(f"transformers {transformers.__version__}\n"):
+    """For new ones run `python -m tests.hf.families docs/reference/families.txt`, and read it."""
+    written = families.written(families.PAGE)[mapping]
+    page = families.PAGE.read_text("utf-8")
+    if page.startswith(f"transformers {transformers.__version__}\n"):
         assert families.said(mapping) == written
-    elif version.parse(transformers.__version__) > version.parse(page.read_text().split()[1]):
+    elif version.parse(transformers.__version__) > version.parse(page.split()[1]):
         assert set(families.MAPPINGS[mapping]) <= set(written)
 
 

@@ -1,4 +1,4 @@
-"""What docs/serving.md shows works as it stands, but for names of models, ports and compiling."""
+"""docs/how_to/serve_with_vllm.md works as it stands, but for names of models, ports, compiling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.launch import ROOT, launch
 from tests.vllm.servers import answering, free_port, launched, openai
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-BLOCKS = re.findall(r"^```\n(.*?)^```$", (ROOT / "docs/serving.md").read_text(), re.S | re.M)
+PAGE = (ROOT / "docs/how_to/serve_with_vllm.md").read_text("utf-8")
+BLOCKS = re.findall(r"^```(?:bash|python)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 FOLDER = str(models.embedded_folder())
 
 
@@ -53,7 +54,7 @@ if __name__ == "__main__":  # where vLLM starts its engine anew, it imports this
 
 def test_batches_without_a_server(tmp_path):
     """As a script of its own."""
-    code = block("llm = vllm.LLM").replace("LLM(name,", "LLM(name, enforce_eager=True,")
+    code = block("llm = vllm.LLM").replace("name,\n", "name,\n    enforce_eager=True,\n", 1)
     assert "enforce_eager" in code
     (tmp_path / "script.py").write_text(BATCH % indent(code, "    "))
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

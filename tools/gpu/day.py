@@ -175,7 +175,7 @@ def main() -> int:
     path = output / "report.txt"
     path.write_text(report(outcomes), "utf-8")
     print("\n".join(f"{x.stage.name:20} {x.seconds:6.0f} s  {x.text}" for x in outcomes))
-    print(f"Please send {path} to the maintainers: docs/cuda.md says where.")
+    print(f"Please send {path} to the maintainers: docs/how_to/use_a_gpu.md says where.")
     return int(any(x.failed for x in outcomes))
 
 

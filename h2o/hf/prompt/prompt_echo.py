@@ -47,13 +47,13 @@ __all__ = [
 
 PART = 0.75
 """Share of the attention that is redistributed, chosen on separate texts and facts
-(docs/results.md)"""
+(docs/reference/results.md)"""
 
 
 FEWEST_HEADS = 16
 """Fewest key/value heads with full attention that share one budget. With the 3 of Gemma 3 270M
 equal budgets lose less and find as much; with the 90 of SmolLM2 one budget is better
-(docs/results.md). Nothing in between was measured."""
+(docs/reference/results.md). Nothing in between was measured."""
 
 
 class Served(NamedTuple):
