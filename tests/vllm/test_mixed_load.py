@@ -106,7 +106,7 @@ async def load(server: Server, requests: list, clients: int, end: bool = False) 
     also without h2o, does not end requests that come in the moment in which its engine ends: these
     wait until their clients give up."""
     async with openai.AsyncOpenAI(
-        base_url=f"{server.address}/v1", api_key="none", timeout=60 if end else 600, max_retries=0
+        base_url=f"{server.address}/v1", api_key="none", timeout=30 if end else 600, max_retries=0
     ) as client:
         calls = [asyncio.create_task(one_of_many(client, i, requests)) for i in range(clients)]
         if end:
