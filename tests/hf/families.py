@@ -1,4 +1,4 @@
-"""Whether h2o serves each family of transformers' own mapping, and why not.
+"""Whether h2o supports each family of transformers' own mapping, and why not.
 
     python -m tests.hf.families                              prints it
     python -m tests.hf.families docs/reference/families.txt  writes it
@@ -52,15 +52,15 @@ def verdict(name: str) -> str:
     try:
         config = transformers.CONFIG_MAPPING[name](**AS_RELEASED.get(name, {}))
     except Exception:  # each its own
-        return "refused: its config has no defaults of which a model could be made"
+        return "not supported: its config has no defaults of which a model could be made"
     support = supports(config)
     if support:
-        return f"served, {_layers(support)}"
+        return f"supported, {_layers(support)}"
     if name in AS_DECODERS:
         config.is_decoder = True
         if as_decoder := supports(config):
-            return f"served with config.is_decoder=True, {_layers(as_decoder)}"
-    return f"refused: {support.reason}"
+            return f"supported with config.is_decoder=True, {_layers(as_decoder)}"
+    return f"not supported: {support.reason}"
 
 
 def _layers(support: Support) -> str:
@@ -76,11 +76,11 @@ def lines() -> Iterator[str]:
     yield f"transformers {transformers.__version__}"
     for mapping in MAPPINGS:
         families = said(mapping)
-        served = sum(text.startswith("served,") for text in families.values())
-        decoders = sum(text.startswith("served with") for text in families.values())
+        supported = sum(text.startswith("supported,") for text in families.values())
+        decoders = sum(text.startswith("supported with") for text in families.values())
         more = f", {decoders} more as decoders" if decoders else ""
         yield ""
-        yield f"{mapping}: {served} of {len(families)} families are served{more}"
+        yield f"{mapping}: {supported} of {len(families)} families are supported{more}"
         yield ""
         for name, text in families.items():
             yield f"{name}: {text}"
