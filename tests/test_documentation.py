@@ -109,9 +109,6 @@ def names(default, tmp_path, monkeypatch):
         "cache": h2o.H2OCache(model.config, heavy=20, recent=20),
         "layer": 3,
         "table": table,
-        "pipe": transformers.pipeline(
-            "text-generation", model=model, tokenizer=tokenizer, max_new_tokens=3
-        ),
     }
 
 
