@@ -178,7 +178,7 @@ LEVEL_OR_NONE = $(if $(filter $*,$(NOT_RUN)),-DLEVEL=$(*:cpu/level_%=%) tests/c/
 
 $(OUT)/%.o: csrc/%.c $(HEADERS) tests/c/no_level.c
 	@mkdir -p $(@D)
-	$(CC) $(C_FLAGS) -c $(LEVEL_OR_NONE) -o $@
+	$(CC) $(C_FLAGS) $(FLAGS_$(@F)) -c $(LEVEL_OR_NONE) -o $@
 
 $(OUT)/test_%: tests/c/test_%.c $(wildcard tests/c/*.h tests/c/*.inc) $(C_CORE)
 	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ $(C_LIBRARIES)
@@ -416,8 +416,10 @@ test-neon: ## the C tests for aarch64, at each level; needs gcc-aarch64-linux-gn
 		$(call OF_A_LEVEL,dispatch vec_neondot heavy_tails)
 
 # A processor needs AVX-512 with products of bf16 for it; a matrix unit of its own is not used.
+# The step by tiles is watched by sanitizers.
 AMX := OUT=build/c-amx CFLAGS="-O2 -g1 -DH2O_SOFTWARE_TILES -D_GNU_SOURCE= -include tests/c/amx.h" \
-	NOT_RUN=cpu/level_avx2
+	NOT_RUN=cpu/level_avx2 C_LIBRARIES="-lm -ldl -fsanitize=address,undefined" \
+	FLAGS_level_avx512amxint8.o="-fsanitize=address,undefined -fno-sanitize-recover=all"
 AMX_TESTS := $(addprefix build/c-amx/test_,dispatch attend kernels heavy_tails)
 test-amx: ## the C tests at the level of AMX, whose instructions come from software
 	$(MAKE) test-c $(AMX) C_TESTS="$(AMX_TESTS)" EMULATOR="env H2O_TEST_LEVEL=avx512amx H2O_TEST_EMULATED=1"

@@ -71,6 +71,8 @@ class Streamer(TextStreamer):
 
     def __init__(self, tokenizer: Any, show: Show | None, device: Any) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        if torch.device(device).type == "meta":  # the whole model is offloaded
+            device = "cpu"
         self.show, self.synchronize = show, torch.get_device_module(device).synchronize
         self.seconds: list[float] = []
         """Times of the prompt, just before the prefill, and of each token."""

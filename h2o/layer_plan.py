@@ -49,7 +49,11 @@ class LayerPlan:
             layer_amount(name, getattr(config, name), layer, layers) for name in ("heavy", "recent")
         )
         check_total((heavy,), (recent,), config.sinks)
-        shares = None if isinstance(config.head_shares, str) else config.head_shares
+        shares = config.head_shares
+        if isinstance(shares, str):
+            if shares == "shipped":
+                raise ValueError('head_shares="shipped": ask config.for_model(model) first')
+            shares = None  # heads share by echo, once a prompt is known
         if shares is not None:
             check_shares(shares, layers)
         if config.head_shares is not None and isinstance(heavy, tuple) | isinstance(recent, tuple):

@@ -31,6 +31,10 @@ def provenance(model: Any, tokenizer: Any, name: str) -> dict[str, Any]:
     }
 
 
+BEGINNING = '{"facts": '
+"""The first characters of each line"""
+
+
 class Cells:
     """A file of JSON lines, one for each result, which a second run completes.
 
@@ -44,13 +48,13 @@ class Cells:
         make_writable(path.parent)
         path.touch()
         self.path, self.results = path, dict[str, dict[str, Any]]()
-        text = path.read_text("utf-8")
-        for line in filter(None, text.split("\n")):
+        lines = list(filter(None, path.read_text("utf-8", errors="replace").split("\n")))
+        if any(not BEGINNING.startswith(line[: len(BEGINNING)]) for line in lines):
+            raise UserError(f"{path} is no file of results: move it, or write elsewhere")
+        for line in lines:
             with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
                 cell = json.loads(line)  # not of a line that a killed run left unfinished
                 self.results[fingerprint(cell["facts"])] = cell["result"]
-        if text and not self.results:
-            raise UserError(f"{path} is no file of results: move it, or write elsewhere")
 
     def find(self, facts: dict[str, Any]) -> dict[str, Any] | None:
         """The result under these facts, None if there is none."""

@@ -55,10 +55,20 @@ def test_two_runs_into_one_folder_lose_nothing(tmp_path):
     assert Cells(file).find({"setting": "d"}) == {"value": 4}
 
 
-@pytest.mark.parametrize("content", ['{"mine": true}', "a text"])
-def test_results_of_something_else_are_not_overwritten(tmp_path, content):
+@pytest.mark.parametrize("content", ["\n", '\n{"fac', '\n{"facts": {"setting'])
+def test_a_run_that_ended_in_its_first_result_goes_on(tmp_path, content):
     file = tmp_path / "cells.jsonl"
     file.write_text(content)
+    Cells(file).put({"setting": "a"}, {"value": 1})
+    assert Cells(file).find({"setting": "a"}) == {"value": 1}
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"mine": true}', b"a text", b"\xff\xfe", b'{"facts": {}}\nx']
+)
+def test_results_of_something_else_are_not_overwritten(tmp_path, content):
+    file = tmp_path / "cells.jsonl"
+    file.write_bytes(content)
     with pytest.raises(UserError, match="is no file of results"):
         Cells(file)
-    assert file.read_text() == content
+    assert file.read_bytes() == content

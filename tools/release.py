@@ -34,7 +34,7 @@ import tomllib
 from wheel_contents import kernel_complaints, size_complaints
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "packaging" / "conda" / "recipe.yaml"
+RECIPE = ROOT / "recipes" / "conda" / "recipe.yaml"
 ZEROS = "0" * 64
 """Stands in the recipe for the hash of an sdist that is not there yet."""
 BUILT = re.compile(r"PKG-INFO|setup\.cfg|h2o_kv\.egg-info/.*")
@@ -76,7 +76,7 @@ def version_complaints(version: str) -> Iterator[str]:
     for name, known in {
         "pyproject.toml": project["version"],
         "CITATION.cff": "".join(re.findall(r"^version: (.*)$", citation, re.M)),
-        "packaging/conda/recipe.yaml": "".join(
+        "recipes/conda/recipe.yaml": "".join(
             re.findall(r'^  version: "(.*)"$', RECIPE.read_text("utf-8"), re.M)
         ),
     }.items():

@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=parse_count, default=120, metavar="N", help="(%(default)s)")
     add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="show it beside the full "
         "cache and these, as h2o eval --help lists them; without SETTINGS beside budget=0.1 and "
-        "`local`, a sliding window of as many bytes")  # fmt: skip
+        "`local`, a sliding window of as many bytes, or of as many keys where the budget counts "
+        "these")  # fmt: skip
     add("--compile", action="store_true", help="compile the decode step first (not the full "
         "cache's), which takes a minute or two and a C++ compiler")  # fmt: skip
     add("--json", action="store_true", help="for machines: one object, nothing else")
@@ -193,18 +194,24 @@ def usual_caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str,
     """The caches of --compare without settings, by the names that are shown.
 
     "full" comes first, since the others are compared with it. Then `config`, by its budget or as
-    "h2o"; `budget=0.1`; and "local", the newest keys in as many bytes as `config` has, in the
-    model's dtype.
+    "h2o"; `budget=0.1`, unless that is it; and "local", the newest keys in the model's dtype: in as
+    many bytes where `config` has a share of the bytes as its budget, else as many keys.
     """
     fitted = config.for_model(model)
     newest = sum(fitted.tokens(prompt_tokens)) if config.budget is None else config.budget
     local = replace(
         fitted,
-        heavy=0, recent=newest, score_by="sum", budget_unit="keys", head_shares=None, kv_dtype=None,
+        heavy=0, recent=newest, score_by="sum", budget_unit="keys", head_shares=None,
+        kv_dtype=None,
     )  # fmt: skip
     tenth = H2OConfig(budget=TENTH, positions=config.positions, min_tokens=config.min_tokens)
     name = "h2o" if config.budget is None else f"budget={config.budget}"
-    return {"full": None, name: config, f"budget={TENTH}": tenth, "local": local}
+    others = {f"budget={TENTH}": tenth, "local": local}
+    if config.budget == TENTH and config == tenth:
+        del others[name]
+    elif config.budget == TENTH:
+        name = "h2o"
+    return {"full": None, name: config, **others}
 
 
 def write(text: str) -> None:

@@ -177,7 +177,8 @@ class H2OLM(HFLM):
         )
         hide = disable_tqdm or self.rank > 0
         with tqdm(total=len(requests), disable=hide, desc=self.setting.name) as bar:
-            for indices in self._batches(order, requests, override_bs or self._batch_size()):
+            lengths = [len(context) + len(continuation) for _, context, continuation in requests]
+            for indices in self._batches(order, lengths, override_bs or self._batch_size()):
                 batch = [requests[i] for i in indices]
                 for i, answer in zip(indices, score(batch), strict=True):
                     answers[i], key = answer, requests[i][0]
@@ -241,21 +242,32 @@ class H2OLM(HFLM):
                 self._hold(tokens[new - self.max_length :])
         if self.is_counting:
             return [""] * len(requests)
-        texts: list[str] = super().generate_until(requests, disable_tqdm)
+        texts = [""] * len(requests)
+        for indices in self._generations(requests):
+            batch = [requests[i] for i in indices]
+            for i, text in zip(indices, super().generate_until(batch, disable_tqdm), strict=True):
+                texts[i] = text
         return texts
+
+    def _generations(self, requests: Sequence[Instance]) -> list[list[int]]:
+        """Indices of requests that may share a batch. A text whose length decides about rotary
+        angles, with the tokens that it may get, has none."""
+        if not self.angles:
+            return [list(range(len(requests)))]
+        lengths = []
+        for context, how in (request.args for request in requests):
+            new = normalize_gen_kwargs(how, self.max_gen_toks)["max_gen_toks"]
+            lengths.append(len(self.tok_encode(context)) + new)
+        return self._batches(list(range(len(requests))), lengths, len(requests))
 
     def _as_hflm(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))
 
-    def _batches(self, order: list[int], requests: Sequence[Request], size: int) -> list[list[int]]:
-        """Indices of requests in batches of at most `size`. A text whose length decides about
-        rotary angles is a batch alone."""
-
-        def is_long(i: int) -> bool:
-            return any(self.angles.regime(len(requests[i][1]) + len(requests[i][2])))
-
-        batches = [[i] for i in order if is_long(i)]
-        rest = [i for i in order if not is_long(i)]
+    def _batches(self, order: list[int], lengths: list[int], size: int) -> list[list[int]]:
+        """Indices of texts of these lengths in batches of at most `size`. A text whose length
+        decides about rotary angles is a batch alone."""
+        batches = [[i] for i in order if any(self.angles.regime(lengths[i]))]
+        rest = [i for i in order if not any(self.angles.regime(lengths[i]))]
         return batches + [rest[start : start + size] for start in range(0, len(rest), size)]
 
     def _batch_size(self) -> int:
@@ -367,8 +379,10 @@ class H2OLM(HFLM):
                 raise ValueError(
                     "this task generates text, which cannot be simulated: use protocol=drop"
                 )
+            self.angles.forget()
             return super()._model_generate(context, max_length, *args, **kwargs)
         columns, mask = context.shape[1], kwargs.pop("attention_mask", torch.ones_like(context))
+        self.angles.forget()
         texts = [ids[real.bool()].tolist() for ids, real in zip(context, mask, strict=True)]
         ids, mask, kwargs[compat.CACHE] = self._prompts(texts)
         kwargs["attention_mask"] = mask.to(context.device)

@@ -118,7 +118,7 @@ class Patch:
             if not stack.patches:
                 stack.hook.remove()
                 for name in (*stack.before, _ATTRIBUTE):
-                    del attributes[name]
+                    attributes.pop(name, None)  # somebody else may have removed it
                 attributes.update({name: x for name, x in stack.before.items() if x is not None})
             if not stack.patches or self.switch.is_in_force():
                 self.switch.undo()

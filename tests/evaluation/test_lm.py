@@ -363,16 +363,43 @@ def test_a_tuned_prompt_would_be_repeated(tokenizer, protocol):
     assert lm.describe() == before
 
 
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 20,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+def with_rotary(tokenizer, rotary):
+    lm = make(tokenizer)
+    if rotary["rope_type"] == "dynamic":
+        lm.model.config.max_position_embeddings = 20
+    lm.model.config.rope_parameters = rotary
+    torch.manual_seed(1)
+    lm._model = type(lm.model)(lm.model.config).eval()
+    return lm
+
+
 @pytest.mark.parametrize("protocol", ["simulate", "drop"])
 def test_the_longest_text_does_not_choose_the_angles_of_others(tokenizer, protocol):
-    lm = make(tokenizer)
-    lm.model.config.rope_parameters = {
-        "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4,
-        "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 20,
-    }  # fmt: skip
-    lm._model = type(lm.model)(lm.model.config).eval()
+    lm = with_rotary(tokenizer, LONGROPE)
     lm.use(parse("h2o:6+6"), protocol)
     lm.batch_size_per_gpu = 8
     together = numbers(lm)
     lm.batch_size_per_gpu = 1
     close(together[0], numbers(lm)[0])
+
+
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("rotary", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_the_longest_prompt_does_not_choose_the_angles_of_other_answers(tokenizer, rotary, size):
+    asked = [generation("Rain", 8), generation(CONTEXTS[1], 8), generation("Why", 8)]
+
+    def answers(requests):
+        lm = with_rotary(tokenizer, rotary)
+        lm.use(parse("h2o:500+0"), "drop")
+        lm.batch_size_per_gpu = size
+        return lm.generate_until(requests)
+
+    alone = [answers([one])[0] for one in asked]
+    assert answers(asked + asked[:2]) == alone + alone[:2]

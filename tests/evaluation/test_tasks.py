@@ -498,11 +498,11 @@ def test_results_are_written_without_being_asked(folder, tmp_path, monkeypatch):
 
 def test_the_papers_tasks_are_among_lm_evals():
     """Tasks that docs/how_to/reproduce_the_paper.md lists, all multiple-choice."""
-    page = (ROOT / "docs" / "evaluation.md").read_text("utf-8")
-    section = page.partition("## The paper's tasks")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "how_to" / "reproduce_the_paper.md").read_text("utf-8")
+    section = page.partition("## The six tasks")[2].partition("\n## ")[0]
     names = re.findall(r"^\| [\w ]+ \| `(\w+)` \|", section, re.MULTILINE)
     assert len(names) == 6
-    assert f"--tasks {','.join(names)} " in section
+    assert f"--tasks {','.join(names)} " in page
     tasks = Path(lm_eval.__file__).parent / "tasks"
     for name in names:
         texts = [path.read_text("utf-8") for path in tasks.glob(f"**/*{name}*/**/*.yaml")]

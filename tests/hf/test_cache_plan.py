@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import MistralConfig
 
 from h2o import H2OCache, H2OConfig, UnsupportedError
 from h2o.compat import with_cache
@@ -59,6 +60,15 @@ def test_budgets_that_are_computed_are_computed_for_each_cache(config):
     computed = H2OConfig(heavy=lambda layer, layers: next(amounts), recent=1)
     heavy = [[x.plan.heavy for x in H2OCache(config, computed).layers] for _ in range(2)]
     assert heavy[1] == [x + len(heavy[0]) for x in heavy[0]]
+
+
+@pytest.mark.filterwarnings("ignore:.*h2o:UserWarning")
+def test_budgets_of_a_model_without_h2o_layers_may_be_computed():
+    config = MistralConfig(
+        num_hidden_layers=2, num_attention_heads=2, hidden_size=32, sliding_window=8
+    )
+    cache = H2OCache(config, heavy=lambda layer, layers: 4, recent=lambda layer, layers: 4)
+    assert len(cache.layers) == 2
 
 
 def test_shares_of_a_users_own_class_are_asked_each_time(config):

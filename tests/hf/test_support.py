@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
+from packaging import version
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -19,7 +20,6 @@ from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, suppo
 from h2o.compat import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
 from h2o.hf.support import Traits, not_supported_reasons, setting_reasons
-from packaging import version
 from tests.hf import families
 from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts
 

@@ -103,3 +103,15 @@ def test_the_sliding_window_of_a_comparison_is_plain():
 
     config = H2OConfig(heavy=8, recent=8, kv_dtype="int8")
     assert usual_caches(config, tiny.model("llama"), 40)["local"] == H2OConfig.local(16)
+
+
+def test_a_comparison_has_the_cache_that_was_asked_for():
+    from h2o import H2OConfig
+    from h2o.cli.generate_command import usual_caches
+    from tests.hf import tiny
+
+    usual, other = H2OConfig(budget=0.1), H2OConfig(budget=0.1, score_by="sum")
+    assert [*usual_caches(usual, tiny.model("llama"), 40)] == ["full", "budget=0.1", "local"]
+    caches = usual_caches(other, tiny.model("llama"), 40)
+    assert caches["h2o"] == other
+    assert caches["budget=0.1"] == usual

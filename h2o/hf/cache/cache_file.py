@@ -32,7 +32,7 @@ from h2o.packages import version
 from h2o.profile import Profile
 
 KIND = "h2o cache"
-LAYOUT = 2
+LAYOUT = 3
 """Raised when a file is written that older versions cannot read."""
 
 

@@ -140,7 +140,9 @@ def _with_lists(config: H2OConfig, kinds: tuple[str, ...]) -> H2OConfig:
                 for index, kind in enumerate(kinds)
                 if kind == "h2o"
             }
-            first = next(iter(computed.values()), 0)  # other layers have no budget
+            if not computed:
+                computed[0] = layer_amount(name, compute, 0, len(kinds))
+            first = next(iter(computed.values()))  # other layers have no budget
             amounts = tuple(computed.get(index, first) for index in range(len(kinds)))
             config = dataclasses.replace(config, **{name: amounts})
     return config

@@ -90,11 +90,12 @@ class PassGuard:
             RuntimeError: another thread's forward pass is under way; an earlier layer's keys never
                 got to its attention.
         """
-        self.check_keys_arrived()
-        if torch.compiler.is_compiling():
-            return  # a captured graph cannot ask for the thread
+        if torch.compiler.is_compiling():  # a captured graph cannot ask for the thread
+            self.check_keys_arrived()
+            return
         with _lock:
             self.check_thread()
+            self.check_keys_arrived()
             self._thread = threading.get_ident()
 
     def enter_states(self, layer: int) -> None:
