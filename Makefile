@@ -13,7 +13,7 @@ CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
-.PHONY: help demo bench cuda test no-cxx test-all test-c test-core test-pure test-driver test-cuda test-gpu gpu-tests gpu-day gpu-core gpu-kernels tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance bounds test-neon test-amx test-windows test-python test-python-hf test-python-rest test-portable test-hf test-vllm test-ray test-versions test-newest asan tsan fuzz \
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-core test-pure test-driver test-cuda test-gpu gpu-tests gpu-day gpu-core gpu-kernels tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance bounds test-neon test-amx asan-amx test-windows test-python test-python-hf test-python-rest test-portable test-hf test-vllm test-ray test-versions test-newest asan tsan fuzz \
 	lint workflows format notebooks stubs docs docs-links pictures wheels test-wheels wheel release-dry-run clean
 .DELETE_ON_ERROR:
 
@@ -178,7 +178,7 @@ LEVEL_OR_NONE = $(if $(filter $*,$(NOT_RUN)),-DLEVEL=$(*:cpu/level_%=%) tests/c/
 
 $(OUT)/%.o: csrc/%.c $(HEADERS) tests/c/no_level.c
 	@mkdir -p $(@D)
-	$(CC) $(C_FLAGS) $(FLAGS_$(@F)) -c $(LEVEL_OR_NONE) -o $@
+	$(CC) $(C_FLAGS) -c $(LEVEL_OR_NONE) -o $@
 
 $(OUT)/test_%: tests/c/test_%.c $(wildcard tests/c/*.h tests/c/*.inc) $(C_CORE)
 	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ $(C_LIBRARIES)
@@ -416,13 +416,15 @@ test-neon: ## the C tests for aarch64, at each level; needs gcc-aarch64-linux-gn
 		$(call OF_A_LEVEL,dispatch vec_neondot heavy_tails)
 
 # A processor needs AVX-512 with products of bf16 for it; a matrix unit of its own is not used.
-# The step by tiles is watched by sanitizers.
-AMX := OUT=build/c-amx CFLAGS="-O2 -g1 -DH2O_SOFTWARE_TILES -D_GNU_SOURCE= -include tests/c/amx.h" \
-	NOT_RUN=cpu/level_avx2 C_LIBRARIES="-lm -ldl -fsanitize=address,undefined" \
-	FLAGS_level_avx512amxint8.o="-fsanitize=address,undefined -fno-sanitize-recover=all"
-AMX_TESTS := $(addprefix build/c-amx/test_,dispatch attend kernels heavy_tails)
+AMX := NOT_RUN=cpu/level_avx2 EMULATOR="env H2O_TEST_LEVEL=avx512amx H2O_TEST_EMULATED=1"
+AMX_FLAGS := -DH2O_SOFTWARE_TILES -D_GNU_SOURCE= -include tests/c/amx.h
 test-amx: ## the C tests at the level of AMX, whose instructions come from software
-	$(MAKE) test-c $(AMX) C_TESTS="$(AMX_TESTS)" EMULATOR="env H2O_TEST_LEVEL=avx512amx H2O_TEST_EMULATED=1"
+	$(MAKE) test-c $(AMX) OUT=build/c-amx CFLAGS="-O2 -g1 $(AMX_FLAGS)" \
+		C_TESTS="$(addprefix build/c-amx/test_,dispatch attend kernels heavy_tails)"
+
+asan-amx: ## steps and prompts of that level under AddressSanitizer and UBSan
+	$(MAKE) test-c $(AMX) OUT=build/c-amx-asan \
+		CFLAGS="$(SANITIZE) -fsanitize=address,undefined $(AMX_FLAGS)" C_TESTS=build/c-amx-asan/test_heavy_tails
 
 # Not those that do all in forks, which Windows has not. The first build makes zig's libc, for minutes.
 WINE ?= $(firstword $(shell command -v wine64) /usr/lib/wine/wine64)
