@@ -16,7 +16,7 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,21 +30,26 @@ TOP = 512
 """Likeliest tokens of a distribution"""
 
 
-def engines() -> dict[str, tuple[dict[str, Any], bool]]:
-    """Options of vLLM's engine by the name of a row, and whether keys are evicted."""
+class Engine(NamedTuple):
+    bytes: str
+    """Of those of bfloat16, for heads of 64 as SmolLM2 has them, with what a slot needs besides"""
+    options: dict[str, Any]
+    """Of vLLM's engine"""
 
-    def entry(**config: Any) -> tuple[dict[str, Any], bool]:
-        return {"additional_config": {"h2o": {"min_tokens": 0, **config}}}, True
 
-    return {
-        "bfloat16": ({}, False),
-        "fp8_e4m3": ({"kv_cache_dtype": "fp8_e4m3"}, False),
-        "fp8_e5m2": ({"kv_cache_dtype": "fp8_e5m2"}, False),
-        "h2o, half of the keys": entry(budget=0.5),
-        "h2o, a fifth of the keys": entry(budget=0.2),
-        "h2o, int8, all keys": entry(budget=1.0, kv_dtype="int8"),
-        "h2o, int8, a fifth": entry(budget=0.2, kv_dtype="int8"),
-    }
+def by_h2o(bytes: str, **config: Any) -> Engine:
+    return Engine(bytes, {"additional_config": {"h2o": {"min_tokens": 0, **config}}})
+
+
+ENGINES = {
+    "bfloat16": Engine("100%", {}),
+    "fp8_e4m3": Engine("50%", {"kv_cache_dtype": "fp8_e4m3"}),
+    "fp8_e5m2": Engine("50%", {"kv_cache_dtype": "fp8_e5m2"}),
+    "h2o, every key in int8": by_h2o("56%", budget=1.0, kv_dtype="int8"),
+    "h2o, every key in int8, values in int4": by_h2o("46%", budget=1.0, kv_dtype="int8-int4"),
+    "h2o, budget=0.2": by_h2o("20%", budget=0.2),
+    "h2o, budget=0.1": by_h2o("10%", budget=0.1),
+}
 
 
 def divergence(exact: dict[str, float], other: dict[str, float]) -> float:
@@ -79,10 +84,11 @@ def main() -> None:
     shared = {"max_model_len": options.window + 1, "max_logprobs": TOP}
     exact: list[dict[str, float]] = []
     lines = []
-    for name, (engine, evicts) in engines().items():
+    for name, engine in ENGINES.items():
+        evicts = "additional_config" in engine.options
         arguments = {"h2o_context": options.context} if evicts else None
         try:
-            with Peer("vllm", folder, threads, json.dumps(shared | engine)) as peer:
+            with Peer("vllm", folder, threads, json.dumps(shared | engine.options)) as peer:
                 told = [
                     one
                     for part in parts
@@ -97,12 +103,11 @@ def main() -> None:
         apart = [divergence(*pair) for pair in zip(exact, told, strict=True)]
         equal = [likeliest(x) == likeliest(y) for x, y in zip(exact, told, strict=True)]
         error = statistics.stdev(apart) / math.sqrt(len(apart))
-        lines.append(
-            [name, f"{statistics.mean(apart):.4f} ±{error:.4f}", f"{statistics.mean(equal):.1%}"]
-        )
-        print(table(["cache", "KL divergence", "same likeliest token"], lines[-1:]), flush=True)
+        kl = f"{statistics.mean(apart):.4f} ±{error:.4f}"
+        lines.append([name, engine.bytes, kl, f"{statistics.mean(equal):.1%}"])
+        print(*lines[-1], sep=", ", flush=True)
     print(f"{len(exact)} tokens")
-    print(table(["cache", "KL divergence", "same likeliest token"], lines))
+    print(table(["cache", "bytes", "KL divergence", "same likeliest token"], lines))
 
 
 if __name__ == "__main__":
