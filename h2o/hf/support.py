@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 from h2o import compat
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
-from h2o.hf.attention.attention import BOTH_WAYS, looks_both_ways_at_images
+from h2o.hf.attention.attention import BIDIRECTIONAL_IMAGES, has_bidirectional_images
 from h2o.hf.families import latent_attention, shared_keys
 from h2o.hf.families.layer_kinds import has_states, kind_of, layers_of, type_refusal
 from h2o.hf.families.shared_keys import reusing
@@ -34,7 +34,7 @@ _BIAS = "it adds a bias to the attention logits that depends on positions"
 _LOOPS = "it runs its layers several times for each token, with a cache for each time"
 
 _UNSERVED_TYPES = {
-    "diffusion_gemma": "its tokens look both ways within a block (block diffusion)",
+    "diffusion_gemma": "its attention is bidirectional within a block (block diffusion)",
     "diffllama": "it attends twice to the same keys (differential attention)",
     "doge": _PATTERN,
     "dory": _LOOPS,
@@ -46,7 +46,7 @@ _UNSERVED_TYPES = {
     "inkling_text": _BIAS,
     "jetmoe": "it repeats all heads of its keys between cache and attention",
     "minimax": "it accepts no cache but one of a class of its own",
-    "paligemma": "its attention looks both ways within the prompt (a prefix language model)",
+    "paligemma": "its attention is bidirectional within the prompt (a prefix language model)",
     "xlstm": "it has a state instead of keys",
 }
 """Model types that are not served for a reason that their configs do not show."""
@@ -124,7 +124,7 @@ def supports(model: Any) -> Support:
     traits = Traits.of(config)
     kinds = traits.kinds
     reads_images = config.get_text_config(decoder=True) is not config
-    not_images = BOTH_WAYS if reads_images and looks_both_ways_at_images(config) else ""
+    not_images = BIDIRECTIONAL_IMAGES if reads_images and has_bidirectional_images(config) else ""
     not_echo = prompt_echo.not_dealt(config) if "h2o" in kinds else ""
     return Support(model_type, True, "", kinds, traits.not_cache_relative, not_images, not_echo)
 
@@ -279,14 +279,14 @@ def _config_reason(config: Any) -> str | None:
         return "its attention is not causal"
     if getattr(text, "is_decoder", True) is False and hasattr(text, "add_cross_attention"):
         return (
-            "it is an encoder, whose attention looks both ways: as a causal language model it "
+            "it is an encoder with bidirectional attention: as a causal language model it "
             "needs config.is_decoder=True"
         )
     for part in (text, config):
         if part.model_type in _UNSERVED_TYPES:
             return _UNSERVED_TYPES[part.model_type]
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
-        return "its attention looks both ways (use_bidirectional_attention)"
+        return "its attention is bidirectional (use_bidirectional_attention)"
     if _attribute(text, "kv_lora_rank") is not None:
         if reason := _latent_refusal(config):
             return reason

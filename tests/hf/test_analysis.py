@@ -235,7 +235,7 @@ def test_half_precision():
 def test_attention_that_looks_both_ways_is_refused():
     model = tiny.model("llama", "sdpa")
     model.model.layers[0].self_attn.is_causal = False
-    with pytest.raises(h2o.UnsupportedError, match="looks both ways"):
+    with pytest.raises(h2o.UnsupportedError, match="bidirectional"):
         h2o.analyze(model, text(tokens=20), heavy=4, recent=4)
 
 

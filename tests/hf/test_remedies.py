@@ -34,7 +34,7 @@ def those_here(*names):
 ALL = {"heavy": 500, "recent": 500}
 
 
-# ---- Images whose tokens look both ways ------------------------------------------------------
+# ---- Images with bidirectional attention ----------------------------------------------------
 
 
 def gemma_3():
@@ -72,7 +72,7 @@ def test_gemma_3_with_images():
     ours, inputs = gemma_3(), with_image()
     said = supports(ours)
     assert said
-    assert "both ways" in said.not_images
+    assert "bidirectional" in said.not_images
     assert "from_dynamic_cache" in str(said)
     for cache in (H2OCache(ours.config, **ALL), H2OCache(ours.config, **SMALL)):
         with pytest.raises(UnsupportedError, match=r"from_dynamic_cache\(full"):
@@ -134,8 +134,8 @@ def test_which_models_look_both_ways_at_images(model_type, text, said):
 
 def test_language_models_that_look_both_ways():
     config = Gemma2Config(use_bidirectional_attention=True)
-    assert "looks both ways" in supports(config).reason
-    with pytest.raises(UnsupportedError, match="looks both ways"):
+    assert "bidirectional" in supports(config).reason
+    with pytest.raises(UnsupportedError, match="bidirectional"):
         H2OCache(config, **SMALL)
 
 

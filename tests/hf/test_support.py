@@ -40,7 +40,7 @@ def encoder(name: str, **more):
 def test_encoders_are_refused_and_as_decoders_served(name):
     more = {"languages": ["en_XX"], "default_language": "en_XX"} if name == "xmod" else {}
     both_ways, decoder = encoder(name, **more), encoder(name, is_decoder=True, **more)
-    assert "looks both ways" in supports(both_ways.config).reason
+    assert "bidirectional" in supports(both_ways.config).reason
     with pytest.raises(UnsupportedError, match=r"config\.is_decoder=True"):
         H2OCache(both_ways.config, **SMALL)
     assert supports(decoder.config)
@@ -57,13 +57,13 @@ def test_attention_that_turns_out_to_look_both_ways():
     (ids,) = prompts(20)
     for ours in (both_ways, decoder):
         ours.set_attn_implementation("h2o")
-    with pytest.raises(UnsupportedError, match=r"looks both ways|4-D masks"):
+    with pytest.raises(UnsupportedError, match=r"bidirectional|4-D masks"):
         both_ways(ids, **with_cache(H2OCache(decoder.config, **SMALL)), use_cache=True)
     for layer in decoder.bert.encoder.layer:
         layer.attention.self.is_causal = False
-    with pytest.raises(UnsupportedError, match="looks both ways"):
+    with pytest.raises(UnsupportedError, match="bidirectional"):
         decoder(ids, **with_cache(H2OCache(decoder.config, **SMALL)))
-    with pytest.raises(UnsupportedError, match="looks both ways"), simulated(decoder, **SMALL):
+    with pytest.raises(UnsupportedError, match="bidirectional"), simulated(decoder, **SMALL):
         decoder(ids, use_cache=False)
 
 
@@ -103,7 +103,7 @@ def test_a_language_model_beside_attention_code_of_the_images_own():
 
 
 def test_prefix_language_models_are_refused():
-    assert "both ways within the prompt" in supports(AutoConfig.for_model("paligemma")).reason
+    assert "bidirectional within the prompt" in supports(AutoConfig.for_model("paligemma")).reason
 
 
 @pytest.mark.parametrize(

@@ -124,11 +124,11 @@ def find_unsupported(
             "attention_mask, or use DynamicCache"
         )
         config = getattr(module, "config", None)
-        if config is not None and looks_both_ways_at_images(config):
-            feature += f". Or, if there are images: {BOTH_WAYS}"
+        if config is not None and has_bidirectional_images(config):
+            feature += f". Or, if there are images: {BIDIRECTIONAL_IMAGES}"
     if not feature and not causal:
         feature = (
-            "attention that looks both ways (an encoder, is_causal=False): nothing can be evicted "
+            "bidirectional attention (an encoder, is_causal=False): nothing can be evicted "
             "that later tokens of the same text still see"
         )
     return _unsupported_error(module, feature) if feature else None
@@ -324,15 +324,15 @@ register("h2o", h2o_attention_forward)
 _TYPES = ("gemma3", "gemma3_text", "molmo2", "molmo2_text")
 """Types of models whose image tokens see each other; Gemma 4 says so in its config."""
 
-BOTH_WAYS = (
-    "the tokens of an image look both ways among themselves. Read text and images into a "
+BIDIRECTIONAL_IMAGES = (
+    "attention among the tokens of an image is bidirectional. Read text and images into a "
     "DynamicCache, make an H2OCache of it, H2OCache.from_dynamic_cache(full, model.config, ...), "
     "and go on without images, token_type_ids and mm_token_type_ids"
 )
 """Why an `H2OCache` cannot read images, and what to do."""
 
 
-def looks_both_ways_at_images(config: Any) -> bool:
+def has_bidirectional_images(config: Any) -> bool:
     """Whether an image's tokens see each other, in a model or language model with this config."""
     text = config.get_text_config(decoder=True)
     says_so = getattr(text, "use_bidirectional_attention", None) == "vision"
