@@ -277,7 +277,7 @@ def test_flipped_bits(written):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"layout": 3}, "was written in layout 3, this version of h2o reads 2"),
+        ({"layout": 4}, "was written in layout 4, this version of h2o reads 3"),
         ({"kind": "h2o profile"}, "wanted 'h2o cache'"),
         ({"layers": []}, "has 0 layers, the model 2"),
         ({"layers": [{"seen": 40}] * 2}, "layer 0 was written by another version.*widest"),
