@@ -21,6 +21,7 @@
 #endif
 #if defined(__linux__)
 #include <link.h>
+#include <linux/futex.h>
 #include <sys/auxv.h>
 #include <sys/syscall.h>
 #elif defined(__APPLE__)
@@ -39,7 +40,9 @@ static bool start_detached(void *(*function)(void *)) {
 
 #if defined(_WIN32)
 
-void h2o_yield(void) { SwitchToThread(); }
+void h2o_wait(const void *word, uint32_t value) { (void)word, (void)value, SwitchToThread(); }
+
+void h2o_wake_all(const void *word) { (void)word; }
 
 bool h2o_start_thread(void *(*function)(void *)) { return start_detached(function); }
 
@@ -56,7 +59,19 @@ void h2o_at_fork(void (*before)(void), void (*in_parent)(void), void (*in_child)
 
 #else
 
-void h2o_yield(void) { sched_yield(); }
+#if defined(__linux__)
+void h2o_wait(const void *word, uint32_t value) {
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+}
+
+void h2o_wake_all(const void *word) {
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+#else
+void h2o_wait(const void *word, uint32_t value) { (void)word, (void)value, sched_yield(); }
+
+void h2o_wake_all(const void *word) { (void)word; }
+#endif
 
 bool h2o_start_thread(void *(*function)(void *)) {
     sigset_t all, before;

@@ -15,8 +15,11 @@
 
 /* ---- Threads ----------------------------------------------------------- */
 
-/* Lets another thread have the processor. */
-void h2o_yield(void);
+/* Sleeps while the word is that value, until h2o_wake_all for the word, or for a while: it may return at
+ * any time. Who sleeps on Linux is preferred when it wakes; who only yields to busy processes waits
+ * for all of them. Elsewhere it yields. */
+void h2o_wait(const void *word, uint32_t value);
+void h2o_wake_all(const void *word);
 
 /* A thread that is never joined, and that leaves signals to the application's. False where none is to
  * be had. */

@@ -70,10 +70,13 @@ static inline void run_tasks(const h2o_exec *exec, int workers, int64_t count,
 
 /* ---- Gates ------------------------------------------------------------- */
 
+enum { GATE_TRIES = 1000 }; /* to find a gate open, some 20 us, before a worker sleeps */
+
 /* A barrier: counts the tasks that have arrived, and releases those that wait. */
 typedef struct {
     _Alignas(CACHE_LINE) _Atomic int64_t arrived;
-    _Atomic int64_t open;
+    _Atomic uint32_t open;     /* the stage that may begin */
+    _Atomic uint32_t sleepers; /* or about to be */
 #ifdef H2O_BALANCE
     double arrival, opening; /* the latest of each */
 #endif
@@ -101,17 +104,22 @@ static inline void gate_open(gate *g, int64_t stage) {
 #ifdef H2O_BALANCE
     g->opening = h2o_balance_clock;
 #endif
-    atomic_store_explicit(&g->open, stage, memory_order_release);
+    atomic_store(&g->open, (uint32_t)stage);
+    if (atomic_load(&g->sleepers) > 0) h2o_wake_all(&g->open);
 }
 
 /* Returns when the gate has been opened for that stage or a later one. */
 static inline void gate_wait(gate *g, int64_t stage) {
-    for (int tries = 0; atomic_load_explicit(&g->open, memory_order_acquire) < stage; tries++) {
+    uint32_t open;
+    for (int tries = 0;
+         (open = atomic_load_explicit(&g->open, memory_order_acquire)) < (uint32_t)stage; tries++) {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #endif
-        if (tries > 1000) {
-            h2o_yield(); /* the thread that is to open it may be waiting for this processor */
+        if (tries > GATE_TRIES) { /* the worker that is to open it may have no processor */
+            atomic_fetch_add(&g->sleepers, 1);
+            h2o_wait(&g->open, open);
+            atomic_fetch_sub(&g->sleepers, 1);
         }
     }
 #ifdef H2O_BALANCE
