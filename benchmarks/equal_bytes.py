@@ -29,6 +29,7 @@ from h2o.evaluation.setting import Setting, parse_all
 from h2o.evaluation.text_table import table
 from h2o.result_cells import Cells, fingerprint, provenance
 
+from . import text_windows
 from .peers.environments import Peer
 
 PRESSES = ("ObservedAttention", "SnapKV", "KeyDiff", "ExpectedAttention", "AdaKV")
@@ -73,10 +74,7 @@ def bytes_held(model: Any, ids: list[int], setting: Setting, prompt: int) -> tup
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("text", type=Path, help="a long plain text")
-    parser.add_argument("--skip", type=int, default=0, help="windows from the start")
-    parser.add_argument("--limit", type=int, default=16, help="windows after these (16)")
-    parser.add_argument("--window", type=int, default=1024, help="tokens (1024)")
+    text_windows.add_arguments(parser, limit=16)
     parser.add_argument("--rest", type=int, default=64, help="of them after the prompt (64)")
     parser.add_argument("--output-path", type=Path, default=Path("h2o-eval"))
     options = parser.parse_args()
@@ -85,9 +83,7 @@ def main() -> None:
     model, tokenizer = models.load_model(
         None, attn_implementation=None, dtype="bfloat16", say=models.say
     )
-    limit = options.skip + options.limit
-    text = tokenizer(options.text.read_text("utf-8"), verbose=False)["input_ids"]
-    parts = windows.cut_windows(text, options.window)[options.skip : limit]
+    parts = text_windows.read(options, tokenizer)
     origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
     config = model.config
     full = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim

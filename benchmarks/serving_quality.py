@@ -15,15 +15,14 @@ import argparse
 import json
 import math
 import statistics
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from h2o import models
-from h2o.evaluation import windows
 from h2o.evaluation.text_table import table
 
+from . import text_windows
 from .peers.environments import Peer, PeerMissing
 
 TOP = 512
@@ -32,9 +31,9 @@ TOP = 512
 
 class Engine(NamedTuple):
     bytes: str
-    """Of those of bfloat16, for heads of 64 as SmolLM2 has them, with what a slot needs besides"""
+    """Share of bfloat16's bytes, for heads of 64 as in SmolLM2, bookkeeping of slots included"""
     options: dict[str, Any]
-    """Of vLLM's engine"""
+    """Options of vLLM's engine"""
 
 
 def by_h2o(bytes: str, **config: Any) -> Engine:
@@ -71,15 +70,11 @@ def likeliest(distribution: dict[str, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("text", type=Path, help="a long plain text")
-    parser.add_argument("--skip", type=int, default=0, help="windows from the start")
-    parser.add_argument("--limit", type=int, default=40, help="windows after these (40)")
-    parser.add_argument("--window", type=int, default=1024, help="tokens (1024)")
+    text_windows.add_arguments(parser, limit=40)
     parser.add_argument("--context", type=int, default=768, help="of them before the cut (768)")
     options = parser.parse_args()
     _, tokenizer = models.load_model(None, dtype="bfloat16", say=models.say)
-    ids = tokenizer(options.text.read_text("utf-8"), verbose=False)["input_ids"]
-    parts = windows.cut_windows(ids, options.window)[options.skip : options.skip + options.limit]
+    parts = text_windows.read(options, tokenizer)
     folder, threads = str(models.embedded_folder()), str(torch.get_num_threads())
     shared = {"max_model_len": options.window + 1, "max_logprobs": TOP}
     exact: list[dict[str, float]] = []

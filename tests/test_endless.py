@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +11,9 @@ pytest.importorskip("transformers")
 
 from h2o import H2OConfig, load_model  # noqa: E402
 from tests.evaluation.conftest import tokenizer  # noqa: E402, F401
+from tests.examples import EXAMPLES, run  # noqa: E402
 from tests.hf.tiny import model  # noqa: E402
 from tests.test_cli import tiny  # noqa: E402, F401
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def example(name: str, monkeypatch):
@@ -29,13 +25,11 @@ def test_a_text_is_read_to_its_end(tiny, tmp_path):  # noqa: F811
     """Every stretch has a line, and the caches stay small beyond the model's positions."""
     text = tmp_path / "text.txt"
     text.write_text("Some words of a text that goes on and on.\n" * 60)
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "endless_text.py", text, "--model", tiny, "--keys", "16",
-         "--every", "500", "--chunk", "20"],
-        capture_output=True, text=True, timeout=300, check=False,
+    out = run(
+        "endless_text.py", text, "--model", tiny, "--keys", "16", "--every", "500", "--chunk", "20",
+        timeout=300,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    header, *lines = done.stdout.splitlines()
+    header, *lines = out.splitlines()
     assert header.split() == ["tokens", "heavy", "hitters", "sinks", "window"]
     assert [int(line.split()[0]) for line in lines[:-3]] == [500, 1000, 1500, 2000, 2500, 2520]
     assert [line.split(":")[0] for line in lines[-3:]] == ["heavy hitters", "sinks", "window"]

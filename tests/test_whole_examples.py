@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +13,9 @@ pytest.importorskip("transformers")
 
 from transformers import AutoTokenizer
 
+from tests.examples import EXAMPLES, run
 from tests.test_cli import tiny  # noqa: F401
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -27,15 +24,6 @@ TEMPLATE = (
 if not EXAMPLES.is_dir():
     pytest.skip("the examples are not here", allow_module_level=True)
 pytestmark = pytest.mark.timeout(300)
-
-
-def run(name: str, *arguments: str | Path) -> str:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *arguments],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_pinned_instructions_stay(tiny, tmp_path):  # noqa: F811

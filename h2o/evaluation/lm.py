@@ -234,31 +234,22 @@ class H2OLM(HFLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate as HFLM does, with the caches of the setting."""
+        lengths = []
         for context, how in (request.args for request in requests):
+            new = normalize_gen_kwargs(how, self.max_gen_toks)["max_gen_toks"]
+            tokens = self.tok_encode(context)
+            lengths.append(len(tokens) + new)
             if self.protocol != "simulate":
-                new = normalize_gen_kwargs(how, self.max_gen_toks)["max_gen_toks"]
-                tokens = self.tok_encode(context)
                 self.tally.truncated += len(tokens) > self.max_length - new
                 self._hold(tokens[new - self.max_length :])
-        if self.is_counting:
-            return [""] * len(requests)
         texts = [""] * len(requests)
-        for indices in self._generations(requests):
+        if self.is_counting:
+            return texts
+        for indices in self._batches([*range(len(requests))], lengths, max(1, len(requests))):
             batch = [requests[i] for i in indices]
             for i, text in zip(indices, super().generate_until(batch, disable_tqdm), strict=True):
                 texts[i] = text
         return texts
-
-    def _generations(self, requests: Sequence[Instance]) -> list[list[int]]:
-        """Indices of requests that may share a batch. A text whose length decides about rotary
-        angles, with the tokens that it may get, has none."""
-        if not self.angles:
-            return [list(range(len(requests)))]
-        lengths = []
-        for context, how in (request.args for request in requests):
-            new = normalize_gen_kwargs(how, self.max_gen_toks)["max_gen_toks"]
-            lengths.append(len(self.tok_encode(context)) + new)
-        return self._batches(list(range(len(requests))), lengths, len(requests))
 
     def _as_hflm(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))

@@ -403,3 +403,4 @@ def test_the_longest_prompt_does_not_choose_the_angles_of_other_answers(tokenize
 
     alone = [answers([one])[0] for one in asked]
     assert answers(asked + asked[:2]) == alone + alone[:2]
+    assert answers([]) == []
