@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -105,6 +106,11 @@ def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Mete
         *(pages - 1, pages * spec.page_size_bytes // full, spec.page_size_bytes, full),
         *(budget.places, budget.whole_bytes(keys, impls[0].num_heads)),
     )
+    if parallel._api_process_count > 1:
+        logger.warning_once(
+            "h2o: /metrics of several API processes has none of h2o's numbers: give "
+            "--api-server-count 1 for them"
+        )
     return Meter(
         Place(str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
         spec.page_size_bytes * len(layers),
@@ -129,8 +135,8 @@ class Engine(NamedTuple):
     """`PromptEchoes`; None: prompts keep the scores that attention gives"""
     dealer: Any
     """`Dealer`; None: each layer has pages of its own"""
-    stores: dict[int, PageStore]
-    """Stores of all layers together, by the address of the pages"""
+    stores: WeakValueDictionary[tuple[int, int], PageStore]
+    """Stores of all layers together, by address and number of the pages; the layers hold them"""
     forks: Forks | None
     """None: prompts are not stored for requests to come"""
 
@@ -151,7 +157,8 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
     windows = has_windows(vllm_config)
     set_up(vllm_config)
     forks = Forks() if is_shared(vllm_config) else None
-    return Engine(vllm_config.instance_id, budget, windows, echoes, dealer, {}, forks)
+    shared = budget, windows, echoes, dealer, WeakValueDictionary[Any, PageStore](), forks
+    return Engine(vllm_config.instance_id, *shared)
 
 
 class H2OAttentionBackend(CPUAttentionBackend):
@@ -367,14 +374,14 @@ class H2OAttention(AttentionImpl[Planned]):
         """The pages of all layers together, whose bytes follow one another in each block."""
         budget, stores = self.engine.budget, self.engine.stores
         whole, pages = kv_cache.untyped_storage(), len(kv_cache)
-        address, size = whole.data_ptr(), kv_cache.stride(0)
-        if address not in stores:
+        known, size = (whole.data_ptr(), pages), kv_cache.stride(0)
+        store = stores.get(known)
+        if store is None:
             if size != kv_cache[0].numel() * budget.layers or len(whole) < pages * size:
                 raise ValueError(
                     f"h2o: blocks of {size} bytes, of which a layer has {kv_cache[0].numel()}: "
                     f"wanted those of {budget.layers} layers side by side"
                 )
             memory = kv_cache.as_strided((pages, size), (size, 1), 0)
-            stores.clear()
-            stores[address] = PageStore(memory, budget.empty_pages(keys), budget.layers)
-        return stores[address]
+            store = stores[known] = PageStore(memory, budget.empty_pages(keys), budget.layers)
+        return store

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Requests(ProcessorOfV1, ProcessorOfV2):
     """The requests of an engine: by row of the batch in the V1 runner, by slot in the V2 runner,
     where a request keeps its slot while its row may change from step to step."""
 
-    of_config: ClassVar[dict[str, Requests]] = {}
+    of_config: ClassVar[WeakValueDictionary[str, Requests]] = WeakValueDictionary()
     """The requests of each engine of this process, by `VllmConfig.instance_id`."""
 
     def __init__(self, vllm_config: VllmConfig, *of_runner: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from h2o.vllm.metrics import FOLDER
 from tests.vllm.engines import MiB, alone, prompts
 from tests.vllm.servers import (
     NEW,
+    SERVE,
     SMALL,
     answered,
     metric,
@@ -142,6 +144,39 @@ def test_a_thousand_requests_leave_no_memory_behind(running):
     assert sizes[FIRST + 1000] < sizes[FIRST] + 6, sizes
     assert metric(running.address, "vllm:num_preemptions_total") == 0
     assert metric(running.address, "vllm:num_requests_waiting") == 0
+
+
+# ---- Several API processes -------------------------------------------------------------------
+
+
+def test_two_api_processes_answer_alike(llama, tmp_path):
+    """Both answer as an H2OCache, and refuse what is wrong. The log names what is not counted."""
+    requests, reason = prompts((5, 40, 100)), "h2o_heavy must be from 0"
+    wanted = alone(llama[1], requests, H2OConfig(**SMALL), NEW)
+    options = {"command": SERVE, "api-server-count": 2}
+    with serving(llama[0], tmp_path / "log", **options) as server:
+
+        def answered_by() -> dict[str, set[str]]:
+            """The processes that have answered, by status."""
+            lines = server.log.read_text().splitlines()
+            found = [re.match(r"\((ApiServer_\d).* HTTP/1.1\" (\d+)", line) for line in lines]
+            by: dict[str, set[str]] = {"200": set(), "400": set()}
+            for match in filter(None, found):
+                by[match[2]].add(match[1])
+            return by
+
+        for _ in range(50):  # each by connections of its own, which the system gives to either
+            assert together(server.address, requests) == wanted
+            with pytest.raises(openai.BadRequestError, match=reason):
+                together(server.address, requests[:1], vllm_xargs={"h2o_heavy": -1}, stream=False)
+            if all(len(processes) == 2 for processes in answered_by().values()):
+                break
+        both = {"ApiServer_0", "ApiServer_1"}
+        assert answered_by() == {"200": both, "400": both}
+        assert metric(server.address, "h2o:request_bytes") == 0
+        assert "/metrics of several API processes has none of h2o's numbers" in (
+            server.log.read_text()
+        )
 
 
 # ---- Killed ----------------------------------------------------------------------------------
