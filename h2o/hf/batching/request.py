@@ -87,9 +87,11 @@ class Settings:
     seed: int
     pinned: Any
     on_token: Callable[[int, int], Any] | None
+    angles: AnglesByLength
 
     def __post_init__(self) -> None:
-        self.angles = AnglesByLength(self.model)
+        self.virtual = virtual_tokens(self.model)
+        """Tokens before each text, in the cache only"""
 
     def pins_of(self, request: Request, ids: Tensor) -> Any:
         """The `pinned` of the cache of a request with token ids [1, n]."""
@@ -172,7 +174,7 @@ class Settings:
                     f"{config} beside {self.config}"
                 )
         if self.prefix is None:
-            tokens = ids.shape[1] + virtual_tokens(self.model)
+            tokens = ids.shape[1] + self.virtual
             return H2OCache(self.model.config, config, prompt_length=tokens, pinned=pinned)
         if config != self.config:
             raise ValueError("a request after a prefix has the prefix' budget: config=None")
@@ -199,9 +201,7 @@ class ActiveRequest:
         self.prompt_tokens = self.ids.shape[1]
         self.cache = settings.cache_for(request, self.ids)
         self.forward = settings.model
-        self.virtual = virtual_tokens(settings.model)
-        """Before the text, in the cache only"""
-        self.tokens_read = max(0, int(self.cache.get_seq_length()) - self.virtual)
+        self.tokens_read = max(0, int(self.cache.get_seq_length()) - settings.virtual)
         prepared = settings.prepared(request, self.ids, self.cache)
         self.processors = prepared["logits_processor"]
         self.criteria = prepared["stopping_criteria"]
@@ -265,8 +265,8 @@ class ActiveRequest:
         where = {}
         if begin:
             forward = continuing(forward)
-        if begin or not self.virtual:
-            seen = begin + self.virtual + self.cache.guard.rope_deltas.offset
+        if begin or not self.settings.virtual:
+            seen = begin + self.settings.virtual + self.cache.guard.rope_deltas.offset
             where = positions_after(self.settings.model, seen, ids)
         self.settings.angles.forget()
         output = forward(
