@@ -220,19 +220,13 @@ class ActiveRequest:
             self.generator = torch.Generator(input_device(settings.model)).manual_seed(at)
         self.new: list[int] = []
         self.finish_reason = ""
-        self.by_number = not self.processors and self.generator is None and self._ends_by_number()
-
-    def _ends_by_number(self) -> bool:
-        """Whether the end depends on the number of tokens and the latest one alone."""
-        self.limit, self.ends = self.generation_config.max_length, set[int]()
-        for criterion in self.criteria:
-            if type(criterion) is EosTokenCriteria:
-                self.ends |= set(criterion.eos_token_id.tolist())
-            elif type(criterion) is MaxLengthCriteria:
-                self.limit = criterion.max_length
-            else:
-                return False
-        return True
+        ends = [x for x in self.criteria if type(x) is EosTokenCriteria]
+        self.ends = {token for x in ends for token in x.eos_token_id.tolist()}
+        limits = [x.max_length for x in self.criteria if type(x) is MaxLengthCriteria]
+        self.limit = min(limits, default=self.generation_config.max_length)
+        are_numbers = len(ends) + len(limits) == len(self.criteria)
+        self.by_number = not self.processors and self.generator is None and are_numbers
+        """Whether the likeliest token comes next, and it and the length alone end the answer"""
 
     def read_by(self, reader: CompiledPrefill) -> None:
         """Has a prompt, of which nothing has been read, read in the reader's cache."""
@@ -308,18 +302,8 @@ class ActiveRequest:
             self.finish_reason = "length"
 
     def result(self, report: dict[str, int]) -> Result:
-        return Result(
-            self.index,
-            self.new,
-            _text(self.settings.tokenizer, self.new),
-            self.prompt_tokens,
-            self.finish_reason,
-            report,
-        )
-
-
-def _text(tokenizer: Any, ids: list[int]) -> str | None:
-    if tokenizer is None:
-        return None
-    text: str = tokenizer.decode(ids, skip_special_tokens=True)
-    return text
+        tokenizer = self.settings.tokenizer
+        text = None
+        if tokenizer is not None:
+            text = tokenizer.decode(self.new, skip_special_tokens=True)
+        return Result(self.index, self.new, text, self.prompt_tokens, self.finish_reason, report)
