@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -140,11 +140,13 @@ def new_text() -> NewText | None:
             embedded = here.get("inputs_embeds") is not None
     if not masks:
         return None
-    numbers = positions[-1] if positions else None
+    mask, numbers = masks[0], positions[-1] if positions else None
     if isinstance(numbers, Tensor) and numbers.ndim == 3:  # of a model that reads images too
         numbers = numbers[0]
-    said = masks[0], numbers
-    mask, numbers = (x if isinstance(x, Tensor) and x.ndim == 2 else None for x in said)
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        mask = None
+    if not isinstance(numbers, Tensor) or numbers.ndim != 2:
+        numbers = None
     is_step = "generate" in calls and "_prefill" not in calls
     return NewText(mask, numbers, is_step and embedded and numbers is None)
 
@@ -159,16 +161,18 @@ def keeper_of_rope_deltas() -> Any:
     return None
 
 
-def _calls_under_way() -> Iterator[tuple[str, dict[str, Any]]]:
+def _calls_under_way() -> list[tuple[str, dict[str, Any]]]:
     """Name and local variables of each call of transformers that has led here, the latest first."""
+    calls = []
     frame = sys._getframe(1)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package.startswith("transformers"):  # transformers_modules: a model's own code
-            yield frame.f_code.co_name, frame.f_locals  # callers' would keep tensors alive
+            calls.append((frame.f_code.co_name, frame.f_locals))  # others would keep tensors alive
         elif package not in ("h2o", "torch"):
-            return
+            break
         frame = frame.f_back
+    return calls
 
 
 # ---- Attention functions -------------------------------------------------------------------------

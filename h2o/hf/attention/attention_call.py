@@ -177,9 +177,9 @@ class NoBackward(torch.autograd.Function):
 def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tuple[Tensor, Tensor]:
     """Output [B, Q, H, D] of new tokens over slots and each other, and scores [B, G, Q] of their
     keys."""
-    # Not tokens[:3]: torch 2.6 cannot compile slices of named tuples.
+    q, k, v, mask, scale, softcap, sinks = tokens
     return ops.attend(
-        tokens.query, tokens.key, tokens.value, slots, policy=policy, **tokens.options
+        q, k, v, slots, mask=mask, scale=scale, softcap=softcap, sink_logits=sinks, policy=policy
     )
 
 

@@ -36,7 +36,7 @@ from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store import states
-from h2o.hf.store.pass_guard import PassGuard, check_layers_agree
+from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.pins import Pins
 from h2o.hf.support import text_config_of
 
@@ -236,8 +236,9 @@ class H2OCache(ReadableCache):
                 warn_of_many_graphs()
             return super().get_mask_sizes(query_length, layer_idx)
         self.guard.check_thread()
-        for layer in filter(has_states, self.layers):
-            states.make_writable(layer)
+        if self.guard.has_states:
+            for layer in filter(has_states, self.layers):
+                states.make_writable(layer)
         if not self.is_compileable or self.guard.under_way:
             self._check_layers_agree()
         seen = int(self.get_seq_length())
@@ -295,8 +296,7 @@ class H2OCache(ReadableCache):
         self._check_layers_agree()
 
     def _check_layers_agree(self) -> None:
-        check_layers_agree(self._columns_seen())
-        self.guard.check_states_agree()
+        self.guard.check_layers_agree(self._columns_seen())
 
     def activate_past_recording(self) -> None:
         """Let `crop` take back the last forward pass from now on.
@@ -319,7 +319,7 @@ class H2OCache(ReadableCache):
                 "make the H2OCache from the config of the model that it is used with"
             )
         guard, layer = self.guard, self.layers[layer_idx]
-        if kind_of(layer) == "cross":  # which comes amid the others, and not in every pass
+        if guard.kinds[layer_idx] == "cross":  # which comes amid the others, and not in every pass
             image: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
             return image
         guard.enter()

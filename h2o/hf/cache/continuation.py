@@ -89,8 +89,9 @@ def _is_rolled(layers: Sequence[Any]) -> bool:
 
 def _would_wait(text: NewText, new: int) -> bool:
     """Whether looking at a decode step's tensors would make every step wait for a GPU."""
-    tensors = [x for x in text[:2] if x is not None]
-    return new == 1 and not all(x.is_cpu for x in tensors)
+    mask, positions, _ = text
+    is_elsewhere = mask is not None and not mask.is_cpu
+    return new == 1 and (is_elsewhere or (positions is not None and not positions.is_cpu))
 
 
 def _check_padding(said: list[int], lengths: Tensor, seen: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from h2o.compat import window_of
 from h2o.config import H2OConfig
@@ -45,7 +45,8 @@ class ReadableCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Columns seen. A model that keeps a number beside the cache asks before it uses it."""
         seen = super().get_seq_length(layer_idx)
-        self.guard.rope_deltas.begin(seen)
+        if self.guard.rope_deltas.may_be:
+            self.guard.rope_deltas.begin(seen)
         return seen
 
     def __repr__(self) -> str:
@@ -139,11 +140,7 @@ class ReadableCache(Cache):
 
     def _columns_seen(self) -> list[int]:
         """Columns that each layer with keys of the text has seen."""
-        return [
-            int(x.get_seq_length())
-            for x in self.layers
-            if isinstance(x, CacheLayerMixin) and kind_of(x) != "cross"
-        ]
+        return [int(self.layers[index].get_seq_length()) for index in self.guard.counting]
 
     def _is_broken(self) -> bool:
         """Whether a forward pass has not come to its end: it broke off, or it is under way."""

@@ -33,6 +33,7 @@ from torch import Tensor
 from h2o.errors import UnsupportedError
 from h2o.hf.families import tensor_parallel
 from h2o.hf.prompt import prompt_budget
+from h2o.hf.store.slot_layout import Budgets
 from h2o.layer_plan import LayerPlan
 from h2o.policy import Policy
 from h2o.spans import PINNED
@@ -47,9 +48,6 @@ __all__ = [
     "positions_in",
     "reserve_for_heads",
 ]
-
-Budgets = list[list[tuple[int, int]]]
-"""(heavy, recent) of each row and each head of a layer"""
 
 
 class Prompt(NamedTuple):

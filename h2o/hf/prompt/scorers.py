@@ -26,14 +26,7 @@ class AttentionScorer:
     """Scores keys by the attention that they receive."""
 
     uses_attention = True
-    """Whether a decode step's own operation makes the scores, which are sums of attention"""
-
-    def scores(
-        self, layer: Any, tokens: NewTokens, slots: ops.Slots | None, received: Tensor
-    ) -> Tensor:
-        """Scores [B, G, Q] of new keys, from the attention that they have received; those of the
-        slots are up to date."""
-        return received
+    """Whether the operations themselves make the scores, which are sums of attention"""
 
     def after_prompt(self, tokens: NewTokens, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scores of a prompt's keys from those of its one pass, and the claims by which places are
@@ -61,7 +54,8 @@ class RandomScorer(AttentionScorer):
     def scores(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None, received: Tensor
     ) -> Tensor:
-        """Ranks [B, G, Q] of new keys; those of the slots are put back."""
+        """Ranks [B, G, Q] of new keys in place of the attention `received`; those of the slots are
+        put back."""
         positions, _ = positions_in(tokens.mask, received)
         heads = head_numbers(received.shape[1], layer.part, received.device)
         if slots is not None:

@@ -24,8 +24,8 @@ class RopeDeltas:
     """The number of one cache, [rows or 1, 1]; None for a text without images."""
 
     def __init__(self, may_be: bool = False) -> None:
-        """`may_be`: whether the model may keep such a number at all."""
-        self._may_be = may_be
+        self.may_be = may_be
+        """Whether the model may keep such a number at all"""
         self.number: Tensor | None = None
         self.is_known = True
         """False for a cache that another one has filled: its number is the model's"""
@@ -43,7 +43,7 @@ class RopeDeltas:
     def begin(self, seen: int) -> None:
         """Gives the model its number, if one asks how much the cache has `seen`, which all do
         before they use the number."""
-        if not self._may_be or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
         if (keeper := compat.keeper_of_rope_deltas()) is None:
             return
@@ -61,7 +61,7 @@ class RopeDeltas:
 
     def end(self) -> None:
         """Takes the model's number after a forward pass."""
-        if not self._may_be or torch.compiler.is_compiling() or self._is_between:
+        if torch.compiler.is_compiling() or self._is_between:
             return
         self._is_between = True
         if (keeper := self._keeper()) is not None:
@@ -84,6 +84,6 @@ class RopeDeltas:
     @property
     def least(self) -> int:
         """Least number that positions of rows of several texts are beyond their tokens."""
-        if self._may_be and not self.is_known:
+        if self.may_be and not self.is_known:
             return -(2**30)  # anything
         return 0 if self.number is None else min(0, int(self.number.min()))

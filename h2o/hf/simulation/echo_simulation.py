@@ -51,13 +51,11 @@ def simulate(
     order = real.cumsum(1) - 1
     positions = order.masked_fill(~real, -1)[:, None]
     early = real & (order < torch.tensor(prompts, dtype=torch.long, device=device)[:, None])
-    widest = [policy.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
-    sizes = slot_layout.capacities(widest, N)
-    slots = slot_layout.with_capacities(
-        text.key, sizes, value_weighted=policy.value_weighted, kv_dtype=plan.config.kv_dtype,
-        shared=text.value is None,
+    sizes = slot_layout.capacities(slot_layout.widest_budgets(by_row, policy.sinks), N)
+    slots = slot_layout.with_budgets(
+        text.key, sizes, by_row, value_weighted=policy.value_weighted,
+        kv_dtype=plan.config.kv_dtype, shared=text.value is None,
     )  # fmt: skip
-    slots.budget.copy_(slots.budget.new_tensor(by_row).squeeze(1))
     evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
     last = torch.zeros(B, G, N + 1, dtype=torch.float32, device=device)  # by position; of no key: N
 

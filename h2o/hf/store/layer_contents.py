@@ -136,9 +136,7 @@ class LayerContents(CacheLayerMixin):
         return self.slots
 
     def set_slots(self, slots: ops.Slots | None, capacity: Capacity) -> None:
-        if slots is not None:
-            slots = ops.Slots(*(None if x is None else slot_layout.writable(x) for x in slots))
-        self.slots = slots
+        self.slots = None if slots is None else slot_layout.writable_slots(slots)
         self.capacity = capacity
         self.is_initialized = slots is not None
         batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
@@ -188,7 +186,7 @@ class LayerContents(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the mask: the new tokens alone; what is held is always visible."""
-        return query_length, self.get_seq_length()
+        return query_length, self.columns
 
     def get_max_length(self) -> int:
         """-1: unbounded."""
@@ -279,7 +277,7 @@ class LayerContents(CacheLayerMixin):
     @property
     def token_size(self) -> tuple[int, int, int]:
         """Elements of a row, bytes of each as the model gives it, and rows of a token and head."""
-        return *self.row_size, self.form.rows_per_token
+        return *self.row_size, 1 + self.form.has_values
 
     def report(self) -> LayerReport:
         """Numbers of this layer; see `h2o.hf.store.report`."""
