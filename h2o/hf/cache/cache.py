@@ -34,7 +34,6 @@ from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.families.wrappers import check_pins
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store import states
 from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.pins import Pins
@@ -95,12 +94,12 @@ class H2OCache(ReadableCache):
         check_pins(config, pinned)
         model, config = config, text_config_of(config)
         plan = get_plan(model, config, h2o_config)
-        guard = PassGuard(prompt_length, plan.kinds, plan.last, plan.has_states)
+        guard = PassGuard(prompt_length, plan.kinds, plan.last, bool(plan.number_of_states))
         layers = plan.layers(guard, trace=trace, compileable=compileable)
         guard.pins = Pins.of(pinned, plan.h2o_config.decay)
         guard.plans = plan.plans
         guard.rereads_after = plan.rereads_after
-        guard.rope_deltas = RopeDeltas.of(config)
+        guard.rope_deltas.may_be = config.get_text_config(decoder=True) is not config
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
         self.guard = guard
         self.not_dealt, self.model_shape = plan.not_dealt, plan.model_shape
@@ -288,15 +287,6 @@ class H2OCache(ReadableCache):
             return
         self._check_complete()
         crop.crop(self.layers, tokens, seen, left)
-
-    def _check_complete(self) -> None:
-        """Raises RuntimeError where a forward pass broke off, or another thread's is under way."""
-        self.guard.check_thread()
-        self.guard.check_keys_arrived()
-        self._check_layers_agree()
-
-    def _check_layers_agree(self) -> None:
-        self.guard.check_layers_agree(self._columns_seen())
 
     def activate_past_recording(self) -> None:
         """Let `crop` take back the last forward pass from now on.

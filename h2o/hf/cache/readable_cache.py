@@ -138,6 +138,15 @@ class ReadableCache(Cache):
         h2o_layers = (layer for layer in self.layers if isinstance(layer, H2OLayer))
         return any(0 < layer.seen == layer.prompt_columns for layer in h2o_layers)
 
+    def _check_complete(self) -> None:
+        """Raises RuntimeError where a forward pass broke off, or another thread's is under way."""
+        self.guard.check_thread()
+        self.guard.check_keys_arrived()
+        self._check_layers_agree()
+
+    def _check_layers_agree(self) -> None:
+        self.guard.check_layers_agree(self._columns_seen())
+
     def _columns_seen(self) -> list[int]:
         """Columns that each layer with keys of the text has seen."""
         return [int(self.layers[index].get_seq_length()) for index in self.guard.counting]

@@ -17,15 +17,10 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families import tensor_parallel
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.cross_head_budget import (
-    Budgets,
-    deal_places,
-    each_head,
-    positions_in,
-    reserve_for_heads,
-)
+from h2o.hf.prompt.cross_head_budget import deal_places, each_head, positions_in, reserve_for_heads
 from h2o.hf.store import slot_layout
 from h2o.hf.store.pins import Pins
+from h2o.hf.store.slot_layout import Budgets
 from h2o.policy import Policy
 
 RECENT = 4

@@ -75,14 +75,14 @@ class H2OLayer(CroppableLayer):
         self.config: H2OConfig = self.plan.config
         self.layer_idx = self.plan.layer
         self.guard = guard or PassGuard()
-        self.policy = self.config.policy
+        self.policy = self.plan.policy
         self.form = form or PlainForm()
         self.scorer = scorer or AttentionScorer()
         self.stepper = stepper or EagerStepper()
         self.columns = self.stepper.zero()
         self.traced = trace
         self.part = tensor_parallel.WHOLE  # which part of the model's heads this process has
-        self.reset()
+        self.empty()
 
     # ---- One forward pass: update, then attend -----------------------------------------------
 
@@ -101,7 +101,6 @@ class H2OLayer(CroppableLayer):
         if self.slots is None:
             if rows.shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
-            self._refuse_shapes(rows, values)
             # Under autocast keys have been rotated in float32; attention makes them as the values.
             last = rows if values is None else values
             self.row_size = last.shape[-1], last.element_size()
@@ -133,7 +132,7 @@ class H2OLayer(CroppableLayer):
         """
         if self.form.reused_by and call.module.layer_idx in self.form.reused_by:
             return self.form.attend_later(self, call)
-        if call.wants_gradients():
+        if torch.is_grad_enabled() and call.requires_grad:
             with torch.no_grad():
                 out = self.attend(call.detached())
             return call.without_backward(out)
@@ -209,7 +208,7 @@ class H2OLayer(CroppableLayer):
                 scores, claims = self.scorer.after_prompt(tokens, scores)
             prompt = Prompt(
                 tokens.key, tokens.value, tokens.mask, scores, claims, counts, Q, tokens.mask,
-                *budget,
+                budget,
             )  # fmt: skip
             if unscored is not None:
                 keys, values, mask = slot_layout.together(unscored, *prompt[:3])
@@ -231,7 +230,8 @@ class H2OLayer(CroppableLayer):
         """Keeps what budgets of each row, and of each head or all, have room for."""
         tensors = prompt.keys, prompt.values, prompt.mask, prompt.scores
         self._keep(*tensors, by_row, max(prompt.counts))
-        self.raised, self.floored, self.unscored = prompt.raised, prompt.floored, False
+        self.raised, self.floored = prompt.budget.raised, prompt.budget.floored
+        self.unscored = False
         self.waits_for_pins = self.guard.pins.rows is not None
         self.count(prompt.columns, prompt.column_mask)
         self.prompt_columns = self.seen
@@ -293,7 +293,7 @@ class H2OLayer(CroppableLayer):
 
     def reset(self) -> None:
         """Empties the layer and frees its memory."""
-        super().reset()
+        self.empty()
         self.form.forget()
         self.scorer.reset()
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from h2o import ops
+from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens, as_operand, attention
 
 
@@ -29,7 +30,16 @@ class PlainForm:
     # ---- In a forward pass, in this order ----------------------------------------------------
 
     def rows(self, layer: Any, keys: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The rows that slots hold, [B, G, Q, D], of a model's keys and values [B, G, Q, D]."""
+        """The rows that slots hold, [B, G, Q, D], of a model's keys and values [B, G, Q, D].
+
+        Raises:
+            UnsupportedError: keys and values of different shapes.
+        """
+        if values is not None and keys.shape != values.shape:
+            raise UnsupportedError(
+                f"layer {layer.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
+                f"{tuple(values.shape)}: h2o needs one head dimension for both"
+            )
         return keys, values
 
     def hand_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:

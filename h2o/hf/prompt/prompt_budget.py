@@ -14,12 +14,8 @@ from torch import Tensor
 from h2o import compat
 from h2o.head_budgets import expand_to_heads, make_room
 from h2o.hf.store.pass_guard import PassGuard
-from h2o.hf.store.pins import Pins
 from h2o.hf.store.slot_layout import Budgets
 from h2o.layer_plan import LayerPlan
-
-__all__ = ["PromptBudget", "begin_pins", "begin_prompt", "budgets_by_row", "prompt_budget"]
-
 
 RowSize = tuple[int, int, int]
 """Head dimension, bytes of an element as the model gives it, and rows of a token"""
@@ -32,9 +28,9 @@ class PromptBudget(NamedTuple):
     """(heavy, recent) of each row and each head, or one for all heads"""
     pinned: list[int]
     """Keys of each row, beyond the sinks, that every head keeps"""
-    raised: bool
+    raised: bool = False
     """Whether, in some row, a fraction came to less than one token and was raised to one"""
-    floored: bool
+    floored: bool = False
     """Whether, in some row, a head has `min_tokens` keys, which is more than its fraction"""
 
 
@@ -101,7 +97,7 @@ def begin_pins(
     guard.pins.begin(lengths, mask, columns)
     for plan in guard.plans.values():
         plan = plan if row_size is None else plan.for_keys(*row_size)
-        budgets_by_row(plan, lengths, guard.pins)
+        budgets_by_row(plan, lengths, guard.pins.counts(len(lengths), plan.sinks))
 
 
 def prompt_budget(
@@ -126,26 +122,26 @@ def prompt_budget(
         ValueError: another number of rows or heads; no room for the pinned keys.
     """
     lengths = _lengths(guard.prompt_length, counts)
-    plan = plan.for_keys(*row_size)
-    by_row = expand_to_heads(budgets_by_row(plan, lengths, guard.pins), heads, part)
     pinned = guard.pins.counts(len(lengths), plan.sinks)
+    plan = plan.for_keys(*row_size)
+    by_row = expand_to_heads(budgets_by_row(plan, lengths, pinned), heads, part)
     if not plan.needs_prompt_length:
-        return PromptBudget(by_row, pinned, raised=False, floored=False)
+        return PromptBudget(by_row, pinned)
     lengths = list(filter(None, lengths))
     raised, floored = any(map(plan.is_raised, lengths)), any(map(plan.is_floored, lengths))
     return PromptBudget(by_row, pinned, raised, floored)
 
 
-def budgets_by_row(plan: LayerPlan, lengths: list[int], pins: Pins) -> Budgets:
-    """(heavy, recent) of each row and each head, or one for all heads; of prompts of these lengths.
+def budgets_by_row(plan: LayerPlan, lengths: list[int], pinned: list[int]) -> Budgets:
+    """(heavy, recent) of each row and each head, or one for all heads; of prompts of these lengths
+    and so many pinned keys.
 
     Raises: ValueError for pins that have no room.
     """
-    counts = pins.counts(len(lengths), plan.sinks)
     rows = []
-    for length, pinned in zip(lengths, counts, strict=True):
-        heads = plan.head_tokens(length, pinned)
-        rows.append(make_room(heads, pinned, plan.sinks) if pinned else heads)
+    for length, pins in zip(lengths, pinned, strict=True):
+        heads = plan.head_tokens(length, pins)
+        rows.append(make_room(heads, pins, plan.sinks) if pins else heads)
     return rows
 
 

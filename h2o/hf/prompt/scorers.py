@@ -19,8 +19,6 @@ from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
 from h2o.spans import PINNED
 
-__all__ = ["AttentionScorer", "RandomScorer", "draw_ranks", "head_numbers"]
-
 
 class AttentionScorer:
     """Scores keys by the attention that they receive."""
@@ -35,7 +33,7 @@ class AttentionScorer:
 
     def store(self, layer: Any, prompt: Prompt) -> None:
         """Has the layer store a prompt, as soon as its budgets are known."""
-        layer.store(prompt, prompt.by_row)
+        layer.store(prompt, prompt.budget.by_row)
 
     def reset(self) -> None:
         """Forgets a prompt that is not stored yet."""

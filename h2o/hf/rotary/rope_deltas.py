@@ -23,19 +23,14 @@ _latest: weakref.WeakKeyDictionary[Any, weakref.ref[RopeDeltas]] = weakref.WeakK
 class RopeDeltas:
     """The number of one cache, [rows or 1, 1]; None for a text without images."""
 
-    def __init__(self, may_be: bool = False) -> None:
-        self.may_be = may_be
-        """Whether the model may keep such a number at all"""
+    def __init__(self) -> None:
+        self.may_be = False
+        """Whether the model may keep such a number at all: one that reads more than texts"""
         self.number: Tensor | None = None
         self.is_known = True
         """False for a cache that another one has filled: its number is the model's"""
         self._is_between = True  # two forward passes
         self._keeper: Any = None
-
-    @classmethod
-    def of(cls, config: Any) -> RopeDeltas:
-        """For a model, by its config: one that reads more than texts may keep a number."""
-        return cls(config.get_text_config(decoder=True) is not config)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_keeper": None, "_is_between": True}

@@ -18,7 +18,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o import ops
 from h2o.config import H2OConfig
-from h2o.errors import UnsupportedError
 from h2o.hf.store import slot_layout
 from h2o.hf.store.kept import Kept
 from h2o.hf.store.pass_guard import PassGuard
@@ -50,7 +49,6 @@ class LayerContents(CacheLayerMixin):
         """Store keys and values [B, G, n, D] of another cache, without pads (mask [B, n]), until
         the next forward pass has scored and pruned them."""
         keys, values = self.form.rows(self, keys, values)
-        self._refuse_shapes(keys, values)
         self.row_size = keys.shape[-1], keys.element_size()
         slots = slot_layout.fill_slots(
             keys, values, mask, value_weighted=self.config.value_weighted
@@ -104,13 +102,6 @@ class LayerContents(CacheLayerMixin):
             self.waits_for_pins = self.guard.pins.wait(self.slots.seen_tokens)
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
-
-    def _refuse_shapes(self, keys: Tensor, values: Tensor | None) -> None:
-        if values is not None and keys.shape != values.shape:
-            raise UnsupportedError(
-                f"layer {self.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
-                f"{tuple(values.shape)}: h2o needs one head dimension for both"
-            )
 
     def _refuse_rows(self, given: int) -> None:
         """Raises ValueError for a batch of another size than what is held."""
@@ -194,13 +185,9 @@ class LayerContents(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.16
 
-    def reset(self) -> None:
-        """Empty the layer and free its memory."""
-        self.empty()
-
     def empty(self) -> None:
         """Empty the slots; states of a layer that has both stay."""
-        self.set_slots(None, Capacity([0], []))
+        self.set_slots(None, slot_layout.NO_CAPACITY)
         self.seen = 0
         self.longest = 0  # upper bound of the tokens of the longest row
         self.prompt_columns = 0

@@ -48,6 +48,10 @@ class Capacity:
         return Capacity(self.widest, list(map(max, needed, grown, self.sizes)))
 
 
+NO_CAPACITY = Capacity([0], [])
+"""Before the prompt."""
+
+
 def writable_slots(slots: ops.Slots) -> ops.Slots:
     """The slots, with copies of tensors that were made under `torch.inference_mode`."""
     for name, x in zip(slots._fields, slots, strict=True):
