@@ -92,6 +92,12 @@ def pair_amounts(amounts: tuple[Any, Any], what: str) -> list[tuple[Any, Any]]:
     return list(zip(heavy, recent, strict=True))
 
 
+def mean_pair(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The mean (heavy, recent), rounded down."""
+    heavy, recent = (sum(part) // len(pairs) for part in zip(*pairs, strict=True))
+    return heavy, recent
+
+
 def check_budget(name: str, value: Any) -> Any:
     """A budget with its numbers checked: an amount, a function, or a tuple with an amount, or a
     tuple of amounts for its heads, for each layer."""

@@ -14,12 +14,12 @@ from h2o.budgets import (
     check_total,
     flatten,
     layer_amount,
+    mean_pair,
     pair_amounts,
-    raise_to_least,
-    recent_part,
 )
+from h2o.config import H2OConfig
 from h2o.head_budgets import SHARED_TWICE, apportion, check_shares
-from h2o.kv_dtype import fitting, in_elements
+from h2o.kv_dtype import in_elements
 from h2o.policy import Policy
 
 
@@ -27,8 +27,8 @@ from h2o.policy import Policy
 class LayerPlan:
     """The budgets of one layer; made once for a model and a config, and never changed."""
 
-    config: Any
-    """The `H2OConfig` of all layers"""
+    config: H2OConfig
+    """The config of all layers"""
     layer: int
     heavy: Amount | tuple[Amount, ...]
     """An amount, or one for each key/value head"""
@@ -56,7 +56,7 @@ class LayerPlan:
         put(self, "floor", self.config.min_tokens if any(fractions) else 0)
 
     @classmethod
-    def of(cls, config: Any, layer: int, layers: int) -> LayerPlan:
+    def of(cls, config: H2OConfig, layer: int, layers: int) -> LayerPlan:
         """The plan of one of a model's `layers` layers, counted from 0.
 
         Raises:
@@ -101,7 +101,7 @@ class LayerPlan:
         row whose prompt has n tokens. `pinned`: see `h2o.head_budgets.apportion`. `min_tokens`: in
         place of the config's."""
         least = self.config.min_tokens if min_tokens is None else min_tokens
-        heads = [self._tokens(pair, n, least) for pair in self.pairs]
+        heads = self._pair_tokens(n, least)
         if self.shares is None:
             return heads
         ((heavy, recent),) = heads
@@ -117,48 +117,25 @@ class LayerPlan:
     def truncate_tokens(self, n: int) -> tuple[int, int]:
         """(heavy, recent) where fractions may come to 0 tokens, as in the authors' code, and
         `min_tokens` has no effect."""
-        return self._truncated(self.pairs[0], n)
+        return self.config.truncate_pair(self.pairs[0], n, self.token_bytes)
 
     def is_raised(self, n: int) -> bool:
         """Whether a fraction of n tokens comes to less than one, which `head_tokens` makes one."""
-        return self.needs_prompt_length and any(
-            self._tokens(x, n, 0) != self._truncated(x, n) for x in self.pairs
-        )
+        truncated = [self.config.truncate_pair(x, n, self.token_bytes) for x in self.pairs]
+        return self._pair_tokens(n, 0) != truncated
 
     def is_floored(self, n: int) -> bool:
         """Whether `min_tokens` is what a head keeps of n tokens."""
-        return self.floor > 0 and list(map(sum, self.head_tokens(n))) != list(
-            map(sum, self.head_tokens(n, min_tokens=0))
-        )
+        held, fractions = self.head_tokens(n), self.head_tokens(n, min_tokens=0)
+        return list(map(sum, held)) != list(map(sum, fractions))
 
     def tokens(self, n: int) -> tuple[int, int]:
         """(heavy, recent) in tokens: the mean over the heads, rounded down."""
-        heads = [self._tokens(pair, n, self.config.min_tokens) for pair in self.pairs]
-        return sum(h for h, _ in heads) // len(heads), sum(r for _, r in heads) // len(heads)
+        return mean_pair(self._pair_tokens(n, self.config.min_tokens))
 
-    def _tokens(self, pair: tuple[Amount, Amount], n: int, min_tokens: int) -> tuple[int, int]:
-        heavy, recent = self._truncated(pair, n)
+    def _pair_tokens(self, n: int, min_tokens: int) -> list[tuple[int, int]]:
+        """Each of `pairs` in tokens."""
         if not self.needs_prompt_length:
-            return heavy, recent
-        fractions = tuple(x if isinstance(x, float) else 0.0 for x in pair)
-        if self.config.budget_unit == "keys":
-            one = [int(fraction > 0) for fraction in fractions]
-            heavy, recent = max(heavy, one[0]), max(recent, one[1])
-        least = min_tokens - self.sinks
-        return raise_to_least(least, recent_part(min_tokens), (heavy, recent), fractions)
-
-    def _truncated(self, pair: tuple[Amount, Amount], n: int) -> tuple[int, int]:
-        if self.config.budget_unit == "keys":
-            heavy, recent = pair
-            return (
-                int(heavy * n) if isinstance(heavy, float) else heavy,
-                int(recent * n) if isinstance(recent, float) else recent,
-            )
-        if self.token_bytes is None:
-            raise ValueError('budget_unit="bytes": ask config.for_model(model) first')
-        part = sum(pair)
-        if part == 0:  # sinks alone
-            return 0, 0
-        rest = fitting(int(part * n * self.token_bytes[0]), self.token_bytes, self.sinks)
-        recent = int(rest * pair[1] / part)
-        return rest - recent, recent
+            return [(int(heavy), int(recent)) for heavy, recent in self.pairs]
+        count = self.config.count_pair
+        return [count(x, n, self.token_bytes, min_tokens) for x in self.pairs]

@@ -222,8 +222,10 @@ def run_lm_eval(
     rest: list[str],
 ) -> None:
     """Run lm-eval's own command for one setting, which `model_args` describe."""
+    from lm_eval.api.registry import model_registry
+
     model_type = "h2o"
-    if args.model and comparison.is_model_type(args.model):
+    if args.model and args.model in model_registry:
         model_type = model_args.pop("pretrained")
         if model_type != "h2o" and model_args.keys() & {*PROTOCOL, *CACHE}:
             raise Misused(f"--model {model_type} is lm-eval's own and has no cache of h2o")
