@@ -76,7 +76,7 @@ def measured():
 
 @pytest.mark.parametrize(
     ("index", "two_layers", "further_layer"),
-    [(0, (93, 36), (12, 9)), (1, (203, 111), (86, 44)), (2, (73, 51), (23, 16))],
+    [(0, (93, 36), (12, 9)), (1, (211, 121), (90, 49)), (2, (75, 51), (24, 16))],
     ids=["made", "prompt", "step"],
 )
 def test_a_walk_has_become_no_longer(measured, index, two_layers, further_layer):
