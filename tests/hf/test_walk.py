@@ -16,8 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import h2o
-from h2o.compat import with_cache
-from tests.hf.tiny import prompts
+from h2o.compat import CROPS_TO_LENGTH, with_cache
+from tests.hf.tiny import batch, prompts, shared
 
 ROOT = str(Path(h2o.__file__).parent)
 BACKENDS = str(Path(ROOT, "backends"))  # of which another machine has another one
@@ -76,7 +76,7 @@ def measured():
 
 @pytest.mark.parametrize(
     ("index", "two_layers", "further_layer"),
-    [(0, (93, 36), (12, 9)), (1, (211, 121), (90, 49)), (2, (75, 51), (24, 16))],
+    [(0, (93, 36), (12, 9)), (1, (210, 120), (89, 48)), (2, (75, 51), (24, 16))],
     ids=["made", "prompt", "step"],
 )
 def test_a_walk_has_become_no_longer(measured, index, two_layers, further_layer):
@@ -92,3 +92,35 @@ def test_a_step_asks_nothing_of_the_plan(measured):
     """A further layer makes a step no longer by what its prompt has decided."""
     _, (_, prompt), (_, step) = measured
     assert step[0] < prompt[0] / 3
+
+
+def test_what_is_found_once_a_pass_is_of_no_other_pass():
+    """A prompt's lengths are not those of an interrupted one, nor of what was cropped."""
+    model, settings = shared("llama"), {"heavy": 0.2, "recent": 0.2, "min_tokens": 0}
+
+    def assert_as_fresh(cache, texts):
+        fresh = h2o.H2OCache(model, **settings)
+        model(**texts, **with_cache(fresh))
+        for layer in range(len(cache.layers)):
+            assert torch.equal(cache.kept(layer).positions, fresh.kept(layer).positions)
+
+    def interrupt(tokens):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        cache, last = h2o.H2OCache(model, **settings), len(model.model.layers) - 1
+        cache.layers[last].forward = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            model(**batch(prompts(40, 25)), **with_cache(cache))
+        del cache.layers[last].forward
+        cache.reset()
+        texts = batch(prompts(22, 31))
+        model(**texts, **with_cache(cache))
+        assert_as_fresh(cache, texts)
+
+        cache = h2o.H2OCache(model, **settings)
+        cache.activate_past_recording()
+        ids = prompts(40)[0]
+        model(ids, **with_cache(cache))
+        cache.crop(21 if CROPS_TO_LENGTH else -19)
+        assert_as_fresh(cache, {"input_ids": ids[:, :21]})

@@ -112,8 +112,7 @@ class _Held(NamedTuple):
 
     @classmethod
     def of(cls, layer: H2OLayer) -> _Held:
-        names = ("keys", "values") if layer.form.has_values else ("keys",)
-        fields = {"positions": -1.0, **dict.fromkeys(names, 0.0)}
+        fields = {"positions": -1.0, **dict.fromkeys(layer.row_fields, 0.0)}
         positions, *rows = slot_layout.gather_held(layer.slots, layer.capacity.sizes, **fields)
         return cls(rows[0], rows[1] if layer.form.has_values else None, positions[:, 0] >= 0)
 

@@ -193,7 +193,7 @@ class H2OLayer(CroppableLayer):
         """The first forward pass, also over keys of a DynamicCache: sets the budgets."""
         B, G, Q, _ = tokens.key.shape
         guard, unscored, size = self.guard, self.slots, self.token_size
-        if guard.prompt_counts is None or guard.is_first(self.layer_idx):
+        if guard.prompt_counts is None:  # the first of the layers
             before = None if unscored is None else unscored.seen_tokens
             prompt_budget.begin_prompt(
                 guard, self.plan, tokens.mask, (B, Q), self.seen + Q, before, size

@@ -71,10 +71,6 @@ class Recipient:
     store: Callable[[Prompt, Budgets], None]
     part: tuple[int, int] = tensor_parallel.WHOLE
 
-    @property
-    def policy(self) -> Policy:
-        return self.plan.policy
-
 
 ROOM = 1.125
 """Growth of what all layers hold, since the bar was last applied to all of them, after which it is
@@ -172,12 +168,13 @@ class _Waiting:
 
     def __init__(self, layer: Any, prompt: Prompt) -> None:
         self.layer = layer
-        G, sinks = prompt.scores.shape[1], layer.policy.sinks
+        self.policy: Policy = layer.plan.policy
+        G, sinks = prompt.scores.shape[1], self.policy.sinks
         by_row = each_head(prompt.budget.by_row, G)
         pinned = prompt.budget.pinned
         self.floor, self.spare = reserve_for_heads(by_row, sinks, layer.plan.floor, pinned)
         positions, tokens = positions_in(prompt.mask, prompt.scores)
-        self.ranks = _ranks(prompt, positions, tokens, layer.policy)
+        self.ranks = _ranks(prompt, positions, tokens, self.policy)
         assert prompt.claims is not None
         self.spared = _always_kept(positions, tokens, sinks, self.floor)
         self.lowest = self._spare_own()  # [B, G, 1], rank of the last key that is a head's own
@@ -202,8 +199,7 @@ class _Waiting:
     @property
     def is_ranked_alone(self) -> bool:
         """Whether the operation that stores the keys computes the same ranks, up to `_ROUNDED`."""
-        policy = self.layer.policy
-        return policy.score_by != "mean" or policy.decay == 1
+        return self.policy.score_by != "mean" or self.policy.decay == 1
 
     @property
     def keys_held(self) -> int:
@@ -215,7 +211,7 @@ class _Waiting:
 
         A head wins at most as many places as it has claims above the bar.
         """
-        prompt, policy = self.prompt, self.layer.policy
+        prompt, policy = self.prompt, self.policy
         places = ~(self.claims < self.ranks.new_tensor(bar)[:, None, None])
         lowest = self._rank_of(places.sum(-1, keepdim=True)).minimum(self.lowest)
         if policy.score_by == "mean" or policy.value_weighted:

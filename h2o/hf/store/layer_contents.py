@@ -198,7 +198,7 @@ class LayerContents(CacheLayerMixin):
         self.waits_for_pins = False  # whether tokens that are pinned are still to come
         self.trace = Trace() if self.traced else None
         self.last: Any = None  # the last forward pass, where passes are recorded
-        self.guard.waiting = None
+        self.guard.waiting = self.guard.prompt_counts = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was: keys, scores, positions and budgets."""
@@ -242,17 +242,18 @@ class LayerContents(CacheLayerMixin):
         """Keys and values [B, G, K, D] in the order of `kept`; 0 where fewer are held."""
         if self.slots is None:
             return _empty(4), _empty(4)
-        fields = dict.fromkeys(self._row_fields, 0.0)
+        fields = dict.fromkeys(self.row_fields, 0.0)
         return self._read(slot_layout.gather_held(self.slots, self.capacity.sizes, **fields))
 
     def by_slot(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another. Waits for no
         device, and copies nothing of a store without bytes or budgets by head."""
         sizes = self.capacity.sizes
-        return self._read([slot_layout.by_head(self.slots, sizes, x) for x in self._row_fields])
+        return self._read([slot_layout.by_head(self.slots, sizes, x) for x in self.row_fields])
 
     @property
-    def _row_fields(self) -> tuple[str, ...]:
+    def row_fields(self) -> tuple[str, ...]:
+        """The fields of slots that hold the tokens' rows."""
         return ("keys", "values") if self.form.has_values else ("keys",)
 
     def _read(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,8 @@ class PassGuard:
         self.prompt_length: int | Sequence[int] | None = prompt_length
         """Tokens of the whole prompt, where it is known to come in chunks."""
         self.prompt_counts: list[int] | None = None
-        """Tokens of each row's prompt, in the forward pass that reads its beginning"""
+        """Tokens of each row's prompt, from the first layer to the last of the forward pass that
+        reads its beginning"""
         self.pins = Pins()
         self.plans: Mapping[int, LayerPlan] = {}
         """Budgets of the H2O layers, by their number"""
@@ -99,11 +100,12 @@ class PassGuard:
             self.check_keys_arrived()
             return
         with _lock:
-            if self._thread != threading.get_ident():
+            thread = threading.get_ident()
+            if self._thread != thread:  # in the first layer of a pass
                 self.check_thread()
-                self._thread = threading.get_ident()
             if self.waiting is not None:
                 self.check_keys_arrived()
+            self._thread = thread
 
     def enter_states(self, layer: int) -> None:
         """Do what `enter` does, before a layer's states change."""
@@ -137,10 +139,6 @@ class PassGuard:
     def under_way(self) -> bool:
         """Whether a pass has begun and did not come to its end."""
         return self._thread is not None
-
-    def is_first(self, layer: int) -> bool:
-        """Whether a layer is the first one of h2o's."""
-        return layer == next(iter(self.plans), layer)
 
     # ---- Checks --------------------------------------------------------------------------------
 
