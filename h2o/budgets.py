@@ -104,20 +104,21 @@ def check_budget(name: str, value: Any) -> Any:
     if callable(value):
         return value
     rows = value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", 0) else value
-    if is_list(rows):
-        if not rows:
-            raise ValueError(f"{name} is an empty list: give one amount per layer of the model")
-        return tuple(check_head_amounts(f"{name}[{i}]", amount) for i, amount in enumerate(rows))
-    return check_amount(name, value)
+    return _check_list(name, rows, "layer of the model", check_head_amounts)
 
 
 def check_head_amounts(name: str, value: Any) -> Any:
     """Check the amounts of one layer: a single one, or a tuple with one for each head."""
+    return _check_list(name, value, "key/value head", check_amount)
+
+
+def _check_list(name: str, value: Any, what: str, check: Callable[[str, Any], Any]) -> Any:
+    """A single amount, or a tuple with one per `what`, each of which `check` has passed."""
     if not is_list(value):
         return check_amount(name, value)
     if not value:
-        raise ValueError(f"{name} is an empty list: give one amount per key/value head")
-    return tuple(check_amount(f"{name}[{i}]", amount) for i, amount in enumerate(value))
+        raise ValueError(f"{name} is an empty list: give one amount per {what}")
+    return tuple(check(f"{name}[{i}]", amount) for i, amount in enumerate(value))
 
 
 def is_list(value: Any) -> bool:

@@ -26,7 +26,7 @@ from h2o.budgets import (
     recent_part,
 )
 from h2o.config_fields import ConfigFields, Positions
-from h2o.head_budgets import NAMED, SHARED_TWICE, table
+from h2o.head_budgets import NAMED, SHARED_TWICE, check_table
 from h2o.kv_dtype import QUANTIZED, KvDtype, fewest_bits, fitting, per_token
 from h2o.model_identity import describe, key_size, latent_row
 from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_policy
@@ -152,7 +152,7 @@ class H2OConfig(Presets):
             )
         named = isinstance(self.head_shares, str) and self.head_shares in NAMED
         if not named and self.head_shares is not None:
-            put(self, "head_shares", table(self.head_shares))
+            put(self, "head_shares", check_table(self.head_shares))
         if self.shares_by_echo and self.score_by != "mean-echo":
             raise ValueError(
                 f'head_shares="echo" goes with score_by="mean-echo", not {self.score_by!r}'
@@ -233,15 +233,21 @@ class H2OConfig(Presets):
             raise ValueError(
                 f"budget={self.budget} depends on the model: call config.for_model(model) first"
             )
-        heavy, recent = (layer_amount(x, getattr(self, x), 0, 1) for x in ("heavy", "recent"))
-        check_total((heavy,), (recent,), self.sinks)
-        pairs = pair_amounts((heavy, recent), "key/value head")
+        pairs = pair_amounts(self.layer_amounts(0, 1), "key/value head")
         count = self.count_pair
         return mean_pair([count(x, n, self._token_bytes, self.min_tokens) for x in pairs])
 
     def count_held(self, n: int, prompt: int | None = None) -> int:
         """Tokens that a row of n holds at its end; fractions are of `prompt` tokens, else of n."""
         return min(n, self.sinks + sum(self.tokens(n if prompt is None else prompt)))
+
+    def layer_amounts(self, layer: int, layers: int) -> tuple[Any, Any]:
+        """(heavy, recent) of one of a model's layers: an amount, or one for each key/value head."""
+        heavy, recent = (
+            layer_amount(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
+        )
+        check_total((heavy,), (recent,), self.sinks)
+        return heavy, recent
 
     def count_pair(
         self,

@@ -8,15 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from h2o.budgets import (
-    UNLIMITED,
-    Amount,
-    check_total,
-    flatten,
-    layer_amount,
-    mean_pair,
-    pair_amounts,
-)
+from h2o.budgets import UNLIMITED, Amount, flatten, mean_pair, pair_amounts
 from h2o.config import H2OConfig
 from h2o.head_budgets import SHARED_TWICE, apportion, check_shares
 from h2o.kv_dtype import in_elements
@@ -62,10 +54,7 @@ class LayerPlan:
         Raises:
             ValueError: a list, or `head_shares`, has not one entry per layer.
         """
-        heavy, recent = (
-            layer_amount(name, getattr(config, name), layer, layers) for name in ("heavy", "recent")
-        )
-        check_total((heavy,), (recent,), config.sinks)
+        heavy, recent = config.layer_amounts(layer, layers)
         shares = config.head_shares
         if isinstance(shares, str):
             if shares == "shipped":
