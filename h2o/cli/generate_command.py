@@ -35,6 +35,8 @@ USUAL = "usual"
 """--compare without settings."""
 TENTH = 0.1
 """The smaller budget of a comparison."""
+LARGER = (0.4, 0.8)
+"""Budgets that are tried where the first one loses FACT."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +100,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def generate(options: argparse.Namespace) -> Result:
     """Generate greedily with an H2OCache, or with each of the caches to compare."""
     from h2o import generation, models, packages
+    from h2o.cli import comparison
     from h2o.progress import Progress
 
     progress = Progress(quiet=options.json)
@@ -128,6 +131,10 @@ def generate(options: argparse.Namespace) -> Result:
         )  # fmt: skip
 
     runs = list(starmap(generate_with, choose_caches(options, model, tokens).items()))
+    for budget in LARGER if options.compare == USUAL and is_shipped(options) else ():
+        if not comparison.is_lost(FACT, [run for run, _ in runs]):
+            break
+        runs.append(generate_with(f"budget={budget}", H2OConfig(budget=budget)))
     full = runs[0][1] if options.compare else None
     agree = [full and generation.leading_agreement(new, full) for _, new in runs]
     return Result(
