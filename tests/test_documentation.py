@@ -13,6 +13,7 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 from collections.abc import Container, Iterable, Iterator
@@ -312,9 +313,21 @@ def test_readme_has_the_figures_of_the_documents():
         assert set(row.split(" | ")) <= set(there.split(" | "))
 
 
-@pytest.mark.parametrize("page", DOCUMENTS, ids=page_id)
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def text_of(page: Path) -> str:
+    """A page's Markdown; of a notebook that of its cells."""
+    text = page.read_text("utf-8")
+    if page.suffix != ".ipynb":
+        return text
+    cells = json.loads(text)["cells"]
+    return "\n\n".join("".join(x["source"]) for x in cells if x["cell_type"] == "markdown")
+
+
+@pytest.mark.parametrize("page", [*DOCUMENTS, *NOTEBOOKS], ids=page_id)
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         if "://" in link or "`" in link:
             continue
         path, _, anchor = link.partition("#")
