@@ -578,8 +578,10 @@ wheel: .venv/wheels build/ptx.fatbin ## the wheel of this machine, with few kern
 	$(BIN)/python tools/wheels.py --out build/wheel --kernels build/ptx.fatbin manylinux_2_28_$$(uname -m)
 	$(BIN)/python tools/try_wheel.py --briefly $(WHEEL)
 
-test-wheels: wheels ## the wheel of this machine and the pure one without a compiler; the sdist with gcc and clang
+test-wheels: wheels .venv/test ## the wheel of this machine, also with README, and the pure one, without a compiler; the sdist with gcc and clang
 	$(BIN)/python tools/try_wheel.py dist/*-manylinux_*_$$(uname -m).whl
+	$(BIN)/python tools/try_wheel.py --pages --beside $(BIN)/../lib/python*/site-packages \
+		dist/*-manylinux_*_$$(uname -m).whl
 	$(BIN)/python tools/try_wheel.py --beside $(BIN)/../lib/python*/site-packages dist/*-none-any.whl
 	CC=gcc $(BIN)/python tools/try_wheel.py --numpy 2.0.0 dist/*.tar.gz
 	CC=clang $(BIN)/python tools/try_wheel.py --numpy 2.0.0 dist/*.tar.gz
