@@ -317,16 +317,16 @@ test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
 # The PTX that the compiler for GPUs wrote, run a warp at a time (tools/ptx) in the place of the
 # emulation: it has what only that compiler sees, and is counted. Needs PyPI, as `make cuda` does.
 PTX := build/ptx
-PTX_CORE := $(CUDA_HOST) $(PTX)/machine.o $(PTX)/operations.o
+PTX_CORE := $(CUDA_HOST) $(PTX)/machine.o $(PTX)/instructions.o
 PTX_PROGRAMS := $(addprefix build/kernels/compute_,75.program 80.program)
 PTX_CUBINS := $(addprefix build/kernels/sm_,75.cubin 80.cubin 89.cubin 90.cubin)
 .SECONDARY: $(PTX_PROGRAMS:.program=.ptx)
 
-$(PTX)/%.o: tools/ptx/%.cpp tools/ptx/machine.h csrc/half.h
+$(PTX)/%.o: tools/ptx/%.cpp tools/ptx/instructions.h csrc/half.h
 	@mkdir -p $(@D)
 	$(CXX) -std=gnu++20 -O2 -Wall -Wextra -Werror -ffp-contract=off -fPIC -Icsrc -c $< -o $@
 
-$(PTX)/libmachine.so: $(PTX)/machine.o $(PTX)/operations.o
+$(PTX)/libmachine.so: $(PTX)/machine.o $(PTX)/instructions.o
 	$(CXX) -shared $^ -o $@
 
 build/kernels/%.program: build/kernels/%.ptx tools/ptx_program.py

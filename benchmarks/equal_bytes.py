@@ -24,6 +24,7 @@ import torch
 from tqdm import tqdm
 
 from h2o import H2OCache, models
+from h2o.compat import with_cache
 from h2o.evaluation import windows
 from h2o.evaluation.setting import Setting, parse_all
 from h2o.evaluation.text_table import table
@@ -64,11 +65,15 @@ def rows(window: int, rest: int) -> list[tuple[str, dict]]:
 def bytes_held(model: Any, ids: list[int], setting: Setting, prompt: int) -> tuple[int, int]:
     """Bytes of a real cache after the prompt and at the end, scores, positions and all."""
     cache = H2OCache(model.config, setting.config, prompt_length=len(ids))
-    sizes = []
-    for part, tokens in ((ids[:prompt], None), (ids[prompt:], 1)):
-        windows.read(model, cache, torch.tensor([part]), tokens)
-        total = cache.report().total
-        sizes.append(total.bytes_held + total.bytes_bookkeeping)
+    tokens, sizes = torch.tensor([ids]), []
+    model.set_attn_implementation("h2o")
+    with torch.no_grad():
+        for start, stop in [(0, prompt), *((i, i + 1) for i in range(prompt, len(ids)))]:
+            model(tokens[:, start:stop], use_cache=True, **with_cache(cache))
+            if stop in (prompt, len(ids)):
+                total = cache.report().total
+                sizes.append(total.bytes_held + total.bytes_bookkeeping)
+    model.set_attn_implementation("sdpa")
     return sizes[0], sizes[1]
 
 

@@ -84,7 +84,7 @@ def finds(model: Any, cache: H2OCache, asked: needles.Asked) -> tuple[bool, int]
     """Whether the one fact asked for is found, and the columns seen after the question."""
     ((question, answer),) = asked
     decoded = []
-    for ids in (question, *needles.split_fed(answer)):
+    for ids in (question, *answer[:, :-1].split(1, dim=1)):
         logits = model(ids, cache=cache, use_cache=True).logits
         decoded.append(logits[0, -1].argmax().item())
         if len(decoded) == 1:

@@ -65,7 +65,7 @@ class NoCache(DynamicCache):
     seen = 0
 
     def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         self.seen += keys.shape[2] if layer_idx == 0 else 0
         return keys, values

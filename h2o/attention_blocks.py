@@ -10,10 +10,12 @@ Shape letters: H query heads, G key/value heads, n tokens, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+
+from h2o.sink_logits import softmax
 
 ROWS = 64  # rows of logits that exist at one time
 
@@ -41,6 +43,35 @@ def logit_blocks(
             logits = softcap * torch.tanh(logits / softcap)
         future = torch.ones(last - first, last, dtype=torch.bool, device=query.device)
         yield first, logits.masked_fill_(future.triu(first + 1), -torch.inf)
+
+
+def attend_blocks(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    hide: Callable[[int, Tensor], Tensor],
+    *,
+    scale: float | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention [n, H, D] without some of the keys.
+
+    Args:
+        query: [H, n, D]; keys, values: [G, n, D].
+        hide: says which keys a block's rows do not see, [H, rows, keys] bool, from its first row
+            and logits.
+        scale, softcap: as of `logit_blocks`.
+        sinks: [H, 1, 1], see `h2o.sink_logits`.
+    """
+    H, n, D = query.shape
+    out = torch.empty(n, H, D, dtype=query.dtype, device=query.device)
+    values = values.float().repeat_interleave(H // len(values), dim=0)
+    for first, logits in logit_blocks(query, keys, scale, softcap):
+        last = logits.shape[2]
+        p = softmax(logits.masked_fill(hide(first, logits), -torch.inf), sinks)
+        out[first:last] = (p @ values[:, :last]).transpose(0, 1).to(out.dtype)
+    return out
 
 
 def retained_mass(

@@ -92,26 +92,33 @@ def pair_amounts(amounts: tuple[Any, Any], what: str) -> list[tuple[Any, Any]]:
     return list(zip(heavy, recent, strict=True))
 
 
+def mean_pair(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The mean (heavy, recent), rounded down."""
+    heavy, recent = (sum(part) // len(pairs) for part in zip(*pairs, strict=True))
+    return heavy, recent
+
+
 def check_budget(name: str, value: Any) -> Any:
     """A budget with its numbers checked: an amount, a function, or a tuple with an amount, or a
     tuple of amounts for its heads, for each layer."""
     if callable(value):
         return value
     rows = value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", 0) else value
-    if is_list(rows):
-        if not rows:
-            raise ValueError(f"{name} is an empty list: give one amount per layer of the model")
-        return tuple(check_head_amounts(f"{name}[{i}]", amount) for i, amount in enumerate(rows))
-    return check_amount(name, value)
+    return _check_list(name, rows, "layer of the model", check_head_amounts)
 
 
 def check_head_amounts(name: str, value: Any) -> Any:
     """Check the amounts of one layer: a single one, or a tuple with one for each head."""
+    return _check_list(name, value, "key/value head", check_amount)
+
+
+def _check_list(name: str, value: Any, what: str, check: Callable[[str, Any], Any]) -> Any:
+    """A single amount, or a tuple with one per `what`, each of which `check` has passed."""
     if not is_list(value):
         return check_amount(name, value)
     if not value:
-        raise ValueError(f"{name} is an empty list: give one amount per key/value head")
-    return tuple(check_amount(f"{name}[{i}]", amount) for i, amount in enumerate(value))
+        raise ValueError(f"{name} is an empty list: give one amount per {what}")
+    return tuple(check(f"{name}[{i}]", amount) for i, amount in enumerate(value))
 
 
 def is_list(value: Any) -> bool:

@@ -1,7 +1,8 @@
-"""Everything that h2o borrows from inside transformers, accelerate, PEFT and torch.
+"""Everything that h2o borrows from inside transformers and torch.
 
 Private names, signatures of other people's functions and differences between versions stand in
-this module only, each with what it is and what happens in a version that lacks it. `packages.py`
+this module and in `h2o.compat_wrappers` only, each with what it is and what happens in a version
+that lacks it. `packages.py`
 knows which versions of transformers are supported and which ones were tested. A name that one of
 the `import` statements below needs and that a later version has moved is an ImportError, which
 `h2o` reports where it is first used.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -140,11 +141,13 @@ def new_text() -> NewText | None:
             embedded = here.get("inputs_embeds") is not None
     if not masks:
         return None
-    numbers = positions[-1] if positions else None
+    mask, numbers = masks[0], positions[-1] if positions else None
     if isinstance(numbers, Tensor) and numbers.ndim == 3:  # of a model that reads images too
         numbers = numbers[0]
-    said = masks[0], numbers
-    mask, numbers = (x if isinstance(x, Tensor) and x.ndim == 2 else None for x in said)
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        mask = None
+    if not isinstance(numbers, Tensor) or numbers.ndim != 2:
+        numbers = None
     is_step = "generate" in calls and "_prefill" not in calls
     return NewText(mask, numbers, is_step and embedded and numbers is None)
 
@@ -159,16 +162,18 @@ def keeper_of_rope_deltas() -> Any:
     return None
 
 
-def _calls_under_way() -> Iterator[tuple[str, dict[str, Any]]]:
+def _calls_under_way() -> list[tuple[str, dict[str, Any]]]:
     """Name and local variables of each call of transformers that has led here, the latest first."""
+    calls = []
     frame = sys._getframe(1)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package.startswith("transformers"):  # transformers_modules: a model's own code
-            yield frame.f_code.co_name, frame.f_locals  # callers' would keep tensors alive
+            calls.append((frame.f_code.co_name, frame.f_locals))  # others would keep tensors alive
         elif package not in ("h2o", "torch"):
-            return
+            break
         frame = frame.f_back
+    return calls
 
 
 # ---- Attention functions -------------------------------------------------------------------------
@@ -330,133 +335,6 @@ def forget_longest(module: nn.Module, prefix: str) -> None:
         f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False
     )
     setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
-
-
-# ---- Wrappers: PEFT, torch.compile, accelerate ---------------------------------------------------
-
-
-def inner_model(model: Any) -> Any:
-    """The model inside one wrapper of torch.compile or PEFT; None where there is no wrapper."""
-    if hasattr(model, "_orig_mod"):
-        return model._orig_mod
-    return model.get_base_model() if hasattr(model, "get_base_model") else None
-
-
-def compiled_model(model: Any) -> Any:
-    """The model inside all wrappers of torch.compile, those of PEFT left on."""
-    while hasattr(model, "_orig_mod"):
-        model = model._orig_mod
-    return model
-
-
-def innermost_model(model: Any) -> Any:
-    """The model inside all wrappers."""
-    while (inner := inner_model(model)) is not None:
-        model = inner
-    return model
-
-
-ADAPTED = ("base_layer", "original_module", "token_adapter")
-"""Attributes by which PEFT's layers hold the layer that they have taken the place of."""
-
-
-def has_adapters(module: nn.Module) -> bool:
-    """Whether a module is a layer of PEFT's, which has another one inside."""
-    return hasattr(type(module), "adapter_layer_names")
-
-
-def adapter_fields(layer: Any) -> set[str]:
-    """Attributes of a layer of PEFT's that hold weights of adapters, by the adapters' names."""
-    names = (*layer.adapter_layer_names, *layer.other_param_names)
-    return {name.partition(".")[0] for name in names}
-
-
-def adapters_at_work(layer: Any) -> tuple[str, ...]:
-    """Names of the adapters that a layer of PEFT's adds to the one inside: not those that are
-    switched off, and none once some were merged into that."""
-    if layer.disable_adapters or layer.merged_adapters:
-        return ()
-    return tuple(layer.active_adapters)
-
-
-def adapter_scale(layer: Any, adapter: str) -> float:
-    """Factor of an adapter in a layer of PEFT's, 1 for a method that has no such number."""
-    scales = getattr(layer, "scaling", None)
-    return float(scales.get(adapter, 1.0)) if isinstance(scales, dict) else 1.0
-
-
-def virtual_tokens(model: Any) -> tuple[nn.Module, ...]:
-    """Modules that make the tokens which PEFT puts before each text (prompt tuning and the like);
-    none where these are switched off."""
-    found: list[nn.Module] = []
-    while model is not None:
-        encoders = getattr(model, "prompt_encoder", {}) if hasattr(model, "peft_config") else {}
-        if not getattr(model, "_adapters_disabled", False):
-            found += [encoders[x] for x in model_adapters(model) if x in encoders]
-        model = inner_model(model)
-    return tuple(found)
-
-
-def model_adapters(model: Any) -> tuple[str, ...]:
-    """Names of the adapters that a PEFT model has made active."""
-    active = getattr(model, "active_adapter", ())
-    if not hasattr(model, "get_base_model"):
-        return ()
-    return (active,) if isinstance(active, str) else tuple(active)
-
-
-def saved_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters of a module itself, and those of its buffers that are saved with them."""
-    passing = module._non_persistent_buffers_set
-    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
-    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-    return [*parameters, *((name, x) for name, x in buffers if name not in passing)]
-
-
-def peft_type(model: Any) -> str:
-    """Method of the active adapter of a PEFT model, such as "LORA"; "" of any other model."""
-    return str(getattr(getattr(model, "active_peft_config", None), "peft_type", "")).rpartition(
-        "."
-    )[2]
-
-
-def repeats_virtual_tokens(model: Any) -> bool:
-    """Whether `generate()` of a PEFT model tuned by prompts puts them before each decode step too:
-    where its PEFT does not know the cache by the name that this transformers gives it."""
-    if not virtual_tokens(model):
-        return False
-    return CACHE not in type(model).prepare_inputs_for_generation.__code__.co_consts
-
-
-def num_virtual_tokens(model: Any) -> int:
-    """Number of embeddings that a PEFT model tuned by prompts puts before each text; 0 for any
-    other model."""
-    config = getattr(model, "active_peft_config", None)
-    return config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
-
-
-def activates_by_tokens(model: Any) -> bool:
-    """Whether an adapter is switched on by tokens of the prompt (aLoRA), which PEFT looks for in
-    the input of each call."""
-    configs = getattr(model, "peft_config", {})
-    return any(getattr(x, "alora_invocation_tokens", None) for x in configs.values())
-
-
-def is_offloaded(module: nn.Module) -> bool:
-    """Whether accelerate moves a module's weights, so that they do not stay where they are."""
-    return hasattr(module, "_hf_hook")
-
-
-def accelerate_hooks(module: nn.Module) -> tuple[Any, ...]:
-    """accelerate's hooks of a module, those of a SequentialHook one by one."""
-    hook = getattr(module, "_hf_hook", None)
-    return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
-
-
-def device_mesh(module: nn.Module) -> Any:
-    """The DeviceMesh over which a tensor parallel module is cut, as transformers noted it before
-    5.11; None later, when parameters are DTensors and have one of their own."""
-    return getattr(module, "_hf_device_mesh", None)
 
 
 # ---- torch ---------------------------------------------------------------------------------------

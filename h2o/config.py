@@ -19,11 +19,15 @@ from h2o.budgets import (
     check_tokens,
     check_total,
     flatten,
+    layer_amount,
+    mean_pair,
+    pair_amounts,
+    raise_to_least,
+    recent_part,
 )
 from h2o.config_fields import ConfigFields, Positions
-from h2o.head_budgets import NAMED, SHARED_TWICE, table
-from h2o.kv_dtype import QUANTIZED, KvDtype, fewest_bits, per_token
-from h2o.layer_plan import LayerPlan
+from h2o.head_budgets import NAMED, SHARED_TWICE, check_table
+from h2o.kv_dtype import QUANTIZED, KvDtype, fewest_bits, fitting, per_token
 from h2o.model_identity import describe, key_size, latent_row
 from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_policy
 from h2o.presets import PRESETS, Presets
@@ -148,7 +152,7 @@ class H2OConfig(Presets):
             )
         named = isinstance(self.head_shares, str) and self.head_shares in NAMED
         if not named and self.head_shares is not None:
-            put(self, "head_shares", table(self.head_shares))
+            put(self, "head_shares", check_table(self.head_shares))
         if self.shares_by_echo and self.score_by != "mean-echo":
             raise ValueError(
                 f'head_shares="echo" goes with score_by="mean-echo", not {self.score_by!r}'
@@ -229,12 +233,59 @@ class H2OConfig(Presets):
             raise ValueError(
                 f"budget={self.budget} depends on the model: call config.for_model(model) first"
             )
-        alike = self if self.head_shares is None else dataclasses.replace(self, head_shares=None)
-        return LayerPlan.of(alike, 0, 1).tokens(n)
+        pairs = pair_amounts(self.layer_amounts(0, 1), "key/value head")
+        count = self.count_pair
+        return mean_pair([count(x, n, self._token_bytes, self.min_tokens) for x in pairs])
 
     def count_held(self, n: int, prompt: int | None = None) -> int:
         """Tokens that a row of n holds at its end; fractions are of `prompt` tokens, else of n."""
         return min(n, self.sinks + sum(self.tokens(n if prompt is None else prompt)))
+
+    def layer_amounts(self, layer: int, layers: int) -> tuple[Any, Any]:
+        """(heavy, recent) of one of a model's layers: an amount, or one for each key/value head."""
+        heavy, recent = (
+            layer_amount(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
+        )
+        check_total((heavy,), (recent,), self.sinks)
+        return heavy, recent
+
+    def count_pair(
+        self,
+        pair: tuple[Amount, Amount],
+        n: int,
+        token_bytes: tuple[int, int] | None,
+        min_tokens: int,
+    ) -> tuple[int, int]:
+        """(heavy, recent) of one head in tokens, for a row whose prompt has n tokens.
+
+        Args:
+            pair: heavy and recent as given.
+            token_bytes: as of a `LayerPlan`.
+            min_tokens: as of the config, or 0 for no lower limit.
+        """
+        heavy, recent = self.truncate_pair(pair, n, token_bytes)
+        fractions = tuple(x if isinstance(x, float) else 0.0 for x in pair)
+        if self.budget_unit == "keys":
+            one = [int(fraction > 0) for fraction in fractions]
+            heavy, recent = max(heavy, one[0]), max(recent, one[1])
+        least = min_tokens - self.sinks
+        return raise_to_least(least, recent_part(min_tokens), (heavy, recent), fractions)
+
+    def truncate_pair(
+        self, pair: tuple[Amount, Amount], n: int, token_bytes: tuple[int, int] | None
+    ) -> tuple[int, int]:
+        """`count_pair` where fractions may come to 0 tokens."""
+        if self.budget_unit == "keys":
+            heavy, recent = (int(x * n) if isinstance(x, float) else x for x in pair)
+            return heavy, recent
+        if token_bytes is None:
+            raise ValueError('budget_unit="bytes": ask config.for_model(model) first')
+        part = sum(pair)
+        if part == 0:  # sinks alone
+            return 0, 0
+        rest = fitting(int(part * n * token_bytes[0]), token_bytes, self.sinks)
+        recent = int(rest * pair[1] / part)
+        return rest - recent, recent
 
     def _take_preset(self, given: frozenset[str]) -> None:
         """Fill in the preset that `budget` means, but for the fields that were given."""

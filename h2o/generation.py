@@ -140,7 +140,8 @@ def generate(
     if compile := compile and config is not None:
         progress.say(f"{mode}: compiling the decode step, which takes a minute or two")
         how |= compiling()
-        warm = _new_cache(model, config, ids.shape[1], compile, None)
+        with _name_options(compile, None):
+            warm = new_cache(model, config, ids.shape[1], compile)
         time_tokens(model, tokenizer, ids[:, :8], warm, **how | {"max_new_tokens": 3})
 
     def show(text: str, count: int) -> None:
@@ -150,8 +151,8 @@ def generate(
             progress.update("")
             stream(text)
 
-    with _name_pins(pinned):
-        cache = _new_cache(model, config, ids.shape[1], compile, pinned)
+    with _name_options(compile, pinned):
+        cache = new_cache(model, config, ids.shape[1], compile, pinned)
         progress.update(f"{mode}: prefill")
         try:
             times = time_tokens(model, tokenizer, ids, cache, show, **how)
@@ -172,21 +173,14 @@ def generate(
     return run, times.tokens
 
 
-def _new_cache(model: Any, config: H2OConfig | None, tokens: int, compile: bool, pins: Any) -> Any:
-    try:
-        return new_cache(model, config, tokens, compile, pins)
-    except UnsupportedError as error:
-        if compile:
-            raise UserError(f"--compile: {error}") from error
-        raise
-
-
 @contextlib.contextmanager
-def _name_pins(pinned: Pinned) -> Iterator[None]:
-    """Turn a ValueError into a UserError about --pin where keys are pinned."""
+def _name_options(compile: bool, pinned: Pinned) -> Iterator[None]:
+    """Turn errors about --compile and --pin into a UserError that names the option."""
     try:
         yield
     except ValueError as error:
+        if compile and isinstance(error, UnsupportedError):
+            raise UserError(f"--compile: {error}") from error
         if pinned is None:
             raise
         raise UserError(f"--pin: {error}") from error

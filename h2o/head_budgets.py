@@ -33,7 +33,7 @@ Table = tuple[tuple[float, ...], ...]
 """[layers][key/value heads], positive; only the ratios count"""
 
 
-def table(shares: Any) -> Any:
+def check_table(shares: Any) -> Any:
     """`head_shares` as users may give it (lists, an array, a Profile), checked.
 
     Raises: TypeError for what is none of these, ValueError for a number that is not positive and

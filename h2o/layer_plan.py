@@ -8,18 +8,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from h2o.budgets import (
-    UNLIMITED,
-    Amount,
-    check_total,
-    flatten,
-    layer_amount,
-    pair_amounts,
-    raise_to_least,
-    recent_part,
-)
+from h2o.budgets import UNLIMITED, Amount, flatten, mean_pair, pair_amounts
+from h2o.config import H2OConfig
 from h2o.head_budgets import SHARED_TWICE, apportion, check_shares
-from h2o.kv_dtype import fitting, in_elements
+from h2o.kv_dtype import in_elements
 from h2o.policy import Policy
 
 
@@ -27,8 +19,8 @@ from h2o.policy import Policy
 class LayerPlan:
     """The budgets of one layer; made once for a model and a config, and never changed."""
 
-    config: Any
-    """The `H2OConfig` of all layers"""
+    config: H2OConfig
+    """The config of all layers"""
     layer: int
     heavy: Amount | tuple[Amount, ...]
     """An amount, or one for each key/value head"""
@@ -37,18 +29,32 @@ class LayerPlan:
     """Shares of all heads of the model: a `Table` or a Profile; None: heads have the same"""
     token_bytes: tuple[int, int] | None
     """Bytes of a token in a full cache and in a slot; None: budgets are not in bytes"""
+    sinks: int = dataclasses.field(init=False, repr=False)
+    policy: Policy = dataclasses.field(init=False, repr=False)
+    pairs: tuple[tuple[Amount, Amount], ...] = dataclasses.field(init=False, repr=False)
+    """(heavy, recent) as given: of each head, or of all"""
+    needs_prompt_length: bool = dataclasses.field(init=False, repr=False)
+    """Whether a budget is a fraction"""
+    floor: int = dataclasses.field(init=False, repr=False)
+    """Keys that each head keeps at least: `min_tokens`, or 0 where no amount is a fraction"""
+
+    def __post_init__(self) -> None:
+        fractions = [x for x in flatten((self.heavy, self.recent)) if isinstance(x, float)]
+        put = object.__setattr__  # frozen
+        put(self, "sinks", self.config.sinks)
+        put(self, "policy", self.config.policy)
+        put(self, "pairs", tuple(pair_amounts((self.heavy, self.recent), "key/value head")))
+        put(self, "needs_prompt_length", bool(fractions))
+        put(self, "floor", self.config.min_tokens if any(fractions) else 0)
 
     @classmethod
-    def of(cls, config: Any, layer: int, layers: int) -> LayerPlan:
+    def of(cls, config: H2OConfig, layer: int, layers: int) -> LayerPlan:
         """The plan of one of a model's `layers` layers, counted from 0.
 
         Raises:
             ValueError: a list, or `head_shares`, has not one entry per layer.
         """
-        heavy, recent = (
-            layer_amount(name, getattr(config, name), layer, layers) for name in ("heavy", "recent")
-        )
-        check_total((heavy,), (recent,), config.sinks)
+        heavy, recent = config.layer_amounts(layer, layers)
         shares = config.head_shares
         if isinstance(shares, str):
             if shares == "shipped":
@@ -60,30 +66,9 @@ class LayerPlan:
             raise ValueError(SHARED_TWICE)
         return cls(config, layer, heavy, recent, shares, config._token_bytes)
 
-    @property
-    def sinks(self) -> int:
-        sinks: int = self.config.sinks
-        return sinks
-
-    @property
-    def policy(self) -> Policy:
-        policy: Policy = self.config.policy
-        return policy
-
-    @property
-    def needs_prompt_length(self) -> bool:
-        """Whether a budget is a fraction."""
-        return any(isinstance(x, float) for x in flatten((self.heavy, self.recent)))
-
-    @property
-    def floor(self) -> int:
-        """Keys that each head keeps at least: `min_tokens`, or 0 where no amount is a fraction."""
-        amounts = flatten((self.heavy, self.recent))
-        return self.config.min_tokens if any(isinstance(x, float) and x > 0 for x in amounts) else 0
-
     def check_attention(self, module: Any) -> None:
         """Raises ValueError for shares of another model than the attention module's."""
-        if self.shares is not None and not isinstance(self.shares, tuple):
+        if not isinstance(self.shares, tuple | None):
             self.shares.check_attention(module, self.layer)
 
     def for_keys(self, D: int, element: int, rows: int = 2) -> LayerPlan:
@@ -98,37 +83,14 @@ class LayerPlan:
         sizes = in_elements(self.token_bytes, full, self.config.kv_dtype)
         return dataclasses.replace(self, token_bytes=sizes)
 
-    def head_tokens(self, n: int, pinned: int = 0) -> list[tuple[int, int]]:
+    def head_tokens(
+        self, n: int, pinned: int = 0, min_tokens: int | None = None
+    ) -> list[tuple[int, int]]:
         """(heavy, recent) of each key/value head in tokens, or a single pair for all of them, for a
-        row whose prompt has n tokens. `pinned`: see `h2o.head_budgets.apportion`."""
-        return self._head_tokens(n, pinned, self.config.min_tokens)
-
-    def truncate_tokens(self, n: int) -> tuple[int, int]:
-        """(heavy, recent) where fractions may come to 0 tokens, as in the authors' code, and
-        `min_tokens` has no effect."""
-        return self._truncated(self._pairs[0], n)
-
-    def is_raised(self, n: int) -> bool:
-        """Whether a fraction of n tokens comes to less than one, which `head_tokens` makes one."""
-        return any(self._tokens(x, n, 0) != self._truncated(x, n) for x in self._pairs)
-
-    def is_floored(self, n: int) -> bool:
-        """Whether `min_tokens` is what a head keeps of n tokens."""
-        heads = zip(self.head_tokens(n), self._head_tokens(n, 0, 0), strict=True)
-        return any(sum(held) != sum(fraction) for held, fraction in heads)
-
-    def tokens(self, n: int) -> tuple[int, int]:
-        """(heavy, recent) in tokens: the mean over the heads, rounded down."""
-        heads = [self._tokens(pair, n, self.config.min_tokens) for pair in self._pairs]
-        return sum(h for h, _ in heads) // len(heads), sum(r for _, r in heads) // len(heads)
-
-    @property
-    def _pairs(self) -> list[tuple[Amount, Amount]]:
-        """(heavy, recent) as given: of each head, or of all."""
-        return pair_amounts((self.heavy, self.recent), "key/value head")
-
-    def _head_tokens(self, n: int, pinned: int, min_tokens: int) -> list[tuple[int, int]]:
-        heads = [self._tokens(pair, n, min_tokens) for pair in self._pairs]
+        row whose prompt has n tokens. `pinned`: see `h2o.head_budgets.apportion`. `min_tokens`: in
+        place of the config's."""
+        least = self.config.min_tokens if min_tokens is None else min_tokens
+        heads = self._pair_tokens(n, least)
         if self.shares is None:
             return heads
         ((heavy, recent),) = heads
@@ -136,29 +98,33 @@ class LayerPlan:
         if k >= UNLIMITED:
             return heads
         fraction = k / n if self.needs_prompt_length and n else None
-        least = min_tokens if self.floor else 0
+        least = least if self.floor else 0
         return apportion(
             self.shares, self.layer, heavy, recent, self.sinks, fraction, least, pinned
         )
 
-    def _tokens(self, pair: tuple[Amount, Amount], n: int, min_tokens: int) -> tuple[int, int]:
-        heavy, recent = self._truncated(pair, n)
-        fractions = tuple(x if isinstance(x, float) else 0.0 for x in pair)
-        if self.config.budget_unit == "keys":
-            one = [int(fraction > 0) for fraction in fractions]
-            heavy, recent = max(heavy, one[0]), max(recent, one[1])
-        least = min_tokens - self.sinks
-        return raise_to_least(least, recent_part(min_tokens), (heavy, recent), fractions)
+    def truncate_tokens(self, n: int) -> tuple[int, int]:
+        """(heavy, recent) where fractions may come to 0 tokens, as in the authors' code, and
+        `min_tokens` has no effect."""
+        return self.config.truncate_pair(self.pairs[0], n, self.token_bytes)
 
-    def _truncated(self, pair: tuple[Amount, Amount], n: int) -> tuple[int, int]:
-        if self.config.budget_unit == "keys":
-            heavy, recent = (int(x * n) if isinstance(x, float) else x for x in pair)
-            return heavy, recent
-        if self.token_bytes is None:
-            raise ValueError('budget_unit="bytes": ask config.for_model(model) first')
-        part = sum(pair)
-        if part == 0:  # sinks alone
-            return 0, 0
-        rest = fitting(int(part * n * self.token_bytes[0]), self.token_bytes, self.sinks)
-        recent = int(rest * pair[1] / part)
-        return rest - recent, recent
+    def is_raised(self, n: int) -> bool:
+        """Whether a fraction of n tokens comes to less than one, which `head_tokens` makes one."""
+        truncated = [self.config.truncate_pair(x, n, self.token_bytes) for x in self.pairs]
+        return self._pair_tokens(n, 0) != truncated
+
+    def is_floored(self, n: int) -> bool:
+        """Whether `min_tokens` is what a head keeps of n tokens."""
+        held, fractions = self.head_tokens(n), self.head_tokens(n, min_tokens=0)
+        return list(map(sum, held)) != list(map(sum, fractions))
+
+    def tokens(self, n: int) -> tuple[int, int]:
+        """(heavy, recent) in tokens: the mean over the heads, rounded down."""
+        return mean_pair(self._pair_tokens(n, self.config.min_tokens))
+
+    def _pair_tokens(self, n: int, min_tokens: int) -> list[tuple[int, int]]:
+        """Each of `pairs` in tokens."""
+        if not self.needs_prompt_length:
+            return [(int(heavy), int(recent)) for heavy, recent in self.pairs]
+        count = self.config.count_pair
+        return [count(x, n, self.token_bytes, min_tokens) for x in self.pairs]

@@ -212,32 +212,30 @@ def find_weights() -> Path:
 
 def convert(gguf: Path, target: Path) -> None:
     """Write the model and tokenizer of a GGUF file as a folder for from_pretrained, float32."""
+    import torch
     from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def write(folder: Path) -> None:
+        source = source_of(str(gguf))
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        # The weights are plain float32 now, but the model still says that it is quantized, which
+        # save_pretrained refuses.
+        if hasattr(model, "hf_quantizer"):
+            del model.hf_quantizer
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
     try:
-        make_once(target, lambda draft: _convert(gguf, draft))
+        make_once(target, write)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"cannot write to the cache folder {target.parent} ({reason}): "
             "set H2O_CACHE to a folder that can hold 600 MB"
         ) from error
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    source = source_of(str(gguf))
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The weights are plain float32 now, but the model still says that it is quantized, which
-    # save_pretrained refuses.
-    if hasattr(model, "hf_quantizer"):
-        del model.hf_quantizer
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
 def tokenizer_folder(gguf: str) -> Path:

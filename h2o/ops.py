@@ -133,23 +133,14 @@ def attend(
     answers prompts on CUDA (`h2o info` says so), outputs of some hundred tokens before it may be
     NaN too.
     """
-    if grad_enabled():
-        _refuse_grad(
-            slots, query=query, keys=keys, values=values, out=out, scores=scores,
-            sink_logits=sink_logits,
-        )  # fmt: skip
+    _refuse_grad(
+        slots, query=query, keys=keys, values=values, out=out, scores=scores,
+        sink_logits=sink_logits,
+    )  # fmt: skip
     if fields:
         policy = one_policy(policy, fields)
     backend = backends.serving(query)
-    sizes, key_sizes = four_sizes(query), four_sizes(keys)
-    if sizes is not None and key_sizes is not None:
-        B, H, Q, D = sizes
-        if out is None:
-            out = empty(query, (B, Q, H, D))
-        if scores is None:
-            scores = empty(query, (B, key_sizes[1], Q), "float32")
-    if scale is None:
-        scale = default_scale(query, sizes)
+    scale, out, scores = _fill_in(query, keys, scale, out, float32=scores)
     backend.attend(
         query, keys, values, mask, slots, out, scores, scale, softcap, policy, sink_logits, None,
         None,
@@ -172,17 +163,9 @@ def log_sums(
     With the logit of a key it gives the weight of that key, exp(logit - log sum), for who needs
     those of few keys: half of the work of `attend`, whose arguments these are. Nothing is written.
     """
-    if grad_enabled():
-        _refuse_grad(slots, query=query, keys=keys, sink_logits=sink_logits)
-    sizes, key_sizes = four_sizes(query), four_sizes(keys)
-    out = scores = sums = None
-    if sizes is not None and key_sizes is not None:
-        B, H, Q, D = sizes
-        out = empty(query, (B, Q, H, D))
-        scores = empty(query, (B, key_sizes[1], Q), "float32")
-        sums = empty(query, (B, H, Q), "float32")
-    if scale is None:
-        scale = default_scale(query, sizes)
+    _refuse_grad(slots, query=query, keys=keys, sink_logits=sink_logits)
+    scale, out, scores = _fill_in(query, keys, scale, None, float32=None)
+    sums = None if four_sizes(query) is None else empty(query, tuple(query.shape[:3]), "float32")
     values = keys if slots is None or slots.values is not None else None
     backends.serving(query).attend(
         query, keys, values, mask, slots, out, scores, scale, softcap, PAPER, sink_logits, sums,
@@ -221,8 +204,7 @@ def evict(
             scores that `attend` gives with the same.
         decay: what `attend` was given.
     """
-    if grad_enabled():
-        _refuse_grad(slots, keys=keys, values=values, scores=scores)
+    _refuse_grad(slots, keys=keys, values=values, scores=scores)
     if fields:
         policy = one_policy(policy, fields)
     backends.serving(keys).evict(keys, values, scores, mask, slots, policy)
@@ -263,16 +245,14 @@ def step(
     Returns:
         out
     """
-    if grad_enabled():
-        _refuse_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
+    _refuse_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
     if fields:
         policy = one_policy(policy, fields)
     backend = backends.serving_if_open(query)
-    sizes = four_sizes(query)
-    if sizes is not None:
+    sizes = four_sizes(query)  # not `_fill_in`: each layer of each new token comes by here
+    if out is None and sizes is not None:
         B, H, Q, D = sizes
-        if out is None:
-            out = empty(query, (B, Q, H, D))
+        out = empty(query, (B, Q, H, D))
     if scale is None:
         scale = default_scale(query, sizes)
     table, ranks = (None, None) if rotary is None else rotary
@@ -322,28 +302,19 @@ def simulate(
         (column number, pads counted) that no longer sees the key, Q if none, 0
         for a pad; [B, G, Q] float32, the score at the end or at eviction.
     """
-    if grad_enabled():
-        _refuse_grad(
-            None, query=query, keys=keys, values=values, out=out, scores=scores,
-            sink_logits=sink_logits,
-        )  # fmt: skip
+    _refuse_grad(
+        None, query=query, keys=keys, values=values, out=out, scores=scores,
+        sink_logits=sink_logits,
+    )  # fmt: skip
     if fields:
         policy = one_policy(policy, fields)
     backend = backends.serving(query)
     stored_keys = stored_values = None
     if kv_dtype is not None:
         stored_keys, stored_values = _quantized(keys, values, mask, kv_dtype)
-    sizes, key_sizes = four_sizes(query), four_sizes(keys)
-    if sizes is not None and key_sizes is not None:
-        (B, H, Q, D), G = sizes, key_sizes[1]
-        if out is None:
-            out = empty(query, (B, Q, H, D))
-        if evicted_at is None:
-            evicted_at = empty(query, (B, G, Q), "int32")
-        if scores is None:
-            scores = empty(query, (B, G, Q), "float32")
-    if scale is None:
-        scale = default_scale(query, sizes)
+    scale, out, evicted_at, scores = _fill_in(
+        query, keys, scale, out, int32=evicted_at, float32=scores
+    )
     backend.simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
         scale, softcap, policy, stored_keys, stored_values, sink_logits,
@@ -375,8 +346,27 @@ def info() -> dict[str, Any]:
     return backends.info()
 
 
+def _fill_in(
+    query: Tensor, keys: Tensor, scale: float | None, out: Tensor | None, **by_key: Tensor | None
+) -> Any:
+    """(scale, out [B, Q, H, D], each of `by_key` [B, G, Q]), made where they are None. `by_key`
+    names the dtypes. Outputs of tensors that the core refuses stay None."""
+    sizes, key_sizes = four_sizes(query), four_sizes(keys)
+    if scale is None:
+        scale = default_scale(query, sizes)
+    if sizes is None or key_sizes is None:
+        return scale, out, *by_key.values()
+    (B, H, Q, D), G = sizes, key_sizes[1]
+    if out is None:
+        out = empty(query, (B, Q, H, D))
+    made = (empty(query, (B, G, Q), x) if y is None else y for x, y in by_key.items())
+    return scale, out, *made
+
+
 def _refuse_grad(slots: Slots | None, **tensors: Tensor) -> None:
     """Raise BufferError for torch tensors whose gradient the operations would lose."""
+    if not grad_enabled():
+        return
     more = slots if isinstance(slots, Slots) else ()
     for index, tensor in enumerate((*tensors.values(), *more)):
         if tensor is not None and getattr(tensor, "requires_grad", False):

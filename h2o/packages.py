@@ -5,10 +5,8 @@ The commands in messages install from where this h2o came: a folder, a git URL o
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -127,7 +125,7 @@ def pure_version() -> str:
     installed = installed_folder()
     for folder in (PACKAGE, installed):
         if folder is not None and (folder / PURE_BUILD).is_file():
-            if folder == PACKAGE or same_sources():
+            if folder == PACKAGE or same_sources(folder):
                 return (folder / PURE_BUILD).read_text("utf-8").strip()
     return ""
 
@@ -156,7 +154,7 @@ def take_installed_core() -> bool:
     no core where pip built it elsewhere.
     """
     folder = installed_folder()
-    if folder is None or not cores(folder) or not same_sources():
+    if folder is None or not cores(folder) or not same_sources(folder):
         return False
     sys.modules["h2o"].__path__.append(str(folder))
     return has_core()
@@ -180,23 +178,10 @@ def installed_folder() -> Path | None:
     return None
 
 
-def same_sources() -> bool:
+def same_sources(installed: Path) -> bool:
     """Whether each Python file of this folder is as it was installed."""
-    installed = {
-        str(file): file.hash.value
-        for file in importlib.metadata.files(DISTRIBUTION) or []
-        if file.hash is not None and file.hash.mode == "sha256"
-    }
-    return all(
-        installed.get(f"h2o/{file.relative_to(PACKAGE).as_posix()}") == _installed_from(file)
-        for file in PACKAGE.rglob("*.py")
-    )
-
-
-def _installed_from(file: Path) -> str:
-    """A file's hash as a distribution records it."""
-    digest = hashlib.sha256(file.read_bytes()).digest()
-    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+    files = ((file, installed / file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py"))
+    return all(there.is_file() and there.read_bytes() == here.read_bytes() for here, there in files)
 
 
 def remedy() -> str:

@@ -1,7 +1,7 @@
 """Draw the figures of an analysis with matplotlib.
 
-Every function draws on the axes it is given, or on axes of a new figure, and returns them. Its
-docstring begins with the figure's caption on the page of `h2o analyze`.
+Every function draws on the axes it is given. Its docstring begins with the figure's caption on the
+page of `h2o analyze`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from h2o.draw import axes_or_new, need
+from h2o.draw import need
 
 if TYPE_CHECKING:
     from h2o.analysis.measured_text import MeasuredText
@@ -20,20 +20,18 @@ if TYPE_CHECKING:
 MEAN = {"marker": "o", "markersize": 3, "label": "mean of the heads"}
 
 
-def sparsity(a: MeasuredText, ax: Any = None, *, threshold: float = 0.01) -> Any:
+def sparsity(a: MeasuredText, ax: Any, *, threshold: float = 0.01) -> None:
     """Share of negligible attention entries by layer: the mean over heads, and their range."""
-    ax = axes_or_new(ax)
     shares = 100 * a.sparsity(threshold)
     ax.fill_between(a.layers, shares.min(1), shares.max(1), alpha=0.25, label="range of the heads")
     ax.plot(a.layers, shares.mean(1), **MEAN)
     ax.axhline(95, color="grey", linestyle=":", label="95%")
     title = f"Attention entries below {threshold:.0%} of their row's maximum"
-    return _by_layer(ax, title=title, ylabel="% of entries")
+    _by_layer(ax, title=title, ylabel="% of entries")
 
 
-def power_law(a: MeasuredText, ax: Any = None) -> Any:
+def power_law(a: MeasuredText, ax: Any) -> None:
     """Accumulated attention of the sorted keys by layer. A power law is a straight line."""
-    ax = axes_or_new(ax)
     colors = need("matplotlib").colormaps["viridis"]
     law = a.power_law()
     ranks = np.arange(1, len(a) + 1)
@@ -51,24 +49,20 @@ def power_law(a: MeasuredText, ax: Any = None) -> Any:
         yscale="log",
     )
     ax.legend(title="layer", fontsize="small")
-    return ax
 
 
-def carriers(a: MeasuredText, ax: Any = None) -> Any:
+def carriers(a: MeasuredText, ax: Any) -> None:
     """Share of the keys that carries 50, 80, 90, 95 and 99% of the attention, by layer."""
-    ax = axes_or_new(ax)
     for share, counts in a.power_law().keys.items():
         ax.plot(a.layers, 100 * counts / len(a), label=f"{100 * share:g}%")
     _by_layer(ax, title="Keys that carry most of the attention", ylabel="% of keys")
     ax.legend(
         title="of it", fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), reverse=True
     )
-    return ax
 
 
-def overlap(a: MeasuredText, ax: Any = None) -> Any:
+def overlap(a: MeasuredText, ax: Any) -> None:
     """Common heavy hitters of each two layers (Jaccard), as a heat map."""
-    ax = axes_or_new(ax)
     image = ax.imshow(a.overlap("layer"), vmin=0, vmax=1, cmap="magma")
     ticks = range(0, len(a.layers), max(len(a.layers) // 6, 1))
     names = [a.layers[i] for i in ticks]
@@ -76,40 +70,35 @@ def overlap(a: MeasuredText, ax: Any = None) -> Any:
     ax.set_yticks(ticks, names)
     ax.set(title="Common heavy hitters of two layers", xlabel="layer", ylabel="layer")
     ax.figure.colorbar(image, ax=ax, label="Jaccard")
-    return ax
 
 
-def halves(a: MeasuredText, ax: Any = None) -> Any:
+def halves(a: MeasuredText, ax: Any) -> None:
     """Heavy hitters that early and late queries have in common, by layer and head."""
-    ax = axes_or_new(ax)
     shares = a.overlap("half")
     ax.plot(a.layers, shares.mean(1), **MEAN)
     dots = ax.plot(a.layers, shares, ".", color="grey", markersize=3)
     dots[0].set_label("key/value heads")
     title = "Heavy hitters that early and late queries share"
-    return _by_layer(ax, title=title, ylabel="Jaccard", ylim=(0, 1.02))
+    _by_layer(ax, title=title, ylabel="Jaccard", ylim=(0, 1.02))
 
 
-def frequency(a: MeasuredText, ax: Any = None) -> Any:
+def frequency(a: MeasuredText, ax: Any) -> None:
     """Rank correlation of a token's attention with its frequency in the text, by layer."""
-    ax = axes_or_new(ax)
     for name, values in a.frequency().items():
         ax.plot(a.layers, values, label={"sum": "in all", "mean": "per occurrence"}[name])
     ax.axhline(0, color="grey", linewidth=0.6)
     title, ylabel = "Attention of a kind of token and its count", "Spearman's rank correlation"
-    return _by_layer(ax, title=title, ylabel=ylabel, ylim=(-1, 1))
+    _by_layer(ax, title=title, ylabel=ylabel, ylim=(-1, 1))
 
 
-def removal(a: MeasuredText, ax: Any = None, **options: Any) -> Any:
+def removal(a: MeasuredText, ax: Any, **options: Any) -> None:
     """Perplexity without the heaviest, random and newest keys."""
-    ax = axes_or_new(ax)
     table = a.removal(**options)
     ax.axhline(table.pop("full")[0.0], color="grey", linestyle="--", label="nothing removed")
     for kind, by_share in table.items():
         ax.plot([100 * x for x in by_share], list(by_share.values()), marker="o", label=kind)
     ax.set(title="Removed keys", xlabel="% of the keys before", ylabel="perplexity", yscale="log")
     ax.legend(fontsize="small")
-    return ax
 
 
 Configs = Mapping[str, "H2OConfig | None"]
@@ -119,18 +108,16 @@ OWN: Configs = {"this analysis": None}
 RETAINED = "% of a full cache's attention"
 
 
-def retained_mass(a: MeasuredText, ax: Any = None, *, configs: Configs = OWN) -> Any:
+def retained_mass(a: MeasuredText, ax: Any, *, configs: Configs = OWN) -> None:
     """Share of a full cache's attention that caches retain, by layer."""
-    ax = axes_or_new(ax)
     for name, config in configs.items():
         means = [100 * a.retained_mass(layer, h2o_config=config).mean() for layer in a.layers]
         ax.plot(a.layers, means, marker="o", markersize=3, label=name)
-    return _by_layer(ax, title="Attention retained, by layer", ylabel=RETAINED)
+    _by_layer(ax, title="Attention retained, by layer", ylabel=RETAINED)
 
 
-def retained_over_time(a: MeasuredText, ax: Any = None, *, configs: Configs = OWN) -> Any:
+def retained_over_time(a: MeasuredText, ax: Any, *, configs: Configs = OWN) -> None:
     """Share of a full cache's attention that caches retain, by token, smoothed."""
-    ax = axes_or_new(ax)
     width = max(len(a) // 50, 1)
     for name, config in configs.items():
         masses = [a.retained_mass(x, per_token=True, h2o_config=config).mean(0) for x in a.layers]
@@ -139,12 +126,10 @@ def retained_over_time(a: MeasuredText, ax: Any = None, *, configs: Configs = OW
     title = "Attention retained, as the text grows"
     ax.set(title=title, xlabel="token", ylabel=RETAINED, ylim=(0, 101))
     ax.legend(fontsize="small")
-    return ax
 
 
-def scores(a: MeasuredText, ax: Any = None, *, layer: int | None = None, per: str = "kv") -> Any:
+def scores(a: MeasuredText, ax: Any, *, layer: int | None = None, per: str = "kv") -> None:
     """Accumulated attention of every key: a row for each layer, or for each head of one layer."""
-    ax = axes_or_new(ax, figsize=(8, 3))
     from matplotlib.colors import LogNorm
 
     if layer is None:
@@ -159,7 +144,6 @@ def scores(a: MeasuredText, ax: Any = None, *, layer: int | None = None, per: st
     ax.set(title=title, xlabel="position", ylabel=ylabel)
     use_whole_numbers(ax.yaxis)
     ax.figure.colorbar(image, ax=ax)
-    return ax
 
 
 def use_whole_numbers(axis: Any) -> None:
@@ -167,15 +151,14 @@ def use_whole_numbers(axis: Any) -> None:
     axis.set_major_locator(need("matplotlib.ticker").MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def _by_layer(ax: Any, ylim: tuple[float, float] = (0, 101), **texts: str) -> Any:
+def _by_layer(ax: Any, ylim: tuple[float, float] = (0, 101), **texts: str) -> None:
     """Label axes whose x is the layer."""
     ax.set(xlabel="layer", ylim=ylim, **texts)
     use_whole_numbers(ax.xaxis)
     ax.legend(fontsize="small")
-    return ax
 
 
-FIGURES: dict[str, Callable[..., Any]] = {
+FIGURES: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
         sparsity,

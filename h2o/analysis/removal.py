@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o.analysis.collect import Attention, watch
-from h2o.attention_blocks import logit_blocks
+from h2o.attention_blocks import attend_blocks
 from h2o.sink_logits import softmax
 
 KINDS = ("heavy", "random", "recent")
@@ -45,30 +45,27 @@ def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: i
 
 def attend_without(seen: Attention, kind: str, share: float, chance: Tensor) -> Tensor:
     """Attention [n, H, D] without the removed keys. `chance` [G, n] orders those of "random"."""
-    H, n, D = seen.query.shape
-    G = len(seen.keys)
-    out = torch.empty(n, H, D, dtype=seen.query.dtype, device=seen.query.device)
-    values = seen.values.float().repeat_interleave(H // G, dim=0)
-    received = torch.zeros(G, n, dtype=torch.float32, device=out.device)
+    (H, n, _), G, device = seen.query.shape, len(seen.keys), seen.query.device
+    received = torch.zeros(G, n, dtype=torch.float32, device=device)
     sinks = None if seen.sink_logits is None else seen.sink_logits[:, None, None]
-    for first, logits in logit_blocks(seen.query, seen.keys, seen.scale, seen.softcap):
-        rows, columns = logits.shape[1:]
-        lost = int(share * first)
+
+    def hide(first: int, logits: Tensor) -> Tensor:
+        columns, lost = logits.shape[2], int(share * first)
         if kind == "recent":
-            row = torch.arange(first, columns, device=out.device)[:, None]
-            age = row - torch.arange(columns, device=out.device)
-            removed = ((age >= 1) & (age <= lost)).expand(G, rows, columns)
-        else:
-            rank = received if kind == "heavy" else chance
-            removed = torch.zeros(G, columns, dtype=torch.bool, device=out.device)
-            removed.scatter_(1, rank[:, :first].topk(lost, dim=1).indices, True)
-            removed = removed[:, None].expand(G, rows, columns)
+            row = torch.arange(first, columns, device=device)[:, None]
+            age = row - torch.arange(columns, device=device)
+            return (age >= 1) & (age <= lost)
+        rank = received if kind == "heavy" else chance
+        removed = torch.zeros(G, columns, dtype=torch.bool, device=device)
+        removed.scatter_(1, rank[:, :first].topk(lost, dim=1).indices, True)
         if kind == "heavy":
             received[:, :columns] += softmax(logits, sinks).view(G, -1, columns).sum(1)
-        logits.view(G, H // G, rows, columns).masked_fill_(removed[:, None], -torch.inf)
-        p = softmax(logits, sinks)
-        out[first:columns] = (p @ values[:, :columns]).transpose(0, 1).to(out.dtype)
-    return out
+        return removed.repeat_interleave(H // G, dim=0)[:, None]
+
+    return attend_blocks(
+        seen.query, seen.keys, seen.values, hide,
+        scale=seen.scale, softcap=seen.softcap, sinks=sinks,
+    )  # fmt: skip
 
 
 def perplexity(logits: Tensor | None, ids: Tensor) -> float:

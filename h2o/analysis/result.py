@@ -10,7 +10,7 @@ import numpy as np
 
 from h2o.analysis.figures import FIGURES
 from h2o.analysis.measured_text import MeasuredText
-from h2o.draw import shade_text
+from h2o.draw import axes_or_new, shade_text
 
 
 class Analysis(MeasuredText):
@@ -46,7 +46,9 @@ class Analysis(MeasuredText):
         """
         if figure not in FIGURES:
             raise ValueError(f"figure must be one of {', '.join(FIGURES)}, not {figure!r}")
-        return FIGURES[figure](self, ax, **options)
+        ax = axes_or_new(ax, **({"figsize": (8, 3)} if figure == "scores" else {}))
+        FIGURES[figure](self, ax, **options)
+        return ax
 
     def table(self, by: str = "layer") -> dict[str, np.ndarray]:
         """Numbers of each layer or query head, as columns: `pandas.DataFrame(a.table("head"))`.

@@ -153,9 +153,10 @@ def _first_mistake(
             if wrong:
                 return f"{name} gets {', '.join(wrong)} wrong"
     except RuntimeError as error:  # a device reports a failure when it is waited for
-        if not _is_fault(error):
+        text = str(error)
+        if "CUDA error" not in text or not any(words in text for words in FAULTS):
             raise
-        return f"{name} fails: {str(error).splitlines()[0]}"
+        return f"{name} fails: {text.splitlines()[0]}"
     return None
 
 
@@ -167,11 +168,6 @@ FAULTS = (
     "cuLaunchKernel of h2o_cuda",
 )  # fmt: skip
 """Texts of CUDA's errors, as torch and the core print them, for which a kernel is to blame."""
-
-
-def _is_fault(error: RuntimeError) -> bool:
-    text = str(error)
-    return "CUDA error" in text and any(words in text for words in FAULTS)
 
 
 def _map_tensors(arguments: Any, function: Callable[[Tensor], Tensor]) -> list[Any]:

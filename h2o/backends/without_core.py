@@ -174,7 +174,8 @@ class _Check:
         kind = str(tensor.dtype).removeprefix("torch.")
         self.check_dtype(name, kind, needs.dtype, kept)
         self.check_shape(name, tensor, shape, bytes_too=kept and kind == "uint8")
-        if written and any(n > 1 and not step for n, step in _axes_of(tensor)):
+        axes = zip(tensor.shape, tensor.stride(), strict=True)
+        if written and any(n > 1 and not step for n, step in axes):
             raise ValueError(f"{name}: is written, so its elements must not share memory")
         return tensor
 
@@ -220,11 +221,6 @@ class _Check:
 
 _LABELS = {"table": "rotary.table", "ranks": "rotary.ranks"}
 """Names in errors for operands that have another name in `h2o.ops`."""
-
-
-def _axes_of(tensor: Any) -> list[tuple[int, int]]:
-    """(size, stride) of each axis."""
-    return list(zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _as_torch(name: str, tensor: Any, written: bool) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from h2o.analysis.collect import full_layers
 from h2o.calibration.allocate import allocate
-from h2o.calibration.head_costs import costs, watch
+from h2o.calibration.head_costs import measure_costs, watch_gradients
 from h2o.calibration.refine import measure_worth, move_budgets, surround
 from h2o.config import H2OConfig
 from h2o.head_budgets import LEAST
@@ -243,8 +243,8 @@ def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
 def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int) -> np.ndarray:
     """Costs [full layers, G, grid] of a window."""
     generator = torch.Generator("cpu").manual_seed(int(piece.sha256[:12], 16) + seed)
-    layers = watch(model, piece.ids, generator, draws)
-    by_layer = [costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]
+    layers = watch_gradients(model, piece.ids, generator, draws)
+    by_layer = [measure_costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]
     return _of_all_heads(torch.stack(by_layer).numpy(), model)
 
 

@@ -36,7 +36,9 @@ class Watched(Attention):
     """Gradient [n, H, D] float32 of each drawn continuation's log-likelihood by the output"""
 
 
-def watch(model: Any, ids: Tensor, generator: torch.Generator, draws: int) -> dict[int, Watched]:
+def watch_gradients(
+    model: Any, ids: Tensor, generator: torch.Generator, draws: int
+) -> dict[int, Watched]:
     """Run a model over a text [n] without eviction, and return what each full layer did."""
     layers: dict[int, Watched] = {}
     outputs: list[Tensor] = []
@@ -62,7 +64,9 @@ def watch(model: Any, ids: Tensor, generator: torch.Generator, draws: int) -> di
     return layers
 
 
-def costs(watched: Watched, budgets: Sequence[int], policy: Callable[[int], H2OConfig]) -> Tensor:
+def measure_costs(
+    watched: Watched, budgets: Sequence[int], policy: Callable[[int], H2OConfig]
+) -> Tensor:
     """Costs of each key/value head alone at each budget, in nats per token.
 
     Args:

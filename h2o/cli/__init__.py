@@ -22,7 +22,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 
 class Command(NamedTuple):
@@ -53,19 +53,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-class Version(argparse.Action):
-    """--version, which looks for it only when asked."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(nargs=0, help="print the version and exit", **kwargs)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
-
-        print(f"h2o-kv {version('h2o-kv')}")
-        parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,7 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
     """The options of the command that is asked for, with its `entry`, `module` and `parser`."""
-    parser.add_argument("--version", action=Version)
+    from h2o.packages import version
+
+    shown = f"h2o-kv {version('h2o-kv')}"
+    parser.add_argument(
+        "--version", action="version", version=shown, help="print the version and exit"
+    )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     for entry in COMMANDS:

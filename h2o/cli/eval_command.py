@@ -68,10 +68,6 @@ This is lm-eval's own `run` command: every option of it that is not named here (
 """
 
 
-class Misused(ValueError):
-    """Options that do not go together, or have no such value."""
-
-
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add h2o's own options. The others are lm-eval's."""
     p.description = DESCRIPTION
@@ -131,35 +127,42 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                       "many of another kind, and ask for each alone (default 0)")  # fmt: skip
 
 
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Add `is_table`, the `settings`, `how` they are measured, and what lm-eval gets, as `rest`."""
+    args.is_table = args.compare is not None or has_budget(args) or not args.tasks
+    args.settings = choose_settings(args)
+    if args.json and not args.is_table:
+        parser.error("--json with --tasks goes with --compare: lm-eval writes one setting's "
+                     "results into --output-path")  # fmt: skip
+    if args.is_table and args.use_cache:
+        parser.error("--compare remembers answers by itself: drop --use_cache")
+    args.how = get_given(args, PROTOCOL)
+    tasks = ["--tasks", *args.tasks] if args.tasks else choose_text_task(args, args.how)
+    args.rest = [*tasks, *args.rest]
+
+
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Run the command; `args.rest` is for lm-eval. Raises: UserError."""
-    is_table = args.compare is not None or has_budget(args) or not args.tasks
-    try:
-        settings = choose_settings(args)
-        if args.json and not is_table:
-            raise Misused("--json with --tasks goes with --compare: lm-eval writes one setting's "
-                          "results into --output-path")  # fmt: skip
-        if is_table and args.use_cache:
-            raise Misused("--compare remembers answers by itself: drop --use_cache")
-        how = get_given(args, PROTOCOL)
-        tasks = ["--tasks", *args.tasks] if args.tasks else choose_text_task(args, how)
-    except (OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
+    """Run the command and return its exit code. Raises: UserError."""
     need_transformers()
     torch_device(args.device)
+    comparison = import_side_by_side()
+    arguments = ["--device", args.device, *args.rest]
+    if args.limit is not None:
+        arguments += ["--limit", f"{args.limit:g}"]
+    model_args = {"pretrained": args.model} if args.model else {}
+    if args.dtype != "auto":
+        model_args["dtype"] = args.dtype
     try:
-        comparison, rest = import_side_by_side(), [*tasks, *args.rest]
-        arguments, model_args = for_lm_eval(args, rest)
-        if not is_table:
-            model_args |= how | get_given(args, CACHE)
-            run_lm_eval(comparison, args, arguments, model_args, rest)
+        if not args.is_table:
+            model_args |= args.how | get_given(args, CACHE)
+            run_lm_eval(parser, args, arguments, model_args)
             return 0
-        arguments += as_model_args(model_args)
-        text = comparison.compare(arguments, settings, args.output_path, as_json=args.json, **how)
+        text = comparison.compare(
+            [*arguments, *as_model_args(model_args)], args.settings, args.output_path,
+            as_json=args.json, **args.how,
+        )  # fmt: skip
         if is_first():
             print(text)
-    except Misused as error:
-        parser.error(str(error))
     except ValueError as error:
         raise UserError(str(error)) from error
     return 0
@@ -178,11 +181,11 @@ def parse_limit(text: str) -> float:
 def choose_settings(args: argparse.Namespace) -> list[Setting]:
     """The settings of --compare, or the one that options describe."""
     if args.budgets is not None and args.compare is None:
-        raise Misused("--budgets goes with --compare")
+        raise ValueError("--budgets goes with --compare")
     if args.compare is None and not has_budget(args):
         return [from_options(**get_given(args, CACHE))]
     if args.variant is not None:
-        raise Misused("--variant is for one setting; write it into --compare")
+        raise ValueError("--variant is for one setting; write it into --compare")
     return make_settings(args, budgets=args.budgets)
 
 
@@ -193,7 +196,7 @@ def choose_text_task(args: argparse.Namespace, how: dict[str, Any]) -> list[str]
     protocol = how.setdefault("protocol", task.protocols[0])
     if protocol not in task.protocols:
         known = " or ".join(task.protocols)
-        raise Misused(f"--protocol {protocol}: --{option} is measured with {known}")
+        raise ValueError(f"--protocol {protocol}: --{option} is measured with {known}")
     metadata = {"file": f"{getattr(args, option)}"} | get_given(args, task.metadata)
     if "prompt_length" in metadata and protocol == "drop":
         how.pop("prompt_length")  # of the window, and not of the protocol
@@ -203,43 +206,35 @@ def choose_text_task(args: argparse.Namespace, how: dict[str, Any]) -> list[str]
     return ["--tasks", task.name, *arguments, "--metadata", json.dumps(metadata)]
 
 
-def for_lm_eval(args: argparse.Namespace, rest: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """(arguments, --model_args) that h2o's options become for lm-eval."""
-    arguments = ["--device", args.device, *rest]
-    if args.limit is not None:
-        arguments += ["--limit", f"{args.limit:g}"]
-    model_args = {"pretrained": args.model} if args.model else {}
-    if args.dtype != "auto":
-        model_args["dtype"] = args.dtype
-    return arguments, model_args
-
-
 def run_lm_eval(
-    comparison: Any,
+    parser: argparse.ArgumentParser,
     args: argparse.Namespace,
     arguments: list[str],
     model_args: dict[str, Any],
-    rest: list[str],
 ) -> None:
     """Run lm-eval's own command for one setting, which `model_args` describe."""
-    model_type = "h2o"
-    if args.model and comparison.is_model_type(args.model):
+    from lm_eval.api.registry import model_registry
+
+    from h2o.evaluation import side_by_side
+
+    rest, model_type = args.rest, "h2o"
+    if args.model and args.model in model_registry:
         model_type = model_args.pop("pretrained")
         if model_type != "h2o" and model_args.keys() & {*PROTOCOL, *CACHE}:
-            raise Misused(f"--model {model_type} is lm-eval's own and has no cache of h2o")
+            parser.error(f"--model {model_type} is lm-eval's own and has no cache of h2o")
     arguments += ["--model", model_type, *as_model_args(model_args)]
     if "--include_path" not in rest:
-        arguments += ["--include_path", str(comparison.TASKS)]
+        arguments += ["--include_path", str(side_by_side.TASKS)]
     make_writable(args.output_path)
     if args.use_cache and world_size() > 1 and any("tp_plan" in x for x in rest):
-        raise Misused("--use_cache does not go with a model that is cut over processes: drop it")
+        parser.error("--use_cache does not go with a model that is cut over processes: drop it")
     if args.use_cache:
         # lm-eval files answers under the question alone. The name keeps apart answers of other
         # budgets, of other models, and of a model that was at the same path before.
         files = model_identity.files_fingerprint([*map(str, model_args.values()), *rest])
         name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": files})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
-    comparison.run([*arguments, "--output_path", str(args.output_path)])
+    side_by_side.run([*arguments, "--output_path", str(args.output_path)])
 
 
 def import_side_by_side() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,7 @@ def generate(options: argparse.Namespace) -> Result:
             progress=progress,
             pinned=pinned,
             compile=options.compile,
-            stream=None if options.json or options.compare else write,
+            stream=None if options.json or options.compare else partial(print, end="", flush=True),
         )  # fmt: skip
 
     runs = list(starmap(generate_with, choose_caches(options, model, tokens).items()))
@@ -212,7 +213,3 @@ def usual_caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str,
     elif config.budget == TENTH:
         name = "h2o"
     return {"full": None, name: config, **others}
-
-
-def write(text: str) -> None:
-    print(text, end="", flush=True)

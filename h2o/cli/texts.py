@@ -32,11 +32,9 @@ def read(parser: argparse.ArgumentParser, argument: str, name: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def check_encoding(parser: argparse.ArgumentParser, argument: str, text: str | None) -> str | None:
-    """The text of an argument; ends with an error for bytes that are no UTF-8."""
+def check_encoding(parser: argparse.ArgumentParser, argument: str, text: str | None) -> None:
+    """End with an error for an argument with bytes that are no UTF-8."""
     try:
-        if text is not None:
-            text.encode()
+        (text or "").encode()
     except UnicodeEncodeError:
         parser.error(f"argument {argument}: not a text in UTF-8")
-    return text

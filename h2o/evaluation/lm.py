@@ -340,20 +340,12 @@ class H2OLM(HFLM):
             return ids, mask, protocols.read_documents(*how, *document, self.tokenizer)
         return ids, mask, H2OCache(self.model.config, self.setting.config.for_model(self.model))
 
-    def _forward(self, last: int, ids: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
-        """Logits [B, last, vocabulary] of the last columns."""
-        if compat.accepts(self.model.forward, "logits_to_keep"):
-            kwargs["logits_to_keep"] = last  # the vocabulary is the largest matrix of small models
-        if (positions := kwargs.get("position_ids")) is not None:
-            kwargs["position_ids"] = positions.to(self.device)
+    def _forward(self, *arguments: Any, **more: Any) -> Tensor:
+        """`protocols.run_forward` in the precision that lm-eval was told."""
         self.angles.forget()
         mixed = self.mixed_precision_dtype
-        with (
-            torch.no_grad(),
-            torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None),
-        ):
-            out = self.model(ids.to(self.device), attention_mask=mask.to(self.device), **kwargs)
-        return out.logits[:, -last:]
+        with torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None):
+            return protocols.run_forward(self.model, *arguments, **more)
 
     def _answer(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
         """(log-likelihood, whether greedy decoding writes it) from logits [tokens, vocabulary]."""

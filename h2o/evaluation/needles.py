@@ -22,14 +22,12 @@ from typing import Any
 
 import torch
 
-from h2o.compat import with_cache
 from h2o.errors import UserError
+from h2o.evaluation import protocols
 from h2o.evaluation.facts import KINDS, Fact
+from h2o.evaluation.protocols import Forward
 from h2o.evaluation.setting import Setting
 from h2o.evaluation.task_rows import rows, text_of, tokenizer_of
-from h2o.hf.cache.new_cache import new_cache
-from h2o.hf.document.compress import compress_document
-from h2o.hf.rotary.angles import positions_after
 
 LENGTHS = (256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -212,7 +210,9 @@ def answer(lm: Any, document: str, facts: Sequence[tuple[str, str]]) -> list[boo
             f"{lm.max_length} positions: lower --lengths"
         )
     lm.add(ids.shape[1])
-    return [] if lm.is_counting else find_facts(lm.model, lm.setting, ids, asked, lm.tokenizer)
+    if lm.is_counting:
+        return []
+    return find_facts(lm._forward, lm.model, lm.setting, ids, asked, lm.tokenizer)
 
 
 def encode(
@@ -228,39 +228,27 @@ def encode(
     return ids_of(document), pairs
 
 
-def split_fed(answer: torch.Tensor) -> list[torch.Tensor]:
-    """The tokens [1, 1] of an answer [1, m] that decoding feeds: all but the last."""
-    return [answer[:, i : i + 1] for i in range(answer.shape[1] - 1)]
-
-
-@torch.no_grad()
 def find_facts(
-    model: Any, setting: Setting, document: torch.Tensor, asked: Asked, tokenizer: Any = None
+    forward: Forward,
+    model: Any,
+    setting: Setting,
+    document: torch.Tensor,
+    asked: Asked,
+    tokenizer: Any = None,
 ) -> list[bool]:
     """Whether greedy decoding would write each answer: as long as it does, feeding the answer is
     the same as feeding what was decoded. Each question goes to a cache that has read the document
     alone. `tokenizer`: for a second reading."""
-    config = None if setting.variant == "full" else setting.config
-    document = document.to(model.device)
-    cut = new_cache(model, config, document.shape[1])
-    if setting.reads_twice:
-        cut = compress_document(model, document, setting.config, readings=2, tokenizer=tokenizer)
-    else:
-        model.base_model(document, use_cache=True, **with_cache(cut))  # no logits needed
-    return [
-        _is_written(model, copy.deepcopy(cut) if len(asked) > 1 else cut, *pair) for pair in asked
-    ]
-
-
-def _is_written(model: Any, cache: Any, question: torch.Tensor, answer: torch.Tensor) -> bool:
-    """Whether greedy decoding writes the answer to a question. Changes the cache."""
-    decoded = []
-    for ids in (question, *split_fed(answer)):
-        ids = ids.to(model.device)
-        where = positions_after(model, int(cache.get_seq_length()), ids)
-        out = model(ids, use_cache=True, **with_cache(cache), **where)
-        decoded.append(out.logits[0, -1].argmax().item())
-    return bool(decoded == answer[0].tolist())
+    read = protocols.read_documents(
+        forward, model, setting, document, torch.ones_like(document), tokenizer
+    )
+    found = []
+    for question, answer in asked:
+        prompt = torch.cat([document, question], 1)
+        prompts, cache = (prompt, torch.ones_like(prompt)), copy.deepcopy(read)
+        (logits,) = protocols.by_cache(forward, prompts, answer.tolist(), cache)
+        found.append(torch.equal(logits.argmax(-1).cpu(), answer[0]))
+    return found
 
 
 def mean_and_error(found: Sequence[bool]) -> tuple[float, float]:

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.compat import with_cache
+from h2o.compat import accepts, with_cache
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.setting import Setting
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.compress import compress_document
+from h2o.hf.families.wrappers import input_device
 from h2o.hf.simulation import simulation
 
 PROTOCOLS = ("simulate", "drop", "read")
@@ -74,6 +75,17 @@ def one_token_note(answers: int, requests: int) -> str:
         f"protocol=drop: {answers} of {requests} requests have answers of one "
         "token, which is predicted before anything is evicted: no budget can change them"
     )
+
+
+@torch.no_grad()
+def run_forward(model: Any, last: int, ids: Tensor, mask: Tensor, **more: Any) -> Tensor:
+    """Logits [B, last, vocabulary] of the last columns; with a model a `Forward`."""
+    device = input_device(model)
+    if accepts(model.forward, "logits_to_keep"):
+        more["logits_to_keep"] = last  # the vocabulary is the largest matrix of small models
+    if (positions := more.get("position_ids")) is not None:
+        more["position_ids"] = positions.to(device)
+    return model(ids.to(device), attention_mask=mask.to(device), **more).logits[:, -last:]
 
 
 def simulate(

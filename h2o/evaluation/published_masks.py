@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h2o.attention_blocks import logit_blocks, visible
+from h2o.attention_blocks import attend_blocks, logit_blocks, visible
 
 
 def attend(
@@ -60,22 +60,21 @@ def attend(
         does. The other two choose for each query head, as the authors' code does, which
         repeats the keys.
     """
-    H, n, D = query.shape
+    H, n, _ = query.shape
     rule = {"local": _local, "global": _global, "flexgen": _flexgen}[variant]
     evicted_at = np.full((H, n), n, dtype=np.int32)
 
     def blocks() -> Iterator[tuple[int, Tensor]]:
         return logit_blocks(query, keys, scale)
 
-    out = torch.empty(n, H, D, dtype=query.dtype, device=query.device)
-    grouped = values.float().repeat_interleave(H // len(keys), dim=0)
     choose = rule(blocks, evicted_at, len(keys), heavy, recent, prompt_length)
-    for first, logits in blocks():
+
+    def hide(first: int, logits: Tensor) -> Tensor:
         choose(first, logits)
-        rows, seen = logits.shape[1:]
-        seen_keys = visible(torch.from_numpy(evicted_at).to(out.device), first, rows, seen)
-        p = logits.masked_fill(~seen_keys, -torch.inf).softmax(-1)
-        out[first : first + rows] = (p @ grouped[:, :seen]).transpose(0, 1).to(out.dtype)
+        left = torch.from_numpy(evicted_at).to(query.device)
+        return ~visible(left, first, *logits.shape[1:])
+
+    out = attend_blocks(query, keys, values, hide, scale=scale)
     return out, torch.from_numpy(evicted_at).to(out.device)
 
 

@@ -15,7 +15,6 @@ import yaml
 from lm_eval import simple_evaluate
 from lm_eval.__main__ import cli_evaluate
 from lm_eval._cli import HarnessCLI
-from lm_eval.api.registry import model_registry
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
@@ -57,11 +56,6 @@ def run(arguments: Sequence[str]) -> None:
     """lm-eval's `run` with these arguments; the model "h2o" is registered."""
     with lm_eval_arguments(arguments), readable_errors():
         cli_evaluate()
-
-
-def is_model_type(name: str) -> bool:
-    """Whether lm-eval knows a kind of model by this name, as --model has it there."""
-    return name in model_registry
 
 
 def compare(
@@ -184,13 +178,15 @@ def measure(
         None in all but the first of several processes.
     """
     how = {x: y for x, y in lm.describe().items() if x not in vars(lm.tally)}
-    where = {"output_path": str(output / file_name(lm.setting))}
+    where = {"output_path": str(output / re.sub(r"[^\w.+=,-]", "_", lm.setting.name))}
     answers = output / "answers" / fingerprint(origin | how)
     tracker = EvaluationTracker(**config.hf_hub_log_args | where)
+    # Where processes share each request, one would wait for others that know an answer already.
+    is_cut = world_size() > 1 and config.model_args.get("tp_plan") is not None
     results = simple_evaluate(
         model=lm,
         task_manager=manager,
-        use_cache=None if is_tensor_parallel(config) else str(answers),
+        use_cache=None if is_cut else str(answers),
         log_samples=True,
         evaluation_tracker=tracker,
         fewshot_as_multiturn=bool(config.fewshot_as_multiturn),
@@ -216,17 +212,6 @@ def measure(
         for task, logged in samples.items():
             tracker.save_results_samples(task_name=task, samples=logged)
     return {**results, "samples": samples, "tally": tally}
-
-
-def is_tensor_parallel(config: EvaluatorConfig) -> bool:
-    """Whether processes share the work on each request. With a cache of answers in each process one
-    would wait for others that know an answer already."""
-    return world_size() > 1 and config.model_args.get("tp_plan") is not None
-
-
-def file_name(setting: Setting) -> str:
-    """The name of a setting as that of a folder."""
-    return re.sub(r"[^\w.+=,-]", "_", setting.name)
 
 
 def count_requests(lm: H2OLM, task: Any, samples: Samples) -> Any:

@@ -16,9 +16,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from tqdm import tqdm
 
-from h2o.compat import attention_name
 from h2o.evaluation import needles, windows
-from h2o.hf.attention.attention import switch
 
 Samples = list[dict[str, Any]]
 """lm-eval's log of a task: the metrics of each row by name, and the row as "doc"."""
@@ -32,21 +30,16 @@ def is_text_request(request: Instance) -> bool:
 def answer_requests(lm: Any, requests: Iterable[Instance]) -> Iterator[Any]:
     """Answer requests of these tasks by an `h2o.evaluation.lm.H2OLM`, which caches each answer at
     once."""
-    attention = attention_name(lm.model.config)
     hide = lm.is_counting or lm.rank > 0
-    try:
-        for request in tqdm(list(requests), disable=hide, desc=lm.setting.name):
-            text, asked = request.args
-            if "window" in asked:
-                answer: Any = windows.answer(lm, **asked)
-            else:
-                answer = needles.answer(lm, text, **asked)
-            if not lm.is_counting:
-                lm.cache_hook.add_partial("loglikelihood", request.args, answer)
-            yield answer
-    finally:
-        if attention_name(lm.model.config) != attention:
-            switch(lm.model, attention)
+    for request in tqdm(list(requests), disable=hide, desc=lm.setting.name):
+        text, asked = request.args
+        if "window" in asked:
+            answer: Any = windows.answer(lm, **asked)
+        else:
+            answer = needles.answer(lm, text, **asked)
+        if not lm.is_counting:
+            lm.cache_hook.add_partial("loglikelihood", request.args, answer)
+        yield answer
 
 
 class FileTask(ConfigurableTask):

@@ -9,19 +9,20 @@ one forward pass a window, and the real cache, token by token.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from h2o.compat import attention_name, with_cache
 from h2o.errors import UserError
+from h2o.evaluation import protocols
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.setting import Setting
 from h2o.evaluation.task_rows import rows, text_of, tokenizer_of
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.rotary.angles import positions_after
 from h2o.hf.simulation.simulation import simulated
 
 
@@ -38,7 +39,7 @@ def dataset(
     Args:
         file: plain text, UTF-8.
         window: tokens of a window; the last one may be shorter.
-        prompt_length: tokens of each window before the first eviction; see `select_scored`.
+        prompt_length: tokens of each window before the first eviction; see `count_scored`.
         tokenizer, pretrained: name or folder of the model's tokenizer.
     """
     text, tokens = text_of(file, "h2o_perplexity"), tokenizer_of(tokenizer, pretrained)
@@ -62,15 +63,23 @@ def cut_windows(ids: list[int], window: int, prompt_length: int = 1) -> list[lis
     if window < 2:
         raise UserError(f"a window of {window} tokens: use at least --window 2")
     windows = [ids[start : start + window] for start in range(0, len(ids), window)]
-    fewest = 2 if prompt_length == 1 else prompt_length + 2
-    if len(windows[0]) < fewest:
+    if count_scored(len(windows[0]), prompt_length) < 1:
         raise UserError(
             f"--prompt-length {prompt_length}: a window of {len(windows[0])} tokens has none whose "
             f"prediction the cut can change. Use at most --prompt-length {len(windows[0]) - 2}"
         )
-    if len(windows[-1]) < fewest:
+    if count_scored(len(windows[-1]), prompt_length) < 1:
         windows.pop()
     return windows
+
+
+def count_scored(tokens: int, prompt_length: int) -> int:
+    """Number of tokens, at the end of a window, whose loss eviction can change.
+
+    The prompt's last token predicts the next one before anything is evicted. Without a prompt
+    (`prompt_length` 1) all but the first count, as in a full cache's perplexity.
+    """
+    return tokens - 1 - (prompt_length if prompt_length > 1 else 0)
 
 
 def results(doc: dict[str, Any], answers: Sequence[tuple[float, int]]) -> dict[str, Any]:
@@ -95,55 +104,32 @@ def answer(lm: Any, window: list[int], prompt_length: int) -> tuple[float, int]:
         return 0.0, len(window)
     measure = by_simulation if lm.protocol == "simulate" else by_cache
     ids = torch.tensor([window], dtype=torch.long, device=lm.device)
-    loss = select_scored(measure(lm.model, ids, lm.setting, prompt_length), prompt_length)
+    loss = measure(lm.model, ids, lm.setting, prompt_length)
+    loss = loss[-count_scored(len(window), prompt_length) :]
     return loss.double().sum().item(), loss.numel()
-
-
-def select_scored(loss: Tensor, prompt_length: int) -> Tensor:
-    """Select the losses that eviction can change, from those of tokens 1 to n - 1.
-
-    The prompt's last token predicts the next one before anything is evicted. Without a prompt
-    (`prompt_length` 1) all losses count, as in a full cache's perplexity.
-    """
-    return loss[prompt_length:] if prompt_length > 1 else loss
 
 
 def by_simulation(model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1) -> Tensor:
     """Loss of tokens 1 to n-1 of ids [1, n], from one forward."""
-    if setting.variant == "full":
-        with torch.no_grad():
-            return _loss(model(ids, use_cache=False).logits, ids)
     how = {"masks": MASKS.get(setting.variant), "prompt_length": prompt_length}
-    with simulated(model, setting.config, **how), torch.no_grad():
-        return _loss(model(ids, use_cache=False).logits, ids)
+    is_full = setting.variant == "full"
+    with nullcontext() if is_full else simulated(model, setting.config, **how), torch.no_grad():
+        return _loss(model(ids, use_cache=False).logits[0, :-1], ids[0, 1:])
 
 
 def by_cache(model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1) -> Tensor:
-    """Loss of tokens 1 to n-1 of ids [1, n], token by token after the prompt."""
-    config = setting.config.for_model(model)
-    cache = H2OCache(model.config, config, prompt_length=ids.shape[1])
-    logits = [
-        *read(model, cache, ids[:, :prompt_length]),
-        *read(model, cache, ids[:, prompt_length:], 1),
-    ]
-    return _loss(torch.cat(logits, dim=1), ids)
-
-
-def read(model: Any, cache: H2OCache, ids: Tensor, tokens: int | None = None) -> list[Tensor]:
-    """Logits [1, n, vocabulary] of ids [1, N], in one pass or in passes of `tokens`."""
-    before = attention_name(model.config)
-    model.set_attn_implementation("h2o")
-    try:
-        logits = []
-        with torch.no_grad():
-            for chunk in ids.split(tokens or ids.shape[1], dim=1):
-                where = positions_after(model, int(cache.get_seq_length()), chunk)
-                logits.append(model(chunk, use_cache=True, **with_cache(cache), **where).logits)
-        return logits
-    finally:
-        model.set_attn_implementation(before)
+    """Loss of tokens `prompt_length` to n-1 of ids [1, n], token by token after the prompt. The
+    model runs the attention "h2o"."""
+    cache = H2OCache(model.config, setting.config.for_model(model), prompt_length=ids.shape[1])
+    prompt, rest = ids[:, :prompt_length], ids[0, prompt_length:]
+    forward = functools.partial(protocols.run_forward, model)
+    prompts = prompt, torch.ones_like(prompt)
+    (logits,) = protocols.by_cache(forward, prompts, [rest.tolist()], cache)
+    return _loss(logits, rest)
 
 
 def _loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """-log p of each token but the first, [n - 1]."""
-    return torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none")
+    """-log p of each token [n], from its logits [n, vocabulary]."""
+    return torch.nn.functional.cross_entropy(
+        logits.float(), ids.to(logits.device), reduction="none"
+    )

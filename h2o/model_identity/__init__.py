@@ -19,12 +19,9 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from h2o.model_identity.weights import Weight, is_cut, is_of_adapter, plain_tensors, weights_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SHAPE = (
     "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -246,10 +243,8 @@ def _digest(weight: Weight) -> tuple[str, str]:
     over processes, of which other processes may have other parts."""
     if is_cut(weight):
         return "cut", ""
-    digest = hashlib.sha256(f"{weight.scale}".encode())
-    for name, tensor in plain_tensors("", weight.tensor, whole=False):
-        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(_bytes(tensor))
+    digest = hashlib.sha256()
+    _add_weight(digest, weight, whole=False)
     stored = "" if weight.tensor.dtype.is_floating_point else type(weight.tensor).__name__
     if hasattr(weight.tensor, "__tensor_flatten__"):
         stored = type(weight.tensor).__name__
@@ -290,9 +285,8 @@ def model_fingerprint(model: Any, tokenizer: Any = None) -> str:
         config.pop(name, None)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for weight in weights_of(model):
-        for name, tensor in plain_tensors(weight.name, weight.tensor, whole=True):
-            digest.update(f"{name} {list(tensor.shape)} {tensor.dtype} {weight.scale}".encode())
-            digest.update(_bytes(tensor))
+        digest.update(weight.name.encode())
+        _add_weight(digest, weight, whole=True)
     if tokenizer is not None:
         digest.update(_of_tokenizer(tokenizer).encode())
     return digest.hexdigest()[:16]
@@ -315,15 +309,16 @@ def files_fingerprint(texts: Iterable[str]) -> str:
     return digest.hexdigest()[:16] if files else ""
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    """Bytes of elements that are spread evenly; none of a tensor that is nowhere."""
+def _add_weight(digest: Any, weight: Weight, *, whole: bool) -> None:
+    """Add a weight's factor, format and some of its bytes, spread evenly, to a hash. `whole`: as of
+    `plain_tensors`."""
     import torch
 
-    if tensor.is_meta or tensor.numel() == 0:
-        return b""
-    flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor.contiguous().reshape(-1)
-    some = flat[:: max(1, flat.numel() // SAMPLE)].cpu().contiguous()
-    return some.view(torch.uint8).numpy().tobytes()
+    for name, tensor in plain_tensors("", weight.tensor, whole=whole):
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype} {weight.scale}".encode())
+        if not tensor.is_meta and tensor.numel():
+            some = tensor.reshape(-1)[:: max(1, tensor.numel() // SAMPLE)].cpu().contiguous()
+            digest.update(some.view(torch.uint8).numpy().tobytes())
 
 
 def _of_tokenizer(tokenizer: Any) -> str:

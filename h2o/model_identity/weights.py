@@ -32,23 +32,29 @@ class Weight(NamedTuple):
 def weights_of(model: Any) -> Iterator[Weight]:
     """The weights of a model, or of one of its modules, by ascending name. Those that accelerate
     keeps on a disk are read one after the other."""
-    from h2o import compat
+    from h2o.compat_wrappers import (
+        device_mesh,
+        has_adapters,
+        innermost_model,
+        saved_tensors,
+        virtual_tokens,
+    )
 
     places: dict[str, tuple[Any, str, float]] = {}
-    for number, tokens in enumerate(compat.virtual_tokens(model)):
+    for number, tokens in enumerate(virtual_tokens(model)):
         for name, module in tokens.named_modules():
-            for own, _ in compat.saved_tensors(module):
+            for own, _ in saved_tensors(module):
                 places[_join(_segment(number), name, own)] = module, own, 1.0
-    model = compat.innermost_model(model)
+    model = innermost_model(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    adapted = {name: module for name, module in modules.items() if compat.has_adapters(module)}
+    adapted = {name: module for name, module in modules.items() if has_adapters(module)}
     for name, module in modules.items():
-        for own, _ in compat.saved_tensors(module):
+        for own, _ in saved_tensors(module):
             at_work = _at_work(_join(name, own), adapted)
             if at_work is not None:
                 places[at_work[0]] = module, own, at_work[1]
     for name, (module, own, scale) in sorted(places.items()):
-        yield Weight(name, _load(module, own), compat.device_mesh(module) is not None, scale)
+        yield Weight(name, _load(module, own), device_mesh(module) is not None, scale)
 
 
 def is_of_adapter(name: str) -> bool:
@@ -91,7 +97,7 @@ def _join(*names: str) -> str:
 
 def _at_work(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] | None:
     """The name without wrappers and the factor; None for a weight of an adapter not at work."""
-    from h2o import compat
+    from h2o.compat_wrappers import ADAPTED, adapter_fields, adapter_scale, adapters_at_work
 
     parts = name.split(".")
     kept, scale = list(parts), 1.0
@@ -99,15 +105,15 @@ def _at_work(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] | None:
         layer = adapted.get(".".join(parts[:index]))
         if layer is None:
             continue
-        if part in compat.ADAPTED:
+        if part in ADAPTED:
             kept[index] = ""
-        elif part in compat.adapter_fields(layer):
-            at_work = compat.adapters_at_work(layer)
+        elif part in adapter_fields(layer):
+            at_work = adapters_at_work(layer)
             adapter = next((x for x in parts[index + 1 :] if x in at_work), None)
             if adapter is None:
                 return None
             kept[parts.index(adapter, index + 1)] = _segment(at_work.index(adapter))
-            scale *= compat.adapter_scale(layer, adapter)
+            scale *= adapter_scale(layer, adapter)
     return _join(*kept), scale
 
 
@@ -115,10 +121,10 @@ def _load(module: Any, name: str) -> Any:
     """A parameter or buffer, or what accelerate puts in its place for the time of a pass."""
     import torch
 
-    from h2o import compat
+    from h2o.compat_wrappers import accelerate_hooks
 
     value = getattr(module, name).detach()
-    for one in compat.accelerate_hooks(module) if value.is_meta else ():
+    for one in accelerate_hooks(module) if value.is_meta else ():
         weights = getattr(one, "weights_map", None)
         if weights is not None:
             return torch.as_tensor(weights[name], device="cpu")

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from h2o.config import H2OConfig
 from h2o.hf.attention.attention_call import NewTokens
-from h2o.hf.prompt.cross_head_budget import Budgets, CrossHeadBudget, Prompt, Recipient
+from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, Recipient
+from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.hf.prompt.prompt_echo import PromptEcho, rotary_for
 from h2o.hf.prompt.prompt_echo import not_dealt as not_dealt  # for validation, which asks here
+from h2o.hf.store.slot_layout import Budgets
 from h2o.vllm.paged_rows import Cut, PromptScores
 
 
@@ -75,6 +77,6 @@ class Dealer:
 def _prompt(cut: Cut) -> Prompt:
     tokens = cut.scores.shape[2]
     return Prompt(
-        cut.keys, cut.values, None, cut.scores, cut.echo, [tokens], tokens, None, [cut.budgets],
-        [cut.pinned], raised=False, floored=False,
+        cut.keys, cut.values, None, cut.scores, cut.echo, [tokens], tokens, None,
+        PromptBudget([cut.budgets], [cut.pinned]),
     )  # fmt: skip

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from h2o import cli
 from h2o.compat import with_cache
 from h2o.errors import UserError
-from h2o.evaluation import facts, needles
+from h2o.evaluation import facts, needles, protocols
 from h2o.evaluation.setting import parse
 from h2o.evaluation.text_tasks import Needles
+from h2o.hf.cache.new_cache import new_cache
 from tests.evaluation.conftest import build, exit_code, measured, table_of
 
 pytestmark = [
@@ -27,6 +30,11 @@ def run(folder, tmp_path, *arguments):
     file.write_text(TEXT)
     where = ["--model", str(folder), "-o", str(tmp_path / "out")]
     return cli.main(["eval", "--needle", str(file), *where, *map(str, arguments)])
+
+
+def find_facts(model, *which):
+    model.set_attn_implementation("h2o")
+    return needles.find_facts(functools.partial(protocols.run_forward, model), model, *which)
 
 
 def test_facts_stand_where_they_should(tokenizer):
@@ -65,8 +73,8 @@ def test_each_question_is_answered_as_if_it_were_the_only_one(tokenizer):
     (row, *_) = needles.make_trials(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
     document, asked = needles.encode(tokenizer, row.document, row.questions)
     setting = parse("h2o:0.2+0.2")
-    together = needles.find_facts(ours, setting, document, asked)
-    assert together == [needles.find_facts(ours, setting, document, [one])[0] for one in asked]
+    together = find_facts(ours, setting, document, asked)
+    assert together == [find_facts(ours, setting, document, [one])[0] for one in asked]
 
 
 @pytest.mark.parametrize("kind", facts.KINDS)
@@ -99,7 +107,7 @@ def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
     config = None if setting.variant == "full" else setting.config
     answers = []
     for question, _ in asked:
-        cache = needles.new_cache(model, config, document.shape[1])
+        cache = new_cache(model, config, document.shape[1])
         written, ids = [], question
         with torch.no_grad():
             model(document, **with_cache(cache), use_cache=True)
@@ -109,11 +117,9 @@ def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
                 written.append(ids)
         answers.append(torch.cat(written, 1))
     own = [(question, answer) for (question, _), answer in zip(asked, answers, strict=True)]
-    assert needles.find_facts(model, setting, document, own) == [True] * 4
+    assert find_facts(model, setting, document, own) == [True] * 4
     wrong = [(question, torch.cat([x[:, :-1], (x[:, -1:] + 1) % 250], 1)) for question, x in own]
-    assert (
-        needles.find_facts(model, setting, document, [wrong[0], *own[1:]]) == [False] + [True] * 3
-    )
+    assert find_facts(model, setting, document, [wrong[0], *own[1:]]) == [False] + [True] * 3
 
 
 def test_compare(folder, tmp_path, capsys, monkeypatch):

@@ -14,7 +14,7 @@ import transformers
 import h2o
 from h2o.calibration import calibrate as module
 from h2o.calibration.allocate import allocate, hull
-from h2o.calibration.head_costs import costs, watch
+from h2o.calibration.head_costs import measure_costs, watch_gradients
 from h2o.calibration.refine import measure_worth, move_budgets, surround
 from h2o.errors import UserError
 from h2o.model_identity import describe, sample
@@ -39,10 +39,10 @@ def profile():
 def test_costs_are_those_of_dense_attention():
     """One layer's head evicts: the change of the output by eager attention under the same mask."""
     model, ids = tiny.model("llama"), ids_of(60)[0]
-    layers = watch(model, ids, torch.Generator().manual_seed(0), draws=2)
+    layers = watch_gradients(model, ids, torch.Generator().manual_seed(0), draws=2)
     assert sorted(layers) == [0, 1]
     for layer, seen in layers.items():
-        table = costs(seen, [8, 16, 60], module.policy)
+        table = measure_costs(seen, [8, 16, 60], module.policy)
         assert table.shape == (2, 3)
         assert (table[:, 2] == 0).all(), "nothing evicted"
         assert (table[:, 0] > table[:, 1]).all()
@@ -84,15 +84,17 @@ def test_gradients_predict_what_a_change_does():
     point = torch.rand(20, 1, generator=torch.Generator().manual_seed(3)).double()
     drawn = torch.searchsorted(total, point * total[:, -1:])
     want = (said(0.5) - said(-0.5)).gather(1, drawn).sum()
-    seen = watch(tiny.model("llama"), ids, torch.Generator().manual_seed(3), draws=1)[1]
+    seen = watch_gradients(tiny.model("llama"), ids, torch.Generator().manual_seed(3), draws=1)[1]
     derivative = (seen.gradients[0].reshape(20, 32).double() * change).sum()
     torch.testing.assert_close(derivative, want, rtol=0.01, atol=1e-5)
 
 
 def test_frozen_parameters_and_the_model_stay_as_they_were():
     model = tiny.model("llama", "sdpa").requires_grad_(False)
-    a = watch(model, ids_of(30)[0], torch.Generator().manual_seed(0), draws=1)
-    b = watch(tiny.model("llama"), ids_of(30)[0], torch.Generator().manual_seed(0), draws=1)
+    a = watch_gradients(model, ids_of(30)[0], torch.Generator().manual_seed(0), draws=1)
+    b = watch_gradients(
+        tiny.model("llama"), ids_of(30)[0], torch.Generator().manual_seed(0), draws=1
+    )
     for layer in a:
         torch.testing.assert_close(a[layer].gradients, b[layer].gradients)
     assert model.config._attn_implementation == "sdpa"

@@ -1,5 +1,10 @@
-/* machine.cpp - see machine.h. It has the functions of the emulation (tests/cuda/shim/shim.h), so
- * that whatever is linked with one can be linked with the other instead.
+/* machine.cpp - runs the program of a kernel (ptx_program.py) a warp at a time, and counts what the
+ * warps issue. It has the functions of the emulation (tests/cuda/shim/shim.h), so that whatever is
+ * linked with one can be linked with the other instead.
+ *
+ * The lanes of a warp have a program counter each. Those with the lowest run together until they
+ * part at a branch or meet others at its target, which is how a GPU would do it where the compiler
+ * lays out blocks in order. An operation of the whole warp waits for all lanes.
  *
  * H2O_PTX is the path of the program (ptx_program.py). If H2O_PTX_COUNTS is the path of a file, each
  * launch adds a line to it, a JSON object: kernel, grid, block, shared (bytes of a block), issued
@@ -8,7 +13,7 @@
  * which the block has not just loaded), bytes (that it uses), distinct (sectors that the launch
  * touches at all), and trips: round trips to global memory that follow one another in a block, the
  * most and the mean. */
-#include "machine.h"
+#include "instructions.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -16,12 +21,6 @@
 #include <cstring>
 #include <fstream>
 #include <sstream>
-
-launch now;
-
-struct failure {
-    std::string text;
-};
 
 struct kernel {
     std::string name;
@@ -34,12 +33,6 @@ struct kernel {
 static std::vector<std::string> kinds;
 static std::string error;
 static uint64_t seed;
-
-void fail(const instruction &i, const std::string &text) {
-    char at[80];
-    snprintf(at, sizeof at, "block %u,%u,%u: ", now.at[0], now.at[1], now.at[2]);
-    throw failure{at + i.name + ": " + text};
-}
 
 /* ---- The program --------------------------------------------------------- */
 

@@ -71,7 +71,8 @@ def h2o_attention_forward(
         UnsupportedError: a model asks for what h2o does not do.
         RuntimeError: an `H2OCache` in training.
     """
-    attention_mask = pads_of(attention_mask)
+    if type(attention_mask) is Pads:
+        attention_mask = pads_of(attention_mask)
     layer: Any = getattr(key, "h2o_layer", None)
     if layer is not None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

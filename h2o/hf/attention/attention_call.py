@@ -69,10 +69,11 @@ class AttentionCall(NamedTuple):
                 "an H2OCache is for inference: call model.eval(), or train with use_cache=False"
             )
 
-    def wants_gradients(self) -> bool:
-        """Whether autograd would record what is done with the tensors."""
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd would record what is done with the tensors, where it is enabled."""
         tensors = (self.query, self.key, self.value, self.sink_logits)
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        return any(x is not None and x.requires_grad for x in tensors)
 
     def without_backward(self, out: Tensor, reason: str = "") -> Tensor:
         """An output of this call whose backward raises."""
@@ -177,9 +178,9 @@ class NoBackward(torch.autograd.Function):
 def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tuple[Tensor, Tensor]:
     """Output [B, Q, H, D] of new tokens over slots and each other, and scores [B, G, Q] of their
     keys."""
-    # Not tokens[:3]: torch 2.6 cannot compile slices of named tuples.
+    q, k, v, mask, scale, softcap, sinks = tokens
     return ops.attend(
-        tokens.query, tokens.key, tokens.value, slots, policy=policy, **tokens.options
+        q, k, v, slots, mask=mask, scale=scale, softcap=softcap, sink_logits=sinks, policy=policy
     )
 
 

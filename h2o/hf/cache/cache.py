@@ -34,9 +34,8 @@ from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.families.wrappers import check_pins
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store import states
-from h2o.hf.store.pass_guard import PassGuard, check_layers_agree
+from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.pins import Pins
 from h2o.hf.support import text_config_of
 
@@ -95,12 +94,12 @@ class H2OCache(ReadableCache):
         check_pins(config, pinned)
         model, config = config, text_config_of(config)
         plan = get_plan(model, config, h2o_config)
-        guard = PassGuard(prompt_length, plan.kinds, plan.last, plan.has_states)
+        guard = PassGuard(prompt_length, plan.kinds, plan.last, bool(plan.number_of_states))
         layers = plan.layers(guard, trace=trace, compileable=compileable)
         guard.pins = Pins.of(pinned, plan.h2o_config.decay)
         guard.plans = plan.plans
         guard.rereads_after = plan.rereads_after
-        guard.rope_deltas = RopeDeltas.of(config)
+        guard.rope_deltas.may_be = config.get_text_config(decoder=True) is not config
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
         self.guard = guard
         self.not_dealt, self.model_shape = plan.not_dealt, plan.model_shape
@@ -236,8 +235,9 @@ class H2OCache(ReadableCache):
                 warn_of_many_graphs()
             return super().get_mask_sizes(query_length, layer_idx)
         self.guard.check_thread()
-        for layer in filter(has_states, self.layers):
-            states.make_writable(layer)
+        if self.guard.has_states:
+            for layer in filter(has_states, self.layers):
+                states.make_writable(layer)
         if not self.is_compileable or self.guard.under_way:
             self._check_layers_agree()
         seen = int(self.get_seq_length())
@@ -288,16 +288,6 @@ class H2OCache(ReadableCache):
         self._check_complete()
         crop.crop(self.layers, tokens, seen, left)
 
-    def _check_complete(self) -> None:
-        """Raises RuntimeError where a forward pass broke off, or another thread's is under way."""
-        self.guard.check_thread()
-        self.guard.check_keys_arrived()
-        self._check_layers_agree()
-
-    def _check_layers_agree(self) -> None:
-        check_layers_agree(self._columns_seen())
-        self.guard.check_states_agree()
-
     def activate_past_recording(self) -> None:
         """Let `crop` take back the last forward pass from now on.
 
@@ -319,7 +309,7 @@ class H2OCache(ReadableCache):
                 "make the H2OCache from the config of the model that it is used with"
             )
         guard, layer = self.guard, self.layers[layer_idx]
-        if kind_of(layer) == "cross":  # which comes amid the others, and not in every pass
+        if guard.kinds[layer_idx] == "cross":  # which comes amid the others, and not in every pass
             image: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
             return image
         guard.enter()

@@ -23,7 +23,6 @@ from h2o.filesystem import atomic_write
 from h2o.hf.families import tensor_parallel
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.steppers import CapturedStepper
-from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store.layer_state import State, layer_state, restore
 from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.pins import Pins
@@ -41,6 +40,9 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
     if model is not None and (reason := difference(model, cache.model_shape, {})):
         raise ValueError(f"this cache was made for another model: {reason}")
     states = [_with_part(layer_state(layer), cache, model) for layer in cache.layers]
+    number, rope_deltas = cache.guard.rope_deltas.number, {}
+    if cache.guard.rope_deltas.is_known:
+        rope_deltas["rope_deltas"] = None if number is None else number.tolist()
     text = json.dumps(
         {
             "kind": KIND,
@@ -52,7 +54,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             "prompt_length": cache.guard.prompt_length,
             "pins": cache.guard.pins.as_dict(),
             "layers": [state.numbers for state in states],
-            **_rope_deltas(cache.guard.rope_deltas),
+            **rope_deltas,
         }
     )
     tensors = {
@@ -132,12 +134,6 @@ def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor])
             restore(layer, State(of_layer, numbers))
         except (KeyError, TypeError) as error:
             raise ValueError(f"layer {index} was written by another version: {error}") from error
-
-
-def _rope_deltas(deltas: RopeDeltas) -> dict[str, Any]:
-    if not deltas.is_known:
-        return {}
-    return {"rope_deltas": None if deltas.number is None else deltas.number.tolist()}
 
 
 def arguments(content: dict[str, Any]) -> dict[str, Any]:

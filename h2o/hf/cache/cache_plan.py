@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -57,7 +58,12 @@ class CachePlan:
         self.rereads_after = rereads_after(config)
         """See `h2o.hf.support.rereads_after`"""
         self.kinds = self._traits.kinds
-        self.has_states = any(map(has_states, self._empty))
+        self.number_of_states = {
+            index: layer.number_of_states
+            for index, layer in enumerate(self._empty)
+            if has_states(layer)
+        }
+        """Of each kind, of the layers that have states"""
         self.h2o_config = _with_lists(self.h2o_config, self.kinds)
         self.plans = {
             index: LayerPlan.of(self.h2o_config, index, len(self.kinds))
@@ -92,9 +98,9 @@ class CachePlan:
                 continue
             layer_class: Any = H2OLayer
             more: dict[str, Any] = {}
-            if has_states(empty):
+            if index in self.number_of_states:
                 layer_class = H2OLayerWithStates
-                more["number_of_states"] = empty.number_of_states
+                more["number_of_states"] = self.number_of_states[index]
             layers.append(
                 layer_class(
                     self.plans[index],
@@ -195,14 +201,15 @@ def get_plan(model: Any, config: Any, h2o_config: H2OConfig) -> CachePlan:
 def _are_alike(a: Any, b: Any) -> bool:
     """Whether two configs, or parts of them, say the same. Configs are compared here since their
     own == may overlook attributes that are no fields of the class."""
-    if a is b:
-        return True
     if type(a) is not type(b):
         return False
     if isinstance(a, PreTrainedConfig):
         a, b = vars(a), vars(b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_are_alike(x, b[name]) for name, x in a.items())
+        if a.keys() != b.keys():
+            return False
+        a, b = list(a.values()), [b[name] for name in a]
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_are_alike, a, b))
+        differing = [(x, y) for x, y in zip(a, b, strict=False) if x is not y]
+        return len(a) == len(b) and all(itertools.starmap(_are_alike, differing))
     return bool(a == b)

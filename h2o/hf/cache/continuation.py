@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from torch import Tensor
 
 from h2o.compat import NewText, new_text
 from h2o.errors import UnsupportedError
-from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store.pass_guard import WITHOUT_CACHE, PassGuard
+from h2o.hf.store.pass_guard import WITHOUT_CACHE
 
 
 def check_text(cache: Any, seen: int, new: int) -> None:
@@ -38,14 +36,12 @@ def check_text(cache: Any, seen: int, new: int) -> None:
     guard.check_angles(seen, new)
     text = new_text()
     if text is not None and seen:
-        _check_continuation(cache.layers, guard, seen, text, new)
+        _check_continuation(cache, seen, text, new)
     elif text is not None:
         guard.skips_pads = _skips_pads(text, new)
 
 
-def _check_continuation(
-    layers: Sequence[Any], guard: PassGuard, seen: int, text: NewText, new: int
-) -> None:
+def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
     if text.is_injected:
         raise UnsupportedError(
             "a wrapper puts embeddings before every decode step: from transformers 5.24 on PEFT's "
@@ -54,17 +50,18 @@ def _check_continuation(
         )
     if _would_wait(text, new):
         return
-    lengths = _lengths(layers)
+    lengths = _lengths(cache)
     if lengths is not None:
         if text.mask is not None and text.mask.shape == (len(lengths), seen + new):
             _check_padding(text.mask[:, :seen].bool().sum(1).tolist(), lengths, seen)
-        elif text.mask is None and guard.skips_pads:
+        elif text.mask is None and cache.guard.skips_pads:
             _check_padding([seen] * len(lengths), lengths, seen)
     elif text.mask is None or bool(text.mask.all()):  # no row has pads
         lengths = torch.tensor([seen], dtype=torch.long, device="cpu")
     if lengths is not None and text.positions is not None and text.positions.shape[1] == new:
-        least = lengths + guard.rope_deltas.least
-        _check_positions(text, least, seen, new, zero_is_free=_is_rolled(layers))
+        least = lengths + cache.guard.rope_deltas.least
+        is_rolled = cache.config.positions == "cache_relative"
+        _check_positions(text, least, seen, new, zero_is_free=is_rolled)
 
 
 def _skips_pads(text: NewText, new: int) -> bool:
@@ -74,23 +71,18 @@ def _skips_pads(text: NewText, new: int) -> bool:
     return bool((text.positions.max(1).values < new - 1).any())
 
 
-def _lengths(layers: Sequence[Any]) -> Tensor | None:
+def _lengths(cache: Any) -> Tensor | None:
     """Tokens [B] of each row; None where all layers have a sliding window and do not know them."""
-    for layer in layers:
-        if isinstance(layer, H2OLayer) and layer.slots is not None:
-            lengths: Tensor = layer.slots.seen_tokens
-            return lengths
-    return None
-
-
-def _is_rolled(layers: Sequence[Any]) -> bool:
-    return any(isinstance(x, H2OLayer) and x.config.positions == "cache_relative" for x in layers)
+    first = next(iter(cache.guard.plans), None)
+    slots = None if first is None else cache.layers[first].slots
+    return None if slots is None else slots.seen_tokens
 
 
 def _would_wait(text: NewText, new: int) -> bool:
     """Whether looking at a decode step's tensors would make every step wait for a GPU."""
-    tensors = [x for x in text[:2] if x is not None]
-    return new == 1 and not all(x.is_cpu for x in tensors)
+    mask, positions, _ = text
+    is_elsewhere = mask is not None and not mask.is_cpu
+    return new == 1 and (is_elsewhere or (positions is not None and not positions.is_cpu))
 
 
 def _check_padding(said: list[int], lengths: Tensor, seen: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from h2o.compat import window_of
 from h2o.config import H2OConfig
@@ -45,7 +45,8 @@ class ReadableCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Columns seen. A model that keeps a number beside the cache asks before it uses it."""
         seen = super().get_seq_length(layer_idx)
-        self.guard.rope_deltas.begin(seen)
+        if self.guard.rope_deltas.may_be:
+            self.guard.rope_deltas.begin(seen)
         return seen
 
     def __repr__(self) -> str:
@@ -137,13 +138,18 @@ class ReadableCache(Cache):
         h2o_layers = (layer for layer in self.layers if isinstance(layer, H2OLayer))
         return any(0 < layer.seen == layer.prompt_columns for layer in h2o_layers)
 
+    def _check_complete(self) -> None:
+        """Raises RuntimeError where a forward pass broke off, or another thread's is under way."""
+        self.guard.check_thread()
+        self.guard.check_keys_arrived()
+        self._check_layers_agree()
+
+    def _check_layers_agree(self) -> None:
+        self.guard.check_layers_agree(self._columns_seen())
+
     def _columns_seen(self) -> list[int]:
         """Columns that each layer with keys of the text has seen."""
-        return [
-            int(x.get_seq_length())
-            for x in self.layers
-            if isinstance(x, CacheLayerMixin) and kind_of(x) != "cross"
-        ]
+        return [int(self.layers[index].get_seq_length()) for index in self.guard.counting]
 
     def _is_broken(self) -> bool:
         """Whether a forward pass has not come to its end: it broke off, or it is under way."""

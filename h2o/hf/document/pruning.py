@@ -17,15 +17,10 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families import tensor_parallel
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.cross_head_budget import (
-    Budgets,
-    deal_places,
-    each_head,
-    positions_in,
-    reserve_for_heads,
-)
+from h2o.hf.prompt.cross_head_budget import deal_places, each_head, positions_in, reserve_for_heads
 from h2o.hf.store import slot_layout
 from h2o.hf.store.pins import Pins
+from h2o.hf.store.slot_layout import Budgets
 from h2o.policy import Policy
 
 RECENT = 4
@@ -96,7 +91,7 @@ def prune_cache(
         ranks = _with_pins(pins, held.mask, scores + 2.0 * chosen)
         layer.set_pruned(*held, ranks, budget, source)
         layer.slots.scores.sub_(2.0 * (layer.slots.scores >= 2.0))
-        _set_budgets(layer.slots, _later(budget, budgets))
+        slot_layout.put_budgets(layer.slots, _later(budget, budgets))
         source.empty()
     return cache
 
@@ -117,8 +112,7 @@ class _Held(NamedTuple):
 
     @classmethod
     def of(cls, layer: H2OLayer) -> _Held:
-        names = ("keys", "values") if layer.form.has_values else ("keys",)
-        fields = {"positions": -1.0, **dict.fromkeys(names, 0.0)}
+        fields = {"positions": -1.0, **dict.fromkeys(layer.row_fields, 0.0)}
         positions, *rows = slot_layout.gather_held(layer.slots, layer.capacity.sizes, **fields)
         return cls(rows[0], rows[1] if layer.form.has_values else None, positions[:, 0] >= 0)
 
@@ -146,19 +140,14 @@ def _later(budgets: Budgets, wanted: Budgets) -> Budgets:
     return later
 
 
-def _set_budgets(slots: ops.Slots, budgets: Budgets) -> None:
-    slots.budget.copy_(slots.budget.new_tensor(budgets).squeeze(1))
-
-
 def _keys_to_keep(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tensor:
     """[B, G, K] bool: what evicting by a policy would leave, and what is no key."""
     keys, values, mask = held
-    widest = [policy.sinks + max(map(sum, rows)) for rows in zip(*budgets, strict=True)]
+    widest = slot_layout.widest_budgets(budgets, policy.sinks)
     sizes = slot_layout.capacities(widest, keys.shape[2])
-    slots = slot_layout.with_capacities(
-        keys, sizes, value_weighted=policy.value_weighted, shared=values is None
+    slots = slot_layout.with_budgets(
+        keys, sizes, budgets, value_weighted=policy.value_weighted, shared=values is None
     )
-    _set_budgets(slots, budgets)
     ops.evict(keys, values, scores, slots, mask=mask, policy=policy)
     positions = slot_layout.by_head(slots, sizes, "positions", -1).long()
     kept = scores.new_zeros(*scores.shape[:2], 1 + scores.shape[2], dtype=torch.bool)

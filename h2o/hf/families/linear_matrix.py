@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o import compat
+from h2o.compat_wrappers import is_offloaded
 from h2o.hf.families.tagged_tensor import plain
 
 Made = TypeVar("Made")
@@ -52,7 +53,7 @@ def made_of_matrix(
     def matrix() -> Tensor:
         return _ask(module, width, like) if plain_weight is None else plain_weight.to(like.dtype)
 
-    if torch.compiler.is_compiling() or compat.is_offloaded(module):  # whose weights do not stay
+    if torch.compiler.is_compiling() or is_offloaded(module):  # whose weights do not stay
         return make(matrix(), False)
     tensors: list[Tensor] = []
     parts = module if plain_weight is None else module.weight

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 
-from h2o import compat
+from h2o import compat_wrappers
 
 WHOLE = (0, 1)
 """The `part` of a model that is in one process."""
@@ -83,5 +83,5 @@ def _meshes(module: nn.Module) -> Iterator[Any]:
         if hasattr(parameter, "placements"):
             yield parameter.device_mesh  # type: ignore[attr-defined]
     for child in module.modules():
-        if (mesh := compat.device_mesh(child)) is not None:
+        if (mesh := compat_wrappers.device_mesh(child)) is not None:
             yield mesh

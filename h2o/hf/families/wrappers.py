@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from h2o import compat
+from h2o import compat_wrappers
 from h2o.errors import UnsupportedError
 
 
@@ -17,12 +17,12 @@ def unwrap(model: Any) -> Any:
         UnsupportedError: prefix tuning, whose keys belong to no token.
     """
     while True:
-        if compat.peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
+        if compat_wrappers.peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
             raise UnsupportedError(
                 "h2o cannot serve prefix tuning: PEFT fills a cache of its own with keys that "
                 "belong to no token; LoRA and prompt tuning are served"
             )
-        inner = compat.inner_model(model)
+        inner = compat_wrappers.inner_model(model)
         if inner is None:
             return model
         model = inner
@@ -35,7 +35,7 @@ def input_device(model: Any) -> torch.device:
     if device.type != "meta":
         return device
     for module in model.modules():
-        for each in compat.accelerate_hooks(module):
+        for each in compat_wrappers.accelerate_hooks(module):
             where = getattr(each, "execution_device", None)
             if where is not None:
                 return torch.device(where)
@@ -54,7 +54,7 @@ def check_passes(model: Any, what: str) -> None:
     Raises:
         UnsupportedError: an adapter that tokens of the prompt switch on.
     """
-    if compat.activates_by_tokens(compat.compiled_model(model)):
+    if compat_wrappers.activates_by_tokens(compat_wrappers.compiled_model(model)):
         raise UnsupportedError(
             f"{what} cannot serve aLoRA: PEFT looks for the invocation tokens in each forward "
             "pass, and a decode step has none of them. Call model.generate() with an H2OCache"
@@ -86,4 +86,4 @@ def check_pins(model: Any, pinned: Any) -> None:
 
 def virtual_tokens(model: Any) -> int:
     """Embeddings that prompt tuning puts before a prompt; 0 for any other model."""
-    return compat.num_virtual_tokens(compat.compiled_model(model))
+    return compat_wrappers.num_virtual_tokens(compat_wrappers.compiled_model(model))

@@ -35,13 +35,13 @@ from h2o.hf.layers.crop import CroppableLayer, LastPass
 from h2o.hf.layers.plain_form import PlainForm
 from h2o.hf.layers.steppers import EagerStepper
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.cross_head_budget import Budgets, Prompt, positions_in
+from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
 from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.hf.store import slot_layout, states
 from h2o.hf.store.layer_contents import LayerContents
 from h2o.hf.store.layer_state import layer_state, restore
 from h2o.hf.store.pass_guard import WITHOUT_CACHE, PassGuard
-from h2o.hf.store.slot_layout import Capacity
+from h2o.hf.store.slot_layout import Budgets, Capacity
 from h2o.layer_plan import LayerPlan
 
 
@@ -75,14 +75,14 @@ class H2OLayer(CroppableLayer):
         self.config: H2OConfig = self.plan.config
         self.layer_idx = self.plan.layer
         self.guard = guard or PassGuard()
-        self.policy = self.config.policy
+        self.policy = self.plan.policy
         self.form = form or PlainForm()
         self.scorer = scorer or AttentionScorer()
         self.stepper = stepper or EagerStepper()
         self.columns = self.stepper.zero()
         self.traced = trace
         self.part = tensor_parallel.WHOLE  # which part of the model's heads this process has
-        self.reset()
+        self.empty()
 
     # ---- One forward pass: update, then attend -----------------------------------------------
 
@@ -101,7 +101,6 @@ class H2OLayer(CroppableLayer):
         if self.slots is None:
             if rows.shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
-            self._refuse_shapes(rows, values)
             # Under autocast keys have been rotated in float32; attention makes them as the values.
             last = rows if values is None else values
             self.row_size = last.shape[-1], last.element_size()
@@ -133,7 +132,7 @@ class H2OLayer(CroppableLayer):
         """
         if self.form.reused_by and call.module.layer_idx in self.form.reused_by:
             return self.form.attend_later(self, call)
-        if call.wants_gradients():
+        if torch.is_grad_enabled() and call.requires_grad:
             with torch.no_grad():
                 out = self.attend(call.detached())
             return call.without_backward(out)
@@ -156,7 +155,8 @@ class H2OLayer(CroppableLayer):
             tokens = self.form.tokens(self, query, key, value, call)
             if self.slots is None or self.unscored:
                 self.part = tensor_parallel.part(call.module)
-                self.plan.check_attention(call.module)
+                if self.plan.shares is not None:
+                    self.plan.check_attention(call.module)
             if self.slots is not None and self.config.kv_dtype is None:
                 stored = self.slots.keys.dtype
                 if stored != dtype:  # autocast began, or ended, after what is held was stored
@@ -192,18 +192,14 @@ class H2OLayer(CroppableLayer):
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
         """The first forward pass, also over keys of a DynamicCache: sets the budgets."""
         B, G, Q, _ = tokens.key.shape
-        unscored = self.slots
-        prompt_budget.refuse_chunks(self.plan, self.guard, self.seen + Q)
-        self.guard.repeat_to(B)
-        counts = prompt_budget.count_tokens(tokens.mask, B, Q, self.plan, self.guard)
-        if unscored is not None:
-            counts = [x + y for x, y in zip(counts, unscored.seen_tokens.tolist(), strict=True)]
-        pins = self.guard.pins
-        if self.guard.is_first(self.layer_idx):  # which asks for all layers
-            prompt_budget.begin_pins(self.guard, counts, tokens.mask, Q, self.token_size)
-        budget = prompt_budget.prompt_budget(
-            self.plan, self.guard, counts, G, self.part, self.token_size
-        )
+        guard, unscored, size = self.guard, self.slots, self.token_size
+        if guard.prompt_counts is None:  # the first of the layers
+            before = None if unscored is None else unscored.seen_tokens
+            prompt_budget.begin_prompt(
+                guard, self.plan, tokens.mask, (B, Q), self.seen + Q, before, size
+            )
+        counts = guard.prompt_counts
+        budget = prompt_budget.prompt_budget(self.plan, guard, counts, G, self.part, size)
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
             out, scores = self.attention(tokens, unscored)
@@ -212,15 +208,15 @@ class H2OLayer(CroppableLayer):
                 scores, claims = self.scorer.after_prompt(tokens, scores)
             prompt = Prompt(
                 tokens.key, tokens.value, tokens.mask, scores, claims, counts, Q, tokens.mask,
-                budget.by_row, pins.counts(B, self.config.sinks), budget.raised, budget.floored,
+                budget,
             )  # fmt: skip
             if unscored is not None:
                 keys, values, mask = slot_layout.together(unscored, *prompt[:3])
                 scores = torch.cat([unscored.scores, scores], dim=2)
                 prompt = prompt._replace(keys=keys, values=values, mask=mask, scores=scores)
-            if pins:
+            if guard.pins.rows is not None:
                 positions, _ = positions_in(prompt.mask, prompt.scores)
-                prompt = prompt._replace(scores=pins.score(prompt.scores, positions))
+                prompt = prompt._replace(scores=guard.pins.score(prompt.scores, positions))
             self.scorer.store(self, prompt)
         except Exception:  # the scores are all that attend has touched
             if unscored is not None:
@@ -234,21 +230,18 @@ class H2OLayer(CroppableLayer):
         """Keeps what budgets of each row, and of each head or all, have room for."""
         tensors = prompt.keys, prompt.values, prompt.mask, prompt.scores
         self._keep(*tensors, by_row, max(prompt.counts))
-        self.raised, self.floored, self.unscored = prompt.raised, prompt.floored, False
-        self.prompt_columns = self.seen + prompt.columns
-        self.waits_for_pins = bool(self.guard.pins)
+        self.raised, self.floored = prompt.budget.raised, prompt.budget.floored
+        self.unscored = False
+        self.waits_for_pins = self.guard.pins.rows is not None
         self.count(prompt.columns, prompt.column_mask)
+        self.prompt_columns = self.seen
 
     def attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
         """Output [B, Q, H, D] and scores [B, G, Q] of the new keys."""
-        out, received = self.form.attention(self, tokens, slots)
-        return out, self.scorer.scores(self, tokens, slots, received)
-
-    def step(self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None) -> Tensor:
-        """Output [B, 1, H, D] of one token, which is stored; written to `out` where possible."""
-        if self.scorer.uses_attention:
-            return self.form.step(self, tokens, slots, out)
-        return self.attend_and_evict(tokens, slots)
+        out, scores = self.form.attention(self, tokens, slots)
+        if not self.scorer.uses_attention:
+            scores = self.scorer.scores(self, tokens, slots, scores)
+        return out, scores
 
     def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attends over the slots and the new tokens, and keeps what the budget has room for of
@@ -279,7 +272,7 @@ class H2OLayer(CroppableLayer):
         self._keep(keys, values, mask, scores, by_row, keys.shape[2])
         self.row_size, self.seen = source.row_size, source.seen
         self.prompt_columns = source.seen
-        self.waits_for_pins = bool(self.guard.pins)
+        self.waits_for_pins = self.guard.pins.rows is not None
         self.count(0, None)
 
     def _keep(
@@ -288,28 +281,19 @@ class H2OLayer(CroppableLayer):
     ) -> None:  # fmt: skip
         """Makes slots that hold what the budgets have room for, of rows of at most so many
         tokens."""
-        widest = [self.config.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
+        widest = slot_layout.widest_budgets(by_row, self.config.sinks)
         capacity = Capacity(widest, self.stepper.capacities(widest, tokens))
-        slots = self._new_slots(keys, capacity.sizes, by_row)
+        slots = slot_layout.with_budgets(
+            keys, capacity.sizes, by_row, value_weighted=self.config.value_weighted,
+            kv_dtype=self.config.kv_dtype, shared=not self.form.has_values,
+        )  # fmt: skip
         ops.evict(keys, values, scores, slots, mask=mask, policy=self.policy)
         self.set_slots(slots, capacity)
         self.longest = tokens
 
-    def _new_slots(self, key: Tensor, sizes: list[int], by_row: Budgets) -> ops.Slots:
-        slots = slot_layout.with_capacities(
-            key,
-            sizes,
-            value_weighted=self.config.value_weighted,
-            kv_dtype=self.config.kv_dtype,
-            shared=not self.form.has_values,
-        )
-        budget = torch.tensor(by_row, dtype=torch.int32, device="cpu")
-        slots.budget.copy_(budget.squeeze(1))
-        return slots
-
     def reset(self) -> None:
         """Empties the layer and frees its memory."""
-        super().reset()
+        self.empty()
         self.form.forget()
         self.scorer.reset()
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from h2o import ops
+from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens, as_operand, attention
 
 
@@ -26,15 +27,19 @@ class PlainForm:
     reused_by: tuple[int, ...] = ()
     """Later layers of the model that attend to the layer's keys in the same pass"""
 
-    @property
-    def rows_per_token(self) -> int:
-        """Rows of each key/value head: a key and a value, or one that is both."""
-        return 1 + self.has_values
-
     # ---- In a forward pass, in this order ----------------------------------------------------
 
     def rows(self, layer: Any, keys: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The rows that slots hold, [B, G, Q, D], of a model's keys and values [B, G, Q, D]."""
+        """The rows that slots hold, [B, G, Q, D], of a model's keys and values [B, G, Q, D].
+
+        Raises:
+            UnsupportedError: keys and values of different shapes.
+        """
+        if values is not None and keys.shape != values.shape:
+            raise UnsupportedError(
+                f"layer {layer.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
+                f"{tuple(values.shape)}: h2o needs one head dimension for both"
+            )
         return keys, values
 
     def hand_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
@@ -53,7 +58,9 @@ class PlainForm:
         Raises:
             UnsupportedError: the layer cannot serve the call.
         """
-        sinks = as_operand(call.sink_logits)
+        sinks = call.sink_logits
+        if sinks is not None:
+            sinks = as_operand(sinks)
         return NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
 
     def attention(
@@ -66,10 +73,11 @@ class PlainForm:
         self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
     ) -> Tensor:
         """Output [B, 1, H, D] of one token, which is stored; written to `out` if possible."""
-        q, k, v, *_ = tokens
+        q, k, v, mask, scale, softcap, sinks = tokens
         step: Tensor = ops.step(
-            q, k, v, slots, out=out, policy=layer.policy, **tokens.options, **rotary
-        )
+            q, k, v, slots, mask=mask, scale=scale, softcap=softcap, sink_logits=sinks,
+            out=out, policy=layer.policy, **rotary,
+        )  # fmt: skip
         return step
 
     def attend_later(self, layer: Any, call: AttentionCall) -> Tensor:

@@ -111,7 +111,7 @@ class SharedForm(PlainForm):
         if later == self.reused_by[-1]:
             self.attended = None
             layer.guard.layer_done(later)
-        return call.without_backward(out) if call.wants_gradients() else out
+        return call.without_backward(out) if call.requires_grad else out
 
     def _attend_later(self, layer: Any, call: AttentionCall, attended: _Attended) -> Tensor:
         new, slots, in_step = attended

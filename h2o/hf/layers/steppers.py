@@ -46,7 +46,11 @@ class EagerStepper:
             slots = layer.make_room(layer.longest + 1)
         last = self._out
         fits = last is not None and last.dtype == tokens.query.dtype  # autocast may have ended
-        out: Tensor = layer.step(tokens, slots, torch.empty_like(last) if fits else None)
+        if layer.scorer.uses_attention:
+            new = torch.empty_like(last) if fits else None
+            out: Tensor = layer.form.step(layer, tokens, slots, new)
+        else:
+            out = layer.attend_and_evict(tokens, slots)
         self._out = out
         layer.longest += 1
         layer.count(1, tokens.mask)

@@ -32,24 +32,11 @@ from torch import Tensor
 
 from h2o.errors import UnsupportedError
 from h2o.hf.families import tensor_parallel
-from h2o.hf.prompt import prompt_budget
+from h2o.hf.prompt.prompt_budget import PromptBudget, prompt_budget
+from h2o.hf.store.slot_layout import Budgets
 from h2o.layer_plan import LayerPlan
 from h2o.policy import Policy
 from h2o.spans import PINNED
-
-__all__ = [
-    "Budgets",
-    "CrossHeadBudget",
-    "Prompt",
-    "Recipient",
-    "deal_places",
-    "each_head",
-    "positions_in",
-    "reserve_for_heads",
-]
-
-Budgets = list[list[tuple[int, int]]]
-"""(heavy, recent) of each row and each head of a layer"""
 
 
 class Prompt(NamedTuple):
@@ -71,13 +58,8 @@ class Prompt(NamedTuple):
     """Columns of the pass that are new"""
     column_mask: Tensor | None
     """[B, columns] bool"""
-    by_row: Budgets
-    """Equal budgets of the heads: an entry for each, or one for all"""
-    pinned: list[int]
-    """Keys of each row, beyond the sinks, that every head keeps"""
-    raised: bool
-    floored: bool
-    """See `h2o.hf.prompt.prompt_budget.PromptBudget` for both"""
+    budget: PromptBudget
+    """Equal budgets of the heads"""
 
 
 @dataclasses.dataclass
@@ -88,10 +70,6 @@ class Recipient:
     plan: LayerPlan
     store: Callable[[Prompt, Budgets], None]
     part: tuple[int, int] = tensor_parallel.WHOLE
-
-    @property
-    def policy(self) -> Policy:
-        return self.plan.policy
 
 
 ROOM = 1.125
@@ -152,11 +130,11 @@ class CrossHeadBudget:
         self.places = [0] * B
         self.best = [prompt.scores.new_empty(0)] * B
         for plan in self.plans.values():
-            budget = prompt_budget.prompt_budget(
+            budget = prompt_budget(
                 plan, layer.guard, prompt.counts, G, layer.part, layer.token_size
             )
             by_row = each_head(budget.by_row, G)
-            _, left = reserve_for_heads(by_row, plan.sinks, plan.floor, prompt.pinned)
+            _, left = reserve_for_heads(by_row, plan.sinks, plan.floor, prompt.budget.pinned)
             self.places = [x + y for x, y in zip(self.places, left, strict=True)]
 
     def _drop(self, new: _Waiting) -> None:
@@ -190,11 +168,13 @@ class _Waiting:
 
     def __init__(self, layer: Any, prompt: Prompt) -> None:
         self.layer = layer
-        G, sinks = prompt.scores.shape[1], layer.policy.sinks
-        by_row = each_head(prompt.by_row, G)
-        self.floor, self.spare = reserve_for_heads(by_row, sinks, layer.plan.floor, prompt.pinned)
+        self.policy: Policy = layer.plan.policy
+        G, sinks = prompt.scores.shape[1], self.policy.sinks
+        by_row = each_head(prompt.budget.by_row, G)
+        pinned = prompt.budget.pinned
+        self.floor, self.spare = reserve_for_heads(by_row, sinks, layer.plan.floor, pinned)
         positions, tokens = positions_in(prompt.mask, prompt.scores)
-        self.ranks = _ranks(prompt, positions, tokens, layer.policy)
+        self.ranks = _ranks(prompt, positions, tokens, self.policy)
         assert prompt.claims is not None
         self.spared = _always_kept(positions, tokens, sinks, self.floor)
         self.lowest = self._spare_own()  # [B, G, 1], rank of the last key that is a head's own
@@ -219,8 +199,7 @@ class _Waiting:
     @property
     def is_ranked_alone(self) -> bool:
         """Whether the operation that stores the keys computes the same ranks, up to `_ROUNDED`."""
-        policy = self.layer.policy
-        return policy.score_by != "mean" or policy.decay == 1
+        return self.policy.score_by != "mean" or self.policy.decay == 1
 
     @property
     def keys_held(self) -> int:
@@ -232,7 +211,7 @@ class _Waiting:
 
         A head wins at most as many places as it has claims above the bar.
         """
-        prompt, policy = self.prompt, self.layer.policy
+        prompt, policy = self.prompt, self.policy
         places = ~(self.claims < self.ranks.new_tensor(bar)[:, None, None])
         lowest = self._rank_of(places.sum(-1, keepdim=True)).minimum(self.lowest)
         if policy.score_by == "mean" or policy.value_weighted:
@@ -299,7 +278,7 @@ def _share(waiting: list[_Waiting], places: list[int]) -> None:
         prompt = first.whole()
         won_none = any(n == 0 for heads in counts for n in heads)
         if first.layer.plan.floor and won_none:
-            prompt = prompt._replace(floored=True)
+            prompt = prompt._replace(budget=prompt.budget._replace(floored=True))
         first.layer.store(prompt, budgets)
 
 

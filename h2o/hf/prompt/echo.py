@@ -27,8 +27,6 @@ from h2o import backends, ops
 from h2o.hf.rotary.model_rotary import rotate
 from h2o.policy import BEFORE
 
-__all__ = ["largest"]
-
 ENTRIES = 1 << 21
 """Most attention entries in memory at a time, where torch computes them"""
 ROWS = 1024

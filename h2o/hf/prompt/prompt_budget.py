@@ -14,18 +14,8 @@ from torch import Tensor
 from h2o import compat
 from h2o.head_budgets import expand_to_heads, make_room
 from h2o.hf.store.pass_guard import PassGuard
-from h2o.hf.store.pins import Pins
+from h2o.hf.store.slot_layout import Budgets
 from h2o.layer_plan import LayerPlan
-
-__all__ = [
-    "PromptBudget",
-    "begin_pins",
-    "budgets_by_row",
-    "count_tokens",
-    "prompt_budget",
-    "refuse_chunks",
-]
-
 
 RowSize = tuple[int, int, int]
 """Head dimension, bytes of an element as the model gives it, and rows of a token"""
@@ -34,28 +24,55 @@ RowSize = tuple[int, int, int]
 class PromptBudget(NamedTuple):
     """The budgets of a layer for the rows of a batch."""
 
-    by_row: list[list[tuple[int, int]]]
+    by_row: Budgets
     """(heavy, recent) of each row and each head, or one for all heads"""
-    raised: bool
+    pinned: list[int]
+    """Keys of each row, beyond the sinks, that every head keeps"""
+    raised: bool = False
     """Whether, in some row, a fraction came to less than one token and was raised to one"""
-    floored: bool
+    floored: bool = False
     """Whether, in some row, a head has `min_tokens` keys, which is more than its fraction"""
 
 
-def count_tokens(
-    mask: Tensor | None, B: int, Q: int, plan: LayerPlan, guard: PassGuard
-) -> list[int]:
-    """Tokens of each of B rows of a first pass of Q columns, by their mask [B, Q].
+def begin_prompt(
+    guard: PassGuard,
+    plan: LayerPlan,
+    mask: Tensor | None,
+    shape: tuple[int, int],
+    columns: int,
+    before: Tensor | None,
+    row_size: RowSize,
+) -> None:
+    """Tell the guard of a cache its prompt: the tokens of each row, and where pins are.
 
-    Q for all where nothing but the room they may take depends on it, and counting them would have
-    to wait for the device.
+    Asked once for all layers, before any of them stores a key.
+
+    Args:
+        plan: of a layer, where the guard has none.
+        mask, shape: of the first forward pass, [B, Q] bool or None, and (B, Q).
+        columns: where the first forward pass ends.
+        before: [B] tokens of each row that came from a DynamicCache; None: none.
+        row_size: as of `prompt_budget`.
+
+    Raises:
+        ValueError: the prompt comes in chunks, and a budget is a fraction of its length, which was
+            not given; some layer's budget has no room for the pins.
     """
-    unknown = guard.prompt_length is None
-    needed = (plan.needs_prompt_length and unknown) or guard.pins
-    if mask is None or not (needed or mask.is_cpu):
-        return [Q] * B
-    tokens: list[int] = mask.sum(1).tolist()
-    return tokens
+    B, Q = shape
+    plans = guard.plans.values() or [plan]
+    by_length = [x for x in plans if x.needs_prompt_length]
+    is_unknown = guard.prompt_length is None
+    if is_unknown and (by_length or guard.pins.needs_prompt_length):
+        _refuse_chunks(columns, bool(by_length))
+    guard.repeat_to(B)
+    counts = [Q] * B
+    # Where nothing but the room that rows may take depends on it, no device is waited for.
+    if mask is not None and (mask.is_cpu or (by_length and is_unknown) or guard.pins):
+        counts = mask.sum(1).tolist()
+    if before is not None:
+        counts = [x + y for x, y in zip(counts, before.tolist(), strict=True)]
+    guard.prompt_counts = counts
+    begin_pins(guard, counts, mask, Q, row_size)
 
 
 def begin_pins(
@@ -80,7 +97,7 @@ def begin_pins(
     guard.pins.begin(lengths, mask, columns)
     for plan in guard.plans.values():
         plan = plan if row_size is None else plan.for_keys(*row_size)
-        budgets_by_row(plan, lengths, guard.pins)
+        budgets_by_row(plan, lengths, guard.pins.counts(len(lengths), plan.sinks))
 
 
 def prompt_budget(
@@ -105,23 +122,27 @@ def prompt_budget(
         ValueError: another number of rows or heads; no room for the pinned keys.
     """
     lengths = _lengths(guard.prompt_length, counts)
+    pinned = guard.pins.counts(len(lengths), plan.sinks)
     plan = plan.for_keys(*row_size)
-    by_row = expand_to_heads(budgets_by_row(plan, lengths, guard.pins), heads, part)
+    by_row = expand_to_heads(budgets_by_row(plan, lengths, pinned), heads, part)
+    if not plan.needs_prompt_length:
+        return PromptBudget(by_row, pinned)
     lengths = list(filter(None, lengths))
     raised, floored = any(map(plan.is_raised, lengths)), any(map(plan.is_floored, lengths))
-    return PromptBudget(by_row, raised, floored)
+    return PromptBudget(by_row, pinned, raised, floored)
 
 
-def budgets_by_row(plan: LayerPlan, lengths: list[int], pins: Pins) -> list[list[tuple[int, int]]]:
-    """(heavy, recent) of each row and each head, or one for all heads; of prompts of these lengths.
+def budgets_by_row(plan: LayerPlan, lengths: list[int], pinned: list[int]) -> Budgets:
+    """(heavy, recent) of each row and each head, or one for all heads; of prompts of these lengths
+    and so many pinned keys.
 
     Raises: ValueError for pins that have no room.
     """
-    counts = pins.counts(len(lengths), plan.sinks)
-    return [
-        make_room(plan.head_tokens(length, pinned), pinned, plan.sinks)
-        for length, pinned in zip(lengths, counts, strict=True)
-    ]
+    rows = []
+    for length, pins in zip(lengths, pinned, strict=True):
+        heads = plan.head_tokens(length, pins)
+        rows.append(make_room(heads, pins, plan.sinks) if pins else heads)
+    return rows
 
 
 def _lengths(prompt_length: int | Sequence[int] | None, counts: list[int]) -> list[int]:
@@ -137,21 +158,13 @@ def _lengths(prompt_length: int | Sequence[int] | None, counts: list[int]) -> li
     return counts
 
 
-def refuse_chunks(plan: LayerPlan, guard: PassGuard, columns: int) -> None:
-    """To be called at the first forward pass, which ends at so many columns.
-
-    Raises:
-        ValueError: `generate(prefill_chunk_size=...)` has more of the prompt, of which the budget
-            is a fraction, and its length was not given.
-    """
-    why = {
-        "the budget is a fraction of the whole prompt": plan.needs_prompt_length,
-        'pinned="prompt" means the whole prompt': guard.pins.needs_prompt_length,
-    }
-    if not any(why.values()) or guard.prompt_length is not None:
-        return
+def _refuse_chunks(columns: int, by_length: bool) -> None:
+    """Raises ValueError where `generate(prefill_chunk_size=...)` has more of the prompt than
+    `columns`, of which budgets are fractions (`by_length`) or all is pinned."""
     if columns < compat.columns_in_chunks():
-        reason = next(reason for reason, holds in why.items() if holds)
+        reason = 'pinned="prompt" means the whole prompt'
+        if by_length:
+            reason = "the budget is a fraction of the whole prompt"
         raise ValueError(
             f"generate() reads this prompt in chunks (prefill_chunk_size), and {reason}, whose "
             "length an H2OCache cannot know from its first chunk. Use h2o.patched(), which tells "

@@ -35,16 +35,6 @@ from h2o.hf.rotary.model_rotary import Rotary
 from h2o.model_identity import describe, latent_row
 from h2o.policy import Policy
 
-__all__ = [
-    "PART",
-    "EchoScorer",
-    "PromptEcho",
-    "Served",
-    "not_dealt",
-    "rotary_for",
-    "served_as",
-]
-
 PART = 0.75
 """Share of the attention that is redistributed, chosen on separate texts and facts
 (docs/reference/results.md)"""

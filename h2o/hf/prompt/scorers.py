@@ -19,21 +19,12 @@ from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
 from h2o.spans import PINNED
 
-__all__ = ["AttentionScorer", "RandomScorer", "draw_ranks", "head_numbers"]
-
 
 class AttentionScorer:
     """Scores keys by the attention that they receive."""
 
     uses_attention = True
-    """Whether a decode step's own operation makes the scores, which are sums of attention"""
-
-    def scores(
-        self, layer: Any, tokens: NewTokens, slots: ops.Slots | None, received: Tensor
-    ) -> Tensor:
-        """Scores [B, G, Q] of new keys, from the attention that they have received; those of the
-        slots are up to date."""
-        return received
+    """Whether the operations themselves make the scores, which are sums of attention"""
 
     def after_prompt(self, tokens: NewTokens, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scores of a prompt's keys from those of its one pass, and the claims by which places are
@@ -42,7 +33,7 @@ class AttentionScorer:
 
     def store(self, layer: Any, prompt: Prompt) -> None:
         """Has the layer store a prompt, as soon as its budgets are known."""
-        layer.store(prompt, prompt.by_row)
+        layer.store(prompt, prompt.budget.by_row)
 
     def reset(self) -> None:
         """Forgets a prompt that is not stored yet."""
@@ -61,7 +52,8 @@ class RandomScorer(AttentionScorer):
     def scores(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None, received: Tensor
     ) -> Tensor:
-        """Ranks [B, G, Q] of new keys; those of the slots are put back."""
+        """Ranks [B, G, Q] of new keys in place of the attention `received`; those of the slots are
+        put back."""
         positions, _ = positions_in(tokens.mask, received)
         heads = head_numbers(received.shape[1], layer.part, received.device)
         if slots is not None:

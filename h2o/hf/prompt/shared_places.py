@@ -18,19 +18,13 @@ import torch
 from torch import nn
 
 from h2o.hf.attention.attention_call import NewTokens, attention
-from h2o.hf.prompt.cross_head_budget import (
-    Budgets,
-    CrossHeadBudget,
-    Prompt,
-    Recipient,
-    positions_in,
-)
+from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, Recipient, positions_in
+from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.hf.prompt.prompt_echo import PromptEcho
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store.pins import Pins
+from h2o.hf.store.slot_layout import Budgets
 from h2o.layer_plan import LayerPlan
-
-__all__ = ["SharedPlaces"]
 
 
 class SharedPlaces:
@@ -97,10 +91,10 @@ class SharedPlaces:
         _, received = attention(tokens, None, plan.policy)
         scores, echo = PromptEcho(self._rotary, layer, plan.policy).scores(tokens, received)
         scores = pins.score(scores, positions_in(mask, scores)[0])
-        pinned = pins.counts(len(prompts), plan.sinks)
+        budget = PromptBudget(by_row, pins.counts(len(prompts), plan.sinks))
         prompt = Prompt(
             tokens.key, tokens.value, mask, scores, echo, mask.sum(1).tolist(), mask.shape[1], mask,
-            by_row, pinned, raised=False, floored=False,
+            budget,
         )  # fmt: skip
         budgets = self._here.budgets
 

@@ -23,19 +23,14 @@ _latest: weakref.WeakKeyDictionary[Any, weakref.ref[RopeDeltas]] = weakref.WeakK
 class RopeDeltas:
     """The number of one cache, [rows or 1, 1]; None for a text without images."""
 
-    def __init__(self, may_be: bool = False) -> None:
-        """`may_be`: whether the model may keep such a number at all."""
-        self._may_be = may_be
+    def __init__(self) -> None:
+        self.may_be = False
+        """Whether the model may keep such a number at all: one that reads more than texts"""
         self.number: Tensor | None = None
         self.is_known = True
         """False for a cache that another one has filled: its number is the model's"""
         self._is_between = True  # two forward passes
         self._keeper: Any = None
-
-    @classmethod
-    def of(cls, config: Any) -> RopeDeltas:
-        """For a model, by its config: one that reads more than texts may keep a number."""
-        return cls(config.get_text_config(decoder=True) is not config)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_keeper": None, "_is_between": True}
@@ -43,7 +38,7 @@ class RopeDeltas:
     def begin(self, seen: int) -> None:
         """Gives the model its number, if one asks how much the cache has `seen`, which all do
         before they use the number."""
-        if not self._may_be or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
         if (keeper := compat.keeper_of_rope_deltas()) is None:
             return
@@ -61,7 +56,7 @@ class RopeDeltas:
 
     def end(self) -> None:
         """Takes the model's number after a forward pass."""
-        if not self._may_be or torch.compiler.is_compiling() or self._is_between:
+        if torch.compiler.is_compiling() or self._is_between:
             return
         self._is_between = True
         if (keeper := self._keeper()) is not None:
@@ -84,6 +79,6 @@ class RopeDeltas:
     @property
     def least(self) -> int:
         """Least number that positions of rows of several texts are beyond their tokens."""
-        if self._may_be and not self.is_known:
+        if self.may_be and not self.is_known:
             return -(2**30)  # anything
         return 0 if self.number is None else min(0, int(self.number.min()))

@@ -37,8 +37,8 @@ from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.prompt_echo import PromptEcho, served_as
 from h2o.hf.prompt.shared_places import SharedPlaces
 from h2o.hf.rotary.model_rotary import Rotary
-from h2o.hf.simulation import echo_simulation, random_simulation
 from h2o.hf.simulation.masks import Masks
+from h2o.hf.simulation.scored_simulation import simulate_random, simulate_tokenwise
 from h2o.hf.simulation.visible_keys import VisibleKeys, columns, retained_by_token
 from h2o.hf.store.pins import Pins
 from h2o.hf.support import transformers_layers
@@ -249,12 +249,12 @@ class Simulation:
         """`h2o.ops.simulate` of the tokens of a whole text."""
         config, known = plan.config, (text, prompts, by_row, plan, pins)
         if config.score_by == "random":
-            return random_simulation.simulate(*known, part)
+            return simulate_random(*known, part)
         echo = None
         if self._rotary is not None and max(prompts, default=0) > max(1, plan.sinks):
             echo = PromptEcho(self._rotary, plan.layer, plan.policy)  # of more than sinks
         if echo is not None or pins:
-            return echo_simulation.simulate(*known, echo)
+            return simulate_tokenwise(*known, echo)
         device = text.query.device
         simulated: tuple[Tensor, Tensor, Tensor] = ops.simulate(
             *text[:3],
@@ -285,7 +285,8 @@ class Simulation:
         if self._masks is None:
             first = [min(prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
             pins.begin(first, mask, max(lengths) if mask is None else mask.shape[1])
-            return list(prompts), prompt_budget.budgets_by_row(plan, bases, pins)
+            pinned = pins.counts(len(bases), plan.sinks)
+            return list(prompts), prompt_budget.budgets_by_row(plan, bases, pinned)
         budgets = [[plan.truncate_tokens(n)] for n in bases]
         if self._masks.has_prompt and [(0, 0)] in budgets and min(lengths) > 0:
             raise ValueError(
@@ -341,7 +342,7 @@ def _refuse(call: AttentionCall, tokens: int) -> None:
 
 
 def _without_backward(out: Tensor, call: AttentionCall) -> Tensor:
-    return call.without_backward(out, _NO_GRADIENT) if call.wants_gradients() else out
+    return call.without_backward(out, _NO_GRADIENT) if call.requires_grad else out
 
 
 _NO_GRADIENT = (

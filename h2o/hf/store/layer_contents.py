@@ -18,7 +18,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o import ops
 from h2o.config import H2OConfig
-from h2o.errors import UnsupportedError
 from h2o.hf.store import slot_layout
 from h2o.hf.store.kept import Kept
 from h2o.hf.store.pass_guard import PassGuard
@@ -50,7 +49,6 @@ class LayerContents(CacheLayerMixin):
         """Store keys and values [B, G, n, D] of another cache, without pads (mask [B, n]), until
         the next forward pass has scored and pruned them."""
         keys, values = self.form.rows(self, keys, values)
-        self._refuse_shapes(keys, values)
         self.row_size = keys.shape[-1], keys.element_size()
         slots = slot_layout.fill_slots(
             keys, values, mask, value_weighted=self.config.value_weighted
@@ -105,13 +103,6 @@ class LayerContents(CacheLayerMixin):
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
-    def _refuse_shapes(self, keys: Tensor, values: Tensor | None) -> None:
-        if values is not None and keys.shape != values.shape:
-            raise UnsupportedError(
-                f"layer {self.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
-                f"{tuple(values.shape)}: h2o needs one head dimension for both"
-            )
-
     def _refuse_rows(self, given: int) -> None:
         """Raises ValueError for a batch of another size than what is held."""
         text = f"this cache holds a batch of {self.batch_size} rows and was given {given}"
@@ -136,9 +127,7 @@ class LayerContents(CacheLayerMixin):
         return self.slots
 
     def set_slots(self, slots: ops.Slots | None, capacity: Capacity) -> None:
-        if slots is not None:
-            slots = ops.Slots(*(None if x is None else slot_layout.writable(x) for x in slots))
-        self.slots = slots
+        self.slots = None if slots is None else slot_layout.writable_slots(slots)
         self.capacity = capacity
         self.is_initialized = slots is not None
         batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
@@ -188,7 +177,7 @@ class LayerContents(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the mask: the new tokens alone; what is held is always visible."""
-        return query_length, self.get_seq_length()
+        return query_length, self.columns
 
     def get_max_length(self) -> int:
         """-1: unbounded."""
@@ -196,13 +185,9 @@ class LayerContents(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.16
 
-    def reset(self) -> None:
-        """Empty the layer and free its memory."""
-        self.empty()
-
     def empty(self) -> None:
         """Empty the slots; states of a layer that has both stay."""
-        self.set_slots(None, Capacity([0], []))
+        self.set_slots(None, slot_layout.NO_CAPACITY)
         self.seen = 0
         self.longest = 0  # upper bound of the tokens of the longest row
         self.prompt_columns = 0
@@ -213,7 +198,7 @@ class LayerContents(CacheLayerMixin):
         self.waits_for_pins = False  # whether tokens that are pinned are still to come
         self.trace = Trace() if self.traced else None
         self.last: Any = None  # the last forward pass, where passes are recorded
-        self.guard.waiting = None
+        self.guard.waiting = self.guard.prompt_counts = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was: keys, scores, positions and budgets."""
@@ -257,17 +242,18 @@ class LayerContents(CacheLayerMixin):
         """Keys and values [B, G, K, D] in the order of `kept`; 0 where fewer are held."""
         if self.slots is None:
             return _empty(4), _empty(4)
-        fields = dict.fromkeys(self._row_fields, 0.0)
+        fields = dict.fromkeys(self.row_fields, 0.0)
         return self._read(slot_layout.gather_held(self.slots, self.capacity.sizes, **fields))
 
     def by_slot(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another. Waits for no
         device, and copies nothing of a store without bytes or budgets by head."""
         sizes = self.capacity.sizes
-        return self._read([slot_layout.by_head(self.slots, sizes, x) for x in self._row_fields])
+        return self._read([slot_layout.by_head(self.slots, sizes, x) for x in self.row_fields])
 
     @property
-    def _row_fields(self) -> tuple[str, ...]:
+    def row_fields(self) -> tuple[str, ...]:
+        """The fields of slots that hold the tokens' rows."""
         return ("keys", "values") if self.form.has_values else ("keys",)
 
     def _read(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -279,7 +265,7 @@ class LayerContents(CacheLayerMixin):
     @property
     def token_size(self) -> tuple[int, int, int]:
         """Elements of a row, bytes of each as the model gives it, and rows of a token and head."""
-        return *self.row_size, self.form.rows_per_token
+        return *self.row_size, 1 + self.form.has_values
 
     def report(self) -> LayerReport:
         """Numbers of this layer; see `h2o.hf.store.report`."""

@@ -64,13 +64,19 @@ class PassGuard:
         leaves it set, since how far the layer got is then unknown."""
         self.prompt_length: int | Sequence[int] | None = prompt_length
         """Tokens of the whole prompt, where it is known to come in chunks."""
+        self.prompt_counts: list[int] | None = None
+        """Tokens of each row's prompt, from the first layer to the last of the forward pass that
+        reads its beginning"""
         self.pins = Pins()
         self.plans: Mapping[int, LayerPlan] = {}
         """Budgets of the H2O layers, by their number"""
+        self.kinds = kinds
         storing = [index for index, kind in enumerate(kinds) if kind not in ("none", "cross")]
         self.first, self.last = storing[0], max(storing[-1], last)
         """The layers that come first and last to the cache in every forward pass."""
-        self._has_states = has_states
+        self.counting = [index for index in storing if kinds[index] != "states"]
+        """The layers that know how many columns they have seen."""
+        self.has_states = has_states
         self._ends_in_states = kinds[self.last] == "states"
         self.rereads_after: float | None = None
         """See `h2o.hf.support.rereads_after`"""
@@ -94,9 +100,12 @@ class PassGuard:
             self.check_keys_arrived()
             return
         with _lock:
-            self.check_thread()
-            self.check_keys_arrived()
-            self._thread = threading.get_ident()
+            thread = threading.get_ident()
+            if self._thread != thread:  # in the first layer of a pass
+                self.check_thread()
+            if self.waiting is not None:
+                self.check_keys_arrived()
+            self._thread = thread
 
     def enter_states(self, layer: int) -> None:
         """Do what `enter` does, before a layer's states change."""
@@ -119,20 +128,17 @@ class PassGuard:
 
     def end_pass(self) -> None:
         """End the pass that is under way, if any."""
-        self._thread = None
+        self._thread = self.prompt_counts = None
 
     def _finish(self) -> None:
         self.end_pass()
-        self.rope_deltas.end()
+        if self.rope_deltas.may_be:
+            self.rope_deltas.end()
 
     @property
     def under_way(self) -> bool:
         """Whether a pass has begun and did not come to its end."""
         return self._thread is not None
-
-    def is_first(self, layer: int) -> bool:
-        """Whether a layer is the first one of h2o's."""
-        return layer == next(iter(self.plans), layer)
 
     # ---- Checks --------------------------------------------------------------------------------
 
@@ -159,10 +165,16 @@ class PassGuard:
                 "forward pass was interrupted: call cache.reset()"
             )
 
-    def check_states_agree(self) -> None:
-        """Raises RuntimeError between two passes where the last one did not come to its end: some
-        layers' states, which do not tell how many tokens they have seen, may be ahead of others."""
-        if self._has_states and self.under_way:
+    def check_layers_agree(self, columns: list[int]) -> None:
+        """Raises RuntimeError between two passes where the last one did not come to its end: layers
+        have seen different numbers of `columns`, or states, which tell no number, may have.
+
+        Args:
+            columns: of the layers that know how many they have seen.
+        """
+        if columns != columns[:1] * len(columns):
+            raise RuntimeError(_parted(columns))
+        if self.has_states and self.under_way:
             raise RuntimeError(
                 "the last forward pass broke off between two layers, and some of the model's "
                 "states have seen its tokens, others not: call cache.reset() and start anew"
@@ -216,21 +228,18 @@ class PassGuard:
         self.pins.reset()
 
 
-def check_layers_agree(counts: list[int]) -> None:
-    """Raises RuntimeError for layers that have seen different numbers of tokens."""
+def _parted(counts: list[int]) -> str:
+    """The error for layers that have seen different numbers of tokens."""
     seen, run = counts[0], sum(count > 0 for count in counts)
-    if counts == [seen] * len(counts):
-        return
-    text = (
-        "the last forward pass broke off between two layers, which now have seen "
-        "different numbers of tokens: call cache.reset() and start anew"
-    )
     if counts == [seen] * run + [0] * (len(counts) - run):
-        text = (
+        return (
             f"the last forward pass broke off: {run} of the cache's {len(counts)} layers have seen "
             f"{seen} tokens, the others none. Call cache.reset() and start anew. If no pass has "
             f"raised an error before this one, the model has fewer layers than its config says "
             f"(some were dropped, or the cache is another model's): set config.num_hidden_layers = "
             f"{run} and make a new H2OCache from that config"
         )
-    raise RuntimeError(text)
+    return (
+        "the last forward pass broke off between two layers, which now have seen "
+        "different numbers of tokens: call cache.reset() and start anew"
+    )

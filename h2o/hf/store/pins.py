@@ -38,7 +38,7 @@ class Pins:
     are_columns: bool = False
     """Whether `given` counts columns of the padded prompt, as a mask does, instead of positions"""
     rows: list[Row] | None = None
-    """Positions in each row of the batch; None before the prompt"""
+    """Positions in each row of the batch; None before the prompt, and where nothing is pinned"""
 
     @classmethod
     def of(cls, pinned: Any, decay: float = 1.0) -> Pins:
@@ -99,11 +99,10 @@ class Pins:
             ValueError: spans, or a mask, of another number of rows; a mask of more columns.
         """
         B = len(lengths)
+        if not self:
+            return
         if isinstance(self.given, str):
             self.rows = [[(0, length)] for length in lengths]
-            return
-        if not self:
-            self.rows = [[]] * B
             return
         if B % len(self.given):
             raise ValueError(
@@ -123,7 +122,7 @@ class Pins:
 
     def counts(self, rows: int, sinks: int) -> list[int]:
         """Pinned keys of each of so many rows beyond the sinks."""
-        if not self or self.rows is None:
+        if self.rows is None:
             return [0] * rows
         return [count(row, sinks) for row in self.rows]
 
@@ -134,7 +133,7 @@ class Pins:
 
     def score(self, scores: Tensor, positions: Tensor) -> Tensor:
         """Scores [B, G, Q] of tokens at positions [B, 1, Q], -1 at a pad, with those of pins."""
-        if not self or self.rows is None:
+        if self.rows is None:
             return scores
         edges = [list(itertools.chain(*row)) for row in self.rows]
         longest = max(map(len, edges))

@@ -21,6 +21,9 @@ from h2o import ops
 from h2o.slots import PER_ROW, PER_SLOT, empty_value
 from h2o.spans import PINNED
 
+Budgets = list[list[tuple[int, int]]]
+"""(heavy, recent) of each row, and of each head of a layer or of all"""
+
 
 @dataclasses.dataclass
 class Capacity:
@@ -33,8 +36,7 @@ class Capacity:
 
     def __post_init__(self) -> None:
         pairs = zip(self.sizes, self.widest, strict=False)
-        short = (size - 1 for size, k in pairs if size <= k)
-        self.tokens: float = min(short, default=math.inf)
+        self.tokens: float = min([size - 1 for size, k in pairs if size <= k], default=math.inf)
         """Largest row length for which one more token fits."""
 
     def larger(self, tokens: int) -> Capacity:
@@ -44,6 +46,18 @@ class Capacity:
         pairs = zip(self.widest, self.sizes, strict=True)
         grown = [min(k + 1, s + max(min(s // 2, 48), s // 16)) for k, s in pairs]
         return Capacity(self.widest, list(map(max, needed, grown, self.sizes)))
+
+
+NO_CAPACITY = Capacity([0], [])
+"""Before the prompt."""
+
+
+def writable_slots(slots: ops.Slots) -> ops.Slots:
+    """The slots, with copies of tensors that were made under `torch.inference_mode`."""
+    for name, x in zip(slots._fields, slots, strict=True):
+        if x is not None and x.is_inference():
+            slots = slots._replace(**{name: writable(x)})
+    return slots
 
 
 def writable(tensor: Tensor) -> Tensor:
@@ -68,9 +82,21 @@ def sizes(slots: ops.Slots) -> list[int]:
     return each
 
 
-def with_capacities(keys: Tensor, sizes: list[int], **kind: Any) -> ops.Slots:
+def widest_budgets(by_row: Budgets, sinks: int) -> list[int]:
+    """The largest budget k of any row, for each head or for all."""
+    return [sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
+
+
+def with_budgets(keys: Tensor, sizes: list[int], by_row: Budgets, **kind: Any) -> ops.Slots:
     """New slots for keys like [B, G, any, D]; `sizes`: `Capacity.sizes`; others as `new_slots`."""
-    return ops.new_slots(keys, sizes[0] if len(sizes) == 1 else sizes, **kind)
+    slots = ops.new_slots(keys, sizes[0] if len(sizes) == 1 else sizes, **kind)
+    put_budgets(slots, by_row)
+    return slots
+
+
+def put_budgets(slots: ops.Slots, by_row: Budgets) -> None:
+    """Give each row and head, or all heads of a row, its (heavy, recent)."""
+    slots.budget.copy_(torch.tensor(by_row, dtype=torch.int32, device="cpu").squeeze(1))
 
 
 def heads(tensor: Tensor, slots: ops.Slots, sizes: list[int]) -> list[Tensor]:

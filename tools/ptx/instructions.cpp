@@ -1,14 +1,16 @@
-/* operations.cpp - what each instruction of a program does to the lanes of a warp, see machine.h.
+/* instructions.cpp - what each instruction of a program does to the lanes of a warp.
  *
  * A slot has 64 bits: unsigned numbers are widened by zeros, signed ones by their sign, and an
  * instruction reads the low bits that its type has. */
+#include "instructions.h"
+
 #include <bit>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <map>
 
 #include "half.h"
-#include "machine.h"
 
 typedef uint8_t u8;
 typedef uint16_t u16;
@@ -21,6 +23,14 @@ typedef int64_t s64;
 typedef float f32;
 typedef double f64;
 typedef bool pred;
+
+launch now;
+
+void fail(const instruction &i, const std::string &text) {
+    char at[80];
+    snprintf(at, sizeof at, "block %u,%u,%u: ", now.at[0], now.at[1], now.at[2]);
+    throw failure{at + i.name + ": " + text};
+}
 
 template <class T> static T get(u64 x) {
     if constexpr (std::is_same_v<T, f32>) return std::bit_cast<f32>((u32)x);
@@ -283,7 +293,7 @@ static void close_batch(warp &w, instruction &, u32) {
     w.landing = 0;
 }
 
-static void wait_copies(warp &w, instruction &i, u32) {
+static void wait_for_copies(warp &w, instruction &i, u32) {
     const int due = (int)w.landed.size() - (int)i.offset;
     std::vector<copy> open;
     for (const copy &c : w.copies) {
@@ -477,7 +487,7 @@ static const std::map<std::string, handler *> handlers = {
     {"unpack.16", unpack<16>}, {"unpack.32", unpack<32>},
     {"cvta.shared", shared_address<false>}, {"cvta.to.shared", shared_address<true>},
     {"atom.add.u32", atomic_add}, {"atom.release.add.u32", atomic_add},
-    {"copy", copy_async}, {"copy.commit", close_batch}, {"copy.wait", wait_copies},
+    {"copy", copy_async}, {"copy.commit", close_batch}, {"copy.wait", wait_for_copies},
     {"shfl", shuffle<true>}, {"shfl.idx", shuffle<false>}, {"vote.all", vote_all}, {"vote.ballot", vote_ballot},
     {"ldmatrix", load_matrices<false>}, {"ldmatrix.trans", load_matrices<true>},
     {"mma.f16.16", multiply<16, widen_f16>}, {"mma.bf16.16", multiply<16, widen_bf16>},

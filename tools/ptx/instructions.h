@@ -1,11 +1,7 @@
-/* machine.h - runs the program of a kernel (ptx_program.py) a warp at a time, and counts what the
- * warps issue.
- *
- * The lanes of a warp have a program counter each. Those with the lowest run together until they
- * part at a branch or meet others at its target, which is how a GPU would do it where the compiler
- * lays out blocks in order. An operation of the whole warp waits for all lanes. */
-#ifndef H2O_PTX_MACHINE_H
-#define H2O_PTX_MACHINE_H
+/* instructions.h - the instructions of a program (ptx_program.py), and what they change: a warp, and
+ * the launch that it belongs to. */
+#ifndef H2O_PTX_INSTRUCTIONS_H
+#define H2O_PTX_INSTRUCTIONS_H
 
 #include <cstdint>
 #include <string>
@@ -23,7 +19,7 @@ struct warp;
 struct instruction;
 typedef void handler(warp &w, instruction &i, uint32_t mask);
 
-/* What the machine does itself: branches, returns, barriers of a block, and times of copies and of
+/* What machine.cpp does itself: branches, returns, barriers of a block, and times of copies and of
  * what waits until earlier stores of the block are there. */
 enum role { PLAIN, BRANCH, RETURN, BARRIER, COPY, FENCE, RELEASE };
 
@@ -78,7 +74,11 @@ extern launch now;
 /* The handler of a name; NULL: there is none. */
 handler *find_handler(const std::string &name);
 
-/* Ends the launch with a text. */
+struct failure {
+    std::string text;
+};
+
+/* Ends the launch by a failure that names the block and the instruction. */
 [[noreturn]] void fail(const instruction &i, const std::string &text);
 
 #endif

@@ -1,30 +1,36 @@
-"""Simulation where not attention alone makes scores: what a cache does with a text.
+"""Simulation where not attention alone makes scores: when a cache evicts each key of a text.
 
 With `score_by="mean-echo"` the scores of a prompt are not what attention gives, and pinned keys
 have a score of their own. So the prompts are read at once and all later tokens one after the other,
-by the operations that a layer goes by.
+by the operations that a layer goes by. With `score_by="random"` ranks are known beforehand.
 
-Shape letters: B batch rows, H query heads, G key/value heads, N columns of the text.
+Shape letters: B batch rows, H query heads, G key/value heads, N columns of the text, D head
+dimension.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from h2o import ops
+from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import NewTokens, attention, round_like_slots
-from h2o.hf.prompt.cross_head_budget import Budgets
+from h2o.hf.prompt.cross_head_budget import positions_in
 from h2o.hf.prompt.prompt_echo import PromptEcho
+from h2o.hf.prompt.scorers import draw_ranks, head_numbers
+from h2o.hf.simulation.visible_keys import VisibleKeys
 from h2o.hf.store import slot_layout
 from h2o.hf.store.pins import Pins
+from h2o.hf.store.slot_layout import Budgets
 from h2o.hf.store.trace import by_column, not_held
 from h2o.layer_plan import LayerPlan
 
 
-def simulate(
+def simulate_tokenwise(
     text: NewTokens,
     prompts: Sequence[int],
     by_row: Budgets,
@@ -51,13 +57,11 @@ def simulate(
     order = real.cumsum(1) - 1
     positions = order.masked_fill(~real, -1)[:, None]
     early = real & (order < torch.tensor(prompts, dtype=torch.long, device=device)[:, None])
-    widest = [policy.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
-    sizes = slot_layout.capacities(widest, N)
-    slots = slot_layout.with_capacities(
-        text.key, sizes, value_weighted=policy.value_weighted, kv_dtype=plan.config.kv_dtype,
-        shared=text.value is None,
+    sizes = slot_layout.capacities(slot_layout.widest_budgets(by_row, policy.sinks), N)
+    slots = slot_layout.with_budgets(
+        text.key, sizes, by_row, value_weighted=policy.value_weighted,
+        kv_dtype=plan.config.kv_dtype, shared=text.value is None,
     )  # fmt: skip
-    slots.budget.copy_(slots.budget.new_tensor(by_row).squeeze(1))
     evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
     last = torch.zeros(B, G, N + 1, dtype=torch.float32, device=device)  # by position; of no key: N
 
@@ -97,3 +101,46 @@ def simulate(
         record(seen.fill_(i + 1))
     position = order.clamp(min=0)[:, None].expand(B, G, N)
     return out, by_column(evicted_after, real), last.gather(2, position) * real[:, None]
+
+
+def simulate_random(
+    text: NewTokens,
+    prompts: Sequence[int],
+    by_row: Budgets,
+    plan: LayerPlan,
+    pins: Pins,
+    part: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Simulate a layer with a `RandomScorer`; `part`: this process's of the model's heads.
+
+    Other arguments and the result are those of `simulate_tokenwise`, with ranks for scores.
+    """
+    if text.value is None:
+        raise UnsupportedError('score_by="random" does not go with multi-head latent attention')
+    B, G, N, _ = text.key.shape
+    positions, _count = positions_in(text.mask, text.key[..., 0])
+    ranks = draw_ranks(positions, head_numbers(G, part, text.key.device)[:, None], plan.layer)
+    ranks = pins.score(ranks, positions)
+    evicted_at = torch.zeros(B, G, N, dtype=torch.int32, device=text.key.device)
+    for b, prompt in enumerate(prompts):
+        columns = (positions[b, 0] >= 0).nonzero()[:, 0]
+        first = max(1, min(prompt, len(columns)))
+        # By the number of tokens seen at its eviction, the first column that lacks a key.
+        after = columns.new_tensor([N, *(columns + 1).tolist()])
+        for g, ranked in enumerate(ranks[b][:, columns].tolist()):
+            heavy, recent = by_row[b][g % len(by_row[b])]
+            seen = columns.new_tensor(_evictions(ranked, plan.sinks, heavy, recent, first))
+            evicted_at[b, g, columns] = after[seen].int()
+    visible = VisibleKeys(evicted_at, prompts, plan.config.kv_dtype)
+    return visible.attend(text), evicted_at, ranks.masked_fill(positions < 0, 0.0)
+
+
+def _evictions(ranks: list[float], sinks: int, heavy: int, recent: int, prompt: int) -> list[int]:
+    """Tokens that a row has seen when it evicts each key, by position; 0: the key stays."""
+    seen = [0] * len(ranks)
+    held: list[tuple[float, int]] = []  # heavy hitters; of equal ranks the newest is the lowest
+    for position in range(sinks, len(ranks) - recent):
+        heapq.heappush(held, (ranks[position], -position))
+        if len(held) > heavy:
+            seen[-heapq.heappop(held)[1]] = max(prompt, position + recent + 1)
+    return seen
