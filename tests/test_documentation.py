@@ -323,6 +323,20 @@ def test_readme_has_the_figures_of_the_documents():
         assert set(row.split(" | ")) <= set(there.split(" | "))
 
 
+def test_readme_says_in_words_what_tables_have():
+    said = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    results = (ROOT / "docs/reference/results.md").read_text("utf-8")
+    rows = re.findall(r"^\| `echo-bytes` \|(.*)\|$", results, re.MULTILINE)
+    figures = [re.findall(r"([\d.]+) \(", row) for row in rows]
+    (lost,) = re.findall(r"loses ([\d.]+), ([\d.]+) and ([\d.]+) nats per token", said)
+    assert list(lost) in figures
+    (found,) = re.findall(r"`budget=0\.1` still finds \[(\d+)% of the facts", said)
+    assert f"{int(found) / 100:.2f}" in [row[1] for row in figures]
+    families = (ROOT / "docs/reference/families.txt").read_text("utf-8")
+    (supported, every) = re.search(r"\[(\d+) of the (\d+) causal model families", said).groups()
+    assert f"causal language models: {supported} of {every} families are supported" in families
+
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
