@@ -14,7 +14,7 @@ CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
-.PHONY: help demo bench cuda test no-cxx test-all test-c test-core test-pure test-driver test-cuda test-gpu gpu-tests gpu-day gpu-core gpu-kernels tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance bounds test-neon test-amx asan-amx test-windows test-python test-python-hf test-python-rest test-portable test-hf test-vllm test-ray test-versions test-newest asan tsan fuzz \
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-core test-pure test-driver test-cuda test-gpu gpu-tests gpu-day gpu-core gpu-kernels tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance bounds test-neon test-amx asan-amx test-windows test-python test-python-hf test-python-rest test-portable test-hf test-vllm test-vllm-fast test-ray test-versions test-newest asan tsan fuzz \
 	lint workflows format notebooks stubs docs docs-links pictures wheels test-wheels wheel release-dry-run clean
 .DELETE_ON_ERROR:
 
@@ -522,8 +522,13 @@ test-hf: .venv/core .venv/test ## transformers' own model tests, without and wit
 	.venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install 'lm-eval[api]==0.4.13' accelerate rouge-score
 	touch $@
 
-test-vllm: .venv/vllm/done ## engines and a server of vLLM's CPU build over h2o's pages, twenty minutes
-	.venv/vllm/bin/python -m pytest -q -W default tests/vllm
+VLLM_TESTS := .venv/vllm/bin/python -m pytest -q -W default
+test-vllm: .venv/vllm/done ## engines and servers of vLLM's CPU build over h2o's pages, half an hour
+	$(VLLM_TESTS) tests/vllm
+
+test-vllm-fast: .venv/vllm/done ## of these an engine that answers as an H2OCache, all refusals and the metrics, a minute
+	$(VLLM_TESTS) tests/vllm/test_engine_refusals.py tests/vllm/test_metrics.py \
+		'tests/vllm/test_engine.py::test_tokens_are_those_of_an_h2o_cache[llama]'
 
 test-ray: .venv/core .venv/ray ## examples/many_machines.py on two nodes, one of which is lost
 	$(BIN)/python -m pytest -p no:xdist tests/test_many_machines.py

@@ -103,6 +103,11 @@ def _of_pages(
     return dataclasses.replace(config, head_shares=Profile.shipped(model), score_by=score_by)
 
 
+def one_key(heads: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """[1, G, 1, D] that stands for the keys of a layer."""
+    return torch.empty(1, heads, 1, size, dtype=dtype, device="cpu")
+
+
 def entry_places(entry: Mapping[str, Any]) -> int:
     """How many prompts that are read in chunks are kept whole at a time until their end, where they
     are cut to their budget ("whole_prompts"); 0 for "cut": "chunk". Then nothing but pages is held,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -31,11 +32,11 @@ from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
 from h2o.vllm.forks import Forks
 from h2o.vllm.metrics import Meter, Place
-from h2o.vllm.page_budget import PageBudget, entry_places
+from h2o.vllm.page_budget import PageBudget, one_key
 from h2o.vllm.page_store import ALIGNMENT, PageStore
 from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, plan
 from h2o.vllm.runners import Requests
-from h2o.vllm.sharing import set_up
+from h2o.vllm.sharing import impls_of, set_up, stores_of
 from h2o.vllm.validation import entry_of, has_windows, is_shared, logger, page_budget
 
 BLOCK = 1 << 20
@@ -64,7 +65,7 @@ def page_spec(spec: AttentionSpec, engine: Engine) -> PageSpec:
             f"h2o does not serve keys of {spec.head_size} elements with values of "
             f"{spec.head_size_v} in vLLM"
         )
-    keys = _one_key(spec, spec.dtype)
+    keys = one_key(spec.num_kv_heads, spec.head_size, spec.dtype)
     # Layers with a window get blocks of as many bytes, which are to be whole ones of their own.
     unit = spec.page_size_bytes if engine.has_windows else 1
     return PageSpec(
@@ -78,25 +79,13 @@ def page_spec(spec: AttentionSpec, engine: Engine) -> PageSpec:
     )
 
 
-def _one_key(spec: AttentionSpec, dtype: torch.dtype) -> torch.Tensor:
-    """[1, G, 1, D] that stands for the keys of a layer."""
-    shape = (1, spec.num_kv_heads, 1, spec.head_size)
-    return torch.empty(shape, dtype=dtype, device="cpu")
-
-
-def impls_of(vllm_config: VllmConfig, layers: list[str]) -> list[H2OAttention]:
-    known = vllm_config.compilation_config.static_forward_context
-    return [known[name].impl for name in layers]
-
-
-def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Meter:
+def meter_of(vllm_config: VllmConfig, impls: list[H2OAttention], spec: PageSpec) -> Meter:
     """The meter of some layers' pages, once their number is known; logs that number."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    impls = impls_of(vllm_config, layers)
     pages = vllm_config.cache_config.num_gpu_blocks or 1
     size = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model).itemsize
     full = model.max_model_len * spec.num_kv_heads * 2 * spec.head_size * size
-    keys = _one_key(spec, model.dtype)
+    keys = one_key(spec.num_kv_heads, spec.head_size, model.dtype)
     budget = impls[0].engine.budget
     logger.info_once(
         "h2o: %d requests fit, where with all keys %d of the longest would: each takes %d bytes "
@@ -105,11 +94,16 @@ def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Mete
         *(pages - 1, pages * spec.page_size_bytes // full, spec.page_size_bytes, full),
         *(budget.places, budget.whole_bytes(keys, impls[0].num_heads)),
     )
+    if parallel._api_process_count > 1:
+        logger.warning_once(
+            "h2o: /metrics of several API processes has none of h2o's numbers: give "
+            "--api-server-count 1 for them"
+        )
     return Meter(
         Place(str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
-        spec.page_size_bytes * len(layers),
+        spec.page_size_bytes * len(impls),
         pages - 1,  # the first is vLLM's
-        lambda: [*dict.fromkeys(impl.paged.store for impl in impls if impl.paged is not None)],
+        lambda: stores_of(impls),
         impls[0].engine.forks,
     )
 
@@ -129,8 +123,8 @@ class Engine(NamedTuple):
     """`PromptEchoes`; None: prompts keep the scores that attention gives"""
     dealer: Any
     """`Dealer`; None: each layer has pages of its own"""
-    stores: dict[int, PageStore]
-    """Stores of all layers together, by the address of the pages"""
+    stores: WeakValueDictionary[tuple[int, int], PageStore]
+    """Stores of all layers together, by address and number of the pages; the layers hold them"""
     forks: Forks | None
     """None: prompts are not stored for requests to come"""
 
@@ -151,7 +145,8 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
     windows = has_windows(vllm_config)
     set_up(vllm_config)
     forks = Forks() if is_shared(vllm_config) else None
-    return Engine(vllm_config.instance_id, budget, windows, echoes, dealer, {}, forks)
+    shared = budget, windows, echoes, dealer, WeakValueDictionary[Any, PageStore](), forks
+    return Engine(vllm_config.instance_id, *shared)
 
 
 class H2OAttentionBackend(CPUAttentionBackend):
@@ -240,14 +235,16 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.begun = PartialPrompts(entry_places(entry_of(vllm_config)))
+        impls = impls_of(vllm_config, layer_names)
+        engine = impls[0].engine
+        self.begun = PartialPrompts(engine.budget.places)
         self.requests = Requests.of_engine(vllm_config)
+        self.forks = engine.forks
         self.meter: Meter | None = None
-        self.forks = impls_of(vllm_config, layer_names)[0].engine.forks
-        if impls_of(vllm_config, layer_names)[0].engine.has_windows:
+        if engine.has_windows:
             logger.info_once("h2o: layers with a sliding window are vLLM's own")
         else:
-            self.meter = meter_of(vllm_config, layer_names, kv_cache_spec)
+            self.meter = meter_of(vllm_config, impls, kv_cache_spec)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -367,14 +364,14 @@ class H2OAttention(AttentionImpl[Planned]):
         """The pages of all layers together, whose bytes follow one another in each block."""
         budget, stores = self.engine.budget, self.engine.stores
         whole, pages = kv_cache.untyped_storage(), len(kv_cache)
-        address, size = whole.data_ptr(), kv_cache.stride(0)
-        if address not in stores:
+        known, size = (whole.data_ptr(), pages), kv_cache.stride(0)
+        store = stores.get(known)
+        if store is None:
             if size != kv_cache[0].numel() * budget.layers or len(whole) < pages * size:
                 raise ValueError(
                     f"h2o: blocks of {size} bytes, of which a layer has {kv_cache[0].numel()}: "
                     f"wanted those of {budget.layers} layers side by side"
                 )
             memory = kv_cache.as_strided((pages, size), (size, 1), 0)
-            stores.clear()
-            stores[address] = PageStore(memory, budget.empty_pages(keys), budget.layers)
-        return stores[address]
+            store = stores[known] = PageStore(memory, budget.empty_pages(keys), budget.layers)
+        return store

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorOfV1
@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Proces
 
 from h2o.config import H2OConfig
 from h2o.packages import install_command
-from h2o.vllm.page_budget import prefix_tokens, with_budget, with_pins
+from h2o.vllm.page_budget import one_key, prefix_tokens, with_budget, with_pins
 from h2o.vllm.paged_rows import Request
 from h2o.vllm.validation import entry_of, logger, page_budget
 
@@ -29,7 +29,7 @@ class Requests(ProcessorOfV1, ProcessorOfV2):
     """The requests of an engine: by row of the batch in the V1 runner, by slot in the V2 runner,
     where a request keeps its slot while its row may change from step to step."""
 
-    of_config: ClassVar[dict[str, Requests]] = {}
+    of_config: ClassVar[WeakValueDictionary[str, Requests]] = WeakValueDictionary()
     """The requests of each engine of this process, by `VllmConfig.instance_id`."""
 
     def __init__(self, vllm_config: VllmConfig, *of_runner: Any) -> None:
@@ -46,7 +46,9 @@ class Requests(ProcessorOfV1, ProcessorOfV2):
         if entry_of(vllm_config) is not None:
             self.budget = page_budget(vllm_config)  # which refuses, also for models whose layers
             self.config = self.budget.config  # never ask for h2o's backend
-            self.keys = one_key(vllm_config)
+            model, parallel = vllm_config.model_config, vllm_config.parallel_config
+            heads = model.get_num_kv_heads(parallel)
+            self.keys = one_key(heads, model.get_head_size(), model.dtype)
             self.of_config[vllm_config.instance_id] = self
 
     @classmethod
@@ -125,10 +127,3 @@ class Requests(ProcessorOfV1, ProcessorOfV2):
             prompt = int(self.prompt_lengths[req_idx])
             self.known[req_idx] = self.request(sampling_params, prompt)
         return False
-
-
-def one_key(vllm_config: VllmConfig) -> Tensor:
-    """[1, G, 1, D] that stands for the keys of a layer of this model."""
-    model = vllm_config.model_config
-    shape = (1, model.get_num_kv_heads(vllm_config.parallel_config), 1, model.get_head_size())
-    return torch.empty(shape, dtype=model.dtype, device="cpu")

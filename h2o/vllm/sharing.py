@@ -23,6 +23,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from h2o.vllm.page_budget import entry_places, prefix_tokens, reads_by_token
+from h2o.vllm.page_store import PageStore
 from h2o.vllm.stored_prompts import Asked, Begin, Reading, Store, StoredPrompts, identify
 from h2o.vllm.validation import CONNECTOR, SHARING, entry_of, has_windows
 
@@ -40,6 +41,17 @@ def set_up(vllm_config: VllmConfig) -> None:
             kv_connector=CONNECTOR, kv_connector_module_path=SHARING, kv_role="kv_producer"
         )
     cache.enable_prefix_caching = False
+
+
+def impls_of(vllm_config: VllmConfig, layers: list[str]) -> list[Any]:
+    """The `H2OAttention` of each of these layers."""
+    known = vllm_config.compilation_config.static_forward_context
+    return [known[name].impl for name in layers]
+
+
+def stores_of(impls: list[Any]) -> list[PageStore]:
+    """The pages of the layers that have some by now; those of layers that share them once."""
+    return [*dict.fromkeys(impl.paged.store for impl in impls if impl.paged is not None)]
 
 
 # ---- Connector -------------------------------------------------------------------------------
@@ -166,12 +178,8 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: Any) -> None:
         """The layers whose pages are h2o's, and what they have in common."""
         (group,) = self._kv_cache_config.kv_cache_groups
-        known = self._vllm_config.compilation_config.static_forward_context
-        self.impls = [known[name].impl for name in group.layer_names]
+        self.impls = impls_of(self._vllm_config, group.layer_names)
         self.forks = self.impls[0].engine.forks
-
-    def _stores(self) -> list[Any]:
-        return [*dict.fromkeys(impl.paged.store for impl in self.impls)]
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self.forks.left |= kv_connector_metadata.left
@@ -179,7 +187,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan: Any = self._get_connector_metadata()
         for page, other, tokens, whole in plan.begins:
-            self.forks.begin(self._stores(), page, other, tokens, whole=whole)
+            self.forks.begin(stores_of(self.impls), page, other, tokens, whole=whole)
         self.forks.drop(plan.dropped)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -191,7 +199,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         plan: Any = self._get_connector_metadata()
         for page, other in plan.stores:
-            self.forks.store(self._stores(), page, other)
+            self.forks.store(stores_of(self.impls), page, other)
         self.forks.end()
 
 

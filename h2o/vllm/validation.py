@@ -9,7 +9,6 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from h2o.config import H2OConfig
 from h2o.vllm.page_budget import PageBudget, entry_places, served_budget_config
 
 logger = init_logger("vllm.h2o")
@@ -29,14 +28,6 @@ def entry_of(vllm_config: VllmConfig) -> Any:
     return additional.get(ENTRY) if isinstance(additional, dict) else None
 
 
-def served_config(vllm_config: VllmConfig) -> H2OConfig:
-    """The config of the entry "h2o". Raises: TypeError, ValueError for a wrong one."""
-    model = vllm_config.model_config.hf_text_config
-    return served_budget_config(
-        entry_of(vllm_config), model, can_deal=lambda: can_deal(vllm_config)
-    )
-
-
 def page_budget(vllm_config: VllmConfig) -> PageBudget:
     """The budgets of this model's layers, or of this rank's part of them.
 
@@ -44,12 +35,13 @@ def page_budget(vllm_config: VllmConfig) -> PageBudget:
     """
     refuse(vllm_config)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    ranks = parallel.tensor_parallel_size
+    entry, ranks = entry_of(vllm_config), parallel.tensor_parallel_size
     part = parallel.rank % ranks, ranks
-    config, layers = served_config(vllm_config), model.get_num_layers(parallel)
-    return PageBudget(
-        config, layers, model.max_model_len, entry_places(entry_of(vllm_config)), part
+    config = served_budget_config(
+        entry, model.hf_text_config, can_deal=lambda: can_deal(vllm_config)
     )
+    layers = model.get_num_layers(parallel)
+    return PageBudget(config, layers, model.max_model_len, entry_places(entry), part)
 
 
 def can_deal(vllm_config: VllmConfig) -> bool:

@@ -227,7 +227,7 @@ def test_bytes_say_how_many_rows():
 
     def look(index, token):
         engine = results.gi_frame.f_locals["results"].gi_frame.f_locals["self"]
-        if engine.batch is not None:
+        if engine.running:
             seen.append(stored(engine.batch.cache) / len(engine.running))
             assert stored(engine.batch.cache) <= 20_000
 

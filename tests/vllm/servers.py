@@ -84,14 +84,21 @@ def launched(
         )
 
 
+API_SERVER = ["-m", "vllm.entrypoints.openai.api_server"]
+SERVE = [ROOT / "tests/vllm/serve.py"]
+
+
 @contextlib.contextmanager
 def serving(
-    model: Path, log: Path, environment: dict[str, str] | None = None, **options: Any
+    model: Path,
+    log: Path,
+    environment: dict[str, str] | None = None,
+    command: list = API_SERVER,
+    **options: Any,
 ) -> Iterator[Server]:
-    """A server that answers. `vllm serve` of the CPU build ends before it reads an option."""
+    """A server that answers."""
     port = free_port()
     options = {"port": port, "host": "127.0.0.1"} | options
-    command = ["-m", "vllm.entrypoints.openai.api_server"]
     with answering(started(command, model, log, environment, options), port, log) as server:
         yield server
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 import torch
@@ -24,8 +25,10 @@ from tests.vllm.engines import (
     standing_for,
     tiny,
 )
+from tests.vllm.held import held
 
 SMALL = {"heavy": 8, "recent": 8}
+PAGES, REQUESTS = "h2o.vllm.page_store.PageStore", "h2o.vllm.runners.Requests"
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,22 @@ def test_places_that_are_dealt_over_all_layers(chunk, llama, monkeypatch):
             assert served(llm, requests) == alone(model, requests, config)
         wanted = alone(model, pinned, config, pinned=[(3, 8)])
         assert served(llm, pinned, extra_args={"h2o_pinned": "3:8"}) == wanted
+
+
+def test_an_engine_that_has_ended_leaves_no_pages_in_the_process(llama, monkeypatch):
+    """Nor its requests, whether the pages of layers are one or not."""
+    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    for entry in ({"budget": 24}, SMALL):
+        with engine(llama[0], entry) as llm:
+            served(llm, prompts())
+            here = held()
+            del llm
+        assert here[PAGES] > 0
+        assert here[REQUESTS] == 1
+        deadline = time.monotonic() + 60
+        while {PAGES, REQUESTS} & {*held()}:  # the numbers of the last step are yet to be written
+            assert time.monotonic() < deadline, held()
+            time.sleep(1)
 
 
 @pytest.mark.parametrize("chunk", [256, 16])

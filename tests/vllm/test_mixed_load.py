@@ -1,17 +1,20 @@
-"""Clients of every kind at once, with pages for twelve requests, and SIGTERM in their middle."""
+"""Clients of every kind at once, with pages for twelve requests: SIGTERM in their middle, and what
+thousands of them leave behind."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from h2o import H2OConfig
-from tests.vllm.engines import after_prefix, alone, prompts
+from tests.vllm import held
+from tests.vllm.engines import MiB, after_prefix, alone, prompts
 from tests.vllm.servers import (
     NEW,
     SMALL,
@@ -26,8 +29,10 @@ from tests.vllm.servers import (
 psutil = pytest.importorskip("psutil")
 
 LEFT, REFUSED = "left", "refused"
-KINDS = 8
+MANY, WAVE = 5000, 250
+KINDS = 9
 PREFIX = 30
+PINNED = (2, 6)
 ROOM = SMALL["heavy"] + SMALL["recent"]
 BUDGETS = (1, 3, ROOM // 2, ROOM - 1, 10**9)
 WRONG = (
@@ -64,8 +69,9 @@ async def one_of_many(client: Any, i: int, requests: list) -> Any:
     if kind == 4:
         await disconnect(client.base_url, prompt, whole=turn % 2 == 0)
         return LEFT
-    more = {"vllm_xargs": {"h2o_prefix": PREFIX}} if kind < 7 else {}
-    return await answered(client, prompt, kind == 5, **more)
+    prefix, pins = {"h2o_prefix": PREFIX}, {"h2o_pinned": "{}:{}".format(*PINNED)}
+    arguments = {5: prefix, 6: prefix, 8: pins}.get(kind, {})
+    return await answered(client, prompt, kind == 5, vllm_xargs=arguments)
 
 
 async def disconnect(address: Any, prompt: list[int], whole: bool) -> None:
@@ -85,6 +91,7 @@ def expected(model: Any, requests: list) -> Callable[[int], Any]:
     """What the i-th client gets."""
     plain = alone(model, requests, H2OConfig(**SMALL), NEW)
     parted = after_prefix(model, requests, PREFIX, H2OConfig(**SMALL))
+    pinned = alone(model, requests, H2OConfig(**SMALL), NEW, [PINNED])
     budgets = []
     for amount in BUDGETS:
         recent = min(amount, ROOM)
@@ -94,23 +101,23 @@ def expected(model: Any, requests: list) -> Callable[[int], Any]:
     def of_client(i: int) -> Any:
         answers = {
             0: budgets[i // KINDS % len(BUDGETS)], 3: [REFUSED] * len(requests), 5: parted,
-            6: parted, 7: plain,
+            6: parted, 7: plain, 8: pinned,
         }.get(i % KINDS, [LEFT] * len(requests))  # fmt: skip
         return answers[i % len(requests)]
 
     return of_client
 
 
-async def load(server: Server, requests: list, clients: int, end: bool = False) -> list:
-    """What all clients get, and the errors. With `end` SIGTERM comes when a quarter is done. vLLM,
-    also without h2o, does not end requests that come in the moment in which its engine ends: these
-    wait until their clients give up."""
+async def load(server: Server, requests: list, clients: Sequence[int], end: bool = False) -> list:
+    """What these clients get, all at once, and the errors. With `end` SIGTERM comes when a quarter
+    is done. vLLM, also without h2o, does not end requests that come in the moment in which its
+    engine ends: these wait until their clients give up."""
     async with openai.AsyncOpenAI(
         base_url=f"{server.address}/v1", api_key="none", timeout=30 if end else 600, max_retries=0
     ) as client:
-        calls = [asyncio.create_task(one_of_many(client, i, requests)) for i in range(clients)]
+        calls = [asyncio.create_task(one_of_many(client, i, requests)) for i in clients]
         if end:
-            while sum(call.done() for call in calls) < clients // 4:
+            while sum(call.done() for call in calls) < len(clients) // 4:
                 await asyncio.sleep(0.05)
             server.process.terminate()
         return await asyncio.gather(*calls, return_exceptions=True)
@@ -133,51 +140,110 @@ def counts(address: str) -> dict[str, float]:
     return {name: metric(address, pattern) for name, pattern in names.items()}
 
 
-@pytest.mark.timeout(2400)
-@pytest.mark.parametrize("clients", [64, pytest.param(256, marks=pytest.mark.slow)])
-def test_a_mixed_load_and_the_end_of_the_server_amid_it(clients, tmp_path):
-    """Who is answered is answered right, metrics count all, pages and file descriptors are free
-    afterwards. Then SIGTERM comes amid the same load: nobody waits for good, no process stays."""
-    folder = tmp_path / "model"
+class Watched:
+    """A server with pages for twelve requests, and all its processes."""
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.address = server, server.address
+        self.family = [api := psutil.Process(server.process.pid), *api.children(recursive=True)]
+
+    def descriptors(self) -> int:
+        return sum(one.num_fds() for one in self.family)
+
+    def bytes(self) -> int:
+        return sum(one.memory_info().rss for one in self.family)
+
+    def wait_until_idle(self) -> None:
+        wait_until(
+            lambda: (
+                metric(self.address, "vllm:num_requests_running") == 0
+                and metric(self.address, "vllm:num_requests_waiting") == 0
+                and metric(self.address, "vllm:kv_cache_usage_perc") == 0
+            ),
+            self.server.log.read_text,
+        )
+
+    def load(self, requests: list, clients: Sequence[int], right: Callable[[int], Any]) -> None:
+        """Ask as these clients do, all at once: they get what is right, and metrics count them."""
+        before, kinds = counts(self.address), [*map(right, clients)]
+        refused, left = kinds.count(REFUSED), kinds.count(LEFT)
+        whole = len(kinds) - refused - left
+        assert asyncio.run(load(self.server, requests, clients)) == kinds
+        self.wait_until_idle()
+        more = {name: after - before[name] for name, after in counts(self.address).items()}
+        assert whole <= more["answered"] <= whole + left, more
+        assert whole * NEW <= more["tokens"] <= (whole + left) * NEW, more
+        assert refused <= more["refused"] <= refused + left, more
+        assert more["failed"] == 0
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """(folder, prompts of its requests, what the i-th client gets)."""
+    folder = tmp_path_factory.mktemp("llama")
     model = with_tokenizer(folder, max_position_embeddings=4096)
     (beginning,) = prompts((PREFIX,), 7)
     requests = [beginning + rest for rest in prompts((5, 60, 20, 1, 33), 8)]
-    wanted = expected(model, requests)
-    kinds = [wanted(i) for i in range(clients)]
-    refused, left = kinds.count(REFUSED), kinds.count(LEFT)
-    whole = clients - refused - left
-    options = {"max-model-len": 2048, "num-gpu-blocks-override": 13}
-    with serving(folder, tmp_path / "log", **options) as server:
-        address = server.address
-        family = [api := psutil.Process(server.process.pid), *api.children(recursive=True)]
+    return folder, requests, expected(model, requests)
 
-        def descriptors() -> int:
-            return sum(one.num_fds() for one in family)
 
-        opened = []
+OPTIONS = {"max-model-len": 2048, "num-gpu-blocks-override": 13}
+
+
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("clients", [64, pytest.param(256, marks=pytest.mark.slow)])
+def test_a_mixed_load_and_the_end_of_the_server_amid_it(clients, llama, tmp_path):
+    """Who is answered is answered right, metrics count all, pages and file descriptors are free
+    afterwards. Then SIGTERM comes amid the same load: nobody waits for good, no process stays."""
+    folder, requests, right = llama
+    with serving(folder, tmp_path / "log", **OPTIONS) as server:
+        watched, opened = Watched(server), []
         for _ in range(2):
-            before = counts(address)
-            assert asyncio.run(load(server, requests, clients)) == kinds
-            wait_until(
-                lambda: (
-                    metric(address, "vllm:num_requests_running") == 0
-                    and metric(address, "vllm:num_requests_waiting") == 0
-                    and metric(address, "vllm:kv_cache_usage_perc") == 0
-                ),
-                server.log.read_text,
-            )
-            more = {name: after - before[name] for name, after in counts(address).items()}
-            assert whole <= more["answered"] <= whole + left, more
-            assert whole * NEW <= more["tokens"] <= (whole + left) * NEW, more
-            assert refused <= more["refused"] <= refused + left, more
-            assert more["failed"] == 0
-            opened.append(descriptors())
-        wait_until(lambda: descriptors() <= opened[0], lambda: (opened, descriptors()))
-        ended = asyncio.run(load(server, requests, clients, end=True))
-        for answer, right in zip(ended, kinds, strict=True):
+            watched.load(requests, range(clients), right)
+            opened.append(watched.descriptors())
+        wait_until(
+            lambda: watched.descriptors() <= opened[0], lambda: (opened, watched.descriptors())
+        )
+        ended = asyncio.run(load(server, requests, range(clients), end=True))
+        for i, answer in enumerate(ended):
             if not isinstance(answer, (openai.APIError, OSError)):
-                assert answer == right[: len(answer)]
+                assert answer == right(i)[: len(answer)]
         assert any(isinstance(answer, openai.APIError) for answer in ended), ended
         server.process.wait(90)
-        _, alive = psutil.wait_procs(family, 60)
+        _, alive = psutil.wait_procs(watched.family, 60)
         assert not alive
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_thousands_of_requests_leave_nothing_behind(llama, tmp_path):
+    """No object of h2o's and no element of its containers, in any process of the server; no page,
+    no file descriptor, and no memory beyond that of the first thousand."""
+    folder, requests, right = llama
+    # oneDNN compiles a product for each number of tokens in a batch, and keeps a thousand.
+    environment = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "VLLM_SERVER_DEV_MODE": "1"}
+    environment |= held.installed(tmp_path / "held")
+    with serving(folder, tmp_path / "log", environment, **OPTIONS) as server:
+        watched, sizes = Watched(server), []
+
+        def left() -> dict[str, Any]:
+            """What is held after a request that has found nothing stored, and the same again."""
+            url = f"{watched.address}/reset_prefix_cache?reset_external=true"
+            urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=60).close()
+            for _ in range(2):
+                watched.load(requests, [7], right)
+            prompts_stored = "h2o:stored_prompts", "h2o:stored_prompt_bytes"
+            wait_until(
+                lambda: metric(watched.address, prompts_stored[0]) == 1, server.log.read_text
+            )
+            numbers = {name: metric(watched.address, name) for name in prompts_stored}
+            return numbers | held.ask(tmp_path / "held")
+
+        watched.load(requests, range(WAVE), right)
+        first, opened = left(), watched.descriptors()
+        for begin in range(0, MANY, WAVE):
+            watched.load(requests, range(begin, begin + WAVE), right)
+            sizes.append(watched.bytes())
+        assert left() == first
+        wait_until(lambda: watched.descriptors() <= opened, lambda: (opened, watched.descriptors()))
+        assert sizes[-1] < sizes[1000 // WAVE] + 4 * MiB, sizes

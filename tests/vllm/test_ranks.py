@@ -13,7 +13,7 @@ from h2o import H2OConfig
 from h2o.vllm.metrics import SECONDS
 from tests.launch import ROOT, launch
 from tests.vllm.engines import alone, prompts, tiny
-from tests.vllm.servers import SMALL, free_port, serving, started, together, with_tokenizer
+from tests.vllm.servers import SERVE, SMALL, free_port, serving, started, together, with_tokenizer
 
 
 @pytest.mark.parametrize("entry", [{}, {"head_shares": [[1, 2, 3, 4], [3, 1, 1, 2]]}])
@@ -55,7 +55,7 @@ def test_two_nodes_answer_as_one(tmp_path):
         "tensor-parallel-size": 2, "distributed-executor-backend": "mp", "nnodes": 2,
         "master-addr": "127.0.0.1", "master-port": free_port(),
     }  # fmt: skip
-    command = [ROOT / "tests/vllm/headless.py", "--headless"]
+    command = [*SERVE, "--headless"]
     other = started(command, folder, tmp_path / "1.log", environment, nodes | {"node-rank": 1})
     try:
         with serving(folder, tmp_path / "0.log", environment, **nodes | {"node-rank": 0}) as server:

@@ -7,6 +7,7 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from h2o.vllm.metrics import FOLDER
 from tests.vllm.engines import MiB, alone, prompts
 from tests.vllm.servers import (
     NEW,
+    SERVE,
     SMALL,
     answered,
     metric,
@@ -142,6 +144,52 @@ def test_a_thousand_requests_leave_no_memory_behind(running):
     assert sizes[FIRST + 1000] < sizes[FIRST] + 6, sizes
     assert metric(running.address, "vllm:num_preemptions_total") == 0
     assert metric(running.address, "vllm:num_requests_waiting") == 0
+
+
+# ---- Several API processes -------------------------------------------------------------------
+
+
+def test_two_api_processes_answer_alike(llama, tmp_path):
+    """Both answer as an H2OCache, and refuse what is wrong. The log names what is not counted."""
+    requests, reason = prompts((5, 40, 100)), "h2o_heavy must be from 0"
+    wanted = alone(llama[1], requests, H2OConfig(**SMALL), NEW)
+    options = {"command": SERVE, "api-server-count": 2}
+    with serving(llama[0], tmp_path / "log", **options) as server:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        asked: set[int] = set()
+        for _ in range(50):  # connections, each of which the system gives to either process
+            with httpx.Client(base_url=server.address, timeout=60) as client:
+                answers = [asked_by(client, prompt) for prompt in requests]
+                wrong = asked_by(client, requests[0], vllm_xargs={"h2o_heavy": -1})
+                asked.add(other_end(answers[0], family))
+            assert [x.json()["choices"][0]["token_ids"] for x in answers] == wanted
+            assert wrong.status_code == 400
+            assert reason in wrong.text
+            if len(asked) == 2:
+                break
+        assert len(asked) == 2
+        assert metric(server.address, "h2o:request_bytes") == 0
+        missing = "/metrics of several API processes has none of h2o's numbers"
+        assert missing in server.log.read_text()
+
+
+def asked_by(client: Any, prompt: list[int], **more: Any) -> Any:
+    """The response to a request; all of a client come by one connection."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": NEW, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    return client.post("/v1/completions", json=body | more)
+
+
+def other_end(answer: Any, family: list) -> int:
+    """The process that has answered, by the connection, which is still open."""
+    _, port = answer.extensions["network_stream"].get_extra_info("client_addr")
+    (pid,) = {
+        one.pid
+        for one in family
+        for connection in one.net_connections("tcp")
+        if connection.raddr and connection.raddr.port == port
+    }
+    return pid
 
 
 # ---- Killed ----------------------------------------------------------------------------------

@@ -110,15 +110,16 @@ def generate_all(
             "a row's bytes depend on its prompt where budgets are fractions or shared by echo: "
             "give heavy and recent as numbers of tokens, without such shares, or the number of rows"
         )
-    RowBatch(model, config, 1, compileable)  # refuses what cannot be served
+    batch = RowBatch(model, config, compileable)
     if prefix is not None:
         prefix = _check_prefix(prefix, config).fork()  # its owner may go on with it
     settings = Settings(
-        model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, pinned, on_token
-    )
+        model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, pinned,
+        on_token, batch.angles,
+    )  # fmt: skip
     if rows is not None and isinstance(prompts, Sized):
         rows = max(1, min(rows, len(prompts)))
-    results = _Scheduler(settings, prompts, rows, bytes, compileable).run()
+    results = _Scheduler(settings, prompts, batch, rows, bytes).run()
     return results if as_completed else _in_order(results)
 
 
@@ -142,9 +143,9 @@ def serves(model: Any, h2o_config: H2OConfig, request: Request, tokenizer: Any =
         ValueError: what no way of decoding could answer.
     """
     config = h2o_config.for_model(model)
-    settings = Settings(model, config, None, None, tokenizer, None, 0, None, None)
     try:
-        RowBatch(model, config, 1)
+        angles = RowBatch(model, config).angles
+        settings = Settings(model, config, None, None, tokenizer, None, 0, None, None, angles)
         ActiveRequest(0, request, settings)
     except UnsupportedError:
         return False
@@ -155,23 +156,22 @@ class _Scheduler:
     """The rows, what runs in them, and the prompts that wait."""
 
     def __init__(
-        self, settings: Settings, prompts: Iterable[Prompt], rows: int | None, bytes: int | None,
-        compileable: bool,
+        self, settings: Settings, prompts: Iterable[Prompt], batch: RowBatch, rows: int | None,
+        bytes: int | None,
     ) -> None:  # fmt: skip
         self.settings = settings
-        self.compileable = compileable
         self.waiting = enumerate(prompts)
+        self.batch = batch
         self.rows, self.bytes = rows, bytes
-        self.batch: RowBatch | None = None
         self.graph_reads = (
-            compileable
+            batch.compiled is not None
             and settings.prefix is None
             and CompiledPrefill.serves(settings.model, settings.config)
         )
         self.reader: CompiledPrefill | None = None
         """From the first prompt on, if a graph reads them"""
         self.running: list[ActiveRequest | None] = []
-        """The request of each row; None: idle"""
+        """The request of each row; None: idle. No rows before the first prompt has been read"""
         self.reading: ActiveRequest | None = None
         """The request whose prompt is being read"""
 
@@ -197,7 +197,7 @@ class _Scheduler:
         """Read waiting prompts while a row is idle. Between two decode steps the rows that run wait
         for at most one chunk of a prompt or `TOKENS_A_STEP` tokens."""
         read = 0
-        while self.batch is None or not all(self.running):
+        while not self.running or not all(self.running):
             if self.reading is None:
                 taken = next(self.waiting, None)
                 if taken is None:
@@ -246,9 +246,9 @@ class _Scheduler:
 
     def _join(self, running: ActiveRequest) -> None:
         settings = self.settings
-        if self.batch is None:
+        if not self.running:
             rows = self.rows or _rows_in(self.bytes, row_bytes(running.cache))
-            self.batch = RowBatch(settings.model, settings.config, rows, self.compileable)
+            self.batch.make_rows(rows)
             self.running = [None] * rows
         row = self.running.index(None)
         self.batch.join(row, running.cache)

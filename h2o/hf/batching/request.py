@@ -87,9 +87,11 @@ class Settings:
     seed: int
     pinned: Any
     on_token: Callable[[int, int], Any] | None
+    angles: AnglesByLength
 
     def __post_init__(self) -> None:
-        self.angles = AnglesByLength(self.model)
+        self.virtual = virtual_tokens(self.model)
+        """Tokens before each text, in the cache only"""
 
     def pins_of(self, request: Request, ids: Tensor) -> Any:
         """The `pinned` of the cache of a request with token ids [1, n]."""
@@ -172,7 +174,7 @@ class Settings:
                     f"{config} beside {self.config}"
                 )
         if self.prefix is None:
-            tokens = ids.shape[1] + virtual_tokens(self.model)
+            tokens = ids.shape[1] + self.virtual
             return H2OCache(self.model.config, config, prompt_length=tokens, pinned=pinned)
         if config != self.config:
             raise ValueError("a request after a prefix has the prefix' budget: config=None")
@@ -199,9 +201,7 @@ class ActiveRequest:
         self.prompt_tokens = self.ids.shape[1]
         self.cache = settings.cache_for(request, self.ids)
         self.forward = settings.model
-        self.virtual = virtual_tokens(settings.model)
-        """Before the text, in the cache only"""
-        self.tokens_read = max(0, int(self.cache.get_seq_length()) - self.virtual)
+        self.tokens_read = max(0, int(self.cache.get_seq_length()) - settings.virtual)
         prepared = settings.prepared(request, self.ids, self.cache)
         self.processors = prepared["logits_processor"]
         self.criteria = prepared["stopping_criteria"]
@@ -220,19 +220,13 @@ class ActiveRequest:
             self.generator = torch.Generator(input_device(settings.model)).manual_seed(at)
         self.new: list[int] = []
         self.finish_reason = ""
-        self.by_number = not self.processors and self.generator is None and self._ends_by_number()
-
-    def _ends_by_number(self) -> bool:
-        """Whether the end depends on the number of tokens and the latest one alone."""
-        self.limit, self.ends = self.generation_config.max_length, set[int]()
-        for criterion in self.criteria:
-            if type(criterion) is EosTokenCriteria:
-                self.ends |= set(criterion.eos_token_id.tolist())
-            elif type(criterion) is MaxLengthCriteria:
-                self.limit = criterion.max_length
-            else:
-                return False
-        return True
+        ends = [x for x in self.criteria if type(x) is EosTokenCriteria]
+        self.ends = {token for x in ends for token in x.eos_token_id.tolist()}
+        limits = [x.max_length for x in self.criteria if type(x) is MaxLengthCriteria]
+        self.limit = min(limits, default=self.generation_config.max_length)
+        are_numbers = len(ends) + len(limits) == len(self.criteria)
+        self.by_number = not self.processors and self.generator is None and are_numbers
+        """Whether the likeliest token comes next, and it and the length alone end the answer"""
 
     def read_by(self, reader: CompiledPrefill) -> None:
         """Has a prompt, of which nothing has been read, read in the reader's cache."""
@@ -265,8 +259,8 @@ class ActiveRequest:
         where = {}
         if begin:
             forward = continuing(forward)
-        if begin or not self.virtual:
-            seen = begin + self.virtual + self.cache.guard.rope_deltas.offset
+        if begin or not self.settings.virtual:
+            seen = begin + self.settings.virtual + self.cache.guard.rope_deltas.offset
             where = positions_after(self.settings.model, seen, ids)
         self.settings.angles.forget()
         output = forward(
@@ -308,18 +302,8 @@ class ActiveRequest:
             self.finish_reason = "length"
 
     def result(self, report: dict[str, int]) -> Result:
-        return Result(
-            self.index,
-            self.new,
-            _text(self.settings.tokenizer, self.new),
-            self.prompt_tokens,
-            self.finish_reason,
-            report,
-        )
-
-
-def _text(tokenizer: Any, ids: list[int]) -> str | None:
-    if tokenizer is None:
-        return None
-    text: str = tokenizer.decode(ids, skip_special_tokens=True)
-    return text
+        tokenizer = self.settings.tokenizer
+        text = None
+        if tokenizer is not None:
+            text = tokenizer.decode(self.new, skip_special_tokens=True)
+        return Result(self.index, self.new, text, self.prompt_tokens, self.finish_reason, report)

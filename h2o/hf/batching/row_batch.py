@@ -28,7 +28,7 @@ from h2o.hf.store import states
 
 
 class RowBatch:
-    """A cache of `rows` rows for a model, into which `join` puts caches of one row each.
+    """A cache of several rows for a model, into which `join` puts caches of one row each.
 
     compileable: torch.compile takes a step whole, in one graph for all of them.
 
@@ -37,7 +37,7 @@ class RowBatch:
             and rotary angles that depend on the length of the text.
     """
 
-    def __init__(self, model: Any, config: H2OConfig, rows: int, compileable: bool = False) -> None:
+    def __init__(self, model: Any, config: H2OConfig, compileable: bool = False) -> None:
         check_passes(model, "generate_all")
         self.model = continuing(model)
         self.compiled = CompiledForward(self.model, "steps") if compileable else None
@@ -50,9 +50,9 @@ class RowBatch:
                     f"layer {index} is a {type(layer).__name__}: call model.generate() with an "
                     "H2OCache for each batch of prompts"
                 )
-        self.tokens = [0] * rows
+        self.tokens: list[int] = []
         """Seen by each row; 0: idle"""
-        self.offsets = [0] * rows
+        self.offsets: list[int] = []
         """Difference of each row's next position and its number of tokens"""
         self._chosen: list[int] = []
         self._has_states = any(map(has_states, self.cache.layers))
@@ -62,6 +62,10 @@ class RowBatch:
                 "rows of a model with states whose rotary angles depend on the length of the text: "
                 "call model.generate() with an H2OCache for each prompt"
             )
+
+    def make_rows(self, rows: int) -> None:
+        """Have so many rows, all idle; before the first one joins."""
+        self.tokens, self.offsets = [0] * rows, [0] * rows
 
     def join(self, row: int, joining: H2OCache) -> None:
         """A row becomes what the one row of another cache of the same settings is.
