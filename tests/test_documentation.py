@@ -13,6 +13,7 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 from collections.abc import Container, Iterable, Iterator
@@ -156,6 +157,14 @@ FAST = {"understand/how_h2o_works"}
 """Pages that read no model."""
 
 
+def write_config(folder: Path) -> None:
+    """The config of the model whose requests pages count, by its published numbers."""
+    transformers.AutoConfig.for_model(
+        "qwen3", num_hidden_layers=28, hidden_size=2048, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, intermediate_size=6144, dtype="bfloat16",
+    ).save_pretrained(folder)  # fmt: skip
+
+
 def same(shown: str, printed: str) -> bool:
     """Whether a page shows what was printed. Three dots stand for anything, and spaces and line
     ends are alike."""
@@ -179,7 +188,9 @@ def test_a_page_shows_what_is_printed(name, capsys, tmp_path, monkeypatch):
         pytest.skip(str(error))
     monkeypatch.chdir(tmp_path)
     Path("article.txt").write_text(ARTICLE, "utf-8")
-    blocks = [x for x in BLOCKS[name] if x.language == "python" or x.output]
+    write_config(Path("Qwen/Qwen3-1.7B"))
+    has_python = name in PYTHON
+    blocks = [x for x in BLOCKS[name] if x.output or (x.language == "python" and has_python)]
     while blocks and not blocks[-1].output:
         blocks.pop()
     names = {"__name__": name}
@@ -312,9 +323,35 @@ def test_readme_has_the_figures_of_the_documents():
         assert set(row.split(" | ")) <= set(there.split(" | "))
 
 
-@pytest.mark.parametrize("page", DOCUMENTS, ids=page_id)
+def test_readme_says_in_words_what_tables_have():
+    said = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    results = (ROOT / "docs/reference/results.md").read_text("utf-8")
+    rows = re.findall(r"^\| `echo-bytes` \|(.*)\|$", results, re.MULTILINE)
+    figures = [re.findall(r"([\d.]+) \(", row) for row in rows]
+    (lost,) = re.findall(r"loses ([\d.]+), ([\d.]+) and ([\d.]+) nats per token", said)
+    assert list(lost) in figures
+    (found,) = re.findall(r"`budget=0\.1` still finds \[(\d+)% of the facts", said)
+    assert f"{int(found) / 100:.2f}" in [row[1] for row in figures]
+    families = (ROOT / "docs/reference/families.txt").read_text("utf-8")
+    (supported, every) = re.search(r"\[(\d+) of the (\d+) causal model families", said).groups()
+    assert f"causal language models: {supported} of {every} families are supported" in families
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def text_of(page: Path) -> str:
+    """A page's Markdown; of a notebook that of its cells."""
+    text = page.read_text("utf-8")
+    if page.suffix != ".ipynb":
+        return text
+    cells = json.loads(text)["cells"]
+    return "\n\n".join("".join(x["source"]) for x in cells if x["cell_type"] == "markdown")
+
+
+@pytest.mark.parametrize("page", [*DOCUMENTS, *NOTEBOOKS], ids=page_id)
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         if "://" in link or "`" in link:
             continue
         path, _, anchor = link.partition("#")

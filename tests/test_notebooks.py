@@ -109,3 +109,40 @@ def test_only_one_machine_knows_times_and_folders(run):
     wanted = "setting  kept\n-------  ----\nfull     1.0%\nwritten: FOLDER/a.json\n"
     assert run.anonymous(shown) == wanted
     assert run.anonymous("<Axes at 0x7f0a>") == "<Axes>"
+
+
+@pytest.fixture(scope="module")
+def three_layers():
+    """(model, tokenizer): the first three layers of the default model."""
+    pytest.importorskip("transformers")
+    from h2o import models
+
+    try:
+        model, tokenizer = models.load_model()
+    except models.UserError as error:
+        pytest.skip(str(error))
+    model.model.layers = model.model.layers[:3]
+    model.config.num_hidden_layers = 3
+    return model, tokenizer
+
+
+WITH_MODEL = [path for path in NOTEBOOKS if path.stem != "03_lm_eval"]
+"""The notebook that is left out runs h2o eval, as tests/evaluation does."""
+
+
+@pytest.mark.filterwarnings("ignore")  # of other packages
+@pytest.mark.parametrize("path", WITH_MODEL, ids=lambda path: path.stem)
+def test_code_runs(path, three_layers, monkeypatch):
+    """With three layers and few tokens, so what it finds about the whole model is not asserted."""
+    pytest.importorskip("pandas")
+    pytest.importorskip("matplotlib").use("Agg")
+    import h2o
+
+    monkeypatch.setattr(h2o, "load_model", lambda: three_layers)
+    profile = h2o.Profile((0.1,), (((1.0,) * 3,) * 3,), 96)
+    monkeypatch.setattr(h2o.Profile, "shipped", classmethod(lambda cls, model: profile))
+    code = "\n".join("".join(cell["source"]) for cell in cells(path))
+    code = re.sub(r"(, :)\d{3}\]", r"\g<1>96]", code)
+    code = re.sub(r"layer=\d+", "layer=1", code)
+    code = re.sub(r"^assert .*$", "", code, flags=re.MULTILINE)
+    exec(compile(code, path.name, "exec"), {"__name__": path.stem})

@@ -26,13 +26,19 @@ if not EXAMPLES.is_dir():
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_pinned_instructions_stay(tiny, tmp_path):  # noqa: F811
+@pytest.fixture
+def chatting(tiny, tmp_path):  # noqa: F811
+    """Folder of the tiny model with a chat template."""
     folder = shutil.copytree(tiny, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     tokenizer.chat_template, tokenizer.eos_token = TEMPLATE, "a"
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_pinned_instructions_stay(chatting):
     out = run(
-        "pinned_chat.py", "--model", folder, "--turns", "8", "--every", "4", "--keys", "360",
+        "pinned_chat.py", "--model", chatting, "--turns", "8", "--every", "4", "--keys", "360",
         "--max-new-tokens", "2",
     )  # fmt: skip
     held = re.findall(r"turns, +(\d+) tokens, (pinned|left to the budget) +(\d+)%", out)
@@ -75,9 +81,22 @@ def test_a_library_finds_its_documents(tiny, tmp_path, monkeypatch):  # noqa: F8
         assert module.pick(index, f"Who founded it, in {place}, and when?") == place.lower()
 
 
-def test_a_batch_job_goes_on_after_a_kill(tiny, tmp_path):  # noqa: F811
+def test_the_default_model_answers_letters(tmp_path):
+    """As chats: to plain text an instruct model may have nothing to add."""
+    from h2o import models
+
+    try:
+        models.find_weights()
+    except models.UserError as error:
+        pytest.skip(str(error))
+    run("batch_job.py", tmp_path, "--prompts", "2", "--max-new-tokens", "3")
+    answers = (tmp_path / "answers.jsonl").read_text("utf-8").splitlines()
+    assert [bool(json.loads(answer)["text"]) for answer in answers] == [True, True]
+
+
+def test_a_batch_job_goes_on_after_a_kill(chatting, tmp_path):
     """Every prompt has one answer, the one that it has without the kill."""
-    more = ("--prompts", "40", "--model", tiny, "--rows", "4")
+    more = ("--prompts", "40", "--model", chatting, "--rows", "4")
     out = run("batch_job.py", tmp_path / "killed", "--kill-after", "6", *more)
     killed = int(re.search(r"killed with (\d+) of 40 answers", out)[1])
     assert 6 <= killed < 40

@@ -232,6 +232,18 @@ def test_the_wheel_is_for_any_system_and_holds_no_core(sources):
     } <= names
 
 
+def test_an_editable_install_in_place_compiles_nothing(sources):
+    """`make` builds the core afterwards, once. A wheel would have no core, so none is made."""
+    hooks = "from setuptools import build_meta as made; made.build_editable('built')"
+    (sources / "built").mkdir()
+    done = run(sources, "-c", hooks, H2O_IN_PLACE="1", CC="no-such-compiler")
+    assert done.returncode == 0, done.stderr
+    assert [path.suffix for path in (sources / "built").iterdir()] == [".whl"]
+    refused = run(sources, "setup.py", "--quiet", "bdist_wheel", H2O_IN_PLACE="1")
+    assert refused.returncode == 1
+    assert "pip install with -e" in refused.stderr
+
+
 def test_a_build_without_a_compiler_names_the_pure_wheel(sources):
     (sources / "csrc").mkdir()
     (sources / "csrc" / "a.c").touch()

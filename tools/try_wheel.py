@@ -1,6 +1,6 @@
 """Installs a wheel where nothing else is, not even a compiler, and runs the core's tests there.
 
-    python tools/try_wheel.py [--numpy 2.0.0] [--beside FOLDER] [--briefly] WHEEL [PYTHON ...]
+    python tools/try_wheel.py [OPTIONS] WHEEL [PYTHON ...]   (--help lists the options)
 
 PYTHON is the command of an interpreter, by default this one; that of another machine may run in an
 emulator: qemu-aarch64-static -L ROOT ROOT/usr/bin/python3. What is installed is chosen by this
@@ -9,7 +9,8 @@ test that too: it is built by that interpreter, in a folder with a space in its 
 compiler that CC names. Linux's wheels hold kernels for GPUs, of the sources that the installed core
 is of. The pure wheel, py3-none-any, is installed with torch and transformers, or finds them
 --beside it, in the site-packages of another environment; it passes the tests that
-tests/without_core.txt lists.
+tests/without_core.txt lists. With --pages a wheel runs README.md and the first pages of docs
+instead, with the default model as a new user has it; that too needs torch and what is --beside.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ ROOT = Path(__file__).resolve().parent.parent
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 BINARIES = "Scripts" if os.name == "nt" else "bin"
 SYSTEM = ("SYSTEMROOT", "TEMP", "TMP")  # without which nothing starts on Windows
-PURE_TESTS = ("@tests/without_core.txt",)
-CORE_TESTS = ("tests/core",)
-BRIEF_TESTS = ("tests/core/test_golden.py",)
+FAST = ("-m", "not slow")
+PURE_TESTS = (*FAST, "@tests/without_core.txt")
+CORE_TESTS = (*FAST, "tests/core")
+BRIEF_TESTS = (*FAST, "tests/core/test_golden.py")
+PAGES = "test_command or ((test_python or shows_what) and (README or start))"
+PAGE_TESTS = ("tests/test_documentation.py", "-k", PAGES)
 
 KERNELS = "from h2o import ops; x = ops.info()['backends']['cuda']; assert 'kernels' not in x, x"
 """`h2o info` says why none serve: that there is no driver, and nothing about their file."""
@@ -42,7 +46,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--numpy", help="its version; default: the newest")
-    parser.add_argument("--beside", type=Path, help="site-packages that the pure wheel finds too")
+    parser.add_argument("--beside", type=Path, help="site-packages that the wheel finds too")
+    parser.add_argument("--pages", action="store_true", help="README and the first pages of docs")
     parser.add_argument("--briefly", action="store_true", help="golden data alone")
     parser.add_argument("python", nargs=argparse.REMAINDER, default=[])
     arguments = parser.parse_args()
@@ -73,7 +78,7 @@ def main() -> int:
         numpy = f"numpy=={arguments.numpy}" if arguments.numpy else "numpy"
         wheel = arguments.wheel.resolve()
         pure = wheel.name.endswith("-none-any.whl")
-        if pure and arguments.beside:
+        if arguments.beside:
             (packages,) = folder.glob("env/[Ll]ib/**/site-packages")
             (packages / "beside.pth").write_text(f"{arguments.beside.resolve()}\n")
             python(*install, "--no-deps", wheel)
@@ -96,7 +101,11 @@ def main() -> int:
             python("-c", KERNELS)
         left_out = ["-k", "not no_memory"] if emulator else []  # qemu has no limit of memory
         tests = PURE_TESTS if pure else BRIEF_TESTS if arguments.briefly else CORE_TESTS
-        python(*"-m pytest -q -p no:cacheprovider -m".split(), "not slow", *left_out, *tests)
+        if arguments.pages:
+            shutil.copy(ROOT / "README.md", folder)
+            shutil.copytree(ROOT / "docs", folder / "docs")
+            tests = PAGE_TESTS
+        python(*"-m pytest -q -p no:cacheprovider".split(), *left_out, *tests)
     return 0
 
 

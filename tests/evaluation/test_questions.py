@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -15,6 +14,7 @@ from h2o.compat import with_cache
 from h2o.evaluation.questions import question_tokens
 from h2o.evaluation.setting import parse
 from h2o.hf.document.compress import compress_document
+from tests.evaluation.conftest import measured, table_of
 from tests.evaluation.test_lm import close, make, numbers
 
 DOCUMENT = "The gate of the farm is blue.\nIt was painted in May, when the wells were dry.\n"
@@ -241,7 +241,7 @@ def test_what_does_not_go_together(lm, name, protocol, words):
 @pytest.mark.timeout(900)
 def test_tasks_of_ruler(folder, tmp_path):
     """They are made up for the tokenizer at hand; lengths without texts have no number."""
-    subprocess.run(
+    printed = subprocess.run(
         [
             sys.executable, "-m", "h2o", "eval", "--tasks", "niah_single_1", "--model", folder,
             "--metadata", '{"max_seq_lengths": [8192]}', "--limit", "2", "--protocol", "read",
@@ -249,9 +249,13 @@ def test_tasks_of_ruler(folder, tmp_path):
         ],
         check=True,
         timeout=600,
-    )  # fmt: skip
-    cells = json.loads((tmp_path / "compare.json").read_text())["cells"]
-    for cell, setting in zip(cells, ("full", "echo-bytes:0.5"), strict=True):
-        assert (cell["facts"]["setting"], cell["facts"]["protocol"]) == (setting, "read")
-        assert list(cell["result"]["metrics"]["niah_single_1"]) == ["8192"]
-        assert cell["result"]["requests"] == 2
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout  # fmt: skip
+    results = measured(tmp_path)
+    assert list(results) == ["full", "echo-bytes:0.5"]
+    for content in results.values():
+        facts = content["config"]["h2o"]
+        assert (facts["protocol"], facts["requests"]) == ("read", 2)
+    for row in table_of(printed).values():
+        assert [title for title in row if "niah_single_1" in title] == ["niah_single_1 8192"]
