@@ -151,7 +151,7 @@ def generate(
             progress.update("")
             stream(text)
 
-    with _name_options(compile, pinned):
+    with _name_options(False, pinned):
         cache = new_cache(model, config, ids.shape[1], compile, pinned)
         progress.update(f"{mode}: prefill")
         try:

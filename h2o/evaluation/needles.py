@@ -243,9 +243,9 @@ def find_facts(
         forward, model, setting, document, torch.ones_like(document), tokenizer
     )
     found = []
-    for question, answer in asked:
+    for left, (question, answer) in zip(reversed(range(len(asked))), asked, strict=True):
         prompt = torch.cat([document, question], 1)
-        prompts, cache = (prompt, torch.ones_like(prompt)), copy.deepcopy(read)
+        prompts, cache = (prompt, torch.ones_like(prompt)), copy.deepcopy(read) if left else read
         (logits,) = protocols.by_cache(forward, prompts, answer.tolist(), cache)
         found.append(torch.equal(logits.argmax(-1).cpu(), answer[0]))
     return found

@@ -121,7 +121,7 @@ def by_cache(model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1) 
     """Loss of tokens `prompt_length` to n-1 of ids [1, n], token by token after the prompt. The
     model runs the attention "h2o"."""
     cache = H2OCache(model.config, setting.config.for_model(model), prompt_length=ids.shape[1])
-    prompt, rest = ids[:, :prompt_length], ids[0, prompt_length:]
+    prompt, rest = ids[:, :prompt_length].cpu(), ids[0, prompt_length:]
     forward = functools.partial(protocols.run_forward, model)
     prompts = prompt, torch.ones_like(prompt)
     (logits,) = protocols.by_cache(forward, prompts, [rest.tolist()], cache)

@@ -46,6 +46,23 @@ def by_cache(model, *which):
         model.set_attn_implementation("sdpa")
 
 
+class OnDevice(torch.Tensor):
+    """A tensor of another device: torch.cat does not take it beside one of the CPU."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        assert function is not torch.cat
+        made = super().__torch_function__(function, types, args, kwargs or {})
+        return made.as_subclass(torch.Tensor) if function is torch.Tensor.cpu else made
+
+
+def test_windows_may_be_on_a_device():
+    model, setting = conftest.build("llama"), parse("h2o:0.1+0.1")
+    ids = torch.arange(30)[None]
+    want = by_cache(model, ids, setting, 20)
+    assert torch.equal(by_cache(model, ids.as_subclass(OnDevice), setting, 20), want)
+
+
 @pytest.mark.parametrize(
     ("model_type", "prompt_length"), checkered(["llama", "opt", "gpt_neox"], [1, 20])
 )

@@ -239,6 +239,23 @@ def test_the_report_tells_states_from_keys(name):
     assert len(list(cache)) == len(cache.layers)
 
 
+@pytest.mark.parametrize("name", ["falcon_h1", "zaya", "qwen3_next", "llama"])
+def test_states_that_have_seen_a_refused_prompt_are_not_used(name):
+    """The first layer may have states beside its keys, which were there before the keys."""
+    ours, (ids,) = model(name), prompts(20)
+    cache = H2OCache(ours.config, heavy=0.4, recent=0.2, min_tokens=0)
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 2, "do_sample": False}
+    with pytest.raises(ValueError, match="prefill_chunk_size"):
+        ours.generate(ids, **how, prefill_chunk_size=8, **with_cache(cache))
+    if name != "llama":
+        with pytest.raises(RuntimeError, match=r"broke off.*cache\.reset"):
+            ours.generate(ids, **how, **with_cache(cache))
+        cache.reset()
+    fresh = H2OCache(ours.config, heavy=0.4, recent=0.2, min_tokens=0)
+    want = ours.generate(ids, **how, **with_cache(fresh))
+    assert torch.equal(ours.generate(ids, **how, **with_cache(cache)), want)
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "falcon_h1"])
 @pytest.mark.parametrize("later", [False, True], ids=["prompt", "later pass"])
 def test_a_pass_that_broke_off_amid_states_is_noticed(name, later, monkeypatch):

@@ -232,6 +232,18 @@ def test_two_threads():
     assert got == expected
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3"])
+def test_with_gradients_enabled(name):
+    """Keys carry their layer into autograd, which is told that there is no backward."""
+    ours, ids = model(name), prompts(20)[0]
+    logits = ours(ids, **with_cache(H2OCache(ours.config, **SMALL))).logits
+    with torch.no_grad():
+        want = ours(ids, **with_cache(H2OCache(ours.config, **SMALL))).logits
+    assert torch.equal(logits, want)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        logits.sum().backward()
+
+
 def test_a_pass_that_broke_off_leaves_nothing_behind():
     ours = model("deepseek_v3")
     ids = prompts(20)[0]

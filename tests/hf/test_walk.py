@@ -123,4 +123,5 @@ def test_what_is_found_once_a_pass_is_of_no_other_pass():
         ids = prompts(40)[0]
         model(ids, **with_cache(cache))
         cache.crop(21 if CROPS_TO_LENGTH else -19)
+        assert cache.guard.prompt_counts is None
         assert_as_fresh(cache, {"input_ids": ids[:, :21]})

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o import ops
+from h2o.hf.families.tagged_tensor import plain
 from h2o.policy import Policy
 from h2o.quantization import dequantize, stored_like
 from h2o.spans import PINNED
@@ -78,7 +79,9 @@ class AttentionCall(NamedTuple):
     def without_backward(self, out: Tensor, reason: str = "") -> Tensor:
         """An output of this call whose backward raises."""
         inputs = self.query, self.key, self.value, self.sink_logits
-        made: Tensor = NoBackward.apply(reason or CACHE_HAS_NO_GRADIENT, out, *inputs)
+        # `apply` waits forever for tensors of a class with a __torch_function__.
+        tensors = (x if x is None else plain(x) for x in inputs)
+        made: Tensor = NoBackward.apply(reason or CACHE_HAS_NO_GRADIENT, out, *tensors)
         return made
 
     def detached(self) -> AttentionCall:

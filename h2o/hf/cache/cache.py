@@ -287,6 +287,7 @@ class H2OCache(ReadableCache):
             return
         self._check_complete()
         crop.crop(self.layers, tokens, seen, left)
+        self.guard.end_pass()  # the one that was run again
 
     def activate_past_recording(self) -> None:
         """Let `crop` take back the last forward pass from now on.

@@ -31,6 +31,7 @@ from h2o.hf.attention.attention_call import (
     round_like_slots,
 )
 from h2o.hf.families import tensor_parallel
+from h2o.hf.families.layer_kinds import has_states
 from h2o.hf.layers.crop import CroppableLayer, LastPass
 from h2o.hf.layers.plain_form import PlainForm
 from h2o.hf.layers.steppers import EagerStepper
@@ -162,7 +163,7 @@ class H2OLayer(CroppableLayer):
                 if stored != dtype:  # autocast began, or ended, after what is held was stored
                     tokens = tokens.to(stored)
         except Exception:
-            self.guard.take_back(self.layer_idx)
+            self.guard.take_back(self.layer_idx, has_states=has_states(self))
             raise
         if self.guard.waiting != self.layer_idx:
             raise RuntimeError(
@@ -175,7 +176,7 @@ class H2OLayer(CroppableLayer):
             out = self.forward(tokens)
         except Exception:
             if self.trace is None or seen == self.seen:
-                self.guard.take_back(self.layer_idx)
+                self.guard.take_back(self.layer_idx, has_states=has_states(self))
             raise  # what is stored and not in the trace counts as an interrupt
         self.last = last
         self.guard.layer_done(self.layer_idx)

@@ -120,10 +120,11 @@ class PassGuard:
         if layer == self.last:
             self._finish()
 
-    def take_back(self, layer: int) -> None:
-        """Note that a layer's new keys were refused, and nothing of them stored."""
+    def take_back(self, layer: int, *, has_states: bool) -> None:
+        """Note that a layer's new keys were refused, and nothing of them stored. The pass goes on
+        where its states may have seen the tokens."""
         self.waiting = None
-        if layer == self.first:
+        if layer == self.first and not has_states:
             self.end_pass()
 
     def end_pass(self) -> None:
