@@ -280,14 +280,14 @@ def test_analysis_sees_the_models_own_attention():
 def test_calibration_sees_the_models_own_attention():
     ours, (ids,) = made("gpt_oss"), prompts(30)
     generator = torch.Generator().manual_seed(0)
-    watched = head_costs.watch(ours, ids[0], generator, draws=1)
+    watched = head_costs.watch_gradients(ours, ids[0], generator, draws=1)
     assert sorted(watched) == [1, 3]
 
     def chosen(budget: int) -> H2OConfig:
         return H2OConfig(heavy=budget - budget // 2, recent=budget // 2)
 
     for layer in watched.values():
-        costs = head_costs.costs(layer, [4, 30], chosen)
+        costs = head_costs.measure_costs(layer, [4, 30], chosen)
         assert (costs[:, 0] > 0).all()
         assert costs[:, 1].abs().max() == 0.0
     budgets = torch.full((3, 2, 2), 30).numpy()
