@@ -165,4 +165,4 @@ def test_attention_reads_the_new_key_in_place(running):
     assert same_key.data_ptr() == key.data_ptr()
     assert same_value is value
     assert not hasattr(key, "h2o_layer")  # the link is on the view: the caller's tensor is free
-    running.layers[0].guard.take_back(0)
+    running.layers[0].guard.take_back(0, has_states=False)
