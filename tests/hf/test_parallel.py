@@ -84,7 +84,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
         assert calibrated["weights"]
         Profile.from_dict(calibrated).check(models[name])
         torch.testing.assert_close(
-            torch.tensor(calibrated["head_shares"]),
+            torch.tensor(calibrated["shares"]),
             torch.tensor(profiles[name].shares),
             atol=2e-3,
             rtol=0,
