@@ -289,12 +289,13 @@ def test_no_cache_and_a_cache():
         )
 
 
-def test_another_batch_size():
+@pytest.mark.parametrize(("held", "given"), [(1, 2), (3, 2)])
+def test_another_batch_size(held, given):
     ours = model("llama")
     cache = H2OCache(ours.config, **SMALL)
-    greedy(ours, {"input_ids": prompts(20)[0]}, **with_cache(cache))
-    ids = prompts(40)[0].repeat(2, 1)
-    with pytest.raises(ValueError, match="holds a batch of 1 rows and was given 2"):
+    greedy(ours, {"input_ids": prompts(20)[0].repeat(held, 1)}, **with_cache(cache))
+    ids = prompts(40)[0].repeat(given, 1)
+    with pytest.raises(ValueError, match=f"holds a batch of {held} rows and was given {given}"):
         greedy(ours, {"input_ids": ids}, **with_cache(cache))
 
 
