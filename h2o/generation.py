@@ -140,7 +140,7 @@ def generate(
     if compile := compile and config is not None:
         progress.say(f"{mode}: compiling the decode step, which takes a minute or two")
         how |= compiling()
-        with _name_options(compile, None):
+        with _name_option("--compile", UnsupportedError):
             warm = new_cache(model, config, ids.shape[1], compile)
         time_tokens(model, tokenizer, ids[:, :8], warm, **how | {"max_new_tokens": 3})
 
@@ -151,7 +151,7 @@ def generate(
             progress.update("")
             stream(text)
 
-    with _name_options(False, pinned):
+    with contextlib.nullcontext() if pinned is None else _name_option("--pin", ValueError):
         cache = new_cache(model, config, ids.shape[1], compile, pinned)
         progress.update(f"{mode}: prefill")
         try:
@@ -174,16 +174,12 @@ def generate(
 
 
 @contextlib.contextmanager
-def _name_options(compile: bool, pinned: Pinned) -> Iterator[None]:
-    """Turn errors about --compile and --pin into a UserError that names the option."""
+def _name_option(option: str, refusal: type[ValueError]) -> Iterator[None]:
+    """Turn a refusal of what an option asks for into a UserError that names the option."""
     try:
         yield
-    except ValueError as error:
-        if compile and isinstance(error, UnsupportedError):
-            raise UserError(f"--compile: {error}") from error
-        if pinned is None:
-            raise
-        raise UserError(f"--pin: {error}") from error
+    except refusal as error:
+        raise UserError(f"{option}: {error}") from error
 
 
 def compiling() -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_a_library_finds_its_documents(tiny, tmp_path, monkeypatch):  # noqa: F8
 
 
 def test_the_default_model_answers_letters(tmp_path):
-    """As chats: to plain text an instruct model may have nothing to add."""
+    """Prompts are asked as chats: an instruct model may have nothing to add to plain text."""
     from h2o import models
 
     try:

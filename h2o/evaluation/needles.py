@@ -243,9 +243,10 @@ def find_facts(
         forward, model, setting, document, torch.ones_like(document), tokenizer
     )
     found = []
-    for left, (question, answer) in zip(reversed(range(len(asked))), asked, strict=True):
+    for number, (question, answer) in enumerate(asked, 1):
+        cache = read if number == len(asked) else copy.deepcopy(read)
         prompt = torch.cat([document, question], 1)
-        prompts, cache = (prompt, torch.ones_like(prompt)), copy.deepcopy(read) if left else read
+        prompts = prompt, torch.ones_like(prompt)
         (logits,) = protocols.by_cache(forward, prompts, answer.tolist(), cache)
         found.append(torch.equal(logits.argmax(-1).cpu(), answer[0]))
     return found

@@ -43,7 +43,7 @@ def walk(function):
 
 
 def walks(layers):
-    """Of a cache that is made, a prompt and a decode step of a model with so many layers."""
+    """Walks of a new cache, a prompt and a decode step, in a model with so many layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=layers,

@@ -63,7 +63,7 @@ class CachePlan:
             for index, layer in enumerate(self._empty)
             if has_states(layer)
         }
-        """Of each kind, of the layers that have states"""
+        """Number of states of each kind, by layer that has some"""
         self.h2o_config = _with_lists(self.h2o_config, self.kinds)
         self.plans = {
             index: LayerPlan.of(self.h2o_config, index, len(self.kinds))

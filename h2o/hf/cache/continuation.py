@@ -59,8 +59,8 @@ def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
     elif text.mask is None or bool(text.mask.all()):  # no row has pads
         lengths = torch.tensor([seen], dtype=torch.long, device="cpu")
     if lengths is not None and text.positions is not None and text.positions.shape[1] == new:
-        if 1 not in (rows := (len(lengths), len(text.positions))) and rows[0] != rows[1]:
-            return  # the first layer says which batch it holds
+        if len({len(lengths), len(text.positions)} - {1}) > 1:
+            return  # another batch: the first layer says which one it holds
         least = lengths + cache.guard.rope_deltas.least
         is_rolled = cache.config.positions == "cache_relative"
         _check_positions(text, least, seen, new, zero_is_free=is_rolled)
