@@ -149,12 +149,12 @@ async def answered(client, prompt: list[int], stream: bool, leave: bool = False,
     return tokens
 
 
-def together(server: str, requests: list, **options) -> list:
+def together(server: str, requests: list, headers: Any = None, **options) -> list:
     """The answers of as many clients as requests, all at once; every other one is a stream."""
 
     async def run():
-        address = f"{server}/v1"
-        async with openai.AsyncOpenAI(base_url=address, api_key="none", timeout=300) as client:
+        shared = {"base_url": f"{server}/v1", "api_key": "none", "default_headers": headers}
+        async with openai.AsyncOpenAI(**shared, timeout=300) as client:
             calls = [
                 answered(client, prompt, **{"stream": i % 2 == 0} | options)
                 for i, prompt in enumerate(requests)
