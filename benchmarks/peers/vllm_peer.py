@@ -44,7 +44,7 @@ model = LLM(folder, **defaults | json.loads(*rest or ["{}"]))
 
 def logprobs(request: dict) -> list[list[dict[int, float]]]:
     settings = SamplingParams(
-        max_tokens=1, prompt_logprobs=request["top"], detokenize=False,
+        max_tokens=1, prompt_logprobs=request["top"], flat_logprobs=True, detokenize=False,
         extra_args=request.get("arguments"),
     )  # fmt: skip
     prompts = [{"prompt_token_ids": ids} for ids in request["ids"]]

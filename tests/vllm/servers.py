@@ -104,7 +104,9 @@ def serving(
 
 
 @contextlib.contextmanager
-def answering(process: subprocess.Popen, port: int, log: Path) -> Iterator[Server]:
+def answering(
+    process: subprocess.Popen, port: int, log: Path, path: str = "/health"
+) -> Iterator[Server]:
     """A process once it answers, which ends here."""
     try:
         deadline = time.monotonic() + START
@@ -112,7 +114,7 @@ def answering(process: subprocess.Popen, port: int, log: Path) -> Iterator[Serve
             assert time.monotonic() < deadline, log.read_text()[-4000:]
             assert process.poll() is None, log.read_text()[-4000:]
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5)
                 break
             except OSError:
                 time.sleep(1)
