@@ -5,7 +5,8 @@
 
 Clients then use http://127.0.0.1:8000/v1 and the model's NAME. Ray starts on this machine, or joins
 the cluster that runs here (`ray start`). Requests whose texts begin alike go to the same replica,
-which has stored their prefix, as long as the replicas are about equally busy. On GPUs add
+which has stored their prefix, as long as the replicas are about equally busy. Prompts must be text:
+this router of Ray 2.60 raises ZeroDivisionError for token ids. On GPUs add
 `--engine '{"attention_backend": "CUSTOM"}'`. On CPUs, where replicas share a machine, set
 VLLM_CPU_OMP_THREADS_BIND=nobind and OMP_NUM_THREADS to their share of the cores.
 """
