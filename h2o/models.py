@@ -174,9 +174,24 @@ def is_gguf(name: str) -> bool:
 def source_of(name: str) -> dict[str, str]:
     """Arguments of from_pretrained for a name on the hub, a folder or a .gguf file."""
     if not is_gguf(name):
+        check_folder(name)
         return {"pretrained_model_name_or_path": name}
     folder, file = os.path.split(os.path.abspath(name))
     return {"pretrained_model_name_or_path": folder, "gguf_file": file}
+
+
+def check_folder(name: str) -> None:
+    """Raise UserError for a path that is no model's folder. A name on the hub passes."""
+    if os.path.isdir(name):
+        wrong = "" if os.path.isfile(os.path.join(name, "config.json")) else "has no config.json"
+    elif os.path.isfile(name):
+        wrong = "is a file: name its folder, or a .gguf file"
+    else:
+        is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
+        wrong = "does not exist: name a folder with config.json, or NAME/MODEL on the hub"
+        wrong = wrong if is_path else ""
+    if wrong:
+        raise UserError(f"cannot load the model {name!r}: it {wrong}")
 
 
 def cannot_load(name: str, error: Exception, hint: str = "") -> UserError:

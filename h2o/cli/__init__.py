@@ -122,7 +122,9 @@ def run(options: argparse.Namespace) -> int:
     if check := getattr(options.module, "check", None):
         try:
             check(options.parser, options)
-        except (OSError, TypeError, ValueError) as error:
+        except OSError as error:
+            options.parser.error(f"cannot read {error.filename}: {error.strerror}")
+        except (TypeError, ValueError) as error:
             options.parser.error(str(error))
     from h2o.errors import UnsupportedError, UserError
     from h2o.models import quiet_libraries

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from h2o.budgets import Amount, parse_amount
@@ -18,15 +19,27 @@ from h2o.evaluation.setting import Setting, from_config, load_shares, parse_all,
 from h2o.kv_dtype import QUANTIZED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
-from h2o.spans import Row, parse_spans
+from h2o.spans import parse_spans
+
+
+def parse_by(parse: Callable[[str], Any], text: str) -> Any:
+    """Parse an option's text by a function whose ValueError argparse is to show."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+AMOUNT = partial(parse_by, parse_amount)
+PINS = partial(parse_by, parse_spans)
 
 OPTIONS: dict[str, Field] = {
     "heavy": Field(
-        parse_amount, None, "K",
+        AMOUNT, None, "K",
         "heavy hitters: an integer counts tokens, a number with a point is a fraction of the "
         "prompt or text (%(default)s)",
     ),
-    "recent": Field(parse_amount, None, "K", "newest tokens (%(default)s)"),
+    "recent": Field(AMOUNT, None, "K", "newest tokens (%(default)s)"),
     "budget_unit": Field(
         str, ("keys", "bytes"), None,
         "what fractions are of: the text's keys, or the bytes of a full cache (%(default)s)",
@@ -97,7 +110,7 @@ def add_device(add: Callable[..., Any]) -> None:
 def add_pin(add: Callable[..., Any]) -> None:
     """Add --pin and --system."""
     add("--system", metavar="TEXT", help="what a chat's system message says (with --chat)")
-    add("--pin", type=parse_pins, metavar="WHAT", help="keys that are never evicted and count in "
+    add("--pin", type=PINS, metavar="WHAT", help="keys that are never evicted and count in "
         "the budget: system, a chat's system turn; prompt, all of it; or spans of its tokens, "
         "such as 0:40,100:120")  # fmt: skip
 
@@ -111,14 +124,6 @@ def parse_count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
     return number
-
-
-def parse_pins(text: str) -> str | Row:
-    """Parse what --pin says."""
-    try:
-        return parse_spans(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_compare(add: Callable[..., Any], default: str | None = None, more: str = "") -> None:
@@ -139,7 +144,7 @@ def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defau
         "--preset", choices=PRESETS, help="a config by name, instead of --heavy and --recent"
     )
     group.add_argument(
-        "--budget", type=parse_amount, metavar="B",
+        "--budget", type=AMOUNT, metavar="B",
         help="alone: one number for the preset that is recommended for the model, tokens or a "
         "share of a full cache's bytes; of --preset: tokens, or a fraction of the keys, or with "
         f"--budget-unit bytes of the bytes ({FIFTH})",
