@@ -647,6 +647,7 @@ def test_one_line_says_what_is_wrong(line, code, words):
         ("generate --budget 20%", "--budget: '20%' is no amount: write a number of tokens"),
         ("generate --compare full,h2o:0.1-0.1", "'0.1-0.1' is no amount"),
         ("generate --profile no.json", "error: cannot read no.json: No such file"),
+        (f"generate --profile {shlex.quote(__file__)}", "test_cli.py: is no profile of h2o"),
         ("generate --prompts no.jsonl --output x", "--prompts: cannot read no.jsonl: No such file"),
     ],
 )
