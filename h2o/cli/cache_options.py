@@ -36,33 +36,32 @@ PINS = partial(parse_by, parse_spans)
 OPTIONS: dict[str, Field] = {
     "heavy": Field(
         AMOUNT, None, "K",
-        "heavy hitters: an integer counts tokens, a number with a point is a fraction of the "
-        "prompt or text (%(default)s)",
+        "keys kept for their score: an integer counts tokens, a number with a point is a fraction "
+        "of the prompt or text (%(default)s)",
     ),
-    "recent": Field(AMOUNT, None, "K", "newest tokens (%(default)s)"),
+    "recent": Field(AMOUNT, None, "K", "newest keys (%(default)s)"),
     "budget_unit": Field(
         str, ("keys", "bytes"), None,
-        "what fractions are of: the text's keys, or the bytes of a full cache (%(default)s)",
+        "unit of fractions: keys of the text, or bytes of a full cache (%(default)s)",
     ),
     **FIELDS,
     "positions": Field(
         str, ("original", "cache_relative"), None,
-        "of keys: where they stood in the text, or their rank in the cache (%(default)s)",
+        "position of a key: that of its token in the text, or its rank in the cache (%(default)s)",
     ),
     "kv_dtype": Field(
         str, ("auto", *QUANTIZED), None,
-        "store keys in eight bits, and values in eight or four; auto: in four where they go with "
-        "the model",
+        "store keys in eight bits, and values in eight or four; auto: values in four bits where "
+        "the model's head dimension allows",
     ),
     "head_shares": Field(
         str, None, "FILE",
         "share the budget among heads as `h2o calibrate` found it; shipped: the profile that "
-        "comes with h2o for the model; echo: as a prompt's echo says, "
-        "with --score-by mean-echo",
+        "comes with h2o for the model; echo: by the echo of each prompt, with --score-by mean-echo",
     ),
     "min_tokens": Field(
         int, None, "N",
-        "where an amount is a fraction no head keeps fewer keys than this; 0: no such limit "
+        "keys that each head keeps at least where an amount is a fraction; 0: no such limit "
         "(%(default)s)",
     ),
 }  # fmt: skip
@@ -97,7 +96,7 @@ def add_dtype(add: Callable[..., Any], more: str = "") -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help=f"auto: as the model was saved{more}",
+        help=f"auto: the dtype in which the model was saved{more}",
     )
 
 
@@ -109,10 +108,10 @@ def add_device(add: Callable[..., Any]) -> None:
 
 def add_pin(add: Callable[..., Any]) -> None:
     """Add --pin and --system."""
-    add("--system", metavar="TEXT", help="what a chat's system message says (with --chat)")
+    add("--system", metavar="TEXT", help="text of a chat's system message (with --chat)")
     add("--pin", type=PINS, metavar="WHAT", help="keys that are never evicted and count in "
-        "the budget: system, a chat's system turn; prompt, all of it; or spans of its tokens, "
-        "such as 0:40,100:120")  # fmt: skip
+        "the budget: system, for a chat's system turn; prompt, for all of the prompt; or spans of "
+        "its tokens, such as 0:40,100:120")  # fmt: skip
 
 
 def parse_count(text: str) -> int:
@@ -129,7 +128,7 @@ def parse_count(text: str) -> int:
 def add_compare(add: Callable[..., Any], default: str | None = None, more: str = "") -> None:
     """Add --compare, a list of settings for `make_settings`. `more` is added to its help."""
     shown = "" if default is None else f" ({default})"
-    add("--compare", metavar="SETTINGS", help="caches, with commas between, as "
+    add("--compare", metavar="SETTINGS", help="settings separated by commas, as "
         f"h2o eval --help lists them{more}{shown}")  # fmt: skip
 
 
@@ -145,9 +144,9 @@ def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defau
     )
     group.add_argument(
         "--budget", type=AMOUNT, metavar="B",
-        help="alone: one number for the preset that is recommended for the model, tokens or a "
-        "share of a full cache's bytes; of --preset: tokens, or a fraction of the keys, or with "
-        f"--budget-unit bytes of the bytes ({FIFTH})",
+        help="alone: for the recommended policy, a number of tokens or a share of a full cache's "
+        "bytes; with --preset: a number of tokens or a fraction of the keys (of the bytes with "
+        f"--budget-unit bytes; {FIFTH})",
     )  # fmt: skip
     for name in names:
         field = OPTIONS[name]

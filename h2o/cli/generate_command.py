@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache_options(parser.add_argument_group("what the cache keeps"))
     add = parser.add_argument_group("how").add_argument
     add("--max-new-tokens", type=parse_count, default=120, metavar="N", help="(%(default)s)")
-    add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="show it beside the full "
-        "cache and these, as h2o eval --help lists them; without SETTINGS beside budget=0.1 and "
-        "`local`, a sliding window of as many bytes, or of as many keys where the budget counts "
-        "these")  # fmt: skip
+    add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="answer with the "
+        "full cache and these settings too, as h2o eval --help lists them; without SETTINGS with "
+        "budget=0.1 and `local`, a sliding window of as many bytes, or of as many keys where the "
+        "budget counts keys")  # fmt: skip
     add("--compile", action="store_true", help="compile the decode step first (not the full "
         "cache's), which takes a minute or two and a C++ compiler")  # fmt: skip
     add("--json", action="store_true", help="for machines: one object, nothing else")

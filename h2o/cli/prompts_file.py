@@ -54,11 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("many prompts").add_argument
     add("--prompts", metavar="FILE", help="JSON Lines: texts, lists of messages, or objects with "
         "prompt or messages, id, max_new_tokens, seed, pinned")  # fmt: skip
-    add("--output", metavar="FILE", help="answers as JSON Lines, as they are complete; what it "
-        "has already is not answered again")  # fmt: skip
+    add("--output", metavar="FILE", help="answers as JSON Lines, in the order in which they "
+        "are complete; prompts that FILE answers already are skipped")  # fmt: skip
     add("--rows", type=parse_count, metavar="N", help=f"prompts at a time ({ROWS})")
-    add("--bytes", type=parse_bytes, metavar="B", help="instead of --rows: what the keys and "
-        "values of all rows may take, such as 64MB")  # fmt: skip
+    add("--bytes", type=parse_bytes, metavar="B", help="instead of --rows: the memory for the "
+        "keys and values of all rows, such as 64MB")  # fmt: skip
 
 
 def parse_bytes(text: str) -> int:
