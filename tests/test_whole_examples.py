@@ -41,7 +41,10 @@ def test_pinned_instructions_stay(chatting):
         "pinned_chat.py", "--model", chatting, "--turns", "8", "--every", "4", "--keys", "360",
         "--max-new-tokens", "2",
     )  # fmt: skip
-    held = re.findall(r"turns, +(\d+) tokens, (pinned|left to the budget) +(\d+)%", out)
+    line = r"turns, +(\d+) tokens, ([\d.]+) MB, (pinned|left to the budget) +(\d+)%"
+    told = re.findall(line, out)
+    assert len({size for _, size, *_ in told}) == 1, "the cache does not grow"
+    held = [(tokens, *more) for tokens, _, *more in told]
     assert [(name, share == "100") for _, name, share in held] == [
         ("pinned", True), ("left to the budget", False),
     ] * 2  # fmt: skip
