@@ -146,7 +146,7 @@ def test_killed_amid_many(files, tiny):  # noqa: F811
         ('{"prompt": ""}', "line 1"),
         ('{"prompt": "a", "max_new_tokens": 0}', "at least 1"),
         ("[]", "line 1"),
-        ("no json", "line 1"),
+        ("no json", "line 1: no JSON (Expecting value): write a text in quotes"),
         ("3", "line 1"),
     ],
 )

@@ -169,6 +169,11 @@ def _lines(path: Path) -> Iterator[Line]:
             continue
         try:
             line = _line(number, json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}, line {number + 1}: no JSON ({error.msg}): write a text in quotes, a list "
+                "of messages, or an object with prompt or messages"
+            ) from None
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number + 1}: {error}") from None
         if line.id in seen:
