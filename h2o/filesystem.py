@@ -58,17 +58,33 @@ def make_writable(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Keep other processes out of such blocks for a file or folder. They wait.
+def lock(path: Path, *, waits: bool = True) -> Iterator[None]:
+    """Keep other processes out of such blocks for a file or folder.
 
     The lock is a hidden file beside it, which stays. The system releases the lock of a process that
     was killed.
+
+    Args:
+        waits: for the end of another process's block, instead of raising an error.
+
+    Raises:
+        UserError: another process is in such a block, and `waits` is False.
     """
-    from filelock import FileLock  # which comes with torch: profiles do without
+    from filelock import FileLock, Timeout  # which comes with torch: profiles do without
 
     hidden = path.parent / f".{path.name}.lock"
-    with _name_in_errors(path, hidden), FileLock(hidden):
-        yield
+    held = FileLock(hidden, timeout=-1 if waits else 0)
+    with _name_in_errors(path, hidden):
+        try:
+            held.acquire()
+        except Timeout as error:
+            raise UserError(
+                f"another process writes to {path}: wait until it has ended, or name another file"
+            ) from error
+        try:
+            yield
+        finally:
+            held.release()
 
 
 @contextlib.contextmanager
