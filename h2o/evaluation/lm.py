@@ -342,10 +342,15 @@ class H2OLM(HFLM):
 
     def _forward(self, *arguments: Any, **more: Any) -> Tensor:
         """`protocols.run_forward` in the precision that lm-eval was told."""
+        with self.precision():
+            return protocols.run_forward(self.model, *arguments, **more)
+
+    def precision(self) -> torch.autocast:
+        """The block for a forward pass in the precision that lm-eval was told, at rotary angles
+        that no earlier text has chosen."""
         self.angles.forget()
         mixed = self.mixed_precision_dtype
-        with torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None):
-            return protocols.run_forward(self.model, *arguments, **more)
+        return torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None)
 
     def _answer(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
         """(log-likelihood, whether greedy decoding writes it) from logits [tokens, vocabulary]."""
