@@ -7,6 +7,7 @@ A layer may have both states and keys; then its states stay transformers' own.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -79,6 +80,15 @@ def layers_of(text: Any) -> list[Any]:
 def full_layers(text: Any) -> list[int]:
     """Which of them are h2o's."""
     return [index for index, layer in enumerate(layers_of(text)) if kind_of(layer) == "h2o"]
+
+
+def warn_of_windows(config: Any, *, stacklevel: int) -> None:
+    """Warn that a model with this config has nothing to evict."""
+    warnings.warn(
+        f"nothing is evicted: every layer of {config.model_type} has a sliding window and keeps "
+        "transformers' own cache",
+        stacklevel=stacklevel,
+    )
 
 
 def has_states(layer: Any) -> bool:
