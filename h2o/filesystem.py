@@ -92,16 +92,17 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Replace a file or folder at once by a draft beside it, which the block makes.
 
     Readers see what was there before, or all that is new. A block that fails leaves nothing. The
-    draft of a process that was killed remains.
+    draft of a process that was killed remains. A link stays, and what it points to is replaced.
 
     Raises:
         OSError: with the name of `path` instead of the draft's.
     """
-    draft = path.with_name(f"{_draft_prefix(path)}{os.getpid()}-{threading.get_ident()}.draft")
+    target = path.resolve()
+    draft = target.with_name(f"{_draft_prefix(path)}{os.getpid()}-{threading.get_ident()}.draft")
     try:
         with _name_in_errors(path, draft):
             yield draft
-            os.replace(draft, path)
+            os.replace(draft, target)
     finally:
         _remove(draft)
 
