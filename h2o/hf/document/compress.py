@@ -13,7 +13,7 @@ from h2o.config import H2OConfig, one_config
 from h2o.config_fields import ConfigFields, Pinned
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.second_reading import REPEAT, forward, read_twice
-from h2o.hf.families.layer_kinds import has_states, kind_of
+from h2o.hf.families.layer_kinds import counts_padding
 from h2o.hf.families.wrappers import check_no_tuned_prompt, input_device
 from h2o.hf.support import transformers_layers
 
@@ -121,9 +121,8 @@ def compress_document(
 
 def _check_padding(config: Any, mask: Tensor) -> None:
     """Raises ValueError for padding that layers of transformers' own would count as text."""
-    layers = transformers_layers(config)
-    are_ours = all(kind_of(x) in ("h2o", "none", "cross") and not has_states(x) for x in layers)
-    if not are_ours and bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+    follows = bool((mask[:, :-1] & ~mask[:, 1:]).any())
+    if follows and counts_padding(transformers_layers(config)):
         raise ValueError(
             "attention_mask has padding after a token, which this model's sliding windows and "
             'states would count as text: pad on the left (tokenizer.padding_side = "left")'
