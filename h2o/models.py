@@ -133,6 +133,17 @@ def encode(tokenizer: Any, text: str, chat: bool, system: str | None = None) -> 
     )["input_ids"]
 
 
+def check_length(model: Any, tokens: int, new_tokens: int) -> None:
+    """Raise UserError for a prompt of so many tokens that it and its answer leave the positions of
+    the model, where it would write gibberish."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit and tokens + new_tokens > limit:
+        raise UserError(
+            f"the prompt's {tokens} tokens and {new_tokens} new ones are more than the "
+            f"{limit} positions of the model: shorten the prompt or lower --max-new-tokens"
+        )
+
+
 def say(text: str) -> None:
     """Print a line for `load_model` on standard error, since results go to standard output."""
     print(text, file=sys.stderr, flush=True)

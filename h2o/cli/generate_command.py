@@ -110,12 +110,7 @@ def generate(options: argparse.Namespace) -> Result:
     chat = options.chat or (is_shipped(options) and tokenizer.chat_template is not None)
     ids = models.encode(tokenizer, "\n\n".join(parts), chat, options.system).to(model.device)
     tokens = ids.shape[1]
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit and tokens + options.max_new_tokens > limit:
-        raise UserError(
-            f"the prompt's {tokens} tokens and {options.max_new_tokens} new ones are more than the "
-            f"{limit} positions of the model: shorten the prompt or lower --max-new-tokens"
-        )
+    models.check_length(model, tokens, options.max_new_tokens)
     progress.say(f"reading a prompt of {tokens} tokens")
     pinned = find_pins(options, tokenizer, parts, ids)
     generation.warm_up(model, ids)

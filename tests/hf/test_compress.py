@@ -12,7 +12,8 @@ from h2o.compat import with_cache
 from h2o.hf.document import second_reading as reading
 from h2o.hf.document.pruning import LATER_RECENT, RECENT
 from h2o.hf.families.layer_kinds import HYBRIDS
-from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared
+from h2o.hf.layers.layer import H2OLayer
+from tests.hf.tiny import HYBRID, LATENT, WITH_STATES, batch, greedy, model, prompts, shared
 
 REQUEST = torch.tensor([5, 9, 2])
 """Token ids that ask for the repetition."""
@@ -64,6 +65,7 @@ def positions(cache, row=0):
     return [
         [[p for p in head if p >= 0] for head in layer.kept().positions[row].tolist()]
         for layer in cache.layers
+        if isinstance(layer, H2OLayer)
     ]
 
 
@@ -148,6 +150,24 @@ def test_rows_of_a_batch_are_readings_of_their_own(side):
     for row, document in enumerate(documents):
         alone = h2o.compress_document(ours, document, config, readings=2, repeat=REQUEST)
         assert positions(together, row) == positions(alone)
+
+
+@pytest.mark.parametrize("readings", [1, 2])
+@pytest.mark.parametrize("name", HYBRID[:1] + WITH_STATES[:1])
+def test_windows_and_states_of_a_row_know_no_padding(name, readings):
+    ours, documents = shared(name), prompts(33, 40)
+    config = H2OConfig(heavy=0.3, recent=0.2, min_tokens=0)
+    how = {"readings": readings, "repeat": REQUEST if readings == 2 else None}
+    padded, right = batch(documents), batch(documents, "right")
+    ids, mask = padded["input_ids"], padded["attention_mask"]
+    together = h2o.compress_document(ours, ids, config, attention_mask=mask, **how)
+    for row, document in enumerate(documents):
+        alone = h2o.compress_document(ours, document, config, **how)
+        assert positions(together, row) == positions(alone)
+    with pytest.raises(ValueError, match="pad on the left"):
+        h2o.compress_document(
+            ours, right["input_ids"], config, attention_mask=right["attention_mask"], **how
+        )
 
 
 def test_it_goes_on_as_any_other_cache(tmp_path):

@@ -118,5 +118,23 @@ def test_lm_eval(name, tokenizer):  # noqa: F811
     assert (results["drop"] - wanted).abs().max() > 0.05
 
 
+def test_questions_of_several_lengths(tokenizer):  # noqa: F811
+    """Padding between a document and its question would stand in windows and states."""
+    lm = pytest.importorskip("h2o.evaluation.lm")
+    from tests.evaluation.test_lm import numbers
+
+    family = FAMILIES["qwen3_next"]
+    config = dataclasses.replace(family, config=family.config | {"vocab_size": 258}).build_config()
+    torch.manual_seed(1)
+    ours = lm.H2OLM(
+        AutoModelForCausalLM.from_config(config).eval(), tokenizer=tokenizer, batch_size=5
+    )
+    ours.use(parse("h2o:8+8"), "read")
+    document = "The gate was open all night.\n"
+    pairs = [(f"{document}Question: {words}?", " yes") for words in ("why", "who closed it then")]
+    together = numbers(ours, pairs)[0]
+    close(together, torch.cat([numbers(ours, [pair])[0] for pair in pairs]))
+
+
 def close(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.testing.assert_close(one, other, atol=1e-3, rtol=0)

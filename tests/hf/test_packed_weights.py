@@ -88,6 +88,32 @@ def test_hooks_and_changed_weights():
     assert seen == [(1, 33)] * 5
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_that_are_merged_within_the_block():
+    """PEFT writes through a weight's `.data`, which counts as no change of the weight."""
+    peft = pytest.importorskip("peft")
+    how = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    ours = peft.get_peft_model(model("llama").bfloat16(), how).bfloat16().eval()
+    inputs = batch(prompts(9))
+
+    def logits():
+        with torch.no_grad():
+            return ours(**inputs, use_cache=False).logits
+
+    adapted = logits()
+    with ours.disable_adapter():
+        base = logits()
+    assert (adapted - base).abs().max() > 3
+    near = {"rtol": 0, "atol": 1}
+    with packed_weights(ours):
+        torch.testing.assert_close(logits(), adapted, **near)
+        ours.merge_adapter()
+        torch.testing.assert_close(logits(), adapted, **near)
+        with ours.disable_adapter():  # which PEFT takes out of the weights again
+            torch.testing.assert_close(logits(), base, **near)
+        torch.testing.assert_close(logits(), adapted, **near)
+
+
 def test_which_products_are_as_before(monkeypatch):
     module, rows = one_linear(), counted(monkeypatch)
     with packed_weights(module):

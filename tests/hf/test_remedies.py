@@ -370,6 +370,14 @@ def test_keys_have_the_shape_of_a_dynamic_cache(config):
 
 
 @pytest.mark.filterwarnings("default:nothing is evicted")
+def test_a_simulation_of_sliding_windows_alone():
+    with pytest.warns(UserWarning, match="nothing is evicted") as warned:
+        with simulated(shared("mistral-window"), heavy=3, recent=3):
+            pass
+    assert warned[0].filename == __file__
+
+
+@pytest.mark.filterwarnings("default:nothing is evicted")
 def test_a_cache_of_sliding_windows_alone(tmp_path):
     config = MistralConfig(num_hidden_layers=2, sliding_window=10)
     with pytest.warns(
