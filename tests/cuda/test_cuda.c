@@ -289,6 +289,22 @@ static void test_chunk(const chunk *c, h2o_dtype dtype) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]->data);
 }
 
+/* Blocks of sums share the query heads of a group where there would be fewer than SUMS_BLOCKS. */
+static void test_parts(void) {
+    const struct {
+        h2o_dims dims;
+        int64_t slots;
+        int parts;
+    } cases[] = {
+        {make_dims(1, 8, 4, 32768, 0, 128), 0, 1},   {make_dims(1, 8, 4, 8192, 0, 128), 0, 2},
+        {make_dims(1, 8, 4, 4096, 0, 128), 0, 4},    {make_dims(16, 8, 4, 4096, 0, 128), 0, 4},
+        {make_dims(1, 8, 4, 256, 8192, 128), 8192, 1}, {make_dims(1, 8, 7, 256, 0, 64), 0, 7},
+        {make_dims(1, 8, 7, 6000, 0, 128), 0, 3},    {make_dims(1, 2, 0, 0, 0, 64), 0, 1},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        CHECK(cuda_sums_parts(&cases[i].dims, cases[i].slots) == cases[i].parts);
+}
+
 /* ---- A step by tensor cores ---------------------------------------------- */
 
 typedef struct {
@@ -557,6 +573,7 @@ int main(void) {
     };
     h2o_error error;
     CHECK(h2o_init(&error) == H2O_OK);
+    test_parts();
     for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
         for (size_t type = 1; type < 3; type++) {
             if (is_slow() && type != 1 + i % 2) continue;
