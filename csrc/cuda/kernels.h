@@ -28,7 +28,8 @@ enum {
     ATTEND_THREADS = 128,
     ATTEND_TILE = 32,    /* queries, and keys, of a tile of logits; */
     MATRIX_ROWS = 64,    /* with tensor cores: rows of such a tile, see CUDA_MATRIX_COLUMNS */
-    SUMS_BLOCKS = 512,   /* of a row, where its heads and keys have so many: see cuda_sums_parts */
+    SUMS_BLOCKS = 512,   /* of a row, where its heads and keys have so many, and ... */
+    SUMS_PARTS = 8,      /* ... at most so many for a tile of keys: see cuda_sums_parts */
     STEP_HEADS = 4,      /* query heads for which a key is loaded once; */
     STEP_COLUMNS = 8,    /* with tensor cores: such heads, columns of a matrix, ... */
     STEP_ROWS = 16,      /* ... and slots that a warp multiplies at a time */
@@ -123,7 +124,7 @@ H2O_INLINE unsigned cuda_step_shared(int depth) {
 #define CUDA_SUMS_ROWS(depth) ((depth) > 128 ? 64 : 128)
 
 typedef struct {
-    size_t counted;    /* bytes of counters [B][G][tiles of keys]: finished parts of column sums */
+    size_t counted;    /* bytes of counters [B][G][tiles of keys]: finished parts, if several */
     size_t row_tokens; /* [B] i32: tokens of a row, pads not counted, ... */
     size_t tokens;     /* [B] i32: ... of which the first so many are attended to in this call */
     size_t columns;    /* [B][Q] i32: where each token of a row stands on axis Q */
@@ -141,13 +142,14 @@ H2O_INLINE int64_t cuda_sums_blocks(int64_t stored_tiles, int64_t tiles) {
 }
 
 /* Parts of a group's query heads, whose column sums a block each adds up: where there would be fewer
- * than SUMS_BLOCKS, as many as make them so many, and at most one for each head. */
+ * than SUMS_BLOCKS, as many as make them so many, up to SUMS_PARTS and to one for each head. */
 H2O_INLINE int cuda_sums_parts(const h2o_dims *d, int64_t S) {
     const int64_t rows = CUDA_SUMS_ROWS(d->D), R = d->R;
     const int64_t blocks = d->G * cuda_sums_blocks(cuda_ceil(S, rows), cuda_ceil(d->Q, rows));
-    const int wanted =
-        blocks < 1 || blocks > SUMS_BLOCKS ? 1 : (SUMS_BLOCKS + (int)blocks - 1) / (int)blocks;
-    const int heads = ((int)R + wanted - 1) / wanted;
+    const int shared = (int)(blocks < SUMS_BLOCKS ? blocks : SUMS_BLOCKS);
+    const int wanted = shared > 0 ? (SUMS_BLOCKS + shared - 1) / shared : 1;
+    const int parts = wanted < SUMS_PARTS ? wanted : SUMS_PARTS;
+    const int heads = ((int)R + parts - 1) / parts;
     return heads > 0 ? ((int)R + heads - 1) / heads : 1;
 }
 
@@ -162,17 +164,16 @@ H2O_INLINE int64_t cuda_key_tiles(const h2o_dims *d, int64_t S) {
 /* S: slots of a head at most, 0 where nothing is stored. */
 H2O_INLINE attend_layout cuda_attend_layout(const h2o_dims *d, int64_t S) {
     attend_layout at = {};
-    const int64_t parts = cuda_sums_parts(d, S), heads = d->B * d->G;
-    const size_t counters = cuda_counters(d, d->G * cuda_key_tiles(d, S));
-    at.counted = parts > 1 ? counters : 0;
-    cuda_take(&at.bytes, 1, counters);
+    const int64_t parts = d->R < SUMS_PARTS ? d->R : SUMS_PARTS; /* at most */
+    at.counted = cuda_counters(d, d->G * cuda_key_tiles(d, S));
+    cuda_take(&at.bytes, 1, at.counted);
     at.row_tokens = cuda_take(&at.bytes, d->B, sizeof(int32_t));
     at.tokens = cuda_take(&at.bytes, d->B, sizeof(int32_t));
     at.columns = cuda_take(&at.bytes, d->B * d->Q, sizeof(int32_t));
     at.decays = cuda_take(&at.bytes, d->B * d->Q, sizeof(float));
     at.row_max = cuda_take(&at.bytes, d->B * d->H * d->Q, sizeof(float));
     at.factors = cuda_take(&at.bytes, d->B * d->H * d->Q, sizeof(float));
-    at.sums = cuda_take(&at.bytes, heads * parts * (S + d->Q), sizeof(float));
+    at.sums = cuda_take(&at.bytes, d->B * d->G * parts * (S + d->Q), sizeof(float));
     return at;
 }
 

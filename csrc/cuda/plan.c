@@ -88,9 +88,16 @@ static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
                d->G * cuda_sums_parts(d, S), d->B, ATTEND_THREADS, (unsigned)sums);
 }
 
+/* Bytes of counters that sums needs. */
+static size_t counted_parts(const h2o_dims *d, int64_t S) {
+    return cuda_sums_parts(d, S) > 1 ? cuda_attend_layout(d, S).counted : 0;
+}
+
 static void plan_attend(const h2o_attend_params *params, cuda_plan *plan) {
-    const attend_layout at = cuda_attend_layout(&params->dims, cuda_attend_slots(params));
-    *plan = (cuda_plan){.workspace = at.bytes, .counted = at.counted, .depth = CUDA_DEPTH};
+    const int64_t S = cuda_attend_slots(params);
+    *plan = (cuda_plan){.workspace = cuda_attend_layout(&params->dims, S).bytes,
+                        .counted = counted_parts(&params->dims, S),
+                        .depth = CUDA_DEPTH};
     add_launch(plan, PREPARE, params, sizeof *params, params->dims.B, 1, 1, EVICT_THREADS,
                cuda_select_shared());
     add_attention(plan, params);
@@ -168,7 +175,7 @@ static void add_windows(cuda_plan *plan, const h2o_simulate_params *params) {
 static void plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
     *plan = (cuda_plan){.workspace = cuda_simulate_layout(params).bytes,
-                        .counted = cuda_attend_layout(d, 0).counted,
+                        .counted = counted_parts(d, 0),
                         .depth = CUDA_DEPTH};
     plan->dense = h2o_dense_part(params);
     add_launch(plan, SIMULATE_PREPARE, params, sizeof *params, d->B, 1, 1, EVICT_THREADS,
