@@ -54,11 +54,10 @@ def test_a_text_is_the_same(name, monkeypatch):
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
         return found
 
-    with torch.no_grad():
+    logits.append(text())
+    assert not rows
+    with packed_weights(ours) as size:
         logits.append(text())
-        assert not rows
-        with packed_weights(ours) as size:
-            logits.append(text())
     linear = [x for x in ours.modules() if type(x) is nn.Linear]
     assert size == sum(x.weight.nbytes for x in linear)
     assert set(rows) == {2}  # the steps', not the prompt's
@@ -69,7 +68,7 @@ def test_a_text_is_the_same(name, monkeypatch):
 def test_hooks_and_changed_weights():
     module, x, seen = one_linear(), torch.randn(1, 48).bfloat16(), []
     module[0].register_forward_hook(lambda _, inputs, out: seen.append(out.shape))
-    with packed_weights(module), torch.no_grad():
+    with packed_weights(module):
 
         def check():
             wanted = nn.functional.linear(x, module[0].weight, module[0].bias)
@@ -114,6 +113,7 @@ def test_adapters_that_are_merged_within_the_block():
         torch.testing.assert_close(logits(), adapted, **near)
 
 
+@pytest.mark.usefixtures("gradients")
 def test_which_products_are_as_before(monkeypatch):
     module, rows = one_linear(), counted(monkeypatch)
     with packed_weights(module):
@@ -148,16 +148,15 @@ def test_quantized_modules_go_on():
 
     module, x = one_linear(), torch.randn(1, 48).bfloat16()
     quantize_(module, Int8WeightOnlyConfig())
-    with torch.no_grad():
-        wanted = module(x)
-        with packed_weights(module) as size:
-            assert size == 0
-            assert torch.equal(module(x), wanted)
+    wanted = module(x)
+    with packed_weights(module) as size:
+        assert size == 0
+        assert torch.equal(module(x), wanted)
 
 
 def test_copies_and_files_of_a_model_within_the_block():
     module, x = one_linear(), torch.randn(1, 48).bfloat16()
-    with packed_weights(module), torch.no_grad():
+    with packed_weights(module):
         wanted = module(x)
         file = io.BytesIO()
         torch.save(module, file)
