@@ -23,7 +23,7 @@
 KERNEL(h2o_cuda_prepare, h2o_attend_params) {
     DYN_SHARED(shared);
     prepare_row(&params.mask, &params.dims, params.policy.decay, blockIdx.x, params.dims.Q,
-                workspace, (select_buffer *)shared);
+                cuda_attend_slots(&params), workspace, (select_buffer *)shared);
 }
 EXPORT_KERNEL(h2o_cuda_prepare, h2o_attend_params)
 

@@ -30,12 +30,14 @@ typedef struct {
     const int32_t *columns;   /* [tokens] */
     const float *decays;      /* [tokens] */
     float *row_max, *factors; /* [H][Q]: forward writes them, sums reads them; see attend_layout */
+    char *workspace;
 } attend_item;
 
 DEVICE attend_item open_attend(const h2o_attend_params *p, char *workspace, int64_t b, int64_t g) {
-    const attend_layout at = cuda_attend_layout(&p->dims);
+    const attend_layout at = cuda_attend_layout(&p->dims, cuda_attend_slots(p));
     attend_item item = {};
     item.p = p;
+    item.workspace = workspace;
     item.b = b;
     item.g = g;
     item.tokens = ((const int32_t *)(workspace + at.tokens))[b];
@@ -118,10 +120,10 @@ DEVICE void write_score(const attend_item *item, bool stored, int64_t i, float s
 /* ---- prepare ------------------------------------------------------------- */
 
 /* Lists the columns of a row's tokens, and the decay weights of the first `limit` of them, which
- * are those attended to. */
+ * are those attended to; S as in cuda_attend_layout. */
 DEVICE void prepare_row(const h2o_view *mask, const h2o_dims *d, float decay, int64_t b,
-                        int64_t limit, char *workspace, select_buffer *buffer) {
-    const attend_layout at = cuda_attend_layout(d);
+                        int64_t limit, int64_t S, char *workspace, select_buffer *buffer) {
+    const attend_layout at = cuda_attend_layout(d, S);
     int32_t *const columns = (int32_t *)(workspace + at.columns) + b * d->Q;
     float *const decays = (float *)(workspace + at.decays) + b * d->Q;
     const int64_t row_tokens = each_token(

@@ -116,6 +116,13 @@ DEVICE const char *one_address(const char *p) {
     return p;
 }
 
+/* The same number. What is computed from it is computed here, where a compiler would rather do so
+ * before a loop and keep it in registers that the loop has other use for. */
+DEVICE int64_t taken_here(int64_t x) {
+    asm volatile("" : "+l"(x));
+    return x;
+}
+
 #if CAPABILITY >= 80
 /* a - b of pairs of bfloat16. */
 DEVICE uint32_t subtract_bf16(uint32_t a, uint32_t b) {

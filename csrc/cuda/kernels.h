@@ -28,6 +28,8 @@ enum {
     ATTEND_THREADS = 128,
     ATTEND_TILE = 32,    /* queries, and keys, of a tile of logits; */
     MATRIX_ROWS = 64,    /* with tensor cores: rows of such a tile, see CUDA_MATRIX_COLUMNS */
+    SUMS_BLOCKS = 512,   /* of a row, where its heads and keys have so many, and ... */
+    SUMS_PARTS = 8,      /* ... at most so many for a tile of keys: see cuda_sums_parts */
     STEP_HEADS = 4,      /* query heads for which a key is loaded once; */
     STEP_COLUMNS = 8,    /* with tensor cores: such heads, columns of a matrix, ... */
     STEP_ROWS = 16,      /* ... and slots that a warp multiplies at a time */
@@ -117,25 +119,67 @@ H2O_INLINE unsigned cuda_step_shared(int depth) {
 
 /* ---- attend -------------------------------------------------------------- */
 
+/* Keys of a block of sums with tensor cores: as many as registers have room for, 32 in each warp. Of
+ * longer rows they have none. */
+#define CUDA_SUMS_ROWS(depth) ((depth) > 128 ? 64 : 128)
+
 typedef struct {
+    size_t counted;    /* bytes of counters [B][G][tiles of keys]: finished parts, if several */
     size_t row_tokens; /* [B] i32: tokens of a row, pads not counted, ... */
     size_t tokens;     /* [B] i32: ... of which the first so many are attended to in this call */
     size_t columns;    /* [B][Q] i32: where each token of a row stands on axis Q */
     size_t decays;     /* [B][Q] f32: decay weight of a query, decay^(number of later queries) */
     size_t row_max;    /* [B][H][Q] f32: of a query's logits */
     size_t factors;    /* [B][H][Q] f32: decay weight / sum of exp(logit - row max) */
+    size_t sums;       /* [B][G][parts][slots + Q] f32: column sums of keys */
     size_t bytes;
 } attend_layout;
 
-H2O_INLINE attend_layout cuda_attend_layout(const h2o_dims *d) {
+/* Blocks of sums, of a head whose slots are so many tiles: one for each, and one for two of new
+ * keys, see each_key_tile. */
+H2O_INLINE int64_t cuda_sums_blocks(int64_t stored_tiles, int64_t tiles) {
+    return stored_tiles + cuda_ceil(tiles, 2);
+}
+
+/* Parts of a group's query heads, whose column sums a block each adds up: where there would be fewer
+ * than SUMS_BLOCKS, as many as make them so many, up to SUMS_PARTS and to one for each head. */
+H2O_INLINE int cuda_sums_parts(const h2o_dims *d, int64_t S) {
+    const int64_t rows = CUDA_SUMS_ROWS(d->D), R = d->R;
+    const int64_t blocks = d->G * cuda_sums_blocks(cuda_ceil(S, rows), cuda_ceil(d->Q, rows));
+    const int shared = (int)(blocks < SUMS_BLOCKS ? blocks : SUMS_BLOCKS);
+    const int wanted = shared > 0 ? (SUMS_BLOCKS + shared - 1) / shared : 1;
+    const int parts = wanted < SUMS_PARTS ? wanted : SUMS_PARTS;
+    const int heads = ((int)R + parts - 1) / parts;
+    return heads > 0 ? ((int)R + heads - 1) / heads : 1;
+}
+
+/* Tiles of ATTEND_TILE keys before those of slot, or new key, `first`; S as below. */
+H2O_INLINE int64_t cuda_key_tile(int64_t S, bool stored, int64_t first) {
+    return (stored ? 0 : cuda_ceil(S, ATTEND_TILE)) + first / ATTEND_TILE;
+}
+H2O_INLINE int64_t cuda_key_tiles(const h2o_dims *d, int64_t S) {
+    return cuda_key_tile(S, false, d->Q + ATTEND_TILE - 1);
+}
+
+/* S: slots of a head at most, 0 where nothing is stored. */
+H2O_INLINE attend_layout cuda_attend_layout(const h2o_dims *d, int64_t S) {
     attend_layout at = {};
+    const int64_t parts = d->R < SUMS_PARTS ? d->R : SUMS_PARTS; /* at most */
+    at.counted = cuda_counters(d, d->G * cuda_key_tiles(d, S));
+    cuda_take(&at.bytes, 1, at.counted);
     at.row_tokens = cuda_take(&at.bytes, d->B, sizeof(int32_t));
     at.tokens = cuda_take(&at.bytes, d->B, sizeof(int32_t));
     at.columns = cuda_take(&at.bytes, d->B * d->Q, sizeof(int32_t));
     at.decays = cuda_take(&at.bytes, d->B * d->Q, sizeof(float));
     at.row_max = cuda_take(&at.bytes, d->B * d->H * d->Q, sizeof(float));
     at.factors = cuda_take(&at.bytes, d->B * d->H * d->Q, sizeof(float));
+    at.sums = cuda_take(&at.bytes, d->B * d->G * parts * (S + d->Q), sizeof(float));
     return at;
+}
+
+/* Slots of a head at most, for a call of attend. */
+H2O_INLINE int64_t cuda_attend_slots(const h2o_attend_params *p) {
+    return p->has_slots ? cuda_slots(&p->slots) : 0;
 }
 
 H2O_INLINE bool cuda_is_half(h2o_dtype type) { return type == H2O_F16 || type == H2O_BF16; }
@@ -166,13 +210,7 @@ H2O_INLINE unsigned cuda_select_shared(void) { return 4096; }
 #define CUDA_SUMS_STAGES(depth) ((depth) > 128 ? 4 : 2)
 #define CUDA_SUMS_SHARED(depth)                                                                    \
     (2 * CUDA_SUMS_STAGES(depth) * CUDA_MATRIX_COLUMNS(depth) * (depth) +                          \
-     4 * (4 * CUDA_MATRIX_COLUMNS(depth) + 3 * MATRIX_ROWS))
-
-/* Blocks of sums, of a head whose slots are so many tiles: one for each, and one for two of new
- * keys, see each_key_tile. */
-H2O_INLINE int64_t cuda_sums_blocks(int64_t stored_tiles, int64_t tiles) {
-    return stored_tiles + cuda_ceil(tiles, 2);
-}
+     4 * (4 * CUDA_MATRIX_COLUMNS(depth) + 2 * CUDA_SUMS_ROWS(depth) + ATTEND_THREADS))
 
 /* ---- evict --------------------------------------------------------------- */
 

@@ -58,7 +58,7 @@ H2O_INLINE simulate_layout cuda_simulate_layout(const h2o_simulate_params *p) {
     simulate_layout at = {};
     const int64_t S = at.slots = d->Q + 1, W = at.window = cuda_window(d->R);
     at.pitch = cuda_ceil(S, 4) * 4;
-    at.bytes = cuda_attend_layout(d).bytes;
+    at.bytes = cuda_attend_layout(d, 0).bytes;
     at.evict = cuda_take(&at.bytes, (int64_t)cuda_evict_layout(d, S, &p->policy).bytes, 1);
     at.scores = cuda_take(&at.bytes, heads * S, sizeof(float));
     at.positions = cuda_take(&at.bytes, heads * S, sizeof(int32_t));

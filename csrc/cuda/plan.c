@@ -73,22 +73,31 @@ static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
     const int tile = matrices ? MATRIX_ROWS : ATTEND_TILE;
     const int forward = matrices ? CUDA_MATRIX_SHARED(depth) : CUDA_ATTEND_SHARED(depth);
     const int sums = matrices ? CUDA_SUMS_SHARED(depth) : CUDA_ATTEND_SHARED(depth);
-    const int64_t tiles = cuda_ceil(d->Q, tile);
-    const int64_t stored = params->has_slots ? cuda_ceil(cuda_slots(&params->slots), tile) : 0;
+    const int rows = matrices ? CUDA_SUMS_ROWS(depth) : ATTEND_TILE;
+    const int64_t S = cuda_attend_slots(params);
     if (kind == 2) plan->capability = 80;
     if (h2o_given(&params->known_log_sums)) {
         add_launch(plan, KNOWN, params, sizeof *params, cuda_ceil(d->Q, ATTEND_THREADS), d->H, d->B,
                    ATTEND_THREADS, 0);
     } else {
-        add_launch(plan, FORWARD + kind * SIZES + size, params, sizeof *params, tiles, d->H, d->B,
-                   ATTEND_THREADS, (unsigned)forward);
+        add_launch(plan, FORWARD + kind * SIZES + size, params, sizeof *params,
+                   cuda_ceil(d->Q, tile), d->H, d->B, ATTEND_THREADS, (unsigned)forward);
     }
     add_launch(plan, SUMS + kind * SIZES + size, params, sizeof *params,
-               cuda_sums_blocks(stored, tiles), d->G, d->B, ATTEND_THREADS, (unsigned)sums);
+               cuda_sums_blocks(cuda_ceil(S, rows), cuda_ceil(d->Q, rows)),
+               d->G * cuda_sums_parts(d, S), d->B, ATTEND_THREADS, (unsigned)sums);
+}
+
+/* Bytes of counters that sums needs. */
+static size_t counted_parts(const h2o_dims *d, int64_t S) {
+    return cuda_sums_parts(d, S) > 1 ? cuda_attend_layout(d, S).counted : 0;
 }
 
 static void plan_attend(const h2o_attend_params *params, cuda_plan *plan) {
-    *plan = (cuda_plan){.workspace = cuda_attend_layout(&params->dims).bytes, .depth = CUDA_DEPTH};
+    const int64_t S = cuda_attend_slots(params);
+    *plan = (cuda_plan){.workspace = cuda_attend_layout(&params->dims, S).bytes,
+                        .counted = counted_parts(&params->dims, S),
+                        .depth = CUDA_DEPTH};
     add_launch(plan, PREPARE, params, sizeof *params, params->dims.B, 1, 1, EVICT_THREADS,
                cuda_select_shared());
     add_attention(plan, params);
@@ -165,7 +174,9 @@ static void add_windows(cuda_plan *plan, const h2o_simulate_params *params) {
 
 static void plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
-    *plan = (cuda_plan){.workspace = cuda_simulate_layout(params).bytes, .depth = CUDA_DEPTH};
+    *plan = (cuda_plan){.workspace = cuda_simulate_layout(params).bytes,
+                        .counted = counted_parts(d, 0),
+                        .depth = CUDA_DEPTH};
     plan->dense = h2o_dense_part(params);
     add_launch(plan, SIMULATE_PREPARE, params, sizeof *params, d->B, 1, 1, EVICT_THREADS,
                cuda_select_shared());

@@ -17,7 +17,7 @@
 KERNEL(h2o_cuda_simulate_prepare, h2o_simulate_params) {
     DYN_SHARED(shared);
     prepare_row(&params.mask, &params.dims, params.policy.decay, blockIdx.x,
-                dense_tokens(&params, blockIdx.x), workspace, (select_buffer *)shared);
+                dense_tokens(&params, blockIdx.x), 0, workspace, (select_buffer *)shared);
 }
 EXPORT_KERNEL(h2o_cuda_simulate_prepare, h2o_simulate_params)
 

@@ -32,7 +32,7 @@ typedef struct {
 /* Its store has no rows: keys and values are read where the tensors have them. */
 DEVICE simulate_head open_head(const h2o_simulate_params *p, const simulate_layout *at,
                                char *workspace, int64_t b, int64_t g) {
-    const attend_layout attend = cuda_attend_layout(&p->dims);
+    const attend_layout attend = cuda_attend_layout(&p->dims, 0);
     simulate_head h = {};
     h.p = p;
     h.b = b;

@@ -10,9 +10,9 @@
  * Where scores are the largest attention, it takes the maximum instead of the sum over queries.
  *
  * A block has a tile of ATTEND_TILE keys at a time, which stay in shared memory, and loads one tile
- * of the queries that see them after the other, of all R heads of the group. No other block adds to
- * these sums: there are no atomics, and the order of additions is fixed. matrix_sums.cuh does the
- * same with tensor cores. */
+ * of the queries that see them after the other, of all R heads of the group, or of a part of them
+ * where there would be few blocks: the last to finish then adds up all parts. The order of additions
+ * is fixed. matrix_sums.cuh does the same with tensor cores. */
 #ifndef H2O_CUDA_SUMS_CUH
 #define H2O_CUDA_SUMS_CUH
 
@@ -43,11 +43,56 @@ DEVICE void add_column_sums(const attend_item *item, bool stored, int64_t first,
     }
 }
 
+/* Of the blocks that share a group's query heads: how many, the block's own, and its heads. */
+typedef struct {
+    unsigned parts, part, begin, end;
+} sums_share;
+
+DEVICE sums_share open_share(const h2o_dims *d) {
+    const unsigned parts = gridDim.y / (unsigned)d->G, R = (unsigned)d->R;
+    const unsigned g = blockIdx.y / parts, part = blockIdx.y % parts,
+                   heads = (R + parts - 1) / parts;
+    const unsigned begin = part * heads, end = begin + heads < R ? begin + heads : R;
+    return sums_share{parts, part, g * R + begin, g * R + end};
+}
+
+/* Where a part of the column sums is, from those of slots, or of new keys, `first` on. */
+DEVICE float *column_sums(const attend_item *item, const sums_share *share, unsigned part,
+                          bool stored, int64_t first) {
+    h2o_dims d = item->p->dims;
+    const int64_t S = taken_here(cuda_attend_slots(item->p));
+    const int64_t row = (item->b * d.G + item->g) * share->parts + part;
+    d.B = taken_here(d.B);
+    float *const sums = (float *)(item->workspace + cuda_attend_layout(&d, S).sums);
+    return sums + row * (S + d.Q) + (stored ? first : S + first);
+}
+
+/* Writes the scores of a tile of at most as many keys as threads, once all parts of their column
+ * sums are there. */
+DEVICE void write_scores(const attend_item *item, const sums_share *share, bool stored,
+                         int64_t first, unsigned rows, const uint32_t *is_key) {
+    const h2o_attend_params *const p = item->p;
+    const int64_t S = taken_here(cuda_attend_slots(p)), head = item->b * p->dims.G + item->g;
+    const int64_t tile = head * cuda_key_tiles(&p->dims, S) + cuda_key_tile(S, stored, first);
+    TAKEN(sums_of_several_parts, share->parts > 1);
+    if (!arrive_last((uint32_t *)item->workspace + tile, share->parts)) return;
+    if (!stored) clear_pad_scores(p, item->b, item->g, first, rows);
+    if (threadIdx.x >= rows || !is_key[threadIdx.x]) return;
+    float sum = 0.0f;
+    for (unsigned part = 0; part < share->parts; part++) {
+        const float next = column_sums(item, share, part, stored, first)[threadIdx.x];
+        sum = h2o_scores_largest(&p->policy) ? h2o_larger(sum, next) : sum + next;
+    }
+    write_score(item, stored, first + threadIdx.x, sum);
+}
+
 /* A block's tiles of ROWS keys: one of slots, or of new keys the first and the last, or the second
  * and the last but one, and so on, since the earlier a key the more queries see it.
- * use(stored, first, any) gets whether the tile has a key that a query sees. */
+ * use(stored, first, any) gets whether the tile has a key that a query sees, and writes its part of
+ * the column sums. */
 template <int ROWS, typename USE>
-DEVICE void each_key_tile(const attend_item *item, uint32_t *is_key, USE use) {
+DEVICE void each_key_tile(const attend_item *item, const sums_share *share, uint32_t *is_key,
+                          USE use) {
     const int64_t tiles = cuda_ceil(item->p->dims.Q, ROWS);
     const int64_t stored_tiles = gridDim.x - cuda_ceil(tiles, 2);
     const bool stored = blockIdx.x < stored_tiles;
@@ -57,9 +102,9 @@ DEVICE void each_key_tile(const attend_item *item, uint32_t *is_key, USE use) {
     for (int64_t tile = early;; tile = late) {
         const int64_t first = tile * ROWS;
         TAKEN(sums_second_tile_of_keys, tile != early);
-        if (!stored) clear_pad_scores(item->p, item->b, item->g, first, ROWS);
         const bool any = load_presence(item, stored, first, ROWS, is_key);
         use(stored, first, any && item->tokens > 0);
+        write_scores(item, share, stored, first, ROWS, is_key);
         if (tile == late) return;
         sync_block(); /* what is known of the first tile has been read */
     }
@@ -67,13 +112,12 @@ DEVICE void each_key_tile(const attend_item *item, uint32_t *is_key, USE use) {
 
 /* Adds up a tile of keys. */
 template <int DEPTH>
-DEVICE void sum_tile(const attend_item *item, bool stored, int64_t first,
+DEVICE void sum_tile(const attend_item *item, const sums_share *share, bool stored, int64_t first,
                      tile_buffer<DEPTH> *buffer, float sum[THREAD_ROWS]) {
     const h2o_attend_params *const p = item->p;
     load_tile<DEPTH>(buffer->rows, p->dims.D,
                      [&](int i) { return key_row(item, stored, first + i); });
-    for (int64_t r = 0; r < p->dims.R; r++) {
-        const int64_t h = item->g * p->dims.R + r;
+    for (unsigned h = share->begin; h < share->end; h++) {
         for (int64_t query = stored ? 0 : first; query < item->tokens; query += ATTEND_TILE) {
             TAKEN(sums_second_tile_of_queries, query > (stored ? 0 : first));
             sync_block(); /* the previous tile has been read */
@@ -90,24 +134,26 @@ DEVICE void sum_tile(const attend_item *item, bool stored, int64_t first,
     }
 }
 
-/* Grid: cuda_sums_blocks, G, B. */
+/* Grid: cuda_sums_blocks, G times parts, B. */
 template <int DEPTH>
 DEVICE void sums_block(const h2o_attend_params *p, char *workspace, unsigned char *shared) {
     tile_buffer<DEPTH> *const buffer = (tile_buffer<DEPTH> *)shared;
-    const attend_item item = open_attend(p, workspace, blockIdx.z, blockIdx.y);
+    const sums_share share = open_share(&p->dims);
+    const attend_item item = open_attend(p, workspace, blockIdx.z, blockIdx.y / share.parts);
     const int row = threadIdx.x / ROW_THREADS * THREAD_ROWS, column = threadIdx.x % ROW_THREADS;
-    each_key_tile<ATTEND_TILE>(&item, buffer->is_key, [&](bool stored, int64_t first, bool any) {
-        float sum[THREAD_ROWS] = {};
-        if (any) sum_tile<DEPTH>(&item, stored, first, buffer, sum);
-        UNROLL
-        for (int i = 0; i < THREAD_ROWS; i++) {
-            const float column_sum = h2o_scores_largest(&p->policy)
-                                         ? largest_of_lanes<ROW_THREADS>(sum[i])
-                                         : row_threads_sum(sum[i]);
-            if (column == 0 && buffer->is_key[row + i])
-                write_score(&item, stored, first + row + i, column_sum);
-        }
-    });
+    each_key_tile<ATTEND_TILE>(
+        &item, &share, buffer->is_key, [&](bool stored, int64_t first, bool any) {
+            float sum[THREAD_ROWS] = {};
+            if (any) sum_tile<DEPTH>(&item, &share, stored, first, buffer, sum);
+            UNROLL
+            for (int i = 0; i < THREAD_ROWS; i++) {
+                const float column_sum = h2o_scores_largest(&p->policy)
+                                             ? largest_of_lanes<ROW_THREADS>(sum[i])
+                                             : row_threads_sum(sum[i]);
+                if (column == 0 && buffer->is_key[row + i])
+                    column_sums(&item, &share, share.part, stored, first)[row + i] = column_sum;
+            }
+        });
 }
 
 #endif

@@ -289,6 +289,22 @@ static void test_chunk(const chunk *c, h2o_dtype dtype) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]->data);
 }
 
+/* Blocks of sums share the query heads of a group where there would be fewer than SUMS_BLOCKS. */
+static void test_parts(void) {
+    const struct {
+        h2o_dims dims; /* S: slots */
+        int parts;
+    } cases[] = {
+        {make_dims(1, 8, 4, 32768, 0, 128), 1}, {make_dims(1, 8, 4, 8192, 0, 128), 2},
+        {make_dims(1, 8, 4, 4096, 0, 128), 4},  {make_dims(16, 8, 4, 4096, 0, 128), 4},
+        {make_dims(1, 8, 4, 256, 8192, 64), 1}, {make_dims(1, 8, 7, 256, 0, 64), 7},
+        {make_dims(1, 8, 7, 6000, 0, 128), 3},  {make_dims(1, 1, 11, 40, 0, 64), 6},
+        {make_dims(1, 8, 4, 8192, 0, 256), 1},  {make_dims(1, 2, 0, 0, 0, 64), 1},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        CHECK(cuda_sums_parts(&cases[i].dims, cases[i].dims.S) == cases[i].parts);
+}
+
 /* ---- A step by tensor cores ---------------------------------------------- */
 
 typedef struct {
@@ -541,7 +557,7 @@ int main(void) {
     const chunk chunks[] = {
         {make_dims(1, 2, 2, 70, 150, 128), H2O_Q8, plain, .how = DENSE, .extreme = true},
         {make_dims(2, 2, 1, 80, 140, 96), H2O_Q4, all, .pads = true, .how = SPREAD},
-        {make_dims(1, 2, 3, 30, 190, 50), H2O_Q8, largest, 5.0f, SPREAD, .pads = true},
+        {make_dims(1, 2, 10, 30, 190, 50), H2O_Q8, largest, 5.0f, SPREAD, .pads = true},
         {make_dims(1, 2, 1, 66, 100, 192), H2O_Q4, plain, .how = DENSE},
     };
     /* several parts of several turns of a block's warps, or one; rows at every alignment */
@@ -557,6 +573,7 @@ int main(void) {
     };
     h2o_error error;
     CHECK(h2o_init(&error) == H2O_OK);
+    test_parts();
     for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
         for (size_t type = 1; type < 3; type++) {
             if (is_slow() && type != 1 + i % 2) continue;

@@ -108,9 +108,9 @@ def test_every_operation_answers_as_the_torch_backend_does(driver, kernels):
     assert min(blocks.values()) > 0, [name for name, most in blocks.items() if most == 0]
     steps = [most for name, most in blocks.items() if name.startswith("h2o_cuda_step")]
     assert max(steps) >= 9  # blocks that combine what they have
-    for name in ("bf16_128", "f16_64"):  # of 64 queries; of 64 keys, the stored ones among them
+    for name in ("bf16_128", "f16_64"):  # of 64 queries; of 128 keys, the stored ones among them
         assert blocks[f"h2o_cuda_forward_{name}"] >= 4
-        assert blocks[f"h2o_cuda_sums_{name}"] >= 6
+        assert blocks[f"h2o_cuda_sums_{name}"] >= 3
     # ... and every branch that is counted, but those for infinities and for thousands of cells
     taken = driver.taken()
     assert {branch for branch, times in taken.items() if times == 0} == {
