@@ -26,8 +26,8 @@ from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
 from tests.hf.tiny import FAMILIES, LATENT, VOCABULARY
 
-# Else each engine traces the 700,000 objects of imported modules seven times. vLLM's own calls would
-# trace them again, and would hold what an engine leaves.
+# Else each engine traces the 700,000 objects of imported modules seven times. vLLM's own calls
+# would have them traced again, and would hold what an engine leaves.
 gc.freeze()
 gc.freeze = gc.unfreeze = lambda: None
 
