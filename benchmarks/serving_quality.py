@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 import statistics
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,30 +25,38 @@ from h2o.evaluation.text_table import table
 from . import text_windows
 from .peers.environments import Peer, PeerMissing
 
-TOP = 512
+TOP = 256
 """Likeliest tokens of a distribution"""
 
-
-class Engine(NamedTuple):
-    bytes: str
-    """Share of bfloat16's bytes, for heads of 64 as in SmolLM2, bookkeeping of slots included"""
-    options: dict[str, Any]
-    """Options of vLLM's engine"""
+TOGETHER = 10
+"""Windows that an engine reads at a time"""
 
 
-def by_h2o(bytes: str, **config: Any) -> Engine:
-    return Engine(bytes, {"additional_config": {"h2o": {"min_tokens": 0, **config}}})
+def by_h2o(**config: Any) -> dict[str, Any]:
+    return {"additional_config": {"h2o": {"min_tokens": 0, **config}}}
 
 
-ENGINES = {
-    "bfloat16": Engine("100%", {}),
-    "fp8_e4m3": Engine("50%", {"kv_cache_dtype": "fp8_e4m3"}),
-    "fp8_e5m2": Engine("50%", {"kv_cache_dtype": "fp8_e5m2"}),
-    "h2o, every key in int8": by_h2o("56%", budget=1.0, kv_dtype="int8"),
-    "h2o, every key in int8, values in int4": by_h2o("46%", budget=1.0, kv_dtype="int8-int4"),
-    "h2o, budget=0.2": by_h2o("20%", budget=0.2),
-    "h2o, budget=0.1": by_h2o("10%", budget=0.1),
-}
+def evicting(preset: str, share: float, kv_dtype: str | None) -> tuple[str, str, dict[str, Any]]:
+    """The engine whose keys have a share of the context's bytes."""
+    budget = {"preset": preset, "budget": share, "budget_unit": "bytes", "kv_dtype": kv_dtype}
+    return f"h2o, {preset}, {kv_dtype or 'bfloat16'}", f"{share:.0%}", by_h2o(**budget)
+
+
+ENGINES = [
+    ("vLLM, bfloat16", "100%", {}),
+    ("vLLM, fp8_e4m3", "50%", {"kv_cache_dtype": "fp8_e4m3"}),
+    *(evicting("echo", share, "int8-int4") for share in (0.25, 0.1)),
+    evicting("echo", 0.5, None),
+    *(evicting("robust", share, "int8-int4") for share in (0.25, 0.1)),
+    evicting("robust", 0.5, None),
+    ("h2o, every key in int8-int4", "46%", by_h2o(budget=1.0, kv_dtype="int8-int4")),
+    ("vLLM, fp8_e5m2", "50%", {"kv_cache_dtype": "fp8_e5m2"}),
+    ("h2o, every key in int8", "56%", by_h2o(budget=1.0, kv_dtype="int8")),
+    evicting("echo", 0.2, "int8-int4"),
+    evicting("robust", 0.2, "int8-int4"),
+]
+"""Each one's name, share of the context's bytes in bfloat16 (for heads of 64 as in SmolLM2,
+bookkeeping of slots included), and options of vLLM's engine"""
 
 
 def divergence(exact: dict[str, float], other: dict[str, float]) -> float:
@@ -76,21 +84,19 @@ def main() -> None:
     _, tokenizer = models.load_model(None, dtype="bfloat16", say=models.say)
     parts = text_windows.read(options, tokenizer)
     folder, threads = str(models.embedded_folder()), str(torch.get_num_threads())
-    shared = {"max_model_len": options.window + 1, "max_logprobs": TOP}
+    shared = {"max_model_len": options.window + 1, "max_logprobs": TOP, "enforce_eager": True}
     exact: list[dict[str, float]] = []
     lines = []
-    for name, engine in ENGINES.items():
-        evicts = "additional_config" in engine.options
-        arguments = {"h2o_context": options.context} if evicts else None
+    for name, share, engine in ENGINES:
+        arguments = {"h2o_context": options.context} if "additional_config" in engine else None
+        request = {"context": options.context, "top": TOP, "arguments": arguments}
+        told: list[dict[str, float]] = []
         try:
-            with Peer("vllm", folder, threads, json.dumps(shared | engine.options)) as peer:
-                told = [
-                    one
-                    for part in parts
-                    for one in peer.ask(
-                        ids=part, context=options.context, top=TOP, arguments=arguments
-                    )["logprobs"]
-                ]
+            with Peer("vllm", folder, threads, json.dumps(shared | engine)) as peer:
+                for first in range(0, len(parts), TOGETHER):
+                    ids = parts[first : first + TOGETHER]
+                    for one in peer.ask(ids=ids, **request)["logprobs"]:
+                        told += one
         except PeerMissing as problem:
             print(f"{name}: left out: {problem}")
             continue
@@ -99,7 +105,7 @@ def main() -> None:
         equal = [likeliest(x) == likeliest(y) for x, y in zip(exact, told, strict=True)]
         error = statistics.stdev(apart) / math.sqrt(len(apart))
         kl = f"{statistics.mean(apart):.4f} ±{error:.4f}"
-        lines.append([name, engine.bytes, kl, f"{statistics.mean(equal):.1%}"])
+        lines.append([name, share, kl, f"{statistics.mean(equal):.1%}"])
         print(*lines[-1], sep=", ", flush=True)
     print(f"{len(exact)} tokens")
     print(table(["cache", "bytes", "KL divergence", "same likeliest token"], lines))

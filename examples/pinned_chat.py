@@ -3,14 +3,16 @@
     python examples/pinned_chat.py --turns 200 --keys 192
 
 Two chats of one model get the same system prompt and the same turns, which a harbor log makes up.
-One chat pins its system prompt, the other leaves it to the budget. From time to time both are asked
-a question that only the system prompt answers. The question goes to a copy of each chat's cache, so
-that the conversation itself does not repeat the answer.
+One chat pins its system prompt, the other leaves it to the budget. With --full a third chat keeps
+every key, which shows what the model itself forgets. From time to time all are asked a question
+that only the system prompt answers. The question goes to a copy of each chat's cache, so that the
+conversation itself does not repeat the answer.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator
 
 from endless_chat import Chat, endless
@@ -57,6 +59,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50, help="turns between two questions")
     parser.add_argument("--keys", type=int, default=192, help="budget of each head (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=12, help="of an answer")
+    parser.add_argument("--full", action="store_true", help="add a chat that keeps every key")
     options = parser.parse_args()
     model, tokenizer = h2o.load_model(options.model)
     config = endless(options.keys)
@@ -67,6 +70,9 @@ def main() -> None:
         "pinned": Chat(model, tokenizer, config, SYSTEM, pinned=[span]),
         "left to the budget": Chat(model, tokenizer, config, SYSTEM),
     }
+    if options.full:
+        every = dataclasses.replace(h2o.H2OConfig.full(), positions="cache_relative")
+        chats["every key"] = Chat(model, tokenizer, every, SYSTEM)
     print(f"{span[1]} tokens of instructions, {options.keys} keys a head. {QUESTION}")
     for turn, said in enumerate(reports(options.turns), start=1):
         for name, chat in chats.items():
@@ -74,8 +80,10 @@ def main() -> None:
                 pass
             if turn % options.every == 0:
                 answer = ask(chat, QUESTION, 2 * options.max_new_tokens)
+                held = chat.cache.report().total.bytes_held
                 print(
-                    f"{turn:5} turns, {chat.cache.get_seq_length():6} tokens, {name:18} "
+                    f"{turn:5} turns, {chat.cache.get_seq_length():6} tokens, "
+                    f"{held / 1e6:.2f} MB, {name:18} "
                     f"{share_held(chat, span[1]):4.0%} of the instructions held, "
                     f"{'right' if ANSWER in answer.lower() else 'wrong'}: {answer}",
                     flush=True,

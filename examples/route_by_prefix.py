@@ -11,18 +11,16 @@ prompt, and each hash has its own order of nodes. When a node fails before its a
 next one answers, and prompts of other nodes stay where they are. The router does not balance load:
 a prefix with more requests than one node can answer needs one of the routers below.
 
+- vllm-router of PyPI: `vllm-router --policy consistent_hash --worker-urls http://A:8000
+  http://B:8000`. Clients name the prefix in the header `x-session-id`.
 - vLLM production stack on Kubernetes. In the chart's values, the arguments of `vllm serve` belong
   in `servingEngineSpec.modelSpec[].vllmConfig.extraArgs`, an image with h2o in `repository` and
-  `tag`, and `routerSpec` needs `routingLogic: session` and `sessionKey: x-prefix`.
-- vLLM production stack without Kubernetes: `vllm-router --service-discovery static
-  --static-backends http://A:8000,http://B:8000 --static-models MODEL,MODEL
-  --routing-logic session --session-key x-prefix`.
-- In both, clients name the prefix in the header `x-prefix`. The logic `prefixaware` needs no
-  header, but compares text and takes no prompts of token ids. `kvaware` needs LMCache, which h2o
-  does not support.
-- Ray Serve LLM: `LLMConfig(engine_kwargs={"additional_config": {"h2o": {...}}}, deployment_config={
-  "request_router_config": {"request_router_class": PrefixCacheAffinityRouter}})` with the class
-  from `ray.serve.llm.request_router`.
+  `tag`, and `routerSpec` needs `routingLogic: session` and `sessionKey: x-prefix`. Clients name the
+  prefix in the header `x-prefix`. The logic `prefixaware` needs no header, but compares text and
+  takes no prompts of token ids. `kvaware` needs LMCache, which h2o does not support.
+- Ray Serve LLM: examples/serve_with_ray.py.
+
+The first and the last ran with h2o. The production stack did not.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Plain numbers, no torch.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import operator
@@ -33,13 +34,12 @@ def parse_amount(text: str) -> Amount:
 
     Raises: ValueError for a text that is no number.
     """
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
-
-
-parse_amount.__name__ = "amount"  # argparse names a type so: "invalid amount value: 'x'"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    raise ValueError(
+        f"{text!r} is no amount: write a number of tokens, such as 512, or a fraction, such as 0.2"
+    )
 
 
 def split_heavy_recent(budget: Amount, heavy: float) -> tuple[Amount, Amount]:

@@ -107,6 +107,17 @@ def activates_by_tokens(model: Any) -> bool:
     return any(getattr(x, "alora_invocation_tokens", None) for x in configs.values())
 
 
+def layers_by_base(model: nn.Module) -> dict[nn.Module, Any]:
+    """PEFT's layers, by the modules that they wrap and merge adapters into."""
+    return {x.get_base_layer(): x for x in model.modules() if hasattr(x, "merged_adapters")}
+
+
+def merged_state(layer: Any) -> tuple[Any, ...]:
+    """What of a layer of PEFT changes when an adapter is merged into the wrapped module, or taken
+    out of it: PEFT writes through the weight's `.data`, which leaves its version as it was."""
+    return *layer.merged_adapters, *getattr(layer, "scaling", {}).values()
+
+
 def is_offloaded(module: nn.Module) -> bool:
     """Whether accelerate moves a module's weights, so that they do not stay where they are."""
     return hasattr(module, "_hf_hook")

@@ -30,6 +30,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o"
 
 
+def unreadable(file: str | Path, error: OSError | UnicodeDecodeError) -> str:
+    """What an error says of a text file that cannot be read."""
+    reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
+    return f"cannot read {file}: {reason}"
+
+
 def read_text(file: Path) -> str:
     """Read a text file in UTF-8, without the byte order mark that some editors put first.
 
@@ -39,7 +45,7 @@ def read_text(file: Path) -> str:
     try:
         return file.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
+        raise UserError(unreadable(file, error)) from error
 
 
 def make_writable(folder: Path) -> None:
@@ -58,17 +64,33 @@ def make_writable(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Keep other processes out of such blocks for a file or folder. They wait.
+def lock(path: Path, *, waits: bool = True) -> Iterator[None]:
+    """Keep other processes out of such blocks for a file or folder.
 
     The lock is a hidden file beside it, which stays. The system releases the lock of a process that
     was killed.
+
+    Args:
+        waits: for the end of another process's block, instead of raising an error.
+
+    Raises:
+        UserError: another process is in such a block, and `waits` is False.
     """
-    from filelock import FileLock  # which comes with torch: profiles do without
+    from filelock import FileLock, Timeout  # which comes with torch: profiles do without
 
     hidden = path.parent / f".{path.name}.lock"
-    with _name_in_errors(path, hidden), FileLock(hidden):
-        yield
+    held = FileLock(hidden, timeout=-1 if waits else 0)
+    with _name_in_errors(path, hidden):
+        try:
+            held.acquire()
+        except Timeout as error:
+            raise UserError(
+                f"another process writes to {path}: wait until it has ended, or name another file"
+            ) from error
+        try:
+            yield
+        finally:
+            held.release()
 
 
 @contextlib.contextmanager
@@ -76,16 +98,17 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Replace a file or folder at once by a draft beside it, which the block makes.
 
     Readers see what was there before, or all that is new. A block that fails leaves nothing. The
-    draft of a process that was killed remains.
+    draft of a process that was killed remains. A link stays, and what it points to is replaced.
 
     Raises:
         OSError: with the name of `path` instead of the draft's.
     """
-    draft = path.with_name(f"{_draft_prefix(path)}{os.getpid()}-{threading.get_ident()}.draft")
+    target = path.resolve()
+    draft = target.with_name(f"{_draft_prefix(path)}{os.getpid()}-{threading.get_ident()}.draft")
     try:
         with _name_in_errors(path, draft):
             yield draft
-            os.replace(draft, path)
+            os.replace(draft, target)
     finally:
         _remove(draft)
 

@@ -133,6 +133,17 @@ def encode(tokenizer: Any, text: str, chat: bool, system: str | None = None) -> 
     )["input_ids"]
 
 
+def check_length(model: Any, tokens: int, new_tokens: int) -> None:
+    """Raise UserError for a prompt of so many tokens that it and its answer leave the positions of
+    the model, where it would write gibberish."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit and tokens + new_tokens > limit:
+        raise UserError(
+            f"the prompt's {tokens} tokens and {new_tokens} new ones are more than the "
+            f"{limit} positions of the model: shorten the prompt or lower --max-new-tokens"
+        )
+
+
 def say(text: str) -> None:
     """Print a line for `load_model` on standard error, since results go to standard output."""
     print(text, file=sys.stderr, flush=True)
@@ -174,9 +185,24 @@ def is_gguf(name: str) -> bool:
 def source_of(name: str) -> dict[str, str]:
     """Arguments of from_pretrained for a name on the hub, a folder or a .gguf file."""
     if not is_gguf(name):
+        check_folder(name)
         return {"pretrained_model_name_or_path": name}
     folder, file = os.path.split(os.path.abspath(name))
     return {"pretrained_model_name_or_path": folder, "gguf_file": file}
+
+
+def check_folder(name: str) -> None:
+    """Raise UserError for a path that is no model's folder. A name on the hub passes."""
+    if os.path.isdir(name):
+        wrong = "" if os.path.isfile(os.path.join(name, "config.json")) else "has no config.json"
+    elif os.path.isfile(name):
+        wrong = "is a file: name its folder, or a .gguf file"
+    else:
+        is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
+        wrong = "does not exist: name a folder with config.json, or NAME/MODEL on the hub"
+        wrong = wrong if is_path else ""
+    if wrong:
+        raise UserError(f"cannot load the model {name!r}: it {wrong}")
 
 
 def cannot_load(name: str, error: Exception, hint: str = "") -> UserError:

@@ -90,17 +90,20 @@ def _truth(text: str) -> bool:
 
 
 FIELDS: dict[str, Field] = {
-    "sinks": Field(int, None, "N", "first tokens (%(default)s)"),
+    "sinks": Field(int, None, "N", "number of first tokens that are never evicted (%(default)s)"),
     "score_by": Field(
         str, get_args(ScoreBy), None,
-        "accumulated attention, the same per query that has seen the key, the largest that one "
-        "query gave, the mean with most of a prompt's attention given out by echo, or chance, a "
-        "baseline for evaluation (%(default)s)",
+        "sum: all attention that a key has received; mean: attention per query that has seen the "
+        "key; max: the largest of any query; mean-echo: mostly echo in the prompt, then the mean; "
+        "random: a baseline for evaluation (%(default)s)",
     ),
     "decay": Field(
-        float, None, "D", "what remains of a score after one more token, 0 to 1 (%(default)s)"
+        float, None, "D",
+        "factor by which a score shrinks with each further token, 0 to 1 (%(default)s)",
     ),
-    "value_weighted": Field(_truth, None, None, "rank times the norm of the value", flag=True),
+    "value_weighted": Field(
+        _truth, None, None, "multiply the rank by the norm of the value", flag=True
+    ),
 }  # fmt: skip
 """Options for the fields of `Policy`, in their order."""
 

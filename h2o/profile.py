@@ -20,6 +20,7 @@ from h2o.filesystem import atomic_write
 from h2o.model_identity import attention_difference, difference
 
 KIND = "h2o profile"
+NO_PROFILE = "is no profile of h2o calibrate"
 LAYOUT = 1
 """Raised when a file is written that older versions cannot read."""
 
@@ -160,7 +161,7 @@ class Profile:
     def from_dict(cls, content: Any) -> Profile:
         """The profile of what `as_dict` gave. Raises: ValueError for anything else."""
         if not isinstance(content, dict) or content.get("kind") != KIND:
-            raise ValueError("is no profile of h2o calibrate")
+            raise ValueError(NO_PROFILE)
         if content.get("layout") != LAYOUT:
             raise ValueError(
                 f"was written in layout {content.get('layout')}, this version of h2o reads "
@@ -182,6 +183,8 @@ class Profile:
         """Read what `save` wrote. Raises: ValueError for another file, OSError without one."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: {NO_PROFILE}") from error
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 

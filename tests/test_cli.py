@@ -641,6 +641,14 @@ def test_one_line_says_what_is_wrong(line, code, words):
         ("eval --tasks copa --limit nan", "nan is no number of rows"),
         ("eval --tasks copa --compare ''", "no settings to compare"),
         ("eval --tasks copa --compare full,foo", "setting 'foo': unknown; there are full"),
+        ("generate --compare full,locl:0.2", "setting 'locl:0.2': unknown; did you mean local?"),
+        ("generate --compare ful,local:0.2", "setting 'ful': unknown; did you mean full?"),
+        ("bench --budgets 0.1,ten", "'ten' is no amount: write a number of tokens, such as 512"),
+        ("generate --budget 20%", "--budget: '20%' is no amount: write a number of tokens"),
+        ("generate --compare full,h2o:0.1-0.1", "'0.1-0.1' is no amount"),
+        ("generate --profile no.json", "error: cannot read no.json: No such file"),
+        (f"generate --profile {shlex.quote(__file__)}", "test_cli.py: is no profile of h2o"),
+        ("generate --prompts no.jsonl --output x", "--prompts: cannot read no.jsonl: No such file"),
     ],
 )
 def test_one_line_says_which_argument_is_wrong(line, words, capfd):
@@ -669,7 +677,7 @@ def beside(folder, *arguments):
     [
         (["eval", "--help"], 0, ""),
         (["bench", "--help"], 0, ""),
-        (["bench", "--budgets", "few"], 2, "could not convert"),
+        (["bench", "--budgets", "few"], 2, "'few' is no amount"),
         (["bench"], 1, install_command("hf")),
         (["eval", "--perplexity", "README.md"], 1, install_command("hf")),
     ],

@@ -78,3 +78,16 @@ def test_errors_name_the_file_and_not_its_lock(tmp_path):
             path.read_text()
         assert ".lock" not in str(error.value)
         assert "draft" not in str(error.value)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows lets few users make links")
+def test_a_link_stays_and_its_file_is_replaced(tmp_path):
+    link, file = tmp_path / "link", tmp_path / "folder" / "file"
+    file.parent.mkdir()
+    file.write_text("old")
+    link.symlink_to(file)
+    with atomic_write(link) as draft:
+        draft.write_text("new")
+    assert link.is_symlink()
+    assert file.read_text() == "new"
+    assert os.listdir(file.parent) == ["file"]

@@ -137,6 +137,12 @@ def test_unknown_model_is_named(tmp_path):
     for ask in (models.load_model, models.config_of):  # no name on the hub
         with pytest.raises(models.UserError, match=r"nowhere.gguf': there is no such file"):
             ask(str(tmp_path / "nowhere.gguf"))
+        with pytest.raises(models.UserError, match="it does not exist: name a folder"):
+            ask("./nowhere")
+        with pytest.raises(models.UserError, match=r"it has no config\.json"):
+            ask(str(tmp_path))
+        with pytest.raises(models.UserError, match="it is a file: name its folder"):
+            ask(__file__)
 
 
 @needs_wheel

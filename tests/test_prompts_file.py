@@ -138,6 +138,38 @@ def test_killed_amid_many(files, tiny):  # noqa: F811
     assert sorted(answer["id"] for answer in answers(output)) == list(range(16))
 
 
+def test_two_runs_do_not_share_an_output(files, tmp_path, capsys):
+    """The second would answer the prompts again, and could replace the file of the first."""
+    command, _, output = files
+    output.parent.mkdir()
+    code = (
+        "import pathlib, sys; from h2o.filesystem import lock\n"
+        "with lock(pathlib.Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code, output], stdin=pipe, stdout=pipe) as other:
+        other.stdout.readline()
+        assert cli.main(command) == 1
+        assert "another process writes to" in capsys.readouterr().err
+        assert not output.exists()
+        other.communicate(timeout=DEADLINE)
+    assert cli.main(command) == 0
+    assert len(answers(output)) == 4
+
+
+def test_prompts_beyond_the_positions_of_the_model(files, capsys):
+    """As `h2o generate` with one prompt; the model would write gibberish."""
+    command, prompts, output = files
+    prompts.write_text(json.dumps("x" * 1995) + '\n"short"\n', "utf-8")
+    assert cli.main(command) == 1
+    by_id = {answer["id"]: answer for answer in answers(output)}
+    assert "the 2000 positions of the model" in by_id[0]["error"]
+    assert by_id[1]["finish_reason"] == "length"
+    assert cli.main([*command, "--max-new-tokens", "5"]) == 1  # another length
+    command[6] = str(output.with_name("shorter.jsonl"))
+    assert cli.main([*command, "--max-new-tokens", "5"]) == 0
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -146,7 +178,8 @@ def test_killed_amid_many(files, tiny):  # noqa: F811
         ('{"prompt": ""}', "line 1"),
         ('{"prompt": "a", "max_new_tokens": 0}', "at least 1"),
         ("[]", "line 1"),
-        ("no json", "line 1"),
+        ("no json", "line 1: no JSON (Expecting value): write a text in quotes"),
+        ('{"messages": [5, 6]}', "messages are objects"),
         ("3", "line 1"),
     ],
 )

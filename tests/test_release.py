@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -47,6 +48,9 @@ def test_a_release_of_this_checkout(dist):
     assert metadata["License-Expression"] == "MIT"
     assert list(release.version_complaints(metadata["Version"])) == []
     assert list(release.sdist_complaints(sdist)) == []
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"docs/start/quickstart.md", "examples/pinned_chat.py", "CODE_OF_CONDUCT.md"} <= names
     assert list(release.wheel_complaints(wheel, metadata)) == []
     (first, *_) = release.version_complaints("9.9")
     assert first == f"pyproject.toml says version {PROJECT['version']}, the sdist 9.9"

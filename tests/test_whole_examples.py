@@ -39,9 +39,15 @@ def chatting(tiny, tmp_path):  # noqa: F811
 def test_pinned_instructions_stay(chatting):
     out = run(
         "pinned_chat.py", "--model", chatting, "--turns", "8", "--every", "4", "--keys", "360",
-        "--max-new-tokens", "2",
+        "--max-new-tokens", "2", "--full",
     )  # fmt: skip
-    held = re.findall(r"turns, +(\d+) tokens, (pinned|left to the budget) +(\d+)%", out)
+    line = r"turns, +(\d+) tokens, ([\d.]+) MB, (pinned|left to the budget|every key) +(\d+)%"
+    printed = re.findall(line, out)
+    sizes = {name: [size for _, size, other, _ in printed if other == name] for name in
+             ("pinned", "left to the budget", "every key")}  # fmt: skip
+    grows = {name: len(set(of_turns)) > 1 for name, of_turns in sizes.items()}
+    assert grows == {"pinned": False, "left to the budget": False, "every key": True}
+    held = [(tokens, name, share) for tokens, _, name, share in printed if name != "every key"]
     assert [(name, share == "100") for _, name, share in held] == [
         ("pinned", True), ("left to the budget", False),
     ] * 2  # fmt: skip

@@ -9,8 +9,9 @@ tokens, "each_first_s" and "each_token_s": of each request, from its arrival, "h
 requests at a time}. The first two are of the first prompt's request, all times but the whole call's
 vLLM's own.
 
-A request {"ids": [...], "context": n, "top": k, "arguments": ...} is answered with {"logprobs": of
-each token from n + 1 on the k likeliest ones, as {token: log-probability}}.
+A request {"ids": [[...], ...], "context": n, "top": k, "arguments": ...} is answered with
+{"logprobs": of each prompt and each of its tokens from n + 1 on the k likeliest ones, as
+{token: log-probability}}.
 """
 
 import json
@@ -41,15 +42,19 @@ defaults = {
 model = LLM(folder, **defaults | json.loads(*rest or ["{}"]))
 
 
-def logprobs(request: dict) -> list[dict[int, float]]:
+def logprobs(request: dict) -> list[list[dict[int, float]]]:
     settings = SamplingParams(
-        max_tokens=1, prompt_logprobs=request["top"], detokenize=False,
+        max_tokens=1, prompt_logprobs=request["top"], flat_logprobs=True, detokenize=False,
         extra_args=request.get("arguments"),
     )  # fmt: skip
-    prompt = {"prompt_token_ids": request["ids"]}
-    (done,) = model.generate([prompt], [settings], use_tqdm=False)
-    told = done.prompt_logprobs[request["context"] + 1 :]
-    return [{token: one.logprob for token, one in likeliest.items()} for likeliest in told]
+    prompts = [{"prompt_token_ids": ids} for ids in request["ids"]]
+    return [
+        [
+            {token: one.logprob for token, one in likeliest.items()}
+            for likeliest in done.prompt_logprobs[request["context"] + 1 :]
+        ]
+        for done in model.generate(prompts, settings, use_tqdm=False)
+    ]
 
 
 for line in sys.stdin:

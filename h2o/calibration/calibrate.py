@@ -198,7 +198,7 @@ def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[
         if len(ids) < window:
             raise ValueError(
                 f"input_ids: {name} has {len(ids)} tokens, less than a window of {window}: give "
-                "more text, or a smaller window="
+                "more text or a smaller window"
             )
         pieces.append([Window(name, piece) for piece in ids.split(window) if len(piece) == window])
     wanted = limit or sum(map(len, pieces))

@@ -34,12 +34,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("info", "h2o.cli.info_command", "what the core runs on, for bug reports", False),
+    Command("info", "h2o.cli.info_command", "print versions, backends and what fits", False),
     Command("generate", "h2o.cli.generate_command", "generate with an H2O cache"),
-    Command("eval", "h2o.cli.eval_command", "what eviction costs in accuracy"),
-    Command("analyze", "h2o.cli.analyze_command", "see heavy hitters: a page of one text"),
-    Command("calibrate", "h2o.cli.calibrate_command", "which heads need more of a cache"),
-    Command("bench", "h2o.cli.bench_command", "time a model, full cache and h2o"),
+    Command("eval", "h2o.cli.eval_command", "measure what eviction costs in accuracy"),
+    Command("analyze", "h2o.cli.analyze_command", "draw what a model attends to, as a page"),
+    Command("calibrate", "h2o.cli.calibrate_command", "measure which heads need more of a cache"),
+    Command("bench", "h2o.cli.bench_command", "time a model with the full cache and with h2o"),
 )
 
 
@@ -122,7 +122,9 @@ def run(options: argparse.Namespace) -> int:
     if check := getattr(options.module, "check", None):
         try:
             check(options.parser, options)
-        except (OSError, TypeError, ValueError) as error:
+        except OSError as error:
+            options.parser.error(f"cannot read {error.filename}: {error.strerror}")
+        except (TypeError, ValueError) as error:
             options.parser.error(str(error))
     from h2o.errors import UnsupportedError, UserError
     from h2o.models import quiet_libraries

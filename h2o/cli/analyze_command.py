@@ -39,14 +39,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--text", metavar="FILE", help="plain text, - for stdin; default: the shipped article")
     add("--output", type=Path, default=Path("h2o-analysis.html"), metavar="PAGE.html",
         help="(%(default)s)")  # fmt: skip
-    add("--tokens", type=parse_count, metavar="N", help="only the first so many of the text; "
-        "default: as many as the model has positions")  # fmt: skip
+    add("--tokens", type=parse_count, metavar="N", help="read this many tokens of the "
+        "text at most; default: as many as the model has positions")  # fmt: skip
     add_cache_options(p, CACHE_FIELDS)
     add("--prompt-length", type=parse_count, default=1, metavar="N",
         help="tokens before the first eviction (%(default)s)")  # fmt: skip
     add_compare(add, COMPARE, ", whose retained attention is drawn too; none for no others")
-    add("--removal-tokens", type=int, default=1024, metavar="N", help="remove keys from the "
-        "first so many tokens; 0 for no such measurement (%(default)s)")  # fmt: skip
+    add("--removal-tokens", type=int, default=1024, metavar="N", help="measure removal on "
+        "this many tokens, from the first; 0 for no such measurement (%(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print the numbers as well")
 
 

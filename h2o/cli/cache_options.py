@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from h2o.budgets import Amount, parse_amount
@@ -18,38 +19,49 @@ from h2o.evaluation.setting import Setting, from_config, load_shares, parse_all,
 from h2o.kv_dtype import QUANTIZED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
-from h2o.spans import Row, parse_spans
+from h2o.spans import parse_spans
+
+
+def parse_by(parse: Callable[[str], Any], text: str) -> Any:
+    """Parse an option's text by a function whose ValueError argparse is to show."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+AMOUNT = partial(parse_by, parse_amount)
+PINS = partial(parse_by, parse_spans)
 
 OPTIONS: dict[str, Field] = {
     "heavy": Field(
-        parse_amount, None, "K",
-        "heavy hitters: an integer counts tokens, a number with a point is a fraction of the "
-        "prompt or text (%(default)s)",
+        AMOUNT, None, "K",
+        "keys kept for their score: an integer counts tokens, a number with a point is a fraction "
+        "of the prompt or text (%(default)s)",
     ),
-    "recent": Field(parse_amount, None, "K", "newest tokens (%(default)s)"),
+    "recent": Field(AMOUNT, None, "K", "newest keys (%(default)s)"),
     "budget_unit": Field(
         str, ("keys", "bytes"), None,
-        "what fractions are of: the text's keys, or the bytes of a full cache (%(default)s)",
+        "unit of fractions: keys of the text, or bytes of a full cache (%(default)s)",
     ),
     **FIELDS,
     "positions": Field(
         str, ("original", "cache_relative"), None,
-        "of keys: where they stood in the text, or their rank in the cache (%(default)s)",
+        "position of a key: that of its token in the text, or its rank in the cache (%(default)s)",
     ),
     "kv_dtype": Field(
         str, ("auto", *QUANTIZED), None,
-        "store keys in eight bits, and values in eight or four; auto: in four where they go with "
-        "the model",
+        "store keys in eight bits, and values in eight or four; auto: values in four bits where "
+        "the model's head dimension allows",
     ),
     "head_shares": Field(
         str, None, "FILE",
         "share the budget among heads as `h2o calibrate` found it; shipped: the profile that "
-        "comes with h2o for the model; echo: as a prompt's echo says, "
-        "with --score-by mean-echo",
+        "comes with h2o for the model; echo: by the echo of each prompt, with --score-by mean-echo",
     ),
     "min_tokens": Field(
         int, None, "N",
-        "where an amount is a fraction no head keeps fewer keys than this; 0: no such limit "
+        "keys that each head keeps at least where an amount is a fraction; 0: no such limit "
         "(%(default)s)",
     ),
 }  # fmt: skip
@@ -84,7 +96,7 @@ def add_dtype(add: Callable[..., Any], more: str = "") -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help=f"auto: as the model was saved{more}",
+        help=f"auto: the dtype in which the model was saved{more}",
     )
 
 
@@ -96,10 +108,10 @@ def add_device(add: Callable[..., Any]) -> None:
 
 def add_pin(add: Callable[..., Any]) -> None:
     """Add --pin and --system."""
-    add("--system", metavar="TEXT", help="what a chat's system message says (with --chat)")
-    add("--pin", type=parse_pins, metavar="WHAT", help="keys that are never evicted and count in "
-        "the budget: system, a chat's system turn; prompt, all of it; or spans of its tokens, "
-        "such as 0:40,100:120")  # fmt: skip
+    add("--system", metavar="TEXT", help="text of a chat's system message (with --chat)")
+    add("--pin", type=PINS, metavar="WHAT", help="keys that are never evicted and count in "
+        "the budget: system, for a chat's system turn; prompt, for all of the prompt; or spans of "
+        "its tokens, such as 0:40,100:120")  # fmt: skip
 
 
 def parse_count(text: str) -> int:
@@ -113,18 +125,10 @@ def parse_count(text: str) -> int:
     return number
 
 
-def parse_pins(text: str) -> str | Row:
-    """Parse what --pin says."""
-    try:
-        return parse_spans(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def add_compare(add: Callable[..., Any], default: str | None = None, more: str = "") -> None:
     """Add --compare, a list of settings for `make_settings`. `more` is added to its help."""
     shown = "" if default is None else f" ({default})"
-    add("--compare", metavar="SETTINGS", help="caches, with commas between, as "
+    add("--compare", metavar="SETTINGS", help="settings separated by commas, as "
         f"h2o eval --help lists them{more}{shown}")  # fmt: skip
 
 
@@ -139,10 +143,10 @@ def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defau
         "--preset", choices=PRESETS, help="a config by name, instead of --heavy and --recent"
     )
     group.add_argument(
-        "--budget", type=parse_amount, metavar="B",
-        help="alone: one number for the preset that is recommended for the model, tokens or a "
-        "share of a full cache's bytes; of --preset: tokens, or a fraction of the keys, or with "
-        f"--budget-unit bytes of the bytes ({FIFTH})",
+        "--budget", type=AMOUNT, metavar="B",
+        help="alone: for the recommended policy, a number of tokens or a share of a full cache's "
+        "bytes; with --preset: a number of tokens or a fraction of the keys (of the bytes with "
+        f"--budget-unit bytes; {FIFTH})",
     )  # fmt: skip
     for name in names:
         field = OPTIONS[name]

@@ -31,10 +31,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--text", required=True, nargs="+", metavar="FILE", help="plain texts, - for stdin")
     add("--output", required=True, type=Path, metavar="PROFILE.json")
     add("--window", type=int, default=1024, metavar="N",
-        help="texts are read in windows of so many tokens (%(default)s)")  # fmt: skip
+        help="tokens of a window of text (%(default)s)")  # fmt: skip
     add("--limit", type=parse_count, metavar="N",
-        help="only so many windows, spread over the texts")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N", help="of what is drawn (%(default)s)")
+        help="number of windows, spread over the texts (default: all)")  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N", help="for the random draws (%(default)s)")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

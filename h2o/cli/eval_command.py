@@ -78,49 +78,61 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                    "instead of a table")  # fmt: skip
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--tasks", "-t", nargs="+", metavar="TASK", help="lm-eval tasks")
-    what.add_argument("--summarize", type=Path, metavar="FILE", help="JSON lines of articles")
+    what.add_argument(
+        "--summarize", type=Path, metavar="FILE", help="JSON lines with article and summary"
+    )
     what.add_argument("--perplexity", type=Path, metavar="FILE", help="a long plain text")
     what.add_argument("--needle", type=Path, metavar="FILE", help="a plain text to hide facts in")
     p.add_argument("--model", "-M", help="name or folder; default: the embedded SmolLM2-135M")
-    p.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: as the model was saved")
+    p.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="auto: the dtype in which the model was saved",
+    )
     add_device(p.add_argument)
     p.add_argument(
         "--output-path", "--output_path", "-o", type=Path, metavar="FOLDER",
         default=OUTPUT,
-        help="for lm-eval's files, and answers with which an interrupted run goes on (%(default)s)",
+        help="for lm-eval's files, and for answers from which an interrupted run continues "
+        "(%(default)s)",
     )  # fmt: skip
     p.add_argument(
         "--use_cache", "-c", metavar="PATH",
-        help="of one setting: lm-eval's memory of answers, with which an interrupted run goes on; "
-        "a file for each model and setting",
+        help="with one setting: lm-eval's memory of answers, from which an interrupted run "
+        "continues; one file for each model and setting",
     )  # fmt: skip
-    p.add_argument("--limit", "-L", type=parse_limit, help="only the first so many rows or "
-                   "windows; texts of each length, depth and kind of fact (default 4)")  # fmt: skip
+    p.add_argument("--limit", "-L", type=parse_limit, help="number of rows or windows, from "
+                   "the first; with --needle texts of each length, depth and kind of fact "
+                   "(default 4)")  # fmt: skip
 
     one = p.add_argument_group("the cache")
     one.add_argument("--protocol", choices=["simulate", "drop", "read"],
-                     help="one forward with masks (default), a real cache, token by token, or one "
-                     "that is cut before a task's question; summaries and needles always use a "
-                     "real cache")  # fmt: skip
+                     help="simulate: one forward pass with masks (default); drop: a real cache, "
+                     "token by token; read: a real cache that is cut before a task's question; "
+                     "summaries and needles always use a real cache")  # fmt: skip
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
     add_cache_options(one, min_tokens=0)
     one.add_argument("--prompt-length", type=parse_count, metavar="N",
                      help="tokens before the first eviction (simulation, perplexity); perplexity "
-                     "and nats lost are then of the tokens after it that the cut can change, not "
-                     "of the prompt")  # fmt: skip
+                     "and nats lost then count only the tokens that the cut can "
+                     "change")  # fmt: skip
 
     many = p.add_argument_group("several settings in one table")
-    add_compare(many.add_argument, more=", see below; --profile is of those that are calibrated")
+    add_compare(many.add_argument, more=", see below; --profile is for the calibrated ones")
     many.add_argument(
         "--budgets", metavar="AMOUNTS", help="for settings without one, e.g. 0.04,0.2"
     )
 
     text = p.add_argument_group("perplexity and needles")
-    text.add_argument("--window", type=int, metavar="N", help="of perplexity (default 1024)")
+    text.add_argument(
+        "--window", type=int, metavar="N", help="tokens of a window of --perplexity (default 1024)"
+    )
     text.add_argument("--lengths", metavar="TOKENS",
-                      help="of texts in which facts are hidden (default 256,512,1024)")  # fmt: skip
+                      help="of the texts in which facts are hidden, in tokens "
+                      "(default 256,512,1024)")  # fmt: skip
     text.add_argument("--facts", metavar="KINDS",
-                      help=f"of facts that are hidden: all, or some of {', '.join(KINDS)} "
+                      help=f"kinds of hidden facts: all, or some of {', '.join(KINDS)} "
                       "(default number)")  # fmt: skip
     text.add_argument("--decoys", type=int, metavar="N",
                       help="hide N more facts of the kind that is asked for in each text, and as "

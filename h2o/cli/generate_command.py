@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache_options(parser.add_argument_group("what the cache keeps"))
     add = parser.add_argument_group("how").add_argument
     add("--max-new-tokens", type=parse_count, default=120, metavar="N", help="(%(default)s)")
-    add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="show it beside the full "
-        "cache and these, as h2o eval --help lists them; without SETTINGS beside budget=0.1 and "
-        "`local`, a sliding window of as many bytes, or of as many keys where the budget counts "
-        "these")  # fmt: skip
+    add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="answer with the "
+        "full cache and these settings too, as h2o eval --help lists them; without SETTINGS with "
+        "budget=0.1 and `local`, a sliding window of as many bytes, or of as many keys where the "
+        "budget counts keys")  # fmt: skip
     add("--compile", action="store_true", help="compile the decode step first (not the full "
         "cache's), which takes a minute or two and a C++ compiler")  # fmt: skip
     add("--json", action="store_true", help="for machines: one object, nothing else")
@@ -110,12 +110,7 @@ def generate(options: argparse.Namespace) -> Result:
     chat = options.chat or (is_shipped(options) and tokenizer.chat_template is not None)
     ids = models.encode(tokenizer, "\n\n".join(parts), chat, options.system).to(model.device)
     tokens = ids.shape[1]
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit and tokens + options.max_new_tokens > limit:
-        raise UserError(
-            f"the prompt's {tokens} tokens and {options.max_new_tokens} new ones are more than the "
-            f"{limit} positions of the model: shorten the prompt or lower --max-new-tokens"
-        )
+    models.check_length(model, tokens, options.max_new_tokens)
     progress.say(f"reading a prompt of {tokens} tokens")
     pinned = find_pins(options, tokenizer, parts, ids)
     generation.warm_up(model, ids)

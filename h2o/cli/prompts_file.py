@@ -12,20 +12,22 @@ another prompt than the file has now is an error.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
-from h2o.filesystem import atomic_write, make_writable
+from h2o.filesystem import atomic_write, lock, make_writable, unreadable
 from h2o.model_identity import files_fingerprint
 from h2o.result_cells import fingerprint
 
 if TYPE_CHECKING:
-    from h2o.hf.batching.request import Result
+    from h2o.hf.batching.request import Request, Result
 
 FIELDS = {"id", "prompt", "messages", "max_new_tokens", "seed", "pinned"}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -54,11 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("many prompts").add_argument
     add("--prompts", metavar="FILE", help="JSON Lines: texts, lists of messages, or objects with "
         "prompt or messages, id, max_new_tokens, seed, pinned")  # fmt: skip
-    add("--output", metavar="FILE", help="answers as JSON Lines, as they are complete; what it "
-        "has already is not answered again")  # fmt: skip
+    add("--output", metavar="FILE", help="answers as JSON Lines, in the order in which they "
+        "are complete; prompts that FILE answers already are skipped")  # fmt: skip
     add("--rows", type=parse_count, metavar="N", help=f"prompts at a time ({ROWS})")
-    add("--bytes", type=parse_bytes, metavar="B", help="instead of --rows: what the keys and "
-        "values of all rows may take, such as 64MB")  # fmt: skip
+    add("--bytes", type=parse_bytes, metavar="B", help="instead of --rows: the memory for the "
+        "keys and values of all rows, such as 64MB")  # fmt: skip
 
 
 def parse_bytes(text: str) -> int:
@@ -90,70 +92,95 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error("argument --bytes: instead of --rows")
     try:
         options.lines = list(_lines(Path(options.prompts)))
-    except (OSError, ValueError) as error:
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"argument --prompts: {unreadable(options.prompts, error)}")
+    except ValueError as error:
         parser.error(f"argument --prompts: {error}")
 
 
 def run(options: argparse.Namespace) -> int:
     """Answer the prompts. The exit code is 1 if a prompt could not be read. Raises: UserError."""
-    from h2o import models
+    output = Path(options.output)
+    make_writable(output.parent)
+    try:
+        with lock(output, waits=False):
+            return _answer_all(options, output)
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from error
+
+
+def _answer_all(options: argparse.Namespace, output: Path) -> int:
     from h2o.evaluation.setting import from_config
     from h2o.hf.batching.generate_all import generate_all
-    from h2o.hf.batching.request import Request
     from h2o.progress import Progress
 
-    progress, output = Progress(), Path(options.output)
-    make_writable(output.parent)
+    progress = Progress()
     settings = _digest(options)
     done = _done(output, settings, {line.id: line.digest for line in options.lines})
-    numbers = {line.id: number for number, line in enumerate(options.lines)}
-    lines = [line for line in options.lines if line.id not in done]
+    numbered = enumerate(options.lines)
+    lines = {number: line for number, line in numbered if line.id not in done}
     if done:
         progress.say(f"{len(done)} of {len(options.lines)} answers are there")
     if not lines:
         return 0
     model, tokenizer = load_model(options, [from_config(options.config)], progress.say)
-    requests = [
-        Request(
-            models.messages(line.prompt, options.system)
-            if options.chat and isinstance(line.prompt, str)
-            else line.prompt,
-            max_new_tokens=line.max_new_tokens,
-            seed=numbers[line.id] if line.seed is None else line.seed,
-            pinned=line.pinned,
-        )
-        for line in lines
-    ]
-    rows = ROWS if options.rows is None and options.bytes is None else options.rows
+    requests = {number: _request(line, number, options) for number, line in lines.items()}
+    too_long = dict(_too_long(requests, model, tokenizer, options.max_new_tokens))
+    numbers = [number for number in requests if number not in too_long]
+    results = generate_all(
+        model,
+        [requests[number] for number in numbers],
+        options.config,
+        rows=ROWS if options.rows is None and options.bytes is None else options.rows,
+        bytes=options.bytes,
+        max_new_tokens=options.max_new_tokens,
+        tokenizer=tokenizer,
+        pinned=options.pin,
+        as_completed=True,
+        compileable=options.compile,
+    )
+    by_number = ((numbers[result.index], result) for result in results)
     failed = 0
-    try:
-        with output.open("a", encoding="utf-8") as file:
-            for count, result in enumerate(
-                generate_all(
-                    model,
-                    requests,
-                    options.config,
-                    rows=rows,
-                    bytes=options.bytes,
-                    max_new_tokens=options.max_new_tokens,
-                    tokenizer=tokenizer,
-                    pinned=options.pin,
-                    as_completed=True,
-                    compileable=options.compile,
-                ),
-                start=1,
-            ):
-                answer = _answer(lines[result.index], result, settings)
-                file.write(_as_line(answer))
-                file.flush()
-                failed += result.error is not None
-                progress.update(f"{count} of {len(lines)} prompts")
-    except (OSError, ValueError) as error:
-        raise UserError(str(error)) from error
+    with output.open("a", encoding="utf-8") as file:
+        for count, (number, result) in enumerate(chain(too_long.items(), by_number), start=1):
+            file.write(_as_line(_answer(lines[number], result, settings)))
+            file.flush()
+            failed += result.error is not None
+            progress.update(f"{count} of {len(lines)} prompts")
     progress.update("")
     if failed:
         progress.say(f"{failed} prompts could not be read: see error in {output}")
     return 1 if failed else 0
+
+
+def _request(line: Line, number: int, options: argparse.Namespace) -> Request:
+    from h2o import models
+    from h2o.hf.batching.request import Request
+
+    is_turn = options.chat and isinstance(line.prompt, str)
+    return Request(
+        models.messages(line.prompt, options.system) if is_turn else line.prompt,
+        max_new_tokens=line.max_new_tokens,
+        seed=number if line.seed is None else line.seed,
+        pinned=line.pinned,
+    )
+
+
+def _too_long(
+    requests: dict[int, Request], model: Any, tokenizer: Any, max_new_tokens: int
+) -> Iterator[tuple[int, Result]]:
+    """The requests that leave the positions of the model, as their results."""
+    from h2o import models
+    from h2o.hf.batching.request import Result, tokenize
+
+    for number, request in requests.items():
+        tokens, limit = 0, request.max_new_tokens or max_new_tokens
+        with contextlib.suppress(Exception):  # of a prompt that generate_all reports
+            tokens = len(tokenize(request.prompt, tokenizer))
+        try:
+            models.check_length(model, tokens, limit)
+        except UserError as error:
+            yield number, Result(number, [], None, tokens, "error", {}, error)
 
 
 def _lines(path: Path) -> Iterator[Line]:
@@ -167,6 +194,11 @@ def _lines(path: Path) -> Iterator[Line]:
             continue
         try:
             line = _line(number, json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}, line {number + 1}: no JSON ({error.msg}): write a text in quotes, a list "
+                "of messages, or an object with prompt or messages"
+            ) from None
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number + 1}: {error}") from None
         if line.id in seen:
@@ -185,6 +217,8 @@ def _line(number: int, content: Any) -> Line:
     prompt = content.get("prompt", content.get("messages"))
     if not isinstance(prompt, str if "prompt" in content else list) or not prompt:
         raise ValueError("prompt is a text and messages are a list, neither of them empty")
+    if "messages" in content and not all(isinstance(message, dict) for message in prompt):
+        raise ValueError('messages are objects such as {"role": "user", "content": "..."}')
     name, limit, seed = (content.get(key) for key in ("id", "max_new_tokens", "seed"))
     if not isinstance(name, str | int | None):
         raise ValueError(f"id is {name!r}, wanted a text or an integer")

@@ -36,8 +36,10 @@ from h2o.evaluation.setting import Setting, from_config, from_options
 from h2o.evaluation.text_tasks import is_text_request
 from h2o.hf.attention.attention import switch
 from h2o.hf.cache.cache import H2OCache
+from h2o.hf.families.layer_kinds import counts_padding
 from h2o.hf.families.wrappers import check_no_tuned_prompt
 from h2o.hf.rotary.angles import AnglesByLength
+from h2o.hf.support import transformers_layers
 from h2o.processes import world_size
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
@@ -256,7 +258,10 @@ class H2OLM(HFLM):
 
     def _batches(self, order: list[int], lengths: list[int], size: int) -> list[list[int]]:
         """Indices of texts of these lengths in batches of at most `size`. A text whose length
-        decides about rotary angles is a batch alone."""
+        decides about rotary angles is a batch alone, and so is each text where padding before the
+        questions would count as text."""
+        if self.protocol == "read" and counts_padding(transformers_layers(self.model.config)):
+            return [[i] for i in order]
         batches = [[i] for i in order if any(self.angles.regime(lengths[i]))]
         rest = [i for i in order if not any(self.angles.regime(lengths[i]))]
         return batches + [rest[start : start + size] for start in range(0, len(rest), size)]
@@ -342,10 +347,15 @@ class H2OLM(HFLM):
 
     def _forward(self, *arguments: Any, **more: Any) -> Tensor:
         """`protocols.run_forward` in the precision that lm-eval was told."""
+        with self.precision():
+            return protocols.run_forward(self.model, *arguments, **more)
+
+    def precision(self) -> torch.autocast:
+        """The block for a forward pass in the precision that lm-eval was told, at rotary angles
+        that no earlier text has chosen."""
         self.angles.forget()
         mixed = self.mixed_precision_dtype
-        with torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None):
-            return protocols.run_forward(self.model, *arguments, **more)
+        return torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None)
 
     def _answer(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
         """(log-likelihood, whether greedy decoding writes it) from logits [tokens, vocabulary]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterable
 from typing import Any
 
@@ -122,7 +123,7 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
         names = [part]
         if ":" not in head and head != "full":
             if head not in KINDS:
-                raise ValueError(f"setting {part!r}: unknown; there are {LISTED}")
+                raise ValueError(f"setting {part!r}: {unknown(head)}")
             if not amounts:
                 raise ValueError(f"{part!r} has no budget: write {head}:BUDGET, or add --budgets")
             names = ["/".join([_with_budget(head, amount), *options]) for amount in amounts]
@@ -164,9 +165,7 @@ def parse(text: str) -> Setting:
             fields |= map(_parse_option, options)
         config = dataclasses.replace(config, **fields)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"setting {text!r}: {error}; h2o eval --help lists what there is"
-        ) from None
+        raise ValueError(f"setting {text!r}: {error} (h2o eval --help lists all)") from None
     return Setting(text, variant, config)
 
 
@@ -236,9 +235,15 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
         case "mask-local" | "mask-global" | "mask-flexgen", [heavy, recent]:
             return H2OConfig(heavy=heavy, recent=recent), kind.removeprefix("mask-")
     if kind not in KINDS:
-        raise ValueError(f"unknown; there are {LISTED}")
+        raise ValueError(unknown(kind))
     takes = [line.split()[0] for line in GRAMMAR.splitlines() if line.startswith(f"{name}:")]
     raise ValueError(f"not the numbers that it takes: {' or '.join(takes) or kind}")
+
+
+def unknown(kind: str) -> str:
+    """What an error says of a kind that there is not."""
+    close = difflib.get_close_matches(kind, KINDS, 1)
+    return f"unknown; did you mean {close[0]}?" if close else f"unknown; there are {LISTED}"
 
 
 def _with_budget(kind: str, budget: int | float) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from operator import index
 from typing import Any
 
 import torch
@@ -178,7 +179,7 @@ def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None =
         return []
     if config.decay < 1:
         raise ValueError(f"{PINS}: of the server's scores nothing may fade, give decay=1")
-    pinned = parse_spans(pinned) if isinstance(pinned, str) else merge_spans(pinned)
+    pinned = parse_spans(pinned) if isinstance(pinned, str) else _merge_pairs(pinned)
     if pinned == "system":
         raise ValueError(
             f"{PINS}: this process does not see chats, so give the system turn as a span, such as "
@@ -186,10 +187,21 @@ def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None =
         )
     if pinned == "prompt":
         return [(0, prompt)] if prompt else []
-    if prompt is not None and pinned[-1][1] > prompt:
+    if pinned and prompt is not None and pinned[-1][1] > prompt:
         part = "prefix" if prefix_tokens(arguments, prompt + 1) else "prompt"
         raise ValueError(f"{PINS} ends at token {pinned[-1][1]}, and the {part} has {prompt}")
     return pinned
+
+
+def _merge_pairs(pinned: Any) -> Row:
+    """The spans that pairs of numbers say. Raises ValueError for anything else."""
+    try:
+        pairs = [(index(start), index(stop)) for start, stop in pinned]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f'{PINS} must be spans of tokens as text, such as "0:40,100:120", not {pinned!r}'
+        ) from None
+    return merge_spans(pairs)
 
 
 def _fit(heavy: int, recent: int, room: int, pins: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import torch
 
 from h2o import Profile, cli
 from h2o.evaluation import windows
+from h2o.evaluation.lm import H2OLM
 from h2o.evaluation.setting import parse
 from tests.cases import checkered
 from tests.evaluation import conftest
@@ -95,6 +96,20 @@ def test_it_is_the_models_own_loss(tokenizer):
     with torch.no_grad():
         want = model(ids, labels=ids).loss
     torch.testing.assert_close(windows.by_simulation(model, ids, parse("full")).mean(), want)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "measure"), [("simulate", windows.by_simulation), ("drop", windows.by_cache)]
+)
+def test_the_precision_that_lm_eval_was_told(tokenizer, protocol, measure):
+    how = {"tokenizer": tokenizer, "mixed_precision_dtype": "bfloat16"}
+    ours = H2OLM(conftest.build(), protocol=protocol, heavy=0.1, recent=0.1, **how)
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :60]
+    in_float32 = measure(ours.model, ids, ours.setting, 1).double().sum().item()
+    with torch.autocast("cpu", torch.bfloat16):
+        want = measure(ours.model, ids, ours.setting, 1).double().sum().item()
+    assert abs(want - in_float32) > 1e-3
+    assert windows.answer(ours, ids[0].tolist(), 1)[0] == pytest.approx(want, abs=1e-6)
 
 
 @pytest.mark.parametrize("protocol", ["simulate", "drop"])

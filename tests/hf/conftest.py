@@ -1,9 +1,23 @@
 """Settings of the tests with models."""
 
 import pytest
+import torch
 
 from h2o.hf.cache import cache_plan
 from h2o.hf.prompt import prompt_echo
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_gradients():
+    """As in generate()."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def gradients():
+    with torch.enable_grad():
+        yield
 
 
 @pytest.fixture(autouse=True)

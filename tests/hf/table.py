@@ -71,6 +71,7 @@ def lines():
 def main() -> None:
     logging.set_verbosity_error()
     torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
     table = "\n".join(lines())
     if len(sys.argv) == 1:
         print(table)

@@ -19,8 +19,7 @@ N = 90  # more than one block of rows
 def matrices(name: str, ids: torch.Tensor) -> dict[int, np.ndarray]:
     """Attention probabilities [H, n, n] of the layers with full attention."""
     model = tiny.model(name, "eager")
-    with torch.no_grad():
-        out = model(ids, use_cache=False, output_attentions=True)
+    out = model(ids, use_cache=False, output_attentions=True)
     kinds = tiny.FAMILIES[name].layers
     return {i: p[0].numpy() for i, p in enumerate(out.attentions) if kinds[i] == "h2o"}
 
@@ -108,9 +107,8 @@ def test_tokens_are_those_of_a_cache():
     a = h2o.analyze(model, ids, heavy=6, recent=6)
     cache = h2o.H2OCache(model.config, heavy=6, recent=6)
     at = 59
-    with torch.no_grad():
-        for i in range(at):
-            model(ids[:, i : i + 1], **with_cache(cache))
+    for i in range(at):
+        model(ids[:, i : i + 1], **with_cache(cache))
     for layer in a.layers:
         kept, _ = cache.kept(layer)
         for head in range(a.groups):
@@ -173,8 +171,7 @@ def test_removal_of_nothing_and_of_everything():
     model, ids = tiny.model("llama", "sdpa"), text(tokens=200)
     a = h2o.analyze(model, ids, heavy=0.1, recent=0.1, min_tokens=0)
     table = a.removal((0.0, 0.2))
-    with torch.no_grad():
-        logits = model(ids).logits
+    logits = model(ids).logits
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
     assert table["full"][0.0] == pytest.approx(loss.exp().item(), rel=1e-4)
     for kind in ("heavy", "random", "recent"):

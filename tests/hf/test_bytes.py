@@ -17,8 +17,7 @@ from tests.hf.tiny import batch, exact, greedy, model, prompts
 def filled(config: H2OConfig, tokens: int = 600, family: str = "llama"):
     ours = model(family)
     cache = H2OCache(ours.config, config)
-    with torch.no_grad():
-        ours(prompts(tokens)[0], **with_cache(cache))
+    ours(prompts(tokens)[0], **with_cache(cache))
     return cache.report()
 
 
@@ -66,10 +65,10 @@ def test_bytes_are_those_of_the_keys_that_come(way, kv_dtype):
     (ids,) = prompts(600)
     reads = torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast")
     try:
-        with torch.no_grad(), reads, h2o.simulated(ours, config, trace=True) as simulation:
+        with reads, h2o.simulated(ours, config, trace=True) as simulation:
             ours.to(torch.bfloat16 if way == "to" else torch.float32)
             ours(ids, use_cache=False)
-        with torch.no_grad(), reads:
+        with reads:
             ours(ids, **with_cache(cache))
     finally:
         ours.float()
@@ -142,8 +141,7 @@ def test_a_part_of_the_default_model_s_bytes(part):
     ):
         cache = H2OCache(ours.config, config)
         ours.set_attn_implementation("h2o")
-        with torch.no_grad():
-            ours(ids, **with_cache(cache))
+        ours(ids, **with_cache(cache))
         total = cache.report().total
         taken = total.bytes_held + total.bytes_bookkeeping
         assert 0.97 * part < taken / total.bytes_full <= part

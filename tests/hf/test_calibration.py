@@ -47,7 +47,7 @@ def test_costs_are_those_of_dense_attention():
         assert (table[:, 2] == 0).all(), "nothing evicted"
         assert (table[:, 0] > table[:, 1]).all()
         config = module.policy(8)
-        with h2o.simulated(model, config, trace=True) as simulation, torch.no_grad():
+        with h2o.simulated(model, config, trace=True) as simulation:
             model(ids[None], use_cache=False)
         if layer:
             continue  # there the simulated model's own keys differ
@@ -75,8 +75,7 @@ def test_gradients_predict_what_a_change_does():
 
     def said(factor):
         hook = outputs.register_forward_pre_hook(lambda _, given: (given[0] + factor * change,))
-        with torch.no_grad():
-            logits = model(ids[None], use_cache=False).logits[0]
+        logits = model(ids[None], use_cache=False).logits[0]
         hook.remove()
         return logits.log_softmax(-1)
 
@@ -134,13 +133,12 @@ def test_worth_is_the_slope_of_the_divergence(name):
             return (inputs[0] + move,)
 
         handle = projection.register_forward_pre_hook(hook)
-        with h2o.simulated(model, config), torch.no_grad():
+        with h2o.simulated(model, config):
             logits = model(ids[None], use_cache=False).logits[0]
         handle.remove()
         return logits.double().log_softmax(-1), outputs[0]
 
-    with torch.no_grad():
-        full = model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
+    full = model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
 
     def divergence(said):
         return (full.exp() * (full - said)).sum().item() / 60
@@ -225,8 +223,7 @@ def test_profile_of_a_tiny_model(profile):
 def test_needier_heads_get_more():
     """Heads whose values are zero cannot lose anything."""
     model = tiny.model("llama")
-    with torch.no_grad():
-        model.model.layers[1].self_attn.v_proj.weight[8:] = 0
+    model.model.layers[1].self_attn.v_proj.weight[8:] = 0
     shares = np.array(h2o.calibrate(model, ids_of(), window=WINDOW).shares_for(0.4))
     assert shares[1, 1] == shares.min()
     assert shares[1, 1] * 0.4 * WINDOW == pytest.approx(8, abs=0.1), "the least that heads get"
@@ -362,9 +359,8 @@ def test_another_model_is_refused(profile):
     with pytest.raises(ValueError, match="model_type is llama there and opt here"):
         profile.check(tiny.model("opt"))
     other = tiny.model("llama")
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter *= 1.05
+    for parameter in other.parameters():
+        parameter *= 1.05
     profile.check(other.config)
     with pytest.raises(ValueError, match=r"weights of .* differ by 5\.0%"):
         profile.check(other)

@@ -12,7 +12,8 @@ from h2o.compat import with_cache
 from h2o.hf.document import second_reading as reading
 from h2o.hf.document.pruning import LATER_RECENT, RECENT
 from h2o.hf.families.layer_kinds import HYBRIDS
-from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared
+from h2o.hf.layers.layer import H2OLayer
+from tests.hf.tiny import HYBRID, LATENT, WITH_STATES, batch, greedy, model, prompts, shared
 
 REQUEST = torch.tensor([5, 9, 2])
 """Token ids that ask for the repetition."""
@@ -22,8 +23,7 @@ BUDGET = H2OConfig(heavy=20, recent=10, sinks=2)
 def weights_of(name, text):
     """Attention [layers, G, heads of a group, n, n] that transformers gives a text [1, n]."""
     theirs = shared(name, "eager")
-    with torch.no_grad():
-        each = torch.stack(theirs(text, output_attentions=True).attentions)[:, 0]
+    each = torch.stack(theirs(text, output_attentions=True).attentions)[:, 0]
     grouped = name != "gpt_neox"
     G = theirs.config.num_key_value_heads if grouped else theirs.config.num_attention_heads
     return each.unflatten(1, (G, -1))
@@ -64,6 +64,7 @@ def positions(cache, row=0):
     return [
         [[p for p in head if p >= 0] for head in layer.kept().positions[row].tolist()]
         for layer in cache.layers
+        if isinstance(layer, H2OLayer)
     ]
 
 
@@ -101,8 +102,7 @@ def test_a_profile_shares_what_goes_by_attention(by_attention):
     shares = torch.linspace(0.5, 1.5, heads[0] * heads[1]).view(heads).tolist()
     config = H2OConfig(heavy=20, recent=10, sinks=2, head_shares=shares)
     alone = H2OCache(ours.config, config)
-    with torch.no_grad():
-        ours(document, **with_cache(alone))
+    ours(document, **with_cache(alone))
     cache = h2o.compress_document(
         ours, document, config, readings=2, repeat=REQUEST, by_attention=by_attention
     )
@@ -150,6 +150,24 @@ def test_rows_of_a_batch_are_readings_of_their_own(side):
         assert positions(together, row) == positions(alone)
 
 
+@pytest.mark.parametrize("readings", [1, 2])
+@pytest.mark.parametrize("name", HYBRID[:1] + WITH_STATES[:1])
+def test_windows_and_states_of_a_row_know_no_padding(name, readings):
+    ours, documents = shared(name), prompts(33, 40)
+    config = H2OConfig(heavy=0.3, recent=0.2, min_tokens=0)
+    how = {"readings": readings, "repeat": REQUEST if readings == 2 else None}
+    padded, right = batch(documents), batch(documents, "right")
+    ids, mask = padded["input_ids"], padded["attention_mask"]
+    together = h2o.compress_document(ours, ids, config, attention_mask=mask, **how)
+    for row, document in enumerate(documents):
+        alone = h2o.compress_document(ours, document, config, **how)
+        assert positions(together, row) == positions(alone)
+    with pytest.raises(ValueError, match="pad on the left"):
+        h2o.compress_document(
+            ours, right["input_ids"], config, attention_mask=right["attention_mask"], **how
+        )
+
+
 def test_it_goes_on_as_any_other_cache(tmp_path):
     """Forks, files, budgets that are held and the ranking by the largest attention."""
     ours = model("llama")
@@ -185,9 +203,8 @@ def test_recent_keys_after_the_cut(recent, by_attention):
     held = [head for layer in positions(cache) for head in layer]
     assert all(head[-cut:] == list(range(70 - cut, 70)) for head in held)
     assert any(head[-1 - cut] != 69 - cut for head in held)
-    with torch.no_grad():
-        for token in prompts(40, seed=3)[0].T:
-            ours(token[None], **with_cache(cache))
+    for token in prompts(40, seed=3)[0].T:
+        ours(token[None], **with_cache(cache))
     held = [head for layer in positions(cache) for head in layer]
     assert [len(head) for head in held] == budgets
     assert all(head[-later:] == list(range(110 - later, 110)) for head in held)
@@ -253,8 +270,7 @@ def test_one_reading_is_the_prompt_of_a_cache():
     ours, padded = shared("llama"), batch(prompts(30, 40))
     cache = H2OCache(ours.config, budget=0.4, min_tokens=0)
     ids = padded["attention_mask"].cumsum(1) - 1
-    with torch.no_grad():
-        ours(**padded, position_ids=ids.clamp(min=0), **with_cache(cache))
+    ours(**padded, position_ids=ids.clamp(min=0), **with_cache(cache))
     read = h2o.compress_document(
         ours, padded["input_ids"], attention_mask=padded["attention_mask"], budget=0.4, min_tokens=0
     )

@@ -11,8 +11,6 @@ from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, enable, generate_all, patched, supports
 from h2o.compat import CROPS_TO_LENGTH, with_cache
-from h2o.hf.families.layer_kinds import CrossAttentionLayer
-from h2o.hf.store.layer_state import layer_state
 from tests.hf.tiny import batch, greedy, model, prompts, shared, with_image
 
 NAME, SMALL, IMAGES = "mllama", {"heavy": 6, "recent": 6}, 1
@@ -24,8 +22,7 @@ def illustrated(*lengths, **how):
 
 
 def read(ours, inputs, cache):
-    with torch.no_grad():
-        return ours(**inputs, **with_cache(cache)).logits
+    return ours(**inputs, **with_cache(cache)).logits
 
 
 def image_of(cache):
@@ -45,29 +42,6 @@ def test_what_is_said_of_it():
     with pytest.raises(ValueError, match=r"layer 1 attends to images.* h2o are \[0, 2\]"):
         cache.kept(IMAGES)
     assert [len(x) for x in list(cache)] == [3] * 3
-
-
-def test_saved_loaded_and_forked_it_goes_on_as_before(tmp_path):
-    ours, inputs, (more,) = shared(NAME), illustrated(24), prompts(4, seed=1)
-    cache = H2OCache(ours.config, **SMALL)
-    read(ours, inputs, cache)
-    cache.save(tmp_path / "cache.safetensors", ours)
-    loaded = H2OCache.load(tmp_path / "cache.safetensors", ours)
-    twice, once = cache.fork(2), cache.fork()
-    assert isinstance(loaded.layers[IMAGES], CrossAttentionLayer)
-    again = {"input_ids": torch.cat([inputs["input_ids"], more], dim=1)}
-    expected = greedy(ours, again, 8, **with_cache(cache)).tolist()
-    for other in (loaded, once):
-        assert greedy(ours, again, 8, **with_cache(other)).tolist() == expected
-        for here, there in zip(other.layers, cache.layers, strict=True):
-            one, two = layer_state(here).tensors, layer_state(there).tensors
-            assert one.keys() == two.keys()
-            assert all(torch.equal(one[name], two[name]) for name in one)
-    again = {"input_ids": again["input_ids"].repeat(2, 1)}
-    assert greedy(ours, again, 8, **with_cache(twice)).tolist() == expected * 2
-    chosen = cache.fork(3)
-    chosen.batch_select_indices(torch.tensor([2, 0]))
-    assert torch.equal(image_of(chosen)[1], image_of(cache)[1].repeat(2, 1, 1, 1))
 
 
 @pytest.mark.skipif(CROPS_TO_LENGTH, reason="masks of images are cut wrongly there")
@@ -124,15 +98,14 @@ def test_text_goes_back_and_the_image_stays():
     assert looked_up.tolist() == plain.tolist()
 
 
-def test_a_dynamic_cache_is_taken_over_with_its_images():
+def test_a_dynamic_cache_without_an_image_is_taken_over():
     ours, inputs, (more,) = shared(NAME), illustrated(20), prompts(4, seed=1)
-    for given in (inputs, {"input_ids": inputs["input_ids"]}):
-        full = DynamicCache(config=ours.config)
-        read(ours, given, full)
-        cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
-        again = {"input_ids": torch.cat([inputs["input_ids"], more], dim=1)}
-        got = greedy(ours, again, 8, **with_cache(cache))
-        assert got.tolist() == greedy(ours, again, 8, **with_cache(full)).tolist()
+    full = DynamicCache(config=ours.config)
+    read(ours, {"input_ids": inputs["input_ids"]}, full)
+    cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
+    again = {"input_ids": torch.cat([inputs["input_ids"], more], dim=1)}
+    got = greedy(ours, again, 8, **with_cache(cache))
+    assert got.tolist() == greedy(ours, again, 8, **with_cache(full)).tolist()
 
 
 def test_enabled_patched_and_with_beams():
@@ -146,23 +119,6 @@ def test_enabled_patched_and_with_beams():
     patch.undo()
 
 
-def test_a_pass_that_broke_off_is_noticed(monkeypatch):
-    ours, inputs = model(NAME), illustrated(20)
-    cache = H2OCache(ours.config, **SMALL)
-    with monkeypatch.context() as patch:
-        last = ours.model.language_model.layers[2]
-        patch.setattr(last, "forward", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            read(ours, inputs, cache)
-    with pytest.raises(RuntimeError, match="broke off"):
-        read(ours, {"input_ids": inputs["input_ids"][:, :1]}, cache)
-    cache.reset()
-    read(ours, inputs, cache)
-
-
 def test_what_does_not_go_with_images():
-    ours = shared(NAME)
-    with pytest.raises(UnsupportedError, match="layers for images"):
-        H2OCache(ours.config, **SMALL, compileable=True)
     with pytest.raises(UnsupportedError, match="full attention or states in all"):
-        list(generate_all(ours, [[5, 6, 7]], rows=2, **SMALL))
+        list(generate_all(shared(NAME), [[5, 6, 7]], rows=2, **SMALL))

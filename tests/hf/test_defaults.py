@@ -117,14 +117,13 @@ def test_patched_simulated_and_copies(tmp_path):
     ours = shared("llama")
 
     def answers():
-        with torch.no_grad(), patched(ours, heavy=6, recent=6) as patch:
+        with patched(ours, heavy=6, recent=6) as patch:
             logits = [ours(**inputs()).logits]
             assert patch.cache.fork().kept(0).positions.shape[-1] == 12
         patch.cache.save(tmp_path / "cache", model=ours)
         loaded = H2OCache.load(tmp_path / "cache", ours)
         ids = inputs()["input_ids"][:, :1]
-        with torch.no_grad():
-            logits += [ours(ids, **with_cache(x)).logits for x in (loaded, patch.cache)]
+        logits += [ours(ids, **with_cache(x)).logits for x in (loaded, patch.cache)]
         return [*logits, *held(loaded)]
 
     alike(answers)
@@ -136,7 +135,7 @@ def test_simulated(score_by):
     more = {"score_by": score_by, "value_weighted": score_by == "sum", "prompt_length": 12}
 
     def answers():
-        with torch.no_grad(), simulated(ours, **ECHO, **more, trace=True) as simulation:
+        with simulated(ours, **ECHO, **more, trace=True) as simulation:
             logits = ours(**inputs(), use_cache=False).logits
             return [logits, simulation.evicted_at(0)]
 
@@ -149,8 +148,7 @@ def test_read():
 
     def answers():
         cache = h2o.compress_document(ours, document, heavy=12, recent=8, readings=2, repeat=[5, 9])
-        with torch.no_grad():
-            return [*held(cache), ours(question, **with_cache(cache)).logits]
+        return [*held(cache), ours(question, **with_cache(cache)).logits]
 
     alike(answers)
 
@@ -172,12 +170,11 @@ def test_from_dynamic_cache():
 
     def answers():
         full = DynamicCache(config=ours.config)
-        with torch.no_grad():
-            ours(ids, attention_mask=mask, **with_cache(full))
-            cache = H2OCache.from_dynamic_cache(
-                full, ours.config, heavy=6, recent=6, attention_mask=mask.tolist()
-            )
-            longer = torch.cat([mask, mask[:, -1:]], dim=1)
-            return [ours(ids[:, :1], attention_mask=longer, **with_cache(cache)).logits]
+        ours(ids, attention_mask=mask, **with_cache(full))
+        cache = H2OCache.from_dynamic_cache(
+            full, ours.config, heavy=6, recent=6, attention_mask=mask.tolist()
+        )
+        longer = torch.cat([mask, mask[:, -1:]], dim=1)
+        return [ours(ids[:, :1], attention_mask=longer, **with_cache(cache)).logits]
 
     alike(answers)

@@ -75,8 +75,7 @@ def attention_of(theirs, document, shift):
     theirs = copy.deepcopy(theirs)
     theirs.set_attn_implementation("test_echo")
     ids = shift + torch.arange(document.shape[1], device=DEVICE)[None]
-    with torch.no_grad():
-        theirs.base_model(document, position_ids=ids, use_cache=False)
+    theirs.base_model(document, position_ids=ids, use_cache=False)
     return inputs_of
 
 
@@ -112,7 +111,7 @@ def echo_of(ours, ids, mask=None):
         found.append(made[1])
         return made
 
-    with mock.patch.object(PromptEcho, "scores", record), torch.no_grad():
+    with mock.patch.object(PromptEcho, "scores", record):
         cache = H2OCache(ours.config, heavy=500, recent=0, score_by="mean-echo")
         ours(ids, attention_mask=mask, **with_cache(cache))
     layers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, H2OLayer)]

@@ -15,6 +15,8 @@ from tests.hf.modes import MODES, POLICIES, TOKENS, policy
 from tests.hf.tiny import (
     FAMILIES,
     HYBRID,
+    LATENT,
+    LATENT_AND_STATES,
     PURE,
     TWINS,
     WITH_STATES,
@@ -30,11 +32,15 @@ from tests.hf.tiny import (
 LENGTHS = (5, 17, 23, 30)
 
 
+LATENTS = [*LATENT, *LATENT_AND_STATES]
+EVERY = FAMILIES | LATENT | LATENT_AND_STATES
+
+
 def modes_of(name: str) -> list[str]:
-    return [mode for mode in MODES if mode not in FAMILIES[name].lacks]
+    return [mode for mode in MODES if mode not in EVERY[name].lacks]
 
 
-PADDED = [name for name in PURE + HYBRID + WITH_STATES if modes_of(name)]
+PADDED = [name for name in PURE + HYBRID + WITH_STATES + LATENTS if modes_of(name)]
 """Families whose own padded rows are what they are alone."""
 
 OF_ATTENTION = ("greedy", "chunked prompt", "inputs_embeds", "model(...) by hand")
@@ -62,8 +68,20 @@ KEPT_ALIKE = {
     "phi3": "llama",
 }
 """Families whose layers are of the same kinds as another's, so that they ask a cache the same."""
-WHOLE = ("llama", "opt", "gemma3")
-"""Heads that share keys and that do not, and layers with windows: all policies and all modes."""
+WHOLE = ("llama", "opt", "gemma3", "deepseek_v2", "youtu")
+"""Heads that share keys and that do not, layers with windows, latents of few heads and of many: all
+policies and all modes."""
+STATES_ALIKE = {
+    "qwen3_5": "qwen3_next",
+    "qwen3_5, whole": "qwen3_next",
+    "olmo_hybrid": "qwen3_next",
+    "granitemoehybrid": "bamba",
+    "lfm2_moe": "lfm2",
+    "lfm2_vl": "lfm2",
+    "zamba": "zamba2",
+    "kimi_linear": "bailing_hybrid",
+}
+"""Families whose states, and layers beside them, are those of another."""
 
 
 def one_in_two(i: int, j: int) -> bool:
@@ -77,8 +95,10 @@ def one_in_three(i: int, j: int) -> bool:
 
 
 def slow_mode(i: int, name: str, j: int, mode: str) -> bool:
-    if name in WITH_STATES:  # test_hybrids.py has the fast ones
-        return True
+    if name in WITH_STATES or name in LATENT_AND_STATES:
+        return mode != "greedy" or name in STATES_ALIKE
+    if name in LATENT and mode != "greedy":
+        return name not in WHOLE and not one_in_three(i, j)
     if mode in OF_ATTENTION:
         return name in TWINS and mode != "greedy" and not one_in_two(i, j)
     if name in TWINS or name in GENERATED_ALIKE:
@@ -86,12 +106,12 @@ def slow_mode(i: int, name: str, j: int, mode: str) -> bool:
     return name not in WHOLE and not one_in_two(i, j)
 
 
-def slow_policy(i: int, name: str, j: int, side: str) -> bool:
+def slow_policy(i: int, name: str, j: int, chosen: str, side: str) -> bool:
     """A policy sees queries, keys and values: each meets a third of the families beside those that
     meet all, and a sixth of the twins. Pads on the right are the masks' matter, which knows of no
     policy."""
-    if name in WITH_STATES:  # test_hybrids.py has the fast ones
-        return True
+    if name in WITH_STATES or name in LATENT_AND_STATES:
+        return chosen != "h2o" or side == "right" or name in STATES_ALIKE
     if name in TWINS:
         return (i + j) % 6 > 0
     return (side == "right" or name not in WHOLE) and not one_in_three(i, j)
@@ -99,14 +119,15 @@ def slow_policy(i: int, name: str, j: int, side: str) -> bool:
 
 MODE_CASES = [
     slow_if(slow_mode(i, name, j, mode), name, mode)
-    for i, name in enumerate(FAMILIES)
+    for i, name in enumerate(EVERY)
     for j, mode in enumerate(modes_of(name))
 ]
 POLICY_CASES = [
-    slow_if(slow_policy(i, name, j, side), name, chosen, side)
+    slow_if(slow_policy(i, name, j, chosen, side), name, chosen, side)
     for i, name in enumerate(PADDED)
     for j, chosen in enumerate(POLICIES)
     for side in ("left", "right")
+    if name not in LATENTS or chosen != "head_shares"  # all heads share the latents
 ]
 
 
@@ -172,19 +193,18 @@ def shapes(ours) -> list[tuple[int, ...]]:
     AttentionInterface.register("shapes", attend)
     try:
         ours.set_attn_implementation("shapes")
-        with torch.no_grad():
-            ours(prompts(9)[0], use_cache=False)
+        ours(prompts(9)[0], use_cache=False)
     finally:
         ours.set_attn_implementation(before)
     return seen
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_layers_and_support(name):
     ours = model(name)
     support = supports(ours.config)
     assert support
-    assert support.layers == FAMILIES[name].layers
+    assert support.layers == EVERY[name].layers
     cache = H2OCache(ours.config, heavy=1)
     assert tuple(map(kind_of, cache.layers)) == support.layers
     assert f"{support.layers.count('h2o')} of {len(support.layers)} layers by h2o" in str(support)
@@ -215,8 +235,7 @@ def test_each_row_is_the_row_alone(name, chosen, side):
     if side == "right":  # generate() wants left padding; a forward pass takes both
         inputs = batch(rows, side)
         cache = H2OCache(ours.config, config)
-        with torch.no_grad():
-            logits = ours(**inputs, **with_cache(cache)).logits
+        logits = ours(**inputs, **with_cache(cache)).logits
     else:
         cache = H2OCache(ours.config, config)
         tokens = greedy(ours, batch(rows), TOKENS, **with_cache(cache))
@@ -225,17 +244,18 @@ def test_each_row_is_the_row_alone(name, chosen, side):
             continue
         alone = H2OCache(ours.config, config)
         if side == "right":
-            with torch.no_grad():
-                expected = ours(row, **with_cache(alone)).logits
+            expected = ours(row, **with_cache(alone)).logits
             torch.testing.assert_close(
                 logits[b : b + 1, : row.shape[1]], expected, rtol=0, atol=1e-4
             )
         else:
             expected = greedy(ours, {"input_ids": row}, TOKENS, **with_cache(alone))
             assert tokens[b].tolist() == expected[0].tolist()
-        for layer, kind in enumerate(FAMILIES[name].layers):
+        seen = row.shape[1] + (TOKENS - 1 if side == "left" else 0)
+        for layer, kind in enumerate(EVERY[name].layers):
             if kind == "h2o":
                 assert held(cache, layer, b) == held(alone, layer, 0)
+                assert chosen != "h2o" or set(map(len, held(alone, layer, 0))) == {min(12, seen)}
 
 
 def held(cache, layer, b):

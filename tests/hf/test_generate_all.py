@@ -195,8 +195,7 @@ def test_prefix():
     ours = model("llama")
     document, *questions = texts(40, 3, 9, 5, 6, seed=4)
     cache = H2OCache(ours.config, CONFIGS["h2o"])
-    with torch.no_grad():
-        ours(torch.tensor([document], device=ours.device), **with_cache(cache))
+    ours(torch.tensor([document], device=ours.device), **with_cache(cache))
     asked = [document + question for question in questions]
     results = list(
         h2o.generate_all(ours, asked, CONFIGS["h2o"], rows=2, prefix=cache, max_new_tokens=8)
@@ -479,8 +478,7 @@ def test_bytes_want_budgets_that_do_not_depend_on_the_prompt(config):
 def test_a_prefix_that_was_read_otherwise(rows, config, words):
     ours = model("llama")
     cache = H2OCache(ours.config, config)
-    with torch.no_grad():
-        ours(torch.tensor(texts(20) * rows, device=ours.device), **with_cache(cache))
+    ours(torch.tensor(texts(20) * rows, device=ours.device), **with_cache(cache))
     with pytest.raises(ValueError, match=words):
         h2o.generate_all(ours, [], CONFIGS["h2o"], rows=2, prefix=cache)
 
@@ -547,8 +545,7 @@ def test_prompts_that_no_graph_reads(dynamo):
     assert counters["stats"]["unique_graphs"] == 2
     document, *rest = texts(20, 5, 9, 7)
     prefix = H2OCache(ours.config, config)
-    with torch.no_grad():
-        ours(torch.tensor([document]), **with_cache(prefix))
+    ours(torch.tensor([document]), **with_cache(prefix))
     for settings, more in ((CONFIGS["fractions"], {}), (config, {"prefix": prefix})):
         torch._dynamo.reset()
         counters.clear()

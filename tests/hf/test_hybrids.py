@@ -7,75 +7,35 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, DynamicCache
+from transformers import DynamicCache
 
 from h2o import (
     H2OCache,
-    H2OConfig,
     UnsupportedError,
     analyze,
     calibrate,
     generate_all,
     patched,
-    simulated,
     supports,
 )
 from h2o.compat import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS, has_states, kind_of
 from h2o.hf.store import states
 from h2o.hf.store.layer_state import layer_state
+from tests.hf.test_saved import assert_same
 from tests.hf.tiny import (
-    LATENT_AND_STATES,
-    WITH_STATES,
+    LAYOUTS,
     batch,
     greedy,
     model,
     needs_compiler,
     prompts,
     slow_if,
+    with_image,
 )
 
 pytestmark = pytest.mark.skipif(not HYBRIDS, reason="states as of transformers 5.21")
 SMALL = {"heavy": 6, "recent": 6}
-LAYOUTS = ["qwen3_next", "lfm3", "nemotron_h", "falcon_h1", "zamba2"] if HYBRIDS else []
-"""States before keys, beside a window, beside nothing, in one layer, of a shared block."""
-ALIKE = {
-    "qwen3_5": "qwen3_next",
-    "qwen3_5, whole": "qwen3_next",
-    "olmo_hybrid": "qwen3_next",
-    "granitemoehybrid": "bamba",
-    "lfm2_moe": "lfm2",
-    "lfm2_vl": "lfm2",
-    "zamba": "zamba2",
-    "kimi_linear": "bailing_hybrid",
-}
-"""Families whose states, and layers beside them, are those of another."""
-every = pytest.mark.parametrize(
-    "name", [slow_if(name in ALIKE, name) for name in [*WITH_STATES, *LATENT_AND_STATES]]
-)
-
-
-def stepwise(ours, ids, prompt, cache):
-    """Logits of a prompt and then of one token after the other."""
-    out = [ours(ids[:, :prompt], **with_cache(cache)).logits]
-    for i in range(prompt, ids.shape[1]):
-        where = {"position_ids": torch.tensor([[i]])}  # which Bamba does not count by itself
-        out.append(ours(ids[:, i : i + 1], **with_cache(cache), **where).logits)
-    return torch.cat(out, dim=1)
-
-
-def prove_stepwise(ours, ids, **settings):
-    """The simulation is the cache, of a text [1, N] whose first 20 tokens are the prompt."""
-    cache = H2OCache(ours.config, **settings, trace=True)
-    with torch.no_grad():
-        with simulated(ours, **settings, prompt_length=20, trace=True) as simulation:
-            expected = ours(ids, use_cache=False).logits
-        full = ours(ids, use_cache=False).logits
-        got = stepwise(ours, ids, 20, cache)
-    # States of one pass and of single steps are summed in another order.
-    assert (got - expected).abs().max() < 1e-3 * (full - expected).abs().max()
-    for layer in simulation.layers():
-        assert torch.equal(simulation.evicted_at(layer), cache.evicted_at(layer))
 
 
 def everything(cache):
@@ -83,89 +43,11 @@ def everything(cache):
     return [layer_state(layer).tensors for layer in cache.layers]
 
 
-def assert_same(one, other):
-    for here, there in zip(everything(one), everything(other), strict=True):
-        assert here.keys() == there.keys()
-        for name in here:
-            assert torch.equal(here[name], there[name]), name
-
-
-def rows_as_alone(ours, rows):
-    """The small cache of a batch, each row of which answered what it answers alone."""
+@pytest.mark.parametrize("name", [*LAYOUTS, "mllama"])
+def test_rows_are_chosen_in_states_and_images_too(name):
+    ours, inputs = model(name), with_image(name, {"input_ids": torch.cat(prompts(20, 20))})
     cache = H2OCache(ours.config, **SMALL)
-    tokens = greedy(ours, batch(rows), 12, **with_cache(cache))
-    for b, row in enumerate(rows):
-        alone = H2OCache(ours.config, **SMALL)
-        expected = greedy(ours, {"input_ids": row}, 12, **with_cache(alone))
-        assert tokens[b].tolist() == expected[0].tolist()
-    return cache
-
-
-@every
-def test_a_budget_for_all_gives_the_full_caches_tokens(name):
-    ours, theirs = model(name), model(name, "sdpa")
-    inputs = batch(prompts(17, 23))
-    expected = greedy(theirs, inputs, 32)
-    cache = H2OCache(ours.config, H2OConfig.full())
-    assert greedy(ours, inputs, 32, **with_cache(cache)).tolist() == expected.tolist()
-    assert len(expected.unique()) > 10
-
-
-@every
-def test_rows_are_rows_alone_and_the_budget_holds(name):
-    ours = model(name)
-    cache = rows_as_alone(ours, prompts(17, 30))
-    for index, kind in enumerate(supports(ours.config).layers):
-        if kind == "h2o":
-            assert (cache.kept(index)[0] >= 0).sum(-1).unique().tolist() == [12]
-
-
-@every
-def test_the_simulation_is_the_cache(name):
-    ours, (ids,) = model(name), prompts(36)
-    prove_stepwise(ours, ids, **SMALL)
-
-
-@every
-def test_saved_loaded_and_forked_it_goes_on_as_before(name, tmp_path):
-    ours, (ids, more) = model(name), prompts(20, 4)
-    cache = H2OCache(ours.config, **SMALL)
-    with torch.no_grad():
-        ours(ids, **with_cache(cache))
-    cache.save(tmp_path / "cache.safetensors", ours)
-    loaded = H2OCache.load(tmp_path / "cache.safetensors", ours)
-    assert_same(loaded, cache)
-    twice, once = cache.fork(2), cache.fork()
-    again = {"input_ids": torch.cat([ids, more], dim=1)}
-    expected = greedy(ours, again, 8, **with_cache(cache))
-    assert_same(loaded, once)  # which the text has not reached
-    for other in (loaded, once):
-        assert greedy(ours, again, 8, **with_cache(other)).tolist() == expected.tolist()
-        assert_same(other, cache)
-    again = {"input_ids": again["input_ids"].repeat(2, 1)}
-    assert greedy(ours, again, 8, **with_cache(twice)).tolist() == expected.tolist() * 2
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_reset_takes_another_number_of_rows(name):
-    ours = model(name)
-    cache = H2OCache(ours.config, **SMALL)
-    greedy(ours, batch(prompts(17, 23)), 4, **with_cache(cache))
-    cache.reset()
-    assert not any(map(len, everything(cache)))
-    (row,) = prompts(20, seed=1)
-    again = greedy(ours, {"input_ids": row}, 8, **with_cache(cache))
-    fresh = H2OCache(ours.config, **SMALL)
-    assert again.tolist() == greedy(ours, {"input_ids": row}, 8, **with_cache(fresh)).tolist()
-    assert_same(cache, fresh)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_rows_are_chosen_in_states_too(name):
-    ours, rows = model(name), prompts(20, 20)
-    cache = H2OCache(ours.config, **SMALL)
-    with torch.no_grad():
-        ours(torch.cat(rows), **with_cache(cache))
+    ours(**inputs, **with_cache(cache))
     chosen, swapped, doubled = cache.fork(), cache.fork(), cache.fork()
     chosen.batch_select_indices(torch.tensor([1]))
     swapped.reorder_cache(torch.tensor([1, 0]))
@@ -180,32 +62,10 @@ def test_rows_are_chosen_in_states_too(name):
                 assert torch.equal(four[key], x.repeat_interleave(2, dim=0)), key
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_dynamic_cache_is_taken_over_with_its_states(name):
-    ours, (ids, more) = model(name), prompts(20, 4)
-    full = DynamicCache(config=ours.config)
-    with torch.no_grad():
-        ours(ids, **with_cache(full))
-    cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
-    again = {"input_ids": torch.cat([ids, more], dim=1)}
-    got = greedy(ours, again, 8, **with_cache(cache))
-    assert got.tolist() == greedy(ours, again, 8, **with_cache(full)).tolist()
-    small = H2OCache.from_dynamic_cache(full, ours.config, **SMALL)
-    greedy(ours, {"input_ids": torch.cat([again["input_ids"], got, more], dim=1)}, 2,
-           **with_cache(small))  # fmt: skip
-    kinds = supports(ours.config).layers
-    assert all(
-        int((small.kept(i)[0] >= 0).sum(-1).max()) == 12
-        for i, kind in enumerate(kinds)
-        if kind == "h2o"
-    )
-
-
 def test_a_dynamic_cache_of_other_layers_is_refused():
     ours, plain = model("qwen3_next"), model("llama")
     full = DynamicCache(config=plain.config)
-    with torch.no_grad():
-        plain(*prompts(20), **with_cache(full))
+    plain(*prompts(20), **with_cache(full))
     config = ours.config
     config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
     with pytest.raises(ValueError, match="layer 0 of the DynamicCache is a DynamicLayer"):
@@ -256,37 +116,13 @@ def test_states_that_have_seen_a_refused_prompt_are_not_used(name):
     assert torch.equal(ours.generate(ids, **how, **with_cache(cache)), want)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "falcon_h1"])
-@pytest.mark.parametrize("later", [False, True], ids=["prompt", "later pass"])
-def test_a_pass_that_broke_off_amid_states_is_noticed(name, later, monkeypatch):
-    """States do not tell how many tokens they have seen."""
-    ours, (ids,) = model(name), prompts(20)
-    cache = H2OCache(ours.config, **SMALL)
-    with torch.no_grad():
-        if later:
-            ours(ids, **with_cache(cache))
-        first = next(i for i, x in enumerate(cache.layers) if has_states(x))
-        broken = ours.base_model.layers[first + 1]
-        with monkeypatch.context() as patch:
-            patch.setattr(broken, "forward", lambda *_, **__: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                ours(ids[:, :1], **with_cache(cache))
-        with pytest.raises(RuntimeError, match=r"broke off.*cache\.reset"):
-            ours(ids[:, :1], **with_cache(cache))
-        with pytest.raises(RuntimeError, match="broke off"):
-            cache.fork()
-        cache.reset()
-        ours(ids, **with_cache(cache))
-
-
 def test_what_cannot_be_taken_back_is_refused():
     """Recurrent states are sums; those of convolutions are the last inputs, and go back."""
     (ids,) = prompts(20)
     ours = model("qwen3_next")
     cache = H2OCache(ours.config, **SMALL)
     cache.activate_past_recording()
-    with torch.no_grad():
-        ours(ids, **with_cache(cache))
+    ours(ids, **with_cache(cache))
     before = cache.fork()
     with pytest.raises(NotImplementedError, match=r"recurrent states.*fork\(\)"):
         cache.crop(-2)
@@ -303,45 +139,16 @@ def test_convolutions_go_back(name):
     ours, (ids,) = model(name), prompts(20)
     cache, expected = (H2OCache(ours.config, **SMALL) for _ in range(2))
     cache.activate_past_recording()
-    with torch.no_grad():
-        ours(ids, **with_cache(cache))
-        cache.crop(-3)
-        ours(ids[:, :17], **with_cache(expected))
-        got = ours(ids[:, 17:18], **with_cache(cache)).logits
-        cache.crop(0)
-        torch.testing.assert_close(got, ours(ids[:, 17:18], **with_cache(expected)).logits)
+    ours(ids, **with_cache(cache))
+    cache.crop(-3)
+    ours(ids[:, :17], **with_cache(expected))
+    got = ours(ids[:, 17:18], **with_cache(cache)).logits
+    cache.crop(0)
+    torch.testing.assert_close(got, ours(ids[:, 17:18], **with_cache(expected)).logits)
     for here, there in zip(everything(cache), everything(expected), strict=True):
         for key in here:
             if key.startswith("states."):
                 torch.testing.assert_close(here[key], there[key])
-
-
-@pytest.mark.parametrize("name", ["lfm2"])
-def test_prompt_lookup_where_states_go_back(name):
-    ours, (ids,) = model(name), prompts(12)
-    text = {"input_ids": ids.repeat(1, 3)}
-    expected = greedy(model(name, "sdpa"), text)
-    cache = H2OCache(ours.config, H2OConfig.full())
-    got = greedy(ours, text, prompt_lookup_num_tokens=4, **with_cache(cache))
-    assert got.tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "falcon_mamba", "recurrent_gemma"])
-def test_a_model_without_full_attention_has_nothing_to_evict(model_type):
-    config = AutoConfig.for_model(model_type)
-    assert "nothing to evict" in supports(config).reason
-    with pytest.raises(UnsupportedError, match="nothing to evict"):
-        H2OCache(config, **SMALL)
-
-
-@pytest.mark.parametrize("model_type", ["inkling_text", "inkling2_text"])
-def test_a_bias_by_position_is_refused_with_the_config(model_type):
-    assert "bias" in supports(AutoConfig.for_model(model_type)).reason
-
-
-def test_sparse_attention_is_refused_by_name():
-    support = supports(AutoConfig.for_model("qwen4_exp_text"))
-    assert support.reason.startswith("layer 3 is indexed_attention, which is sparse attention")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -25,9 +25,8 @@ def base(seed=0):
     ours = model("llama")
     if seed:
         generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in ours.parameters():
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+        for parameter in ours.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
     return ours
 
 
@@ -39,8 +38,7 @@ def adapted(ours=None, seed=0, **more):
 
 def filed(ours, path):
     cache = H2OCache(ours.config, **SMALL)
-    with torch.no_grad():
-        ours(input_ids=prompts(20)[0], **with_cache(cache))
+    ours(input_ids=prompts(20)[0], **with_cache(cache))
     cache.save(path, ours)
     return path
 
@@ -90,8 +88,7 @@ def prompt_tuned(seed=0):
 
 def slightly_tuned():
     ours = base()
-    with torch.no_grad():
-        ours.model.layers[1].mlp.up_proj.weight.mul_(1.001)
+    ours.model.layers[1].mlp.up_proj.weight.mul_(1.001)
     return ours
 
 
@@ -101,8 +98,7 @@ def with_head(**more):
 
 def other_head():
     ours = with_head()
-    with torch.no_grad():
-        ours.base_model.model.lm_head.modules_to_save.default.weight.mul_(1.5)
+    ours.base_model.model.lm_head.modules_to_save.default.weight.mul_(1.5)
     return ours
 
 
@@ -171,14 +167,13 @@ def test_profiles_are_held_against_each_layer_as_well():
     ours, prompt = adapted(), prompts(20)[0]
     for profile in (profile_of(base()), profile_of(adapted(seed=3))):
         cache = H2OCache(ours.config, heavy=6, recent=6, head_shares=profile)
-        with pytest.raises(ValueError, match="profile is of another model"), torch.no_grad():
+        with pytest.raises(ValueError, match="profile is of another model"):
             ours(input_ids=prompt, **with_cache(cache))
     cache = H2OCache(ours.config, heavy=6, recent=6, head_shares=profile_of(ours))
-    with torch.no_grad():
-        ours(input_ids=prompt, **with_cache(cache))
+    ours(input_ids=prompt, **with_cache(cache))
     plain = base()
     cache = H2OCache(plain.config, heavy=6, recent=6, head_shares=profile_of(ours))
-    with pytest.raises(ValueError, match="is not at work here"), torch.no_grad():
+    with pytest.raises(ValueError, match="is not at work here"):
         plain(prompt, **with_cache(cache))
 
 

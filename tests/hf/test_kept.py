@@ -99,8 +99,7 @@ def test_heat_map(held):
     model = tiny.model("llama")
     cache = h2o.H2OCache(model.config, heavy=300, recent=4)
     assert "nothing" in cache.kept(0)._repr_html_()
-    with torch.no_grad():
-        model(tiny.prompts(450)[0], **with_cache(cache))
+    model(tiny.prompts(450)[0], **with_cache(cache))
     parsed = Balanced(cache.kept(0)._repr_html_())
     assert 2 * 100 < parsed.tags.count("rect") <= 2 * 200
     assert "304 of 450 keys held" in cache.kept(0)._repr_html_()

@@ -115,42 +115,14 @@ def test_simulation_is_the_cache(name):
 
 
 @every_family
-def test_forks_and_files_go_on_alike(name, tmp_path):
-    ours = made(name)
-    document, question = prompts(30, 7)
-    cache = H2OCache(ours.config, **SMALL)
-    with torch.no_grad():
-        ours(document, **with_cache(cache))
-    cache.save(tmp_path / "document", ours)
-    both = {"input_ids": torch.cat([document, question], dim=1)}
-    forks = [cache.fork(), H2OCache.load(tmp_path / "document", ours), cache]
-    answers = [greedy(ours, both, **with_cache(fork)).tolist() for fork in forks]
-    assert answers[0] == answers[1] == answers[2]
-
-
-@every_family
-def test_a_filled_dynamic_cache_is_taken_over(name):
-    ours, theirs = made(name), made(name, "eager")
-    document, question = prompts(30, 7)
-    full = DynamicCache(config=theirs.config)
-    with torch.no_grad():
-        theirs(document, **with_cache(full))
-    cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
-    both = {"input_ids": torch.cat([document, question], dim=1)}
-    expected = greedy(theirs, both, **with_cache(full))
-    assert greedy(ours, both, **with_cache(cache)).tolist() == expected.tolist()
-
-
-@every_family
 def test_the_sinks_are_seen(name):
     """Else all of the above might hold without them."""
     ours, (ids,) = made(name), prompts(30)
-    with torch.no_grad():
-        before = ours(ids, **with_cache(H2OCache(ours.config, **SMALL))).logits
-        for module in ours.modules():
-            if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
-                module.sinks.fill_(-torch.inf)
-        after = ours(ids, **with_cache(H2OCache(ours.config, **SMALL))).logits
+    before = ours(ids, **with_cache(H2OCache(ours.config, **SMALL))).logits
+    for module in ours.modules():
+        if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
+            module.sinks.fill_(-torch.inf)
+    after = ours(ids, **with_cache(H2OCache(ours.config, **SMALL))).logits
     assert (before - after).abs().max() > 0.01
 
 
@@ -184,13 +156,12 @@ def test_compiled_steps():
     cache = H2OCache(ours.config, **SMALL, compileable=True)
     torch._dynamo.reset()
     step = torch.compile(ours.forward, backend="eager")
-    with torch.no_grad():
-        for held in (plain, cache):
-            ours(ids, **with_cache(held))
-        for token in range(5, 25):
-            new = torch.tensor([[token]], device=ids.device)
-            expected = ours(new, **with_cache(plain)).logits
-            torch.testing.assert_close(step(new, **with_cache(cache)).logits, expected)
+    for held in (plain, cache):
+        ours(ids, **with_cache(held))
+    for token in range(5, 25):
+        new = torch.tensor([[token]], device=ids.device)
+        expected = ours(new, **with_cache(plain)).logits
+        torch.testing.assert_close(step(new, **with_cache(cache)).logits, expected)
     torch._dynamo.reset()
 
 
@@ -203,13 +174,13 @@ def test_dense_attention_is_that_of_transformers(name, side, monkeypatch):
     monkeypatch.setattr(attention, "ROWS", 7)
     ours, theirs = made(name), made(name, "eager")
     inputs = batch(prompts(*LENGTHS), side)
-    with torch.no_grad():
-        for more in ({"use_cache": False}, {"use_cache": True}):
-            got, expected = (m(**inputs, **more).logits for m in (ours, theirs))
-            real = inputs["attention_mask"].bool()
-            torch.testing.assert_close(got[real], expected[real], rtol=1e-4, atol=5e-4)
+    for more in ({"use_cache": False}, {"use_cache": True}):
+        got, expected = (m(**inputs, **more).logits for m in (ours, theirs))
+        real = inputs["attention_mask"].bool()
+        torch.testing.assert_close(got[real], expected[real], rtol=1e-4, atol=5e-4)
 
 
+@pytest.mark.usefixtures("gradients")
 def test_training_without_a_cache_reaches_the_sinks():
     ours, theirs = made("gpt_oss"), made("gpt_oss", "eager")
     (ids,) = prompts(20)
@@ -221,6 +192,7 @@ def test_training_without_a_cache_reaches_the_sinks():
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.usefixtures("gradients")
 def test_a_cache_has_no_gradient_for_sinks():
     query, key, value = tensors(drifting(3, B=1, N=20))
     sinks = torch.nn.Parameter(torch.zeros(4))
@@ -232,6 +204,7 @@ def test_a_cache_has_no_gradient_for_sinks():
 
 
 @pytest.mark.parametrize("operation", ["attend", "step", "simulate"])
+@pytest.mark.usefixtures("gradients")
 def test_operations_refuse_gradients(operation):
     q, k, v = tensors(drifting(3, B=1, N=1))
     more = {
@@ -263,8 +236,7 @@ def test_the_authors_other_masks_know_no_sinks(variant):
 def test_analysis_sees_the_models_own_attention():
     """Its outputs are the model's, and so is attention without keys of which none are removed."""
     ours, (ids,) = made("gpt_oss"), prompts(30)
-    with torch.no_grad():
-        expected = ours(ids, use_cache=False).logits[0]
+    expected = ours(ids, use_cache=False).logits[0]
 
     def visit(layer, seen):
         out, scores = collect.attend(seen)
@@ -298,7 +270,7 @@ def test_calibration_sees_the_models_own_attention():
 def test_retained_mass_is_a_share_of_what_keys_get():
     """With everything held it is 1, whatever the sinks take."""
     ours, (ids,) = made("gpt_oss"), prompts(20)
-    with h2o.simulated(ours, heavy=30, recent=0, mass=True) as simulation, torch.no_grad():
+    with h2o.simulated(ours, heavy=30, recent=0, mass=True) as simulation:
         ours(ids, use_cache=False)
     torch.testing.assert_close(simulation.retained_mass(1), torch.ones(1, 4))
     assert attention_blocks.ROWS > 20

@@ -15,7 +15,7 @@ import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
 from tests.hf.recordings import recording
-from tests.hf.test_compiled import GRAPHS, compiling
+from tests.hf.test_compiled import GRAPHS, compiling, nothing_compiled  # noqa: F401
 from tests.hf.tiny import DEVICE, Family, batch, exact, greedy, needs_compiler, prompts, slow_if
 
 pytestmark = needs_compiler
@@ -38,14 +38,6 @@ def wide():
     built = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
     built.set_attn_implementation("h2o")
     return built
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

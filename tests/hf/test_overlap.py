@@ -14,7 +14,6 @@ import gc
 import itertools
 
 import pytest
-import torch
 
 from h2o import H2OCache, H2OConfig, disable, enable, patched, simulated
 from h2o.compat import CACHE, with_cache
@@ -30,12 +29,6 @@ def llama():
     before = traces(llama)
     yield llama
     assert traces(llama) == before
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 def kept(cache):

@@ -54,11 +54,10 @@ def test_a_text_is_the_same(name, monkeypatch):
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
         return found
 
-    with torch.no_grad():
+    logits.append(text())
+    assert not rows
+    with packed_weights(ours) as size:
         logits.append(text())
-        assert not rows
-        with packed_weights(ours) as size:
-            logits.append(text())
     linear = [x for x in ours.modules() if type(x) is nn.Linear]
     assert size == sum(x.weight.nbytes for x in linear)
     assert set(rows) == {2}  # the steps', not the prompt's
@@ -69,7 +68,7 @@ def test_a_text_is_the_same(name, monkeypatch):
 def test_hooks_and_changed_weights():
     module, x, seen = one_linear(), torch.randn(1, 48).bfloat16(), []
     module[0].register_forward_hook(lambda _, inputs, out: seen.append(out.shape))
-    with packed_weights(module), torch.no_grad():
+    with packed_weights(module):
 
         def check():
             wanted = nn.functional.linear(x, module[0].weight, module[0].bias)
@@ -88,6 +87,33 @@ def test_hooks_and_changed_weights():
     assert seen == [(1, 33)] * 5
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_that_are_merged_within_the_block():
+    """PEFT writes through a weight's `.data`, which counts as no change of the weight."""
+    peft = pytest.importorskip("peft")
+    how = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    ours = peft.get_peft_model(model("llama").bfloat16(), how).bfloat16().eval()
+    inputs = batch(prompts(9))
+
+    def logits():
+        with torch.no_grad():
+            return ours(**inputs, use_cache=False).logits
+
+    adapted = logits()
+    with ours.disable_adapter():
+        base = logits()
+    assert (adapted - base).abs().max() > 3
+    near = {"rtol": 0, "atol": 1}
+    with packed_weights(ours):
+        torch.testing.assert_close(logits(), adapted, **near)
+        ours.merge_adapter()
+        torch.testing.assert_close(logits(), adapted, **near)
+        with ours.disable_adapter():  # which PEFT takes out of the weights again
+            torch.testing.assert_close(logits(), base, **near)
+        torch.testing.assert_close(logits(), adapted, **near)
+
+
+@pytest.mark.usefixtures("gradients")
 def test_which_products_are_as_before(monkeypatch):
     module, rows = one_linear(), counted(monkeypatch)
     with packed_weights(module):
@@ -122,16 +148,15 @@ def test_quantized_modules_go_on():
 
     module, x = one_linear(), torch.randn(1, 48).bfloat16()
     quantize_(module, Int8WeightOnlyConfig())
-    with torch.no_grad():
-        wanted = module(x)
-        with packed_weights(module) as size:
-            assert size == 0
-            assert torch.equal(module(x), wanted)
+    wanted = module(x)
+    with packed_weights(module) as size:
+        assert size == 0
+        assert torch.equal(module(x), wanted)
 
 
 def test_copies_and_files_of_a_model_within_the_block():
     module, x = one_linear(), torch.randn(1, 48).bfloat16()
-    with packed_weights(module), torch.no_grad():
+    with packed_weights(module):
         wanted = module(x)
         file = io.BytesIO()
         torch.save(module, file)

@@ -153,8 +153,7 @@ def test_files_of_other_heads(last_of_four, tmp_path):
     for layer in ours.model.layers:
         layer.self_attn.q_proj._hf_device_mesh = mesh
     cache = H2OCache(ours.config, heavy=6, recent=6)
-    with torch.no_grad():
-        ours(ids, **with_cache(cache))
+    ours(ids, **with_cache(cache))
     cache.save(path, ours)
     loaded = H2OCache.load(path, ours)
     assert [layer.part for layer in loaded.layers] == [(3, 4)] * 2
@@ -172,8 +171,7 @@ def test_files_of_other_heads(last_of_four, tmp_path):
     cache = H2OCache(on_one.config, heavy=6, recent=6)
     cache.save(path, on_one)
     H2OCache.load(path, ours)  # of no heads yet
-    with torch.no_grad():
-        on_one(ids, **with_cache(cache))
+    on_one(ids, **with_cache(cache))
     cache.save(path, on_one)
     with pytest.raises(ValueError, match=r"heads of a whole model, and this is .* rank 1 of 2: lo"):
         H2OCache.load(path, ours)
@@ -189,8 +187,7 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
     path, (ids,) = tmp_path / "cache", prompts(30)
     on_one = tiny_model("llama")
     full = DynamicCache(config=on_one.config)
-    with torch.no_grad():
-        on_one(ids, **with_cache(full))
+    on_one(ids, **with_cache(full))
     H2OCache.from_dynamic_cache(full, on_one.config, heavy=6, recent=6).save(path)  # of all heads
     for layer in full.layers:  # as where each of two processes has one of two heads
         layer.keys, layer.values = layer.keys[:, :1], layer.values[:, :1]

@@ -130,15 +130,6 @@ def test_guidance_keeps_all_of_its_second_text(llama, by, budget):
         assert greedy(llama, inputs, use_cache=False, **how(llama)).shape == expected.shape
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_fractions_of_a_short_prompt(llama, length):
-    inputs = {"input_ids": prompts(length)[0]}
-    with patched(llama, heavy=0.1, recent=0.1, min_tokens=0) as patch:
-        got = greedy(llama, inputs, 12).tolist()
-        assert patch.cache.report().layers[0].budget == [2]
-    assert got == expected_tokens(llama, inputs, heavy=1, recent=1)
-
-
 @pytest.mark.parametrize("how", [{}, {"prefill_chunk_size": 2}], ids=["whole", "chunks"])
 def test_fractions_of_a_padded_batch_of_short_prompts(llama, how):
     """The longest is one token, the last row is nothing but pads."""
@@ -153,7 +144,7 @@ def test_fractions_of_a_padded_batch_of_short_prompts(llama, how):
 
 def test_forward_has_a_fresh_cache(plain):
     (ids,) = prompts(20)
-    with patched(plain, **SMALL) as patch, torch.no_grad():
+    with patched(plain, **SMALL) as patch:
         cache = plain(ids)[CACHE]
         assert isinstance(cache, H2OCache)
         assert cache is patch.cache
@@ -171,18 +162,17 @@ def test_forward_has_a_fresh_cache(plain):
 def test_scoring_texts_is_warned_of(llama):
     """A whole text in one pass is one prompt: its logits are the full cache's at any budget."""
     (ids,) = prompts(20)
-    with torch.no_grad():
-        full = llama(ids).logits
-        with patched(llama, heavy=1, recent=1) as patch:
-            for _ in range(20):  # a prompt and a decode step each
-                cache = llama(ids)[CACHE]
-                llama(ids[:, :1], **with_cache(cache))
-            for _ in range(8):
-                torch.testing.assert_close(llama(ids).logits, full, atol=1e-4, rtol=1e-3)
-            with pytest.warns(UserWarning, match=r"h2o\.simulated"):
-                llama(ids)
-            llama(ids)  # once is enough
-            assert patch.scored > 8
+    full = llama(ids).logits
+    with patched(llama, heavy=1, recent=1) as patch:
+        for _ in range(20):  # a prompt and a decode step each
+            cache = llama(ids)[CACHE]
+            llama(ids[:, :1], **with_cache(cache))
+        for _ in range(8):
+            torch.testing.assert_close(llama(ids).logits, full, atol=1e-4, rtol=1e-3)
+        with pytest.warns(UserWarning, match=r"h2o\.simulated"):
+            llama(ids)
+        llama(ids)  # once is enough
+        assert patch.scored > 8
 
 
 def test_caches_of_the_callers_own_are_left_alone(llama):
@@ -192,8 +182,7 @@ def test_caches_of_the_callers_own_are_left_alone(llama):
         cache = DynamicCache(config=llama.config)
         assert greedy(llama, {"input_ids": ids}, **with_cache(cache)).tolist() == full
         assert greedy(llama, {"input_ids": ids}, use_cache=False).tolist() == full
-        with torch.no_grad():
-            llama(ids, None, None, DynamicCache())  # by position
+        llama(ids, None, None, DynamicCache())  # by position
         assert patch.cache is None
         ours = H2OCache(llama.config, heavy=3, recent=3)
         got = greedy(llama, {"input_ids": ids}, 12, **with_cache(ours)).tolist()
@@ -201,6 +190,7 @@ def test_caches_of_the_callers_own_are_left_alone(llama):
     assert got == expected_tokens(llama, {"input_ids": ids}, heavy=3, recent=3)
 
 
+@pytest.mark.usefixtures("gradients")
 def test_training_inside_has_no_cache_and_gradients(llama):
     (ids,) = prompts(20)
     llama.train()
@@ -248,13 +238,11 @@ def test_nested_the_inner_one_counts_then_the_outer_again(llama):
             assert greedy(llama, inputs, 12).tolist() == expected_tokens(
                 llama, inputs, heavy=2, recent=2
             )
-            with torch.no_grad():
-                assert llama(**inputs)[CACHE] is inner.cache
+            assert llama(**inputs)[CACHE] is inner.cache
             assert outer.cache is None
         assert traces(llama) == between
         got = greedy(llama, inputs, 12).tolist()
-        with torch.no_grad():
-            assert llama(**inputs)[CACHE] is outer.cache
+        assert llama(**inputs)[CACHE] is outer.cache
     assert got == expected_tokens(llama, inputs, heavy=6, recent=6)
 
 
@@ -321,8 +309,7 @@ def test_peft_models():
     with patched(wrapped, **SMALL) as patch:
         got = greedy(wrapped, inputs, 12)
         assert patch.cache.report().layers[0].kept == [12, 12]
-        with torch.no_grad():
-            assert wrapped(**inputs)[CACHE] is patch.cache
+        assert wrapped(**inputs)[CACHE] is patch.cache
     assert (traces(wrapped.get_base_model()), set(wrapped.__dict__)) == before
     wrapped.set_adapter("default")
     merged = wrapped.merge_and_unload()

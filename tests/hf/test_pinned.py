@@ -56,8 +56,7 @@ def survives(cache, rows=(0,), span=SPAN) -> bool:
 def read(ours, rows, cache):
     inputs = batch(rows)
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        ours(**inputs, position_ids=positions, **with_cache(cache))
+    ours(**inputs, position_ids=positions, **with_cache(cache))
     return cache
 
 
@@ -178,15 +177,14 @@ def test_policies(more):
     ours = shared("llama") if more.get("head_shares") != "echo" else deep()
     cache = H2OCache(ours, **SMALL | more, **PINS, prompt_length=40)
     document, question = prompts(40, 9)
-    with torch.no_grad():
-        for piece in document.split(8, dim=1):
-            ours(piece, **with_cache(cache))
-        assert survives(cache)
-        assert survives(cache, span=(38, 40)) or cache.config.recent == 0
-        for _ in range(3):
-            ours(question, **with_cache(cache))
-            for token in question.split(1, dim=1):
-                ours(token, **with_cache(cache))
+    for piece in document.split(8, dim=1):
+        ours(piece, **with_cache(cache))
+    assert survives(cache)
+    assert survives(cache, span=(38, 40)) or cache.config.recent == 0
+    for _ in range(3):
+        ours(question, **with_cache(cache))
+        for token in question.split(1, dim=1):
+            ours(token, **with_cache(cache))
     assert survives(cache)
     cache.reset()
     assert survives(read(ours, prompts(40), cache))
@@ -202,9 +200,8 @@ def test_forks_files_and_rows(tmp_path):
     swapped = copy.deepcopy(cache)
     swapped.reorder_cache(torch.tensor([1, 0]))
     for each in (loaded, fork, swapped):
-        with torch.no_grad():
-            for token in torch.arange(2, 42).view(1, -1).expand(2, -1).split(1, dim=1):
-                ours(token, **with_cache(each))
+        for token in torch.arange(2, 42).view(1, -1).expand(2, -1).split(1, dim=1):
+            ours(token, **with_cache(each))
     assert survives(loaded, [0], (5, 12))
     assert survives(loaded, [1], (20, 27))
     for each in (fork, swapped):
@@ -217,27 +214,25 @@ def test_forks_files_and_rows(tmp_path):
 def test_a_fork_in_the_middle_of_a_prompt_waits_on(tmp_path):
     ours, (document,) = shared("llama"), prompts(40)
     cache = H2OCache(ours, **SMALL, pinned=[[(20, 27)]])
-    with torch.no_grad():
-        ours(document[:, :16], **with_cache(cache))
-        cache.save(tmp_path / "a.safetensors", ours)
-        loaded = H2OCache.load(tmp_path / "a.safetensors", ours)
-        for each in (cache.fork(rows=2), loaded):
-            ours(document[:, 16:].expand(each.layers[0].batch_size, -1), **with_cache(each))
-            assert survives(each, range(each.layers[0].batch_size), (20, 27))
+    ours(document[:, :16], **with_cache(cache))
+    cache.save(tmp_path / "a.safetensors", ours)
+    loaded = H2OCache.load(tmp_path / "a.safetensors", ours)
+    for each in (cache.fork(rows=2), loaded):
+        ours(document[:, 16:].expand(each.layers[0].batch_size, -1), **with_cache(each))
+        assert survives(each, range(each.layers[0].batch_size), (20, 27))
 
 
 def test_a_cropped_pass():
     ours, (document, more) = shared("llama"), prompts(24, 8)
     cache = H2OCache(ours, **SMALL, pinned=[(22, 27)])
     cache.activate_past_recording()
-    with torch.no_grad():
-        ours(document, **with_cache(cache))
-        ours(more, **with_cache(cache))
-        cache.crop(-6)
-        assert survives(cache, span=(22, 26))
-        assert cache.layers[0].waits_for_pins
-        ours(more[:, 2:], **with_cache(cache))
-        ours(more, **with_cache(cache))
+    ours(document, **with_cache(cache))
+    ours(more, **with_cache(cache))
+    cache.crop(-6)
+    assert survives(cache, span=(22, 26))
+    assert cache.layers[0].waits_for_pins
+    ours(more[:, 2:], **with_cache(cache))
+    ours(more, **with_cache(cache))
     assert survives(cache, span=(22, 27))
 
 
@@ -257,10 +252,9 @@ def test_what_a_dynamic_cache_held():
     ours, (document, question) = shared("llama"), prompts(40, 8)
     full = DynamicCache(config=ours.config)
     plain = shared("llama", "sdpa")
-    with torch.no_grad():
-        plain(document, **with_cache(full))
-        cache = H2OCache.from_dynamic_cache(full, ours, **SMALL, pinned=[SPAN, (42, 44)])
-        ours(question, **with_cache(cache))
+    plain(document, **with_cache(full))
+    cache = H2OCache.from_dynamic_cache(full, ours, **SMALL, pinned=[SPAN, (42, 44)])
+    ours(question, **with_cache(cache))
     assert survives(cache)
     assert survives(cache, span=(42, 44))
     with pytest.raises(ValueError, match="mask, and a DynamicCache"):

@@ -131,8 +131,7 @@ def test_pins_of_a_prefix(monkeypatch):
     """Requests after it keep them."""
     ours, ends, (text,) = shared("llama"), rows_at_their_ends(monkeypatch), prompts(40)
     prefix = H2OCache(ours, **SMALL, pinned=[SPAN])
-    with torch.no_grad():
-        ours(text[:, :16], **with_cache(prefix))
+    ours(text[:, :16], **with_cache(prefix))
     how = {"rows": 2, "max_new_tokens": 20, "prefix": prefix}
     assert len([*h2o.generate_all(ours, [text[0].tolist()] * 3, prefix.config, **how)]) == 3
     assert all(set(range(*SPAN)) <= head for heads in ends.values() for head in heads)
@@ -151,8 +150,7 @@ def test_compiled_rows(monkeypatch):
 def test_requests_that_cannot_be_pinned():
     ours, text = shared("llama"), prompts(20)[0]
     cache = H2OCache(ours, **SMALL)
-    with torch.no_grad():
-        ours(text[:, :8], **with_cache(cache))
+    ours(text[:, :8], **with_cache(cache))
     settings = {**SMALL, "rows": 1, "max_new_tokens": 2}
     for prompt, more, word in [
         (Request(text, pinned=[(15, 25)]), {}, "ends at token 25, and the prompt has 20"),
@@ -186,8 +184,7 @@ def test_a_document_that_is_read_twice():
         assert sum(map(len, held(cache))) == sum(map(len, held(bare)))
         mask = torch.cat([mask, torch.ones_like(question)], 1)
         for each in (cache, bare):
-            with torch.no_grad():
-                ours(question, attention_mask=mask, **with_cache(each))
+            ours(question, attention_mask=mask, **with_cache(each))
     with pytest.raises(ValueError, match="give budget="):
         h2o.compress_document(ours, ids, **SMALL, **how, pinned="prompt")
 

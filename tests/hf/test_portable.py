@@ -73,7 +73,6 @@ def test_simulated():
 
     def run():
         with (
-            torch.no_grad(),
             h2o.simulated(ours, heavy=0.2, recent=0.2, min_tokens=0, trace=True) as trace,
         ):
             return ours(**ROWS, use_cache=False).logits, trace.evicted_at(1)

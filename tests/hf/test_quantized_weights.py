@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, patched
-from h2o.compat import with_cache
 from tests.hf.tiny import FAMILIES, greedy, model, prompts
 
 pytest.importorskip("torchao")
@@ -35,21 +34,12 @@ def test_patched(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_saved_and_loaded(name, tmp_path):
+def test_a_file_is_told_from_that_of_other_weights(name, tmp_path):
     """A fingerprint leaves quantized weights out, and goes by the others."""
     ours = model(name)
-    document, question = prompts(30, 5)
-    cache = H2OCache(ours.config, heavy=6, recent=6)
-    with torch.no_grad():
-        ours(document, **with_cache(cache))
-    cache.save(tmp_path / "document", ours)
-    inputs = {"input_ids": torch.cat([document, question], dim=1)}
-    loaded = H2OCache.load(tmp_path / "document", ours)
-    expected = greedy(ours, inputs, **with_cache(cache.fork()))
-    assert greedy(ours, inputs, **with_cache(loaded)).tolist() == expected.tolist()
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            if type(parameter) is torch.nn.Parameter:
-                parameter.neg_()
+    H2OCache(ours.config, heavy=6, recent=6).save(tmp_path / "document", ours)
+    for parameter in ours.parameters():
+        if type(parameter) is torch.nn.Parameter:
+            parameter.neg_()
     with pytest.raises(ValueError, match=r"the weights of .* differ"):
         H2OCache.load(tmp_path / "document", ours)

@@ -31,9 +31,8 @@ def held(model, ids, chunks, **chosen):
     """Positions by layer of what a cache holds that has read ids in chunks, and the cache."""
     model.set_attn_implementation("h2o")
     cache = H2OCache(model.config, **chosen)
-    with torch.no_grad():
-        for chunk in ids.split(chunks, dim=1):
-            model(chunk, **with_cache(cache))
+    for chunk in ids.split(chunks, dim=1):
+        model(chunk, **with_cache(cache))
     return [cache.kept(layer).positions for layer in range(len(cache.layers))], cache
 
 
@@ -66,20 +65,19 @@ def test_rows_of_a_batch_are_alone(side):
     rows = [text(seed, tokens) for seed, tokens in enumerate([50, 23, 64])]
     inputs = tiny.batch(rows, side)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
+    with h2o.simulated(model, **SMALL):
+        simulated = model(**inputs, use_cache=False).logits
+    model.set_attn_implementation("h2o")
+    cache = H2OCache(model.config, **SMALL)
+    model(**inputs, **with_cache(cache))
+    for b, row in enumerate(rows):
+        alone, _ = held(model, row, row.shape[1], **SMALL)
+        for layer, positions in enumerate(alone):
+            assert torch.equal(cache.kept(layer).positions[b], positions[0])
         with h2o.simulated(model, **SMALL):
-            simulated = model(**inputs, use_cache=False).logits
-        model.set_attn_implementation("h2o")
-        cache = H2OCache(model.config, **SMALL)
-        model(**inputs, **with_cache(cache))
-        for b, row in enumerate(rows):
-            alone, _ = held(model, row, row.shape[1], **SMALL)
-            for layer, positions in enumerate(alone):
-                assert torch.equal(cache.kept(layer).positions[b], positions[0])
-            with h2o.simulated(model, **SMALL):
-                logits = model(row, use_cache=False).logits[0]
-            real = inputs["attention_mask"][b].bool()
-            torch.testing.assert_close(simulated[b, real], logits, atol=2e-4, rtol=0)
+            logits = model(row, use_cache=False).logits[0]
+        real = inputs["attention_mask"][b].bool()
+        torch.testing.assert_close(simulated[b, real], logits, atol=2e-4, rtol=0)
 
 
 def test_the_choice_is_uniform():
@@ -116,11 +114,10 @@ def test_a_full_cache_is_taken_over():
     """Keys that another cache has read are drawn as any others."""
     model, ids = tiny.model("llama", "sdpa"), text()
     cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids[:, :-1], **with_cache(cache))
-        taken = H2OCache.from_dynamic_cache(cache, model.config, **SMALL)
-        model.set_attn_implementation("h2o")
-        model(ids[:, -1:], **with_cache(taken))
+    model(ids[:, :-1], **with_cache(cache))
+    taken = H2OCache.from_dynamic_cache(cache, model.config, **SMALL)
+    model.set_attn_implementation("h2o")
+    model(ids[:, -1:], **with_cache(taken))
     for layer, positions in enumerate(held(model, ids, 96, **SMALL)[0]):
         assert torch.equal(taken.kept(layer).positions, positions)
 

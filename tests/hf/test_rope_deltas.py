@@ -67,8 +67,7 @@ def test_texts_in_turn(name):
     assert asked(ours, read, cache.fork()) == expected
     greedy(ours, {"input_ids": texts}, 4, **with_cache(DynamicCache(config=ours.config)))
     assert asked(ours, read, cache.fork()) == expected
-    with torch.no_grad():
-        ours(texts, **with_cache(H2OCache(ours.config, H2OConfig.full())))
+    ours(texts, **with_cache(H2OCache(ours.config, H2OConfig.full())))
     two = cache.fork(2)
     more = torch.cat([read, prompts(6, seed=9)[0] % 90 + 2], 1).repeat(2, 1)
     assert greedy(ours, {"input_ids": more}, 8, **with_cache(two)).tolist() == expected * 2
@@ -82,9 +81,8 @@ def test_a_text_after_a_picture_is_numbered_from_0(name):
     logits = []
     for one in (ours, fresh):
         cache = H2OCache(one.config, H2OConfig.full())
-        with torch.no_grad():
-            one(texts[:, :20], **with_cache(cache))
-            logits.append(one(texts[:, 20:], **with_cache(cache)).logits)
+        one(texts[:, :20], **with_cache(cache))
+        logits.append(one(texts[:, 20:], **with_cache(cache)).logits)
     assert torch.equal(*logits)
 
 

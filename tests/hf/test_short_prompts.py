@@ -42,8 +42,7 @@ def test_no_head_keeps_fewer(kind):
     ours, (ids,) = model("llama"), prompts(70)
     more = {"compileable": True} if kind == "compileable" else {}
     cache = H2OCache(ours.config, **FLOORED[kind], **more, min_tokens=LEAST)
-    with torch.no_grad():
-        ours(ids, **with_cache(cache))
+    ours(ids, **with_cache(cache))
     for layer in range(2):
         for head in cache.kept(layer).positions[0]:
             held = head[head >= 0].tolist()
@@ -53,8 +52,7 @@ def test_no_head_keeps_fewer(kind):
     assert cache.report().as_dict()["total"]["floored"]
     assert "heads keep min_tokens keys, more than their fraction" in str(cache.report())
     free = H2OCache(ours.config, **FLOORED[kind], **more, min_tokens=0)
-    with torch.no_grad():
-        ours(ids, **with_cache(free))
+    ours(ids, **with_cache(free))
     assert min(min(layer.kept_by_head[0]) for layer in free.report().layers) < LEAST
     assert "min_tokens" not in str(free.report())
 
@@ -116,10 +114,10 @@ def test_a_later_pass_of_several_tokens_is_a_turn(reply, min_tokens):
     )
     assert cache.report().layers[0].budget == budget == [max(4 + 9 + 3, min_tokens)]
     by_hand = H2OCache(ours.config, config)
-    with torch.no_grad():  # of the reply generate() has not fed the last token
-        for tokens in (first, *said[:, :-1].split(1, 1), torch.cat([said[:, -1:], second], 1)):
-            if tokens.shape[1]:
-                logits = ours(tokens, **with_cache(by_hand)).logits
+    # of the reply generate() has not fed the last token
+    for tokens in (first, *said[:, :-1].split(1, 1), torch.cat([said[:, -1:], second], 1)):
+        if tokens.shape[1]:
+            logits = ours(tokens, **with_cache(by_hand)).logits
     assert logits[0, -1].argmax() == answer[0, 0]
 
 
@@ -231,7 +229,7 @@ def test_one_number_everywhere(budget):
         generation_config=GenerationConfig(eos_token_id=None, pad_token_id=0))  # fmt: skip
     assert one.ids == wanted[0].tolist()
     how = {"prompt_length": 60, "ratio_of": "prompt"}
-    with torch.no_grad(), h2o.simulated(ours, **settings, **how):
+    with h2o.simulated(ours, **settings, **how):
         logits = ours(torch.cat([ids, wanted[:, :-1]], 1), use_cache=False).logits
     assert logits[0, 59:].argmax(-1).tolist() == wanted[0].tolist()
     read = h2o.compress_document(ours, ids, **settings, readings=2, repeat=torch.tensor([[5, 6]]))
@@ -254,8 +252,7 @@ def test_what_one_number_stands_for(monkeypatch):
     words = "no rotary position embedding"
     assert words in cache.not_dealt
     assert words in h2o.supports(shared("opt")).not_echo
-    with torch.no_grad():
-        shared("opt")(prompts(200)[0], **with_cache(cache))
+    shared("opt")(prompts(200)[0], **with_cache(cache))
     assert "In place of H2OConfig.echo: as H2OConfig.robust, since " in cache.report().note
 
 
@@ -265,8 +262,7 @@ def test_what_one_number_stands_for(monkeypatch):
 def test_a_model_may_stand_for_its_config(tmp_path):
     ours, (ids,) = model("llama"), prompts(40)
     cache = H2OCache(ours, heavy=6, recent=6)
-    with torch.no_grad():
-        ours(ids, **with_cache(cache))
+    ours(ids, **with_cache(cache))
     cache.save(tmp_path / "by-config", ours.config)
     for one in (ours, ours.config):
         assert H2OCache.load(tmp_path / "by-config", one).config == cache.config

@@ -39,10 +39,9 @@ def steps(cache, start, count):
 def running():
     """A cache whose budget is full, past the first steps' one-time work."""
     cache = new_cache(heavy=20, recent=20, sinks=2, value_weighted=True)
-    with torch.no_grad():
-        forward(cache, TEXT.cut(0, 100))
-        steps(cache, 100, 10)
-        yield cache
+    forward(cache, TEXT.cut(0, 100))
+    steps(cache, 100, 10)
+    return cache
 
 
 def test_nothing_moves(running):
@@ -147,8 +146,7 @@ def peak_of_prompt(n, **policy):
     gc.collect()
     clear.write_text("5")  # forget the largest size so far
     before = status("VmRSS")
-    with torch.no_grad():
-        h2o_attention_forward(ATTENTION, query, key, held, None, scaling=0.1)
+    h2o_attention_forward(ATTENTION, query, key, held, None, scaling=0.1)
     assert sum(cache.layers[0].report().kept_by_head[0]) == 2 * 200
     return status("VmHWM") - before
 

@@ -98,7 +98,7 @@ def test_a_language_model_beside_attention_code_of_the_images_own():
     cache = H2OCache(config, **SMALL)
     assert torch.equal(greedy(ours, inputs, 32, **with_cache(cache)), small)
     assert cache.kept(1)[0].shape == (2, 2, 12)
-    with simulated(ours, **SMALL), torch.no_grad():
+    with simulated(ours, **SMALL):
         ours(**inputs, use_cache=False)
 
 

@@ -12,9 +12,22 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, ops
 from h2o.compat import with_cache
+from h2o.hf.families.layer_kinds import has_states
+from h2o.hf.store.states import tensors_of
 from tests.cases import checkered, pairs
 from tests.hf.drive import forward, tensors
-from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, model, prompts
+from tests.hf.test_families import peer
+from tests.hf.tiny import (
+    CROPS_TO_LENGTH,
+    FAMILIES,
+    LATENT,
+    LAYOUTS,
+    batch,
+    greedy,
+    model,
+    prompts,
+    with_image,
+)
 from tests.inputs import POLICIES, drifting, left, pad, right
 from tests.reference import operations as reference
 
@@ -22,11 +35,11 @@ SMALL = {"heavy": 6, "recent": 6}
 CONFIG = LlamaConfig(
     num_hidden_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2
 )
-FAMILIES = ["llama", "gemma2", "qwen2-mixed", "mistral-window"]
-
-
-def peer(name):
-    return model(name, "eager" if name == "gemma2" else "sdpa")
+KINDS = [
+    "llama", "gemma2", "qwen2-mixed", "mistral-window", "gpt_oss", "mllama", "deepseek_v3", "youtu",
+    "gemma3n_text", "gemma4_text", *LAYOUTS,
+]  # fmt: skip
+"""A family of each kind of layer."""
 
 
 def filled(theirs, inputs, *, config=True, grad=False):
@@ -35,6 +48,13 @@ def filled(theirs, inputs, *, config=True, grad=False):
     with torch.set_grad_enabled(grad):
         theirs(**inputs, **with_cache(cache))
     return cache
+
+
+def held(layer):
+    """Keys, values and states of a layer of transformers, by name."""
+    state = {name: getattr(layer, name, None) for name in ("keys", "values")}
+    state |= tensors_of(layer) if has_states(layer) else {}
+    return {name: x for name, x in state.items() if x is not None}
 
 
 def longer(inputs, tokens):
@@ -46,21 +66,31 @@ def longer(inputs, tokens):
     }
 
 
-@pytest.mark.parametrize(("name", "new"), checkered(FAMILIES, [1, 5]))
-def test_a_budget_for_all_gives_the_tokens_of_the_dynamic_cache(name, new):
-    """A padded batch, grouped heads, windows shorter than the text; one token or a question."""
-    ours, theirs = model(name), peer(name)
-    inputs = batch(prompts(17, 23))
+@pytest.mark.parametrize(
+    ("name", "new"), checkered([x for x in KINDS if x in FAMILIES | LATENT], [1, 5])
+)
+def test_a_dynamic_cache_is_taken_over_with_all_it_holds(name, new):
+    """Of a padded batch: a budget for all goes on with its tokens, a small one cuts it. Windows are
+    shorter than the text; states and the keys of an image come along."""
+    ours, inputs = model(name), with_image(name, batch(prompts(17, 23)))
+    theirs = ours if "pixel_values" in inputs else peer(name)
     full = filled(theirs, inputs)
-    before = [(keys.clone(), values.clone()) for keys, values, *_ in full]
-    taken = H2OCache.from_dynamic_cache(
-        full, ours.config, H2OConfig.full(), attention_mask=inputs["attention_mask"]
+    before = copy.deepcopy(full)
+    taken, small = (
+        H2OCache.from_dynamic_cache(
+            full, ours.config, config, attention_mask=inputs["attention_mask"]
+        )
+        for config in (H2OConfig.full(), H2OConfig(**SMALL))
     )
-    got = greedy(ours, longer(inputs, new), **with_cache(taken))
-    for (keys, values, *_), (k, v) in zip(full, before, strict=True):  # nothing is shared
-        torch.testing.assert_close(keys, k, rtol=0, atol=0)
-        torch.testing.assert_close(values, v, rtol=0, atol=0)
-    assert got.tolist() == greedy(theirs, longer(inputs, new), **with_cache(full)).tolist()
+    asked = longer(inputs, new)
+    got = greedy(ours, asked, **with_cache(taken))
+    greedy(ours, asked, 4, **with_cache(small))
+    for now, then in zip(full.layers, before.layers, strict=True):  # nothing is shared
+        assert held(now).keys() == held(then).keys()
+        torch.testing.assert_close(held(now), held(then), rtol=0, atol=0)
+    assert got.tolist() == greedy(theirs, asked, **with_cache(full)).tolist()
+    layers = [x for x in small.report().layers if x.kind == "h2o"]
+    assert all(x.kept == [12, 12] for x in layers)
 
 
 @pytest.mark.parametrize(("config", "grad"), [(False, False), (True, True)])
@@ -149,8 +179,7 @@ def test_before_the_first_pass_everything_is_held_without_scores():
     assert (cache.evicted_at(1) == 23 * inputs["attention_mask"][:, None]).all()
 
     step = {"attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, 1).long()], 1)}
-    with torch.no_grad():
-        ours(torch.tensor([[5], [6]]), **with_cache(cache), **step)
+    ours(torch.tensor([[5], [6]]), **with_cache(cache), **step)
     report = cache.report()
     assert not report.layers[1].unscored
     assert report.layers[1].kept == [10, 12]
@@ -169,11 +198,10 @@ def test_rows_move_before_the_first_pass():
         return H2OCache.from_dynamic_cache(full, ours.config, attention_mask=mask, **SMALL)
 
     def logits(cache, rows):
-        with torch.no_grad():
-            return ours(
-                question["input_ids"][rows, -4:], **with_cache(cache),
-                attention_mask=question["attention_mask"][rows],
-            ).logits  # fmt: skip
+        return ours(
+            question["input_ids"][rows, -4:], **with_cache(cache),
+            attention_mask=question["attention_mask"][rows],
+        ).logits  # fmt: skip
 
     full = filled(peer("gemma2"), inputs)
     expected = logits(take(full, inputs["attention_mask"]), [0, 1])
@@ -218,16 +246,14 @@ def test_a_fraction_is_of_all_that_is_cut_first():
             full, ours.config, attention_mask=inputs["attention_mask"],
             heavy=0.1, recent=0.1, min_tokens=0, **parameters,
         )  # fmt: skip
-        with torch.no_grad():
-            ours(ids[:, 30:], **with_cache(cache), attention_mask=asked["attention_mask"])
+        ours(ids[:, 30:], **with_cache(cache), attention_mask=asked["attention_mask"])
         return cache, cache.report().layers[0].budget
 
     cache, new_budget = budget(asked["input_ids"])
     assert new_budget == [6, 8]
     assert cache.is_prompt_only()
     assert budget(asked["input_ids"], prompt_length=100)[1] == [20, 20]
-    with torch.no_grad():
-        ours(torch.full((2, 3), 5), **with_cache(cache))
+    ours(torch.full((2, 3), 5), **with_cache(cache))
     assert cache.report().layers[0].budget == [6, 8], "a turn changes nothing"
 
 
@@ -265,11 +291,10 @@ def test_another_thread_is_refused_during_the_first_pass():
         thread.start()
         thread.join(60)
 
-    with torch.no_grad():
-        hook = ours.model.layers[1].register_forward_pre_hook(between)
-        got = ours(ids[:, :2], **with_cache(cache)).logits
-        hook.remove()
-        expected = ours(ids[:, :2], **with_cache(alone)).logits
+    hook = ours.model.layers[1].register_forward_pre_hook(between)
+    got = ours(ids[:, :2], **with_cache(cache)).logits
+    hook.remove()
+    expected = ours(ids[:, :2], **with_cache(alone)).logits
     assert len(errors) == 1
     assert "one cache per thread" in errors[0]
     torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -50,19 +50,17 @@ def test_a_cache_that_another_thread_is_using(name):
             intruders.append(elsewhere(lambda: ours(ids[:, :3], **with_cache(cache))))
             intruders.append(elsewhere(lambda: cache.reorder_cache(torch.tensor([0]))))
 
-    with torch.no_grad():
-        hook = ours.model.layers[1].register_forward_pre_hook(intrude)
-        ours(ids, **with_cache(cache))
-        hook.remove()
+    hook = ours.model.layers[1].register_forward_pre_hook(intrude)
+    ours(ids, **with_cache(cache))
+    hook.remove()
     assert len(intruders) == 3
     for error in intruders:
         assert isinstance(error, RuntimeError)
         assert "one cache per thread" in str(error)
     alone = H2OCache(ours.config, **SMALL)
-    with torch.no_grad():
-        expected = ours(ids, **with_cache(alone))
-        step = ours(ids[:, :1], **with_cache(cache)).logits
-        want = ours(ids[:, :1], **with_cache(expected[CACHE])).logits
+    expected = ours(ids, **with_cache(alone))
+    step = ours(ids[:, :1], **with_cache(cache)).logits
+    want = ours(ids[:, :1], **with_cache(expected[CACHE])).logits
     torch.testing.assert_close(step, want, rtol=0, atol=0)
 
 
@@ -71,9 +69,8 @@ def test_a_cache_goes_from_thread_to_thread():
     ours = model("llama")
     (ids,) = prompts(20)
     cache = H2OCache(ours.config, **SMALL)
-    with torch.no_grad():
-        elsewhere(lambda: ours(ids, **with_cache(cache)))
-        ours(ids[:, :1], **with_cache(cache))
+    elsewhere(lambda: ours(ids, **with_cache(cache)))
+    ours(ids[:, :1], **with_cache(cache))
     assert cache.get_seq_length() == 21
 
     def fail(*_):
@@ -223,7 +220,7 @@ def test_a_suspended_generate_all_leaves_the_model_as_it_was():
     for result in results:
         got.append(result.ids)
         assert plain.config._attn_implementation == "sdpa"
-        with simulated(plain, **SMALL), torch.no_grad():
+        with simulated(plain, **SMALL):
             plain(texts[0], use_cache=False)
     assert got == expected
     dropped = generate_all(plain, prompts_, **config)

@@ -51,8 +51,7 @@ def test_copies_of_an_enabled_model_are_enabled(duplicate):
     assert twin._h2o_patches.patches[-1].cache.report().layers[0].kept == [4]
     disable(twin)
     assert greedy(twin, inputs, 12).tolist() == small != full
-    with torch.no_grad():
-        assert twin(**inputs)[CACHE] is twin._h2o_patches.patches[-1].cache
+    assert twin(**inputs)[CACHE] is twin._h2o_patches.patches[-1].cache
     disable(twin)
     assert twin.config._attn_implementation == "sdpa"
     assert greedy(twin, inputs, 12).tolist() == full
@@ -71,9 +70,9 @@ def test_compiled_models():
     plain = model("llama", "sdpa")
     compiled = torch.compile(plain, backend="eager")
     (ids,) = prompts(20)
-    with patched(plain, **SMALL), torch.no_grad():
+    with patched(plain, **SMALL):
         tokens, logits = greedy(plain, {"input_ids": ids}, STEPS), plain(ids).logits
-    with patched(compiled, **SMALL) as patch, torch.no_grad():
+    with patched(compiled, **SMALL) as patch:
         assert greedy(compiled, {"input_ids": ids}, STEPS).tolist() == tokens.tolist()
         out = compiled(ids)
         assert out[CACHE] is patch.cache
@@ -86,7 +85,7 @@ def test_a_compiled_model_that_falls_into_many_graphs():
     continuation.warn_of_many_graphs.__wrapped__.cache_clear()
     ours, (ids,) = model("llama"), prompts(20)
     compiled = torch.compile(ours, backend="eager")
-    with warnings.catch_warnings(record=True) as raised, torch.no_grad():
+    with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         cache = H2OCache(ours.config, **SMALL)
         for part in ids.split([18, 1, 1], dim=1):
@@ -133,11 +132,10 @@ def test_prompts_that_were_tuned():
 def by_hand(wrapped, ids, config, tokens):
     """Greedy decoding whose first pass alone goes through the wrapper."""
     cache = H2OCache(wrapped.get_base_model().config, config)
-    with torch.no_grad():
-        new = [wrapped(input_ids=ids, **with_cache(cache)).logits[0, -1].argmax()]
-        for _ in range(tokens - 1):
-            last = wrapped.get_base_model()(new[-1].reshape(1, 1), **with_cache(cache))
-            new.append(last.logits[0, -1].argmax())
+    new = [wrapped(input_ids=ids, **with_cache(cache)).logits[0, -1].argmax()]
+    for _ in range(tokens - 1):
+        last = wrapped.get_base_model()(new[-1].reshape(1, 1), **with_cache(cache))
+        new.append(last.logits[0, -1].argmax())
     return [int(token) for token in new]
 
 
@@ -167,8 +165,7 @@ def test_rows_with_prompts_that_were_tuned(kind, rows):
     (chunked,) = h2o.generate_all(wrapped, [ids], full, rows=1, generation_config=settings)
     assert chunked.ids == by_hand(wrapped, texts[1], full, 8)
     prefix = H2OCache(wrapped.get_base_model().config, full)
-    with torch.no_grad():
-        wrapped(input_ids=texts[1][:, :16], **with_cache(prefix))
+    wrapped(input_ids=texts[1][:, :16], **with_cache(prefix))
     (after,) = h2o.generate_all(wrapped, [ids], full, rows=1, prefix=prefix, max_new_tokens=8)
     assert after.ids == chunked.ids
 

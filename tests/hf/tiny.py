@@ -6,12 +6,14 @@ numbers, and which of its layers are H2O's. Tests cross it with modes and polici
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import importlib.util
 import inspect
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -446,6 +448,8 @@ LATENT_AND_STATES = {
 """Layers with latents beside layers with states."""
 WITH_STATES = [name for name, x in FAMILIES.items() if "states" in x.layers or name in _WITH_KEYS]
 """Convolution or recurrent states, beside keys or instead of them."""
+LAYOUTS = ["qwen3_next", "lfm3", "nemotron_h", "falcon_h1", "zamba2"] if HYBRIDS else []
+"""States before keys, beside a window, beside nothing, in one layer, of a shared block."""
 OTHERS = [name for name in FAMILIES if name not in WITH_STATES]
 PURE = [name for name in OTHERS if "sliding" not in FAMILIES[name].layers]
 HYBRID = [name for name in OTHERS if name not in PURE and "h2o" in FAMILIES[name].layers]
@@ -511,6 +515,17 @@ def model(name: str, attention: str = "h2o") -> Any:
 def shared(name: str, attention: str = "h2o") -> Any:
     """The same model for all tests that change nothing of it: a copy takes as long as ten steps."""
     return model(name, attention)
+
+
+@contextlib.contextmanager
+def failing(part: torch.nn.Module) -> Iterator[None]:
+    """A part of a model that raises instead of running, and so must the block."""
+    hook = part.register_forward_pre_hook(lambda *_: 1 / 0)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            yield
+    finally:
+        hook.remove()
 
 
 def slow_if(slow: bool, *values: Any) -> Any:

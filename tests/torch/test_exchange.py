@@ -342,22 +342,6 @@ def test_inside_of_transforms():
 # ---- Threads -----------------------------------------------------------------------------------
 
 
-def test_the_number_of_threads_of_torch_does_not_matter():
-    rng = torch.Generator().manual_seed(5)
-    query, keys, values = (torch.randn(2, heads, 600, 64, generator=rng) for heads in (8, 4, 4))
-    before = torch.get_num_threads()
-    answers = []
-    try:
-        for threads in (1, 2, 3, 8):
-            torch.set_num_threads(threads)
-            answers.append(ops.attend(2 * query, keys, values))
-    finally:
-        torch.set_num_threads(before)
-    for out, scores in answers[1:]:
-        assert torch.equal(out, answers[0][0])
-        assert torch.equal(scores, answers[0][1])
-
-
 def test_a_call_leaves_the_settings_of_the_processor_alone():
     """Denormal numbers stay what they are for the rest of the process."""
     make("attend").run()

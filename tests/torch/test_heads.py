@@ -62,18 +62,6 @@ def test_each_head_as_that_head_alone(engine, name):
         assert_same(talk.slots.evicted_score[:, g], alone.slots.evicted_score[:, 0])
 
 
-def test_the_core_keeps_what_the_oracle_keeps():
-    policy, text = POLICIES["everything"], all_heads()
-    talks = [
-        Conversation(e, text, policy, budget=BUDGETS).feed_all(CALLS)
-        for e in (ENGINES["oracle"], ENGINES["core"])
-    ]
-    for (positions, scores), (wanted, wanted_scores) in zip(*(t.kept for t in talks), strict=True):
-        np.testing.assert_array_equal(positions, wanted)
-        np.testing.assert_allclose(scores, wanted_scores, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(talks[0].answer, talks[1].answer, rtol=1e-5, atol=1e-5)
-
-
 def test_equal_budgets_in_a_store_of_one_axis(engine):
     """The store with `starts` and the one without hold the same, and answer the same."""
     policy, text = POLICIES["sinks"], all_heads()

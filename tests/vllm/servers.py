@@ -104,7 +104,9 @@ def serving(
 
 
 @contextlib.contextmanager
-def answering(process: subprocess.Popen, port: int, log: Path) -> Iterator[Server]:
+def answering(
+    process: subprocess.Popen, port: int, log: Path, path: str = "/health"
+) -> Iterator[Server]:
     """A process once it answers, which ends here."""
     try:
         deadline = time.monotonic() + START
@@ -112,7 +114,7 @@ def answering(process: subprocess.Popen, port: int, log: Path) -> Iterator[Serve
             assert time.monotonic() < deadline, log.read_text()[-4000:]
             assert process.poll() is None, log.read_text()[-4000:]
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5)
                 break
             except OSError:
                 time.sleep(1)
@@ -149,12 +151,12 @@ async def answered(client, prompt: list[int], stream: bool, leave: bool = False,
     return tokens
 
 
-def together(server: str, requests: list, **options) -> list:
+def together(server: str, requests: list, headers: Any = None, **options) -> list:
     """The answers of as many clients as requests, all at once; every other one is a stream."""
 
     async def run():
-        address = f"{server}/v1"
-        async with openai.AsyncOpenAI(base_url=address, api_key="none", timeout=300) as client:
+        shared = {"base_url": f"{server}/v1", "api_key": "none", "default_headers": headers}
+        async with openai.AsyncOpenAI(**shared, timeout=300) as client:
             calls = [
                 answered(client, prompt, **{"stream": i % 2 == 0} | options)
                 for i, prompt in enumerate(requests)

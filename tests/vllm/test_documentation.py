@@ -27,7 +27,9 @@ def block(beginning: str) -> str:
 def test_the_server_and_its_clients(tmp_path):
     """By curl, and by the `openai` client with a budget of its own."""
     port, log = free_port(), tmp_path / "log"
-    lines = block("python -m vllm").replace("localhost:8000", f"127.0.0.1:{port}")
+    lines = block(f"python -m vllm.entrypoints.openai.api_server --model {MODEL}").replace(
+        "localhost:8000", f"127.0.0.1:{port}"
+    )
     command, _, asked = lines.partition("curl")
     command = shlex.split(command.replace(MODEL, FOLDER))
     assert command[0] == "python"

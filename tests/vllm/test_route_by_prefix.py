@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import runpy
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from tests.launch import ROOT
 from tests.vllm.engines import after_prefix, alone, prompts
 from tests.vllm.servers import (
     SMALL,
+    Server,
     answering,
     free_port,
     launched,
@@ -33,6 +37,10 @@ web = pytest.importorskip("aiohttp.web")
 
 SCRIPT = ROOT / "examples/route_by_prefix.py"
 PREFIX = 40
+
+VLLM_ROUTER = shutil.which(
+    "vllm-router", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+)
 
 
 class Node:
@@ -155,32 +163,69 @@ def test_streams_and_errors_are_passed_on():
     asyncio.run(check())
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, with_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def servers(llama, tmp_path_factory):
+    """Two of one model. A test may end the second one if no test follows."""
+    logs, environment = tmp_path_factory.mktemp("logs"), {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with (
+        serving(llama[0], logs / "0", environment) as one,
+        serving(llama[0], logs / "1", environment) as other,
+    ):
+        yield one, other
+
+
+def forked(servers: tuple[Server, ...]) -> list[float]:
+    """Requests of each server that have begun with a stored prompt."""
+    time.sleep(SECONDS + 3)
+    return [metric(server.address, "h2o:forked_requests_total") for server in servers]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_two_servers_answer_as_one(tmp_path):
+@pytest.mark.skipif(VLLM_ROUTER is None, reason="vllm-router is not installed (make test-vllm)")
+def test_vllm_router_finds_prefixes_again(servers, llama, tmp_path):
+    """Each on the server that its header leads to, with the answers of a single server."""
+    beginnings = prompts((PREFIX,) * 8, 5)
+    port, log = free_port(), tmp_path / "log"
+    nodes, before = [server.address for server in servers], forked(servers)
+    command = [VLLM_ROUTER, "--port", str(port), "--policy", "consistent_hash", "--worker-urls"]
+    with answering(launched([*command, *nodes], log), port, log) as router:
+        for i, beginning in enumerate(beginnings):
+            requests = [beginning + rest for rest in prompts((5, 60, 20), i)]
+            wanted = after_prefix(llama[1], requests, PREFIX, H2OConfig(**SMALL))
+            named = {"headers": {"x-session-id": str(i)}, "vllm_xargs": {"h2o_prefix": PREFIX}}
+            assert together(router.address, requests, **named) == wanted
+        with pytest.raises(openai.BadRequestError, match="h2o_heavy must be from 0"):
+            together(router.address, requests[:1], stream=False, vllm_xargs={"h2o_heavy": -3})
+    found = [now - then for now, then in zip(forked(servers), before, strict=True)]
+    assert sum(found) == 2 * len(beginnings)
+    assert min(found) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_two_servers_answer_as_one(servers, llama, tmp_path):
     """Prefixes are found again, each is stored on one of them. Then one is killed."""
-    folder = tmp_path / "model"
-    model, config = with_tokenizer(folder), H2OConfig(**SMALL)
+    model, config = llama[1], H2OConfig(**SMALL)
     beginnings = prompts((PREFIX,) * 8, 7)
     requests = [beginning + rest for beginning in beginnings for rest in prompts((5, 60, 20), 8)]
     wanted = after_prefix(model, requests, PREFIX, config)
-    environment, port = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, free_port()
-    arguments, log = {"vllm_xargs": {"h2o_prefix": PREFIX}}, tmp_path / "log"
-    with (
-        serving(folder, tmp_path / "0.log", environment) as one,
-        serving(folder, tmp_path / "1.log", environment) as other,
-    ):
-        nodes = [one.address, other.address]
-        command = [sys.executable, SCRIPT, "--port", str(port), "--nodes", *nodes]
-        with answering(launched(command, log), port, log) as router:
-            assert together(router.address, requests, **arguments) == wanted
-            time.sleep(SECONDS + 3)
-            stored = sum(metric(node, "h2o:forked_requests_total") for node in nodes)
-            assert stored == len(requests) - len(beginnings)
-            assert together(one.address, requests, **arguments) == wanted
-            assert together(router.address, requests[::5]) == alone(model, requests[::5], config)
-            with pytest.raises(openai.BadRequestError, match="h2o_heavy must be from 0"):
-                together(router.address, requests[:1], stream=False, vllm_xargs={"h2o_heavy": -3})
-            other.process.terminate()
-            other.process.wait(60)
-            assert together(router.address, requests, **arguments) == wanted
+    port, arguments, log = free_port(), {"vllm_xargs": {"h2o_prefix": PREFIX}}, tmp_path / "log"
+    nodes, before = [server.address for server in servers], forked(servers)
+    command = [sys.executable, SCRIPT, "--port", str(port), "--nodes", *nodes]
+    with answering(launched(command, log), port, log) as router:
+        assert together(router.address, requests, **arguments) == wanted
+        assert sum(forked(servers)) - sum(before) == len(requests) - len(beginnings)
+        assert together(nodes[0], requests, **arguments) == wanted
+        assert together(router.address, requests[::5]) == alone(model, requests[::5], config)
+        with pytest.raises(openai.BadRequestError, match="h2o_heavy must be from 0"):
+            together(router.address, requests[:1], stream=False, vllm_xargs={"h2o_heavy": -3})
+        servers[1].process.terminate()
+        servers[1].process.wait(60)
+        assert together(router.address, requests, **arguments) == wanted

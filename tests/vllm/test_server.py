@@ -74,7 +74,7 @@ def test_requests_have_budgets_of_their_own_within_a_page(server, llama):
         ((90, 5), H2OConfig(heavy=11, recent=5)),
     ):
         arguments = dict(zip(("h2o_heavy", "h2o_recent"), asked, strict=True))
-        answers = together(server, requests, vllm_xargs=arguments)
+        answers = together(server, requests, vllm_xargs=arguments | {"h2o_pinned": []})
         assert answers == alone(llama[1], requests, config, NEW)
 
 
@@ -89,6 +89,9 @@ def test_requests_have_budgets_of_their_own_within_a_page(server, llama):
         ({"h2o_prefix": 0}, "h2o_prefix must be a number of tokens from 1"),
         ({"h2o_pinned": "system"}, "h2o_pinned: this process does not see chats"),
         ({"h2o_pinned": "4:x"}, "'4:x' is neither system nor prompt nor spans of tokens"),
+        ({"h2o_pinned": 4}, 'h2o_pinned must be spans of tokens as text, such as "0:40,100:120"'),
+        ({"h2o_pinned": [0, 40]}, r"h2o_pinned must be spans of tokens .* not \[0, 40\]"),
+        ({"h2o_pinned": ["12"]}, r"h2o_pinned must be spans of tokens .* not \['12'\]"),
     ],
 )
 def test_wrong_budgets_and_pins_are_errors_of_the_client(server, arguments, reason):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o import compat
+from h2o.compat_wrappers import layers_by_base, merged_state
 
 FEW = 64
 """Tokens up to which the layout pays."""
@@ -27,8 +28,9 @@ def packed_weights(model: nn.Module) -> Iterator[int]:
     Of a model in bfloat16: each `nn.Linear` on the CPU has its weight a second time, in oneDNN's
     layout. Answers are the same but for rounding. Linear modules that are quantized, offloaded or
     cut over processes, prompts, training and `torch.compile` go on as before, as does everything
-    where the CPU has no instructions for bfloat16. A weight that changes is laid out again when it
-    is next read; what is written through its `.data` is not seen.
+    where the CPU has no instructions for bfloat16. A weight that changes, or that PEFT merges an
+    adapter into, is laid out again when it is next read. What others write through its `.data` is
+    not seen.
 
     Yields:
         The bytes of the second copies, which are free again after the block.
@@ -36,9 +38,10 @@ def packed_weights(model: nn.Module) -> Iterator[int]:
     forwards = []
     try:
         if compat.has_packed_linear():
+            wrappers = layers_by_base(model)
             for module in model.modules():
                 if type(module) is nn.Linear and "forward" not in vars(module):
-                    forward = _Forward(module)
+                    forward = _Forward(module, wrappers.get(module))
                     if forward.serves(module.weight):
                         forward.packed(module.weight)
                         module.forward = forward  # type: ignore[method-assign, assignment]
@@ -51,11 +54,12 @@ def packed_weights(model: nn.Module) -> Iterator[int]:
 
 
 class _Forward:
-    """The forward of a linear module, with its weight in oneDNN's layout."""
+    """The forward of a linear module, with its weight in oneDNN's layout. `wrapper`: PEFT's layer
+    around the module, if any."""
 
-    def __init__(self, module: nn.Linear) -> None:
-        self.module = module
-        self._of: tuple[int, int, int] | None = None
+    def __init__(self, module: nn.Linear, wrapper: Any = None) -> None:
+        self.module, self.wrapper = module, wrapper
+        self._of: tuple[Any, ...] | None = None
         self._packed: Tensor | None = None
         self._weight = module.weight
 
@@ -78,7 +82,9 @@ class _Forward:
 
     def packed(self, weight: Tensor) -> Tensor:
         """The weight in oneDNN's layout, as it is now."""
-        of = id(weight), weight.data_ptr(), compat.tensor_version(weight)
+        of: tuple[Any, ...] = id(weight), weight.data_ptr(), compat.tensor_version(weight)
+        if self.wrapper is not None:
+            of += merged_state(self.wrapper)
         if self._packed is None or self._of != of:
             with torch.no_grad():
                 self._packed = compat.pack_linear_weight(weight.detach())

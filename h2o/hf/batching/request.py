@@ -113,15 +113,7 @@ class Settings:
 
     def prompt_ids(self, prompt: Prompt) -> Tensor:
         """Token ids [1, n]."""
-        if isinstance(prompt, str) or _is_chat(prompt):
-            if self.tokenizer is None:
-                raise ValueError("prompts are texts: give the tokenizer, or prompts as token ids")
-            if isinstance(prompt, str):
-                prompt = self.tokenizer(prompt)["input_ids"]
-            else:
-                prompt = self.tokenizer.apply_chat_template(
-                    prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
+        prompt = tokenize(prompt, self.tokenizer)
         ids = torch.as_tensor(prompt, device="cpu")
         if ids.numel() == 0:
             raise ValueError("a prompt without tokens")
@@ -179,6 +171,24 @@ class Settings:
         if config != self.config:
             raise ValueError("a request after a prefix has the prefix' budget: config=None")
         return self.prefix.fork()
+
+
+def tokenize(prompt: Prompt, tokenizer: Any) -> Any:
+    """The token ids of a text or a chat; other prompts as they are.
+
+    Raises:
+        ValueError: a text or a chat, and no tokenizer.
+    """
+    is_chat = _is_chat(prompt)
+    if not (is_chat or isinstance(prompt, str)):
+        return prompt
+    if tokenizer is None:
+        raise ValueError("prompts are texts: give the tokenizer, or prompts as token ids")
+    if not is_chat:
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(
+        prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
 
 
 def _is_chat(prompt: Prompt) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.continuation import check_text, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import take_over
 from h2o.hf.cache.readable_cache import ReadableCache
-from h2o.hf.families.layer_kinds import has_states, kind_of
+from h2o.hf.families.layer_kinds import has_states, kind_of, warn_of_windows
 from h2o.hf.families.wrappers import check_pins
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
@@ -105,11 +104,7 @@ class H2OCache(ReadableCache):
         self.not_dealt, self.model_shape = plan.not_dealt, plan.model_shape
         self.config = plan.h2o_config
         if not plan.plans:
-            warnings.warn(
-                f"nothing is evicted: every layer of {config.model_type} has a sliding window and "
-                "keeps transformers' own cache",
-                stacklevel=2,
-            )
+            warn_of_windows(config, stacklevel=3)
 
     @classmethod
     def from_dynamic_cache(
@@ -226,6 +221,7 @@ class H2OCache(ReadableCache):
         except RuntimeError as error:
             raise ValueError(f"{path}: {error}") from error
         cache_file.restore_guard(loaded.guard, content)
+        loaded.not_dealt = content["settings"].get("not_dealt", "")
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -13,7 +13,9 @@ from h2o.config import H2OConfig, one_config
 from h2o.config_fields import ConfigFields, Pinned
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.second_reading import REPEAT, forward, read_twice
+from h2o.hf.families.layer_kinds import counts_padding
 from h2o.hf.families.wrappers import check_no_tuned_prompt, input_device
+from h2o.hf.support import transformers_layers
 
 
 @torch.no_grad()
@@ -76,7 +78,8 @@ def compress_document(
         TypeError: `input_ids` that is no tensor.
         UnsupportedError: prompt tuning; with two readings cache-relative positions and a model that
             is cut over several processes.
-        ValueError: an empty document; a mask of another shape; `by_attention` out of range; a
+        ValueError: an empty document; a mask of another shape, or with padding after a token where
+            layers have sliding windows or states; `by_attention` out of range; a
             second reading without a tokenizer, or of a document that leaves none of the model's
             positions for its repetition; arguments of a second reading where there is one.
     """
@@ -102,6 +105,7 @@ def compress_document(
         raise ValueError("input_ids has no tokens: the document is empty")
     device = input_device(model)
     ids, mask = input_ids.to(device), mask.bool().to(device)
+    _check_padding(model.config, mask)
     progress = progress or (lambda done, columns: None)
     if readings == 2:
         return read_twice(
@@ -113,3 +117,13 @@ def compress_document(
     forward(model, cache, ids, mask, mask[:, :0])
     progress(ids.shape[1], ids.shape[1])
     return cache
+
+
+def _check_padding(config: Any, mask: Tensor) -> None:
+    """Raises ValueError for padding that layers of transformers' own would count as text."""
+    follows = bool((mask[:, :-1] & ~mask[:, 1:]).any())
+    if follows and counts_padding(transformers_layers(config)):
+        raise ValueError(
+            "attention_mask has padding after a token, which this model's sliding windows and "
+            'states would count as text: pad on the left (tokenizer.padding_side = "left")'
+        )

@@ -182,11 +182,12 @@ class _Reader:
 
 
 def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Token ids and mask [B, Q] of rows of different lengths, padded on the left."""
+    """Token ids and mask [B, Q] of rows of different lengths, padded on the right: padding between
+    a document and its repetition would stand in windows and states."""
     longest = max(map(len, rows))
-    ids = torch.stack([nn.functional.pad(x, (longest - len(x), 0)) for x in rows])
+    ids = torch.stack([nn.functional.pad(x, (0, longest - len(x))) for x in rows])
     real = [torch.ones_like(x, dtype=torch.bool) for x in rows]
-    return ids, torch.stack([nn.functional.pad(x, (longest - len(x), 0)) for x in real])
+    return ids, torch.stack([nn.functional.pad(x, (0, longest - len(x))) for x in real])
 
 
 def _other_layers(cache: H2OCache) -> dict[int, Any]:

@@ -7,6 +7,8 @@ A layer may have both states and keys; then its states stay transformers' own.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -81,9 +83,24 @@ def full_layers(text: Any) -> list[int]:
     return [index for index, layer in enumerate(layers_of(text)) if kind_of(layer) == "h2o"]
 
 
+def warn_of_windows(config: Any, *, stacklevel: int) -> None:
+    """Warn that a model with this config has nothing to evict."""
+    warnings.warn(
+        f"nothing is evicted: every layer of {config.model_type} has a sliding window and keeps "
+        "transformers' own cache",
+        stacklevel=stacklevel,
+    )
+
+
 def has_states(layer: Any) -> bool:
     """Whether a layer has convolution or recurrent states, with keys or without."""
     return isinstance(layer, StatesLayer)
+
+
+def counts_padding(layers: Iterable[Any]) -> bool:
+    """Whether some layers take padding that follows a token for text, as sliding windows and
+    states do."""
+    return any(kind_of(layer) == "sliding" or has_states(layer) for layer in layers)
 
 
 def type_refusal(layer_type: str) -> str | None:

@@ -31,7 +31,7 @@ ENTRIES = 1 << 21
 """Most attention entries in memory at a time, where torch computes them"""
 ROWS = 1024
 """Queries of each head in one call of the core"""
-TILE = 16
+TILE = 8
 """Queries of one matrix product in `_nearest`"""
 
 

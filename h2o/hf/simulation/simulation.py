@@ -30,7 +30,7 @@ from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.attention.attention_hook import attending
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.latent_attention import over_latents, trace_latents
-from h2o.hf.families.layer_kinds import kind_of
+from h2o.hf.families.layer_kinds import kind_of, warn_of_windows
 from h2o.hf.families.shared_keys import reusing
 from h2o.hf.families.wrappers import unwrap
 from h2o.hf.prompt import prompt_budget
@@ -105,6 +105,8 @@ def simulated(
         LayerPlan.of(config, i, len(layers)) if kind_of(layer) == "h2o" else None
         for i, layer in enumerate(layers)
     ]
+    if not any(plans):
+        warn_of_windows(model.config, stacklevel=4)
     shared = reusing(model.config)
     if shared and masks is not None:
         raise UnsupportedError(
