@@ -31,7 +31,7 @@ template <int DEPTH> struct sums_buffer {
  * rows of more than 128 elements registers have no room for all. */
 template <int DEPTH> struct key_matrices {
     enum { KEPT = DEPTH <= 128 };
-    bool all; /* the warp's keys are there */
+    uint32_t present; /* bits of the warp's keys that are there */
     uint16_t (*rows)[DEPTH];
     uint32_t a[KEPT ? DEPTH / 16 : 1][2][4];
 };
@@ -86,9 +86,8 @@ template <int DEPTH> DEVICE void keep_keys(key_matrices<DEPTH> *keys) {
     sync_block();
 }
 
-/* Whether all keys of the warp are there. */
-template <int DEPTH> DEVICE bool are_keys(const uint32_t *is_key) {
-    return warp_all(is_key[first_key<DEPTH>() + threadIdx.x % 32] != 0);
+template <int DEPTH> DEVICE uint32_t present_keys(const uint32_t *is_key) {
+    return warp_ballot(is_key[first_key<DEPTH>() + threadIdx.x % 32] != 0);
 }
 
 /* The dot products of a warp's keys with a turn of columns: of 16 keys with all of them, then of the
@@ -161,8 +160,8 @@ DEVICE void add_matrix_column_sums(const attend_item *item, key_matrices<DEPTH> 
     TAKEN(matrix_sums_of_quantized, numbers);
     NO_UNROLL
     for (int at = column_share<DEPTH>() * turn; at < columns; at += sharing * turn) {
-        const bool unseen = warp + ahead >= at + turn || at >= count;
-        const bool unmasked = keys->all && warp + ahead + 31 <= at && at + turn <= count;
+        const bool unseen = keys->present == 0 || warp + ahead >= at + turn || at >= count;
+        const bool unmasked = keys->present == ~0u && warp + ahead + 31 <= at && at + turn <= count;
         TAKEN(matrix_sums_unseen, unseen);
         TAKEN(matrix_sums_unmasked, unmasked);
         if (unseen) continue;
@@ -197,7 +196,7 @@ DEVICE void sum_over_queries(const attend_item *item, const sums_share *share, b
     key_matrices<DEPTH> keys;
     load_keys<DEPTH, TYPE>(item, stored, first, buffer, &keys);
     keep_keys<DEPTH>(&keys);
-    keys.all = are_keys<DEPTH>(buffer->is_key);
+    keys.present = present_keys<DEPTH>(buffer->is_key);
     fetch_queries<DEPTH>(item, &queries, share->begin, begin, 0, buffer);
     int stage = 0;
     for (unsigned h = share->begin; h < share->end; h++) {

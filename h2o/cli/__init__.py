@@ -123,7 +123,8 @@ def run(options: argparse.Namespace) -> int:
         try:
             check(options.parser, options)
         except OSError as error:
-            options.parser.error(f"cannot read {error.filename}: {error.strerror}")
+            reason = f"cannot read {error.filename}: {error.strerror}"
+            options.parser.error(reason if error.filename else str(error))
         except (TypeError, ValueError) as error:
             options.parser.error(str(error))
     from h2o.errors import UnsupportedError, UserError

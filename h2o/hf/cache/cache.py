@@ -221,6 +221,7 @@ class H2OCache(ReadableCache):
         except RuntimeError as error:
             raise ValueError(f"{path}: {error}") from error
         cache_file.restore_guard(loaded.guard, content)
+        loaded.not_dealt = content["settings"].get("not_dealt", "")
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -229,13 +229,14 @@ def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
 
 
 def _settings(cache: Any) -> dict[str, Any]:
-    """Arguments that make such a cache: fields of `H2OConfig` for JSON, and flags."""
+    """What makes such a cache: fields of `H2OConfig` for JSON, what they replace, and flags."""
     fields = {x.name: getattr(cache.config, x.name) for x in dataclasses.fields(H2OConfig)}
     if isinstance(fields["head_shares"], Profile):
         fields["head_shares"] = fields["head_shares"].as_dict()
     first = next((x for x in cache.layers if isinstance(x, H2OLayer)), None)
     return {
         "config": fields,
+        "not_dealt": cache.not_dealt,
         "trace": first is not None and first.traced,
         "compileable": first is not None and isinstance(first.stepper, CapturedStepper),
     }
