@@ -136,7 +136,8 @@ def test_tokens_of_smollm2(entry):
     lengths = (5, 200, 64, 120, 1, 90, 170, 33)
     requests = [ids[7 * n + k :][:n] for k in (0, 1) for n in lengths]
     wanted = alone(model, requests, config)
-    assert wanted != alone(model, requests, H2OConfig.full())
+    longest = slice(1, None, len(lengths))
+    assert wanted[longest] != alone(model, requests[longest], H2OConfig.full())
     with engine(models.embedded_folder(), entry, kv_cache_memory_bytes=64 * MiB) as llm:
         assert served(llm, requests) == wanted
 
