@@ -198,7 +198,8 @@ def test_simulation_equals_the_cache(chosen, prompt_length):
     "family", [slow_if(name in TWINS or name in KEPT_ALIKE, name) for name in ROTARY]
 )
 def test_every_model_type(family):
-    prove(model(family), text(2, tokens=40), 20, 5e-3, **SMALL)
+    (ids,) = prompts(36)
+    prove(model(family), ids, 20, 5e-3, **SMALL)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
