@@ -30,8 +30,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o"
 
 
-def unreadable(file: str | Path, error: OSError | UnicodeDecodeError) -> str:
-    """What an error says of a text file that cannot be read."""
+def explain_unreadable(file: str | Path, error: OSError | UnicodeDecodeError) -> str:
+    """Say why a text file cannot be read, for an error."""
     reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
     return f"cannot read {file}: {reason}"
 
@@ -45,7 +45,7 @@ def read_text(file: Path) -> str:
     try:
         return file.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(unreadable(file, error)) from error
+        raise UserError(explain_unreadable(file, error)) from error
 
 
 def make_writable(folder: Path) -> None:

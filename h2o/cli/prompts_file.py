@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
-from h2o.filesystem import atomic_write, lock, make_writable, unreadable
+from h2o.filesystem import atomic_write, explain_unreadable, lock, make_writable
 from h2o.model_identity import files_fingerprint
 from h2o.result_cells import fingerprint
 
@@ -93,7 +93,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     try:
         options.lines = list(_lines(Path(options.prompts)))
     except (OSError, UnicodeDecodeError) as error:
-        parser.error(f"argument --prompts: {unreadable(options.prompts, error)}")
+        parser.error(f"argument --prompts: {explain_unreadable(options.prompts, error)}")
     except ValueError as error:
         parser.error(f"argument --prompts: {error}")
 

@@ -7,7 +7,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from h2o.filesystem import unreadable
+from h2o.filesystem import explain_unreadable
 
 ARTICLE = "lighthouse.txt"
 """A file of h2o/data: 2100 tokens about an invented lighthouse, so that no model has seen it."""
@@ -29,7 +29,7 @@ def read(parser: argparse.ArgumentParser, argument: str, name: str) -> str:
             content = sys.stdin.buffer.read()
         text = content.decode("utf-8-sig")  # without the mark that some editors put first
     except (OSError, UnicodeDecodeError) as error:
-        parser.error(f"argument {argument}: {unreadable(name, error)}")
+        parser.error(f"argument {argument}: {explain_unreadable(name, error)}")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

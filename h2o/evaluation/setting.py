@@ -123,7 +123,7 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
         names = [part]
         if ":" not in head and head != "full":
             if head not in KINDS:
-                raise ValueError(f"setting {part!r}: {unknown(head)}")
+                raise ValueError(f"setting {part!r}: {explain_unknown(head)}")
             if not amounts:
                 raise ValueError(f"{part!r} has no budget: write {head}:BUDGET, or add --budgets")
             names = ["/".join([_with_budget(head, amount), *options]) for amount in amounts]
@@ -235,13 +235,13 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
         case "mask-local" | "mask-global" | "mask-flexgen", [heavy, recent]:
             return H2OConfig(heavy=heavy, recent=recent), kind.removeprefix("mask-")
     if kind not in KINDS:
-        raise ValueError(unknown(kind))
+        raise ValueError(explain_unknown(kind))
     takes = [line.split()[0] for line in GRAMMAR.splitlines() if line.startswith(f"{name}:")]
     raise ValueError(f"not the numbers that it takes: {' or '.join(takes) or kind}")
 
 
-def unknown(kind: str) -> str:
-    """What an error says of a kind that there is not."""
+def explain_unknown(kind: str) -> str:
+    """Say what is wrong with a kind that does not exist, for an error."""
     close = difflib.get_close_matches(kind, KINDS, 1)
     return f"unknown; did you mean {close[0]}?" if close else f"unknown; there are {LISTED}"
 
