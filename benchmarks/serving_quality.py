@@ -45,15 +45,14 @@ def evicting(preset: str, share: float, kv_dtype: str | None) -> tuple[str, str,
 ENGINES = [
     ("vLLM, bfloat16", "100%", {}),
     ("vLLM, fp8_e4m3", "50%", {"kv_cache_dtype": "fp8_e4m3"}),
-    *(evicting("echo", share, "int8-int4") for share in (0.25, 0.1)),
-    evicting("echo", 0.5, None),
-    *(evicting("robust", share, "int8-int4") for share in (0.25, 0.1)),
-    evicting("robust", 0.5, None),
-    ("h2o, every key in int8-int4", "46%", by_h2o(budget=1.0, kv_dtype="int8-int4")),
     ("vLLM, fp8_e5m2", "50%", {"kv_cache_dtype": "fp8_e5m2"}),
     ("h2o, every key in int8", "56%", by_h2o(budget=1.0, kv_dtype="int8")),
-    evicting("echo", 0.2, "int8-int4"),
-    evicting("robust", 0.2, "int8-int4"),
+    ("h2o, every key in int8-int4", "46%", by_h2o(budget=1.0, kv_dtype="int8-int4")),
+    *(
+        evicting(preset, share, None if share == 0.5 else "int8-int4")
+        for preset in ("echo", "robust")
+        for share in (0.5, 0.25, 0.2, 0.1)
+    ),
 ]
 """Each one's name, share of the context's bytes in bfloat16 (for heads of 64 as in SmolLM2,
 bookkeeping of slots included), and options of vLLM's engine"""

@@ -113,8 +113,8 @@ def layers_by_base(model: nn.Module) -> dict[nn.Module, Any]:
 
 
 def merged_state(layer: Any) -> tuple[Any, ...]:
-    """What of a layer of PEFT changes when an adapter is merged into the wrapped module, or taken
-    out of it: PEFT writes through the weight's `.data`, which leaves its version as it was."""
+    """The state of a PEFT layer that changes when an adapter is merged into the wrapped module or
+    taken out of it. PEFT writes through the weight's `.data`, so its version stays as it was."""
     return *layer.merged_adapters, *getattr(layer, "scaling", {}).values()
 
 

@@ -158,7 +158,7 @@ def test_two_runs_do_not_share_an_output(files, tmp_path, capsys):
 
 
 def test_prompts_beyond_the_positions_of_the_model(files, capsys):
-    """As `h2o generate` with one prompt; the model would write gibberish."""
+    """Each is an error of its own, as in `h2o generate`: the model would write gibberish."""
     command, prompts, output = files
     prompts.write_text(json.dumps("x" * 1995) + '\n"short"\n', "utf-8")
     assert cli.main(command) == 1

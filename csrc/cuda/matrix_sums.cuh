@@ -1,8 +1,8 @@
 /* matrix_sums.cuh - sums.cuh with tensor cores: the attention that each key received.
  *
- * A block has 128 keys, 32 of them in the registers of each warp, for which that computes the logits
- * of a tile of queries, a turn of columns after the other. Of rows of more than 128 elements it has
- * 64 keys, and two warps share their columns. Queries come in tiles through two stages of shared
+ * A block has 128 keys, 32 of them in the registers of each warp, which computes their logits for a
+ * tile of queries, some columns at a time. Where rows have more than 128 elements, a block has 64
+ * keys, and two warps share their columns. Queries come in tiles through two stages of shared
  * memory: while one tile's logits and exponentials are computed, the next one is being copied. */
 #ifndef H2O_CUDA_MATRIX_SUMS_CUH
 #define H2O_CUDA_MATRIX_SUMS_CUH

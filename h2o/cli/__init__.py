@@ -123,8 +123,10 @@ def run(options: argparse.Namespace) -> int:
         try:
             check(options.parser, options)
         except OSError as error:
-            reason = f"cannot read {error.filename}: {error.strerror}"
-            options.parser.error(reason if error.filename else str(error))
+            from h2o.filesystem import explain_unreadable
+
+            named = error.filename
+            options.parser.error(explain_unreadable(named, error) if named else str(error))
         except (TypeError, ValueError) as error:
             options.parser.error(str(error))
     from h2o.errors import UnsupportedError, UserError

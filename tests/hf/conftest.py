@@ -9,7 +9,7 @@ from h2o.hf.prompt import prompt_echo
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_gradients():
-    """As in generate()."""
+    """Run all tests of a module without gradients, as generate() does."""
     with torch.no_grad():
         yield
 

@@ -37,7 +37,8 @@ MAPS = {
 
 
 NAMES = [x for x in ("qwen3_next", "qwen3_5", "bamba", "lfm2", "falcon_h1") if x in FAMILIES]
-"""Of gated delta rules, Mamba 2 and convolutions, beside keys and in one layer with them."""
+"""Families with states of gated delta rules, Mamba 2 and convolutions, beside keys and in one
+layer with them."""
 
 
 def mapped(name, ours):

@@ -70,7 +70,7 @@ def longer(inputs, tokens):
     ("name", "new"), checkered([x for x in KINDS if x in FAMILIES | LATENT], [1, 5])
 )
 def test_a_dynamic_cache_is_taken_over_with_all_it_holds(name, new):
-    """Of a padded batch: a budget for all goes on with its tokens, a small one cuts it. Windows are
+    """A full budget continues a padded batch with the same tokens, a small one cuts it. Windows are
     shorter than the text; states and the keys of an image come along."""
     ours, inputs = model(name), with_image(name, batch(prompts(17, 23)))
     theirs = ours if "pixel_values" in inputs else peer(name)

@@ -34,7 +34,7 @@ ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "RAY_worker_niceness": "0"
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_two_engines_answer_as_one(tmp_path):
-    """As an H2OCache, with and without a prefix in common, and wrong requests with the reason.
+    """Answers equal an H2OCache's, with and without a prefix in common; errors give the reason.
     Prompts are texts: Ray's router divides by zero where they are token ids."""
     folder, log, port = tmp_path / "model", tmp_path / "log", free_port()
     model, config = with_tokenizer(folder), H2OConfig(**SMALL)
