@@ -24,7 +24,7 @@ def quantize(x: Tensor, bits: int) -> Tensor:
     """
     x = x.float()
     if bits == 8:
-        scale = _float16(x.abs().amax(-1, keepdim=True) / 127, up=True, finite=_finite(x))
+        scale = _float16(_divide(x.abs().amax(-1, keepdim=True), 127), up=True, finite=_finite(x))
         q = _ratio(x, scale).clamp(-127, 127).to(torch.int8)
         return torch.cat([q.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
     n, D = x.shape
@@ -32,7 +32,7 @@ def quantize(x: Tensor, bits: int) -> Tensor:
     finite = _finite(groups)
     least = _float16(groups.amin(-1, keepdim=True), up=False, finite=None)
     least = least.masked_fill(~finite, 0)
-    width = ((groups.amax(-1, keepdim=True) - least.float()) / 15).clamp(min=0)
+    width = _divide(groups.amax(-1, keepdim=True) - least.float(), 15).clamp(min=0)
     scale = _float16(width, up=True, finite=finite)
     q = _ratio(groups - least.float(), scale).clamp(0, 15).to(torch.uint8)
     nibbles = (q[..., :16] | q[..., 16:] << 4).view(n, D // 2)
@@ -94,6 +94,11 @@ def _float16(x: Tensor, *, up: bool, finite: Tensor | None) -> Tensor:
     bits = bits.masked_fill(tiny, 1 if up else -32767)
     rounded = bits.view(torch.float16).clamp(-most, most)
     return rounded if finite is None else rounded.masked_fill(~finite, torch.nan)
+
+
+def _divide(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once. By a plain number torch on CUDA multiplies with its inverse."""
+    return x / x.new_full((1,), number)
 
 
 def _ratio(x: Tensor, scale: Tensor) -> Tensor:
