@@ -60,8 +60,7 @@ def serving_if_open(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     operations = _serving.get(index)
     if operations is not None:
         return operations
-    if not _is_fake():
-        _warn_not_open(f"the torch backend serves steps on {_device(index)}")
+    _warn_not_open(f"the torch backend serves steps on {_device(index)}")
     return by_torch
 
 
@@ -75,8 +74,6 @@ def _warn_not_open(what: str) -> None:
 
 
 def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
-    if _is_fake():
-        return by_torch
     if _is_capturing():
         _warn_not_open(
             "kernels cannot be checked while a CUDA graph is captured, so the torch backend serves "
@@ -198,11 +195,18 @@ def _with_attention(kernels: SimpleNamespace, prompts: dict[int, str]) -> Simple
 # ---- State of torch ----------------------------------------------------------------------------
 
 
-def _is_fake() -> bool:
-    """Whether tensors are a compiler's, which have a shape and nothing to compute with."""
-    import torch
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor is a compiler's, which has a shape and no memory for a kernel to read."""
+    return isinstance(tensor, _fake_types())
 
-    return type(torch.empty(0, dtype=torch.float32, device="cpu")) is not torch.Tensor
+
+@functools.cache
+def _fake_types() -> tuple[type, ...]:
+    """Looked up once: each step asks `is_fake` in every layer."""
+    from torch._subclasses import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return FakeTensor, FunctionalTensor
 
 
 def _is_capturing() -> bool:
