@@ -128,7 +128,7 @@ def test_a_prompt_by_torchs_attention_waits_for_nothing_and_is_captured(way, D, 
         torch.zeros(2, 2, 200, device=DEVICE), D**-0.5, 0.0, Policy(), None, None, None,
     )  # fmt: skip
     operations = cuda._kernels(backends._portable()) if ON_GPU else backends.core
-    attend = prompt_attention.attend_by(WAYS[way], operations.attend, least_tokens=1, strict=True)
+    attend = prompt_attention.attend_by(lambda _: WAYS[way], operations.attend, strict=True)
     try:
         attend(*call)
     except (AttributeError, RuntimeError) as error:
