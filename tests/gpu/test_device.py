@@ -144,6 +144,18 @@ def test_a_prompt_by_torchs_attention_waits_for_nothing_and_is_captured(way, D, 
     torch.testing.assert_close(call.scores, wanted.scores, rtol=1e-3, atol=1e-3)
 
 
+def test_a_measurement_of_torchs_attention_takes_little_memory():
+    if not ON_GPU:
+        pytest.skip("make test-gpu")
+    by_torch, before = backends._portable(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    ways = prompt_attention.fastest(
+        cuda._kernels(by_torch), by_torch, 128, DEVICE, torch.cuda.synchronize
+    )
+    assert torch.cuda.max_memory_allocated() - before < 150e6
+    assert {*ways.values()} <= {*WAYS, ""}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_work_goes_on_the_current_stream(dtype):
     """A step that ran on another would find the token that was there before."""
