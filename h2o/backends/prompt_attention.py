@@ -73,8 +73,8 @@ class Measured(NamedTuple):
 
 
 MEASURED = (Measured(LEAST_TOKENS, 2048, 32, 8, 32), Measured(16384, 16384, 8, 2, 4 * 32))
-"""Prompts of a model with 32 layers of 32 query heads. The longer one has a quarter of the heads in
-four times as many calls: as much work, in a quarter of the memory, some 120 MB for a depth of 128."""
+"""Prompts of a model with 32 layers of 32 query heads. The longer one has a quarter of the heads
+in four times as many calls: as much work in a quarter of the memory (120 MB for a depth of 128)."""
 
 SAMPLE = 4
 

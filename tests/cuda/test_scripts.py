@@ -119,7 +119,7 @@ def test_all_that_a_gpu_is_tested_with(checkout, library):
     assert done.returncode == 0, done.stdout
     assert done.stdout.count(RIGHT) == 1
     assert done.stdout.count(SANITIZED) == 1
-    assert "4 passed" in done.stdout
+    assert "6 passed" in done.stdout
     assert tools_run(checkout) == ["memcheck", "racecheck", "synccheck", "initcheck"]
 
 
