@@ -285,10 +285,6 @@ template <int TILES> DEVICE void dots_to_logits(float c[TILES][4], float scale, 
         c[i / 4][i % 4] = capped_large(c[i / 4][i % 4], softcap, inverse);
 }
 
-/* An exponent of 2: from how large a row max on it is subtracted before the unit comes in, as its
- * product with that would be too coarse. */
-#define FAR 16777216.0f
-
 /* Where there is no cap, logits stay products: what one of these is as a logit, ... */
 DEVICE float logit_unit(float scale, float softcap) {
     return softcap > 0.0f || !(scale > 0.0f) ? 1.0f : scale;
