@@ -34,7 +34,7 @@ def test_a_stage_that_fails_costs_the_others_nothing(tmp_path):
         day.Stage("missing", 60, ("no-such-program",)),
         stage("right", "import os; print(os.environ['WORD'])"),
     ]
-    outcomes = day.run_all(chosen, 100, {**os.environ, "WORD": "heard"}, tmp_path)
+    outcomes = day.run_all([(x,) for x in chosen], 100, {**os.environ, "WORD": "heard"}, tmp_path)
     assert [x.text for x in outcomes] == ["ended with 3", "left out: no no-such-program", "done"]
     assert [x.failed for x in outcomes] == [True, False, False]
     text = day.report(outcomes)
@@ -49,20 +49,46 @@ def test_a_stage_ends_at_its_limit_with_all_that_it_started(tmp_path):
         "x = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         f"open({str(child)!r}, 'w').write(str(x.pid)); time.sleep(600)"
     )
-    outcomes = day.run_all([stage("slow", code, 5), stage("next", "")], 100, os.environ, tmp_path)
+    chosen = [(stage("slow", code, 5),), (stage("next", ""),)]
+    outcomes = day.run_all(chosen, 100, os.environ, tmp_path)
     assert [x.text for x in outcomes] == ["stopped after 5 s", "done"]
     assert is_gone(int(child.read_text()))
 
 
+def test_stages_of_a_group_run_side_by_side_and_alone(tmp_path):
+    """Each of the first two waits for the other; the third finds both ended."""
+    meet = (
+        "import pathlib, time\n"
+        "here, there = (pathlib.Path({folder!r}, x) for x in {names})\n"
+        "here.touch()\n"
+        "while not there.exists(): time.sleep(0.05)\n"
+        "here.with_suffix('.left').touch()"
+    )
+    a, b = (meet.format(folder=str(tmp_path), names=names) for names in (("a", "b"), ("b", "a")))
+    after = f"import os; assert {{'a.left', 'b.left'}} <= {{*os.listdir({str(tmp_path)!r})}}"
+    chosen = [(stage("a", a), stage("b", b)), (stage("after", after),)]
+    outcomes = day.run_all(chosen, 100, os.environ, tmp_path)
+    assert [(x.stage.name, x.text) for x in outcomes] == [
+        ("a", "done"), ("b", "done"), ("after", "done"),
+    ]  # fmt: skip
+
+
+def test_nothing_timed_runs_beside_others(tmp_path):
+    (beside,) = [x for x in day.stages("cuda", False, tmp_path) if len(x) > 1]
+    assert [x.name for x in beside] == ["tests", *day.SANITIZERS]
+
+
 def test_what_the_time_is_not_enough_for_is_a_failure(tmp_path):
-    (outcome,) = day.run_all([stage("late", "")], 0, os.environ, tmp_path)
+    (outcome,) = day.run_all([(stage("late", ""),)], 0, os.environ, tmp_path)
     assert (outcome.text, outcome.failed) == ("left out: no time left", True)
 
 
 def test_every_target_is_one_of_the_makefile(tmp_path):
     if not Path("Makefile").is_file():
         pytest.skip("needs a checkout")
-    targets = {x for one in day.stages("cuda", True, tmp_path) for x in one.command[1:]}
+    targets = {
+        x for group in day.stages("cuda", True, tmp_path) for one in group for x in one.command[1:]
+    }
     targets = {x for x in targets if x.startswith("gpu-")}
     targets.remove("gpu-kernels")  # which calls make, and would be made
     assert len(targets) == 6

@@ -155,11 +155,12 @@ DEVICE int64_t list_candidates(const evict_item *item, const h2o_ranking *rankin
             return x;
         },
         [&](int64_t i, const candidate_read &x) {
-            item->marks[i] = x.index >= 0 ? EVICTED : EMPTY;
-            if (x.index < 0) return;
-            count += 1.0;
-            item->rank_keys[i] = h2o_policy_slot_key(ranking, ranking->kind, weighted, x.score,
+            const bool empty = x.index < 0;
+            const uint32_t key = h2o_policy_slot_key(ranking, ranking->kind, weighted, x.score,
                                                      position_by(item, i, x.index), x.norm);
+            item->marks[i] = empty ? EMPTY : EVICTED;
+            item->rank_keys[i] = empty ? 0 : key; /* which is read with the others, and not used */
+            count += !empty;
         });
     return (int64_t)block_sum(count, buffer);
 }

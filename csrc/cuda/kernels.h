@@ -18,10 +18,14 @@ enum {
     STEP_THREADS = 128, /* of a block */
     STEP_SLOTS = 128,   /* slots of a head for each block, ... */
     STEP_PARTS = 64,    /* ... but at most so many blocks for a head */
-#ifdef H2O_SMALL_BLOCKS /* for ThreadSanitizer, whose number of threads is limited */
+#ifdef H2O_SMALL_BLOCKS /* for ThreadSanitizer, whose number of threads is limited, and tests */
     EVICT_THREADS = 128,
+    STEP_BLOCKS = 4,
+    STEP_QUANTIZED_BLOCKS = 4,
 #else
     EVICT_THREADS = 256,
+    STEP_BLOCKS = 1536,          /* of a step, before they have several parts each, ... */
+    STEP_QUANTIZED_BLOCKS = 384, /* ... and of one over quantized rows */
 #endif
     MOVE_THREADS = 128,
     MOVE_ROWS = 32, /* keys, or values, for each block that moves them */
@@ -33,7 +37,7 @@ enum {
     SUMS_TILES = 32,     /* ... of so many tiles of queries each: see cuda_sums_parts */
     STEP_HEADS = 4,      /* query heads for which a key is loaded once; */
     STEP_COLUMNS = 8,    /* with tensor cores: such heads, columns of a matrix, ... */
-    STEP_ROWS = 16,      /* ... and slots that a warp multiplies at a time */
+    STEP_ROWS = 16,      /* ... slots that a warp multiplies at a time, ... */
     STEP_LOADS = 4,      /* slots whose rows a thread loads before it uses the first */
     SCORES_LOADED = 8,   /* slots whose logits and scores a thread loads likewise at the end, ... */
     STEP_PARTS_READ = 8, /* ... and parts */
@@ -88,7 +92,7 @@ typedef struct {
 /* Parts of so many slots. For each of their R heads shared memory has to have a factor of each part
  * and two numbers more at the end. */
 H2O_INLINE int64_t cuda_step_parts(int64_t slots, int64_t R) {
-    const int64_t wanted = cuda_ceil(slots, STEP_SLOTS), fitting = STEP_FLOATS / R - 2;
+    const int64_t wanted = cuda_ceil(slots, STEP_SLOTS), fitting = STEP_FLOATS / (uint32_t)R - 2;
     const int64_t most = fitting < STEP_PARTS ? fitting : STEP_PARTS;
     return wanted < most ? wanted : most;
 }
@@ -109,13 +113,25 @@ H2O_INLINE step_layout cuda_step_layout(const h2o_step_params *p) {
     return at;
 }
 
-/* Bytes of a block's shared memory; depth: of warp_outputs<depth>, 0: none. */
-#define CUDA_STEP_OUTPUTS(depth)                                                                   \
-    (STEP_WARPS * (STEP_COLUMNS / 2 * 4 * (2 * (depth) + 4) + 8 * STEP_COLUMNS))
-H2O_INLINE unsigned cuda_step_shared(int depth) {
-    const unsigned outputs = depth > 0 ? CUDA_STEP_OUTPUTS(depth) : 0;
+/* Sizes of a warp's warp_outputs<depth> and float_ring<depth>; halves of the latter. */
+#define CUDA_STEP_OUTPUTS(depth) (STEP_COLUMNS / 2 * 4 * (2 * (depth) + 4) + 8 * STEP_COLUMNS)
+#define CUDA_STEP_HALVES(depth) ((depth) > 128 ? 2 : 3)
+#define CUDA_STEP_RING(depth) (CUDA_STEP_HALVES(depth) * STEP_ROWS * 2 * (depth))
+
+/* Bytes of a block's shared memory; depth: 0 without tensor cores. */
+H2O_INLINE unsigned cuda_step_shared(int depth, bool bytes) {
+    const unsigned of_warp = CUDA_STEP_OUTPUTS(depth) + (bytes ? 0 : CUDA_STEP_RING(depth));
+    const unsigned of_warps = depth > 0 ? STEP_WARPS * of_warp : 0;
     const unsigned floats = STEP_FLOATS * sizeof(float);
-    return (outputs > floats ? outputs : floats) + STEP_KEPT;
+    return (of_warps > floats ? of_warps : floats) + STEP_KEPT;
+}
+
+/* Blocks for the parts of each of so many heads: one for each part as long as they are few, else one
+ * for several parts in sequence, which begins and ends once. What they compute is the same. */
+H2O_INLINE int64_t cuda_step_blocks(int64_t parts, int64_t heads, bool bytes) {
+    const int64_t blocks = bytes ? STEP_QUANTIZED_BLOCKS : STEP_BLOCKS;
+    const int64_t most = heads < blocks ? blocks / heads : 1;
+    return cuda_ceil(parts, cuda_ceil(parts, most));
 }
 
 /* ---- attend -------------------------------------------------------------- */

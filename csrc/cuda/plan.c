@@ -147,8 +147,9 @@ static void plan_step(const h2o_step_params *params, cuda_plan *plan) {
     const int kind = kind_of(type, true) - 1; /* among those of matrices */
     const int first = (floats ? STEP_MATRICES : STEP_BYTES) + kind * SIZES;
     *plan = (cuda_plan){.workspace = at.bytes, .counted = at.counted, .depth = CUDA_WIDE};
-    add_launch(plan, matrices ? first + size_of(d->D) : STEP, params, sizeof *params, at.parts,
-               d->G, d->B, STEP_THREADS, cuda_step_shared(matrices ? depth_of(d->D) : 0));
+    const int64_t blocks = matrices ? cuda_step_blocks(at.parts, d->B * d->G, !floats) : at.parts;
+    add_launch(plan, matrices ? first + size_of(d->D) : STEP, params, sizeof *params, blocks, d->G,
+               d->B, STEP_THREADS, cuda_step_shared(matrices ? depth_of(d->D) : 0, !floats));
 }
 
 /* The tokens after the dense part, a window after the other. At least one token is in that part. */

@@ -3,8 +3,9 @@
  *
  * The slots of a head are split among several blocks, as in Flash-Decoding (Dao et al., 2023):
  *
- *   1. every block: logits of its part, their row max, row sum of the exponentials relative to it,
- *      and products of these with the values (step_part.cuh, step_matrix.cuh);
+ *   1. every block: logits of a part, their row max, row sum of the exponentials relative to it,
+ *      and products of these with the values (step_part.cuh, step_matrix.cuh); of several parts in
+ *      sequence where there are many heads;
  *   2. the last block of a head to finish: factors exp(part's max - max) / row sum and outputs,
  *      always in the order of the parts, so that results do not depend on which block that is;
  *   3. scores = decay * scores + softmax weights of the R heads, or the largest of these; the
@@ -45,10 +46,11 @@ DEVICE step_item item_of(const h2o_step_params *p, const step_kept *kept) {
     return item;
 }
 
-/* part(item, index) does what step 1 says. Grid: parts, G, B. */
-template <typename PART>
+/* attend(item, part, last) does what step 1 says of parts part..last-1. Grid: cuda_step_blocks, G,
+ * B. */
+template <typename ATTEND>
 DEVICE void step_block(const h2o_step_params *p, char *workspace, unsigned char *shared,
-                       step_kept *kept, PART part) {
+                       step_kept *kept, ATTEND attend) {
     const int64_t g = blockIdx.y, b = blockIdx.z;
     if (!is_token(&p->mask, b, 0)) { /* the same for all blocks of a row */
         if (blockIdx.x == 0) clear_outputs(p, b, g);
@@ -58,7 +60,8 @@ DEVICE void step_block(const h2o_step_params *p, char *workspace, unsigned char 
     sync_block();
     const auto open = [=] { return item_of(p, kept); };
     const step_item item = open();
-    part(&item, (int)blockIdx.x);
+    const uint32_t x = blockIdx.x, parts = (uint32_t)item.parts;
+    attend(&item, (int)(x * parts / gridDim.x), (int)((x + 1) * parts / gridDim.x));
     TAKEN(step_of_several_parts, gridDim.x > 1);
     uint32_t *const counters = (uint32_t *)workspace + b * (p->dims.G + 1);
     if (!arrive_last(&counters[g], gridDim.x)) return;
@@ -67,19 +70,21 @@ DEVICE void step_block(const h2o_step_params *p, char *workspace, unsigned char 
     write_length(&p->slots.seen_tokens, kept->item.head.row, kept->item.length + 1);
 }
 
-DEVICE step_kept *kept_in(unsigned char *shared, int depth) {
-    return (step_kept *)(shared + cuda_step_shared(depth) - STEP_KEPT);
+DEVICE step_kept *kept_in(unsigned char *shared, int depth, bool bytes) {
+    return (step_kept *)(shared + cuda_step_shared(depth, bytes) - STEP_KEPT);
 }
 
 /* Any rows. */
-DEVICE void step_any(const h2o_step_params *p, char *workspace, unsigned char *shared, int depth) {
-    step_block(p, workspace, shared, kept_in(shared, depth),
-               [&](const step_item *item, int part) { step_part(item, part, (float *)shared); });
+DEVICE void step_any(const h2o_step_params *p, char *workspace, unsigned char *shared, int depth,
+                     bool bytes) {
+    step_block(
+        p, workspace, shared, kept_in(shared, depth, bytes),
+        [&](const step_item *item, int part, int) { step_part(item, part, (float *)shared); });
 }
 
 BOUNDED_KERNEL(h2o_cuda_step, h2o_step_params, STEP_THREADS, 3) {
     DYN_SHARED(shared);
-    step_any(&params, workspace, shared, 0);
+    step_any(&params, workspace, shared, 0, true);
 }
 EXPORT_KERNEL(h2o_cuda_step, h2o_step_params)
 
@@ -87,11 +92,11 @@ EXPORT_KERNEL(h2o_cuda_step, h2o_step_params)
 template <int DEPTH, h2o_dtype TYPE, bool BYTES>
 DEVICE void step_matrices(const h2o_step_params *p, char *workspace, unsigned char *shared) {
     if constexpr (CAPABILITY < 80 && TYPE == H2O_BF16) {
-        step_any(p, workspace, shared, DEPTH);
+        step_any(p, workspace, shared, DEPTH, BYTES);
     } else {
-        step_block(p, workspace, shared, kept_in(shared, DEPTH),
-                   [&](const step_item *item, int part) {
-                       matrix_part<DEPTH, TYPE, BYTES>(item, part, shared);
+        step_block(p, workspace, shared, kept_in(shared, DEPTH, BYTES),
+                   [&](const step_item *item, int part, int last) {
+                       matrix_parts<DEPTH, TYPE, BYTES>(item, part, last, shared);
                    });
     }
 }

@@ -70,7 +70,7 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
     item.store = open_store(&p->slots, &item.head, D);
     item.evicted_score = (double *)h2o_at(&p->slots.evicted_score, row, g, 0);
     item.parts = at.parts;
-    item.part_slots = (uint32_t)cuda_ceil(item.slots, at.parts);
+    item.part_slots = ((uint32_t)item.slots + (uint32_t)at.parts - 1) / (uint32_t)at.parts;
     const int64_t first =
         b * at.slots + (h2o_given(&p->slots.starts) ? item.head.offset : g * cuda_slots(&p->slots));
     item.logits = (float *)(workspace + at.logits) + first * R;
@@ -78,6 +78,12 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
     item.row_sum = (float *)(workspace + at.row_sum) + head_index * at.parts * R;
     item.outputs = (float *)(workspace + at.outputs) + head_index * at.parts * R * D;
     return item;
+}
+
+/* The first slot of a part, and the one after its last. */
+DEVICE int part_begin(const step_item *item, int64_t part) {
+    const int begin = (int)part * (int)item->part_slots, slots = (int)item->slots;
+    return begin < slots ? begin : slots;
 }
 
 /* Whether a part of the slots, begin..end-1, is that of the new token. */

@@ -1,23 +1,25 @@
-/* step_matrix.cuh - step_part.cuh with tensor cores: one block's part of a decode step where
- * queries and rows are of the same 16 bits, or the rows quantized.
+/* step_matrix.cuh - step_part.cuh with tensor cores: a block's parts of a decode step where queries
+ * and rows are of the same 16 bits, or the rows quantized. plan.c says which steps these are.
  *
- * A warp has STEP_ROWS slots at a time and STEP_COLUMNS query heads, of which each lane computes
+ * A warp has STEP_ROWS slots at a time, a tile, and STEP_COLUMNS query heads, of which each lane
+ * computes
  *
  *   1. S of head lane_row() with slots lane_column(), the next one, and those 8 further on: the
  *      product of matrices [heads, D] and [D, slots]. D may be taken in any order, so a lane's
- *      elements of both are the runs that it loads, with no way through shared memory;
+ *      elements of both are whole runs;
  *   2. running row max m, P = exp(S - m), row sum l, and the rescaling of O;
- *   3. O += P V as [D, slots] x [slots, heads]. Of V a matrix wants pairs of slots, which it gets
- *      by mixing the words of two rows; P lies in the registers as step 1 has left it.
+ *   3. O += P V as [D, slots] x [slots, heads]; P lies in the registers as step 1 has left it.
  *
- * At the end the warps' O, m and l are combined in order. As in a prompt, products are exact and
- * sums those of floats, but for P, which is rounded to 16 bits (pack_weights). plan.c says which steps these are:
- * those over aligned rows of floats, or quantized ones. */
+ * Floats come through shared memory ahead of their use (step_ring.cuh), quantized rows straight to
+ * registers (step_numbers.cuh). After each part the warps' O, m and l are combined in order. As in a
+ * prompt, products are exact and sums those of floats, but for P, which is rounded to 16 bits
+ * (pack_weights). */
 #ifndef H2O_CUDA_STEP_MATRIX_CUH
 #define H2O_CUDA_STEP_MATRIX_CUH
 
 #include "step_part.cuh"
 #include "step_numbers.cuh"
+#include "step_ring.cuh"
 
 /* A warp's softmax over the slots so far: of head lane_row() the row max and the lane's share of
  * the row sum; of heads lane_column() and the next O, of the elements that output_of names. */
@@ -101,29 +103,24 @@ template <int DEPTH> DEVICE void update_softmax(float x[4], step_state<DEPTH> *s
 }
 
 /* Steps 1 to 3 for slots first.. of those before `end`. */
-template <int DEPTH, h2o_dtype TYPE, typename KEYS, typename VALUES>
+template <int DEPTH, h2o_dtype TYPE, typename ROWS>
 DEVICE void step_tile(const step_item *item, int first, int end, const vec16 query[DEPTH / 32],
-                      step_state<DEPTH> *state) {
-    KEYS keys;
-    VALUES values;
+                      ROWS *rows, step_state<DEPTH> *state) {
     float x[4];
-    keys.load(item, first, end);
-    if (DEPTH <= 128) values.load(item, first, end); /* registers have room for both */
-    head_dots<DEPTH, TYPE>(query, &keys, x);
-    if (DEPTH > 128) {
-        sync_warp(); /* keeps the compiler from loading both at once */
-        values.load(item, first, end);
-    }
+    rows->load_keys(item, first, end);
+    head_dots<DEPTH, TYPE>(query, &rows->keys, x);
+    rows->load_values(item, first, end);
     write_logits<DEPTH>(item, end - first, x, state);
     update_softmax<DEPTH>(x, state);
-    values.weigh(x);
+    rows->values.weigh(x);
     const uint32_t b[2] = {pack_weights<TYPE>(x[0], x[1], 0), pack_weights<TYPE>(x[2], x[3], 0)};
     UNROLL
     for (int i = 0; i < DEPTH / 16; i++) {
         uint32_t a[4];
-        values.pairs(i, a);
+        rows->values.pairs(i, a);
         multiply<TYPE>(state->output[i], a, b);
     }
+    rows->leave(item);
 }
 
 /* ---- The warps of a block ------------------------------------------------ */
@@ -140,9 +137,9 @@ DEVICE void leave_outputs(const step_state<DEPTH> *state, warp_outputs<DEPTH> *l
     UNROLL
     for (int i = 0; i < DEPTH / 16; i++) {
         const float *const x = state->output[i];
-        const vec16 four = {{float_bits(x[0] * unit), float_bits(x[1] * unit),
-                             float_bits(x[2] * unit), float_bits(x[3] * unit)}};
-        store16(&left->pairs[lane_column() / 2][2 * VALUES::output_of(i)], four);
+        float *const to = &left->pairs[lane_column() / 2][2 * VALUES::output_of(i)];
+        UNROLL
+        for (int k = 0; k < 4; k++) to[k / 2 * 2 * VALUES::APART + k % 2] = x[k] * unit;
     }
     if (lane_column() == 0) {
         left->row_max[lane_row()] = state->row_max;
@@ -219,13 +216,23 @@ DEVICE void combine_warps(const step_item *item, int r, int part, const warp_out
     }
 }
 
-template <int DEPTH, h2o_dtype TYPE, typename KEYS, typename VALUES>
-DEVICE void part_by_tiles(const step_item *item, int part, warp_outputs<DEPTH> *left) {
-    const int begin = part_begin(item, part), end = part_begin(item, part + 1);
-    const int warp = threadIdx.x / 32, own = begin + warp * STEP_ROWS, heads = (int)item->R;
+/* Of a block, by warps. */
+template <int DEPTH, typename ROWS> struct step_shared {
+    warp_outputs<DEPTH> left[STEP_WARPS];
+    typename ROWS::shared rows[STEP_WARPS];
+};
+
+template <int DEPTH, h2o_dtype TYPE, typename ROWS>
+DEVICE void parts_by_tiles(const step_item *item, int part, int last, unsigned char *memory) {
+    step_shared<DEPTH, ROWS> *const shared = (step_shared<DEPTH, ROWS> *)memory;
+    const int warp = threadIdx.x / 32, heads = (int)item->R;
+    ROWS rows;
+    rows.open(item, part, last, &shared->rows[warp]);
+    TAKEN(matrix_step_of_several_parts, part + 1 < last);
     NO_UNROLL
-    for (int r = 0; r < heads; r += STEP_COLUMNS) {
-        const int head = r + lane_row();
+    for (int r = 0; part < last; r += STEP_COLUMNS) {
+        const int begin = part_begin(item, part), end = part_begin(item, part + 1);
+        const int own = begin + warp * STEP_ROWS, head = r + lane_row();
         vec16 query[DEPTH / 32];
         step_state<DEPTH> state = {};
         TAKEN(matrix_step_of_many_heads, r > 0);
@@ -236,30 +243,35 @@ DEVICE void part_by_tiles(const step_item *item, int part, warp_outputs<DEPTH> *
         state.is_head = head < heads;
         state.logits = item->logits + (state.is_head ? head : heads - 1) * item->head.slots + own +
                        lane_column();
-        load_heads<DEPTH, KEYS>(item, r, query);
-        sync_block(); /* the token is stored; outputs of other heads have been read */
+        load_heads<DEPTH, decltype(rows.keys)>(item, r, query);
         NO_UNROLL
         for (int first = own; first < end; first += STEP_WARPS * STEP_ROWS)
-            step_tile<DEPTH, TYPE, KEYS, VALUES>(item, first, end, query, &state);
-        leave_outputs<DEPTH, TYPE, VALUES>(&state, &left[warp]);
+            step_tile<DEPTH, TYPE>(item, first, end, query, &rows, &state);
+        sync_block(); /* outputs before these have been read */
+        leave_outputs<DEPTH, TYPE, decltype(rows.values)>(&state, &shared->left[warp]);
         sync_block();
-        combine_warps<DEPTH>(item, r, part, left);
+        combine_warps<DEPTH>(item, r, part, shared->left);
+        if (r + STEP_COLUMNS < heads) continue;
+        r = -STEP_COLUMNS;
+        part++;
     }
 }
 
-/* All that a block does with its part of the slots. BYTES: rows are quantized. */
+/* All that a block does with parts part..last-1 of the slots. BYTES: rows are quantized. */
 template <int DEPTH, h2o_dtype TYPE, bool BYTES>
-DEVICE void matrix_part(const step_item *item, int part, unsigned char *shared) {
-    static_assert(sizeof(warp_outputs<DEPTH>[STEP_WARPS]) == CUDA_STEP_OUTPUTS(DEPTH));
-    warp_outputs<DEPTH> *const left = (warp_outputs<DEPTH> *)shared;
-    if (has_token(item, part_begin(item, part), part_begin(item, part + 1)))
+DEVICE void matrix_parts(const step_item *item, int part, int last, unsigned char *shared) {
+    if (has_token(item, part_begin(item, part), part_begin(item, last))) {
         store_token<DEPTH>(item);
-    if (!BYTES) {
-        part_by_tiles<DEPTH, TYPE, float_keys<DEPTH>, float_values<DEPTH>>(item, part, left);
+        sync_block();
+    }
+    if constexpr (!BYTES) {
+        parts_by_tiles<DEPTH, TYPE, ring_rows<DEPTH>>(item, part, last, shared);
     } else if (h2o_row_has_scale(item->store.values.type)) {
-        part_by_tiles<DEPTH, TYPE, q8_keys<DEPTH, TYPE>, q8_values<DEPTH, TYPE>>(item, part, left);
+        typedef direct_rows<DEPTH, q8_keys<DEPTH, TYPE>, q8_values<DEPTH, TYPE>> rows;
+        parts_by_tiles<DEPTH, TYPE, rows>(item, part, last, shared);
     } else {
-        part_by_tiles<DEPTH, TYPE, q8_keys<DEPTH, TYPE>, q4_values<DEPTH, TYPE>>(item, part, left);
+        typedef direct_rows<DEPTH, q8_keys<DEPTH, TYPE>, q4_values<DEPTH, TYPE>> rows;
+        parts_by_tiles<DEPTH, TYPE, rows>(item, part, last, shared);
     }
 }
 

@@ -121,6 +121,7 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_keys {
 
 /* A lane's values are 8 bytes of each 64. */
 template <int DEPTH, h2o_dtype TYPE> struct q8_values {
+    enum { APART = 1 };
     q8_bytes<DEPTH, RUN> bytes[4];
     q8_lateness late[2];
     uint32_t scales[2]; /* float16: of two slots each */
@@ -170,7 +171,7 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_values {
 /* Rows begin at multiples of 4 bytes. A word has four elements of a group, and the four that come
  * 16 later in it; all words of a lane are of one group. */
 template <int DEPTH, h2o_dtype TYPE> struct q4_values {
-    enum { EACH = DEPTH / 64 };
+    enum { EACH = DEPTH / 64, APART = 1 };
     uint32_t word[4][EACH], scale_minimum[4];
     uint32_t scales[2], minima[2]; /* float16: of two slots each */
     float scale[4], minimum[4];    /* bfloat16: of numbers 1 + q / 16 */
@@ -251,6 +252,31 @@ template <int DEPTH, h2o_dtype TYPE> struct q4_values {
             if (TYPE != H2O_F16) pairs_of_bf16(k, i / 4, i % 2, high, &a[k]);
         }
     }
+};
+
+/* ---- Both ---------------------------------------------------------------- */
+
+/* A warp's rows straight to registers, which have room for keys and values at once of at most 128
+ * elements. */
+template <int DEPTH, typename KEYS, typename VALUES> struct direct_rows {
+    struct shared {};
+    KEYS keys;
+    VALUES values;
+
+    DEVICE_METHOD void open(const step_item *, int, int, shared *) {}
+
+    DEVICE_METHOD void load_keys(const step_item *item, int first, int end) {
+        keys.load(item, first, end);
+        if (DEPTH <= 128) values.load(item, first, end);
+    }
+
+    DEVICE_METHOD void load_values(const step_item *item, int first, int end) {
+        if (DEPTH <= 128) return;
+        sync_warp(); /* keeps the compiler from loading both at once */
+        values.load(item, first, end);
+    }
+
+    DEVICE_METHOD void leave(const step_item *) {}
 };
 
 #endif

@@ -109,12 +109,6 @@ DEVICE void accumulate_part(const step_item *item, int64_t r, int64_t part, int6
     sync_block();
 }
 
-/* The first slot of a part, and the one after its last. */
-DEVICE int part_begin(const step_item *item, int64_t part) {
-    const int begin = (int)part * (int)item->part_slots, slots = (int)item->slots;
-    return begin < slots ? begin : slots;
-}
-
 /* All that a block does with its part of the slots. */
 DEVICE void step_part(const step_item *item, int64_t part, float *shared) {
     const int64_t begin = part_begin(item, part), end = part_begin(item, part + 1);

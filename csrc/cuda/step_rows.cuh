@@ -1,15 +1,16 @@
-/* step_rows.cuh - keys and values of STEP_ROWS slots for the matrices of step_matrix.cuh, from
- * memory to the registers that want them: floats; step_numbers.cuh has quantized ones.
+/* step_rows.cuh - where the rows of a decode step's tiles are: for step_matrix.cuh, which has them from
+ * step_ring.cuh (floats) or step_numbers.cuh (quantized).
  *
- * A struct for each kind of rows has the same functions. `load` starts to read what a lane needs of
- * slots first.. of those before `end`, and nothing of others. Then
+ * Both have structs with the same functions, for keys and for values:
  *
  *   of keys     pairs(n, i, b) are elements query_run(i / 2) + i % 2 * 4 and the next three of slot
  *               8 n + lane_row(); scale(k) is what a dot product with the lane's kth slot is to be
  *               multiplied by;
- *   of values   pairs(i, a) are elements output_of(i), in a[0] and a[2], and the next one of the
- *               lane's four slots, two in a pair; weigh(x) comes first: it multiplies the weights
- *               of these slots by what `pairs` leaves out.
+ *   of values   pairs(i, a) are elements output_of(i), in a[0] and a[2], and the one APART from it of
+ *               the lane's four slots, two in a pair; weigh(x) comes first: it multiplies the
+ *               weights of these slots by what `pairs` leaves out;
+ *   of both     open, before the first tile; load_keys and load_values of each tile, before its pairs;
+ *               leave, after them.
  *
  * Which elements these are may be chosen at will, so that a lane's follow one another. */
 #ifndef H2O_CUDA_STEP_ROWS_CUH
@@ -20,6 +21,34 @@
 
 /* The kth of the four slots of a tile that a lane has the logits of. */
 DEVICE int lane_slot(int k) { return k / 2 * 8 + lane_column() + k % 2; }
+
+/* Where a warp's tiles are, in sequence: those of each of a block's parts, for STEP_COLUMNS query
+ * heads after the other. */
+struct tile_walk {
+    int part, last; /* of the block's parts; the one after these */
+    int heads;      /* the first of STEP_COLUMNS */
+    int first, end; /* slots of the tile, and of the part */
+
+    /* Goes to the first tile of the part, or of one after it. */
+    DEVICE_METHOD void open(const step_item *item) {
+        for (; part < last; part++) {
+            first = part_begin(item, part) + (int)threadIdx.x / 32 * STEP_ROWS;
+            end = part_begin(item, part + 1);
+            if (first < end) return;
+        }
+    }
+
+    DEVICE_METHOD void advance(const step_item *item) {
+        first += STEP_WARPS * STEP_ROWS;
+        if (first < end) return;
+        heads += STEP_COLUMNS;
+        if (heads >= (int)item->R) {
+            heads = 0;
+            part++;
+        }
+        open(item);
+    }
+};
 
 /* The rows of a tile's slots: byte d of each of those that a lane has. */
 struct tile_rows {
@@ -76,65 +105,5 @@ DEVICE tile_rows values_of_tile(const step_item *item, int first, int end) {
 
 /* Where a lane's values are RUN in sequence of each 64: the first of the ith two. */
 DEVICE int run_output(int i) { return i / 4 * 64 + lane_row() * RUN + i % 4 * 2; }
-
-/* ---- Floats -------------------------------------------------------------- */
-
-template <int DEPTH> struct float_keys {
-    vec16 key[2][DEPTH / 32];
-
-    DEVICE_METHOD static int query_run(int i) { return 32 * i + lane_column() * 4; }
-
-    DEVICE_METHOD void load(const step_item *item, int first, int end) {
-        const tile_rows rows = keys_of_tile(item, first, end);
-        read_tile<DEPTH>(&rows, [&](auto bounds) {
-            UNROLL
-            for (int n = 0; n < 2; n++) {
-                const char *const from = rows.key(n, 2 * query_run(0));
-                const int left = bounds.left_of_key(n, query_run(0));
-                UNROLL
-                for (int i = 0; i < DEPTH / 32; i++)
-                    key[n][i] = 32 * i < left ? load16(from + 64 * i) : vec16{};
-            }
-        });
-    }
-
-    DEVICE_METHOD void pairs(int n, int i, uint32_t b[2]) const {
-        b[0] = key[n][i / 2].w[i % 2 * 2];
-        b[1] = key[n][i / 2].w[i % 2 * 2 + 1];
-    }
-
-    DEVICE_METHOD float scale(int) const { return 1.0f; }
-};
-
-template <int DEPTH> struct float_values {
-    vec16 value[4][DEPTH / 64];
-
-    DEVICE_METHOD static int output_of(int i) { return run_output(i); }
-
-    DEVICE_METHOD void load(const step_item *item, int first, int end) {
-        const tile_rows rows = values_of_tile(item, first, end);
-        read_tile<DEPTH>(&rows, [&](auto bounds) {
-            UNROLL
-            for (int k = 0; k < 4; k++) {
-                const char *const from = rows.value(k, 2 * output_of(0));
-                const int left = bounds.left_of_value(k, output_of(0));
-                UNROLL
-                for (int i = 0; i < DEPTH / 64; i++)
-                    value[k][i] = 64 * i < left ? load16(from + 128 * i) : vec16{};
-            }
-        });
-    }
-
-    DEVICE_METHOD void weigh(float *) const {}
-
-    DEVICE_METHOD void pairs(int i, uint32_t a[4]) const {
-        UNROLL
-        for (int k = 0; k < 4; k++) {
-            const uint32_t first = value[k / 2 * 2][i / 4].w[i % 4];
-            const uint32_t second = value[k / 2 * 2 + 1][i / 4].w[i % 4];
-            a[k] = permute(first, second, k % 2 == 0 ? 0x5410 : 0x7632);
-        }
-    }
-};
 
 #endif

@@ -45,7 +45,7 @@ def serving(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
     on_cpu = getattr(tensor, "is_cpu", None)  # torch's word; others' tensors have none
     if on_cpu is None or not HAS_CORE or (on_cpu and not forced):
         return core
-    if not forced and is_cuda(tensor):
+    if not forced and is_cuda(tensor) and not cuda.is_fake(tensor):
         choose = cuda.serving if opens else cuda.serving_if_open
         return choose(tensor.device.index, _portable())
     return _portable()

@@ -19,15 +19,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import threading
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from h2o import _core
+from h2o.backends.verdict import Verdict, Ways, recall, remember
 
 FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 """The kernels, for every architecture; no part of a plain build."""
@@ -60,8 +60,7 @@ def serving_if_open(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     operations = _serving.get(index)
     if operations is not None:
         return operations
-    if not _is_fake():
-        _warn_not_open(f"the torch backend serves steps on {_device(index)}")
+    _warn_not_open(f"the torch backend serves steps on {_device(index)}")
     return by_torch
 
 
@@ -75,8 +74,6 @@ def _warn_not_open(what: str) -> None:
 
 
 def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
-    if _is_fake():
-        return by_torch
     if _is_capturing():
         _warn_not_open(
             "kernels cannot be checked while a CUDA graph is captured, so the torch backend serves "
@@ -87,12 +84,12 @@ def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     try:
         reason = _load(index)
         if reason is None:
-            verdict = _recall(_facts(index)) or _new_check(index, kernels, by_torch)
+            verdict = recall(_facts(index)) or _new_check(index, kernels, by_torch)
             reason = "; ".join(verdict.mistakes) or None
     except Exception as error:  # no memory left, for one: it says nothing about the kernels
         reason = f"they could not be checked, which the next process tries again ({_line(error)})"
     if reason is None:
-        chosen = _with_attention(kernels, verdict.prompts)
+        chosen = _with_attention(index, kernels, by_torch, verdict.prompts)
     else:
         _reasons[index] = reason
         if FATBIN.is_file():
@@ -180,17 +177,33 @@ def check_operands(name: str, *operands: Any) -> None:
         _core.call(name, "check", *operands)
 
 
-def _with_attention(kernels: SimpleNamespace, prompts: dict[int, str]) -> SimpleNamespace:
-    """The operations, where prompts go by the ways that are chosen for their head dimensions."""
-    if not prompts:
-        return kernels
-    from h2o.backends.prompt_attention import WAYS, attend_by, depth_of
+def _with_attention(
+    index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace, known: dict[int, Ways]
+) -> SimpleNamespace:
+    """The operations, where long prompts go by the ways that are known for their depths. A depth
+    is measured when its first prompt comes."""
+    from h2o.backends.prompt_attention import LEAST_TOKENS, WAYS, attend_by, depth_of
 
-    chosen = {depth: attend_by(WAYS[name], kernels.attend) for depth, name in prompts.items()}
+    def choose(call: Any) -> Any:
+        tokens, D = call.query.shape[2:]
+        depth = depth_of(D)
+        if depth not in known and _is_capturing():
+            return None
+        with _lock:
+            if depth not in known:
+                known[depth] = _new_ways(index, depth, kernels, by_torch)
+        names = [name for least, name in known[depth].items() if tokens >= least]
+        return WAYS[names[-1]] if any(names[-1:]) else None
+
+    by_choice = attend_by(choose, kernels.attend)
 
     def attend(*operands: Any) -> None:
-        check_operands("attend", *operands)
-        chosen.get(depth_of(operands[0].shape[3]), kernels.attend)(*operands)
+        query = operands[0]
+        if query.ndim == 4 and query.shape[2] >= LEAST_TOKENS:
+            check_operands("attend", *operands)  # torch's attention writes before the core does
+            by_choice(*operands)
+        else:
+            kernels.attend(*operands)
 
     return SimpleNamespace(**vars(kernels) | {"attend": attend})
 
@@ -198,11 +211,18 @@ def _with_attention(kernels: SimpleNamespace, prompts: dict[int, str]) -> Simple
 # ---- State of torch ----------------------------------------------------------------------------
 
 
-def _is_fake() -> bool:
-    """Whether tensors are a compiler's, which have a shape and nothing to compute with."""
-    import torch
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor is a compiler's, which has a shape and no memory for a kernel to read."""
+    return isinstance(tensor, _fake_types())
 
-    return type(torch.empty(0, dtype=torch.float32, device="cpu")) is not torch.Tensor
+
+@functools.cache
+def _fake_types() -> tuple[type, ...]:
+    """Looked up once: each step asks `is_fake` in every layer."""
+    from torch._subclasses import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return FakeTensor, FunctionalTensor
 
 
 def _is_capturing() -> bool:
@@ -259,21 +279,6 @@ def _synchronize(index: int) -> None:
 # ---- The check ---------------------------------------------------------------------------------
 
 
-class Verdict(NamedTuple):
-    """Result of a check of a device's kernels."""
-
-    mistakes: list[str]
-    """what they get wrong; empty: they serve"""
-    prompts: dict[int, str]
-    """which attention of torch answers prompts, see `h2o.backends.prompt_attention.fastest`"""
-
-    @property
-    def ways(self) -> str:
-        """The latter in words."""
-        parts = (f"{name} up to head dimension {depth}" for depth, name in self.prompts.items())
-        return ", ".join(parts)
-
-
 def check(index: int, by_torch: SimpleNamespace) -> list[str]:
     """Check the kernels of a device anew, and return their mistakes.
 
@@ -295,22 +300,36 @@ def _device(index: int) -> str:
 
 def _new_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) -> Verdict:
     """The verdict on a device's kernels, which the cache folder then holds."""
-    import torch
+    from h2o.backends import kernel_check
 
-    from h2o.backends import kernel_check, prompt_attention
-
-    facts, device = _facts(index), _device(index)
+    facts = _facts(index)
     _synchronize(index)
-    verdict = Verdict(kernel_check.mistakes(kernels, by_torch, device), {})
-    if not verdict.mistakes:
-        wait = functools.partial(_synchronize, index)
-        try:
-            prompts = prompt_attention.fastest(kernels, by_torch, device, wait)
-        except torch.OutOfMemoryError:  # the next process tries again
-            return verdict
-        verdict = verdict._replace(prompts=prompts)
-    _remember(facts, verdict)
+    verdict = Verdict(kernel_check.mistakes(kernels, by_torch, _device(index)), {})
+    remember(facts, verdict)
     return verdict
+
+
+def _new_ways(index: int, depth: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) -> Ways:
+    """The attention that answers prompts of a depth, which the cache folder then holds."""
+    from h2o.backends import prompt_attention
+
+    wait = functools.partial(_synchronize, index)
+    try:
+        facts = _facts(index)
+        verdict = recall(facts) or Verdict([], {})
+        if depth not in verdict.prompts:  # no other process has measured it meanwhile
+            ways = prompt_attention.fastest(kernels, by_torch, depth, _device(index), wait)
+            verdict.prompts[depth] = ways
+            remember(facts, verdict)
+        return verdict.prompts[depth]
+    except (OSError, RuntimeError) as error:  # no memory left, for one
+        warnings.warn(
+            "h2o's kernels answer prompts in this process, since torch's attention could not be "
+            f"measured, which the next process tries again ({_line(error)})",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+        return {}
 
 
 def _facts(index: int) -> dict[str, Any]:
@@ -328,43 +347,10 @@ def _facts(index: int) -> dict[str, Any]:
     }
 
 
-def _file(facts: dict[str, Any]) -> Path:
-    from h2o.filesystem import cache_folder
-
-    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return cache_folder() / f"check-{name}.json"
-
-
-def _recall(facts: dict[str, Any]) -> Verdict | None:
-    from h2o.backends.prompt_attention import DEPTHS, WAYS
-
-    try:
-        known = json.loads(_file(facts).read_text("utf-8"))
-        prompts = {int(depth): name for depth, name in known["prompts"].items()}
-        if prompts.keys() <= set(DEPTHS) and set(prompts.values()) <= WAYS.keys():
-            return Verdict(list(map(str, known["mistakes"])), prompts)
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    return None
-
-
-def _remember(facts: dict[str, Any], verdict: Verdict) -> None:
-    """Where the folder cannot be written to, every process checks anew."""
-    from h2o.filesystem import atomic_write
-
-    try:
-        path = _file(facts)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as draft:
-            draft.write_text(json.dumps(facts | verdict._asdict(), indent=2), "utf-8")
-    except (OSError, RuntimeError):
-        return
-
-
 def _known_ways(index: int) -> str:
-    """Attention of torch that answers prompts, as far as a check has decided."""
+    """Attention of torch that answers prompts, as far as it has been measured."""
     try:
-        verdict = _recall(_facts(index))
+        verdict = recall(_facts(index))
     except (ImportError, OSError):  # without torch or the kernels none is there
         return ""
     return verdict.ways if verdict else ""

@@ -2,8 +2,8 @@
 
 Flash attention, torch's and cuDNN's, returns the log of each softmax's denominator beside its
 outputs. With these log sums (`known_log_sums`) the kernels compute the scores in one pass over
-queries and keys instead of two. `fastest` measures once which attention a device uses, among those
-whose answers are those of the torch backend.
+queries and keys instead of two. `fastest` measures once which attention a device uses for short and
+for long prompts, among those whose answers are those of the torch backend.
 
 The names of torch used here are private. A version that lacks one of them lacks that attention.
 
@@ -13,6 +13,8 @@ Shape letters as in `h2o.ops`.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -45,7 +47,7 @@ def cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Te
     return out, log_sums.reshape(query.shape[:3])
 
 
-WAYS: dict[str, Attention] = {"flash": flash, "cudnn": cudnn}
+WAYS: dict[str, Attention] = {"flash": flash, "cuDNN": cudnn}
 """Ways by the name that `h2o info` prints."""
 
 DEPTHS = (64, 128, 256)
@@ -57,11 +59,24 @@ LEAST_TOKENS = 1024
 LEAST_SCALE = 1e-6
 """The least scale of q.k: the kernels divide log sums by it."""
 
-MEASURED = (1, 32, 8, 2048)
-"""B, H, G and Q of the prompt that is timed, ..."""
 
-LAYERS = 32
-"""... in as many calls as a model with so many layers makes."""
+class Measured(NamedTuple):
+    """A prompt that is timed."""
+
+    least: int
+    """tokens from which the fastest way serves"""
+    tokens: int
+    H: int
+    G: int
+    calls: int
+    """calls that it makes, of which `SAMPLE` are made"""
+
+
+MEASURED = (Measured(LEAST_TOKENS, 2048, 32, 8, 32), Measured(16384, 16384, 8, 2, 4 * 32))
+"""Prompts of a model with 32 layers of 32 query heads. The longer one has a quarter of the heads
+in four times as many calls: as much work in a quarter of the memory (120 MB for a depth of 128)."""
+
+SAMPLE = 4
 
 
 class AttendOperands(NamedTuple):
@@ -88,14 +103,13 @@ def depth_of(D: int) -> int:
 
 
 def attend_by(
-    attention: Attention,
+    choose: Callable[[AttendOperands], Attention | None],
     attend: Callable[..., None],
     *,
-    least_tokens: int = LEAST_TOKENS,
     strict: bool = False,
 ) -> Callable[..., None]:
-    """The operation `attend`, with the outputs of `attention` where these are all that a call needs
-    of it. The operands have been checked.
+    """The operation `attend`, with the outputs of the attention that `choose` returns where these
+    are all that a call needs of it. The operands have been checked.
 
     Where torch raises, as for a shape that cuDNN has no plan for, `attend` makes the outputs too;
     strict: raise that.
@@ -103,7 +117,8 @@ def attend_by(
 
     def run(*operands: Any) -> None:
         call = AttendOperands(*operands)
-        if call.query.shape[2] >= least_tokens and _suits(call):
+        attention = choose(call) if _suits(call) else None
+        if attention is not None:
             try:
                 call = call._replace(known_log_sums=_answer(attention, call))
             except RuntimeError as error:  # before anything was written
@@ -168,32 +183,40 @@ def _answer(attention: Attention, call: AttendOperands) -> Tensor:
 
 
 def fastest(
-    kernels: SimpleNamespace, by_torch: SimpleNamespace, device: Any, wait: Callable[[], None]
+    kernels: SimpleNamespace,
+    by_torch: SimpleNamespace,
+    depth: int,
+    device: Any,
+    wait: Callable[[], None],
 ) -> dict[int, str]:
-    """The names of the ways that are faster than h2o's own, by the entry of `DEPTHS`.
+    """The fastest ways for an entry of `DEPTHS`, by the tokens from which each serves.
 
     Args:
         kernels, by_torch: the operations of `_core.call`, the latter as the right answers.
         wait: waits for the device.
     """
-    chosen = {}
-    ways = {
-        name: attend_by(attention, kernels.attend, least_tokens=1, strict=True)
+    attends = {"": kernels.attend} | {
+        name: attend_by(_always(attention), kernels.attend, strict=True)
         for name, attention in WAYS.items()
     }
-    for depth in DEPTHS:
-        right = {
-            name: attend
-            for name, attend in ways.items()
-            if _is_right(attend, kernels, by_torch, depth, device)
-        }
-        if not right:
-            continue
+
+    @functools.cache
+    def serves(name: str) -> bool:
+        return not name or _is_right(attends[name], kernels, by_torch, depth, device)
+
+    chosen: dict[int, str] = {}
+    last = ""
+    for prompt in MEASURED if WAYS else ():
         with default_settings(torch.device(device)):
-            right[""] = kernels.attend
-            seconds = {name: _seconds(attend, depth, wait) for name, attend in right.items()}
-        chosen[depth] = min(seconds, key=seconds.__getitem__)
-    return {depth: name for depth, name in chosen.items() if name}
+            seconds = {name: _time(attend, depth, prompt, wait) for name, attend in attends.items()}
+        name = next(name for name in sorted(seconds, key=seconds.__getitem__) if serves(name))
+        if name != last:
+            chosen[prompt.least] = last = name
+    return chosen
+
+
+def _always(attention: Attention) -> Callable[[AttendOperands], Attention]:
+    return lambda call: attention
 
 
 def _is_right(
@@ -207,6 +230,8 @@ def _is_right(
     operations = SimpleNamespace(**vars(kernels) | {"attend": attend})
     try:
         return not kernel_check.mistakes(operations, by_torch, device, cases=_cases(depth))
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, TypeError, RuntimeError):  # this torch or this device has it not
         return False
 
@@ -218,28 +243,50 @@ def _cases(depth: int) -> tuple[kernel_check.Case, ...]:
     )
 
 
-def _seconds(attend: Callable[..., None], D: int, wait: Callable[[], None]) -> float:
+def _time(attend: Callable[..., None], D: int, prompt: Measured, wait: Callable[[], None]) -> float:
+    """`_seconds`; infinitely many where this torch or this device lacks the attention."""
+    try:
+        return _seconds(attend, D, prompt, wait)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, TypeError, RuntimeError):
+        return math.inf
+
+
+def _seconds(
+    attend: Callable[..., None], D: int, prompt: Measured, wait: Callable[[], None]
+) -> float:
     """The time of a prompt's calls of `attend` in all layers, on torch's default device.
 
     The prompt has a length that was not met before, since what plans for it does so in one layer of
     every such prompt.
     """
-    B, H, G, Q = MEASURED
-    device = torch.get_default_device()
-    times = []
-    for tokens in range(Q, Q - 3, -1):
-        query, keys, values = (
-            torch.randn(B, x, tokens, D, dtype=torch.bfloat16, device=device) for x in (H, G, G)
-        )
-        call = AttendOperands(
-            query, keys, values, None, None, torch.empty_like(query).view(B, tokens, H, D),
-            torch.empty(B, G, tokens, dtype=torch.float32, device=device), D**-0.5, 0.0, Policy(),
-            None, None, None,
-        )  # fmt: skip
+
+    def passed(call: AttendOperands, calls: int) -> float:
         wait()
         begin = time.perf_counter()
-        for _ in range(LAYERS):
+        for _ in range(calls):
             attend(*call)
         wait()
-        times.append(time.perf_counter() - begin)
-    return min(times[1:])  # the first one loads what it needs
+        return time.perf_counter() - begin
+
+    passed(_random_call(D, prompt, prompt.tokens - 3), 1)  # loads what it needs
+    call = _random_call(D, prompt, prompt.tokens - 1)
+    first = passed(call, 1)
+    later = min(passed(call, SAMPLE) for _ in range(2)) / SAMPLE
+    return first + (prompt.calls - 1) * later
+
+
+def _random_call(D: int, prompt: Measured, tokens: int) -> AttendOperands:
+    """A call in bfloat16. Its numbers are not those of the program's generator."""
+    device = torch.get_default_device()
+    generator = torch.Generator(device).manual_seed(0)
+    query, keys, values = (
+        torch.randn(1, x, tokens, D, dtype=torch.bfloat16, device=device, generator=generator)
+        for x in (prompt.H, prompt.G, prompt.G)
+    )
+    return AttendOperands(
+        query, keys, values, None, None, torch.empty_like(query).view(1, tokens, prompt.H, D),
+        torch.empty(1, prompt.G, tokens, dtype=torch.float32, device=device), D**-0.5, 0.0,
+        Policy(), None, None, None,
+    )  # fmt: skip

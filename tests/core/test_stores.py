@@ -155,3 +155,27 @@ def test_quantized_rows_move_as_they_are(D, kind):
                 np.testing.assert_array_equal(now[0, g, hole], then[0, g, k])
                 np.testing.assert_array_equal(now[0, g, :hole], then[0, g, :hole])
                 np.testing.assert_array_equal(now[0, g, hole + 1 : k], then[0, g, hole + 1 : k])
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "int8-int4"])
+def test_rows_of_a_large_store_are_what_they_are_alone(kv_dtype):
+    """So many heads that a block of a GPU attends to several parts of each."""
+    B, G, R, S, D = 200, 8, 2, 300, 64
+    random = np.random.default_rng(7)
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape, np.float32).astype(np.float16)
+
+    keys, values, scores = normal(B, G, S, D), normal(B, G, S, D), random.random((B, G, S))
+    token = normal(B, G * R, 1, D), normal(B, G, 1, D), normal(B, G, 1, D)
+
+    def answer(rows: slice) -> list[np.ndarray]:
+        slots = ops.new_slots(keys[rows], S, S // 2, S // 2 - 1, kv_dtype=kv_dtype)
+        ops.evict(keys[rows], values[rows], scores[rows].astype(np.float32), slots)
+        out = ops.step(*(x[rows] for x in token), slots)
+        return [out, slots.scores, slots.positions]
+
+    together = answer(slice(None))
+    for rows in (slice(0, 2), slice(B - 1, None)):
+        for all_rows, some in zip(together, answer(rows), strict=True):
+            np.testing.assert_array_equal(all_rows[rows], some)

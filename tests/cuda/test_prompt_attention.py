@@ -11,7 +11,8 @@ import torch
 
 from h2o import backends, ops
 from h2o.backends import cuda, prompt_attention
-from h2o.backends.prompt_attention import AttendOperands, attend_by
+from h2o.backends.prompt_attention import AttendOperands, Measured, attend_by
+from h2o.backends.verdict import Verdict
 from h2o.policy import Policy
 from tests import inputs
 from tests.cuda.carry import flash
@@ -42,6 +43,10 @@ def prompt(dtype=torch.bfloat16, B=3, D=64, N=130, pads=False, **changes) -> Att
         query, keys, values, mask, None, out, scores, D**-0.5, 0.0, Policy(), None, None, None
     )
     return call._replace(**changes)
+
+
+def always(attention):
+    return lambda call: attention
 
 
 def answers(attend, call):
@@ -83,7 +88,7 @@ def test_outputs_are_torchs_and_scores_those_of_its_log_sums(driver, kernels, wh
     driver.flip(f"h2o_cuda_forward_{name}_{prompt_attention.depth_of(call.query.shape[3])}")
     try:
         assert errors(own, call)[0] > 0.1
-        after = errors(attend_by(flash, own, least_tokens=130), call)
+        after = errors(attend_by(always(flash), own), call)
     finally:
         driver.flip("")
     assert after[0] <= 2 * before[0]
@@ -92,7 +97,7 @@ def test_outputs_are_torchs_and_scores_those_of_its_log_sums(driver, kernels, wh
 
 def test_pads_have_no_outputs_and_no_scores(driver, kernels):
     call = prompt(pads=True)
-    out, scores = answers(attend_by(flash, carried(driver, kernels).attend, least_tokens=1), call)
+    out, scores = answers(attend_by(always(flash), carried(driver, kernels).attend), call)
     assert (out[~call.mask] == 0).all()
     assert (scores[~call.mask[:, None].expand_as(scores)] == 0).all()
 
@@ -111,7 +116,6 @@ LACKING = {
     "a wide head": lambda: prompt(D=264),
     "no scale": lambda: prompt(scale=0.0),
     "a negative scale": lambda: prompt(scale=-0.1),
-    "few tokens": lambda: prompt(N=129),
     "an odd address": lambda: prompt()._replace(query=shifted(prompt().query)),
     "transposed keys": lambda: prompt()._replace(keys=prompt().keys.mT.contiguous().mT),
 }
@@ -121,7 +125,7 @@ LACKING = {
 def test_what_flash_attention_lacks_goes_the_kernels_way(what):
     seen = []
     call = LACKING[what]()
-    attend_by(flash, lambda *operands: seen.append(operands), least_tokens=130)(*call)
+    attend_by(always(flash), lambda *operands: seen.append(operands))(*call)
     assert seen == [tuple(call)]
 
 
@@ -129,14 +133,14 @@ def test_stored_keys_go_the_kernels_way():
     call, seen = prompt(), []
     slots = ops.new_slots(call.keys, 140, 60, 70)
     call = call._replace(slots=slots)
-    attend_by(flash, lambda *operands: seen.append(operands), least_tokens=1)(*call)
+    attend_by(always(flash), lambda *operands: seen.append(operands))(*call)
     assert seen == [tuple(call)]
 
 
 def test_what_torchs_attention_cannot_goes_the_kernels_way():
     call, seen = prompt(), []
     with pytest.warns(RuntimeWarning, match=r"so h2o's kernels do \(no plan\)"):
-        attend_by(unable, lambda *operands: seen.append(operands), least_tokens=1)(*call)
+        attend_by(always(unable), lambda *operands: seen.append(operands))(*call)
     assert seen == [tuple(call)]
     assert (call.out == 7).all()
 
@@ -146,19 +150,23 @@ def test_what_torchs_attention_cannot_goes_the_kernels_way():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that calls have taken; small prompts are measured."""
+    """Seconds that calls have taken; small prompts are measured, of 10 calls each."""
     passed = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(prompt_attention, "MEASURED", (1, 2, 1, 20))
-    monkeypatch.setattr(prompt_attention, "LAYERS", 2)
-    monkeypatch.setattr(prompt_attention, "DEPTHS", (64, 128))
+    short, long = (Measured(least, tokens, 2, 1, 10) for least, tokens in ((7, 20), (40, 40)))
+    monkeypatch.setattr(prompt_attention, "MEASURED", (short, long))
     monkeypatch.setattr(prompt_attention.time, "perf_counter", lambda: passed.seconds)
     return passed
 
 
-def taking(clock, seconds, attention=flash):
-    def run(*operands):
-        clock.seconds += seconds
-        return attention(*operands)
+def taking(clock, seconds, attention=flash, plan=0.0):
+    """An attention that takes so long for each token, and more where a length is new to it."""
+    met = set()
+
+    def run(query, *operands):
+        tokens = query.shape[2]
+        clock.seconds += seconds * tokens + plan * (tokens not in met)
+        met.add(tokens)
+        return attention(query, *operands)
 
     return run
 
@@ -176,70 +184,173 @@ def unable(*operands):
     raise RuntimeError("no plan\nfor this shape")
 
 
-def own(clock, wide, narrow):
-    """The operations, where h2o's attention takes longer than its sums alone, which take 1."""
+def own(clock, seconds):
+    """The operations, where h2o's attention takes so long for each token, and its sums alone 1."""
 
     def attend(*operands):
         call = AttendOperands(*operands)
-        alone = wide if call.query.shape[3] > 64 else narrow
+        alone = seconds
         if call.known_log_sums is not None:  # out stays as it is
             alone, call = 1.0, call._replace(out=call.out.clone())
-        clock.seconds += alone
+        clock.seconds += alone * call.query.shape[2]
         backends.core.attend(*call)
 
     return SimpleNamespace(**vars(backends.core) | {"attend": attend})
 
 
 def chosen(kernels):
-    return prompt_attention.fastest(kernels, backends._portable(), "cpu", lambda: None)
+    return prompt_attention.fastest(kernels, backends._portable(), 64, "cpu", lambda: None)
 
 
 def test_the_fastest_that_is_right_is_chosen(clock, monkeypatch):
     ways = {"slow": taking(clock, 4.0), "quick": taking(clock, 2.0)}
     ways |= {"wrong": taking(clock, 0.0, wrong), "absent": absent, "unable": unable}
     monkeypatch.setattr(prompt_attention, "WAYS", ways)
-    assert chosen(own(clock, wide=4.0, narrow=2.5)) == {128: "quick"}
+    assert chosen(own(clock, 4.0)) == {7: "quick"}
+    assert chosen(own(clock, 2.5)) == {}
     monkeypatch.setattr(prompt_attention, "WAYS", {"absent": absent, "unable": unable})
-    assert chosen(own(clock, wide=4.0, narrow=2.5)) == {}
+    assert chosen(own(clock, 4.0)) == {}
 
 
-def test_a_choice_is_remembered_described_and_used(device, built, monkeypatch):  # noqa: F811
-    calls = []
+@pytest.mark.parametrize(("seconds", "first"), [(9.0, {7: "even"}), (1.9, {})])
+def test_what_plans_for_each_length_is_chosen_for_long_prompts(clock, monkeypatch, seconds, first):
+    """Ten calls of 20 tokens by the even way take 400 seconds, of 40 tokens 800; the other way
+    takes half of that and 250 for the plan."""
+    ways = {"even": taking(clock, 1.0), "planned": taking(clock, 0.0, plan=250.0)}
+    monkeypatch.setattr(prompt_attention, "WAYS", ways)
+    assert chosen(own(clock, seconds)) == first | {40: "planned"}
+
+
+def test_a_measurement_leaves_the_programs_generator_alone(clock, monkeypatch):
+    monkeypatch.setattr(prompt_attention, "WAYS", {"flash": taking(clock, 1.0)})
+    before = torch.get_rng_state()
+    assert chosen(own(clock, 9.0)) == {7: "flash"}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+WORDS = [
+    ({}, ""),
+    ({64: {}, 128: {}}, ""),
+    ({128: {1024: "flash", 16384: "cuDNN"}}, "flash, from 16,384 tokens by cuDNN"),
+    ({64: {1024: "flash"}, 128: {1024: "flash"}, 256: {1024: "flash"}}, "flash"),
+    ({64: {16384: "cuDNN"}}, "h2o's kernels, from 16,384 tokens by cuDNN"),
+    ({64: {1024: "flash", 16384: ""}}, "flash, from 16,384 tokens by h2o's kernels"),
+    (
+        {64: {1024: "flash"}, 128: {1024: "flash"}, 256: {}},
+        "flash (head dimensions up to 128), h2o's kernels (head dimensions up to 256)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("prompts", "words"), WORDS)
+def test_ways_are_said_in_words(prompts, words):
+    assert Verdict([], prompts).ways == words
+
+
+LEAST = prompt_attention.LEAST_TOKENS
+
+
+@pytest.fixture
+def measured(device, monkeypatch):  # noqa: F811
+    """Depths that were measured, and calls that went by torch's attention."""
+    seen = SimpleNamespace(depths=[], calls=[])
 
     def noted(*operands):
-        calls.append(operands[0].shape)
+        seen.calls.append(operands[0].shape[2])
         return flash(*operands)
 
+    def fastest(kernels, by_torch, depth, device, wait):
+        seen.depths.append(depth)
+        return {LEAST: "noted", LEAST + 1: "", LEAST + 2: "noted"}
+
     monkeypatch.setattr(prompt_attention, "WAYS", {"noted": noted})
-    monkeypatch.setattr(prompt_attention, "fastest", lambda *_: {64: "noted"})
+    monkeypatch.setattr(prompt_attention, "fastest", fastest)
+    return seen
+
+
+def attend(call):
     assert serving() == "C"
+    cuda.serving(0, backends._portable()).attend(*call)
+
+
+def remembered(built):
     (file,) = (built.parent / "cache" / "h2o").iterdir()
-    assert json.loads(file.read_text())["prompts"] == {"64": "noted"}
-    said = ops.info()["backends"]["cuda"]
-    assert "outputs of prompts by noted up to head dimension 64" in said
-    forget()
-    monkeypatch.setattr(prompt_attention, "fastest", None)  # an earlier process has chosen
-    assert serving() == "C"
-    call = prompt(B=1, N=prompt_attention.LEAST_TOKENS)
-    operations = cuda.serving(0, backends._portable())
+    return file
+
+
+def test_ways_are_measured_when_asked_for_remembered_and_described(measured, built):
+    attend(prompt(B=1, N=130))
+    attend(prompt(torch.float32, B=1, N=LEAST))
+    assert measured.depths == []
+    call = prompt(B=1, N=LEAST)
     for got, most in zip(
-        errors(operations.attend, call), errors(backends._portable().attend, call), strict=True
+        errors(lambda *operands: attend(operands), call),
+        errors(backends._portable().attend, call),
+        strict=True,
     ):
         assert got <= 2 * most
-    assert calls == [call.query.shape]
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"prompts": {"64": "unknown"}}))
+    assert (measured.depths, measured.calls) == ([64], [LEAST])
     forget()
-    monkeypatch.setattr(prompt_attention, "fastest", lambda *_: {})
-    assert serving() == "C"
-    assert json.loads(file.read_text())["prompts"] == {}
+    attend(call)  # as an earlier process has measured
+    assert measured.depths == [64]
+    attend(prompt(B=1, D=72, N=LEAST))
+    assert measured.depths == [64, 128]
+    prompts = json.loads(remembered(built).read_text())["prompts"]
+    assert prompts["64"] == prompts["128"] == {"1024": "noted", "1025": "", "1026": "noted"}
+    said = ops.info()["backends"]["cuda"]
+    assert "outputs of prompts by noted, from 1,025 tokens by h2o's kernels, from 1,026" in said
 
 
-def test_an_operand_that_is_wrong_is_refused_before_anything_is_written(device, built, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(prompt_attention, "WAYS", {"flash": flash})
-    monkeypatch.setattr(prompt_attention, "fastest", lambda *_: {64: "flash"})
+def test_a_prompts_length_says_by_which_way_it_goes(measured):
+    for N in (LEAST - 1, LEAST, LEAST + 1, LEAST + 3):
+        attend(prompt(B=1, N=N))
+    assert measured.calls == [LEAST, LEAST + 3]
+
+
+@pytest.mark.parametrize(
+    "prompts", [{"64": "noted"}, {"64": {"1024": "unknown"}}, [], {"64": {"x": ""}}]
+)
+def test_ways_that_another_version_remembered_are_measured_anew(measured, built, prompts):
+    call = prompt(B=1, N=LEAST)
+    attend(call)
+    file = remembered(built)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"prompts": prompts}))
+    forget()
+    attend(call)
+    assert measured.depths == [64, 64]
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(measured, monkeypatch):
     assert serving() == "C"
-    call = prompt(N=prompt_attention.LEAST_TOKENS)
-    call = call._replace(scores=call.scores[:, :, 1:])
+    monkeypatch.setattr(cuda, "_is_capturing", lambda: True)
+    call = prompt(B=1, N=LEAST)
+    attend(call)
+    assert measured.calls == measured.depths == []
+    monkeypatch.setattr(cuda, "_is_capturing", lambda: False)
+    attend(call)
+    assert (measured.depths, measured.calls) == ([64], [LEAST])
+
+
+def test_what_could_not_be_measured_is_said_and_not_remembered(measured, built, monkeypatch):
+    def fastest(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    call = prompt(B=1, N=LEAST)
+    with monkeypatch.context() as patch:
+        patch.setattr(prompt_attention, "fastest", fastest)
+        with pytest.warns(RuntimeWarning, match=r"could not be measured.*out of memory"):
+            attend(call)
+    attend(call)
+    assert measured.calls == []
+    forget()
+    attend(call)
+    assert measured.calls == [LEAST]
+
+
+def test_an_operand_that_is_wrong_is_refused_before_anything_is_written(measured):
+    call = prompt(N=LEAST)
+    attend(call)
+    call = call._replace(scores=call.scores[:, :, 1:], out=call.out.fill_(7))
     with pytest.raises(ValueError, match="scores: has shape"):
-        cuda.serving(0, backends._portable()).attend(*call)
+        attend(call)
     assert (call.out == 7).all()

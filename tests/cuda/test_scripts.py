@@ -107,6 +107,7 @@ def tools_run(checkout: Path) -> list[str]:
 
 
 RIGHT = "cuda:0  every operation answers as the torch backend does"
+SANITIZED = "every operation answers as the core does"
 STUBBED = {"STUBBED": "1"}
 """For `make`'s own part: Python and h2o find nothing wrong, at once."""
 
@@ -116,8 +117,9 @@ def test_all_that_a_gpu_is_tested_with(checkout, library):
     sanitizer(checkout)
     done = make(checkout, library, f"GPU_TESTS={TESTS}")
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count(RIGHT) == 2
-    assert "4 passed" in done.stdout
+    assert done.stdout.count(RIGHT) == 1
+    assert done.stdout.count(SANITIZED) == 1
+    assert "6 passed" in done.stdout
     assert tools_run(checkout) == ["memcheck", "racecheck", "synccheck", "initcheck"]
 
 
@@ -126,6 +128,16 @@ def test_what_the_sanitizer_finds_ends_it(checkout, library):
     done = make(checkout, library, FAILING="racecheck", **STUBBED)
     assert done.returncode == 2
     assert tools_run(checkout) == ["memcheck", "racecheck"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "said"), [("", 0, SANITIZED), ("h2o_cuda_step", 1, "step gets out wrong")]
+)
+def test_what_the_sanitizer_looks_at(checkout, library, wrong, code, said):
+    """The kernels run, and what is wrong with their answers is said."""
+    program = (sys.executable, "-m", "tools.gpu.sanitized")
+    done = run(checkout, library, *program, H2O_STANDIN_WRONG=wrong)
+    assert (done.returncode, said in done.stdout) == (code, True), done.stdout
 
 
 def test_without_a_sanitizer_it_is_said(checkout, library):

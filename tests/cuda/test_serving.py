@@ -18,7 +18,7 @@ from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store.layer_state import layer_state, restore
 from h2o.layer_plan import LayerPlan
 from tests.cuda.device import IMAGE, carried
-from tests.devices import forget_default_device
+from tests.devices import elsewhere, forget_default_device
 from tests.inputs import drifting
 
 
@@ -28,7 +28,6 @@ def device(driver, kernels, built, monkeypatch):
     make = cuda._kernels
     monkeypatch.setattr(cuda, "_kernels", lambda by_torch: carried(driver, make(by_torch)))
     monkeypatch.setattr(cuda, "_device", lambda index: "cpu")
-    monkeypatch.setattr(cuda, "_is_fake", lambda: False)
     monkeypatch.setattr(cuda, "_is_capturing", lambda: False)
     monkeypatch.setattr(cuda, "_synchronize", driver.wait)
     monkeypatch.setattr(prompt_attention, "WAYS", {})  # test_prompt_attention.py has these
@@ -326,15 +325,18 @@ def test_a_layer_that_goes_on_elsewhere_opens_the_device_before_its_step(monkeyp
     assert len(opening) == 1, "a step opens none"
 
 
-def test_fake_tensors_are_the_torch_backends_and_warn_nobody(driver):
-    from torch._subclasses import FakeTensorMode
-
+def test_fake_tensors_are_the_torch_backends_and_warn_nobody(device):
+    """They have no memory: also where the device has been opened for others."""
     by_torch = backends._portable()
-    with FakeTensorMode(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert cuda.serving(0, by_torch) is by_torch
-        assert cuda.serving_if_open(0, by_torch) is by_torch
-    assert not cuda._serving
+    for is_open in (False, True):
+        with elsewhere(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tensor = torch.empty(2)
+            assert tensor.is_cuda
+            assert backends.serving(tensor) is by_torch
+            assert backends.serving_if_open(tensor) is by_torch
+        assert bool(cuda._serving) == is_open
+        assert serving() == "C"
 
 
 def test_tensors_go_by_their_device(device, monkeypatch):

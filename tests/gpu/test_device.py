@@ -128,7 +128,7 @@ def test_a_prompt_by_torchs_attention_waits_for_nothing_and_is_captured(way, D, 
         torch.zeros(2, 2, 200, device=DEVICE), D**-0.5, 0.0, Policy(), None, None, None,
     )  # fmt: skip
     operations = cuda._kernels(backends._portable()) if ON_GPU else backends.core
-    attend = prompt_attention.attend_by(WAYS[way], operations.attend, least_tokens=1, strict=True)
+    attend = prompt_attention.attend_by(lambda _: WAYS[way], operations.attend, strict=True)
     try:
         attend(*call)
     except (AttributeError, RuntimeError) as error:
@@ -142,6 +142,18 @@ def test_a_prompt_by_torchs_attention_waits_for_nothing_and_is_captured(way, D, 
     recorded(lambda: attend(*call)).replay()
     torch.testing.assert_close(call.out, wanted.out, rtol=0.02, atol=0.02)
     torch.testing.assert_close(call.scores, wanted.scores, rtol=1e-3, atol=1e-3)
+
+
+def test_a_measurement_of_torchs_attention_takes_little_memory():
+    if not ON_GPU:
+        pytest.skip("make test-gpu")
+    by_torch, before = backends._portable(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    ways = prompt_attention.fastest(
+        cuda._kernels(by_torch), by_torch, 128, DEVICE, torch.cuda.synchronize
+    )
+    assert torch.cuda.max_memory_allocated() - before < 150e6
+    assert {*ways.values()} <= {*WAYS, ""}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o import ops, quantization
 from tests import inputs
@@ -181,3 +184,26 @@ def test_bytes_that_are_no_rows():
         ops.attend(x, x, x, mixed)
     with pytest.raises(ValueError, match='must be None, "int8" or "int8-int4", not \'int3\''):
         ops.new_slots(x, 8, kv_dtype="int3")
+
+
+class DividesAsCuda(TorchDispatchMode):
+    """torch on CUDA divides by a number of the host by multiplying with the number's inverse."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.div.Tensor and getattr(args[1], "ndim", 0) == 0:
+            inverse = torch.ones((), dtype=args[0].dtype) / args[1]
+            return args[0] * inverse
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("bits", "width"), [(8, 127), (4, 15)])
+def test_on_cuda_numbers_are_divided_as_the_core_divides_them(bits, width):
+    """The widths here are those of a scale that float16 has, or next to them: an inverse makes the
+    next scale of some, or misses it."""
+    exact = width * torch.arange(1024, 2048) / 1024
+    largest = torch.cat([exact, exact.nextafter(torch.tensor(torch.inf))])
+    x = torch.linspace(0, 1, 64) * largest[:, None]
+    wanted = stored(x, "int8-int4")[bits == 4]
+    with DividesAsCuda():
+        assert not torch.equal(x / width, x / x.new_full((1,), width))
+        assert torch.equal(quantization.quantize(x, bits), wanted)

@@ -4,13 +4,15 @@
 
 It is run in the root of a checkout, by a Python that has torch and transformers, and needs no
 network (`make gpu-day`). Each stage has a limit of its own; one that fails or takes too long costs
-the others nothing but that time. `--device cpu --tiny` tries all of it on the stand-in of
-tests/cuda/standin, where times say nothing.
+the others nothing but that time. Tests and sanitizers run side by side, and beside them nothing
+that is timed. `--device cpu --tiny` tries all of it on the stand-in of tests/cuda/standin, where
+times say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import datetime
 import importlib.util
@@ -45,42 +47,48 @@ class Outcome(NamedTuple):
 
 # ---- The stages ----------------------------------------------------------------------------------
 
+SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TINY_TESTS = "tests/gpu/test_device.py -k '(current_stream and float16) or (waits and llama)'"
 
 
-def stages(device: str, tiny: bool, output: Path) -> list[Stage]:
-    """What is done, the most important first."""
+def stages(device: str, tiny: bool, output: Path) -> list[tuple[Stage, ...]]:
+    """What is done, the most important first: stages of a tuple run side by side."""
     make = ("make", "--silent", f"GPU_PYTHON={sys.executable}")
     h2o = (sys.executable, "-m", "h2o")
     on_gpu = device == "cuda"
     tests = ["gpu-tests", *([f"GPU_TESTS={TINY_TESTS}"] if tiny else [])]
     if on_gpu and importlib.util.find_spec("xdist"):
-        tests += ['PYTEST_MARKS=-m "not slow" -n 6']  # what the device computes is tiny
+        count = min(12, max(2, (os.cpu_count() or 1) - len(SANITIZERS)))
+        tests += [f'PYTEST_MARKS=-m "not slow" -n {count}']  # what the device computes is tiny
 
     def tables(*names: str) -> tuple[str, ...]:
         where = ("--device", "cuda" if on_gpu else "dry-run", *(["--quick"] if tiny else []))
         files = ("--output", str(output), "--name", names[0])
         return (sys.executable, "-m", "benchmarks", *names, *where, "--dtypes", "bfloat16", *files)
 
-    before = [
+    one_by_one = [
         Stage("card", 30, ("nvidia-smi",)),
         Stage("core", 300, (*make, "gpu-core")),
         Stage("kernels", 400, (*make, "gpu-kernels")),
         Stage("software", 60, (*h2o, "info")),
-        Stage("check", 180, (*h2o, "info", "--check")),
-        Stage("prompts and steps", 240, tables("prefill", "decode")),
-        Stage("tests", 900, (*make, *tests)),
+        Stage("check", 90, (*h2o, "info", "--check")),
+        Stage("prompts and steps", 120, tables("prefill", "decode")),
     ]
-    sanitizers = [
-        Stage(tool, 300, (*make, f"gpu-{tool}"))
-        for tool in ("memcheck", "racecheck", "synccheck", "initcheck")
+    side_by_side = [
+        Stage("tests", 300, (*make, *tests)),
+        *(Stage(tool, 240, (*make, f"gpu-{tool}")) for tool in SANITIZERS),
     ]
     after = [
         Stage("models", 400, tables("graph", "flexgen")),
         Stage("a long prompt", 200, tables("long")),
     ]
-    only_there = {"card", "kernels", *(stage.name for stage in sanitizers)}
-    return [x for x in before + sanitizers + after if on_gpu or x.name not in only_there]
+    groups = [*((x,) for x in one_by_one), tuple(side_by_side), *((x,) for x in after)]
+    if on_gpu:
+        return groups
+    only_there = {"card", "kernels", *SANITIZERS}
+    return [
+        x for x in (tuple(x for x in group if x.name not in only_there) for group in groups) if x
+    ]
 
 
 def environment(device: str, output: Path) -> dict[str, str]:
@@ -135,14 +143,21 @@ def run(stage: Stage, left: float, variables: Mapping[str, str], log: Path) -> O
 
 
 def run_all(
-    chosen: Sequence[Stage], limit: float, variables: Mapping[str, str], output: Path
+    chosen: Sequence[Sequence[Stage]], limit: float, variables: Mapping[str, str], output: Path
 ) -> list[Outcome]:
-    end, outcomes = time.monotonic() + limit, []
-    for stage in chosen:
+    end = time.monotonic() + limit
+
+    def run_one(stage: Stage) -> Outcome:
         print(f"== {stage.name}: {' '.join(stage.command)}", flush=True)
         log = output / f"{stage.name.replace(' ', '-')}.log"
-        outcomes.append(run(stage, end - time.monotonic(), variables, log))
-        print(f"== {stage.name}: {outcomes[-1].text}, {outcomes[-1].seconds:.0f} s", flush=True)
+        outcome = run(stage, end - time.monotonic(), variables, log)
+        print(f"== {stage.name}: {outcome.text}, {outcome.seconds:.0f} s", flush=True)
+        return outcome
+
+    outcomes: list[Outcome] = []
+    for group in chosen:
+        with concurrent.futures.ThreadPoolExecutor(len(group)) as threads:
+            outcomes += threads.map(run_one, group)
     return outcomes
 
 

@@ -1,0 +1,86 @@
+"""The verdict on the kernels of a device, and the file of the cache folder that remembers it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Ways = dict[int, str]
+"""Attention that answers prompts, by the number of tokens from which each serves, in their order.
+The names are those of `h2o.backends.prompt_attention.WAYS`, and "" for h2o's own kernels, which
+answer shorter prompts than the first number too."""
+
+
+class Verdict(NamedTuple):
+    """Result of a check of a device's kernels."""
+
+    mistakes: list[str]
+    """what they get wrong; empty: they serve"""
+    prompts: dict[int, Ways]
+    """the ways of each entry of `h2o.backends.prompt_attention.DEPTHS` that has been measured"""
+
+    @property
+    def ways(self) -> str:
+        """The ways in words; none where h2o's own kernels answer all prompts."""
+        if not any(self.prompts.values()):
+            return ""
+        depths = sorted(self.prompts)
+        groups = itertools.groupby(depths, key=lambda depth: _in_words(self.prompts[depth]))
+        parts = {max(group): text for text, group in groups}
+        if len(parts) == 1:
+            return "".join(parts.values())
+        return ", ".join(f"{text} (head dimensions up to {top})" for top, text in parts.items())
+
+
+def _in_words(ways: Ways) -> str:
+    from h2o.backends.prompt_attention import LEAST_TOKENS
+
+    first, *others = ({LEAST_TOKENS: ""} | ways).items()
+    later = (f", from {least:,} tokens by {name or OWN}" for least, name in others)
+    return (first[1] or OWN) + "".join(later)
+
+
+OWN = "h2o's kernels"
+
+
+def recall(facts: dict[str, Any]) -> Verdict | None:
+    """The verdict that is remembered for these facts; None where there is none in this format."""
+    try:
+        known = json.loads(_file(facts).read_text("utf-8"))
+        prompts = {int(depth): _ways(ways) for depth, ways in known["prompts"].items()}
+        return Verdict(list(map(str, known["mistakes"])), prompts)
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _ways(known: dict[str, str]) -> Ways:
+    """Raises: ValueError where a way has a name that this version lacks."""
+    from h2o.backends.prompt_attention import WAYS
+
+    ways = dict(sorted((int(least), name) for least, name in known.items()))
+    if not set(ways.values()) <= {*WAYS, ""}:
+        raise ValueError(f"unknown ways: {ways}")
+    return ways
+
+
+def remember(facts: dict[str, Any], verdict: Verdict) -> None:
+    """Where the folder cannot be written to, every process checks anew."""
+    from h2o.filesystem import atomic_write
+
+    try:
+        path = _file(facts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as draft:
+            draft.write_text(json.dumps(facts | verdict._asdict(), indent=2), "utf-8")
+    except (OSError, RuntimeError):
+        return
+
+
+def _file(facts: dict[str, Any]) -> Path:
+    from h2o.filesystem import cache_folder
+
+    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return cache_folder() / f"check-{name}.json"

@@ -1,0 +1,50 @@
+"""Every case of the check once by the kernels of a GPU, and nothing else there: for sanitizers.
+
+    compute-sanitizer --tool memcheck --kernel-name kns=h2o_cuda python -m tools.gpu.sanitized
+
+Inputs are made and answers compared on the CPU, with those of the core, so that no kernel of torch
+runs on the GPU. racecheck ends with an error of its own where cuBLAS multiplies 16-bit matrices on
+Hopper, whichever kernels it looks at. initcheck takes what kernels write that it does not look at
+for uninitialized, and, if it looks at all, reports torch's copies of empty slots. Here whatever a
+kernel reads was copied to the GPU, or is of its workspace, which kernels have written.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from h2o import backends
+from h2o.backends import cuda, kernel_check
+from tests.cuda.carry import carry, mapped, tensors
+
+
+def on_cpu(name: str) -> Any:
+    """An operation by the core, on tensors of a device that no kernel serves."""
+
+    def run(*operands: Any) -> None:
+        copies = mapped(operands, torch.Tensor.cpu)
+        getattr(backends.core, name)(*copies)
+        for there, here in zip(tensors(operands), tensors(copies), strict=True):
+            there.copy_(here)
+
+    return run
+
+
+def main() -> int:
+    reason = cuda._load(0)
+    if reason is not None:
+        print(f"h2o's kernels cannot be loaded: {reason}")
+        return 1
+    kernels = cuda._kernels(SimpleNamespace(**{x: on_cpu(x) for x in backends.OPERATIONS}))
+    carried = carry(kernels, lambda x: x.to("cuda:0", copy=True), torch.Tensor.cpu)
+    mistakes = kernel_check.mistakes(carried, backends.core, "cpu")
+    print("\n".join(mistakes) or "every operation answers as the core does")
+    return int(bool(mistakes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
