@@ -93,7 +93,9 @@ CORE := build/core
 KERNELS_WORD = h2o-kernels-$$(cat $(sort $(wildcard csrc/*.h)) $(sort $(wildcard csrc/cuda/kernels*.h)) csrc/cuda/plan.c | sha256sum | cut -c1-16)
 KERNEL_SOURCES := csrc/cuda/kernels.cu csrc/cuda/plan.c $(CUDA_HEADERS)
 ARCHITECTURES := 75 80 86 89 90 100 120
-KERNEL_PARTS := $(ARCHITECTURES:%=build/kernels/sm_%.cubin) build/kernels/compute_80.ptx
+# 9.0 has products of its own, which later devices lack.
+COMPILED := $(patsubst 90,90a,$(ARCHITECTURES))
+KERNEL_PARTS := $(COMPILED:%=build/kernels/sm_%.cubin) build/kernels/compute_80.ptx
 .SECONDARY: $(KERNEL_PARTS)
 .venv/nvrtc/done:
 	$(PYTHON) -m venv .venv/nvrtc
@@ -114,7 +116,7 @@ endef
 ifdef NVCC
 h2o/kernels.fatbin: $(KERNEL_SOURCES)
 	$(NVCC) --fatbin -std=c++20 -Icsrc --no-compress $< -o $@ \
-		$(foreach arch,$(ARCHITECTURES),-gencode arch=compute_$(arch)$(comma)code=sm_$(arch)) \
+		$(foreach arch,$(COMPILED),-gencode arch=compute_$(arch)$(comma)code=sm_$(arch)) \
 		$(if $(filter 80,$(ARCHITECTURES)),-gencode arch=compute_80$(comma)code=compute_80)
 	printf %s "$(KERNELS_WORD)" >> $@
 else
@@ -303,11 +305,13 @@ EMULATED = $(CUDA_BRIEFLY)
 EMULATED_TESTS = ../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . \
 	-m "not slow" $(CUDA_TESTS) -k "$(EMULATED)"
 # And once as for compute capability 7.5: products of half the depth, copies that wait; and with little
-# shared memory.
+# shared memory; and as for 9.0: products of four warps.
 test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
 	@$(TOGETHER) build/cuda-ucontext/test_shim CUDA=build/cuda-ucontext CFLAGS="-O1 -DSHIM_UCONTEXT"
 	@$(TOGETHER) build/cuda-75/test_cuda CUDA=build/cuda-75 CFLAGS="-O1 -DCAPABILITY=75 -DH2O_SMALL_BLOCKS"
 	build/cuda-75/test_cuda
+	@$(TOGETHER) build/cuda-90/test_cuda CUDA=build/cuda-90 CFLAGS="-O1 -DCAPABILITY=90"
+	build/cuda-90/test_cuda
 	@$(TOGETHER) $(CUDA)/test_shim $(CUDA)/test_cuda $(CUDA)/lib
 	build/cuda-ucontext/test_shim
 	$(CUDA)/test_shim
@@ -319,7 +323,7 @@ test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
 PTX := build/ptx
 PTX_CORE := $(CUDA_HOST) $(PTX)/machine.o $(PTX)/instructions.o
 PTX_PROGRAMS := $(addprefix build/kernels/compute_,75.program 80.program)
-PTX_CUBINS := $(addprefix build/kernels/sm_,75.cubin 80.cubin 89.cubin 90.cubin)
+PTX_CUBINS := $(addprefix build/kernels/sm_,75.cubin 80.cubin 89.cubin 90a.cubin)
 .SECONDARY: $(PTX_PROGRAMS:.program=.ptx)
 
 $(PTX)/%.o: tools/ptx/%.cpp tools/ptx/instructions.h csrc/half.h

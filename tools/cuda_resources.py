@@ -88,7 +88,7 @@ def main(fatbin: str) -> int:
     heads = ["kernel", "architecture", "registers", "local bytes", "instructions", *KINDS]
     print("|", " | ".join(heads), "|")
     print("| --- " * len(heads) + "|")
-    for k in sorted(all_kernels, key=lambda k: (k.name, int(k.architecture[3:]))):
+    for k in sorted(all_kernels, key=lambda k: (k.name, k.architecture.rjust(8))):
         kinds = (sum(k.instructions[x] for x in words) for words in KINDS.values())
         cells = [k.name.removeprefix("h2o_cuda_"), k.architecture, k.registers, k.local]
         print("|", " | ".join(map(str, [*cells, k.instructions.total(), *kinds])), "|")

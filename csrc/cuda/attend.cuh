@@ -61,7 +61,7 @@ DEFINE_ATTEND(256)
 /* Tensor cores, with registers for so many blocks of forward and of sums on a multiprocessor: the
  * most that its shared memory has room for, and for which no loop needs local memory. */
 #define FORWARD_64 (CAPABILITY < 100 ? 3 : 2)
-#define SUMS_64 (CAPABILITY == 75 || CAPABILITY == 90 ? 3 : 4)
+#define SUMS_64 (CAPABILITY == 75 ? 3 : 4)
 #define SUMS_128 (CAPABILITY == 80 || CAPABILITY == 90 ? 3 : 2)
 #define DEFINE_MATRIX(type, TYPE, depth, forward_blocks, sums_blocks)                              \
     BOUNDED_KERNEL(h2o_cuda_forward_##type##_##depth, h2o_attend_params, ATTEND_THREADS,           \

@@ -53,7 +53,7 @@ DEVICE uint16_t f16_from_float(float x) {
 #define EXPORT_KERNEL(name, type)
 #define TAKEN(branch, condition) /* tests count how often the condition holds, see shim.h */
 
-extern __shared__ __align__(128) unsigned char dynamic_shared[];
+extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 #define DYN_SHARED(p) unsigned char *const p = dynamic_shared
 
 DEVICE void check_alignment(const void *p) { (void)p; } /* the device faults by itself */
@@ -214,6 +214,8 @@ template <int OPEN> DEVICE void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(OPEN) : "memory");
 }
 #endif
+
+#include "warpgroup.cuh"
 
 /* Increments a counter in shared memory. */
 DEVICE void count_shared(uint32_t *counter) { atomicAdd(counter, 1u); }

@@ -32,8 +32,9 @@ enum {
     ATTEND_THREADS = 128,
     ATTEND_TILE = 32,    /* queries, and keys, of a tile of logits; */
     MATRIX_ROWS = 64,    /* with tensor cores: rows of such a tile, see CUDA_MATRIX_COLUMNS */
-    SUMS_BLOCKS = 512,   /* of a row, where its heads and keys have so many, and ... */
-    SUMS_PARTS = 8,      /* ... at most so many for a tile of keys: see cuda_sums_parts */
+    SUMS_BLOCKS = 1024,  /* of a row, where there is work for so many, ... */
+    SUMS_PARTS = 8,      /* ... at most so many for a tile of keys, ... */
+    SUMS_TILES = 32,     /* ... of so many tiles of queries each: see cuda_sums_parts */
     STEP_HEADS = 4,      /* query heads for which a key is loaded once; */
     STEP_COLUMNS = 8,    /* with tensor cores: such heads, columns of a matrix, ... */
     STEP_ROWS = 16,      /* ... slots that a warp multiplies at a time, ... */
@@ -157,16 +158,17 @@ H2O_INLINE int64_t cuda_sums_blocks(int64_t stored_tiles, int64_t tiles) {
     return stored_tiles + cuda_ceil(tiles, 2);
 }
 
-/* Parts of a group's query heads, whose column sums a block each adds up: where there would be fewer
- * than SUMS_BLOCKS, as many as make them so many, up to SUMS_PARTS and to one for each head. */
+/* Parts of a group's queries, whose column sums a block each adds up: where there would be fewer
+ * than SUMS_BLOCKS, as many as make them so many, up to SUMS_PARTS and to one for SUMS_TILES tiles
+ * of queries, or for each query head. A device works on some hundred blocks at a time: where there
+ * are several times as many, the last ones leave little of it without work. */
 H2O_INLINE int cuda_sums_parts(const h2o_dims *d, int64_t S) {
     const int64_t rows = CUDA_SUMS_ROWS(d->D), R = d->R;
     const int64_t blocks = d->G * cuda_sums_blocks(cuda_ceil(S, rows), cuda_ceil(d->Q, rows));
-    const int shared = (int)(blocks < SUMS_BLOCKS ? blocks : SUMS_BLOCKS);
-    const int wanted = shared > 0 ? (SUMS_BLOCKS + shared - 1) / shared : 1;
-    const int parts = wanted < SUMS_PARTS ? wanted : SUMS_PARTS;
-    const int heads = ((int)R + parts - 1) / parts;
-    return heads > 0 ? ((int)R + heads - 1) / heads : 1;
+    const int64_t wanted = blocks > 0 ? cuda_ceil(SUMS_BLOCKS, blocks) : 1;
+    const int64_t tiles = R * cuda_ceil(d->Q, MATRIX_ROWS) / SUMS_TILES;
+    const int64_t most = tiles > R ? tiles : R, parts = wanted < most ? wanted : most;
+    return parts > SUMS_PARTS ? SUMS_PARTS : parts > 1 ? (int)parts : 1;
 }
 
 /* Tiles of ATTEND_TILE keys before those of slot, or new key, `first`; S as below. */
@@ -180,7 +182,7 @@ H2O_INLINE int64_t cuda_key_tiles(const h2o_dims *d, int64_t S) {
 /* S: slots of a head at most, 0 where nothing is stored. */
 H2O_INLINE attend_layout cuda_attend_layout(const h2o_dims *d, int64_t S) {
     attend_layout at = {};
-    const int64_t parts = d->R < SUMS_PARTS ? d->R : SUMS_PARTS; /* at most */
+    const int64_t parts = cuda_sums_parts(d, S);
     at.counted = cuda_counters(d, d->G * cuda_key_tiles(d, S));
     cuda_take(&at.bytes, 1, at.counted);
     at.row_tokens = cuda_take(&at.bytes, d->B, sizeof(int32_t));
@@ -226,7 +228,7 @@ H2O_INLINE unsigned cuda_select_shared(void) { return 4096; }
 #define CUDA_SUMS_STAGES(depth) ((depth) > 128 ? 4 : 2)
 #define CUDA_SUMS_SHARED(depth)                                                                    \
     (2 * CUDA_SUMS_STAGES(depth) * CUDA_MATRIX_COLUMNS(depth) * (depth) +                          \
-     4 * (4 * CUDA_MATRIX_COLUMNS(depth) + 2 * CUDA_SUMS_ROWS(depth) + ATTEND_THREADS))
+     4 * (6 * CUDA_MATRIX_COLUMNS(depth) + 2 * CUDA_SUMS_ROWS(depth) + ATTEND_THREADS))
 
 /* ---- evict --------------------------------------------------------------- */
 

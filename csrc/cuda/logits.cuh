@@ -12,6 +12,10 @@
 
 #define LOG2_E 1.44269504f
 
+/* From how large an exponent of 2 on a row max is subtracted before the unit comes in, as its product
+ * with that would be too coarse. */
+#define FAR 16777216.0f
+
 DEVICE float fast_exp(float x) { return fast_exp2(x * LOG2_E); }
 
 /* 1 / cap; a number for denormal caps too. */

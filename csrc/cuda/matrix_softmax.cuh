@@ -21,10 +21,8 @@ DEVICE bool is_past(const key_tile *at, int columns) {
     return !at->stored && at->first + columns <= at->past;
 }
 
-/* Exponents of 2: GROWTH, and from how large an m on it is subtracted before the unit comes in, as
- * its product with that would be too coarse. */
+/* An exponent of 2. */
 #define GROWTH 4
-#define FAR 16777216.0f
 
 /* A lane's part of the running softmax of two queries, 8 rows apart: m, its share of the row sum l,
  * accumulated P V. Logits and m are in a unit, see dots_to_exponents. */

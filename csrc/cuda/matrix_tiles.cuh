@@ -107,26 +107,27 @@ DEVICE row_source value_source(const attend_item *item, bool stored) {
 
 /* Loads the tile of slots, or of tokens, from `first` on, zeros where there is none, or where
  * is_key, if that is given, says that there is no key: aligned runs by copies that the caller
- * waits for, others at once. */
+ * waits for, others at once. It has elements `begin` on of their rows. */
 template <int DEPTH, int ROWS>
 DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH], const attend_item *item, const row_source *source,
-                         bool stored, int64_t first, const uint32_t *is_key) {
+                         bool stored, int64_t first, const uint32_t *is_key, int begin = 0) {
     const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs, each = ROWS / step;
     const int top = threadIdx.x / runs, d = threadIdx.x % runs * RUN;
     /* Devices whose copies wait hold the rows of a turn in registers, and have few left. */
     const int turn = CAPABILITY < 80 && DEPTH > 128 ? 1 : each;
-    const int64_t D = item->p->dims.D, count = stored ? item->slots : item->tokens;
+    const int64_t D = item->p->dims.D - begin, count = stored ? item->slots : item->tokens;
     /* without pads a token's index is its column, and `columns` need not be read */
     const bool listed = !stored && h2o_given(&item->p->mask);
-    const char *from = source->data + 2 * d;
+    const int64_t stride = source->stride != 0 ? source->stride : 1;
+    const char *const rows = source->data + 2 * begin * stride, *from = rows + 2 * d;
     if (source->stride != 0 || (d < D && d + RUN > D)) {
         TAKEN(matrix_fetch_elements, true);
         NO_UNROLL
         for (int k = top; k < ROWS; k += step) {
             const int64_t i = first + k;
-            element_ref row = {NULL, H2O_F16, source->stride != 0 ? source->stride : 1};
+            element_ref row = {NULL, H2O_F16, stride};
             if (i < count && (!is_key || is_key[k])) {
-                row.data = source->data + (listed ? item->columns[i] : i) * source->pitch;
+                row.data = rows + (listed ? item->columns[i] : i) * source->pitch;
             }
             store16(tile_at(tile, k, d), row.data ? load_halves(row, d, D) : vec16{});
         }
@@ -134,17 +135,17 @@ DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH], const attend_item *item, const
         TAKEN(matrix_fetch_all, true);
         from += (first + top) * source->pitch;
         NO_UNROLL
-        for (int begin = 0; begin < each; begin += turn) {
+        for (int at = 0; at < each; at += turn) {
             UNROLL
-            for (int k = begin; k < begin + turn; k++, from += step * source->pitch) {
+            for (int k = at; k < at + turn; k++, from += step * source->pitch) {
                 copy_async<16>(tile_at(tile, top + k * step, d), from);
             }
         }
     } else {
         NO_UNROLL
-        for (int begin = 0; begin < each; begin += turn) {
+        for (int at = 0; at < each; at += turn) {
             UNROLL
-            for (int k = begin; k < begin + turn; k++) {
+            for (int k = at; k < at + turn; k++) {
                 const int64_t i = first + top + k * step;
                 const bool empty = is_key && !is_key[top + k * step];
                 TAKEN(matrix_fetch_some, i >= count || empty);

@@ -10,9 +10,9 @@
  * Where scores are the largest attention, it takes the maximum instead of the sum over queries.
  *
  * A block has a tile of ATTEND_TILE keys at a time, which stay in shared memory, and loads one tile
- * of the queries that see them after the other, of all R heads of the group, or of a part of them
- * where there would be few blocks: the last to finish then adds up all parts. The order of additions
- * is fixed. matrix_sums.cuh does the same with tensor cores. */
+ * of the queries that see them after the other, of all R heads of the group. Where there would be
+ * few blocks, several take turns at the tiles of queries, and the last to finish adds up all parts.
+ * The order of additions is fixed. matrix_sums.cuh does the same with tensor cores. */
 #ifndef H2O_CUDA_SUMS_CUH
 #define H2O_CUDA_SUMS_CUH
 
@@ -43,17 +43,36 @@ DEVICE void add_column_sums(const attend_item *item, bool stored, int64_t first,
     }
 }
 
-/* Of the blocks that share a group's query heads: how many, the block's own, and its heads. */
+/* Of the blocks that share a group's queries: how many, and which of them this is. */
 typedef struct {
-    unsigned parts, part, begin, end;
+    unsigned parts, part;
 } sums_share;
 
 DEVICE sums_share open_share(const h2o_dims *d) {
-    const unsigned parts = gridDim.y / (unsigned)d->G, R = (unsigned)d->R;
-    const unsigned g = blockIdx.y / parts, part = blockIdx.y % parts,
-                   heads = (R + parts - 1) / parts;
-    const unsigned begin = part * heads, end = begin + heads < R ? begin + heads : R;
-    return sums_share{parts, part, g * R + begin, g * R + end};
+    const unsigned parts = gridDim.y / (unsigned)d->G;
+    return sums_share{parts, blockIdx.y % parts};
+}
+
+/* A tile of queries: number `index` of the `tiles` of a query head that see a tile of keys. */
+typedef struct {
+    int h, end; /* of the group's heads */
+    int index, tiles;
+} query_tile;
+
+DEVICE bool is_tile(const query_tile *tile) { return tile->h < tile->end; }
+
+/* Goes on by so many tiles, those of all heads in a row. */
+DEVICE void advance(query_tile *tile, unsigned by) {
+    for (tile->index += (int)by; tile->index >= tile->tiles && is_tile(tile); tile->h++)
+        tile->index -= tile->tiles;
+}
+
+/* A block's first; tiles > 0. It has every parts-th from there on. */
+DEVICE query_tile first_query_tile(const attend_item *item, const sums_share *share, int tiles) {
+    const int R = (int)item->p->dims.R, h = (int)item->g * R;
+    query_tile tile = {h, h + R, 0, tiles};
+    advance(&tile, share->part);
+    return tile;
 }
 
 /* Where a part of the column sums is, from those of slots, or of new keys, `first` on. */
@@ -115,21 +134,24 @@ template <int DEPTH>
 DEVICE void sum_tile(const attend_item *item, const sums_share *share, bool stored, int64_t first,
                      tile_buffer<DEPTH> *buffer, float sum[THREAD_ROWS]) {
     const h2o_attend_params *const p = item->p;
+    const int64_t begin = stored ? 0 : first;
+    const int tiles = (int)cuda_ceil(item->tokens - begin, ATTEND_TILE);
+    query_tile tile = first_query_tile(item, share, tiles);
+    if (!is_tile(&tile)) return;
     load_tile<DEPTH>(buffer->rows, p->dims.D,
                      [&](int i) { return key_row(item, stored, first + i); });
-    for (unsigned h = share->begin; h < share->end; h++) {
-        for (int64_t query = stored ? 0 : first; query < item->tokens; query += ATTEND_TILE) {
-            TAKEN(sums_second_tile_of_queries, query > (stored ? 0 : first));
-            sync_block(); /* the previous tile has been read */
-            load_tile<DEPTH>(buffer->columns, p->dims.D,
-                             [&](int i) { return token_row(item, &p->query, h, query + i); });
-            sync_block();
-            TAKEN(sums_largest, h2o_scores_largest(&p->policy));
-            if (h2o_scores_largest(&p->policy)) {
-                add_column_sums<DEPTH, true>(item, stored, first, h, query, buffer, sum);
-            } else {
-                add_column_sums<DEPTH, false>(item, stored, first, h, query, buffer, sum);
-            }
+    for (; is_tile(&tile); advance(&tile, share->parts)) {
+        const int64_t query = begin + (int64_t)tile.index * ATTEND_TILE;
+        TAKEN(sums_second_tile_of_queries, tile.index > 0);
+        sync_block(); /* the previous tile has been read */
+        load_tile<DEPTH>(buffer->columns, p->dims.D,
+                         [&](int i) { return token_row(item, &p->query, tile.h, query + i); });
+        sync_block();
+        TAKEN(sums_largest, h2o_scores_largest(&p->policy));
+        if (h2o_scores_largest(&p->policy)) {
+            add_column_sums<DEPTH, true>(item, stored, first, tile.h, query, buffer, sum);
+        } else {
+            add_column_sums<DEPTH, false>(item, stored, first, tile.h, query, buffer, sum);
         }
     }
 }

@@ -39,10 +39,10 @@ BUGS = {
         "matrix_forward.cuh", "        sync_block(); /* the keys have been used */\n", ""
     ),
     "sums with matrices: queries overwrite those in use": Bug(
-        "matrix_sums.cuh", "            sync_block(); /* the previous tile has been used */\n", ""
+        "matrix_keys.cuh", "    return block_any(far);\n", "    return far;\n"
     ),
     "sums with matrices: queries are not waited for": Bug(
-        "matrix_sums.cuh", "            wait_copies<0>();\n", ""
+        "matrix_keys.cuh", "bool far = false;\n    wait_copies<0>();\n", "bool far = false;\n"
     ),
     "step: values are weighted before the weights are there": Bug(
         "step_part.cuh",
@@ -77,21 +77,19 @@ BUGS = {
     ),
     # tiles
     "sums with matrices: the first tile of queries comes again": Bug(
-        "matrix_sums.cuh",
-        "begin + (last ? 0 : i + 1) * columns",
-        "begin + (last ? 0 : i) * columns",
+        "matrix_keys.cuh", "        from += (int64_t)tile->index * source->tile;\n", ""
     ),
     "sums with matrices: a tile past the last query has no mask": Bug(
-        "matrix_sums.cuh",
-        "warp + ahead + 31 <= at && at + turn <= count",
-        "warp + ahead + 31 <= at",
+        "matrix_keys.cuh",
+        "last <= turn->at && turn->at + WIDTH <= turn->count",
+        "last <= turn->at",
     ),
     # slots, parts, heads
-    "sums: the parts of heads after the first are forgotten": Bug(
+    "sums: the parts of queries after the first are forgotten": Bug(
         "sums.cuh", "part < share->parts; part++", "part < 1; part++"
     ),
     "sums with matrices: keys that the first queries do not see are left out for all": Bug(
-        "matrix_sums.cuh", "warp + ahead >= at + turn", "warp + ahead >= at"
+        "matrix_keys.cuh", "turn->ahead >= turn->at + WIDTH", "turn->ahead >= turn->at"
     ),
     "evict: a slot too few is emptied": Bug(
         "evict.cuh",

@@ -307,4 +307,45 @@ DEVICE uint32_t pack_f16(float low, float high) {
 }
 #endif
 
+#define WARPGROUPS (CAPABILITY == 90)
+
+#if WARPGROUPS
+/* Where a GPU has an address of a block's shared memory: bits 7 to 9 swizzle bits 4 to 6. */
+DEVICE const void *shim_swizzled(uint32_t at) { return shim_shared() + (at ^ (at >> 7 & 7) << 4); }
+
+DEVICE uint32_t group_matrix(const void *rows) {
+    return (uint32_t)((const unsigned char *)rows - shim_shared()) / 16;
+}
+
+/* Each warp takes its part at once, as products of 8 columns. */
+template <typename PRODUCT>
+DEVICE void multiply_group(float c[8][4], uint32_t matrix, bool add, PRODUCT product) {
+    const uint32_t column = threadIdx.x % 32 / 4, at = 16 * matrix + threadIdx.x % 4 * 4;
+    for (uint32_t n = 0; n < 8; n++) {
+        uint32_t b[2];
+        for (uint32_t i = 0; i < 2; i++)
+            memcpy(&b[i], shim_swizzled(at + (8 * n + column) * 128 + 16 * i), sizeof b[i]);
+        for (int i = 0; i < 4 && !add; i++) c[n][i] = 0.0f;
+        product(c[n], b);
+    }
+}
+
+DEVICE void multiply_group_bf16(float c[8][4], const uint32_t a[4], uint32_t matrix, bool add,
+                                int line = __builtin_LINE()) {
+    multiply_group(c, matrix, add,
+                   [&](float *to, const uint32_t *b) { multiply_bf16(to, a, b, line); });
+}
+
+DEVICE void multiply_group_f16(float c[8][4], const uint32_t a[4], uint32_t matrix, bool add,
+                               int line = __builtin_LINE()) {
+    multiply_group(c, matrix, add,
+                   [&](float *to, const uint32_t *b) { multiply_f16(to, a, b, line); });
+}
+
+DEVICE void open_products() {}
+DEVICE void close_products() {}
+DEVICE void wait_products(float c[8][4]) { (void)c; }
+DEVICE void share_with_products() {}
+#endif
+
 #endif
