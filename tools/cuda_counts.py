@@ -133,7 +133,7 @@ def modeled(program: Path, sizes: tuple[list[int], ...]) -> Iterator[dict[str, A
     for name, device in model.DEVICES.items():
         if ("75" in program.stem) != (device.architecture == 75):
             continue
-        registers = model.registers((KERNELS / f"sm_{device.architecture}.cubin").read_bytes())
+        registers = model.registers((KERNELS / device.cubin).read_bytes())
         for launch in all_launches:
             kernel = launch["kernel"]
             blocks = model.blocks_per_sm(

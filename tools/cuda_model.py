@@ -40,6 +40,11 @@ class Device(NamedTuple):
     latency: int
     """clocks of a load that misses all caches"""
 
+    @property
+    def cubin(self) -> str:
+        """Of its kernels, as the Makefile names it: 9.0 has instructions of its own."""
+        return f"sm_{self.architecture}{'a' if self.architecture == 90 else ''}.cubin"
+
 
 DEVICES = {
     "T4": Device(75, 40, 1.59, 512, 64, 64, 1024, 16, 320, None, 400),

@@ -165,7 +165,8 @@ H2O_INLINE int64_t cuda_sums_blocks(int64_t stored_tiles, int64_t tiles) {
 H2O_INLINE int cuda_sums_parts(const h2o_dims *d, int64_t S) {
     const int64_t rows = CUDA_SUMS_ROWS(d->D), R = d->R;
     const int64_t blocks = d->G * cuda_sums_blocks(cuda_ceil(S, rows), cuda_ceil(d->Q, rows));
-    const int64_t wanted = blocks > 0 ? cuda_ceil(SUMS_BLOCKS, blocks) : 1;
+    const uint32_t shared = blocks < SUMS_BLOCKS ? (uint32_t)blocks : SUMS_BLOCKS;
+    const int64_t wanted = shared > 0 ? (SUMS_BLOCKS + shared - 1) / shared : 1;
     const int64_t tiles = R * cuda_ceil(d->Q, MATRIX_ROWS) / SUMS_TILES;
     const int64_t most = tiles > R ? tiles : R, parts = wanted < most ? wanted : most;
     return parts > SUMS_PARTS ? SUMS_PARTS : parts > 1 ? (int)parts : 1;
