@@ -386,7 +386,8 @@ gpu-tests:
 # what is past the end of one belongs to the next.
 $(SANITIZERS): gpu-%:
 	@if command -v $(SANITIZER); then PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $* \
-		--report-api-errors no --kernel-name kns=h2o_cuda --error-exitcode 1 $(GPU_PYTHON) -m tools.gpu.sanitized; \
+		--report-api-errors no --kernel-name kns=h2o_cuda --print-limit 20 --error-exitcode 1 \
+		$(GPU_PYTHON) -m tools.gpu.sanitized; \
 	else echo "no $(SANITIZER), so what $* would find is not looked for: $(GPU_PYTHON) -m pip install nvidia-cuda-sanitizer-api"; fi
 
 # The same without pip, a virtual environment or a network, by a Python that has torch and

@@ -111,7 +111,8 @@ def test_every_operation_answers_as_the_torch_backend_does(driver, kernels):
     for name in ("bf16_128", "f16_64"):  # of 64 queries; of 128 keys, the stored ones among them
         assert blocks[f"h2o_cuda_forward_{name}"] >= 4
         assert blocks[f"h2o_cuda_sums_{name}"] >= 3
-    # ... and every branch that is counted, but those for infinities, thousands of cells and hundreds of heads
+    # ... and every branch that is counted, but those for infinities, thousands of cells, and
+    # hundreds of heads
     taken = driver.taken()
     assert {branch for branch, times in taken.items() if times == 0} == {
         "matrix_forward_nonfinite", "matrix_values_clipped", "matrix_step_of_several_parts",

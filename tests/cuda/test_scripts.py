@@ -39,9 +39,10 @@ PROGRAMS = {
 SANITIZER = """#!/bin/sh
 [ "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 ] || exit 2
 echo "$*" >> sanitizer.log
-[ "$1 $3 $4 $5 $7" = "--tool --report-api-errors no --kernel-name --error-exitcode" ] || exit 2
-[ "$2" != "$FAILING" ] || exit "$8"
-[ "$2$FAILING" != memcheck ] || { shift 8; exec "$@"; }
+[ "$1 $3 $4 $5" = "--tool --report-api-errors no --kernel-name" ] || exit 2
+[ "$7 $8 $9" = "--print-limit 20 --error-exitcode" ] || exit 2
+[ "$2" != "$FAILING" ] || exit "${10}"
+[ "$2$FAILING" != memcheck ] || { shift 10; exec "$@"; }
 """
 """Looks at its arguments; the first of its tools runs the program, unless one is to fail."""
 TESTS = "tests/gpu/test_device.py -k '(current_stream and float16) or check or (waits and llama)'"
