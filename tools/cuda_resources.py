@@ -32,8 +32,9 @@ class Kernel(NamedTuple):
 
 
 #: Bytes of local memory that a kernel may have for more blocks on a multiprocessor. Loops over
-#: tiles read none of it, but for eight bytes in steps over bytes of more than 64 elements.
-LOCAL = 96
+#: tiles read none of it, but for eight bytes in steps over bytes of more than 64 elements, and some
+#: between tiles of keys in prompts on 12.0, which have most.
+LOCAL = 136
 
 #: Kinds of instructions by the first word of their names.
 KINDS = {
