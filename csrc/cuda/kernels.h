@@ -32,7 +32,7 @@ enum {
     ATTEND_THREADS = 128,
     ATTEND_TILE = 32,    /* queries, and keys, of a tile of logits; */
     MATRIX_ROWS = 64,    /* with tensor cores: rows of such a tile, see CUDA_MATRIX_COLUMNS */
-    SUMS_BLOCKS = 1024,  /* of a row, where there is work for so many, ... */
+    SUMS_BLOCKS = 1024,  /* of 128 keys of a row, where there is work for so many, ... */
     SUMS_PARTS = 8,      /* ... at most so many for a tile of keys, ... */
     SUMS_TILES = 32,     /* ... of so many tiles of queries each: see cuda_sums_parts */
     STEP_HEADS = 4,      /* query heads for which a key is loaded once; */
@@ -165,8 +165,10 @@ H2O_INLINE int64_t cuda_sums_blocks(int64_t stored_tiles, int64_t tiles) {
 H2O_INLINE int cuda_sums_parts(const h2o_dims *d, int64_t S) {
     const int64_t rows = CUDA_SUMS_ROWS(d->D), R = d->R;
     const int64_t blocks = d->G * cuda_sums_blocks(cuda_ceil(S, rows), cuda_ceil(d->Q, rows));
-    const uint32_t shared = blocks < SUMS_BLOCKS ? (uint32_t)blocks : SUMS_BLOCKS;
-    const int64_t wanted = shared > 0 ? (SUMS_BLOCKS + shared - 1) / shared : 1;
+    const uint32_t all =
+        SUMS_BLOCKS * 128 / (uint32_t)rows; /* those of 64 keys have half the work */
+    const uint32_t shared = blocks < all ? (uint32_t)blocks : all;
+    const int64_t wanted = shared > 0 ? (all + shared - 1) / shared : 1;
     const int64_t tiles = R * cuda_ceil(d->Q, MATRIX_ROWS) / SUMS_TILES;
     const int64_t most = tiles > R ? tiles : R, parts = wanted < most ? wanted : most;
     return parts > SUMS_PARTS ? SUMS_PARTS : parts > 1 ? (int)parts : 1;

@@ -267,8 +267,7 @@ static void test_chunk(const chunk *c, h2o_dtype dtype) {
         }
         cuda_plan plan;
         cuda_plan_call(H2O_ATTEND, &call, &plan);
-        for (int i = 1; i < 3; i++)
-            CHECK(strstr(cuda_kernel_names[plan.launch[i].kernel], "f16"));
+        for (int i = 1; i < 3; i++) CHECK(strstr(cuda_kernel_names[plan.launch[i].kernel], "f16"));
     }
     for (int64_t i = 0; i < c->dims.B * c->dims.Q * c->dims.H * D; i++) {
         const int64_t h = i / D % c->dims.H, q = i / D / c->dims.H % c->dims.Q;
@@ -280,11 +279,12 @@ static void test_chunk(const chunk *c, h2o_dtype dtype) {
     check_known(&p, &floats, &before);
     check_known(&floats, &floats, &before);
     const h2o_slots *const s = &p.slots;
-    const h2o_view *const all[] = {&p.query,   &p.keys,       &p.values,      &p.out,
-                                   &p.scores,  &p.mask,       &s->keys,       &s->values,
-                                   &s->scores, &s->positions, &s->next_slot,       &s->seen_tokens,
-                                   &s->budget, &s->evicted_score,      &floats.scores, &floats.slots.scores,
-                                   &before,    &first[0],     &first[1],      &first[2]};
+    const h2o_view *const all[] = {
+        &p.query,   &p.keys,           &p.values,      &p.out,
+        &p.scores,  &p.mask,           &s->keys,       &s->values,
+        &s->scores, &s->positions,     &s->next_slot,  &s->seen_tokens,
+        &s->budget, &s->evicted_score, &floats.scores, &floats.slots.scores,
+        &before,    &first[0],         &first[1],      &first[2]};
     for (size_t i = 0; i < sizeof in / sizeof *in; i++) free(in[i]->data);
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]->data);
 }
@@ -296,10 +296,10 @@ static void test_parts(void) {
         int parts;
     } cases[] = {
         {make_dims(1, 8, 4, 32768, 0, 128), 1}, {make_dims(1, 8, 4, 8192, 0, 128), 4},
-        {make_dims(1, 8, 4, 4096, 0, 128), 8}, {make_dims(16, 8, 4, 4096, 0, 128), 8},
+        {make_dims(1, 8, 4, 4096, 0, 128), 8},  {make_dims(16, 8, 4, 4096, 0, 128), 8},
         {make_dims(1, 8, 4, 256, 8192, 64), 2}, {make_dims(1, 8, 7, 256, 0, 64), 7},
-        {make_dims(1, 8, 4, 2048, 0, 128), 4}, {make_dims(1, 8, 1, 8192, 0, 128), 4},
-        {make_dims(1, 1, 11, 40, 0, 64), 8}, {make_dims(1, 8, 4, 8192, 0, 256), 2},
+        {make_dims(1, 8, 4, 2048, 0, 128), 4},  {make_dims(1, 8, 1, 8192, 0, 128), 4},
+        {make_dims(1, 1, 11, 40, 0, 64), 8},    {make_dims(1, 8, 4, 8192, 0, 256), 4},
         {make_dims(1, 2, 0, 0, 0, 64), 1},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
@@ -362,8 +362,9 @@ enum { STEP_WRITES = 9 };
 /* What a step writes. */
 static void written_by(h2o_step_params *p, h2o_view *written[STEP_WRITES]) {
     h2o_slots *const s = &p->slots;
-    h2o_view *const all[STEP_WRITES] = {&p->out,       &s->keys, &s->values,  &s->scores, &s->norms,
-                                        &s->positions, &s->next_slot, &s->seen_tokens, &s->evicted_score};
+    h2o_view *const all[STEP_WRITES] = {&p->out,       &s->keys,        &s->values,
+                                        &s->scores,    &s->norms,       &s->positions,
+                                        &s->next_slot, &s->seen_tokens, &s->evicted_score};
     memcpy(written, all, sizeof all);
 }
 
