@@ -42,7 +42,7 @@ class Device(NamedTuple):
 
     @property
     def cubin(self) -> str:
-        """Of its kernels, as the Makefile names it: 9.0 has instructions of its own."""
+        """File of the device's kernels; those for 9.0 have instructions that no others have."""
         return f"sm_{self.architecture}{'a' if self.architecture == 90 else ''}.cubin"
 
 

@@ -16,8 +16,8 @@ enum {
     CUDA_DEPTH = 256,   /* the largest head dimension, but see CUDA_WIDE, and ... */
     CUDA_GROUP = 1024,  /* ... number of query heads of a key/value head */
     STEP_THREADS = 128, /* of a block */
-    STEP_SLOTS = 128,   /* slots of a head for each block, ... */
-    STEP_PARTS = 64,    /* ... but at most so many blocks for a head */
+    STEP_SLOTS = 128,   /* slots of a part of a head, ... */
+    STEP_PARTS = 64,    /* ... of which a head has at most so many */
 #ifdef H2O_SMALL_BLOCKS /* for ThreadSanitizer, whose number of threads is limited, and tests */
     EVICT_THREADS = 128,
     STEP_BLOCKS = 4,
@@ -37,7 +37,7 @@ enum {
     SUMS_TILES = 32,     /* ... of so many tiles of queries each: see cuda_sums_parts */
     STEP_HEADS = 4,      /* query heads for which a key is loaded once; */
     STEP_COLUMNS = 8,    /* with tensor cores: such heads, columns of a matrix, ... */
-    STEP_ROWS = 16,      /* ... slots that a warp multiplies at a time, ... */
+    STEP_ROWS = 16,      /* ... and slots that a warp multiplies at a time */
     STEP_LOADS = 4,      /* slots whose rows a thread loads before it uses the first */
     SCORES_LOADED = 8,   /* slots whose logits and scores a thread loads likewise at the end, ... */
     STEP_PARTS_READ = 8, /* ... and parts */
@@ -80,7 +80,7 @@ H2O_INLINE int64_t cuda_slots(const h2o_slots *slots) {
 
 typedef struct {
     int64_t slots;  /* of all heads of a row */
-    int64_t parts;  /* blocks that share a head's slots (split along the keys) */
+    int64_t parts;  /* of a head's slots (split along the keys): see cuda_step_blocks */
     size_t counted; /* bytes of counters [B][G + 1]: finished parts of each head, finished heads */
     size_t logits;  /* [B][G][R][slots of the head] f32 */
     size_t row_max; /* [B][G][parts][R] f32: highest logit */

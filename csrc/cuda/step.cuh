@@ -62,7 +62,7 @@ DEVICE void step_block(const h2o_step_params *p, char *workspace, unsigned char 
     const step_item item = open();
     const uint32_t x = blockIdx.x, parts = (uint32_t)item.parts;
     attend(&item, (int)(x * parts / gridDim.x), (int)((x + 1) * parts / gridDim.x));
-    TAKEN(step_of_several_parts, gridDim.x > 1);
+    TAKEN(step_of_several_blocks, gridDim.x > 1);
     uint32_t *const counters = (uint32_t *)workspace + b * (p->dims.G + 1);
     if (!arrive_last(&counters[g], gridDim.x)) return;
     step_finish(open, (float *)shared, kept->reduction);

@@ -216,7 +216,7 @@ DEVICE void combine_warps(const step_item *item, int r, int part, const warp_out
     }
 }
 
-/* Of a block, by warps. */
+/* Of a block: what each warp leaves, and where its rows are on their way. */
 template <int DEPTH, typename ROWS> struct step_shared {
     warp_outputs<DEPTH> left[STEP_WARPS];
     typename ROWS::shared rows[STEP_WARPS];
@@ -229,37 +229,41 @@ DEVICE void parts_by_tiles(const step_item *item, int part, int last, unsigned c
     ROWS rows;
     rows.open(item, part, last, &shared->rows[warp]);
     TAKEN(matrix_step_of_several_parts, part + 1 < last);
+    TAKEN(matrix_step_of_quantized, h2o_row_is_quantized(item->store.keys.type));
+    TAKEN(matrix_step_of_floats, !h2o_row_is_quantized(item->store.keys.type));
     NO_UNROLL
-    for (int r = 0; part < last; r += STEP_COLUMNS) {
+    for (; part < last; part++) {
         const int begin = part_begin(item, part), end = part_begin(item, part + 1);
-        const int own = begin + warp * STEP_ROWS, head = r + lane_row();
-        vec16 query[DEPTH / 32];
-        step_state<DEPTH> state = {};
-        TAKEN(matrix_step_of_many_heads, r > 0);
+        const int own = begin + warp * STEP_ROWS;
         TAKEN(matrix_step_without_slots, begin == end);
-        TAKEN(matrix_step_of_quantized, h2o_row_is_quantized(item->store.keys.type));
-        TAKEN(matrix_step_of_floats, !h2o_row_is_quantized(item->store.keys.type));
-        state.row_max = -INFINITY;
-        state.is_head = head < heads;
-        state.logits = item->logits + (state.is_head ? head : heads - 1) * item->head.slots + own +
-                       lane_column();
-        load_heads<DEPTH, decltype(rows.keys)>(item, r, query);
         NO_UNROLL
-        for (int first = own; first < end; first += STEP_WARPS * STEP_ROWS)
-            step_tile<DEPTH, TYPE>(item, first, end, query, &rows, &state);
-        sync_block(); /* outputs before these have been read */
-        leave_outputs<DEPTH, TYPE, decltype(rows.values)>(&state, &shared->left[warp]);
-        sync_block();
-        combine_warps<DEPTH>(item, r, part, shared->left);
-        if (r + STEP_COLUMNS < heads) continue;
-        r = -STEP_COLUMNS;
-        part++;
+        for (int r = 0; r < heads; r += STEP_COLUMNS) {
+            const int head = r + lane_row();
+            vec16 query[DEPTH / 32];
+            step_state<DEPTH> state = {};
+            TAKEN(matrix_step_of_many_heads, r > 0);
+            state.row_max = -INFINITY;
+            state.is_head = head < heads;
+            state.logits = item->logits + (state.is_head ? head : heads - 1) * item->head.slots +
+                           own + lane_column();
+            load_heads<DEPTH, decltype(rows.keys)>(item, r, query);
+            NO_UNROLL
+            for (int first = own; first < end; first += STEP_WARPS * STEP_ROWS)
+                step_tile<DEPTH, TYPE>(item, first, end, query, &rows, &state);
+            sync_block(); /* outputs before these have been read */
+            leave_outputs<DEPTH, TYPE, decltype(rows.values)>(&state, &shared->left[warp]);
+            sync_block();
+            combine_warps<DEPTH>(item, r, part, shared->left);
+        }
     }
 }
 
 /* All that a block does with parts part..last-1 of the slots. BYTES: rows are quantized. */
 template <int DEPTH, h2o_dtype TYPE, bool BYTES>
 DEVICE void matrix_parts(const step_item *item, int part, int last, unsigned char *shared) {
+    static_assert(sizeof(warp_outputs<DEPTH>) == CUDA_STEP_OUTPUTS(DEPTH));
+    static_assert(sizeof(step_shared<DEPTH, ring_rows<DEPTH>>) ==
+                  STEP_WARPS * (CUDA_STEP_OUTPUTS(DEPTH) + CUDA_STEP_RING(DEPTH)));
     if (has_token(item, part_begin(item, part), part_begin(item, last))) {
         store_token<DEPTH>(item);
         sync_block();

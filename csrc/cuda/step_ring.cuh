@@ -48,8 +48,10 @@ template <int DEPTH> struct float_values {
     DEVICE_METHOD void weigh(float *) const {}
 
     DEVICE_METHOD void pairs(int i, uint32_t a[4]) const {
-        const int lane = threadIdx.x % 32, row = lane % 8 + lane / 16 * 8, shift = lane / 8 % 2 * 8;
-        load_transposed(a, half[row], flip_of(row, shift, 16 * i), past_of<DEPTH>(0, 16 * i));
+        uint32_t b[4]; /* two matrices b [slots, D] are one matrix a [D, slots] */
+        load_values(b, half, 0, 16 * i);
+        UNROLL
+        for (int k = 0; k < 4; k++) a[k] = b[k % 2 * 2 + k / 2];
     }
 };
 

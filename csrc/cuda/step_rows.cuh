@@ -58,7 +58,6 @@ struct tile_rows {
     DEVICE_METHOD const char *at(int row, int d) const {
         return one_address(first + (row * pitch + d));
     }
-    DEVICE_METHOD const char *key(int n, int d) const { return at(8 * n + lane_row(), d); }
     DEVICE_METHOD const char *value(int k, int d) const { return at(lane_slot(k), d); }
 
     /* Of rows at multiples of 2 bytes: whether it begins between two words. */
@@ -75,7 +74,6 @@ template <int DEPTH, bool WHOLE> struct tile_bounds {
 
     /* Elements of a row from d on. */
     DEVICE_METHOD int left(int row, int d) const { return WHOLE ? DEPTH : row < count ? D - d : 0; }
-    DEVICE_METHOD int left_of_key(int n, int d) const { return left(8 * n + lane_row(), d); }
     DEVICE_METHOD int left_of_value(int k, int d) const { return left(lane_slot(k), d); }
 };
 

@@ -187,11 +187,12 @@ def _with_attention(
     def choose(call: Any) -> Any:
         tokens, D = call.query.shape[2:]
         depth = depth_of(D)
-        if depth not in known and _is_capturing():
-            return None
-        with _lock:
-            if depth not in known:
-                known[depth] = _new_ways(index, depth, kernels, by_torch)
+        if depth not in known:
+            if _is_capturing():
+                return None
+            with _lock:
+                if depth not in known:
+                    known[depth] = _new_ways(index, depth, kernels, by_torch)
         names = [name for least, name in known[depth].items() if tokens >= least]
         return WAYS[names[-1]] if any(names[-1:]) else None
 
@@ -218,7 +219,7 @@ def is_fake(tensor: Any) -> bool:
 
 @functools.cache
 def _fake_types() -> tuple[type, ...]:
-    """Looked up once: each step asks `is_fake` in every layer."""
+    """Types of such tensors, looked up once, since each step asks `is_fake` in every layer."""
     from torch._subclasses import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 

@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from h2o.backends import kernel_check
 from h2o.backends.default_settings import default_settings
 from h2o.policy import Policy
 
+T = TypeVar("T")
 Attention = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """Causal attention of query [B, H, Q, D] over keys and values [B, G, Q, D], with a scale. Returns
 outputs [B, H, Q, D] and log sums [B, H, Q] float32."""
@@ -228,12 +229,10 @@ def _is_right(
 ) -> bool:
     """Whether torch has this attention, and its answers are those of the torch backend."""
     operations = SimpleNamespace(**vars(kernels) | {"attend": attend})
-    try:
-        return not kernel_check.mistakes(operations, by_torch, device, cases=_cases(depth))
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, TypeError, RuntimeError):  # this torch or this device has it not
-        return False
+    cases = _cases(depth)
+    return _if_there(
+        lambda: not kernel_check.mistakes(operations, by_torch, device, cases=cases), False
+    )
 
 
 def _cases(depth: int) -> tuple[kernel_check.Case, ...]:
@@ -245,12 +244,17 @@ def _cases(depth: int) -> tuple[kernel_check.Case, ...]:
 
 def _time(attend: Callable[..., None], D: int, prompt: Measured, wait: Callable[[], None]) -> float:
     """`_seconds`; infinitely many where this torch or this device lacks the attention."""
+    return _if_there(lambda: _seconds(attend, D, prompt, wait), math.inf)
+
+
+def _if_there(run: Callable[[], T], otherwise: T) -> T:
+    """What `run` returns, or `otherwise` where this torch or this device lacks the attention."""
     try:
-        return _seconds(attend, D, prompt, wait)
+        return run()
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, TypeError, RuntimeError):
-        return math.inf
+        return otherwise
 
 
 def _seconds(

@@ -51,8 +51,8 @@ BUGS = {
     ),
     "step with matrices: warps are combined before they are done": Bug(
         "step_matrix.cuh",
-        "        sync_block();\n        combine_warps",
-        "        combine_warps",
+        "            sync_block();\n            combine_warps",
+        "            combine_warps",
     ),
     "step with matrices: rows are read before they are there": Bug(
         "step_ring.cuh", "        wait_copies<HALVES - 1>();\n", ""
