@@ -27,7 +27,7 @@ import torch
 import h2o.ops
 from h2o import packages
 from h2o.evaluation.speed import processor
-from h2o.filesystem import cache_folder, make_once
+from h2o.utils.filesystem import cache_folder, make_once
 
 PACKAGES = ("torch", "transformers", "numpy")
 SOURCE = Path(__file__).with_name("roofline.c")

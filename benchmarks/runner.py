@@ -14,7 +14,7 @@ import torch
 
 from h2o import backends, models
 from h2o.errors import UserError
-from h2o.filesystem import make_writable
+from h2o.utils.filesystem import make_writable
 
 from . import catalog, machine, options, reporting
 from .peers.environments import PeerMissing

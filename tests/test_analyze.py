@@ -152,7 +152,7 @@ def test_a_text_without_repetitions(tiny, tmp_path, capsys):  # noqa: F811
 
 
 def test_parts_of_characters_say_of_which(content):
-    from h2o.draw import labels
+    from h2o.utils.draw import labels
 
     assert labels(["a", "北", "", "", "", "b", " "]) == [
         "a", "北", "北 (2 of 4)", "北 (3 of 4)", "北 (4 of 4)", "b", " ",

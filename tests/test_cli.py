@@ -244,7 +244,7 @@ def test_compiled_steps_give_the_same_text(tiny, capsys, monkeypatch):
     """Of the whole way only the compiler's last part is left out, which takes a minute."""
     from torch._dynamo.utils import counters
 
-    from h2o import generation
+    from h2o.evaluation import generation
 
     how = generation.compiling()
     assert how["compile_config"].backend == "inductor"
@@ -463,7 +463,7 @@ def test_answers_about_the_article_for_readers(monkeypatch, larger):
     pytest.importorskip("torch")
     from h2o.cli.comparison import answers, is_lost
     from h2o.cli.generate_command import Result
-    from h2o.generation import Run
+    from h2o.evaluation.generation import Run
 
     monkeypatch.setenv("COLUMNS", "80")
     default = "The fact." if larger is None else "No."
@@ -491,7 +491,7 @@ def test_answers_about_the_article_for_readers(monkeypatch, larger):
 def test_half_characters_are_not_streamed(tiny):
     from transformers import AutoTokenizer
 
-    from h2o.generation import Streamer
+    from h2o.evaluation.generation import Streamer
 
     torch = pytest.importorskip("torch")
     tokenizer = AutoTokenizer.from_pretrained(tiny)
@@ -508,7 +508,7 @@ def test_half_characters_are_not_streamed(tiny):
 
 
 def test_agreement():
-    from h2o.generation import leading_agreement
+    from h2o.evaluation.generation import leading_agreement
 
     assert leading_agreement([1, 2, 3], [1, 2, 4]) == 2
     assert leading_agreement([1, 2], [1, 2, 4]) == 2

@@ -7,14 +7,14 @@ import threading
 
 import pytest
 
-from h2o.filesystem import atomic_write, lock, make_once
+from h2o.utils.filesystem import atomic_write, lock, make_once
 
 pytest.importorskip("filelock")
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from h2o.filesystem import atomic_write, lock
+from h2o.utils.filesystem import atomic_write, lock
 
 path = Path(sys.argv[1])
 with lock(path), atomic_write(path) as draft:
@@ -25,7 +25,7 @@ with lock(path), atomic_write(path) as draft:
 COUNT = """
 import sys
 from pathlib import Path
-from h2o.filesystem import atomic_write, lock
+from h2o.utils.filesystem import atomic_write, lock
 
 path = Path(sys.argv[1])
 for _ in range(100):

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer  # noqa: E402
 
 import h2o  # noqa: E402
 from h2o.compat import with_cache  # noqa: E402
-from h2o.filesystem import cache_folder  # noqa: E402
+from h2o.utils.filesystem import cache_folder  # noqa: E402
 from tests.test_cli import tiny  # noqa: E402, F401
 
 ROOT = Path(__file__).resolve().parent.parent

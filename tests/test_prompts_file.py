@@ -143,7 +143,7 @@ def test_two_runs_do_not_share_an_output(files, tmp_path, capsys):
     command, _, output = files
     output.parent.mkdir()
     code = (
-        "import pathlib, sys; from h2o.filesystem import lock\n"
+        "import pathlib, sys; from h2o.utils.filesystem import lock\n"
         "with lock(pathlib.Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
     )
     pipe = subprocess.PIPE

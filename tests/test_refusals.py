@@ -8,11 +8,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from h2o import cli  # noqa: E402
+from h2o.config.profile import Profile  # noqa: E402
 from h2o.errors import UserError  # noqa: E402
 from h2o.evaluation.model_fit import check_fit  # noqa: E402
 from h2o.evaluation.setting import parse_all  # noqa: E402
 from h2o.model_identity import describe, sample  # noqa: E402
-from h2o.profile import Profile  # noqa: E402
 from tests.test_cli import PROMPT, ROOT, shell, tiny  # noqa: E402, F401
 
 PROFILE = str(ROOT.parent / "data" / "SmolLM2-135M-Instruct.profile.json")

@@ -15,7 +15,7 @@ from h2o.hf.families import tensor_parallel
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from h2o.config_fields import ConfigFields
+    from h2o.config.fields import ConfigFields
 
 
 def analyze(

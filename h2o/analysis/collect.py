@@ -25,7 +25,7 @@ from h2o.hf.families.layer_kinds import kind_of
 from h2o.hf.families.wrappers import input_device
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import latent_row
-from h2o.openmp_threads import sleeping
+from h2o.utils.openmp_threads import sleeping
 
 Result = TypeVar("Result")
 

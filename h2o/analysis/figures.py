@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from h2o.draw import need
+from h2o.utils.draw import need
 
 if TYPE_CHECKING:
     from h2o.analysis.measured_text import MeasuredText

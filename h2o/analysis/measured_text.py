@@ -12,14 +12,14 @@ from torch import Tensor
 from h2o.analysis import measures, removal
 from h2o.analysis.collect import Attention, attend, forward, measure_layers, sparsity
 from h2o.config import H2OConfig, one_config
-from h2o.draw import pieces
+from h2o.config.layer_plan import LayerPlan
 from h2o.hf.simulation.simulation import simulated
-from h2o.layer_plan import LayerPlan
+from h2o.utils.draw import pieces
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from h2o.config_fields import ConfigFields
+    from h2o.config.fields import ConfigFields
 
 THRESHOLD = 0.01
 """The paper's: an entry below this share of its row's maximum is called negligible."""

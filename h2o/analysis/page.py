@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from h2o.analysis.figures import FIGURES
-from h2o.draw import labels, need, pieces
-from h2o.filesystem import atomic_write
+from h2o.utils.draw import labels, need, pieces
+from h2o.utils.filesystem import atomic_write
 
 if TYPE_CHECKING:
     from h2o.analysis.figures import Configs

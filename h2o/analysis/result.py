@@ -10,7 +10,7 @@ import numpy as np
 
 from h2o.analysis.figures import FIGURES
 from h2o.analysis.measured_text import MeasuredText
-from h2o.draw import axes_or_new, shade_text
+from h2o.utils.draw import axes_or_new, shade_text
 
 
 class Analysis(MeasuredText):
@@ -32,7 +32,7 @@ class Analysis(MeasuredText):
     ) -> Any:
         """The text, shaded by score. Keys that a cache no longer holds are struck through.
 
-        Takes the arguments of `tokens`. Returns `h2o.draw.Html`, text that notebooks show.
+        Takes the arguments of `tokens`. Returns `h2o.utils.draw.Html`, text that notebooks show.
         """
         tokens = sorted(self.tokens(tokenizer, layer, head, per=per, at=at))
         return shade_text(

@@ -68,7 +68,7 @@ def _ways(known: dict[str, str]) -> Ways:
 
 def remember(facts: dict[str, Any], verdict: Verdict) -> None:
     """Where the folder cannot be written to, every process checks anew."""
-    from h2o.filesystem import atomic_write
+    from h2o.utils.filesystem import atomic_write
 
     try:
         path = _file(facts)
@@ -80,7 +80,7 @@ def remember(facts: dict[str, Any], verdict: Verdict) -> None:
 
 
 def _file(facts: dict[str, Any]) -> Path:
-    from h2o.filesystem import cache_folder
+    from h2o.utils.filesystem import cache_folder
 
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return cache_folder() / f"check-{name}.json"

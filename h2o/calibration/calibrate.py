@@ -20,13 +20,13 @@ from h2o.calibration.allocate import allocate
 from h2o.calibration.head_costs import measure_costs, watch_gradients
 from h2o.calibration.refine import measure_worth, move_budgets, surround
 from h2o.config import H2OConfig
-from h2o.head_budgets import LEAST
+from h2o.config.head_budgets import LEAST
+from h2o.config.profile import Profile
 from h2o.hf.families import tensor_parallel
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
-from h2o.openmp_threads import sleeping
-from h2o.profile import Profile
 from h2o.result_cells import Cells, provenance
+from h2o.utils.openmp_threads import sleeping
 
 FRACTIONS = (0.04, 0.1, 0.2, 0.4, 0.7)
 """Budgets at which a profile has shares, as fractions of a text."""

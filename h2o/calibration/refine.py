@@ -22,7 +22,7 @@ from h2o import ops
 from h2o.analysis.collect import forward, full_layers
 from h2o.calibration.head_costs import ROWS
 from h2o.config import H2OConfig
-from h2o.head_budgets import expand_to_heads
+from h2o.config.head_budgets import expand_to_heads
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import attending
 from h2o.hf.families import tensor_parallel

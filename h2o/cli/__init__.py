@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             check(options.parser, options)
         except OSError as error:
-            from h2o.filesystem import explain_unreadable
+            from h2o.utils.filesystem import explain_unreadable
 
             named = error.filename
             options.parser.error(explain_unreadable(named, error) if named else str(error))

@@ -72,12 +72,12 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises UserError."""
     from h2o.errors import UserError
-    from h2o.filesystem import make_writable
-    from h2o.processes import refuse_several
+    from h2o.utils.filesystem import make_writable
+    from h2o.utils.processes import refuse_several
 
     refuse_several("h2o analyze")
     try:
-        from h2o.draw import need
+        from h2o.utils.draw import need
 
         need("matplotlib")
         need("jinja2")
@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace) -> None:
     from h2o.analysis.figures import OWN
     from h2o.analysis.page import LONGEST, write
     from h2o.evaluation.setting import from_config
-    from h2o.progress import stopwatch
+    from h2o.utils.progress import stopwatch
 
     say = stopwatch()
     config, settings = options.config, options.settings

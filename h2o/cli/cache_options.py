@@ -15,10 +15,10 @@ from typing import Any
 
 from h2o.budgets import Amount, parse_amount
 from h2o.config import PRESETS, H2OConfig
+from h2o.config.profile import Profile
 from h2o.evaluation.setting import Setting, from_config, load_shares, parse_all, with_profile
 from h2o.kv_dtype import QUANTIZED
 from h2o.policy import FIELDS, Field
-from h2o.profile import Profile
 from h2o.spans import parse_spans
 
 

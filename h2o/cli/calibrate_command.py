@@ -40,8 +40,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError."""
     from h2o.errors import UserError
-    from h2o.filesystem import make_writable
-    from h2o.processes import refuse_several
+    from h2o.utils.filesystem import make_writable
+    from h2o.utils.processes import refuse_several
 
     refuse_several("h2o calibrate")
     if options.output.suffix != ".json":
@@ -64,7 +64,7 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     from h2o.config import H2OConfig
     from h2o.evaluation.setting import from_config
     from h2o.hf.support import supports
-    from h2o.progress import stopwatch
+    from h2o.utils.progress import stopwatch
 
     say = stopwatch()
     model, tokenizer = load_model(options, [from_config(H2OConfig())], say)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from h2o.evaluation.text_table import table
 
 if TYPE_CHECKING:
-    from h2o.generation import Run
+    from h2o.evaluation.generation import Run
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from h2o.cli.prompts_file import ROWS
 from h2o.errors import UserError
 from h2o.evaluation.facts import KINDS
 from h2o.evaluation.setting import GRAMMAR, Setting, from_options
-from h2o.filesystem import make_writable
 from h2o.models import DTYPES, need_transformers, torch_device
 from h2o.packages import install_command
-from h2o.processes import is_first, world_size
 from h2o.result_cells import fingerprint
+from h2o.utils.filesystem import make_writable
+from h2o.utils.processes import is_first, world_size
 
 OUTPUT = Path("h2o-eval")
 

@@ -24,7 +24,7 @@ from h2o.errors import UserError
 from h2o.evaluation.setting import from_config, parse_all
 
 if TYPE_CHECKING:
-    from h2o.generation import Run
+    from h2o.evaluation.generation import Run
 
 QUESTION = "What was the name of the coal ship that was wrecked in 1911?"
 """Follows the shipped article when the user gives no prompt."""
@@ -99,9 +99,10 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def generate(options: argparse.Namespace) -> Result:
     """Generate greedily with an H2OCache, or with each of the caches to compare."""
-    from h2o import generation, models, packages
+    from h2o import models, packages
     from h2o.cli import comparison
-    from h2o.progress import Progress
+    from h2o.evaluation import generation
+    from h2o.utils.progress import Progress
 
     progress = Progress(quiet=options.json)
     parts = prompt_parts(options)

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
-from h2o.filesystem import atomic_write, explain_unreadable, lock, make_writable
 from h2o.model_identity import files_fingerprint
 from h2o.result_cells import fingerprint
+from h2o.utils.filesystem import atomic_write, explain_unreadable, lock, make_writable
 
 if TYPE_CHECKING:
     from h2o.hf.batching.request import Request, Result
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
 def _answer_all(options: argparse.Namespace, output: Path) -> int:
     from h2o.evaluation.setting import from_config
     from h2o.hf.batching.generate_all import generate_all
-    from h2o.progress import Progress
+    from h2o.utils.progress import Progress
 
     progress = Progress()
     settings = _digest(options)

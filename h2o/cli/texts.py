@@ -7,7 +7,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from h2o.filesystem import explain_unreadable
+from h2o.utils.filesystem import explain_unreadable
 
 ARTICLE = "lighthouse.txt"
 """A file of h2o/data: 2100 tokens about an invented lighthouse, so that no model has seen it."""

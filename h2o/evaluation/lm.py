@@ -40,7 +40,7 @@ from h2o.hf.families.layer_kinds import counts_padding
 from h2o.hf.families.wrappers import check_no_tuned_prompt
 from h2o.hf.rotary.angles import AnglesByLength
 from h2o.hf.support import transformers_layers
-from h2o.processes import world_size
+from h2o.utils.processes import world_size
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from h2o.budgets import BudgetUnit, parse_amount
 from h2o.config import PRESETS, H2OConfig
-from h2o.head_budgets import NAMED
+from h2o.config.head_budgets import NAMED
+from h2o.config.profile import Profile
 from h2o.policy import FIELDS
-from h2o.profile import Profile
 from h2o.result_cells import fingerprint
 
 OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "head_shares", "min_tokens")

@@ -40,7 +40,7 @@ class Contender:
         import torch
         from transformers import GenerationConfig
 
-        from h2o.generation import time_tokens
+        from h2o.evaluation.generation import time_tokens
         from h2o.hf.cache.new_cache import bytes_of_keys, new_cache
 
         count, length = self.tokens + 1, self.ids.shape[1]

@@ -10,7 +10,7 @@ import jinja2
 import jinja2.meta
 
 from h2o.errors import UserError
-from h2o.filesystem import read_text
+from h2o.utils.filesystem import read_text
 
 
 def text_of(file: str | None, task: str) -> str:

@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 from h2o import compat
 from h2o.compat import CACHE, PREPARE_CACHE, PREPARE_PROCESSORS
 from h2o.config import H2OConfig, one_config
-from h2o.config_fields import ConfigFields, Pinned
+from h2o.config.fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache

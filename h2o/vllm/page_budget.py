@@ -19,9 +19,9 @@ import torch
 from h2o import ops
 from h2o.budgets import check_amount
 from h2o.config import PARAMETERS, H2OConfig, one_config
-from h2o.head_budgets import expand_to_heads
-from h2o.layer_plan import LayerPlan
-from h2o.profile import Profile
+from h2o.config.head_budgets import expand_to_heads
+from h2o.config.layer_plan import LayerPlan
+from h2o.config.profile import Profile
 from h2o.spans import Row, count, merge_spans, parse_spans
 from h2o.vllm.page_store import ALIGNMENT, page_bytes
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import H2OConfig
-from h2o.layer_plan import LayerPlan
+from h2o.config.layer_plan import LayerPlan
 from h2o.slots import empty_row
 from h2o.spans import PINNED, Row, count
 from h2o.vllm.forks import Forks

@@ -13,10 +13,10 @@ import torch
 
 from h2o import H2OConfig, _core, backends, cli, ops
 from h2o.backends import cuda, kernel_check, prompt_attention
+from h2o.config.layer_plan import LayerPlan
 from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store.layer_state import layer_state, restore
-from h2o.layer_plan import LayerPlan
 from tests.cuda.device import IMAGE, carried
 from tests.devices import elsewhere, forget_default_device
 from tests.inputs import drifting

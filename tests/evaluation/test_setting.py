@@ -9,6 +9,7 @@ import pytest
 
 from h2o import H2OConfig
 from h2o.config import PARAMETERS
+from h2o.config.profile import _load_shipped
 from h2o.evaluation.setting import (
     OPTIONS,
     from_config,
@@ -18,7 +19,6 @@ from h2o.evaluation.setting import (
     with_profile,
 )
 from h2o.policy import Policy
-from h2o.profile import _load_shipped
 
 
 def exact(config: H2OConfig) -> H2OConfig:

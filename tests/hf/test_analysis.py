@@ -9,7 +9,7 @@ import torch
 import h2o
 from h2o.analysis import measures
 from h2o.compat import with_cache
-from h2o.draw import pieces
+from h2o.utils.draw import pieces
 from tests.hf import tiny
 from tests.hf.test_simulation import text
 

@@ -124,7 +124,7 @@ def test_a_profile_of_another_model_is_refused():
 
 
 def _shipped():
-    from h2o.profile import _load_shipped
+    from h2o.config.profile import _load_shipped
 
     return _load_shipped()
 

@@ -14,7 +14,7 @@ import pytest
 import h2o
 from h2o import H2OCache, H2OConfig, Profile
 from h2o.config import PRESETS, UNLIMITED
-from h2o.layer_plan import LayerPlan
+from h2o.config.layer_plan import LayerPlan
 from h2o.policy import Policy
 from tests.hf.tiny import model
 

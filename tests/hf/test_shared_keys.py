@@ -15,6 +15,7 @@ from transformers import AutoConfig, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, simulated, supports
 from h2o.compat import with_cache
+from h2o.config.layer_plan import LayerPlan
 from h2o.evaluation.published_masks import MASKS
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.families.shared_keys import SHARES_KEYS, reusing
@@ -22,7 +23,6 @@ from h2o.hf.layers import shared_form
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.plain_form import PlainForm
 from h2o.hf.layers.shared_form import SharedForm
-from h2o.layer_plan import LayerPlan
 from tests.hf.modes import POLICIES
 from tests.hf.tiny import batch, failing, greedy, model, prompts
 

@@ -15,9 +15,9 @@ from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, Profile
 from h2o.compat import with_cache
-from h2o.head_budgets import LEAST, allocate_tokens
+from h2o.config.head_budgets import LEAST, allocate_tokens
+from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache import cache_plan
-from h2o.layer_plan import LayerPlan
 from h2o.model_identity import describe, sample
 from tests import inputs
 from tests.hf.drive import feed, forward, new_cache

@@ -16,10 +16,10 @@ import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
 from h2o.config import PRESETS
+from h2o.config.layer_plan import LayerPlan
 from h2o.evaluation.setting import parse
 from h2o.hf.cache import cache_plan
 from h2o.hf.prompt import prompt_echo
-from h2o.layer_plan import LayerPlan
 from tests.hf.tiny import batch, greedy, model, prompts, shared
 
 LEAST = 24

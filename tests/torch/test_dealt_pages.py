@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from h2o import H2OConfig, ops
-from h2o.layer_plan import LayerPlan
+from h2o.config.layer_plan import LayerPlan
 from h2o.vllm.echo_of_prompts import Dealer
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o.openmp_threads import sleeping
+from h2o.utils.openmp_threads import sleeping
 
 TASKS = Path("/proc/self/task")
 CALLS = 300

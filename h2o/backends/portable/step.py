@@ -13,9 +13,9 @@ from torch import Tensor
 
 from h2o.backends.portable.attend import apply_softcap
 from h2o.backends.portable.ranking import lowest, rank_keys, split_budget
+from h2o.backends.portable.rotary_embedding import rotate_by
 from h2o.backends.portable.slot_view import Store, products, quantize_like_slots, row_norms
 from h2o.policy import Policy
-from h2o.rotary_embedding import rotate_by
 from h2o.sink_logits import softmax
 
 

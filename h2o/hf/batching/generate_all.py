@@ -17,7 +17,7 @@ from typing import Any, Literal
 from typing_extensions import Unpack
 
 from h2o.config import PARAMETERS, H2OConfig, one_config
-from h2o.config_fields import ConfigFields, Pinned
+from h2o.config.fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.batching.compiled_prefill import CompiledPrefill

@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 
 from h2o import packages
 from h2o.config import H2OConfig, one_config
-from h2o.config_fields import CacheFields, ConfigFields, Pinned, PromptLength
+from h2o.config.fields import CacheFields, ConfigFields, Pinned, PromptLength
 from h2o.hf.cache import cache_file
 from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.continuation import check_text, warn_of_many_graphs

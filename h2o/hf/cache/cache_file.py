@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from h2o.config import PARAMETERS, H2OConfig
-from h2o.filesystem import atomic_write
+from h2o.config.profile import Profile
 from h2o.hf.families import tensor_parallel
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.steppers import CapturedStepper
@@ -28,7 +28,7 @@ from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.pins import Pins
 from h2o.model_identity import difference, record, record_difference
 from h2o.packages import version
-from h2o.profile import Profile
+from h2o.utils.filesystem import atomic_write
 
 KIND = "h2o cache"
 LAYOUT = 3

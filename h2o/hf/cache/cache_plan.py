@@ -19,6 +19,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o.budgets import layer_amount
 from h2o.config import H2OConfig
+from h2o.config.layer_plan import LayerPlan
+from h2o.config.profile import Profile
 from h2o.errors import UnsupportedError
 from h2o.hf.families.layer_kinds import has_states, layers_of
 from h2o.hf.layers.cache_relative import CacheRelativeForm
@@ -33,9 +35,7 @@ from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.support import Traits, rereads_after, setting_reasons, transformers_layers
-from h2o.layer_plan import LayerPlan
 from h2o.model_identity import describe
-from h2o.profile import Profile
 
 
 class CachePlan:

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import DynamicCache
 
 from h2o.config import H2OConfig
-from h2o.config_fields import Pinned
+from h2o.config.fields import Pinned
 from h2o.hf.cache.cache import H2OCache
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from h2o.config import H2OConfig, one_config
-from h2o.config_fields import ConfigFields, Pinned
+from h2o.config.fields import ConfigFields, Pinned
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.second_reading import REPEAT, forward, read_twice
 from h2o.hf.families.layer_kinds import counts_padding

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from h2o import compat
 from h2o.config import H2OConfig
-from h2o.config_fields import Pinned
+from h2o.config.fields import Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.pruning import prune_cache

@@ -23,6 +23,7 @@ from torch import Tensor
 from h2o import ops
 from h2o.compat import StatesAndKeysLayer, StatesLayer
 from h2o.config import H2OConfig
+from h2o.config.layer_plan import LayerPlan
 from h2o.hf.attention.attention_call import (
     AttentionCall,
     NewTokens,
@@ -43,7 +44,6 @@ from h2o.hf.store.layer_contents import LayerContents
 from h2o.hf.store.layer_state import layer_state, restore
 from h2o.hf.store.pass_guard import WITHOUT_CACHE, PassGuard
 from h2o.hf.store.slot_layout import Budgets, Capacity
-from h2o.layer_plan import LayerPlan
 
 
 class H2OLayer(CroppableLayer):

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from h2o import compat
-from h2o.head_budgets import expand_to_heads, make_room
+from h2o.config.head_budgets import expand_to_heads, make_room
+from h2o.config.layer_plan import LayerPlan
 from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.slot_layout import Budgets
-from h2o.layer_plan import LayerPlan
 
 RowSize = tuple[int, int, int]
 """Head dimension, bytes of an element as the model gives it, and rows of a token"""

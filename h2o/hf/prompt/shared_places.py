@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from h2o.config.layer_plan import LayerPlan
 from h2o.hf.attention.attention_call import NewTokens, attention
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, Recipient, positions_in
 from h2o.hf.prompt.prompt_budget import PromptBudget
@@ -24,7 +25,6 @@ from h2o.hf.prompt.prompt_echo import PromptEcho
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store.pins import Pins
 from h2o.hf.store.slot_layout import Budgets
-from h2o.layer_plan import LayerPlan
 
 
 class SharedPlaces:

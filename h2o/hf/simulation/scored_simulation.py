@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
+from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import NewTokens, attention, round_like_slots
 from h2o.hf.prompt.cross_head_budget import positions_in
@@ -27,7 +28,6 @@ from h2o.hf.store import slot_layout
 from h2o.hf.store.pins import Pins
 from h2o.hf.store.slot_layout import Budgets
 from h2o.hf.store.trace import by_column, not_held
-from h2o.layer_plan import LayerPlan
 
 
 def simulate_tokenwise(

@@ -23,9 +23,10 @@ from typing_extensions import Unpack
 
 from h2o import ops
 from h2o.config import H2OConfig, one_config
-from h2o.config_fields import ConfigFields, Pinned
+from h2o.config.fields import ConfigFields, Pinned
+from h2o.config.head_budgets import expand_to_heads
+from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
-from h2o.head_budgets import expand_to_heads
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.attention.attention_hook import attending
 from h2o.hf.families import tensor_parallel
@@ -42,7 +43,6 @@ from h2o.hf.simulation.scored_simulation import simulate_random, simulate_tokenw
 from h2o.hf.simulation.visible_keys import VisibleKeys, columns, retained_by_token
 from h2o.hf.store.pins import Pins
 from h2o.hf.support import transformers_layers
-from h2o.layer_plan import LayerPlan
 from h2o.policy import Policy
 
 

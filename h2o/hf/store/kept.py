@@ -1,7 +1,7 @@
 """The keys that a layer of a cache holds now, for users: as tensors, as text and as pictures.
 
 `H2OCache.kept(layer)` gives a `Kept`. It knows positions and scores; text and pictures are made by
-`h2o.draw` from the ids of what the cache has read.
+`h2o.utils.draw` from the ids of what the cache has read.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Kept(NamedTuple):
 
         Arguments and what it raises as `tokens`.
         """
-        from h2o.draw import shade_text
+        from h2o.utils.draw import shade_text
 
         held = self._held(row, head)
         texts = self._texts(tokenizer, input_ids, row, attention_mask, max(held, default=-1))
@@ -107,7 +107,7 @@ class Kept(NamedTuple):
     def plot(self, ax: Any = None, *, row: int = 0) -> Any:
         """A heat map on matplotlib axes (new ones by default): a line for each head, a column for
         each position, blank where nothing is held. Returns the axes."""
-        from h2o.draw import axes_or_new
+        from h2o.utils.draw import axes_or_new
 
         scores = self._matrix(row)
         ax = axes_or_new(ax, figsize=(8, 2.5))
@@ -160,7 +160,7 @@ class Kept(NamedTuple):
         self, tokenizer: Any, input_ids: Any, row: int, attention_mask: Any, last: int
     ) -> list[str]:
         """The text of each token of a row."""
-        from h2o.draw import pieces
+        from h2o.utils.draw import pieces
 
         ids = torch.as_tensor(input_ids, device="cpu")
         ids = ids if ids.ndim == 1 else ids[row]
@@ -194,7 +194,7 @@ BINS = 200
 
 def _strip(scores: Tensor) -> str:
     """One line [n] of scores, NaN where nothing is held, as a row of colored rectangles."""
-    from h2o.draw import COLOR, shades
+    from h2o.utils.draw import COLOR, shades
 
     n = len(scores)
     bins = min(n, BINS)

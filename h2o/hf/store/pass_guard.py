@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from h2o.compat import calls_a_module
+from h2o.config.layer_plan import LayerPlan
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store.pins import Pins
-from h2o.layer_plan import LayerPlan
 
 WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token; "

@@ -189,7 +189,7 @@ class Report:
 
         Returns the axes. Layers without full attention are left out.
         """
-        from h2o.draw import axes_or_new
+        from h2o.utils.draw import axes_or_new
 
         ax = axes_or_new(ax)
         read = [x for x in self._h2o_layers() if sum(x.seen)]

@@ -18,10 +18,10 @@ from transformers import CompileConfig, TextStreamer
 
 from h2o.compat import compile_everywhere, with_cache
 from h2o.config import H2OConfig
-from h2o.config_fields import Pinned
+from h2o.config.fields import Pinned
 from h2o.errors import UnsupportedError, UserError
 from h2o.hf.cache.new_cache import bytes_of_keys, new_cache
-from h2o.progress import Progress
+from h2o.utils.progress import Progress
 
 Show = Callable[[str, int], None]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from h2o.budgets import UNLIMITED, Amount, flatten, mean_pair, pair_amounts
 from h2o.config import H2OConfig
-from h2o.head_budgets import SHARED_TWICE, apportion, check_shares
+from h2o.config.head_budgets import SHARED_TWICE, apportion, check_shares
 from h2o.kv_dtype import in_elements
 from h2o.policy import Policy
 
@@ -87,8 +87,8 @@ class LayerPlan:
         self, n: int, pinned: int = 0, min_tokens: int | None = None
     ) -> list[tuple[int, int]]:
         """(heavy, recent) of each key/value head in tokens, or a single pair for all of them, for a
-        row whose prompt has n tokens. `pinned`: see `h2o.head_budgets.apportion`. `min_tokens`: in
-        place of the config's."""
+        row whose prompt has n tokens. `pinned`: see `h2o.config.head_budgets.apportion`.
+        `min_tokens`: in place of the config's."""
         least = self.config.min_tokens if min_tokens is None else min_tokens
         heads = self._pair_tokens(n, least)
         if self.shares is None:

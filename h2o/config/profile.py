@@ -16,8 +16,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from h2o.filesystem import atomic_write
 from h2o.model_identity import attention_difference, difference
+from h2o.utils.filesystem import atomic_write
 
 KIND = "h2o profile"
 NO_PROFILE = "is no profile of h2o calibrate"

@@ -25,13 +25,13 @@ from h2o.budgets import (
     raise_to_least,
     recent_part,
 )
-from h2o.config_fields import ConfigFields, Positions
-from h2o.head_budgets import NAMED, SHARED_TWICE, check_table
+from h2o.config.fields import ConfigFields, Positions
+from h2o.config.head_budgets import NAMED, SHARED_TWICE, check_table
+from h2o.config.presets import PRESETS, Presets
+from h2o.config.profile import Profile
 from h2o.kv_dtype import QUANTIZED, KvDtype, fewest_bits, fitting, per_token
 from h2o.model_identity import describe, key_size, latent_row
 from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_policy
-from h2o.presets import PRESETS, Presets
-from h2o.profile import Profile
 
 __all__ = ["PARAMETERS", "PRESETS", "UNLIMITED", "H2OConfig", "one_config"]
 

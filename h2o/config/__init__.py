@@ -1,0 +1,11 @@
+"""What a cache keeps: `H2OConfig`, its presets, and what it means for one layer of a model.
+
+Imports neither torch nor transformers, so that command lines, result files and tests can use it
+without loading a model.
+"""
+
+from h2o.config.h2o_config import PARAMETERS as PARAMETERS
+from h2o.config.h2o_config import PRESETS as PRESETS
+from h2o.config.h2o_config import UNLIMITED as UNLIMITED
+from h2o.config.h2o_config import H2OConfig as H2OConfig
+from h2o.config.h2o_config import one_config as one_config

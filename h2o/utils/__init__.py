@@ -1,0 +1,1 @@
+"""Files, processes, progress and pictures: nothing here knows of caches or models."""
