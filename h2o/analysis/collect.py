@@ -25,7 +25,6 @@ from h2o.hf.families.layer_kinds import kind_of
 from h2o.hf.families.wrappers import input_device
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import latent_row
-from h2o.utils.openmp_threads import sleeping
 
 Result = TypeVar("Result")
 
@@ -97,7 +96,6 @@ def measure_layers(
     return results
 
 
-@sleeping()
 def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor | None:
     """Run a model over a text [n]. Returns the logits [n, vocabulary] if they are wanted."""
     arguments = {}

@@ -26,7 +26,6 @@ from h2o.hf.families import tensor_parallel
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
 from h2o.result_cells import Cells, provenance
-from h2o.utils.openmp_threads import sleeping
 
 FRACTIONS = (0.04, 0.1, 0.2, 0.4, 0.7)
 """Budgets at which a profile has shares, as fractions of a text."""
@@ -54,7 +53,6 @@ class Window:
         return _sha256(self.ids)
 
 
-@sleeping()
 def calibrate(
     model: Any,
     input_ids: Any,
