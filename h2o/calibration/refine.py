@@ -23,11 +23,11 @@ from h2o.analysis.collect import forward, full_layers
 from h2o.calibration.head_costs import ROWS
 from h2o.config import H2OConfig
 from h2o.config.head_budgets import expand_to_heads
+from h2o.hf.attention.attention import softmax_attention
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import attending
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.wrappers import input_device
-from h2o.sink_logits import softmax
 
 RATIO = 1.5
 """The factor between a budget and the larger and the smaller one that it is compared with."""
@@ -124,19 +124,12 @@ def _attend(
     G = len(keys)
     row = torch.arange(n, device=query.device)
     seen = (row[:, None] < evicted_at[:, None]) & (row[:, None] >= row)
+    if softcap or sink_logits is not None:
+        batch = query[None], keys[None], values[None], seen[None]
+        return softmax_attention(*batch, scale, softcap, sink_logits)
     q = query.reshape(G, H // G, n, D)
     k, v = (x[:, None].expand(q.shape) for x in (keys, values))
-    if softcap or sink_logits is not None:
-        logits = (D**-0.5 if scale is None else scale) / (softcap or 1.0) * (q @ k.mT)
-        if softcap:
-            logits = softcap * torch.tanh(logits)
-        sinks = None if sink_logits is None else sink_logits.view(G, -1, 1, 1)
-        weights = softmax(logits.masked_fill(~seen[:, None], -torch.inf), sinks, torch.float32)
-        out = weights.to(q.dtype) @ v
-    else:
-        out = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen[:, None], scale=scale
-        )
+    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=scale)
     return out.reshape(1, H, n, D).transpose(1, 2).contiguous()
 
 
