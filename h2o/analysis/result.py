@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import Any
 
 import numpy as np
@@ -77,46 +75,3 @@ class Analysis(MeasuredText):
         means = {name: x.mean(-1) if x.ndim > 1 else x for name, x in by_head.items()}
         frequency = {f"frequency_{name}": x for name, x in self.frequency().items()}
         return {"layer": np.array(self.layers), **means, **frequency}
-
-    def as_dict(self) -> dict[str, Any]:
-        """The numbers measured so far, without those of single keys: plain, for JSON."""
-        retained = [
-            {
-                "config": dataclasses.asdict(config),
-                "by_layer": [cached[layer].retained.mean() for layer in self.layers],
-            }
-            for config, cached in self.caches.items()
-        ]
-        removal = [
-            {"kind": kind, "share": share, "tokens": tokens, "seed": seed, "perplexity": value}
-            for (kind, share, tokens, seed), value in self.removals.items()
-        ]
-        numbers = {
-            "tokens": len(self),
-            "layers": self.layers,
-            "query_heads": self.heads,
-            "kv_heads": self.groups,
-            "config": dataclasses.asdict(self.config),
-            "prompt_length": self.prompt_length,
-            "by_layer": self.table("layer"),
-            "by_head": self.table("head"),
-            "overlap_of_layers": self.overlap("layer"),
-            "overlap_of_heads": self.overlap("head"),
-            "retained_mass": retained,
-            "removal": removal,
-        }
-        plain: dict[str, Any] = _as_plain(numbers)
-        return plain
-
-
-def _as_plain(value: Any) -> Any:
-    """A value as JSON can say it: lists, strings as keys, None for NaN, floats of six digits."""
-    if isinstance(value, dict):
-        return {str(key): _as_plain(x) for key, x in value.items()}
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return [_as_plain(x) for x in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return repr(value) if callable(value) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_compare(add, COMPARE, ", whose retained attention is drawn too; none for no others")
     add("--removal-tokens", type=int, default=1024, metavar="N", help="measure removal on "
         "this many tokens, from the first; 0 for no such measurement (%(default)s)")  # fmt: skip
-    add("--json", action="store_true", help="print the numbers as well")
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -131,5 +129,3 @@ def measure(options: argparse.Namespace) -> None:
         removal=removal,
     )
     say(f"written: {options.output}")
-    if options.json:
-        print(json.dumps(a.as_dict(), indent=1))

@@ -272,20 +272,6 @@ def test_what_does_not_fit_is_refused():
             wrong()
 
 
-def test_numbers_for_machines():
-    import json
-
-    a = h2o.analyze(tiny.model("llama", "sdpa"), text(tokens=60), heavy=[4, 5], recent=4)
-    a.removal([0.1])
-    a.retained_mass(0, heavy=0, recent=8)
-    parsed = json.loads(json.dumps(a.as_dict(), allow_nan=False))
-    assert parsed["tokens"] == 60
-    assert len(parsed["by_layer"]["sparsity"]) == 2
-    assert len(parsed["by_head"]["slope"]) == 8
-    assert len(parsed["retained_mass"]) == 2
-    assert {x["kind"] for x in parsed["removal"]} == {"full", "heavy", "random", "recent"}
-
-
 def test_tables():
     a = h2o.analyze(tiny.model("llama", "sdpa"), text(tokens=60), heavy=4, recent=4)
     layers, heads = a.table(), a.table("head")
