@@ -74,7 +74,6 @@ BENCH = "bench --prompts 20 --tokens 2 --rounds 1"
         (f"{EVAL} --compare full,calibrated:0.2", "llama", "calibrated:0.2: no profile"),
         (f"{EVAL} --compare full,calibrated:0.2 --profile {PROFILE}", "llama", "another model"),
         (f"{EVAL} --compare full,h2o:8+8/kv_dtype=int8-int4", "head_dim 24", "multiple of 32"),
-        (f"{EVAL} --compare full,h2o:8+8 --dtype float64", "llama", "not in float64"),
         (f"{EVAL} --compare full,h2o:8+8 --device nope", "llama", "--device nope"),
         (f"{NEEDLE} --compare full,h2o:8+8/positions=cache_relative", "gpt2", "no rotary"),
         (f"{BENCH} --compare h2o:8+8", "falcon", OF_OTHERS),

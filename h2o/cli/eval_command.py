@@ -13,6 +13,7 @@ from h2o.cli.cache_options import (
     add_cache_options,
     add_compare,
     add_device,
+    add_dtype,
     get_given,
     has_budget,
     make_settings,
@@ -22,7 +23,7 @@ from h2o.cli.prompts_file import ROWS
 from h2o.errors import UserError
 from h2o.evaluation.facts import KINDS
 from h2o.evaluation.setting import GRAMMAR, Setting, from_options
-from h2o.models import DTYPES, need_transformers, torch_device
+from h2o.models import need_transformers, torch_device
 from h2o.packages import install_command
 from h2o.result_cells import fingerprint
 from h2o.utils.filesystem import make_writable
@@ -84,12 +85,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     what.add_argument("--perplexity", type=Path, metavar="FILE", help="a long plain text")
     what.add_argument("--needle", type=Path, metavar="FILE", help="a plain text to hide facts in")
     p.add_argument("--model", "-M", help="name or folder; default: the embedded SmolLM2-135M")
-    p.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help="auto: the dtype in which the model was saved",
-    )
+    add_dtype(p.add_argument)
     add_device(p.add_argument)
     p.add_argument(
         "--output-path", "--output_path", "-o", type=Path, metavar="FOLDER",
@@ -225,16 +221,10 @@ def run_lm_eval(
     model_args: dict[str, Any],
 ) -> None:
     """Run lm-eval's own command for one setting, which `model_args` describe."""
-    from lm_eval.api.registry import model_registry
-
     from h2o.evaluation import side_by_side
 
-    rest, model_type = args.rest, "h2o"
-    if args.model and args.model in model_registry:
-        model_type = model_args.pop("pretrained")
-        if model_type != "h2o" and model_args.keys() & {*PROTOCOL, *CACHE}:
-            parser.error(f"--model {model_type} is lm-eval's own and has no cache of h2o")
-    arguments += ["--model", model_type, *as_model_args(model_args)]
+    rest = args.rest
+    arguments += ["--model", "h2o", *as_model_args(model_args)]
     if "--include_path" not in rest:
         arguments += ["--include_path", str(side_by_side.TASKS)]
     make_writable(args.output_path)
@@ -244,7 +234,7 @@ def run_lm_eval(
         # lm-eval files answers under the question alone. The name keeps apart answers of other
         # budgets, of other models, and of a model that was at the same path before.
         files = model_identity.files_fingerprint([*map(str, model_args.values()), *rest])
-        name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": files})
+        name = fingerprint({"model": "h2o", **model_args, "arguments": rest, "files": files})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
     side_by_side.run([*arguments, "--output_path", str(args.output_path)])
 

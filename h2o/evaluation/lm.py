@@ -9,7 +9,6 @@ for few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-har
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from lm_eval import utils
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -203,36 +202,17 @@ class H2OLM(HFLM):
             kind: lm-eval's: "loglikelihood", "loglikelihood_rolling" or "generate_until".
             arguments: arguments of each request.
         """
-        before, self.tally, self.is_counting = self.tally, Tally(), True
+        before = self.tally, self.cache_hook, self._world_size
+        # No answer is stored, and other processes, which do not count, are not waited for.
+        self.tally, self.cache_hook, self._world_size = Tally(), CacheHook(None), 1
+        self.is_counting = True
         try:
             requests = [Instance(kind, {}, x, i) for i, x in enumerate(arguments)]
             list(getattr(self, kind)(requests, disable_tqdm=True))
             return self.tally
         finally:
-            self.tally, self.is_counting = before, False
-
-    def loglikelihood_rolling(
-        self, requests: Sequence[Instance], disable_tqdm: bool = False
-    ) -> list[float]:
-        """Log-likelihoods of whole texts, with HFLM's windows of all texts in one call."""
-        windows = list[Request]()
-        starts = [0]
-        for (text,) in (request.args for request in requests):
-            pairs = utils.get_rolling_token_windows(
-                token_list=self.tok_encode(text),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            windows += [(None, *utils.make_disjoint_window(pair)) for pair in pairs]
-            starts.append(len(windows))
-        answers = self._loglikelihood_tokens(windows, disable_tqdm)
-        sums = [sum(x for x, _ in answers[a:b]) for a, b in itertools.pairwise(starts)]
-        for request, total in zip(requests, sums, strict=True):
-            if self.is_counting:
-                break
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return sums
+            self.tally, self.cache_hook, self._world_size = before
+            self.is_counting = False
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate as HFLM does, with the caches of the setting."""

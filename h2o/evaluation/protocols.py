@@ -100,16 +100,11 @@ def simulate(
     Returns:
         The logits [tail, vocabulary] of each text.
     """
-    longest = max(map(len, texts)) - 1
-    ids = torch.zeros(len(texts), longest, dtype=torch.long, device="cpu")
-    mask = torch.zeros_like(ids)
-    for row, text in enumerate(texts):
-        ids[row, : len(text) - 1] = ids.new_tensor(text[:-1])
-        mask[row, : len(text) - 1] = 1
+    ids, mask = pad_rows([text[:-1] for text in texts], left=False)
     starts = [len(text) - 1 - tail for text, tail in zip(texts, tails, strict=True)]
     first = min(starts)
     with simulation.simulated(model, **how):
-        logits = forward(longest - first, ids, mask, use_cache=False)
+        logits = forward(ids.shape[1] - first, ids, mask, use_cache=False)
     return [
         logits[row, start - first : start - first + tail]
         for row, (start, tail) in enumerate(zip(starts, tails, strict=True))

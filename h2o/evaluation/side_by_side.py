@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from h2o.evaluation.lm import H2OLM, POLICY
 from h2o.evaluation.model_fit import check_fit
 from h2o.evaluation.protocols import Tally, check, one_token_note
 from h2o.evaluation.setting import Setting
-from h2o.evaluation.task_rows import check_rows
 from h2o.evaluation.text_table import table
 from h2o.evaluation.text_tasks import Samples, TextTask
 from h2o.models import DEFAULT_MODEL, embedded_folder, is_gguf, tokenizer_folder
@@ -100,7 +99,8 @@ def compare(
         given = {x: y for x, y in common.items() if y is not None}
         lm = H2OLM(variant="full", **config.model_args, **given)
     check_fit(settings, full_cache=protocol != "simulate")(lm.model)
-    tasks = load_tasks(manager, config.tasks)
+    with readable_errors():
+        tasks = manager.load(config.tasks)["tasks"]
     origin = provenance(
         lm.model, lm.tokenizer, config.model_args.get("pretrained") or DEFAULT_MODEL
     )
@@ -108,7 +108,7 @@ def compare(
     measured: dict[Setting, Measured] = {}
     for setting in settings:
         lm.use(setting, protocol, prompt_length=prompt_length)
-        with readable_errors():
+        with readable_errors(), redirect_stdout(sys.stderr):  # to which lm-eval would print
             results = measure(lm, tasks, config, manager, output, origin)
         if results is not None:
             measured[setting] = results
@@ -124,18 +124,6 @@ def compare(
     units = dict.fromkeys(getattr(task, "UNIT", lm.ratio_of) for task in tasks.values())
     first = f"{origin['model']}, protocol {protocol}, fractions of the {' or the '.join(units)}"
     return "\n".join([first, "", as_table(measured, tasks, lm.model), "", *notes])
-
-
-def load_tasks(manager: TaskManager, names: Sequence[Any]) -> dict[str, Any]:
-    """Load tasks by name, and check that their rows are what their files say."""
-    tasks: dict[str, Any] = {}
-    for name in names:
-        known = name if isinstance(name, str) else name.get("task", str(name))
-        with readable_errors(known):
-            tasks |= manager.load([name])["tasks"]
-            for task in tasks.values():
-                check_rows(task)
-    return tasks
 
 
 def metadata(config: EvaluatorConfig) -> dict[str, Any]:
@@ -277,23 +265,19 @@ def lm_eval_arguments(arguments: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def readable_errors(task: str = "") -> Iterator[None]:
+def readable_errors() -> Iterator[None]:
     """Turn the exceptions that lm-eval raises for a wrong task file into a UserError."""
     from datasets.exceptions import DatasetsError
 
-    where = f"task {task}: " if task else ""
     try:
         yield
-    except jinja2.UndefinedError as error:
-        raise UserError(f"{where}a field that its task file names is missing: {error}") from error
-    except jinja2.TemplateError as error:
-        raise UserError(f"{where}a template of its task file is wrong: {error}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{where}its task file is no YAML: {error}") from error
-    except AssertionError as error:  # HFLM's and tasks' own checks
-        raise UserError(f"{where}{error or 'an assertion of lm-eval failed'}") from error
-    except (DatasetsError, OSError, KeyError, ValueError) as error:
-        reason = f"{error}" if isinstance(error, ValueError | OSError) else repr(error)
+    except (
+        jinja2.TemplateError, yaml.YAMLError, DatasetsError, AssertionError, OSError, LookupError,
+        ValueError,
+    ) as error:  # fmt: skip
+        reason = f"{error}"
         if reason.startswith("malformed node"):  # lm-eval takes what it cannot place for Python
             reason = "doc_to_choice is no field of its rows, no template and no list"
-        raise UserError(f"{where}{reason}") from error
+        elif not isinstance(error, OSError | ValueError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise UserError(reason) from error

@@ -37,8 +37,7 @@ def answer_requests(lm: Any, requests: Iterable[Instance]) -> Iterator[Any]:
             answer: Any = windows.answer(lm, **asked)
         else:
             answer = needles.answer(lm, text, **asked)
-        if not lm.is_counting:
-            lm.cache_hook.add_partial("loglikelihood", request.args, answer)
+        lm.cache_hook.add_partial("loglikelihood", request.args, answer)
         yield answer
 
 
