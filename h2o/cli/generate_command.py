@@ -196,16 +196,9 @@ def usual_caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str,
     """
     fitted = config.for_model(model)
     newest = sum(fitted.tokens(prompt_tokens)) if config.budget is None else config.budget
-    local = replace(
-        fitted,
-        heavy=0, recent=newest, score_by="sum", budget_unit="keys", head_shares=None,
-        kv_dtype=None,
-    )  # fmt: skip
-    tenth = H2OConfig(budget=TENTH, positions=config.positions, min_tokens=config.min_tokens)
-    name = "h2o" if config.budget is None else f"budget={config.budget}"
-    others = {f"budget={TENTH}": tenth, "local": local}
-    if config.budget == TENTH and config == tenth:
-        del others[name]
-    elif config.budget == TENTH:
-        name = "h2o"
-    return {"full": None, name: config, **others}
+    how = {"positions": config.positions, "min_tokens": config.min_tokens}
+    tenth = H2OConfig(budget=TENTH, **how)
+    local = replace(H2OConfig.streaming(newest, fitted.sinks), **how)
+    is_named = config.budget not in (None, TENTH) or config == tenth
+    name = f"budget={config.budget}" if is_named else "h2o"
+    return {"full": None, name: config, f"budget={TENTH}": tenth, "local": local}
