@@ -3,6 +3,6 @@ observations.
 
 `h2o.analyze(model, **inputs)` measures one text and returns an `Analysis`. `h2o analyze` on the
 command line makes a page of it. `collect` watches a forward pass, `measures` turns scores into
-numbers, `removal` removes keys, `measured_text` and `result` answer questions, `figures` and `page`
-show the answers.
+numbers, `removal` removes keys, `result` answers questions, `figures` and `page` show the
+answers.
 """

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from h2o.analysis.collect import Attention, attend, full_layers, measure_layers, sparsity
-from h2o.analysis.measured_text import THRESHOLD, Measured
-from h2o.analysis.result import Analysis
+from h2o.analysis.result import THRESHOLD, Analysis, Measured
 from h2o.config import H2OConfig, one_config
 from h2o.hf.families import tensor_parallel
 

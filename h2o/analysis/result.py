@@ -1,23 +1,308 @@
-"""`Analysis`, the result of `h2o.analyze`: measurements and the ways to show them."""
+"""`Analysis`, the result of `h2o.analyze`: measurements of one text, and the questions that they
+answer."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
+from h2o.analysis import measures, removal
+from h2o.analysis.collect import Attention, attend, forward, measure_layers, sparsity
 from h2o.analysis.figures import FIGURES
-from h2o.analysis.measured_text import MeasuredText
-from h2o.utils.draw import axes_or_new, shade_text
+from h2o.config import H2OConfig, one_config
+from h2o.config.layer_plan import LayerPlan
+from h2o.hf.simulation.simulation import simulated
+from h2o.utils.draw import axes_or_new, pieces, shade_text
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from h2o.config.fields import ConfigFields
+
+THRESHOLD = 0.01
+"""The paper's: an entry below this share of its row's maximum is called negligible."""
 
 
-class Analysis(MeasuredText):
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One layer of the model as it is."""
+
+    groups: int
+    """G"""
+    scores: np.ndarray
+    """[H, n] float32"""
+    small: np.ndarray
+    """[H]: share of entries below THRESHOLD"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cached:
+    """One layer with a cache of some config."""
+
+    evicted_at: np.ndarray
+    """[G, n] int32: the first token that no longer sees the key, n if none"""
+    retained: np.ndarray
+    """[H, n] float32: the share of a full cache's attention that each token keeps"""
+
+
+class Token(NamedTuple):
+    """One key of a layer."""
+
+    position: int
+    text: str
+    score: float
+    """Attention received, with nothing evicted"""
+    held: float
+    """Whether a cache still holds the key: 1 or 0, or the share of the heads whose caches do"""
+
+
+class Analysis:
     """The measurements of `h2o.analyze` in a text. Arrays are NumPy's.
 
     Letters: L analyzed layers, H query heads, G key/value heads, n tokens. `layer` is the model's
     number. `per` says whose scores: "kv" (a key/value head, whose query heads are added up, as a
     cache does), "query" (a query head) or "layer" (all of a layer); `head` is a number of these.
     """
+
+    def __init__(
+        self,
+        model: Any,
+        ids: Tensor,
+        config: H2OConfig,
+        prompt_length: int,
+        measured: dict[int, Measured],
+    ) -> None:
+        self.model, self.config, self.prompt_length = model, config, prompt_length
+        self.layers = sorted(measured)
+        """Numbers of the layers with full attention"""
+        self.ids: np.ndarray = ids.cpu().numpy()
+        """int64 [n]: the text without pads"""
+        self.groups = measured[self.layers[0]].groups
+        """G"""
+        self.heads = len(measured[self.layers[0]].scores)
+        """H"""
+        self._tensor, self._measured = ids, measured
+        last = len(ids) - 1
+        self._scores_at = {last: {layer: x.scores for layer, x in measured.items()}}
+        self._small = {THRESHOLD: {layer: x.small for layer, x in measured.items()}}
+        self.caches: dict[H2OConfig, dict[int, Cached]] = {}
+        """Results of `simulate_cache` so far, by config and layer"""
+        self.removals: dict[tuple[str, float, int, int], float] = {}
+        """Perplexity by (kind, share, tokens, seed): results of `removal` so far"""
+
+    def __len__(self) -> int:
+        """n"""
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        shape = f"{len(self.layers)} layers, {self.heads} query and {self.groups} key/value heads"
+        return f"<Analysis of {len(self)} tokens: {shape}>"
+
+    # ---- scores, and the keys with the highest ---------------------------------------------------
+
+    def scores(self, layer: int, per: str = "kv", *, at: int | None = None) -> np.ndarray:
+        """float32 [G, n], [H, n] or [n]: attention that each key receives, with nothing evicted.
+
+        With `at` only the tokens up to that one count, [..., at + 1]. The sum is the number of
+        queries times that of query heads.
+        """
+        return self._sum_heads(self._scores_up_to(at)[self._check_layer(layer)], per)
+
+    def heavy(self, layer: int) -> int:
+        """Number of keys of a layer that count as heavy hitters: `heavy` of the config."""
+        layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        plan = LayerPlan.of(self.config, self._check_layer(layer), layers)
+        number, _ = plan.tokens(len(self))
+        if not number:
+            raise ValueError("this config has no heavy hitters: give heavy more than 0")
+        return min(number, len(self))
+
+    def evicted_at(self, layer: int) -> np.ndarray:
+        """int32 [G, n]: the first token that would no longer see the key, n if none."""
+        return self.simulate_cache()[self._check_layer(layer)].evicted_at
+
+    def tokens(
+        self,
+        tokenizer: Any,
+        layer: int,
+        head: int | None = None,
+        *,
+        per: str = "kv",
+        at: int | None = None,
+    ) -> list[Token]:
+        """All keys of a layer, evicted ones included, by falling score.
+
+        Args:
+            head: of `per`; all of the layer by default.
+            at: as token `at` saw them: scores of the tokens up to it, and `held` if a cache would
+                have had the key (or it is this token's own). The last token by default.
+        """
+        at = self._check_step(at)
+        if head is None:
+            scores = self.scores(layer, "layer", at=at)
+        else:
+            scores = self.scores(layer, per, at=at)
+            if per == "layer" or not 0 <= head < len(scores):
+                raise ValueError(
+                    f"no head {head} per {per}: kv has {self.groups}, query {self.heads}"
+                )
+            scores = scores[head]
+        held = (self.evicted_at(layer)[:, : at + 1] > at).astype(float)
+        if head is None:
+            held = held.mean(0)
+        else:
+            held = held[head if per == "kv" else head * self.groups // self.heads]
+        texts = pieces(tokenizer, self.ids[: at + 1])
+        return [
+            Token(int(j), texts[j], float(scores[j]), float(held[j]))
+            for j in np.argsort(-scores, kind="stable")
+        ]
+
+    # ---- the paper's observations --------------------------------------------------------------
+
+    def sparsity(self, threshold: float = THRESHOLD) -> np.ndarray:
+        """float64 [L, H]: share of attention entries below a share of their row's maximum.
+
+        A head has n (n + 1) / 2 causal entries. Paper: figure 2a. A threshold other than 0.01
+        takes another forward pass.
+        """
+        if not 0 < threshold <= 1:
+            raise ValueError(f"threshold must be above 0 and at most 1, not {threshold!r}")
+        if threshold not in self._small:
+
+            def measure(seen: Attention) -> tuple[Tensor, np.ndarray]:
+                return attend(seen)[0], sparsity(seen, threshold).cpu().numpy()
+
+            self._small[threshold] = measure_layers(self.model, self._tensor, measure)
+        return np.stack([self._small[threshold][layer] for layer in self.layers])
+
+    def power_law(self, per: str = "layer") -> measures.PowerLaw:
+        """Fall of the scores with rank, and number of keys that carry most of the attention.
+
+        Arrays [L], or [L, G], [L, H] `per` head. Paper: figure 2b.
+        """
+        return measures.power_law(self._all_scores(per))
+
+    def overlap(self, by: str = "layer", per: str = "kv") -> np.ndarray:
+        """Jaccard index of two sets of heavy hitters: the common ones over all.
+
+        Args:
+            by: "layer": each two layers, heads added up, [L, L]. "head": each two heads of
+                a layer, [L, G, G] or [L, H, H]. "half": among the keys of the text's first half,
+                by its own queries and by those of the second half, [L, G] or [L, H].
+        """
+        if by not in ("layer", "head", "half"):
+            raise ValueError(f"by must be layer, head or half, not {by!r}")
+        if by == "head" and per == "layer":
+            raise ValueError('overlap(by="head") is between heads: per is "kv" or "query"')
+        if by == "half":
+            return np.stack([self._overlap_of_halves(layer, per) for layer in self.layers])
+        per = "layer" if by == "layer" else per
+        sets = [measures.top(self.scores(x, per), self.heavy(x)) for x in self.layers]
+        if by == "head":
+            return np.stack([measures.jaccard(x, x) for x in sets])
+        return measures.jaccard(np.stack(sets), np.stack(sets))
+
+    def _overlap_of_halves(self, layer: int, per: str) -> np.ndarray:
+        half = len(self) // 2
+        early = self.scores(layer, per, at=half - 1)
+        late = self.scores(layer, per)[..., :half] - early
+        k = min(self.heavy(layer), max(half // 2, 1))
+        first, second = np.atleast_2d(measures.top(early, k), measures.top(late, k))
+        both = np.diagonal(measures.jaccard(first, second))
+        return both[0] if per == "layer" else both
+
+    def frequency(self) -> dict[str, np.ndarray]:
+        """Spearman's rank correlation of attention with a token's count in the text, each [L].
+
+        A kind of token is one observation, whose attention is that of all its occurrences
+        ("sum") or of one ("mean"). Paper: figure 2c, which shows sums; of two kinds that receive
+        the same at each occurrence the frequent one has the higher sum.
+        """
+        counts, sums = measures.per_type(self.ids, self._all_scores("layer"))
+        attention = {"sum": sums, "mean": sums / counts}
+        return {
+            name: np.array([measures.spearman(row, counts) for row in rows])
+            for name, rows in attention.items()
+        }
+
+    def removal(
+        self,
+        shares: Sequence[float] = (0.05, 0.1, 0.2),
+        *,
+        limit: int | None = None,
+        seed: int = 0,
+    ) -> dict[str, dict[float, float]]:
+        """Perplexity without the heaviest keys, without random and without the newest ones.
+
+        `h2o.analysis.removal` says how they are removed. Three forward passes a share, by blocks
+        of rows. Paper: figure 2d.
+
+        Args:
+            shares: shares of the keys before each token.
+            limit: number of tokens to use, from the first.
+            seed: seed of the random keys.
+
+        Returns:
+            {"full": {0.0: perplexity}, "heavy": {share: perplexity}, "random": ..., "recent": ...}
+        """
+        ids = self._tensor[:limit]
+
+        def cell(kind: str, share: float) -> float:
+            key = kind, share, len(ids), seed if kind == "random" else 0
+            if key not in self.removals:
+                self.removals[key] = (
+                    removal.perplexity(forward(self.model, ids, logits=True), ids)
+                    if kind == "full"
+                    else removal.perplexity_without(self.model, ids, kind, share, seed)
+                )
+            return self.removals[key]
+
+        table = {kind: {share: cell(kind, share) for share in shares} for kind in removal.KINDS}
+        return {"full": {0.0: cell("full", 0.0)}, **table}
+
+    # ---- what a cache would do -----------------------------------------------------------------
+
+    def retained_mass(
+        self,
+        layer: int,
+        *,
+        per_token: bool = False,
+        h2o_config: H2OConfig | None = None,
+        **parameters: Unpack[ConfigFields],
+    ) -> np.ndarray:
+        """float32 [H] or, with `per_token`, [H, n]: share of a full cache's attention that is kept.
+
+        For a token this is the softmax over all keys before, summed over those that a cache of
+        the config would hold when the token comes. Another config, as for `analyze`, takes
+        another forward pass.
+        """
+        chosen = one_config(h2o_config, parameters) if h2o_config or parameters else None
+        mass = self.simulate_cache(chosen)[self._check_layer(layer)].retained
+        return mass if per_token else mass.mean(-1)
+
+    def simulate_cache(self, config: H2OConfig | None = None) -> dict[int, Cached]:
+        """Each layer's evictions and retained mass with a cache of this or another config."""
+        config = config or self.config
+        if config not in self.caches:
+            with simulated(
+                self.model, config, prompt_length=self.prompt_length, trace=True, mass=True
+            ) as simulation:
+                forward(self.model, self._tensor)
+            self.caches[config] = {
+                layer: Cached(
+                    simulation.evicted_at(layer)[0].cpu().numpy(),
+                    simulation.retained_mass(layer, per_token=True)[0].cpu().numpy(),
+                )
+                for layer in self.layers
+            }
+        return self.caches[config]
+
+    # ---- ways to show it -------------------------------------------------------------------------
 
     def highlight(
         self,
@@ -75,3 +360,39 @@ class Analysis(MeasuredText):
         means = {name: x.mean(-1) if x.ndim > 1 else x for name, x in by_head.items()}
         frequency = {f"frequency_{name}": x for name, x in self.frequency().items()}
         return {"layer": np.array(self.layers), **means, **frequency}
+
+    def _check_layer(self, layer: int) -> int:
+        if layer not in self._measured:
+            raise ValueError(f"layer {layer} was not analyzed; there are {self.layers}")
+        return layer
+
+    def _check_step(self, at: int | None) -> int:
+        at = len(self) - 1 if at is None else at
+        if not 0 <= at < len(self):
+            raise ValueError(f"at must be a token's position, 0 to {len(self) - 1}, not {at}")
+        return at
+
+    def _scores_up_to(self, at: int | None) -> dict[int, np.ndarray]:
+        """Scores [H, at + 1] by layer."""
+        at = self._check_step(at)
+        if at not in self._scores_at:
+
+            def measure(seen: Attention) -> tuple[Tensor, np.ndarray]:
+                out, scores = attend(seen)
+                return out, scores.cpu().numpy()
+
+            last = len(self) - 1
+            by_layer = measure_layers(self.model, self._tensor[: at + 1], measure)
+            self._scores_at = {last: self._scores_at[last], at: by_layer}
+        return self._scores_at[at]
+
+    def _all_scores(self, per: str) -> np.ndarray:
+        return np.stack([self.scores(layer, per) for layer in self.layers])
+
+    def _sum_heads(self, scores: np.ndarray, per: str) -> np.ndarray:
+        """Add up the scores [H, m] of query heads."""
+        if per not in ("query", "kv", "layer"):
+            raise ValueError(f"per must be kv, query or layer, not {per!r}")
+        if per == "kv":
+            return scores.reshape(self.groups, -1, scores.shape[-1]).sum(1)
+        return scores if per == "query" else scores.sum(0)
