@@ -458,23 +458,19 @@ def test_settings_beside_which_a_run_is_shown(tiny, capsys):
     assert "a mask, no cache" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("larger", [None, "The fact.", "Nothing."])
-def test_answers_about_the_article_for_readers(monkeypatch, larger):
+def test_answers_about_the_article_for_readers(monkeypatch):
     pytest.importorskip("torch")
-    from h2o.cli.comparison import answers, is_lost
+    from h2o.cli.comparison import answers
     from h2o.cli.generate_command import Result
     from h2o.evaluation.generation import Run
 
     monkeypatch.setenv("COLUMNS", "80")
-    default = "The fact." if larger is None else "No."
-    texts = {"full": "The fact.", "budget=0.2": default, "budget=0.1": "No.", "local": "No."}
-    texts |= {"budget=0.4": larger} if larger else {}
+    texts = {"full": "The fact.", "budget=0.2": "The fact.", "budget=0.1": "No.", "local": "No."}
     runs = [
         Run(mode, f"{text} " + "word " * 30, 11, 2.0, 100.0, 0.5, 20.0, 40_000, 200_000, 200, 40,
             160, 0.1, None)
         for mode, text in texts.items()
     ]  # fmt: skip
-    assert is_lost("fact", runs) is (larger == "Nothing.")
     lines = answers(Result("m", "float32", 190, {}, {}, runs), "Who?", "fact")
     assert lines[0] == "m, float32, has read 190 tokens. Who?"
     assert [line.split()[0] for line in lines if " held, " in line] == list(texts)
@@ -482,10 +478,7 @@ def test_answers_about_the_article_for_readers(monkeypatch, larger):
     assert lines[at + 1].startswith("            No. word")
     assert all(len(line) <= 80 for line in lines)
     said = " ".join(lines[lines.index("", len(lines) - 4) + 1 :])
-    found = [mode for mode, text in texts.items() if "fact" in text]
-    assert said.startswith(f'"fact" was found by {", ".join(found)}, and lost by ')
-    call = "To keep it call H2OCache(model, budget=0.4)."
-    assert said.endswith(call) is (larger == "The fact.")
+    assert said == '"fact" was found by full, budget=0.2, and lost by budget=0.1, local.'
 
 
 def test_half_characters_are_not_streamed(tiny):

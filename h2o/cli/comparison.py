@@ -44,24 +44,14 @@ def answers(result: Result, question: str = "", fact: str = "") -> list[str]:
     return [*lines, *textwrap.wrap(conclusion(result.runs, fact), width)] if fact else lines
 
 
-def is_lost(fact: str, runs: list[Run]) -> bool:
-    """Whether the full cache finds a fact, and neither the second run nor the last one does."""
-    return fact in runs[0].text and fact not in runs[1].text and fact not in runs[-1].text
-
-
 def conclusion(runs: list[Run], fact: str) -> str:
-    """Which runs found the fact, and a call that does where the second run has not."""
+    """Which runs found the fact, and which have lost it."""
     found = [run.mode for run in runs if fact in run.text]
     lost = [run.mode for run in runs if fact not in run.text]
-    said = f'"{fact}" was found by {listed(found)}, and lost by {listed(lost)}.'
-    budgets = [mode for mode in found if mode.startswith("budget=")]
-    if budgets and runs[1].mode in lost:
-        said += f" To keep it call H2OCache(model, {budgets[-1]})."
-    return said
-
-
-def listed(names: list[str]) -> str:
-    return ", ".join(names) or "none"
+    return (
+        f'"{fact}" was found by {", ".join(found) or "none"}, and lost by '
+        f"{', '.join(lost) or 'none'}."
+    )
 
 
 def milliseconds(run: Run) -> str:

@@ -35,8 +35,6 @@ USUAL = "usual"
 """--compare without settings."""
 TENTH = 0.1
 """The smaller budget of a comparison."""
-LARGER = (0.4, 0.8)
-"""Budgets that are tried where the first one loses FACT."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +98,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def generate(options: argparse.Namespace) -> Result:
     """Generate greedily with an H2OCache, or with each of the caches to compare."""
     from h2o import models, packages
-    from h2o.cli import comparison
     from h2o.evaluation import generation
     from h2o.utils.progress import Progress
 
@@ -127,10 +124,6 @@ def generate(options: argparse.Namespace) -> Result:
         )  # fmt: skip
 
     runs = list(starmap(generate_with, choose_caches(options, model, tokens).items()))
-    for budget in LARGER if options.compare == USUAL and is_shipped(options) else ():
-        if not comparison.is_lost(FACT, [run for run, _ in runs]):
-            break
-        runs.append(generate_with(f"budget={budget}", H2OConfig(budget=budget)))
     full = runs[0][1] if options.compare else None
     agree = [full and generation.leading_agreement(new, full) for _, new in runs]
     return Result(
