@@ -96,7 +96,7 @@ def finds(model: Any, cache: H2OCache, asked: needles.Asked) -> tuple[bool, int]
 def measured(model: Any, tokenizer: Any, setting: Any, trial: needles.Trial) -> dict[str, Any]:
     """One trial: numbers, and tensors of layers and heads."""
     document, asked = needles.encode(tokenizer, trial.document, trial.questions)
-    fact, n = place(tokenizer, trial.document, trial.facts[0].fact), document.shape[1]
+    fact, n = place(tokenizer, trial.document, trial.facts[0]), document.shape[1]
     cache = H2OCache(model.config, setting.config, prompt_length=n, trace=True)
     model.base_model(document, cache=cache, use_cache=True)
     which, kept = sorts(tokenizer, document), torch.zeros(len(WHO))

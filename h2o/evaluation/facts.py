@@ -16,6 +16,10 @@ class Fact:
     """The question, up to where the answer begins."""
     answer: str
     """Begins with a space."""
+    kind: str = ""
+    """One of `KINDS`."""
+    depth: float = 0.0
+    """Where in the text the sentence stands."""
 
 
 TOWNS = (
@@ -41,32 +45,33 @@ def ask(question: str, answer_begins: str) -> str:
     return f"\n\nQuestion: {question}\nAnswer: {answer_begins}"
 
 
+def state(begins: str, end: str, question: str) -> Fact:
+    """A fact whose sentence and answer begin with the same words."""
+    return Fact(f"{begins} {end}.", ask(question, begins), f" {end}")
+
+
 def number(draw: random.Random) -> Fact:
     town, digits = draw.choice(TOWNS), str(draw.randint(10000, 99999))
-    begins = f"The secret number of {town} is"
-    question = ask(f"What is the secret number of {town}?", begins)
-    return Fact(f"{begins} {digits}.", question, f" {digits}")
+    question = f"What is the secret number of {town}?"
+    return state(f"The secret number of {town} is", digits, question)
 
 
 def place(draw: random.Random) -> Fact:
     name, thing = draw.choice(NAMES), draw.choice(THINGS)
-    begins = f"{name} keeps the spare key under the"
-    question = ask(f"Where does {name} keep the spare key?", begins)
-    return Fact(f"{begins} {thing}.", question, f" {thing}")
+    question = f"Where does {name} keep the spare key?"
+    return state(f"{name} keeps the spare key under the", thing, question)
 
 
 def password(draw: random.Random) -> Fact:
     town, words = draw.choice(TOWNS), " ".join(draw.sample(WORDS, 2))
-    begins = f"The password of the library in {town} is"
-    question = ask(f"What is the password of the library in {town}?", begins)
-    return Fact(f"{begins} {words}.", question, f" {words}")
+    question = f"What is the password of the library in {town}?"
+    return state(f"The password of the library in {town} is", words, question)
 
 
 def gate(draw: random.Random) -> Fact:
     town, name = draw.choice(TOWNS), f"{draw.choice('BCDFGHJK')}{draw.randint(11, 99)}"
-    begins = f"The ferry to {town} leaves from gate"
-    question = ask(f"From which gate does the ferry to {town} leave?", begins)
-    return Fact(f"{begins} {name}.", question, f" {name}")
+    question = f"From which gate does the ferry to {town} leave?"
+    return state(f"The ferry to {town} leaves from gate", name, question)
 
 
 def pairs(draw: random.Random) -> Fact:
@@ -88,3 +93,8 @@ def paraphrase(draw: random.Random) -> Fact:
 KINDS: dict[str, Callable[[random.Random], Fact]] = {
     make.__name__: make for make in (number, place, password, gate, pairs, paraphrase)
 }
+
+
+def make_fact(kind: str, draw: random.Random) -> Fact:
+    """Draw a fact of a kind."""
+    return dataclasses.replace(KINDS[kind](draw), kind=kind)

@@ -24,7 +24,7 @@ import torch
 
 from h2o.errors import UserError
 from h2o.evaluation import protocols
-from h2o.evaluation.facts import KINDS, Fact
+from h2o.evaluation.facts import KINDS, Fact, make_fact
 from h2o.evaluation.protocols import Forward
 from h2o.evaluation.setting import Setting
 from h2o.evaluation.task_rows import rows, text_of, tokenizer_of
@@ -35,28 +35,17 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Hidden:
-    """A fact in a text."""
-
-    fact: Fact
-    depth: float
-    """Where in the text its sentence stands."""
-    kind: str
-    """One of `h2o.evaluation.facts.KINDS`."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Trial:
     """One text with its sentences, each of which is asked for after the text alone."""
 
     length: int
     document: str
-    facts: tuple[Hidden, ...]
+    facts: tuple[Fact, ...]
 
     @property
     def questions(self) -> list[tuple[str, str]]:
         """Question and answer of each fact."""
-        return [(x.fact.question, x.fact.answer) for x in self.facts]
+        return [(x.question, x.answer) for x in self.facts]
 
 
 Asked = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -164,34 +153,31 @@ def make_trials(
         if decoys:
             facts = draw_alike([kinds[(first + i) % len(kinds)] for i in (0, 1)], decoys + 1, draw)
         else:
-            facts = [Hidden(KINDS[kinds[first]](draw), depth, kinds[first])]
+            facts = [dataclasses.replace(make_fact(kinds[first], draw), depth=depth)]
         chosen.append(Trial(length, hide(piece, facts), tuple(facts)))
     return chosen
 
 
-def draw_alike(kinds: Sequence[str], each: int, draw: random.Random) -> list[Hidden]:
+def draw_alike(kinds: Sequence[str], each: int, draw: random.Random) -> list[Fact]:
     """Draw `each` facts of every kind, no two with the same question, at random depths."""
-    facts: dict[str, tuple[str, Fact]] = {}
+    facts: dict[str, Fact] = {}
     for count, kind in enumerate(kinds, 1):
         while len(facts) < count * each:
-            fact = KINDS[kind](draw)
-            facts.setdefault(fact.question, (kind, fact))
+            fact = make_fact(kind, draw)
+            facts.setdefault(fact.question, fact)
     depths = [i / (len(facts) - 1) for i in range(len(facts))]
     draw.shuffle(depths)
-    return [
-        Hidden(fact, depth, kind)
-        for depth, (kind, fact) in zip(depths, facts.values(), strict=True)
-    ]
+    return [dataclasses.replace(x, depth=y) for x, y in zip(facts.values(), depths, strict=True)]
 
 
-def hide(piece: str, facts: Sequence[Hidden]) -> str:
+def hide(piece: str, facts: Sequence[Fact]) -> str:
     """Put the sentence of each fact between the sentences of the piece."""
     ends = [match.end() for match in re.finditer(r"[.!?;]\s+|\n+", piece)]
     if not ends:
         raise UserError("a piece of the text has no end of a sentence: nowhere to hide a fact")
     for one in sorted(facts, key=lambda one: -one.depth):  # places before it stay what they are
         at = ends[round(one.depth * (len(ends) - 1))]
-        piece = f"{piece[:at]}{one.fact.sentence} {piece[at:]}"
+        piece = f"{piece[:at]}{one.sentence} {piece[at:]}"
     return piece
 
 

@@ -44,14 +44,14 @@ def test_facts_stand_where_they_should(tokenizer):
     assert len({row.document for row in rows}) == len(rows)
     for row in rows:
         (hidden,) = row.facts
-        number = hidden.fact.answer.strip()
+        number = hidden.answer.strip()
         before, _, after = row.document.partition("The secret number of ")
         town = after.partition(" ")[0]
         assert after.startswith(f"{town} is {number}.")
         assert len(before) + len(after.partition(".")[2]) == row.length + len(" ")
         assert before.rstrip()[-1] == "."
-        assert town in hidden.fact.question
-        assert number not in hidden.fact.question
+        assert town in hidden.question
+        assert number not in hidden.question
         left, right = before.count(". "), after.count(". ") - 1  # but for the fact's own
         assert left - 1 == round(hidden.depth * (left + right - 1))
 
@@ -65,7 +65,7 @@ def test_decoys_are_facts_of_the_same_kinds_about_others(tokenizer):
     assert len({question for question, _ in row.questions}) == 8
     assert sorted(x.depth for x in row.facts) == [i / 7 for i in range(8)]
     for hidden in row.facts:
-        assert row.document.count(hidden.fact.sentence) == 1
+        assert row.document.count(hidden.sentence) == 1
 
 
 def test_each_question_is_answered_as_if_it_were_the_only_one(tokenizer):
@@ -82,7 +82,7 @@ def test_facts_of_every_kind(tokenizer, kind):
     """The text says what is asked for, once; the question does not."""
     rows = needles.make_trials(TEXT, tokenizer, (60,), 4, [kind])
     assert {row.facts[0].kind for row in rows} == {kind}
-    hidden = [row.facts[0].fact for row in rows]
+    hidden = [row.facts[0] for row in rows]
     assert len({fact.answer for fact in hidden}) > len(rows) / 2
     for row, fact in zip(rows, hidden, strict=True):
         assert fact.answer.startswith(" ")
