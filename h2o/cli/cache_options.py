@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from h2o.budgets import Amount, parse_amount
+from h2o.budgets import parse_amount
 from h2o.config import PRESETS, H2OConfig
 from h2o.config.profile import Profile
 from h2o.evaluation.setting import Setting, from_config, load_shares, parse_all, with_profile
@@ -158,46 +158,40 @@ def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defau
 
 
 def make_config(options: argparse.Namespace) -> H2OConfig:
-    """The config that the options of a command describe.
+    """The config that the options of a command describe. Raises: as `make_setting`."""
+    return make_setting(options).config
+
+
+def make_setting(options: argparse.Namespace) -> Setting:
+    """The config of the options, with a name for tables.
 
     Raises: TypeError and ValueError for what H2OConfig does not take and for options that do not
     go together, OSError for a profile that cannot be read.
     """
-    fields = options.cache_defaults | get_given(options, options.cache_fields)
+    given = get_given(options, options.cache_fields)
+    fields = options.cache_defaults | given
     if "head_shares" in fields:
         fields["head_shares"] = load_shares(fields["head_shares"])
     if not has_budget(options):
-        return H2OConfig(**fields)
+        return from_config(H2OConfig(**fields))
     for name in ("heavy", "recent"):
         if name in fields:
             raise ValueError(f"give a --budget or {option_name(name)}, not both")
     if options.preset is None:
         if "budget_unit" in fields:
             raise ValueError("--budget-unit goes with --preset, or with --heavy and --recent")
-        return H2OConfig(budget=options.budget, **fields)
+        return from_config(H2OConfig(budget=options.budget, **fields))
     profile = None
     if fields.get("head_shares") != "echo":
         profile = fields.pop("head_shares", None)
     elif options.preset == "calibrated":
         raise ValueError("--preset calibrated shares by a profile, not by --profile echo")
     unit = fields.pop("budget_unit", "keys")
-    config = H2OConfig.preset(options.preset, preset_budget(options), unit, profile)
-    return dataclasses.replace(config, **fields)
-
-
-def make_setting(options: argparse.Namespace) -> Setting | None:
-    """The config of the options as a setting, None if no option is about a cache.
-
-    Raises: as `make_config`.
-    """
-    config, fields = make_config(options), get_given(options, options.cache_fields)
-    if options.preset is None:
-        return from_config(config) if fields or has_budget(options) else None
-    suffix = "-bytes" if fields.pop("budget_unit", "keys") == "bytes" else ""
-    if fields.get("head_shares") != "echo":
-        fields.pop("head_shares", None)
-    parts = [f"{options.preset}{suffix}:{preset_budget(options)}"]
-    return Setting("/".join(parts + [f"{x}={y}" for x, y in fields.items()]), "h2o", config)
+    budget = FIFTH if options.budget is None else options.budget
+    config = H2OConfig.preset(options.preset, budget, unit, profile)
+    kind = options.preset + "-bytes" * (unit == "bytes")
+    parts = [f"{kind}:{budget}", *(f"{x}={given[x]}" for x in given if x in fields)]
+    return Setting("/".join(parts), "h2o", dataclasses.replace(config, **fields))
 
 
 def make_settings(
@@ -206,20 +200,22 @@ def make_settings(
     """The settings of --compare, with `budgets` for those that have none, and after them the
     preset. Without --compare the one that options describe, or else those of `default`.
 
-    Raises: as `make_config`, and ValueError for options of one cache beside --compare.
+    Raises: as `make_setting`, and ValueError for options of one cache beside --compare.
     """
+    given = get_given(options, options.cache_fields)
     if options.compare is None:
-        one = make_setting(options)
-        return [one] if one is not None else parse_all(default, budgets)
+        is_one = given or has_budget(options)
+        return [make_setting(options)] if is_one else parse_all(default, budgets)
     settings = parse_all(options.compare, budgets)
     profile = None if options.head_shares is None else load_shares(options.head_shares)
     if isinstance(profile, Profile):  # for all calibrated settings
         options = argparse.Namespace(**vars(options) | {"head_shares": None})
-    one = make_setting(options)
-    if one is not None and not has_budget(options):
-        first = option_name(next(iter(get_given(options, options.cache_fields))))
+        del given["head_shares"]
+    if has_budget(options):
+        settings.append(make_setting(options))
+    elif given:
+        first = option_name(next(iter(given)))
         raise ValueError(f"{first} is for one setting; write it into --compare")
-    settings += [] if one is None else [one]
     return with_profile(settings, profile) if isinstance(profile, Profile) else settings
 
 
@@ -241,10 +237,6 @@ def load_model(
         say=say,
         check=check_fit(settings),
     )
-
-
-def preset_budget(options: argparse.Namespace) -> Amount:
-    return FIFTH if options.budget is None else options.budget
 
 
 def has_budget(options: argparse.Namespace) -> bool:
