@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, for one
         drop_output()
         return report_error(parser, error)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if str(error.name).partition(".")[0] == "h2o":
             raise
         extra = "eval" if "eval" in (arguments or sys.argv) else "hf"

@@ -24,7 +24,6 @@ from h2o.errors import UserError
 from h2o.evaluation.facts import KINDS
 from h2o.evaluation.setting import GRAMMAR, Setting, from_options
 from h2o.models import need_transformers, torch_device
-from h2o.packages import install_command
 from h2o.result_cells import fingerprint
 from h2o.utils.filesystem import make_writable
 from h2o.utils.processes import is_first, world_size
@@ -153,7 +152,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError."""
     need_transformers()
     torch_device(args.device)
-    comparison = import_side_by_side()
+    from h2o.evaluation import side_by_side
+
     arguments = ["--device", args.device, *args.rest]
     if args.limit is not None:
         arguments += ["--limit", f"{args.limit:g}"]
@@ -165,7 +165,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             model_args |= args.how | get_given(args, CACHE)
             run_lm_eval(parser, args, arguments, model_args)
             return 0
-        text = comparison.compare(
+        text = side_by_side.compare(
             [*arguments, *as_model_args(model_args)], args.settings, args.output_path,
             as_json=args.json, **args.how,
         )  # fmt: skip
@@ -237,15 +237,6 @@ def run_lm_eval(
         name = fingerprint({"model": "h2o", **model_args, "arguments": rest, "files": files})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
     side_by_side.run([*arguments, "--output_path", str(args.output_path)])
-
-
-def import_side_by_side() -> Any:
-    """Import the module that needs lm-eval. Raises: UserError if lm-eval is not installed."""
-    try:
-        from h2o.evaluation import side_by_side
-    except ImportError as error:
-        raise UserError(f"{error}: run {install_command('eval')}") from error
-    return side_by_side
 
 
 def as_model_args(values: dict[str, Any]) -> list[str]:

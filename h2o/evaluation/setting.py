@@ -38,7 +38,8 @@ authors-bytes:BUDGET    H2OConfig.authors(BUDGET, budget_unit="bytes"); so with 
                         and random
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
-mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
+mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only); a mask's BUDGET alone is
+                        half of each
 A number with a point is a fraction of the text, one without is a number of tokens. Options
 follow after slashes, as in h2o:0.1+0.1/sinks=4/score_by=mean/value_weighted=true; there are
 {", ".join(OPTIONS)}.
@@ -126,7 +127,8 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
                 raise ValueError(f"setting {part!r}: {explain_unknown(head)}")
             if not amounts:
                 raise ValueError(f"{part!r} has no budget: write {head}:BUDGET, or add --budgets")
-            names = ["/".join([_with_budget(head, amount), *options]) for amount in amounts]
+            first = "sink:4+" if head == "sink" else f"{head}:"
+            names = ["/".join([f"{first}{amount}", *options]) for amount in amounts]
         for name in names:
             settings[name] = parse(name)
     if not settings:
@@ -212,13 +214,13 @@ def from_config(config: H2OConfig, variant: str = "h2o") -> Setting:
 
 def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
     """Config and variant of a kind, with the `min_tokens` of H2OConfig."""
-    name = kind.removesuffix("-bytes")
+    name, variant = kind.removesuffix("-bytes"), kind.removeprefix("mask-")
     unit: BudgetUnit = "bytes" if kind.endswith("-bytes") else "keys"
     match kind, amounts:
-        case "h2o", [heavy, recent]:
-            return H2OConfig(heavy=heavy, recent=recent), "h2o"
-        case "h2o", [budget]:
-            return H2OConfig.authors(budget), "h2o"
+        case "h2o" | "mask-local" | "mask-global" | "mask-flexgen", [heavy, recent]:
+            return H2OConfig(heavy=heavy, recent=recent), variant
+        case "h2o" | "mask-local" | "mask-global" | "mask-flexgen", [budget]:
+            return H2OConfig.authors(budget), variant
         case "budget", [budget]:
             return H2OConfig(budget=budget), "h2o"
         case _, [budget] if name in PRESETS:
@@ -232,8 +234,6 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
             return H2OConfig.local(recent), "h2o"
         case "sink", [int() as sinks, recent]:
             return H2OConfig.streaming(recent, sinks), "h2o"
-        case "mask-local" | "mask-global" | "mask-flexgen", [heavy, recent]:
-            return H2OConfig(heavy=heavy, recent=recent), kind.removeprefix("mask-")
     if kind not in KINDS:
         raise ValueError(explain_unknown(kind))
     takes = [line.split()[0] for line in GRAMMAR.splitlines() if line.startswith(f"{name}:")]
@@ -244,17 +244,6 @@ def explain_unknown(kind: str) -> str:
     """Say what is wrong with a kind that does not exist, for an error."""
     close = difflib.get_close_matches(kind, KINDS, 1)
     return f"unknown; did you mean {close[0]}?" if close else f"unknown; there are {LISTED}"
-
-
-def _with_budget(kind: str, budget: int | float) -> str:
-    """The setting of a kind at a budget, half of it heavy where there are two parts."""
-    if kind == "sink":
-        return f"sink:4+{budget}"
-    if kind.startswith("mask-"):
-        half = budget / 2 if isinstance(budget, float) else budget // 2
-        rest = half if isinstance(budget, float) else budget - half
-        return f"{kind}:{half}+{rest}"
-    return f"{kind}:{budget}"
 
 
 def _parse_option(text: str) -> tuple[str, Any]:

@@ -134,7 +134,6 @@ def test_what_sees_the_future_is_marked():
         "full/sinks=4",
         "local:0.1+0.1",
         "sink:0.1+0.2",
-        "mask-local:0.2",
         "mask-local:0.1+0.1/sinks=4",
         "h2o:0.2/sink=4",
         "h2o:0.2/sinks=few",
@@ -183,9 +182,10 @@ def test_budgets():
         "h2o:8",
         "sink:4+0.1/score_by=mean",
         "sink:4+8/score_by=mean",
-        "mask-flexgen:0.05+0.05",
-        "mask-flexgen:4+4",
+        "mask-flexgen:0.1",
+        "mask-flexgen:8",
     ]
+    assert parse("mask-flexgen:9").config == parse("mask-flexgen:4+5").config
     assert [s.name for s in parse_all("h2o:0.1,h2o:0.1,h2o", "0.1")] == ["h2o:0.1"]
     with pytest.raises(ValueError, match="add --budgets"):
         parse_all("h2o")
