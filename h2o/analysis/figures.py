@@ -1,7 +1,7 @@
 """Draw the figures of an analysis with matplotlib.
 
-Every function draws on the axes it is given. Its docstring begins with the figure's caption on the
-page of `h2o analyze`.
+Every function draws an `h2o.analysis.result.Analysis` on the axes it is given. Its docstring begins
+with the figure's caption on the page of `h2o analyze`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import numpy as np
 from h2o.utils.draw import need
 
 if TYPE_CHECKING:
-    from h2o.analysis.result import Analysis
     from h2o.config import H2OConfig
 
 MEAN = {"marker": "o", "markersize": 3, "label": "mean of the heads"}
 
 
-def sparsity(a: Analysis, ax: Any, *, threshold: float = 0.01) -> None:
+def sparsity(a: Any, ax: Any, *, threshold: float = 0.01) -> None:
     """Share of negligible attention entries by layer: the mean over heads, and their range."""
     shares = 100 * a.sparsity(threshold)
     ax.fill_between(a.layers, shares.min(1), shares.max(1), alpha=0.25, label="range of the heads")
@@ -30,7 +29,7 @@ def sparsity(a: Analysis, ax: Any, *, threshold: float = 0.01) -> None:
     _by_layer(ax, title=title, ylabel="% of entries")
 
 
-def power_law(a: Analysis, ax: Any) -> None:
+def power_law(a: Any, ax: Any) -> None:
     """Accumulated attention of the sorted keys by layer. A power law is a straight line."""
     colors = need("matplotlib").colormaps["viridis"]
     law = a.power_law()
@@ -51,7 +50,7 @@ def power_law(a: Analysis, ax: Any) -> None:
     ax.legend(title="layer", fontsize="small")
 
 
-def carriers(a: Analysis, ax: Any) -> None:
+def carriers(a: Any, ax: Any) -> None:
     """Share of the keys that carries 50, 80, 90, 95 and 99% of the attention, by layer."""
     for share, counts in a.power_law().keys.items():
         ax.plot(a.layers, 100 * counts / len(a), label=f"{100 * share:g}%")
@@ -61,7 +60,7 @@ def carriers(a: Analysis, ax: Any) -> None:
     )
 
 
-def overlap(a: Analysis, ax: Any) -> None:
+def overlap(a: Any, ax: Any) -> None:
     """Common heavy hitters of each two layers (Jaccard), as a heat map."""
     image = ax.imshow(a.overlap("layer"), vmin=0, vmax=1, cmap="magma")
     ticks = range(0, len(a.layers), max(len(a.layers) // 6, 1))
@@ -72,7 +71,7 @@ def overlap(a: Analysis, ax: Any) -> None:
     ax.figure.colorbar(image, ax=ax, label="Jaccard")
 
 
-def halves(a: Analysis, ax: Any) -> None:
+def halves(a: Any, ax: Any) -> None:
     """Heavy hitters that early and late queries have in common, by layer and head."""
     shares = a.overlap("half")
     ax.plot(a.layers, shares.mean(1), **MEAN)
@@ -82,7 +81,7 @@ def halves(a: Analysis, ax: Any) -> None:
     _by_layer(ax, title=title, ylabel="Jaccard", ylim=(0, 1.02))
 
 
-def frequency(a: Analysis, ax: Any) -> None:
+def frequency(a: Any, ax: Any) -> None:
     """Rank correlation of a token's attention with its frequency in the text, by layer."""
     for name, values in a.frequency().items():
         ax.plot(a.layers, values, label={"sum": "in all", "mean": "per occurrence"}[name])
@@ -91,7 +90,7 @@ def frequency(a: Analysis, ax: Any) -> None:
     _by_layer(ax, title=title, ylabel=ylabel, ylim=(-1, 1))
 
 
-def removal(a: Analysis, ax: Any, **options: Any) -> None:
+def removal(a: Any, ax: Any, **options: Any) -> None:
     """Perplexity without the heaviest, random and newest keys."""
     table = a.removal(**options)
     ax.axhline(table.pop("full")[0.0], color="grey", linestyle="--", label="nothing removed")
@@ -108,7 +107,7 @@ OWN: Configs = {"this analysis": None}
 RETAINED = "% of a full cache's attention"
 
 
-def retained_mass(a: Analysis, ax: Any, *, configs: Configs = OWN) -> None:
+def retained_mass(a: Any, ax: Any, *, configs: Configs = OWN) -> None:
     """Share of a full cache's attention that caches retain, by layer."""
     for name, config in configs.items():
         means = [100 * a.retained_mass(layer, h2o_config=config).mean() for layer in a.layers]
@@ -116,7 +115,7 @@ def retained_mass(a: Analysis, ax: Any, *, configs: Configs = OWN) -> None:
     _by_layer(ax, title="Attention retained, by layer", ylabel=RETAINED)
 
 
-def retained_over_time(a: Analysis, ax: Any, *, configs: Configs = OWN) -> None:
+def retained_over_time(a: Any, ax: Any, *, configs: Configs = OWN) -> None:
     """Share of a full cache's attention that caches retain, by token, smoothed."""
     width = max(len(a) // 50, 1)
     for name, config in configs.items():
@@ -128,7 +127,7 @@ def retained_over_time(a: Analysis, ax: Any, *, configs: Configs = OWN) -> None:
     ax.legend(fontsize="small")
 
 
-def scores(a: Analysis, ax: Any, *, layer: int | None = None, per: str = "kv") -> None:
+def scores(a: Any, ax: Any, *, layer: int | None = None, per: str = "kv") -> None:
     """Accumulated attention of every key: a row for each layer, or for each head of one layer."""
     from matplotlib.colors import LogNorm
 
