@@ -61,12 +61,6 @@ def has_windows(vllm_config: VllmConfig) -> bool:
     return {"full_attention", "sliding_attention"} <= {*kinds}
 
 
-def is_shared(vllm_config: VllmConfig) -> bool:
-    """Whether prompts are stored for requests to come, by h2o's KV connector."""
-    transfer = vllm_config.kv_transfer_config
-    return transfer is not None and transfer.kv_connector == CONNECTOR
-
-
 def _has_other_scheduler(vllm_config: VllmConfig) -> bool:
     scheduler = vllm_config.scheduler_config.scheduler_cls
     return scheduler is not None and getattr(scheduler, "__module__", "") != SHARING
@@ -76,6 +70,7 @@ def refuse(vllm_config: VllmConfig) -> None:
     """Raises ValueError for a setting that is not served, with the reason."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     cache, attention = vllm_config.cache_config, vllm_config.attention_config
+    transfer = vllm_config.kv_transfer_config
     on_cpu, on_gpu = current_platform.is_cpu(), current_platform.is_cuda()
     reasons = {
         "other platforms than the CPU and NVIDIA's GPUs": (
@@ -109,7 +104,7 @@ def refuse(vllm_config: VllmConfig) -> None:
             "give kv_dtype in the entry h2o",
         ),
         "a KV connector": (
-            vllm_config.kv_transfer_config and not is_shared(vllm_config),
+            transfer is not None and transfer.kv_connector != CONNECTOR,
             "pages cannot be moved",
         ),
         "a scheduler of your own": (
