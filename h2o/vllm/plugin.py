@@ -1,8 +1,8 @@
 """vLLM's view of h2o: an attention backend and the size of its pages.
 
-With `validation` and `runners` it alone knows vLLM, by the internals of the tested versions. On the
-CPU platform vLLM always takes the backend CPU_ATTN, so h2o's stands in its place, and is vLLM's own
-wherever the config has no entry "h2o". On a GPU it is the backend CUSTOM, for which a user asks.
+It knows vLLM by the internals of the tested versions. On the CPU platform vLLM always takes the
+backend CPU_ATTN, so h2o's stands in its place, and is vLLM's own wherever the config has no entry
+"h2o". On a GPU it is the backend CUSTOM, for which a user asks.
 
 A request has one page for life (vLLM's CircularBufferSpec), which holds its slots; tokens are not
 in blocks, so vLLM's slot mapping is not used, and what requests have in common is copied. Of a
@@ -35,13 +35,13 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
+from h2o.vllm.connector import impls_of, set_up, stores_of
 from h2o.vllm.forks import Forks
 from h2o.vllm.metrics import Meter, Place
 from h2o.vllm.page_budget import PageBudget, one_key
 from h2o.vllm.page_store import ALIGNMENT, PageStore
 from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, plan
 from h2o.vllm.runners import Requests
-from h2o.vllm.sharing import impls_of, set_up, stores_of
 from h2o.vllm.validation import entry_of, has_windows, logger, page_budget
 
 BLOCK = 1 << 20

@@ -9,17 +9,16 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from h2o.vllm.page_budget import PageBudget, entry_places, served_budget_config
+from h2o.vllm.entry import entry_places, served_budget_config
+from h2o.vllm.page_budget import PageBudget
 
 logger = init_logger("vllm.h2o")
 
 ENTRY = "h2o"
 """The entry of `--additional-config`."""
 
-SHARING = "h2o.vllm.sharing"
-
 CONNECTOR = "StoredPromptsConnector"
-"""h2o's own KV connector, in `SHARING`"""
+"""h2o's own KV connector"""
 
 
 def entry_of(vllm_config: VllmConfig) -> Any:
@@ -63,7 +62,7 @@ def has_windows(vllm_config: VllmConfig) -> bool:
 
 def _has_other_scheduler(vllm_config: VllmConfig) -> bool:
     scheduler = vllm_config.scheduler_config.scheduler_cls
-    return scheduler is not None and getattr(scheduler, "__module__", "") != SHARING
+    return scheduler is not None and getattr(scheduler, "__module__", "") != "h2o.vllm.scheduler"
 
 
 def refuse(vllm_config: VllmConfig) -> None:

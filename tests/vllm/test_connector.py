@@ -14,7 +14,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
-from h2o.vllm import plugin, sharing
+from h2o.vllm import plugin, scheduler
+from h2o.vllm.connector import StoredPromptsConnector
 from h2o.vllm.forks import Forks
 
 PAGE = plugin.PageSpec(
@@ -32,7 +33,7 @@ def connector(*specs, is_shared=True):
     )
     groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=[]) for spec in specs]
     kv_cache = SimpleNamespace(kv_cache_groups=groups)
-    made = sharing.StoredPromptsConnector(config, KVConnectorRole.SCHEDULER, kv_cache)
+    made = StoredPromptsConnector(config, KVConnectorRole.SCHEDULER, kv_cache)
     made.bind_gpu_block_pool(BlockPool(8, False, 1))
     return made
 
@@ -99,22 +100,22 @@ def test_workers_forget_chunks_of_pages_that_requests_have_left():
     assert forks.partial == [{4: "chunk"}, {}]
 
 
-@pytest.mark.parametrize("kind", [sharing.PrefixScheduler, sharing.PrefixAsyncScheduler])
+@pytest.mark.parametrize("kind", [scheduler.PrefixScheduler, scheduler.PrefixAsyncScheduler])
 def test_no_waiting_request_passes_one_that_waits_for_room(kind):
     """Else one whose chunks have a fixed size may wait for ever. Running ones go on."""
-    scheduler = kind.__new__(kind)
-    scheduler.num_prefill_lookahead = 1
-    scheduler.scheduler_config = SimpleNamespace(
+    one = kind.__new__(kind)
+    one.num_prefill_lookahead = 1
+    one.scheduler_config = SimpleNamespace(
         max_num_batched_tokens=40, max_num_seqs=8, long_prefill_token_threshold=0
     )
     running = request("r", status=RequestStatus.RUNNING)
     first, later = request("f", h2o_prefix=30), request("l")
-    assert scheduler._reserve_prefill_lookahead(first, 30, 20) == 0
-    assert scheduler._reserve_prefill_lookahead(later, 0, 20) == 0
-    assert scheduler._reserve_prefill_lookahead(running, 0, 20) == 20
-    scheduler.room_is_awaited = False  # as in the next pass
-    assert scheduler._reserve_prefill_lookahead(first, 30, 40) == 32
-    assert scheduler._reserve_prefill_lookahead(later, 0, 8) == 8
+    assert one._reserve_prefill_lookahead(first, 30, 20) == 0
+    assert one._reserve_prefill_lookahead(later, 0, 20) == 0
+    assert one._reserve_prefill_lookahead(running, 0, 20) == 20
+    one.room_is_awaited = False  # as in the next pass
+    assert one._reserve_prefill_lookahead(first, 30, 40) == 32
+    assert one._reserve_prefill_lookahead(later, 0, 8) == 8
 
 
 def test_attention_that_is_not_full_is_refused():

@@ -148,6 +148,22 @@ def test_who_begins_anew_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
         assert forks(llm).requests == 1
 
 
+def test_nothing_is_stored_where_prefix_caching_is_off(llama):
+    """Who leaves in the middle of a prompt still leaves nothing behind."""
+    folder, model = llama
+    requests = prompts((100, 60)) * 2
+    with engine(folder, SMALL, max_num_batched_tokens=32, enable_prefix_caching=False) as llm:
+        llm.llm_engine.add_request("0", {"prompt_token_ids": requests[0]}, SamplingParams())
+        llm.llm_engine.step()
+        (chunks,) = forks(llm).partial
+        assert len(chunks) == 1
+        llm.llm_engine.abort_request(["0"])
+        llm.llm_engine.step()
+        assert not chunks
+        assert served(llm, requests) == alone(model, requests, H2OConfig(**SMALL))
+        assert not forks(llm).stored
+
+
 @pytest.mark.parametrize("entry", [SMALL, {"budget": 24}])
 def test_few_pages_and_requests_that_leave(entry, llama, monkeypatch):
     """Prompts that are stored make room, those for the longest not asked for first; who leaves in

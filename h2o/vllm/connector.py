@@ -1,12 +1,9 @@
 """Prompts in common: what vLLM's scheduler and workers are told of stored prompts.
 
-With `plugin`, `runners` and `validation` it knows vLLM. A KV connector, vLLM's way to say that some
-tokens of a prompt need not be read, keeps the prompts in pages of the pool. Such a page counts as
-free (`BlockPool.unpin_blocks`) until vLLM gives it to a request, those first that nobody has asked
-for the longest. It is also how workers learn which requests have left in the middle of a prompt, so
-it is there where nothing is stored too. And of vLLM's scheduler there is a subclass, since a
-connector has no say in where a prompt is parted: it reads a prefix that is cut by itself in passes
-of its own.
+A KV connector, vLLM's way to say that some tokens of a prompt need not be read, keeps the prompts
+in pages of the pool. Such a page counts as free (`BlockPool.unpin_blocks`) until vLLM gives it to a
+request, those first that nobody has asked for the longest. Where nothing is stored the connector
+still tells workers which requests have left in the middle of a prompt.
 """
 
 from __future__ import annotations
@@ -22,15 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import CircularBufferSpec
-from vllm.v1.request import RequestStatus
 
-from h2o.vllm.page_budget import entry_places, prefix_tokens, reads_by_token
+from h2o.vllm.entry import entry_places
 from h2o.vllm.page_store import PageStore
+from h2o.vllm.request import arguments_of, asked_prefix
+from h2o.vllm.scheduler import PrefixAsyncScheduler, PrefixScheduler
 from h2o.vllm.stored_prompts import Asked, Begin, Reading, Store, StoredPrompts, identify
-from h2o.vllm.validation import CONNECTOR, SHARING, entry_of, has_windows
+from h2o.vllm.validation import CONNECTOR, entry_of, has_windows
 
 
 def set_up(vllm_config: VllmConfig) -> None:
@@ -45,7 +41,7 @@ def set_up(vllm_config: VllmConfig) -> None:
         is_shared = bool(cache.enable_prefix_caching) and not has_windows(vllm_config)
         vllm_config.kv_transfer_config = KVTransferConfig(
             kv_connector=CONNECTOR,
-            kv_connector_module_path=SHARING,
+            kv_connector_module_path=__name__,
             kv_role="kv_producer",
             kv_connector_extra_config={"is_shared": is_shared},
         )
@@ -144,7 +140,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
                 self._keep(self.pool.blocks[stored], again=True)
         if not whole:
             wanted = self._asked(request)
-            nothing = Asked(request.num_prompt_tokens, b"", _prefix(request), None)
+            nothing = Asked(request.num_prompt_tokens, b"", asked_prefix(request), None)
             self.prompts.reading[name] = Reading(
                 wanted or nothing, pages, num_external_tokens, wanted is not None
             )
@@ -169,7 +165,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         known = self.asked.get(request.request_id)
         if known is None or known.tokens != request.num_prompt_tokens:  # a session grows
-            said = request.prompt_token_ids, _prefix(request), _arguments(request)
+            said = request.prompt_token_ids, asked_prefix(request), arguments_of(request)
             known = self.asked[request.request_id] = identify(*said, request.cache_salt)
         return known
 
@@ -230,16 +226,6 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         self.forks.end()
 
 
-def _prefix(request: Any) -> int:
-    """Tokens of the prefix that a request wants to be cut by itself."""
-    return prefix_tokens(_arguments(request), request.num_prompt_tokens)
-
-
-def _arguments(request: Any) -> dict[str, Any]:
-    params = request.sampling_params
-    return (params and params.extra_args) or {}
-
-
 def _may_share(request: Any) -> bool:
     """Whether the keys of a request follow from its tokens, and there are none of an answer yet."""
     return not (
@@ -250,53 +236,3 @@ def _may_share(request: Any) -> bool:
         or request.num_tokens > request.num_prompt_tokens
         or request.num_prompt_tokens < 2
     )
-
-
-# ---- Scheduler -------------------------------------------------------------------------------
-
-
-class Prefixes(Scheduler):
-    """vLLM's scheduler, but where a request says how long its prefix is: that is read up to its
-    end, then the rest in chunks of a size that does not depend on other requests, since each is
-    cut by itself."""
-
-    room_is_awaited = False
-    """Whether a waiting request has not begun in this pass, since its chunk did not fit"""
-
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self.room_is_awaited = False
-        return super().schedule(*args, **kwargs)
-
-    def _reserve_prefill_lookahead(
-        self, request: Any, num_computed_tokens: int, num_new_tokens: int
-    ) -> int:
-        new: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        prefix, prompt = _prefix(request), request.num_prompt_tokens
-        is_waiting = request.status != RequestStatus.RUNNING
-        if is_waiting and self.room_is_awaited:
-            return 0  # vLLM 0.33 lets it pass the other, which would wait for ever
-        if num_computed_tokens < prefix:
-            return min(new, prefix - num_computed_tokens)
-        if prefix and num_computed_tokens < prompt:
-            most = 1 if reads_by_token(_arguments(request)) else self._largest_chunk()
-            chunk = min(most, prompt - num_computed_tokens)
-            if chunk <= new:
-                return chunk
-            self.room_is_awaited |= is_waiting
-            return 0  # until there is room for so many
-        return new
-
-    def _largest_chunk(self) -> int:
-        """Tokens for which there is room in a pass beside a step of all other requests."""
-        scheduling = self.scheduler_config
-        most = scheduling.max_num_batched_tokens - scheduling.max_num_seqs
-        threshold: int = scheduling.long_prefill_token_threshold
-        return max(1, min(most, threshold) if threshold > 0 else most)
-
-
-class PrefixScheduler(Prefixes):
-    """Plans a pass when the one before has ended."""
-
-
-class PrefixAsyncScheduler(Prefixes, AsyncScheduler):
-    """Plans a pass while the one before runs."""
