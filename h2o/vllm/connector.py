@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec
 
 from h2o.vllm.entry import entry_places
 from h2o.vllm.page_store import PageStore
-from h2o.vllm.request import arguments_of, asked_prefix
+from h2o.vllm.paged_request import arguments_of, asked_prefix
 from h2o.vllm.scheduler import PrefixAsyncScheduler, PrefixScheduler
 from h2o.vllm.stored_prompts import Asked, Begin, Reading, Store, StoredPrompts, identify
 from h2o.vllm.validation import CONNECTOR, entry_of, has_windows

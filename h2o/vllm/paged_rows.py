@@ -25,7 +25,7 @@ from h2o.spans import PINNED, count
 from h2o.vllm.forks import Forks
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore
-from h2o.vllm.request import Request
+from h2o.vllm.paged_request import Request
 
 PromptScores = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Scores and echo, [1, G, Q] each, of a prompt from its query [1, H, Q, D], key and value

@@ -9,7 +9,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from h2o.vllm.request import arguments_of, asked_prefix, reads_by_token
+from h2o.vllm.paged_request import arguments_of, asked_prefix, reads_by_token
 
 
 class Prefixes(Scheduler):

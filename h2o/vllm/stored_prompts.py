@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from h2o.vllm.request import CONTEXT, PREFIX, reads_by_token
+from h2o.vllm.paged_request import CONTEXT, PREFIX, reads_by_token
 
 
 class Asked(NamedTuple):

@@ -24,8 +24,8 @@ from h2o.vllm.entry import entry_places, served_budget_config
 from h2o.vllm.forks import Forks
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
+from h2o.vllm.paged_request import Request, with_budget, with_pins
 from h2o.vllm.paged_rows import PagedLayer, PartialPrompts, plan
-from h2o.vllm.request import Request, with_budget, with_pins
 from tests import inputs
 from tests.devices import elsewhere
 
