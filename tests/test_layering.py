@@ -394,7 +394,15 @@ def test_vllm_is_known_to_its_plugin():
     """And what is served there knows nothing of transformers' caches, but for one file."""
     files = {
         f"h2o/vllm/{name}.py"
-        for name in ("__init__", "plugin", "runners", "validation", "sharing", "refusing_backends")
+        for name in (
+            "__init__",
+            "plugin",
+            "runners",
+            "validation",
+            "connector",
+            "scheduler",
+            "refusing_backends",
+        )
     }
     assert importers("vllm") == files
     knowing = {name for name in importers("h2o.hf") if name.startswith("h2o/vllm/")}

@@ -3,7 +3,8 @@
 vLLM calls `register` in each of its processes, as the entry point `h2o` of
 `vllm.general_plugins` says, and tells `Requests`, the entry point `h2o` of
 `vllm.logits_processors`, of each request. Nothing changes where `--additional-config` has no entry
-`h2o`. `plugin`, `runners` and `validation` are the only modules that know vLLM.
+`h2o`. `plugin` has the attention, `runners` the requests of a batch, `connector` and `scheduler`
+the prompts that requests share, `validation` what is refused; only these know vLLM.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ has attended to, so each layer gives it the attention that it had.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -22,8 +23,8 @@ class Forks:
     """Stored prompts by page, and the requests of the coming pass that begin with one."""
 
     def __init__(self) -> None:
-        self.left: set[int] = set()
-        """Pages whose requests have ended since the last pass"""
+        self.partial: list[dict[int, Any]] = []
+        """Chunks of the prompts that are kept whole, by page; one of each group of layers"""
         self.replayed: dict[int, Outputs] = {}
         """Attention for requests that repeat a whole prompt, in this pass"""
         self.stored: dict[int, Outputs] = {}
@@ -38,7 +39,7 @@ class Forks:
         self, stores: Iterable[PageStore], page: int, other: int, tokens: int, *, whole: bool
     ) -> None:
         """The request of another page begins with what a page holds, `tokens` read tokens."""
-        self.left.add(other)
+        self.leave([other])
         if page != other:
             _copy(stores, page, other)
         if whole:
@@ -46,10 +47,11 @@ class Forks:
         self.requests += 1
         self.tokens += tokens
 
-    def take_left(self) -> set[int]:
-        """The pages of `left`, which are so no more."""
-        taken, self.left = self.left, set()
-        return taken
+    def leave(self, pages: Iterable[int]) -> None:
+        """Forget the prompts of pages whose requests have ended, or have not begun to be read."""
+        for page in pages:
+            for chunks in self.partial:
+                chunks.pop(page, None)
 
     def attention(self, page: int, layer: int) -> Tensor:
         """The attention of the last token of a prompt that a request repeats."""

@@ -133,13 +133,9 @@ class Meter:
         request_bytes: int,
         requests: int,
         stores: Callable[[], list[PageStore]],
-        forks: Forks | None = None,
+        forks: Forks,
     ) -> None:
-        """
-        Args:
-            stores: asks for the pages of the layers that have some by now.
-            forks: None: prompts are not stored.
-        """
+        """`stores` asks for the pages of the layers that have some by now."""
         self.place = place
         self.fixed = {"h2o:request_bytes": request_bytes, "h2o:requests_that_fit": requests}
         self.stores, self.forks = stores, forks
@@ -171,19 +167,12 @@ class Meter:
     def numbers(self) -> dict[str, float | None]:
         evictions = [store.eviction() for store in self.stores()]
         lost, kept = (sum(getattr(x, name) for x in evictions) for name in ("lost", "kept"))
-        return {
-            **self.fixed,
-            **self._of_forks(),
-            "h2o:evicted_keys": sum(x.keys for x in evictions),
-            "h2o:share_held": kept / (kept + lost) if kept else None,
-        }
-
-    def _of_forks(self) -> dict[str, float | None]:
         forks = self.forks
-        if forks is None:
-            return {}
         pages = len(forks.stored) * self.fixed["h2o:request_bytes"]
         return {
+            **self.fixed,
+            "h2o:evicted_keys": sum(x.keys for x in evictions),
+            "h2o:share_held": kept / (kept + lost) if kept else None,
             "h2o:stored_prompts": len(forks.stored),
             "h2o:stored_prompt_bytes": pages + forks.outputs_bytes(),
             "h2o:forked_requests": forks.requests,

@@ -9,99 +9,16 @@ need.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Mapping
-from operator import index
-from typing import Any
 
 import torch
 
 from h2o import ops
-from h2o.budgets import check_amount
-from h2o.config import PARAMETERS, H2OConfig, one_config
+from h2o.config import H2OConfig
 from h2o.config.head_budgets import expand_to_heads
 from h2o.config.layer_plan import LayerPlan
-from h2o.config.profile import Profile
-from h2o.spans import Row, count, merge_spans, parse_spans
+from h2o.spans import Row, count
+from h2o.vllm.entry import PLACES
 from h2o.vllm.page_store import ALIGNMENT, page_bytes
-
-PINS = "h2o_pinned"
-"""Argument in `vllm_xargs`: spans as text, 0:40,100:120, or as pairs of numbers; or "prompt" """
-
-PREFIX = "h2o_prefix"
-"""Argument in `vllm_xargs`: tokens of a prefix that is read and cut by itself, and held
-in common with other requests that say so"""
-
-CONTEXT = "h2o_context"
-"""Argument in `vllm_xargs`: tokens of a context, after which the prompt is read token by token, so
-that its log-likelihoods are those of the kept keys"""
-
-OF_REQUESTS = ("h2o_heavy", "h2o_recent", PINS, PREFIX, CONTEXT)
-
-PLACES = 2
-"""Prompts that are kept whole at a time. vLLM reads one prompt in chunks after the other, unless
-`--long-prefill-token-threshold` says otherwise."""
-
-
-def served_budget_config(
-    entry: Any, model: Any = None, *, can_deal: Callable[[], bool] = lambda: False
-) -> H2OConfig:
-    """The config that the entry `h2o` of `--additional-config` says: fields of `H2OConfig`, or
-    {"preset": "robust", "budget": 256}, with "budget_unit" if wanted, and other fields; beside
-    what `entry_places` reads. {"budget": 0.2} alone is what is recommended for the model.
-
-    Args:
-        model: a config of transformers, for whose model it is.
-        can_deal: tells whether the places of a prompt can be dealt over all layers, whose pages are
-            then one; asked where the entry wants that.
-
-    Raises: TypeError, ValueError for what is no such thing, or is not served here.
-    """
-    if not isinstance(entry, Mapping):
-        raise TypeError(
-            f'additional_config["h2o"] must be an object such as {{"heavy": 64, "recent": 64}}, '
-            f"not {json.dumps(entry, default=str)}"
-        )
-    places = entry_places(entry)
-    config = _config(entry)
-    if model is not None:
-        config = _of_pages(config.for_model(model), model, can_deal, places)
-    refused = {
-        'positions="cache_relative"': (config.positions == "cache_relative", "keys come rotated"),
-        'score_by="mean-echo" with prompts that are cut after each chunk': (
-            config.score_by == "mean-echo" and places == 0,
-            'a prompt\'s echo is known at its end; give score_by="mean"',
-        ),
-        'score_by="random"': (config.score_by == "random", "it is a baseline of h2o eval"),
-    }
-    for what, (present, reason) in refused.items():
-        if present:
-            raise ValueError(f"{what} is not served by h2o in vLLM: {reason}")
-    return config
-
-
-def _config(entry: Mapping[str, Any]) -> H2OConfig:
-    """The config of an entry, before anything is refused."""
-    fields = {name: _plain(x) for name, x in entry.items() if name not in ("cut", "whole_prompts")}
-    if "preset" not in fields:
-        return one_config(None, fields)
-    preset = {name: fields.pop(name) for name in ("budget", "budget_unit") if name in fields}
-    config = H2OConfig.preset(fields.pop("preset"), **preset)
-    if unknown := sorted({*fields} - {*PARAMETERS}):
-        raise TypeError(f"unknown parameter {unknown[0]!r}; there are {', '.join(PARAMETERS)}")
-    return dataclasses.replace(config, **fields)
-
-
-def _of_pages(
-    config: H2OConfig, model: Any, can_deal: Callable[[], bool], places: int
-) -> H2OConfig:
-    """The config as pages can serve it. Where each layer has its own, equal for all, places cannot
-    be dealt over these: heads share as the model's shipped profile says, or alike, and echo ranks
-    within a head."""
-    if config.head_shares != "echo" or (places and can_deal()):
-        return config
-    score_by = "mean-echo" if places else "mean"
-    return dataclasses.replace(config, head_shares=Profile.shipped(model), score_by=score_by)
 
 
 def one_key(heads: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -109,111 +26,11 @@ def one_key(heads: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(1, heads, 1, size, dtype=dtype, device="cpu")
 
 
-def entry_places(entry: Mapping[str, Any]) -> int:
-    """How many prompts that are read in chunks are kept whole at a time until their end, where they
-    are cut to their budget ("whole_prompts"); 0 for "cut": "chunk". Then nothing but pages is held,
-    and each chunk is cut to the budget; but what is evicted depends on where vLLM cuts a prompt,
-    hence on other requests.
-
-    Raises: ValueError for other values.
-    """
-    cut = entry.get("cut", "prompt")
-    if cut not in ("prompt", "chunk"):
-        raise ValueError(f'cut is "prompt" or "chunk", not {json.dumps(cut, default=str)}')
-    places = entry.get("whole_prompts", PLACES)
-    if isinstance(places, bool) or not isinstance(places, int) or places < 1:
-        raise ValueError(
-            f"whole_prompts is {json.dumps(places, default=str)}, wanted a number from 1 on; "
-            '"cut": "chunk" keeps none whole'
-        )
-    return 0 if cut == "chunk" else places
-
-
-def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | None:
-    """A config with the budget that a request's `vllm_xargs` say; None: they say none.
-
-    Raises: TypeError, ValueError for a wrong one, which name what is wrong.
-    """
-    wanted = {name: x for name, x in arguments.items() if name.startswith("h2o_")}
-    if unknown := sorted({*wanted} - {*OF_REQUESTS}):
-        raise ValueError(f"{unknown[0]}: a request has {', '.join(OF_REQUESTS)}")
-    for name in (PINS, PREFIX, CONTEXT):
-        wanted.pop(name, None)
-    if not wanted:
-        return None
-    amounts = {name.removeprefix("h2o_"): check_amount(name, x) for name, x in wanted.items()}
-    return dataclasses.replace(config, **amounts)
-
-
-def prefix_tokens(arguments: Mapping[str, Any], prompt: int) -> int:
-    """The tokens of a prompt's prefix, `h2o_prefix` or `h2o_context` of a request's `vllm_xargs`; 0
-    where none is said, and where it is all of a prompt of so many tokens.
-
-    Raises: ValueError for what is no number of tokens, and for both.
-    """
-    said = {name: arguments[name] for name in (PREFIX, CONTEXT) if arguments.get(name) is not None}
-    if len(said) > 1:
-        raise ValueError(f"{PREFIX} and {CONTEXT} both say where a prompt is cut: give one")
-    for name, prefix in said.items():
-        if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 1:
-            raise ValueError(
-                f"{name} must be a number of tokens from 1, such as 40, not {prefix!r}"
-            )
-        return prefix if prefix < prompt else 0
-    return 0
-
-
-def reads_by_token(arguments: Mapping[str, Any]) -> bool:
-    """Whether what follows the prefix is read token by token."""
-    return arguments.get(CONTEXT) is not None
-
-
-def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None = None) -> Row:
-    """The spans that a request's `vllm_xargs` pin, `h2o_pinned`, of a prompt of so many tokens, if
-    that is known, or of its prefix.
-
-    Raises: TypeError, ValueError for a wrong one, which name what is wrong.
-    """
-    pinned = arguments.get(PINS)
-    if pinned is None:
-        return []
-    if config.decay < 1:
-        raise ValueError(f"{PINS}: of the server's scores nothing may fade, give decay=1")
-    pinned = parse_spans(pinned) if isinstance(pinned, str) else _merge_pairs(pinned)
-    if pinned == "system":
-        raise ValueError(
-            f"{PINS}: this process does not see chats, so give the system turn as a span, such as "
-            "0:40, which h2o.system_span(tokenizer, messages) finds"
-        )
-    if pinned == "prompt":
-        return [(0, prompt)] if prompt else []
-    if pinned and prompt is not None and pinned[-1][1] > prompt:
-        part = "prefix" if prefix_tokens(arguments, prompt + 1) else "prompt"
-        raise ValueError(f"{PINS} ends at token {pinned[-1][1]}, and the {part} has {prompt}")
-    return pinned
-
-
-def _merge_pairs(pinned: Any) -> Row:
-    """The spans that pairs of numbers say. Raises ValueError for anything else."""
-    try:
-        pairs = [(index(start), index(stop)) for start, stop in pinned]
-    except (TypeError, ValueError):
-        raise ValueError(
-            f'{PINS} must be spans of tokens as text, such as "0:40,100:120", not {pinned!r}'
-        ) from None
-    return merge_spans(pairs)
-
-
 def _fit(heavy: int, recent: int, room: int, pins: int) -> tuple[int, int]:
     """(heavy, recent) for which there is room, with so many pinned keys among the heavy ones."""
     recent = min(recent, room)
     heavy = min(heavy, room - recent)
     return (heavy, recent) if heavy >= pins else (pins, min(recent, room - pins))
-
-
-def _plain(value: Any) -> Any:
-    """Lists as tuples, which may be looked up."""
-    return tuple(map(_plain, value)) if isinstance(value, list) else value
 
 
 @dataclasses.dataclass(frozen=True)

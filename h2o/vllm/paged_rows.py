@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.config import H2OConfig
 from h2o.config.layer_plan import LayerPlan
 from h2o.slots import empty_row
-from h2o.spans import PINNED, Row, count
+from h2o.spans import PINNED, count
 from h2o.vllm.forks import Forks
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore
+from h2o.vllm.paged_request import Request
 
 PromptScores = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Scores and echo, [1, G, Q] each, of a prompt from its query [1, H, Q, D], key and value
@@ -56,24 +56,6 @@ class Deals(Protocol):
     def take(self, page: int, layer: int, cut: Cut) -> list[Cut]:
         """Takes each layer's part of the prompt of a page; with the last one gives all of them,
         with other budgets."""
-
-
-class Request(NamedTuple):
-    """A request without its tokens."""
-
-    prompt: int
-    """tokens of the prompt"""
-    config: H2OConfig | None = None
-    """its own, where the request says one"""
-    pinned: Row = []  # noqa: RUF012 - never changed
-    """within what is read first"""
-    prefix: int = 0
-    """tokens of a prefix that is cut before the rest of the prompt is read; 0: there is none"""
-
-    @property
-    def first(self) -> int:
-        """Tokens of what is read first, then cut to its budget, which may be a fraction of it."""
-        return self.prefix or self.prompt
 
 
 class Chunk(NamedTuple):

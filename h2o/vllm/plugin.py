@@ -1,8 +1,8 @@
 """vLLM's view of h2o: an attention backend and the size of its pages.
 
-With `validation` and `runners` it alone knows vLLM, by the internals of the tested versions. On the
-CPU platform vLLM always takes the backend CPU_ATTN, so h2o's stands in its place, and is vLLM's own
-wherever the config has no entry "h2o". On a GPU it is the backend CUSTOM, for which a user asks.
+It knows vLLM by the internals of the tested versions. On the CPU platform vLLM always takes the
+backend CPU_ATTN, so h2o's stands in its place, and is vLLM's own wherever the config has no entry
+"h2o". On a GPU it is the backend CUSTOM, for which a user asks.
 
 A request has one page for life (vLLM's CircularBufferSpec), which holds its slots; tokens are not
 in blocks, so vLLM's slot mapping is not used, and what requests have in common is copied. Of a
@@ -26,18 +26,23 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
-from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
+from h2o.vllm.connector import impls_of, set_up, stores_of
 from h2o.vllm.forks import Forks
 from h2o.vllm.metrics import Meter, Place
 from h2o.vllm.page_budget import PageBudget, one_key
 from h2o.vllm.page_store import ALIGNMENT, PageStore
 from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, plan
 from h2o.vllm.runners import Requests
-from h2o.vllm.sharing import impls_of, set_up, stores_of
-from h2o.vllm.validation import entry_of, has_windows, is_shared, logger, page_budget
+from h2o.vllm.validation import entry_of, has_windows, logger, page_budget
 
 BLOCK = 1 << 20
 """Tokens of a vLLM block: more than a request has, so that one block is all that it takes."""
@@ -59,7 +64,16 @@ class PageSpec(CircularBufferSpec):
 
 
 def page_spec(spec: AttentionSpec, engine: Engine) -> PageSpec:
-    """The page of a layer whose keys and values vLLM describes by `spec`."""
+    """The page of a layer whose keys and values vLLM describes by `spec`.
+
+    Raises: ValueError for attention in which a query does not see all keys before it, or other ones
+    too.
+    """
+    if type(spec) is not FullAttentionSpec:
+        raise ValueError(
+            f"h2o serves full attention in vLLM, and a layer of this model has the "
+            f"{type(spec).__name__}"
+        )
     if spec.head_size_v != spec.head_size:
         raise ValueError(
             f"h2o does not serve keys of {spec.head_size} elements with values of "
@@ -125,8 +139,7 @@ class Engine(NamedTuple):
     """`Dealer`; None: each layer has pages of its own"""
     stores: WeakValueDictionary[tuple[int, int], PageStore]
     """Stores of all layers together, by address and number of the pages; the layers hold them"""
-    forks: Forks | None
-    """None: prompts are not stored for requests to come"""
+    forks: Forks
 
 
 def engine_of(vllm_config: VllmConfig) -> Engine:
@@ -142,10 +155,9 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
 
         echoes = PromptEchoes(vllm_config.model_config.hf_config, budget.config)
         dealer = Dealer(budget.layers) if budget.together else None
-    windows = has_windows(vllm_config)
     set_up(vllm_config)
-    forks = Forks() if is_shared(vllm_config) else None
-    shared = budget, windows, echoes, dealer, WeakValueDictionary[Any, PageStore](), forks
+    stores = WeakValueDictionary[tuple[int, int], PageStore]()
+    shared = budget, has_windows(vllm_config), echoes, dealer, stores, Forks()
     return Engine(vllm_config.instance_id, *shared)
 
 
@@ -238,8 +250,9 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         impls = impls_of(vllm_config, layer_names)
         engine = impls[0].engine
         self.begun = PartialPrompts(engine.budget.places)
-        self.requests = Requests.of_engine(vllm_config)
         self.forks = engine.forks
+        self.forks.partial.append(self.begun.chunks)
+        self.requests = Requests.of_engine(vllm_config)
         self.meter: Meter | None = None
         if engine.has_windows:
             logger.info_once("h2o: layers with a sliding window are vLLM's own")
@@ -250,6 +263,8 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Planned:
         rows = common_attn_metadata
+        if rows.causal is not True:
+            raise ValueError("h2o serves causal attention in vLLM, and this model's is not")
         if self.meter is not None:
             self.meter.stepped()
         # Of a GPU the host waits for one of these, the pages; lengths are exact without drafts.
@@ -261,14 +276,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
             )
         )
         known = starts, lengths, pages, self.requests.of_batch(rows)
-        return Planned(lambda: self._batch(*known))
-
-    def _batch(self, *rows: Any) -> Batch:
-        if self.forks is None:
-            return plan(*rows, self.begun, self.device)
-        for page in self.forks.take_left():
-            self.begun.chunks.pop(page, None)  # of a request that has ended
-        return plan(*rows, self.begun, self.device, self.forks.replayed)
+        return Planned(lambda: plan(*known, self.begun, self.device, self.forks.replayed))
 
 
 class H2OAttention(AttentionImpl[Planned]):

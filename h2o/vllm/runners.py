@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Proces
 
 from h2o.config import H2OConfig
 from h2o.packages import install_command
-from h2o.vllm.page_budget import one_key, prefix_tokens, with_budget, with_pins
-from h2o.vllm.paged_rows import Request
+from h2o.vllm.page_budget import one_key
+from h2o.vllm.paged_request import Request, prefix_tokens, with_budget, with_pins
 from h2o.vllm.validation import entry_of, logger, page_budget
 
 

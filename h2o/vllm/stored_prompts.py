@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from h2o.vllm.page_budget import CONTEXT, PREFIX, reads_by_token
+from h2o.vllm.paged_request import CONTEXT, PREFIX, reads_by_token
 
 
 class Asked(NamedTuple):
@@ -79,7 +79,8 @@ class Reading:
     """A request whose prompt is being read."""
 
     asked: Asked
-    page: int
+    pages: list[int]
+    """in each group of layers, of which there are several beside sliding windows"""
     read: int
     """tokens, with those of the pass that is planned"""
     exact: bool = True
@@ -137,7 +138,7 @@ class StoredPrompts:
         if len(chunks) > self.places:
             for one in chunks:
                 one.exact = False
-        return [(one.page, key) for one, key in done if one.exact]
+        return [(one.pages[0], key) for one, key in done if one.exact]
 
     def put(self, key: bytes, page: int) -> None:
         self.pages[key] = page
@@ -161,7 +162,7 @@ class StoredPrompts:
     def leave(self, requests: Iterable[str]) -> set[int]:
         """Forget requests that have ended; returns the pages of prompts that were cut short."""
         gone = [self.reading.pop(request) for request in requests if request in self.reading]
-        return {one.page for one in gone if one.is_whole}
+        return {page for one in gone if one.is_whole for page in one.pages}
 
 
 def _to_come(one: Reading) -> set[bytes]:

@@ -9,17 +9,16 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from h2o.vllm.page_budget import PageBudget, entry_places, served_budget_config
+from h2o.vllm.entry import entry_places, served_budget_config
+from h2o.vllm.page_budget import PageBudget
 
 logger = init_logger("vllm.h2o")
 
 ENTRY = "h2o"
 """The entry of `--additional-config`."""
 
-SHARING = "h2o.vllm.sharing"
-
 CONNECTOR = "StoredPromptsConnector"
-"""h2o's own KV connector, in `SHARING`"""
+"""h2o's own KV connector"""
 
 
 def entry_of(vllm_config: VllmConfig) -> Any:
@@ -61,21 +60,16 @@ def has_windows(vllm_config: VllmConfig) -> bool:
     return {"full_attention", "sliding_attention"} <= {*kinds}
 
 
-def is_shared(vllm_config: VllmConfig) -> bool:
-    """Whether prompts are stored for requests to come, by h2o's KV connector."""
-    transfer = vllm_config.kv_transfer_config
-    return transfer is not None and transfer.kv_connector == CONNECTOR
-
-
 def _has_other_scheduler(vllm_config: VllmConfig) -> bool:
     scheduler = vllm_config.scheduler_config.scheduler_cls
-    return scheduler is not None and getattr(scheduler, "__module__", "") != SHARING
+    return scheduler is not None and getattr(scheduler, "__module__", "") != "h2o.vllm.scheduler"
 
 
 def refuse(vllm_config: VllmConfig) -> None:
     """Raises ValueError for a setting that is not served, with the reason."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     cache, attention = vllm_config.cache_config, vllm_config.attention_config
+    transfer = vllm_config.kv_transfer_config
     on_cpu, on_gpu = current_platform.is_cpu(), current_platform.is_cuda()
     reasons = {
         "other platforms than the CPU and NVIDIA's GPUs": (
@@ -109,7 +103,7 @@ def refuse(vllm_config: VllmConfig) -> None:
             "give kv_dtype in the entry h2o",
         ),
         "a KV connector": (
-            vllm_config.kv_transfer_config and not is_shared(vllm_config),
+            transfer is not None and transfer.kv_connector != CONNECTOR,
             "pages cannot be moved",
         ),
         "a scheduler of your own": (

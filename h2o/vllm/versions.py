@@ -1,9 +1,11 @@
-"""The versions of vLLM that h2o was tested with."""
+"""The versions of vLLM that h2o was tested with, and what differs between them."""
 
 from __future__ import annotations
 
 TESTED = ("0.32", "0.33")
-"""Minor versions, by whose internals `plugin`, `runners` and `validation` go."""
+"""Minor versions, by whose internals `plugin`, `runners`, `connector`, `scheduler` and `validation`
+go. What differs between them for h2o: 0.32's scheduler ends a pass at a waiting request for which
+there is no room, 0.33's goes on with those behind it (`scheduler.Prefixes`)."""
 
 
 def is_tested(version: str) -> bool:

@@ -20,15 +20,12 @@ import torch
 from h2o import H2OConfig, ops
 from h2o.hf.store import slot_layout
 from h2o.vllm import metrics
-from h2o.vllm.page_budget import (
-    PageBudget,
-    entry_places,
-    served_budget_config,
-    with_budget,
-    with_pins,
-)
+from h2o.vllm.entry import entry_places, served_budget_config
+from h2o.vllm.forks import Forks
+from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
-from h2o.vllm.paged_rows import PagedLayer, PartialPrompts, Request, plan
+from h2o.vllm.paged_request import Request, with_budget, with_pins
+from h2o.vllm.paged_rows import PagedLayer, PartialPrompts, plan
 from tests import inputs
 from tests.devices import elsewhere
 
@@ -383,10 +380,12 @@ def test_a_meter_leaves_its_numbers_for_the_servers_first_process(tmp_path, monk
     layer, place = paged(CONFIGS["tokens"]), metrics.Place("tiny", "0", "1")
     monkeypatch.setenv(metrics.FOLDER, str(tmp_path / "numbers"))
     monkeypatch.setattr(metrics, "SECONDS", 0.01)
-    meter = metrics.Meter(place, 4096, 12, lambda: [layer.store])
+    meter = metrics.Meter(place, 4096, 12, lambda: [layer.store], Forks())
     meter.write()
     (file,) = (tmp_path / "numbers").iterdir()
     numbers = {"h2o:request_bytes": 4096, "h2o:requests_that_fit": 12}
+    numbers |= {f"h2o:{name}": 0 for name in ("stored_prompts", "stored_prompt_bytes")}
+    numbers |= {f"h2o:forked_{name}": 0 for name in ("requests", "tokens")}
     nothing = {"h2o:evicted_keys": 0, "h2o:share_held": None}
     assert json.loads(file.read_text()) == [list(place), numbers | nothing]
     traffic(layer, talks(), seed=3, room=1000)
@@ -426,14 +425,15 @@ def test_a_folder_that_takes_no_numbers_is_a_warning(tmp_path, monkeypatch):
     for folder in (tmp_path / "missing" / "numbers", tmp_path / "file"):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv(metrics.FOLDER, str(folder))
-        meter = metrics.Meter(metrics.Place("tiny", "0", "0"), 1, 1, list)
+        meter = metrics.Meter(metrics.Place("tiny", "0", "0"), 1, 1, list, Forks())
         with pytest.warns(RuntimeWarning, match="/metrics lacks numbers: .*(missing|file)"):
             meter.write()
 
 
 def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):
     monkeypatch.delenv(metrics.FOLDER, raising=False)
-    meter = metrics.Meter(metrics.Place("tiny", "0", "0"), 1, 1, lambda: pytest.fail("asked"))
+    place = metrics.Place("tiny", "0", "0")
+    meter = metrics.Meter(place, 1, 1, lambda: pytest.fail("asked"), Forks())
     meter.stepped()
     meter.write()
 

@@ -115,6 +115,30 @@ def test_full_attention_beside_sliding_windows(name, entry, tmp_path):
             assert served(llm, requests) == wanted
 
 
+def test_who_leaves_in_the_middle_of_a_prompt_harms_no_windows(tmp_path):
+    """The pages that two requests have left hold windows of others by the time when a prompt wants
+    a place in which those of the two were kept whole."""
+    tiny("gemma2", tmp_path, sliding_window=32, tie_word_embeddings=True, head_dim=32)
+    long, requests = prompts((120, 110), 2), prompts((5, 3, 4, 6, 100))
+    options = {"max_num_batched_tokens": 32, "long_prefill_token_threshold": 16}
+
+    def log_likelihoods():
+        sampling = SamplingParams(
+            temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=0
+        )
+        outs = llm.generate([{"prompt_token_ids": x} for x in requests], sampling, use_tqdm=False)
+        return [next(iter(x.values())).logprob for out in outs for x in out.outputs[0].logprobs]
+
+    with engine(tmp_path, SMALL, **options) as llm:
+        wanted = log_likelihoods()
+        for i, ids in enumerate(long):
+            sampling = SamplingParams(max_tokens=8)
+            llm.llm_engine.add_request(f"long {i}", {"prompt_token_ids": ids}, sampling)
+        llm.llm_engine.step()
+        llm.llm_engine.abort_request(["long 0", "long 1"])
+        assert log_likelihoods() == pytest.approx(wanted, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     "entry",
     [

@@ -38,13 +38,13 @@ def test_files_go_with_their_process_and_the_folder_with_the_first(tmp_path):
 import gc, os, sys, time
 from multiprocessing import util
 from pathlib import Path
-from h2o.vllm import metrics
+from h2o.vllm import forks, metrics
 
 def left():
     return sorted(file.name for file in folder.iterdir()) if folder.exists() else None
 
 def meter(rank):
-    one = metrics.Meter(metrics.Place("tiny", "0", rank), 1, 1, list)
+    one = metrics.Meter(metrics.Place("tiny", "0", rank), 1, 1, list, forks.Forks())
     one.write()
     return one
 

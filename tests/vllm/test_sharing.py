@@ -124,6 +124,46 @@ def test_who_leaves_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
     assert answers == after_prefix(model, requests[1:], 60, config, 24)
 
 
+def test_who_begins_anew_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
+    """As after a change of weights, when vLLM preempts all and admits them again at once."""
+    folder, model = llama
+    (long, other), config = prompts((100, 90), 5), H2OConfig(**SMALL)
+    wanted = alone(model, [long, other], config)
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    with engine(folder, SMALL, max_num_batched_tokens=32) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+        llm.llm_engine.add_request("0", {"prompt_token_ids": long}, sampling)
+        answers = []
+        for step in range(100):
+            answers += [list(x.outputs[0].token_ids) for x in llm.llm_engine.step() if x.finished]
+            if step == 1:
+                assert llm.reset_prefix_cache(reset_running_requests=True)
+            if step == 2:
+                assert len(core.scheduler.connector.prompts.reading) == 1
+            if answers:
+                break
+        assert answers == wanted[:1]
+        assert not core.scheduler.connector.prompts.reading
+        assert served(llm, [long, other]) == wanted
+        assert forks(llm).requests == 1
+
+
+def test_nothing_is_stored_where_prefix_caching_is_off(llama):
+    """Who leaves in the middle of a prompt still leaves nothing behind."""
+    folder, model = llama
+    requests = prompts((100, 60)) * 2
+    with engine(folder, SMALL, max_num_batched_tokens=32, enable_prefix_caching=False) as llm:
+        llm.llm_engine.add_request("0", {"prompt_token_ids": requests[0]}, SamplingParams())
+        llm.llm_engine.step()
+        (chunks,) = forks(llm).partial
+        assert len(chunks) == 1
+        llm.llm_engine.abort_request(["0"])
+        llm.llm_engine.step()
+        assert not chunks
+        assert served(llm, requests) == alone(model, requests, H2OConfig(**SMALL))
+        assert not forks(llm).stored
+
+
 @pytest.mark.parametrize("entry", [SMALL, {"budget": 24}])
 def test_few_pages_and_requests_that_leave(entry, llama, monkeypatch):
     """Prompts that are stored make room, those for the longest not asked for first; who leaves in

@@ -1,15 +1,15 @@
 """Prompts in common: what vLLM's scheduler and workers are told of stored prompts.
 
-With `plugin`, `runners` and `validation` it knows vLLM. A KV connector, vLLM's way to say that some
-tokens of a prompt need not be read, keeps the prompts in pages of the pool. Such a page counts as
-free (`BlockPool.unpin_blocks`) until vLLM gives it to a request, those first that nobody has asked
-for the longest. And of vLLM's scheduler there is a subclass, since a connector has no say in where
-a prompt is parted: it reads a prefix that is cut by itself in passes of its own.
+A KV connector, vLLM's way to say that some tokens of a prompt need not be read, keeps the prompts
+in pages of the pool. Such a page counts as free (`BlockPool.unpin_blocks`) until vLLM gives it to a
+request, those first that nobody has asked for the longest. Where nothing is stored the connector
+still tells workers which requests have left in the middle of a prompt.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
@@ -19,26 +19,31 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import CircularBufferSpec
 
-from h2o.vllm.page_budget import entry_places, prefix_tokens, reads_by_token
+from h2o.vllm.entry import entry_places
 from h2o.vllm.page_store import PageStore
+from h2o.vllm.paged_request import arguments_of, asked_prefix
+from h2o.vllm.scheduler import PrefixAsyncScheduler, PrefixScheduler
 from h2o.vllm.stored_prompts import Asked, Begin, Reading, Store, StoredPrompts, identify
-from h2o.vllm.validation import CONNECTOR, SHARING, entry_of, has_windows
+from h2o.vllm.validation import CONNECTOR, entry_of, has_windows
 
 
 def set_up(vllm_config: VllmConfig) -> None:
-    """Has vLLM share prompts, in the place of its own prefix caching and where that is on; to be
-    called in the scheduler's process and the workers', before they have a connector. Not beside
-    sliding windows, whose keys are vLLM's own."""
+    """Gives vLLM h2o's scheduler and KV connector, in the place of its own prefix caching. To be
+    called in the scheduler's process and the workers', before they have a connector."""
     scheduling, cache = vllm_config.scheduler_config, vllm_config.cache_config
     scheduling.scheduler_cls = PrefixAsyncScheduler if (
         scheduling.async_scheduling
     ) else PrefixScheduler  # fmt: skip
-    if cache.enable_prefix_caching and not has_windows(vllm_config):
+    if vllm_config.kv_transfer_config is None:
+        # Beside sliding windows nothing is stored, since the keys of these are vLLM's own.
+        is_shared = bool(cache.enable_prefix_caching) and not has_windows(vllm_config)
         vllm_config.kv_transfer_config = KVTransferConfig(
-            kv_connector=CONNECTOR, kv_connector_module_path=SHARING, kv_role="kv_producer"
+            kv_connector=CONNECTOR,
+            kv_connector_module_path=__name__,
+            kv_role="kv_producer",
+            kv_connector_extra_config={"is_shared": is_shared},
         )
     cache.enable_prefix_caching = False
 
@@ -81,6 +86,15 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.plan = Plan()
         self.prompts = StoredPrompts(entry_places(entry_of(vllm_config)))
+        transfer: Any = vllm_config.kv_transfer_config
+        self.is_shared = transfer.kv_connector_extra_config["is_shared"]
+        """Whether prompts are stored"""
+        self.groups = {
+            i: group
+            for i, group in enumerate(kv_cache_config.kv_cache_groups)
+            if isinstance(group.kv_cache_spec, CircularBufferSpec)
+        }
+        """The groups of layers whose pages are h2o's; one where prompts are stored"""
         self.found: dict[str, tuple[int, int, bool]] = {}
         """The stored prompt of each request that waits for a page"""
         self.asked: dict[str, Asked] = {}
@@ -109,9 +123,14 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         return (None if self.prompts.is_read(request.request_id, wanted) else 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """A request has a page, and begins to be read."""
-        ((page,),) = blocks.get_block_ids()
-        name, whole = request.request_id, False
+        """A request has a page, and begins to be read; or a session goes on, of which nothing is
+        stored."""
+        if request.num_computed_tokens:
+            return
+        blocks = blocks.get_block_ids()
+        pages = [blocks[i][0] for i in self.groups]
+        name, page, whole = request.request_id, pages[0], False
+        self._leave([name])  # where it is read anew since it was preempted
         found = self.found.pop(name, None)
         if num_external_tokens:
             assert found is not None
@@ -121,14 +140,15 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
                 self._keep(self.pool.blocks[stored], again=True)
         if not whole:
             wanted = self._asked(request)
-            nothing = Asked(request.num_prompt_tokens, b"", _prefix(request), None)
+            nothing = Asked(request.num_prompt_tokens, b"", asked_prefix(request), None)
             self.prompts.reading[name] = Reading(
-                wanted or nothing, page, num_external_tokens, wanted is not None
+                wanted or nothing, pages, num_external_tokens, wanted is not None
             )
 
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
+        preempted = {*(scheduler_output.preempted_req_ids or ())}
+        self._leave(preempted - {*scheduler_output.num_scheduled_tokens})  # else it is here again
         plan, self.plan = self.plan, Plan()
-        plan.left |= self.prompts.leave(scheduler_output.preempted_req_ids or ())
         for page, key in self.prompts.advance(scheduler_output.num_scheduled_tokens):
             if key in self.prompts.pages or not self.pool.get_num_free_blocks():
                 continue
@@ -141,13 +161,16 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _asked(self, request: Any) -> Asked | None:
         """The hashes by which a request may share a prompt; None: it shares nothing."""
-        if not _may_share(request):
+        if not (self.is_shared and _may_share(request)):
             return None
         known = self.asked.get(request.request_id)
         if known is None or known.tokens != request.num_prompt_tokens:  # a session grows
-            said = request.prompt_token_ids, _prefix(request), _arguments(request)
+            said = request.prompt_token_ids, asked_prefix(request), arguments_of(request)
             known = self.asked[request.request_id] = identify(*said, request.cache_salt)
         return known
+
+    def _leave(self, requests: Iterable[str]) -> None:
+        self.plan.left |= self.prompts.leave(requests)
 
     def _keep(self, block: Any, *, again: bool = False) -> None:
         """Makes a page of a stored prompt the last of the free ones."""
@@ -162,7 +185,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         self.found.pop(request.request_id, None)
         self.asked.pop(request.request_id, None)
-        self.plan.left |= self.prompts.leave([request.request_id])
+        self._leave([request.request_id])
         return False, None
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
@@ -177,12 +200,12 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """The layers whose pages are h2o's, and what they have in common."""
-        (group,) = self._kv_cache_config.kv_cache_groups
-        self.impls = impls_of(self._vllm_config, group.layer_names)
+        names = [name for group in self.groups.values() for name in group.layer_names]
+        self.impls = impls_of(self._vllm_config, names)
         self.forks = self.impls[0].engine.forks
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        self.forks.left |= kv_connector_metadata.left
+        self.forks.leave(kv_connector_metadata.left)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan: Any = self._get_connector_metadata()
@@ -203,16 +226,6 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         self.forks.end()
 
 
-def _prefix(request: Any) -> int:
-    """Tokens of the prefix that a request wants to be cut by itself."""
-    return prefix_tokens(_arguments(request), request.num_prompt_tokens)
-
-
-def _arguments(request: Any) -> dict[str, Any]:
-    params = request.sampling_params
-    return (params and params.extra_args) or {}
-
-
 def _may_share(request: Any) -> bool:
     """Whether the keys of a request follow from its tokens, and there are none of an answer yet."""
     return not (
@@ -223,40 +236,3 @@ def _may_share(request: Any) -> bool:
         or request.num_tokens > request.num_prompt_tokens
         or request.num_prompt_tokens < 2
     )
-
-
-# ---- Scheduler -------------------------------------------------------------------------------
-
-
-class Prefixes(Scheduler):
-    """vLLM's scheduler, but where a request says how long its prefix is: that is read up to its
-    end, then the rest in chunks of a size that does not depend on other requests, since each is
-    cut by itself."""
-
-    def _reserve_prefill_lookahead(
-        self, request: Any, num_computed_tokens: int, num_new_tokens: int
-    ) -> int:
-        new: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        prefix, prompt = _prefix(request), request.num_prompt_tokens
-        if num_computed_tokens < prefix:
-            return min(new, prefix - num_computed_tokens)
-        if prefix and num_computed_tokens < prompt:
-            most = 1 if reads_by_token(_arguments(request)) else self._largest_chunk()
-            chunk = min(most, prompt - num_computed_tokens)
-            return chunk if chunk <= new else 0  # as soon as there is room for so many
-        return new
-
-    def _largest_chunk(self) -> int:
-        """Tokens for which there is room in a pass beside a step of all other requests."""
-        scheduling = self.scheduler_config
-        most = scheduling.max_num_batched_tokens - scheduling.max_num_seqs
-        threshold: int = scheduling.long_prefill_token_threshold
-        return max(1, min(most, threshold) if threshold > 0 else most)
-
-
-class PrefixScheduler(Prefixes):
-    """Plans a pass when the one before has ended."""
-
-
-class PrefixAsyncScheduler(Prefixes, AsyncScheduler):
-    """Plans a pass while the one before runs."""

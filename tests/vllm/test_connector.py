@@ -1,0 +1,127 @@
+"""What h2o's connector and scheduler make of requests that vLLM admits, by themselves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
+from vllm.v1.request import RequestStatus
+
+from h2o.vllm import plugin, scheduler
+from h2o.vllm.connector import StoredPromptsConnector
+from h2o.vllm.forks import Forks
+
+PAGE = plugin.PageSpec(
+    block_size=plugin.BLOCK, num_kv_heads=1, head_size=8, dtype=torch.uint8, num_head_slots=1,
+    tokens_per_state=plugin.BLOCK, state_content_bytes=16,
+)  # fmt: skip
+FULL = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+
+
+def connector(*specs, is_shared=True):
+    """One in the process of a scheduler that has 8 pages."""
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"is_shared": is_shared}),
+        additional_config={"h2o": {"heavy": 8, "recent": 8}},
+    )
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=[]) for spec in specs]
+    kv_cache = SimpleNamespace(kv_cache_groups=groups)
+    made = StoredPromptsConnector(config, KVConnectorRole.SCHEDULER, kv_cache)
+    made.bind_gpu_block_pool(BlockPool(8, False, 1))
+    return made
+
+
+def request(name="a", prompt=100, computed=0, status=RequestStatus.WAITING, **arguments):
+    return SimpleNamespace(
+        request_id=name, prompt_token_ids=[*range(prompt)], num_prompt_tokens=prompt,
+        num_tokens=prompt, num_computed_tokens=computed, mm_features=[], lora_request=None,
+        cache_salt=None, sampling_params=SimpleNamespace(extra_args=arguments), status=status,
+    )  # fmt: skip
+
+
+def pages(*numbers):
+    """Blocks of a request, of each group."""
+    return SimpleNamespace(get_block_ids=lambda: tuple([number] for number in numbers))
+
+
+def admit(made, one, *numbers):
+    assert made.get_num_new_matched_tokens(one, 0) == (0, False)
+    made.update_state_after_alloc(one, pages(*numbers), 0)
+
+
+def passes(made, preempted=(), **scheduled):
+    output = SimpleNamespace(preempted_req_ids={*preempted}, num_scheduled_tokens=scheduled)
+    return made.build_connector_meta(output)
+
+
+def test_a_request_that_is_preempted_and_admitted_again_at_once_has_left_its_page():
+    """vLLM says that it was preempted after it has a page anew."""
+    made = connector(PAGE)
+    admit(made, request(), 3)
+    assert passes(made, a=32).left == set()
+    admit(made, request(), 4)
+    assert passes(made, preempted="a", a=32).left == {3}
+    assert [*made.prompts.reading] == ["a"]
+    assert passes(made, preempted="a").left == {4}
+    assert not made.prompts.reading
+
+
+def test_a_request_leaves_its_pages_in_every_group_of_ours():
+    """And no blocks of a window, whose numbers are others'. Nothing is stored then."""
+    made = connector(PAGE, FullAttentionSpec(**FULL), PAGE, is_shared=False)
+    admit(made, request(), 3, 4, 5)
+    assert passes(made, a=32).left == set()
+    made.request_finished(request(), [])
+    assert passes(made).left == {3, 5}
+    admit(made, request(), 3, 4, 5)
+    assert passes(made, a=100).stores == []
+
+
+def test_a_session_that_goes_on_stores_no_prefix():
+    """Its next turn is read from where the last one has ended, not from the prompt's beginning."""
+    made = connector(PAGE)
+    made.update_state_after_alloc(request(prompt=130, computed=100, h2o_prefix=30), pages(3), 0)
+    assert passes(made, a=30).stores == []
+    assert not made.prompts.reading
+
+
+def test_workers_forget_chunks_of_pages_that_requests_have_left():
+    """In every group of layers."""
+    forks = Forks()
+    forks.partial += [{3: "chunk", 4: "chunk"}, {5: "chunk"}]
+    forks.leave({3, 5, 6})
+    assert forks.partial == [{4: "chunk"}, {}]
+
+
+@pytest.mark.parametrize("kind", [scheduler.PrefixScheduler, scheduler.PrefixAsyncScheduler])
+def test_no_waiting_request_passes_one_that_waits_for_room(kind):
+    """Else one whose chunks have a fixed size may wait for ever. Running ones go on."""
+    one = kind.__new__(kind)
+    one.num_prefill_lookahead = 1
+    one.scheduler_config = SimpleNamespace(
+        max_num_batched_tokens=40, max_num_seqs=8, long_prefill_token_threshold=0
+    )
+    running = request("r", status=RequestStatus.RUNNING)
+    first, later = request("f", h2o_prefix=30), request("l")
+    assert one._reserve_prefill_lookahead(first, 30, 20) == 0
+    assert one._reserve_prefill_lookahead(later, 0, 20) == 0
+    assert one._reserve_prefill_lookahead(running, 0, 20) == 20
+    one.room_is_awaited = False  # as in the next pass
+    assert one._reserve_prefill_lookahead(first, 30, 40) == 32
+    assert one._reserve_prefill_lookahead(later, 0, 8) == 8
+
+
+def test_attention_that_is_not_full_is_refused():
+    """Of a part of the keys, as in Llama 4, and both ways."""
+    spec = ChunkedLocalAttentionSpec(**FULL, attention_chunk_size=16)
+    with pytest.raises(ValueError, match="h2o serves full attention in vLLM, and a layer of this"):
+        plugin.page_spec(spec, None)
+    with pytest.raises(ValueError, match="h2o serves causal attention in vLLM"):
+        plugin.BatchBuilder.build(None, 0, SimpleNamespace(causal=False))
