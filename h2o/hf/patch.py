@@ -73,17 +73,19 @@ class Patch:
     def make_cache(self, prompt_length: Any = None) -> H2OCache:
         """Make a fresh cache for the model."""
         config = self.model.config
-        self.cache = H2OCache(config, self.config, prompt_length=prompt_length, **self.options)
-        return self.cache
+        cache = H2OCache(config, self.config, prompt_length=prompt_length, **self.options)
+        self.cache = cache  # which another thread's call may replace at any time
+        return cache
 
     def make_pass_cache(self) -> H2OCache:
         """Make a fresh cache for a direct forward pass."""
-        if self.pass_cache is not None and self.pass_cache.is_prompt_only():
+        last = self.pass_cache
+        if last is not None and last.is_prompt_only():
             self.scored += 1
             if self.scored == SCORED:
                 warnings.warn(_UNAFFECTED, stacklevel=2)
-        self.pass_cache = self.make_cache()
-        return self.pass_cache
+        cache = self.pass_cache = self.make_cache()
+        return cache
 
     def apply(self) -> None:
         """Patch the model, or leave it as it was and raise what `enable` raises."""

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 import h2o
-from h2o import H2OCache, patched
+from h2o import H2OCache, H2OConfig, patched
 from h2o.compat import HYBRIDS, with_cache
 from tests.hf.tiny import FAMILIES, LATENT, batch, greedy, prompts, shared
 
@@ -129,3 +129,18 @@ def test_a_prefix_longer_than_a_prompt():
         ours, [ids[0].tolist()], rows=1, prefix=cache, max_new_tokens=4, **SMALL
     )
     assert "contains the prefix and more" in str(result.error)
+
+
+@pytest.mark.parametrize("name", ["llama", *LATENT])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_a_turn_of_one_token_more_than_the_prompt(name, tokens):
+    """What a model would read if it had no cache has as many tokens."""
+    ours = shared(name)
+    ids, more = prompts(tokens, tokens + 1)
+    text = torch.cat([ids, more], dim=1)
+    cache, whole = (H2OCache(ours.config, H2OConfig.full()) for _ in range(2))
+    with torch.no_grad():
+        expected = ours(text, **with_cache(whole)).logits[:, tokens:]
+        ours(ids, **with_cache(cache))
+        found = ours(more, **with_cache(cache)).logits
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)

@@ -131,6 +131,36 @@ def test_one_enabled_model_serves_many_threads():
     assert [got[i] for i in range(3)] == want
 
 
+@pytest.mark.parametrize("generates", [True, False])
+def test_a_call_keeps_its_cache_where_another_thread_makes_one_at_that_moment(
+    generates, monkeypatch
+):
+    ours, (ids,) = model("llama", "sdpa"), prompts(20)
+    used, theirs = [], []
+    get_mask_sizes = H2OCache.get_mask_sizes
+
+    def note(cache, *sizes):
+        used.append(cache)
+        return get_mask_sizes(cache, *sizes)
+
+    def put(patch, name, value):
+        object.__setattr__(patch, name, value)
+        if name == "cache" and not theirs:
+            theirs.append(None)
+            theirs[0] = elsewhere(patch.make_cache)
+
+    with patched(ours, **SMALL) as patch:
+        monkeypatch.setattr(H2OCache, "get_mask_sizes", note)
+        monkeypatch.setattr(type(patch), "__setattr__", put)
+        if generates:
+            greedy(ours, {"input_ids": ids}, 3)
+        else:
+            ours(ids)
+    assert isinstance(theirs[0], H2OCache)
+    assert used
+    assert all(cache is not theirs[0] for cache in used)
+
+
 def test_a_block_serves_the_threads_that_it_starts():
     """As the one that `generate()` runs in beside a streamer, with its context or without."""
     plain, (ids,) = model("llama", "sdpa"), prompts(20)

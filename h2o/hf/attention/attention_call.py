@@ -71,6 +71,11 @@ class AttentionCall(NamedTuple):
             )
 
     @property
+    def may_begin_anew(self) -> bool:
+        """Whether the new tokens may be a text from its beginning, by their positions."""
+        return self.position_ids is None or not self.position_ids[..., 0].any()
+
+    @property
     def requires_grad(self) -> bool:
         """Whether autograd would record what is done with the tensors, where it is enabled."""
         tensors = (self.query, self.key, self.value, self.sink_logits)

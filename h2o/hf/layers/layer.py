@@ -147,8 +147,10 @@ class H2OLayer(CroppableLayer):
             call.check()
             # A model may not tell its layers, whose default is False. That it was meant shows when
             # the whole text comes again with its first new token.
-            if call.use_cache is False and (
-                0 < self.seen == self.prompt_columns == call.query.shape[2] - 1
+            if (
+                call.use_cache is False
+                and 0 < self.seen == self.prompt_columns == call.query.shape[2] - 1
+                and call.may_begin_anew
             ):
                 raise ValueError(WITHOUT_CACHE)
             query, key, value = as_autocast(call.query, call.key, call.value)
