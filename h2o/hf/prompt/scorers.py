@@ -2,7 +2,8 @@
 baseline. `EchoScorer` is in `h2o.hf.prompt.prompt_echo`.
 
 A layer hands its scorer the attention that keys have received, and stores the scores that it gets
-back. Eviction ranks keys by their scores as the policy says (`h2o.policy`).
+back. Eviction ranks keys by their scores as the policy says (`h2o.policy`). A ranking that can be
+computed from the attention needs no scorer: CONTRIBUTING.md ("How to add") lists its files.
 
 Shape letters: B batch rows, G key/value heads, Q new tokens.
 """
