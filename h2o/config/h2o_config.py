@@ -302,8 +302,8 @@ class H2OConfig(Presets):
             put(self, "head_shares", None)  # echo deals places where it ranks keys
         if (self.heavy, self.recent) != (preset.heavy, preset.recent):
             raise ValueError(
-                f"budget={self.budget} says what heavy and recent are together: give either budget "
-                "alone, or heavy and recent"
+                f"budget={self.budget} says what heavy and recent are together: give "
+                "either budget, or heavy and recent"
             )
 
 

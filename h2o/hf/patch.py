@@ -93,7 +93,7 @@ class Patch:
                 elsewhere = other.switch.elsewhere()
                 if elsewhere and other.settings != self.settings:
                     raise RuntimeError(
-                        f"another {elsewhere} has patched this model with other settings. Give all "
+                        f"this model is patched by another {elsewhere} with other settings. Give all "
                         f"{elsewhere}s the same settings, or each a model of its own"
                     )
             self.switch.apply(self.model)

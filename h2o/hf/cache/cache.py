@@ -243,7 +243,7 @@ class H2OCache(ReadableCache):
         seen = int(self.get_seq_length())
         if query_length == 0:
             raise ValueError(
-                f"no new tokens: the cache has already seen {seen}, and input_ids adds none. Pass "
+                f"no new tokens: the cache has seen {seen}, and input_ids adds none. Pass "
                 "the earlier tokens followed by new ones, or call cache.reset() for another text"
             )
         check_text(self, seen, query_length)

@@ -172,7 +172,7 @@ def _with_part(state: State, cache: Any, model: Any) -> State:
     if total not in (None, held) and tensor_parallel.is_distributed():
         raise ValueError(
             f"this cache holds {held} of {total} key/value heads, copied from a DynamicCache, and "
-            "learns which ones in its first forward pass only: pass the model to save()"
+            "does not know which before its first forward pass: give save() the model"
         )
     return state
 
@@ -197,7 +197,7 @@ def _refuse_other_part(
         if not hasattr(model, "config"):
             if part == tensor_parallel.WHOLE and not tensor_parallel.is_distributed():
                 continue
-            raise ValueError(f"{reason}, which a config does not name: pass the model to load()")
+            raise ValueError(f"{reason}, and a config does not name them: give load() the model")
         if (here := tensor_parallel.part_of_heads(model)) != part:
             raise ValueError(
                 f"{reason}, and this is {tensor_parallel.describe_part(here)}: "
