@@ -93,8 +93,8 @@ class Patch:
                 elsewhere = other.switch.elsewhere()
                 if elsewhere and other.settings != self.settings:
                     raise RuntimeError(
-                        f"this model is patched by another {elsewhere} with other settings. Give all "
-                        f"{elsewhere}s the same settings, or each a model of its own"
+                        f"this model is patched by another {elsewhere} with other settings. Give "
+                        f"all {elsewhere}s the same settings, or each a model of its own"
                     )
             self.switch.apply(self.model)
             try:
