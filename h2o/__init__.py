@@ -2,15 +2,16 @@
 
 ```python
 import h2o
+from transformers import AutoModelForCausalLM
+
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="h2o")
 cache = h2o.H2OCache(model, budget=0.2)  # a fifth of the bytes of a full cache
 model.generate(**inputs, cache=cache)
 ```
 
-Importing h2o needs numpy only. torch and transformers are imported when something
-that needs them is asked for. The attention name "h2o" is registered with
-transformers at once if that is already imported, and otherwise as soon as it is,
-so the order of imports does not matter.
+Importing h2o needs NumPy only. Names that need torch or transformers import them
+when they are first used. The attention "h2o" is registered with transformers as soon
+as both packages have been imported, in either order.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _get(name: str) -> Any:
     return value
 
 
-if not TYPE_CHECKING:  # to which every name would then be known
+if not TYPE_CHECKING:  # type checkers would otherwise accept any name
     __getattr__ = _get
 
 
@@ -120,7 +121,7 @@ def _register_error(error: ImportError) -> None:
 
 
 class _AfterTransformers:
-    """On sys.meta_path until transformers has been imported; its own finder does the finding."""
+    """Import hook that registers the attention after transformers, and then removes itself."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:

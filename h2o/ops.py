@@ -19,24 +19,24 @@ accumulated scores and a reserved recent window):
 `step` is the three in one call for a single new token, without moving a byte
 of the cache.
 
-Raises, all of them: ValueError for a wrong shape, stride, value or
-overlap, TypeError for a wrong dtype or a thing that is no tensor, BufferError
-for memory that cannot be shared and for tensors that require grad outside
-`torch.no_grad()`, RuntimeError for tensors of others than torch that are not on the CPU,
-MemoryError. They name the argument and are raised before anything is written. Torch tensors on
-other devices are checked alike, but for the numbers in them, which are not read on the host.
+All functions raise ValueError for a wrong shape, stride, value or overlap, TypeError for a wrong
+dtype or an argument that is no tensor, BufferError for memory that cannot be shared and for tensors
+that require grad outside `torch.no_grad()`, RuntimeError for tensors on other devices than the CPU
+that are not torch's, and MemoryError. An error names the argument and is raised before anything is
+written. On other devices the numbers in torch tensors are not checked, because the host does not
+read them.
 
-Inputs may have any strides, also 0 or negative ones, and may be read-only; JAX
-arrays, which are read-only, can be inputs only. DLPack does not know torch's
-lazy negation: of a tensor x with `x.is_neg()` (as `z.conj().imag` is) give `x.resolve_neg()`, or
-the sign is lost. To look for it would slow every decode step down.
-Written tensors must have positive strides without overlap, and the range of
-memory that one spans must not touch that of another tensor of the call, unless both step from row
-to row by the same number of bytes and their rows share none: so a row of slots may be a page of
-memory that has all its fields side by side (`Slots.rows` finds it by number). The
-last stride of the keys, values, scores, positions and norms of slots, and of a table of angles,
-must be 1.
-No size may be 0.
+Inputs may have any strides, also 0 or negative ones, and may be read-only. JAX arrays are read-only
+and can therefore be inputs only. DLPack ignores torch's lazy negation: where `x.is_neg()` is true
+(as for `z.conj().imag`) pass `x.resolve_neg()`, or the sign is lost. h2o does not look for it,
+because that would slow down every decode step.
+
+Written tensors must have positive strides without overlap. The memory that a written tensor spans
+must not overlap that of another tensor of the call, with one exception: two tensors may interleave
+if both have the same stride from row to row, in bytes, and none of their rows overlap. A row of
+slots can therefore be a page of memory with all fields next to each other (`Slots.rows` selects
+pages by number). The last stride of the keys, values, scores, positions and norms of slots, and of
+a table of angles, must be 1. No size may be 0.
 """
 
 from __future__ import annotations
@@ -69,20 +69,22 @@ __all__ = [
 
 
 class Rotary(NamedTuple):
-    """Rolling positions of `step`: keys are stored without their rotary embedding and get it,
-    whenever they are read, by their rank among the keys held; the query gets it by the number of
-    keys held before it. So no position exceeds the budget, in texts without end (Xiao et al.,
-    "Efficient Streaming Language Models with Attention Sinks", ICLR 2024, section 3.2).
+    """Cache-relative positions of `step`.
 
-    Elements i < F and F + i of a key or query turn by angle i, as in Llama; those from 2 F on stay
-    as they are. P is more than the number of keys that any row holds, F at most D / 2.
+    Keys are stored without their rotary embedding. Whenever a step reads a key, it rotates the key
+    by its rank among the keys held, and the query by the number of keys held before it. No position
+    therefore exceeds the budget, however long the text is (Xiao et al., "Efficient Streaming
+    Language Models with Attention Sinks", ICLR 2024, section 3.2).
+
+    Angle i rotates elements i < F and F + i of a key or query, as in Llama. Elements from 2 F on
+    are not rotated. P is more than the number of keys that any row holds, F at most D / 2.
     """
 
     table: Tensor
     """[P, 2, F] float32: cosines and sines of the angles of each rank, the last stride 1"""
     ranks: Tensor
-    """[Z, G, S] (or [Z, T]) int32, updated in place: how many keys of a lower position the head
-    holds beside each; -1: empty. After `evict` make it anew (`tests/reference`)."""
+    """[Z, G, S] (or [Z, T]) int32, updated in place: number of keys with a lower position that the
+    head holds; -1: empty. Compute it again after `evict` (`tests/reference`)."""
 
 
 def attend(
@@ -104,8 +106,8 @@ def attend(
 
     Args:
         query: [B, H, Q, D].
-        keys, values: [B, G, Q, D], the new tokens' own. values is None, in all operations, where
-            the keys are the values too: exactly if the slots have no values.
+        keys, values: [B, G, Q, D] of the new tokens. values is None where the keys are the values
+            too, in all operations. It must be None exactly if the slots have no values.
         slots: stored keys that the queries see as well. `slots.scores` becomes
             decay^n * scores + what the n real new queries gave (or the larger of the two); nothing
             else changes.
@@ -158,10 +160,10 @@ def log_sums(
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """The log of what the softmax of each query divides by, [B, H, Q] float32; 0 for a pad.
+    """Log of each query's softmax denominator, [B, H, Q] float32; 0 for a pad.
 
-    With the logit of a key it gives the weight of that key, exp(logit - log sum), for who needs
-    those of few keys: half of the work of `attend`, whose arguments these are. Nothing is written.
+    The weight of a single key is exp(logit - log sum), which is half of the work of `attend` where
+    the weights of few keys are needed. Arguments are as in `attend`. Nothing is written.
     """
     _refuse_grad(slots, query=query, keys=keys, sink_logits=sink_logits)
     scale, out, scores = _fill_in(query, keys, scale, None, float32=None)
@@ -193,16 +195,15 @@ def evict(
 
     Args:
         keys, values: [B, G, Q, D] new tokens, as given to `attend`.
-        scores: [B, G, Q] float32, as returned by `attend`. Infinity, which `attend` never returns,
-            pins a key: it is never evicted, and takes the place of one of the `heavy`.
+        scores: [B, G, Q] float32, as returned by `attend`. An infinite score, which `attend` never
+            returns, pins a key: the key is never evicted, and counts as one of the `heavy`.
         slots: updated in place: the survivors with scores and positions,
             `seen_tokens`, `evicted_score`, `next_slot`. S must be at least min(k, stored + new).
         mask: [B, Q] bool or uint8, 0 is a pad.
-        policy: a `Policy`; or its fields as keywords, of which what stands here says how they are
-            computed:
-        score_by: "mean" is, with decay, per sum of decay^age over the queries; "max" goes by the
-            scores that `attend` gives with the same.
-        decay: what `attend` was given.
+        policy: a `Policy`, or its fields as keywords. Two of them must agree with `attend`:
+        score_by: with decay, "mean" divides by the sum of decay^age over the queries. "max" needs
+            scores that `attend` has made with "max".
+        decay: as given to `attend`.
     """
     _refuse_grad(slots, keys=keys, values=values, scores=scores)
     if fields:
@@ -227,10 +228,10 @@ def step(
 ) -> Tensor:
     """One decode step: store the new key, attend, score, choose the key to evict.
 
-    The same as `attend` and `evict` with Q = 1, but the new key and value go
-    straight into `slots.next_slot`, and the evicted key's slot becomes the next free
-    one: K and V are read once and never moved. On a CUDA device that no other operation has met
-    torch computes the step, with a warning: see `open_device`.
+    The result is that of `attend` and `evict` with Q = 1. The new key and value are written
+    straight into `slots.next_slot`, and the evicted key's slot becomes the next free one, so that
+    keys and values are read once and never moved. If `step` is the first operation on a CUDA
+    device, torch computes it, with a warning: see `open_device`.
 
     Args:
         query: [B, H, 1, D].
@@ -238,8 +239,8 @@ def step(
         slots: updated in place. Each row's `next_slot` must be below S.
         mask: [B, 1] bool or uint8; a row with 0 stays as it is, its output is 0.
         out: [B, 1, H, D], written; made like `query` when not given.
-        rotary: rolls positions; query and key then come without their rotary embedding, as
-            the stored keys are.
+        rotary: cache-relative positions. Query and key are then given without their rotary
+            embedding, like the stored keys.
         policy, fields, others: as in `attend` and `evict`.
 
     Returns:
@@ -280,7 +281,7 @@ def simulate(
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Answers that a cache would have given, for a whole text in one call.
+    """Compute for a whole text, in one call, the outputs that a cache would have given.
 
     Equal to feeding the first `prompt[b]` tokens of each row through `attend` and
     `evict`, and each later one through `step`. A dropped key never returns, so
@@ -331,9 +332,10 @@ def _quantized(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str)
 
 
 def open_device(tensor: Tensor) -> None:
-    """Choose the backend of a tensor's device: for a CUDA device load h2o's kernels and check them,
-    unless that is done. The first `attend`, `evict` or `simulate` there does so by itself;
-    to be called where a `step` comes first, over slots that were moved there."""
+    """Choose the backend of a tensor's device, and on a CUDA device load and check h2o's kernels.
+
+    The first `attend`, `evict` or `simulate` on a device does this by itself. Call it before a
+    `step` that comes first, over slots that were moved to the device."""
     backends.serving(tensor)
 
 

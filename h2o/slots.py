@@ -1,5 +1,6 @@
-"""`Slots`: the tensors of one layer's cache (keys, values, scores, positions, ...), of any library,
-and `new_slots`, which makes empty ones.
+"""`Slots`: the tensors of one layer's cache (keys, values, scores, positions, ...).
+
+`new_slots` makes empty ones, of the library of the keys that it is given.
 
 Shape letters: B batch rows, Z rows of slots (B, unless `rows` is given), G key/value heads, S
 slots, T slots of all heads of a row, D head dimension.
@@ -27,18 +28,18 @@ class Slots(NamedTuple):
     keep k = sinks + heavy + recent of them holds min(seen_tokens[b], k), in the
     lowest slots, except that `next_slot[b, g]` may be a hole among them.
 
-    Heads may have budgets of their own, and numbers of slots of their own, so that memory falls
-    with the budgets: then `starts` is given, a row's slots lie one head after the other on one
-    axis T, and keys are [Z, T, D] where [Z, G, S, D] stands below, scores [Z, T] for [Z, G, S].
-    The axis may be longer than one layer needs: several may have their slots on it.
+    Heads may have different budgets, and different numbers of slots to save memory. Then `starts`
+    is given, and the slots of a row's heads follow each other on one axis T: keys are [Z, T, D]
+    instead of [Z, G, S, D], and scores [Z, T] instead of [Z, G, S]. The axis may be longer than
+    one layer needs, because several layers may share it.
 
-    With `rows` a call is about some of the rows, found by number: as many as its batch has.
+    With `rows` a call uses the rows with these numbers only, one for each row of its batch.
     """
 
     keys: Tensor
     """[Z, G, S, D]; quantized: [Z, G, S, bytes] uint8, read by `h2o.quantization.dequantize`"""
     values: Tensor | None
-    """as keys; None: the keys are the values too, as the latents of multi-head latent attention"""
+    """like `keys`; None where the keys are the values too (multi-head latent attention)"""
     scores: Tensor
     """[Z, G, S] float32: attention that each key has received, the sum or the largest"""
     positions: Tensor
@@ -57,7 +58,8 @@ class Slots(NamedTuple):
     """[G + 1] int32: head g has the slots starts[g] to starts[g + 1] - 1 of axis T; or
     [Z, G + 1], where each row has places of its own"""
     rows: Tensor | None = None
-    """[B] int32: row b of the batch is row rows[b] of the fields above, each once; None: row b"""
+    """[B] int32: row b of the batch is row rows[b] of the fields above; no number occurs twice.
+    None: row b is row b"""
 
 
 class Kind(NamedTuple):
@@ -68,7 +70,7 @@ class Kind(NamedTuple):
     written: bool = True
     """whether the operations write to it"""
     optional: bool = False
-    """whether there are slots without it"""
+    """whether slots may lack it"""
     dtype: str = "float32"
     """"": the floating dtype of the call, or uint8 where rows are quantized"""
 
@@ -90,9 +92,9 @@ KINDS: dict[str, Kind] = {
 (`H2O_SLOTS_FIELDS`)."""
 
 PER_SLOT = tuple(name for name, kind in KINDS.items() if "S" in kind.shape)
-"""The fields that have something for each slot."""
+"""Fields with an entry for each slot."""
 PER_ROW = tuple(name for name, kind in KINDS.items() if kind.shape.startswith("Z"))
-"""The fields that have something for each row."""
+"""Fields with an entry for each row."""
 
 
 def empty_value(field: str) -> int:
@@ -134,10 +136,10 @@ def new_slots(
     numbers of tokens, the same for every row; write into `budget` to give rows
     and heads their own.
 
-    `kv_dtype`: None, keys and values are stored as they are; "int8", as bytes with a scale of 16
-    bits for each; "int8-int4", values as four bits with scale and minimum (16 bits each) for
-    every 32 elements, of which D must then be a multiple.
-    `shared`: no `values`, since the keys are the values too.
+    `kv_dtype`: None stores keys and values in their own dtype. "int8" stores bytes, with a scale
+    of 16 bits for each key and value. "int8-int4" stores values in four bits instead, with a scale
+    and a minimum of 16 bits for every 32 elements; D must then be a multiple of 32.
+    `shared`: make no `values`, because the keys are the values too.
     """
     B, G, _, D = sizes_of_keys(keys)
     even = isinstance(capacity, numbers.Integral)

@@ -13,16 +13,16 @@ Positions = Literal["original", "cache_relative"]
 
 
 class Numbers(Protocol):
-    """A tensor or an array, of whichever library."""
+    """A tensor or array of any library."""
 
     def tolist(self) -> Any: ...
 
 
 PromptLength = int | Sequence[int] | Numbers | None
-"""Length of all rows, or one for each."""
+"""Tokens of the prompt, the same for all rows or one number for each row."""
 
 Pinned = Literal["prompt"] | Sequence[Any] | Numbers | None
-"""Spans (start, stop) of all rows, lists of these for each row, or a bool mask"""
+"""Spans (start, stop) for all rows, a list of spans for each row, or a bool mask"""
 
 
 class ConfigFields(PolicyFields, total=False):

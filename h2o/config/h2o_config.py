@@ -40,7 +40,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "budget_unit": ("keys", "bytes"),
     "positions": ("original", "cache_relative"),
 }
-"""Values of fields that take one of a few."""
+"""Allowed values of fields with few of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,9 +198,8 @@ class H2OConfig(Presets):
         return any(isinstance(x, float) for x in flatten(amounts))
 
     def for_model(self, model: Any) -> H2OConfig:
-        """This config with all that depends on the model filled in, which is given itself or by its
-        config: the preset of a `budget`, the shipped profile, bits of a stored value, bytes of a
-        token.
+        """Fill in what depends on the model: the preset of a `budget`, the shipped profile, bits of
+        a stored value, bytes of a token. `model` is a model of transformers or its config.
 
         Raises: ValueError for a profile of another model, or none that is shipped.
         """
@@ -279,7 +278,9 @@ class H2OConfig(Presets):
             heavy, recent = (int(x * n) if isinstance(x, float) else x for x in pair)
             return heavy, recent
         if token_bytes is None:
-            raise ValueError('budget_unit="bytes": ask config.for_model(model) first')
+            raise ValueError(
+                'budget_unit="bytes" depends on the model: call config.for_model(model) first'
+            )
         part = sum(pair)
         if part == 0:  # sinks alone
             return 0, 0
@@ -300,7 +301,10 @@ class H2OConfig(Presets):
         if self.score_by != preset.score_by and "head_shares" not in given:
             put(self, "head_shares", None)  # echo deals places where it ranks keys
         if (self.heavy, self.recent) != (preset.heavy, preset.recent):
-            raise ValueError("give either budget, or heavy and recent, which it is together")
+            raise ValueError(
+                f"budget={self.budget} says what heavy and recent are together: give "
+                "either budget, or heavy and recent"
+            )
 
 
 def _each(budget: Any) -> tuple[Any, ...]:

@@ -170,8 +170,8 @@ def apportion(
 
     Args:
         shares: a `Table`, or a Profile, whose shares depend on the budget.
-        fraction: the budget as a fraction of the text; None for one in tokens, which is taken as a
-            fraction of what the shares were made from.
+        fraction: the budget as a fraction of the text. None for a budget in tokens, which counts as
+            a fraction of the window of the calibration.
         min_tokens: as of `H2OConfig`.
         pinned: keys beyond the sinks for which each head has room, if the mean has.
     """

@@ -52,13 +52,15 @@ class LayerPlan:
         """The plan of one of a model's `layers` layers, counted from 0.
 
         Raises:
-            ValueError: a list, or `head_shares`, has not one entry per layer.
+            ValueError: a list or `head_shares` does not have one entry for each layer.
         """
         heavy, recent = config.layer_amounts(layer, layers)
         shares = config.head_shares
         if isinstance(shares, str):
             if shares == "shipped":
-                raise ValueError('head_shares="shipped": ask config.for_model(model) first')
+                raise ValueError(
+                    'head_shares="shipped" depends on the model: call config.for_model(model) first'
+                )
             shares = None  # heads share by echo, once a prompt is known
         if shares is not None:
             check_shares(shares, layers)

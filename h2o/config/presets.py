@@ -1,4 +1,4 @@
-"""Configs by name, as class methods of `H2OConfig`, and the one that a single number stands for."""
+"""Presets: configs by name, as class methods of `H2OConfig`. `budget=` alone stands for `echo`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 PRESETS = ("authors", "robust", "echo", "calibrated")
-"""Configs by name, which take a budget of keys or of bytes; see `H2OConfig.preset`."""
+"""Names of configs that accept a budget in keys or in bytes; see `H2OConfig.preset`."""
 
 
 class Presets:
@@ -51,13 +51,15 @@ class Presets:
 
     @classmethod
     def robust(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
-        """Preset with the least loss in our measurements, above all at small budgets.
+        """Preset for any model: the least loss in our measurements among those that need neither
+        a prompt to rank nor a profile.
 
-        Four sinks, and three heavy hitters to one recent token, ranked by the mean attention that
-        they received, times the norm of their value. A budget in tokens includes the sinks; to
-        a fraction they are added. With budget_unit="bytes" the budget is a fraction of a full
-        cache's bytes, and keys are stored in eight bits, values in four, which keeps 2.2 times as
-        many (values in eight bits too where the head dimension is no multiple of 32).
+        Keeps four sinks, and three heavy hitters for each recent token. Heavy hitters are ranked by
+        the mean attention that they received, times the norm of their value. A budget in tokens
+        includes the sinks. To a fraction they are added. With budget_unit="bytes" the budget is a
+        fraction of a full cache's bytes. Keys are then stored in eight bits and values in four, so
+        that 2.2 times as many fit as in bfloat16. (Values have eight bits too where the head
+        dimension is no multiple of 32.)
         """
         budget = check_amount("budget", budget)
         sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
@@ -89,12 +91,12 @@ class Presets:
 
     @classmethod
     def echo(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
-        """`robust` with the prompt read by echo: keeps facts that no question has asked for yet,
-        and what the next words need, in one reading (docs/understand/policies.md).
+        """`robust` with the prompt's keys ranked by echo, which predicts what a later question asks
+        for (docs/understand/policies.md).
 
-        In each head echo decides most of a key's score (`score_by="mean-echo"`), and the places of
-        all layers and heads go to the highest echo (`head_shares="echo"`). Steps are those of
-        `robust`.
+        In each head echo decides most of a key's score (`score_by="mean-echo"`). The heavy hitters
+        of all layers and heads together are the keys with the highest echo (`head_shares="echo"`).
+        Decode steps are those of `robust`.
         """
         return dataclasses.replace(
             cls.robust(budget, budget_unit), score_by="mean-echo", head_shares="echo"

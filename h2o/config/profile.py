@@ -1,6 +1,6 @@
 """`Profile`: which heads of a model need more of a cache, as `h2o.calibrate` measured it.
 
-Imports neither torch nor transformers, as h2o/config.py does not.
+Imports neither torch nor transformers, like all of h2o/config.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ LAYOUT = 1
 class Profile:
     """Shares of a cache by layer and key/value head, calibrated at some budgets.
 
-    A head's share is its budget over the mean of all heads' budgets: at `budget` keys a head on
-    average, head h of layer l gets max(8, round(budget * shares[l][h])), sinks included, rescaled
-    to the same total. `h2o.calibrate` makes profiles, `Profile.load` and `Profile.save` keep them.
+    A head's share is its budget divided by the mean budget of all heads. With `budget` keys for
+    each head on average, head h of layer l gets max(8, round(budget * shares[l][h])) keys, sinks
+    included, and all budgets are rescaled to the same total. `h2o.calibrate` makes profiles.
+    `Profile.save` and `Profile.load` write and read them.
 
-    Raises: TypeError and ValueError for shares that are no such table.
+    Raises: TypeError and ValueError for shares that are not such a table.
     """
 
     fractions: tuple[float, ...]
@@ -42,11 +43,11 @@ class Profile:
     """Shares at each of these budgets, [layers, key/value heads], mean 1. Layers with a sliding
     window of their own have ones, and do not count."""
     window: int
-    """Tokens of the pieces of text that were read; a budget in tokens is taken as a part of it"""
+    """Tokens of a calibration window. A budget in tokens counts as a fraction of the window."""
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Shape of the model, from its config"""
     weights: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
-    """A few numbers of the model's parameters, by which it is known again in any dtype"""
+    """A few numbers of the model's parameters, which identify the model in any dtype"""
     texts: tuple[Mapping[str, Any], ...] = ()
     """Texts: name, sha256 of the token ids, tokens, windows"""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -96,8 +97,8 @@ class Profile:
     def shares_for(self, budget_fraction: float) -> tuple[tuple[float, ...], ...]:
         """Shares [layers][key/value heads] for a budget, positive, mean 1 over all.
 
-        Between two calibrated budgets what is interpolated is the share, on a logarithmic scale of
-        budgets; below the first and above the last the nearest one's are taken.
+        Between two calibrated budgets shares are interpolated on a logarithmic scale of budgets.
+        Below the first and above the last budget the shares of the nearest one apply.
 
         Args:
             budget_fraction: of the text, above 0.

@@ -1,7 +1,7 @@
-"""`h2o.patched(model)`: H2O for code that only calls model.generate(), model(...) or a pipeline.
+"""`h2o.patched`, `h2o.enable`: H2O for code that only calls generate(), model(...) or a pipeline.
 
-A patched model has another attention implementation, two replaced methods of `generate()`, and a
-hook that gives direct forward passes a cache. The last patch to end undoes all three.
+Patching a model changes its attention implementation, replaces two methods of `generate()`, and
+adds a hook that gives direct forward passes a cache. When its last patch ends, all is undone.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from h2o.hf.families.wrappers import check_pins, unwrap
 from h2o.hf.layers.cache_relative import at_zero
 
 SCORED = 8
-"""Texts in single forward passes before `patched` warns that no budget affects their logits"""
+"""Number of texts scored in a single forward pass each, after which `patched` warns that no budget
+affects their logits"""
 _UNAFFECTED = (
-    f"{SCORED} texts went through a model in h2o.patched() in one forward pass each. Eviction "
-    "starts after a prompt, so their logits are those of a full cache at any budget. To score "
-    "texts use h2o.simulated(), or lm-eval's model h2o (h2o.evaluation.lm) instead of HFLM"
+    f"{SCORED} texts were read in h2o.patched() by one forward pass each. Eviction starts after a "
+    "prompt, so their logits are those of a full cache, whatever the budget. To score texts use "
+    "h2o.simulated(), or h2o eval (lm-eval's model h2o in h2o.evaluation.lm) instead of HFLM"
 )
 
 _ATTRIBUTE = "_h2o_patches"
 
 _entered: ContextVar[tuple[weakref.ref[Patch], ...]] = ContextVar("h2o_patched", default=())
-"""Blocks of any model that this context has entered, the latest last, some of them ended."""
+"""Blocks that this context has entered, of all models, the latest last; some may have ended."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -88,7 +89,7 @@ class Patch:
         return cache
 
     def apply(self) -> None:
-        """Patch the model, or leave it as it was and raise what `enable` raises."""
+        """Patch the model. Raises as `enable`, and then leaves the model as it was."""
         with CHANGING:
             for other in _patches_of(self.model):
                 elsewhere = other.switch.elsewhere()
@@ -110,7 +111,7 @@ class Patch:
             _entered.set((*entered, weakref.ref(self)))
 
     def undo(self) -> None:
-        """Undo the patch, whichever others the model has. Raises RuntimeError a second time."""
+        """Undo this patch, and none of the model's others. Raises RuntimeError if it is undone."""
         with CHANGING:
             if not self.is_active:
                 raise RuntimeError("this patch is undone already")
@@ -173,8 +174,8 @@ class PatchStack:
         return None
 
     def logits_processors(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for `GenerationMixin._get_logits_processor`: for `guidance_scale` the text
-        without the prompt keeps its full cache."""
+        """Stand in for `GenerationMixin._get_logits_processor`. With `guidance_scale` the text
+        without the prompt keeps a full cache."""
         processors = self._original(PREPARE_PROCESSORS)(*args, **kwargs)
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
@@ -293,9 +294,9 @@ def _warn_without_cache(model: Any) -> None:
     settings = (getattr(model, "generation_config", None), model.config.get_text_config())
     if any(getattr(x, "use_cache", None) is False for x in settings):
         warnings.warn(
-            "this model's config says use_cache=False: its calls ask for no cache, so h2o evicts "
+            "this model's config says use_cache=False, so its calls use no cache and h2o evicts "
             "nothing. Set model.config.use_cache = model.generation_config.use_cache = True, or "
-            "give use_cache=True in each call",
+            "pass use_cache=True in each call",
             stacklevel=5,
         )
 
@@ -306,12 +307,13 @@ def _refuse(generation_config: Any, wants_cache: bool) -> None:
     if early or getattr(generation_config, "is_assistant", False):
         raise UnsupportedError(
             f"{'assistant_early_exit' if early else 'a draft model'} inside h2o.patched(): drafts "
-            "go back over several forward passes, which an H2OCache cannot. Leave the draft model "
+            "take back several forward passes, which an H2OCache cannot. Leave the draft model "
             "outside of patched(), or use prompt_lookup_num_tokens"
         )
     implementation = generation_config.cache_implementation
     if wants_cache and implementation not in (None, "dynamic"):
         raise UnsupportedError(
-            f"cache_implementation={implementation!r} inside h2o.patched(): a model has one cache, "
-            "and this one would keep everything. Drop the argument, or leave patched()"
+            f"cache_implementation={implementation!r} inside h2o.patched() would replace the "
+            "H2OCache by one that keeps every key. Drop the argument, or call generate() outside "
+            "of patched()"
         )

@@ -1,8 +1,8 @@
-"""Which models h2o can serve, with which layers and settings, and why not the others.
+"""Which models h2o supports, with which layers and settings, and why it does not support others.
 
-`supports(config)` is what users ask. It goes by the model's config, by the layers that
-transformers' own cache has for it, and by the class of the model; no weights are needed.
-`not_supported_reasons` is the one list of reasons, by which `supports` and every `H2OCache` go.
+Users call `supports(config)`. The answer depends on the model's config, on the layers of
+transformers' own cache for that config, and on the model's class. No weights are needed. All
+reasons are in `not_supported_reasons`, which `supports` and every `H2OCache` use.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _UNSERVED_TYPES = {
     "paligemma": "its attention is bidirectional within the prompt (a prefix language model)",
     "xlstm": "it has a state instead of keys",
 }
-"""Model types that are not served for a reason that their configs do not show."""
+"""Model types that are not supported, for reasons that their configs do not show."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """Whether and how a model is served."""
+    """Whether and how a model is supported."""
 
     model_type: str
     supported: bool
@@ -101,11 +101,11 @@ _REST = {
 
 
 def supports(model: Any) -> Support:
-    """Whether h2o can serve the causal language model that a config describes, and how.
+    """Whether and how h2o supports the causal language model that a config describes.
 
-    Goes by the config and by the model's class; needs no weights. What only a forward pass
-    can show (a model that alters keys after the cache) is found there and raises. Of a model that
-    reads images or sound too, the layers are those of its language model.
+    The answer depends on the config and the model's class and needs no weights. A reason that only
+    a forward pass can show (a model that alters keys after the cache) raises in that pass. For a
+    model that also reads images or sound, the layers are those of its language model.
 
     Args:
         model: a model of transformers, or its config.
@@ -157,7 +157,7 @@ class Traits(NamedTuple):
 
 
 def not_supported_reasons(model: Any, h2o_config: H2OConfig | None = None) -> list[str]:
-    """Why h2o cannot serve a model, or not with an `H2OConfig`: sentences, none if it can.
+    """Why h2o does not support a model, or an `H2OConfig` with it. Empty if it does.
 
     Args:
         model: a model of transformers, or its config.
@@ -173,14 +173,14 @@ def not_supported_reasons(model: Any, h2o_config: H2OConfig | None = None) -> li
             f"{type(config).__name__}"
         )
     if reason := _config_reason(config) or _layers_reason(config):
-        return [f"h2o cannot serve {config.model_type}: {reason}"]
+        return [f"h2o does not support {config.model_type}: {reason}"]
     return [] if h2o_config is None else setting_reasons(Traits.of(config), h2o_config)
 
 
 def setting_reasons(
     traits: Traits, h2o_config: H2OConfig, *, trace: bool = False, compileable: bool = False
 ) -> list[str]:
-    """Why settings of an `H2OCache` do not go with a model, or with each other."""
+    """Why settings of an `H2OCache` cannot be combined with a model, or with each other."""
     relative, compiled = 'positions="cache_relative"', "compileable=True"
     latents, shared = "multi-head latent attention", "layers that attend to others' keys"
     drawn = 'score_by="random", a baseline,'
@@ -205,13 +205,15 @@ def setting_reasons(
     )
     reasons = [f"{what} does not go with {other}" for what, other, holds in pairs if holds]
     if is_relative and traits.not_cache_relative:
-        reasons.append(f"{relative} cannot serve {traits.model_type}: {traits.not_cache_relative}")
+        reasons.append(
+            f"{relative} does not support {traits.model_type}: {traits.not_cache_relative}"
+        )
     return reasons
 
 
 def _model_classes(config: Any) -> list[Any]:
-    """The class that generates from this config, and that of its language model if that is a part;
-    none where transformers has none that generates."""
+    """The class that generates with this config, and the class of its language model if that is a
+    part. Empty where no class of transformers generates with it."""
     autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText,
              transformers.AutoModelForMultimodalLM)  # fmt: skip
     generating = _first_class(config, *autos)
@@ -228,9 +230,9 @@ def _first_class(config: Any, *autos: Any) -> Any:
 
 
 def text_config_of(model: Any) -> Any:
-    """The config of a model, or the config that was given instead of one.
+    """The config of a model, or the config that was given instead of a model.
 
-    Warns of a model whose attention an `H2OCache` does not go with.
+    Warns if the model does not run h2o's attention, without which an `H2OCache` does not work.
     """
     config = getattr(model, "config", model)
     if config is not model and hasattr(config, "get_text_config"):
@@ -245,11 +247,11 @@ def text_config_of(model: Any) -> Any:
 
 
 def transformers_layers(config: Any) -> list[CacheLayerMixin]:
-    """The layers that transformers' own cache has for a model; checked that h2o can serve them.
+    """The layers of transformers' own cache for a model that h2o supports.
 
     Raises:
-        TypeError: a thing that is no config.
-        UnsupportedError: h2o cannot serve the model.
+        TypeError: `config` is no config.
+        UnsupportedError: h2o does not support the model.
     """
     if reasons := not_supported_reasons(config):
         raise UnsupportedError(reasons[0])
@@ -257,9 +259,9 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
 
 
 def rereads_after(config: Any) -> float | None:
-    """Tokens after which `generate()` would read a text anew without its cache, because the angles
-    of all earlier tokens change (Phi-3 with longrope); infinity where they do not; None for a model
-    that keeps its cache."""
+    """Number of tokens after which `generate()` drops the cache and reads the text again, because
+    the rotary angles of all earlier tokens change (Phi-3 with longrope). Infinity where the angles
+    do not change. None for a model that always keeps its cache."""
     classes = _model_classes(config)
     if not classes or not compat.drops_cache(classes[0]):
         return None
@@ -269,7 +271,7 @@ def rereads_after(config: Any) -> float | None:
 
 
 def _config_reason(config: Any) -> str | None:
-    """Why a model with this config cannot be served, as far as the config tells; or None."""
+    """Why h2o does not support a model, as far as its config shows; or None."""
     text = config.get_text_config(decoder=True)
     if not isinstance(getattr(text, "num_hidden_layers", None), int):
         return "its config has no num_hidden_layers: it is no stack of decoder layers"
@@ -302,7 +304,7 @@ def _config_reason(config: Any) -> str | None:
 
 
 def _layers_reason(config: Any) -> str | None:
-    """Why a model cannot be served whose cache has these layers in transformers; or None."""
+    """Why h2o does not support a model, by the layers of transformers' own cache; or None."""
     layers = layers_of(config.get_text_config(decoder=True))
     kinds = [kind_of(layer) for layer in layers]
     if not layers:  # Gemma 4 without shared layers in transformers 5.10
@@ -315,20 +317,20 @@ def _layers_reason(config: Any) -> str | None:
         )
     if any(has_states(layer) and kind == "h2o" for layer, kind in zip(layers, kinds, strict=True)):
         if latent_row(config) is not None:
-            return "it has states beside latents in one layer"
+            return "one of its layers has both states and latents"
         if reusing(config):
-            return "it has states beside keys that later layers reuse"
+            return "it has both states and keys that later layers reuse in one layer"
     if "states" in kinds and "h2o" not in kinds:
         return f"none of its {len(kinds)} layers has full attention, so there is nothing to evict"
     return None
 
 
 def _latent_refusal(config: Any) -> str | None:
-    """Why a model with multi-head latent attention cannot be served; or None."""
+    """Why h2o does not support a model with multi-head latent attention; or None."""
     if not isinstance(_attribute(config.get_text_config(decoder=True), "kv_lora_rank"), int):
         return "its layers differ in their latent attention"
     if not any(map(latent_attention.expands_after_cache, _model_classes(config))):
-        return "its multi-head latent attention does not cache latents as transformers' newer do"
+        return "its multi-head latent attention caches no latents; newer models of transformers do"
     return latent_attention.latent_refusal(config.get_text_config(decoder=True))
 
 

@@ -282,7 +282,7 @@ def test_one_reading_is_the_prompt_of_a_cache():
 def test_arguments_of_a_second_reading_need_one():
     ours, (document,) = shared("llama"), prompts(20)
     for name, value in {"repeat": REQUEST, "by_attention": 0.5}.items():
-        with pytest.raises(ValueError, match=f"{name} is of a second reading: give readings=2"):
+        with pytest.raises(ValueError, match=f"{name} needs a second reading: give readings=2"):
             h2o.compress_document(ours, document, **{name: value}, heavy=4, recent=4)
     with pytest.raises(ValueError, match="readings must be 1 or 2, not 3"):
         h2o.compress_document(ours, document, readings=3, heavy=4, recent=4)

@@ -386,7 +386,7 @@ def test_what_cannot_be_patched(llama):
 def test_a_model_that_asks_for_no_cache_is_told():
     ours = copy.deepcopy(model("llama"))
     ours.config.use_cache = False
-    with pytest.warns(UserWarning, match="use_cache=False: its calls ask for no cache"):
+    with pytest.warns(UserWarning, match="use_cache=False, so its calls use no cache"):
         with patched(ours, heavy=6, recent=6):
             pass
 

@@ -68,7 +68,7 @@ def config_of(model_type: str, **more):
 def test_models_that_cannot_be_served(model_type, more, words):
     small = more is not None
     config = config_of(model_type, **more) if small else AutoConfig.for_model(model_type)
-    with pytest.raises(UnsupportedError, match=f"h2o cannot serve {model_type}.*{words}"):
+    with pytest.raises(UnsupportedError, match=f"h2o does not support {model_type}.*{words}"):
         H2OCache(config, **SMALL)
     assert not supports(config)
     assert words in supports(config).reason

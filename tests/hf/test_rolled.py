@@ -279,7 +279,7 @@ def test_refusals():
         pass
     full = DynamicCache(config=ours.config)
     ours(input_ids=prompts(20)[0], **with_cache(full))
-    with pytest.raises(UnsupportedError, match="cannot go on from a DynamicCache"):
+    with pytest.raises(UnsupportedError, match="cannot continue from a DynamicCache"):
         H2OCache.from_dynamic_cache(full, ours.config, SMALL)
     text = inputs.drifting(1, H=4, G=2, N=8, D=8)
     cache = new_cache(heavy=4, recent=4, positions="cache_relative")

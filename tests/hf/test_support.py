@@ -224,6 +224,6 @@ def test_reasons_against_settings_are_listed_together():
     config = copy.deepcopy(config)
     config.is_encoder_decoder = True
     (reason,) = not_supported_reasons(config, drawn)
-    assert reason.startswith("h2o cannot serve llama: encoder-decoder")
+    assert reason.startswith("h2o does not support llama: encoder-decoder")
     with pytest.raises(TypeError, match="not str"):
         not_supported_reasons("llama")

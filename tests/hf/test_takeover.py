@@ -309,9 +309,9 @@ def states(dtype=torch.float32, *, D=8, n=6, B=2):
     [
         (lambda: DynamicCache(), ValueError, "is empty"),
         (lambda: DynamicCache(config=model("llama").config), ValueError, "is empty"),
-        (lambda: DynamicCache([(states(), states())]), ValueError, "has 1 layers, the config .* 2"),
+        (lambda: DynamicCache([(states(), states())]), ValueError, "1 layers, and the config 2"),
         (lambda: DynamicCache([(states(), states()), (states(n=5), states(n=5))]), ValueError,
-         r"broke off.*\[\(6, 2\), \(5, 2\)\]"),
+         r"\[\(6, 2\), \(5, 2\)\].*interrupted"),
         (lambda: DynamicCache([(states(), states()), (states(B=1), states(B=1))]), ValueError,
          "different numbers"),
         (lambda: DynamicCache([(states(torch.float64),) * 2] * 2), TypeError, "in torch.float64"),

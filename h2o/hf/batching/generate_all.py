@@ -1,10 +1,10 @@
 """`h2o.generate_all`: many prompts through a fixed number of rows, refilled as they finish.
 
-In a static batch every row waits for the longest answer. Here a row whose answer is complete is
-taken by the next prompt at once: the prompt is read alone, in a cache of one row, between two
-decode steps of the others, and copied into the row (`h2o.hf.batching.row_batch`). The state of a
-row has a constant size under H2O, so no memory is moved or freed in between: this is continuous
-batching (Yu et al., Orca, OSDI 2022) without pages.
+In a static batch every row waits for the longest answer. Here the next prompt takes a row as soon
+as the row's answer is complete. The prompt is read alone, in a cache of one row, between two decode
+steps of the others, and copied into the row (`h2o.hf.batching.row_batch`). Under H2O the state of a
+row has a constant size, so no memory is moved or freed in between. This is continuous batching (Yu
+et al., Orca, OSDI 2022) without pages. `_Scheduler._admit` chooses which prompt is next.
 """
 
 from __future__ import annotations

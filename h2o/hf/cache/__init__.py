@@ -1,1 +1,1 @@
-"""`H2OCache`: made, forked, saved, loaded, taken over."""
+"""`H2OCache`: how it is planned and made, forked, saved, loaded, and filled from a DynamicCache."""

@@ -55,14 +55,14 @@ class H2OCache(ReadableCache):
     transformers' own cache.
 
     Args:
-        config: a model, or its config (`model.config`), by which a fine-tuned model cannot be told
-            from the one that it was.
+        config: a model, or its config (`model.config`). Give the model where a profile is used,
+            because a config does not tell a fine-tuned model from the original.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `budget`, or `heavy`,
             `recent`, `sinks`, `min_tokens`, `score_by`, `decay`, `value_weighted`,
             `positions`, `head_shares`, `kv_dtype`, `budget_unit`.
         prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only needed
-            for fractions of a prompt that is fed in chunks (`generate(prefill_chunk_size=...)`).
-            Otherwise the first forward pass is the prompt. Forgotten by `reset()`.
+            for fractions of a prompt that is read in chunks (`generate(prefill_chunk_size=...)`).
+            Otherwise the first forward pass is the prompt. `reset()` discards it.
         pinned: keys that are never evicted and count in the budget: spans `[(start, stop), ...]` of
             token positions in a row, pads not counted, or such a list for each row; `"prompt"`, the
             whole first prompt; or a bool mask [B, K] of the padded prompt's columns. A position
@@ -72,8 +72,8 @@ class H2OCache(ReadableCache):
             budget at once. Not with sliding windows, cache-relative positions or trace.
 
     Raises:
-        UnsupportedError: (a ValueError) a model that h2o cannot serve, naming the reason.
-        ValueError: pins that are none, or with `decay=0`. In the first forward pass: a budget too
+        UnsupportedError: (a ValueError) h2o does not support the model, with the reason.
+        ValueError: malformed pins, or pins with `decay=0`. In the first forward pass: a budget too
             small for sinks, pinned and recent keys.
     """
 
@@ -116,7 +116,7 @@ class H2OCache(ReadableCache):
         attention_mask: Any = None,
         **parameters: Unpack[CacheFields],
     ) -> H2OCache:
-        """A cache that goes on where a filled DynamicCache has got to.
+        """Make a cache that continues from a filled DynamicCache.
 
         ```python
         full = DynamicCache(config=model.config)
@@ -125,21 +125,21 @@ class H2OCache(ReadableCache):
         model.generate(**text_and_question, cache=cache)  # now under "h2o"
         ```
 
-        A DynamicCache has no scores, so every key is kept until the next forward pass. The
-        attention of that pass is the score by which converted and new tokens are pruned together,
-        as one prompt would be. Let it be a whole question instead of a single token.
+        A DynamicCache has no scores, so every key is kept until the next forward pass. Converted
+        and new tokens are then pruned together, like one prompt, by the attention of that pass. Let
+        the pass be a whole question instead of a single token.
 
-        Keys and values are copied. Until that pass memory is that of the full cache, twice if you
-        keep the DynamicCache.
+        Keys and values are copied. Until the next pass the memory is that of the full cache, and
+        twice that if you keep the DynamicCache.
 
         Args:
             cache: a filled DynamicCache, made with `config` or without.
-            config, h2o_config, parameters: as of `H2OCache`, also `prompt_length` and `trace`. A
-                fraction is one of the converted tokens and those of the next forward pass, unless
-                `prompt_length` says otherwise. With `score_by="mean"` all that came after a key
-                counts, whether it gave scores or not.
-            attention_mask: [B, n] for the n columns that the DynamicCache has seen, 0 at a pad;
-                needed where rows are padded, since a pad's keys look like a token's.
+            config, h2o_config, parameters: as for `H2OCache`, also `prompt_length` and `trace`. A
+                fraction is a fraction of the converted tokens and those of the next forward pass,
+                unless `prompt_length` is given. With `score_by="mean"` a key's score is divided by
+                the number of all later tokens, also of those that gave no scores.
+            attention_mask: [B, n] for the n columns that the DynamicCache has seen, 0 at a pad.
+                Needed where rows are padded, because the keys of padding look like any others.
 
         Raises:
             TypeError: another cache, or float64.
@@ -152,7 +152,7 @@ class H2OCache(ReadableCache):
         return converted
 
     def fork(self, rows: int = 1) -> H2OCache:
-        """An independent copy: read a document once, then ask a fork each question.
+        """Make an independent copy: read a document once, then ask a fork each question.
 
         ```python
         model(**document, cache=cache)
@@ -166,7 +166,7 @@ class H2OCache(ReadableCache):
             rows: what each row becomes, for questions in one batch; at least 1.
 
         Raises:
-            RuntimeError: a forward pass broke off, or another thread's is under way.
+            RuntimeError: a forward pass was interrupted, or another thread's is still running.
         """
         if rows < 1:
             raise ValueError(f"rows: is {rows}, wanted at least 1")
@@ -177,18 +177,18 @@ class H2OCache(ReadableCache):
         return fork
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
-        """Writes a safetensors file from which `load` goes on with identical tokens.
+        """Write a safetensors file. A cache that `load` restores from it gives identical tokens.
 
         Args:
             path: replaced as a whole or not at all.
-            model: the model that has read the text. With it the file knows a few numbers of its
-                weights, and `load` refuses another one of the same shape.
+            model: the model that has read the text. If it is given, the file records a few numbers
+                of its weights, and `load` raises an error for other weights of the same shape.
 
         Raises:
             OSError: the file cannot be written.
-            RuntimeError: another thread's forward pass is under way, or the last one broke off.
-            ValueError: a model that is not the cache's; no model, where some of its heads were
-                converted from a DynamicCache and it is not known which.
+            RuntimeError: another thread's forward pass is running, or the last one was interrupted.
+            ValueError: the model is not the cache's. Or no model is given, and the cache holds only
+                some of its heads, from a DynamicCache, without knowing which.
         """
         self._check_complete()
         cache_file.write(Path(path), self, model)
@@ -203,9 +203,10 @@ class H2OCache(ReadableCache):
         ```
 
         Args:
-            model: the model that goes on, or its config, which has a shape but no weights.
-            device: where the tensors go; by default where the model is. In a forward pass they
-                follow each layer to where it computes, for a model that is spread or offloaded.
+            model: the model that will use the cache, or its config, which has a shape but no
+                weights to compare.
+            device: device of the tensors, by default the model's. If the layers of a model are on
+                several devices or offloaded, the next forward pass moves each layer's tensors.
 
         Raises:
             ValueError: with the reason: a file that is truncated, edited, of a later version, of
@@ -225,7 +226,10 @@ class H2OCache(ReadableCache):
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Called once before a forward pass: the place to notice that the last one broke off."""
+        """Check that the last forward pass was complete and the new one continues it.
+
+        transformers calls this once before each forward pass.
+        """
         if torch.compiler.is_compiling():
             if not self.is_compileable:
                 warn_of_many_graphs()
@@ -239,17 +243,17 @@ class H2OCache(ReadableCache):
         seen = int(self.get_seq_length())
         if query_length == 0:
             raise ValueError(
-                f"no new tokens: the cache has seen {seen}. generate() needs input_ids with these "
-                "and more; for another conversation reset() the cache"
+                f"no new tokens: the cache has seen {seen}, and input_ids adds none. Pass "
+                "the earlier tokens followed by new ones, or call cache.reset() for another text"
             )
         check_text(self, seen, query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def reset(self) -> None:
-        """Forgets everything: the next forward pass is a new prompt.
+        """Empty the cache. The next forward pass is a new prompt.
 
         Raises:
-            RuntimeError: another thread's layer is at work on it.
+            RuntimeError: another thread's forward pass uses the cache.
         """
         if self.guard.waiting is not None:
             self.guard.check_thread()
@@ -263,18 +267,18 @@ class H2OCache(ReadableCache):
         self.guard.reset()
 
     def crop(self, tokens: int) -> None:
-        """Takes back the last tokens; all of them is `reset()`.
+        """Take back the last tokens. To take back all of them is `reset()`.
 
         `tokens` means what it means in this version of transformers: minus the number of tokens
-        to remove, and before 5.16 the number to keep. A part of them can be taken back where
-        passes are recorded (`activate_past_recording`), and of the last forward pass only. Then
-        the cache is as if they had never come: the rest of that pass is attended to once more.
+        to remove, and before 5.16 the number to keep. Some of the tokens can be taken back if
+        passes are recorded (`activate_past_recording`) and the tokens are of the last forward pass.
+        The cache then attends once more to the rest of that pass, as if the others had never come.
 
         Raises:
-            NotImplementedError: other tokens: what was evicted cannot come back.
-            RuntimeError: a forward pass broke off; then `reset()`, or all tokens, remains.
+            NotImplementedError: tokens of earlier passes, because evicted keys cannot come back.
+            RuntimeError: a forward pass was interrupted. Call `reset()`, or take back all tokens.
 
-        Whatever the error, all layers are what they were before.
+        After an error all layers are as they were before.
         """
         self.guard.check_thread()
         left = crop.columns_left(tokens, seen := int(self.get_seq_length()))
@@ -288,9 +292,9 @@ class H2OCache(ReadableCache):
     def activate_past_recording(self) -> None:
         """Let `crop` take back the last forward pass from now on.
 
-        Assisted decoding and prompt lookup ask for it, from transformers 5.16 on by themselves.
-        Each layer then keeps a copy of its state before the last pass, and the pass' queries, keys
-        and values. `layer.record_past = False` of each layer ends it.
+        Assisted decoding and prompt lookup need it; from transformers 5.16 on they call it
+        themselves. Each layer then keeps a copy of its state before the last pass, and the queries,
+        keys and values of that pass. Set `record_past = False` of each layer to stop recording.
         """
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
@@ -299,7 +303,10 @@ class H2OCache(ReadableCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by each attention layer. Raises as `H2OLayer.update`, and for a layer too many."""
+        """Pass new keys and values to a layer. Called by each attention layer of the model.
+
+        Raises: as `H2OLayer.update`; ValueError for a layer that the cache does not have.
+        """
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"layer {layer_idx} was given a cache of {len(self.layers)} layers: "
@@ -321,33 +328,33 @@ class H2OCache(ReadableCache):
         return keys_and_values
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Called by each layer that has states, before it changes them."""
+        """Return a layer's state. Called by each layer with states, before it changes them."""
         self.guard.enter_states(layer_idx)
         state: Tensor | None = super().get_conv_state(layer_idx, *args, **kwargs)
         return state
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was, in every layer."""
+        """Replace each row i by row beam_idx[i], in every layer."""
         self.guard.check_thread()
         self.guard.select(beam_idx)
         super().reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
-        """Keeps these rows, in this order, in every layer: numbers [n], or [B] bool."""
+        """Keep these rows, in this order, in every layer: row numbers [n], or a mask [B] bool."""
         rows = indices if isinstance(indices, Tensor) else torch.as_tensor(indices, device="cpu")
         rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
         self.guard.select(rows)
         self._each_layer("batch_select_indices", rows, lambda x: x[rows.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes `repeats` rows, in every layer."""
+        """Repeat each row `repeats` times, in every layer."""
         self.guard.repeat(repeats)
         self._each_layer(
             "batch_repeat_interleave", repeats, lambda x: x.repeat_interleave(repeats, dim=0)
         )
 
     def _each_layer(self, method: str, argument: Any, change: Callable[[Tensor], Tensor]) -> None:
-        """Changes the rows, of states too, which transformers forgets."""
+        """Change the rows of all layers, and of states, which transformers leaves unchanged."""
         self.guard.rope_deltas.change_rows(change)
         for layer in self.layers:
             if kind_of(layer) != "states":

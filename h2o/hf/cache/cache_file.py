@@ -1,4 +1,4 @@
-"""The file of a saved cache: written and read, so that another process goes on with a text.
+"""The file of a saved cache, by which another process continues a text.
 
 A safetensors file. Its tensors are those of the layers' states (`h2o.hf.store.layer_state`), named
 `<layer>.<tensor>`; its metadata has one JSON text with the rest (settings, which model it was,
@@ -83,26 +83,27 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         metadata, tensors = _open_file(path)
         if "h2o" not in metadata:
-            raise ValueError("is a safetensors file, but none of H2OCache.save")
+            raise ValueError("is a safetensors file, but none of H2OCache.save: give one of these")
         text = metadata["h2o"]
         if metadata.get("sha256") != _checksum(text, tensors):
             raise ValueError(
-                "its content is not what was written, by its checksum: it was edited or damaged. "
-                "Read the text again and save it anew"
+                "its checksum does not match its content: the file was edited or damaged. Read the "
+                "text again and save the cache again"
             )
         content = json.loads(text)
         if content["kind"] != KIND:
             raise ValueError(f"is of the kind {content['kind']!r}, wanted {KIND!r}")
         if content["layout"] != LAYOUT:
             raise ValueError(
-                f"was written in layout {content['layout']}, this version of h2o reads {LAYOUT}"
+                f"was written in layout {content['layout']}, this version of h2o reads {LAYOUT}: "
+                "load it with the version that wrote it, or read the text again"
             )
         reason = difference(model, content["model"], {})
         if reason is None and content["record"] is not None:
             reason = record_difference(model, content["record"])
         if reason is not None:
             raise ValueError(
-                f"this cache is of another model: {reason}. Load the model that read the text"
+                f"this cache is of another model: {reason}. Give the model that read the text"
             )
         _refuse_other_part(content["layers"], tensors, model)
         content["settings"]["config"] = _config(content["settings"]["config"])
@@ -170,8 +171,8 @@ def _with_part(state: State, cache: Any, model: Any) -> State:
     total, held = cache.model_shape.get("num_key_value_heads"), _heads(state.tensors, "")
     if total not in (None, held) and tensor_parallel.is_distributed():
         raise ValueError(
-            f"this cache holds {held} of {total} key/value heads, taken over from a DynamicCache, "
-            "and does not know which before its first forward pass: give save() the model"
+            f"this cache holds {held} of {total} key/value heads, copied from a DynamicCache, and "
+            "does not know which before its first forward pass: give save() the model"
         )
     return state
 
@@ -196,15 +197,15 @@ def _refuse_other_part(
         if not hasattr(model, "config"):
             if part == tensor_parallel.WHOLE and not tensor_parallel.is_distributed():
                 continue
-            raise ValueError(f"{reason}, and a config does not tell them: give load() the model")
+            raise ValueError(f"{reason}, and a config does not name them: give load() the model")
         if (here := tensor_parallel.part_of_heads(model)) != part:
             raise ValueError(
                 f"{reason}, and this is {tensor_parallel.describe_part(here)}: "
                 + (
                     "load it in one process, or let each read the text again and save its own heads"
                     if part == tensor_parallel.WHOLE
-                    else "have as many processes as then each load the file that it saved, at a "
-                    "path of its own"
+                    else "have as many processes as saved it, and let each load the file that it "
+                    "saved, at a path of its own"
                 )
             )
 

@@ -1,8 +1,8 @@
 """Checks that new tokens continue what a cache has seen, by their positions and attention mask.
 
-A prompt that is given again, or one that is shorter than what was seen, is cut by `generate()` as
-if the cache had seen its beginning, and the rest would be attended to as new tokens after the old
-ones.
+`generate()` drops as many input_ids as the cache has seen, without comparing them. A prompt that is
+given again, or another text, would therefore lose its beginning in silence, and its rest would be
+read as a continuation of the old text. The positions and the mask of a forward pass reveal this.
 
 Shape letters: B batch rows, Q new tokens, n padded columns.
 """
@@ -22,13 +22,14 @@ from h2o.hf.store.pass_guard import WITHOUT_CACHE
 
 
 def check_text(cache: Any, seen: int, new: int) -> None:
-    """Checks what the forward pass under way says of its `new` tokens per row, before any layer
-    stores them; of a first pass notes how it counts positions.
+    """Check the mask and positions of a forward pass with `new` tokens for each row.
+
+    Called before any layer stores them. Of a first pass, record how it counts positions.
 
     Raises:
         UnsupportedError: a wrapper puts embeddings before each decode step.
-        ValueError: the tokens stand before the end of what the cache has seen, or change the angles
-            of earlier ones, or the mask says otherwise which columns were padding.
+        ValueError: the tokens begin before the end of what the cache has seen, or change the rotary
+            angles of earlier ones, or the mask disagrees about which columns were padding.
     """
     guard = cache.guard
     if guard.by_row:
@@ -92,16 +93,16 @@ def _check_padding(said: list[int], lengths: Tensor, seen: int) -> None:
     if said != lengths.tolist():
         raise ValueError(
             f"attention_mask counts {said} tokens per row among the {seen} columns that the cache "
-            f"has seen, and the cache has read {lengths.tolist()}. Pass the mask of the earlier "
-            "columns as it was, followed by that of the new ones"
+            f"has seen, but the cache has read {lengths.tolist()}. Pass the earlier mask as it "
+            "was, followed by the mask of the new columns"
         )
 
 
 def _check_positions(
     text: NewText, least: Tensor, seen: int, new: int, *, zero_is_free: bool
 ) -> None:
-    """`least`: [B or 1], where new tokens may begin. `zero_is_free`: whether positions of 0 leave
-    it to the cache where tokens stand."""
+    """`least`: [B or 1], lowest position of new tokens. `zero_is_free`: whether positions that are
+    all 0 are accepted, because the cache computes them."""
     B = max(len(least), len(text.positions))
     positions, least = text.positions.expand(B, -1).to(least.device), least.expand(B)
     late = positions >= least[:, None]

@@ -1,4 +1,4 @@
-"""Conversion from DynamicCache: what it holds becomes what the layers of a new `H2OCache` hold.
+"""Conversion from DynamicCache: its keys, values and states are copied to a new `H2OCache`.
 
 Shape letters: B batch rows, G key/value heads, n columns, D head dimension.
 """
@@ -38,12 +38,12 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
         raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
     if any(isinstance(getattr(x, "form", None), CacheRelativeForm) for x in layers):
         raise UnsupportedError(
-            'positions="cache_relative" cannot go on from a DynamicCache, whose keys are rotated '
-            "at positions that it does not tell: read the text with an H2OCache instead"
+            'positions="cache_relative" cannot continue from a DynamicCache, which does not record '
+            "the positions at which its keys are rotated: read the text with an H2OCache instead"
         )
     if any(isinstance(layer, H2OLayer) and layer.guard.pins.are_columns for layer in layers):
         raise ValueError(
-            "pinned is a mask, and a DynamicCache does not tell which columns its keys had: give "
+            "pinned is a mask, and a DynamicCache does not record the columns of its keys: give "
             "spans (start, stop) of tokens"
         )
     B, n = _sizes(cache, layers)
@@ -59,7 +59,7 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
         ):
             raise ValueError(
                 f"layer {index} of the DynamicCache is a {type(source).__name__}, and the config "
-                "tells of another: give the config of the model that filled it"
+                "describes another kind of layer: give the config of the model that filled it"
             )
         if has_states(source):
             held = {name: x.detach().clone() for name, x in states.tensors_of(source).items()}
@@ -74,8 +74,7 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
         if source.keys.shape[2] < needed:
             raise ValueError(
                 f"layer {index} of the DynamicCache holds {source.keys.shape[2]} of {n} keys, and "
-                f"the config tells of attention to {needed}: give the config of the model that "
-                "filled it"
+                f"by the config it attends to {needed}: give the config of the model that filled it"
             )
         keys, values = source.keys.detach(), source.values.detach()
         if not isinstance(layer, H2OLayer):
@@ -101,17 +100,18 @@ def _sizes(cache: DynamicCache, layers: list[CacheLayerMixin]) -> tuple[int, int
     sizes = [(x.get_seq_length(), len(x.keys) if x.is_initialized else 0) for x in with_keys]
     if not any(columns for columns, _ in sizes):
         raise ValueError(
-            "the DynamicCache is empty: there is nothing to take over, so make an H2OCache(config)"
+            "the DynamicCache is empty: read the text with it first, or make an H2OCache(config)"
         )
     if len(cache.layers) != len(layers):
         raise ValueError(
-            f"the DynamicCache has {len(cache.layers)} layers, the config tells of {len(layers)}: "
-            "give the config of the model that filled it"
+            f"the DynamicCache has {len(cache.layers)} layers, and the config {len(layers)}: give "
+            "the config of the model that filled the cache"
         )
     if len(set(sizes)) != 1:
         raise ValueError(
-            "the layers of the DynamicCache hold different numbers of tokens or rows: a forward "
-            f"pass broke off, or it is another model's: (tokens, rows) are {sizes}"
+            "the layers of the DynamicCache hold different numbers of (tokens, rows): "
+            f"{sizes}. A forward pass was interrupted, or another model filled the cache: read the "
+            "text again"
         )
     n, B = sizes[0]
     return B, n

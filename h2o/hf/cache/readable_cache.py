@@ -1,4 +1,4 @@
-"""Read-only methods of `H2OCache`: its settings, the keys that it holds, what became of others.
+"""Read-only methods of `H2OCache`: settings, the keys that are held, reports on evicted ones.
 
 Shape letters as in cache.py.
 """
@@ -38,12 +38,14 @@ class ReadableCache(Cache):
     """The settings, made for the model: a cache of the same config keeps the same."""
 
     def __bool__(self) -> bool:
-        """False for Phi-3 and its like: `generate()` leaves out a cache that is true, without a
-        word, where its text becomes longer than `original_max_position_embeddings`."""
+        """Whether `generate()` keeps the cache; False for Phi-3 and similar models.
+
+        For these models `generate()` silently drops a cache that is true as soon as the text is
+        longer than `original_max_position_embeddings`."""
         return self.guard.rereads_after is None
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Columns seen. A model that keeps a number beside the cache asks before it uses it."""
+        """Number of columns seen. Models with `rope_deltas` ask for it before they use these."""
         seen = super().get_seq_length(layer_idx)
         if self.guard.rope_deltas.may_be:
             self.guard.rope_deltas.begin(seen)
@@ -61,10 +63,10 @@ class ReadableCache(Cache):
 
     @property
     def max_cache_len(self) -> int:
-        """Raises AttributeError; of caches that are no DynamicCache PEFT asks for it."""
+        """Raise AttributeError. PEFT asks caches other than DynamicCache for this attribute."""
         raise AttributeError(
-            "an H2OCache has no max_cache_len: it takes texts of any length. In prefix tuning PEFT "
-            "asks for it, since it fills a cache of its own; h2o cannot serve that"
+            "an H2OCache has no max_cache_len, because texts may have any length. PEFT asks for it "
+            "in prefix tuning, which fills a cache of its own and is not supported by h2o"
         )
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Any]]:
@@ -134,12 +136,12 @@ class ReadableCache(Cache):
         return Report(reports, broken=self._is_broken(), not_dealt=self.not_dealt)
 
     def is_prompt_only(self) -> bool:
-        """Whether all that was seen came in one forward pass."""
+        """Whether the cache has seen a single forward pass."""
         h2o_layers = (layer for layer in self.layers if isinstance(layer, H2OLayer))
         return any(0 < layer.seen == layer.prompt_columns for layer in h2o_layers)
 
     def _check_complete(self) -> None:
-        """Raises RuntimeError where a forward pass broke off, or another thread's is under way."""
+        """Raise RuntimeError if a forward pass was interrupted or another thread's is running."""
         self.guard.check_thread()
         self.guard.check_keys_arrived()
         self._check_layers_agree()
@@ -152,7 +154,7 @@ class ReadableCache(Cache):
         return [int(self.layers[index].get_seq_length()) for index in self.guard.counting]
 
     def _is_broken(self) -> bool:
-        """Whether a forward pass has not come to its end: it broke off, or it is under way."""
+        """Whether a forward pass has not ended: it was interrupted, or it is still running."""
         state = self.guard
         return state.waiting is not None or state.under_way or len(set(self._columns_seen())) > 1
 

@@ -1,4 +1,4 @@
-"""`h2o.compress_document`: the cache of a document that many questions will follow."""
+"""`h2o.compress_document`: makes the cache of a document for questions that come later."""
 
 from __future__ import annotations
 
@@ -42,37 +42,38 @@ def compress_document(
         model.generate(question, cache=cache.fork())
     ```
 
-    One reading is one forward pass, after which the config's policy evicts: `budget=` keeps what
-    the document's own queries would look up again. With two readings the model then repeats the
-    document while every key is still there, and the cache is cut once by what the repetition looked
-    up (KVzip). At small budgets two readings find more. They take more than twice the time, and all
-    keys in the model's dtype until the cut.
+    One reading is one forward pass, after which the config's policy evicts. With `budget=` the
+    policy is echo: it keeps what the document's own queries would look up again. With two readings
+    the model also repeats the document while every key is held, and the cache is then cut once, by
+    the attention of the repetition (KVzip). At about a tenth of the bytes two readings find more
+    facts. They take more than twice the time, and hold all keys in the model's dtype until the cut.
 
-    With two readings a part of the budget goes to the keys that the config's own policy ranks
-    highest after the first reading, in equal parts or by `head_shares`. The rest goes to those
-    keys, of all layers and heads together, to which any one query and head gave the most attention
-    while repeating. Of the config's recent keys each head keeps at most 4 at the cut, and 8 from
-    then on, when the cache ranks by the largest attention.
+    With two readings the part `by_attention` of the budget goes to the keys that the config's
+    policy ranks highest after the first reading, in each head, by equal shares or `head_shares`.
+    The rest goes to the keys, of all layers and heads together, that received the most attention
+    from any one query and head of the repetition. At the cut each head keeps at most 4 of the
+    config's recent keys, and later at most 8. From then on the cache ranks by the largest
+    attention.
 
     Args:
         model: a causal language model of transformers with attn_implementation="h2o".
-        input_ids: [B, N] of the document, as the later prompts begin: with a chat template, if
-            these have one.
+        input_ids: [B, N] of the document. Later prompts must begin with the same ids, so include
+            the beginning of the chat template if they have one.
         h2o_config, parameters: as for `H2OCache`; fractions are of the document.
         readings: 1 or 2.
         tokenizer: for `repeat`, where that is a text.
         attention_mask: [B, N], 0 at a pad.
-        repeat: what asks for the repetition in a second reading: a text, or token ids [n]. None:
+        repeat: request for the repetition in a second reading: a text, or token ids [n]. None:
             the words of the paper.
         by_attention: part of the budget, in [0, 1], for the config's own policy in a second reading
-            (None: 0.5). Less of it finds more and loses more of the next words: at 4% of the bytes
-            0.5, 0.25 and 0 found .58, .65 and .69 of 26 facts, and lost .32, .35 and .46 nats a
-            token after other texts.
+            (None: 0.5). A smaller part finds more facts, and loses more of the next words. At 4%
+            of the bytes 0.5, 0.25 and 0 found 58%, 65% and 69% of 26 facts, and lost 0.32, 0.35
+            and 0.46 nats per token after other texts.
         pinned: as for `H2OCache`, of the document.
         progress: called with the columns read so far and the columns to read.
 
     Returns:
-        The cache: save, fork and ask it as any other.
+        The cache, which can be saved, forked and asked like any other.
 
     Raises:
         TypeError: `input_ids` that is no tensor.
@@ -87,7 +88,7 @@ def compress_document(
         raise ValueError(f"readings must be 1 or 2, not {readings!r}")
     for name, value in (("repeat", repeat), ("by_attention", by_attention)):
         if readings == 1 and value is not None:
-            raise ValueError(f"{name} is of a second reading: give readings=2, or leave it out")
+            raise ValueError(f"{name} needs a second reading: give readings=2, or leave {name} out")
     check_no_tuned_prompt(model, "h2o.compress_document")
     config = one_config(h2o_config, parameters).for_model(model)
     if not isinstance(input_ids, Tensor):

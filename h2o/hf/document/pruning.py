@@ -1,4 +1,4 @@
-"""A cache that holds all keys of a document is pruned to a budget, once, over all its heads.
+"""Pruning of a cache that holds all keys of a document to a budget, once, over all heads.
 
 Shape letters: B batch rows, G key/value heads of a layer, K tokens of the longest row, D head
 dimension.
@@ -42,11 +42,12 @@ def prune_cache(
     largest: list[Tensor],
     by_attention: float,
 ) -> H2OCache:
-    """Move what the budget keeps of `full_cache`, which is empty afterwards, to `cache`.
+    """Move the keys that the budget keeps from `full_cache` to `cache`, and empty `full_cache`.
 
-    Of each head's budget sinks and the newest `RECENT` keys come first; `by_attention` of the rest
-    goes to the highest ranks by the config's own policy. What all heads of all layers have left
-    goes to the largest of `largest`. Later each head keeps its newest `LATER_RECENT`.
+    Each head first keeps its sinks and its newest `RECENT` keys. The part `by_attention` of its
+    remaining budget goes to the highest ranks by the config's own policy. What remains in all heads
+    of all layers goes to the keys with the highest `largest`. From then on each head keeps its
+    newest `LATER_RECENT` keys.
 
     Args:
         full_cache: without a budget.

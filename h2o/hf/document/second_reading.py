@@ -1,9 +1,9 @@
 """`h2o.compress_document(readings=2)`: the model reads a document twice before the cache evicts.
 
-What a later question will ask for often gets no attention while the document is read. So the model
-repeats the document with all keys still there: what it looks up to write each token again is what
-an answer would look up (Kim et al., "KVzip", NeurIPS 2025, arXiv:2505.23416). Then the cache is
-pruned once (`h2o.hf.document.pruning`).
+Keys that a later question needs often get no attention while the document is read. The model
+therefore repeats the document while all keys are held. To write each token again it attends to the
+keys that an answer would attend to (Kim et al., "KVzip", NeurIPS 2025, arXiv:2505.23416). The cache
+is then pruned once (`h2o.hf.document.pruning`).
 
 Shape letters: B batch rows, G key/value heads, N columns of the document, Q of one forward pass,
 K tokens of the longest row. A column is an index in the padded batch.
@@ -78,7 +78,7 @@ def read_twice(
 
 
 def _positions(config: Any) -> int | None:
-    """How many a model with this config has; None where it makes as many as a text has tokens."""
+    """Number of positions of a model with this config; None where it has no limit."""
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     most: int | None = getattr(text, "max_position_embeddings", None)
@@ -86,10 +86,12 @@ def _positions(config: Any) -> int | None:
 
 
 def _request(repeat: str | Tensor, tokenizer: Any) -> Tensor:
-    """Token ids [1, n] of what asks for the repetition."""
+    """Token ids [1, n] of the request for the repetition."""
     if isinstance(repeat, str):
         if tokenizer is None:
-            raise ValueError("readings=2 needs the tokenizer, or token ids as repeat")
+            raise ValueError(
+                "readings=2 needs the tokenizer: give tokenizer=, or token ids as repeat"
+            )
         repeat = tokenizer(repeat, add_special_tokens=False, return_tensors="pt")["input_ids"]
     return torch.as_tensor(repeat, device="cpu").reshape(1, -1)
 
@@ -166,9 +168,9 @@ class _Reader:
         at_once = positions - tokens - request - OVERLAP
         if at_once < 1:
             raise ValueError(
-                f"input_ids: a document of {tokens} tokens is repeated behind itself, and the "
-                f"model has {positions} positions: give at most "
-                f"{positions - request - OVERLAP - 1} tokens, or readings=1"
+                f"input_ids has {tokens} tokens, and the model's {positions} positions leave no "
+                f"room to repeat them: give at most {positions - request - OVERLAP - 1} tokens, or "
+                "readings=1"
             )
         return at_once
 
@@ -191,7 +193,7 @@ def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _other_layers(cache: H2OCache) -> dict[int, Any]:
-    """Copies of what layers have beside keys of full attention, by layer: windows and states."""
+    """Copies of sliding windows and states, by layer."""
     others: dict[int, Any] = {}
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, H2OLayer):
@@ -203,7 +205,7 @@ def _other_layers(cache: H2OCache) -> dict[int, Any]:
 
 
 def _put_other_layers(cache: H2OCache, others: dict[int, Any]) -> None:
-    """The layers of a cache become what `_other_layers` has copied."""
+    """Restore the layers that `_other_layers` has copied."""
     for index, other in copy.deepcopy(others).items():
         if isinstance(cache.layers[index], H2OLayer):
             states.put(cache.layers[index], *other)

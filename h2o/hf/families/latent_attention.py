@@ -5,6 +5,9 @@ it to keys and values of every head (`expand_kv`, by the linear module `kv_b_pro
 the attention function. The absorbed form multiplies queries and outputs by that matrix instead:
 then all query heads attend to one head of keys, the rows, whose first elements are the values too.
 
+This file computes the two forms. `h2o.hf.layers.latent_form` stores latents in a cache, and
+`h2o.model_identity` (`latent_row`) recognizes models that have them by their config.
+
 Shape letters: B batch rows, H query heads, Q new tokens, N keys, L elements of a latent, P of a
 rotated key, C of the rest of a key before attention, V of a value; a row has L + P elements.
 """

@@ -5,7 +5,7 @@ function, which never sees the cache. So `update` returns the new keys as a
 view that carries the layer (`view.h2o_layer`), and the attention function of
 h2o.hf.attention.attention hands its whole call to that layer's `attend`. A view per call
 keeps two threads apart and makes no reference cycle between layer and tensor.
-A prompt, a later piece of several tokens and a decode step are three ways
+A prompt, a later chunk of several tokens and a decode step are three ways
 through `forward`; each attends, evicts by the config's policy, and stores.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,

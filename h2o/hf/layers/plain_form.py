@@ -1,8 +1,8 @@
 """The form in which a layer of an `H2OCache` holds tokens: keys and values as the model makes them.
 
-A form says what slots hold of a token, and attends to them. Other forms override what differs:
-latents (`latent_form`), keys that later layers attend to (`shared_form`), keys without their
-rotation (`cache_relative`).
+A form decides what slots hold for each token, and computes attention over them. Other forms
+override what differs: latents (`latent_form`), keys that later layers attend to (`shared_form`),
+keys without their rotation (`cache_relative`). `h2o.hf.cache.cache_plan` chooses the form.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, S slots, D head
 dimension.

@@ -1,1 +1,1 @@
-"""What is decided once a prompt is known: scores by echo, and budgets of heads."""
+"""Decisions that need a whole prompt: scores of its keys by echo, and budgets of heads."""

@@ -116,7 +116,7 @@ def prompt_budget(
         counts: tokens of each row as they are here, which are taken for the prompt otherwise.
         heads: key/value heads of the layer that are here.
         part: which part of the model's heads they are (`h2o.hf.families.tensor_parallel`).
-        row_size: as of `LayerPlan.for_keys`.
+        row_size: as for `LayerPlan.for_keys`.
 
     Raises:
         ValueError: another number of rows or heads; no room for the pinned keys.
@@ -166,8 +166,8 @@ def _refuse_chunks(columns: int, by_length: bool) -> None:
         if by_length:
             reason = "the budget is a fraction of the whole prompt"
         raise ValueError(
-            f"generate() reads this prompt in chunks (prefill_chunk_size), and {reason}, whose "
-            "length an H2OCache cannot know from its first chunk. Use h2o.patched(), which tells "
-            "it. Or give H2OCache(..., prompt_length=the prompt's number of tokens), or budgets "
-            "and spans in tokens"
+            f"generate() reads this prompt in chunks (prefill_chunk_size), and {reason}. An "
+            "H2OCache cannot know the prompt's length from its first chunk. Give H2OCache(..., "
+            "prompt_length=the number of tokens). Or use h2o.patched(), which finds the length by "
+            "itself, or give budgets and spans in tokens"
         )

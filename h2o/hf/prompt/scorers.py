@@ -1,8 +1,9 @@
-"""Scorers: `AttentionScorer`, which every policy of the literature here goes by, and
-`RandomScorer`, a baseline. `EchoScorer` is in `h2o.hf.prompt.prompt_echo`.
+"""Scorers: `AttentionScorer` for the policies that rank keys by attention, and `RandomScorer`, a
+baseline. `EchoScorer` is in `h2o.hf.prompt.prompt_echo`.
 
 A layer hands its scorer the attention that keys have received, and stores the scores that it gets
-back. Eviction ranks keys by their scores as the policy says (`h2o.policy`).
+back. Eviction ranks keys by their scores as the policy says (`h2o.policy`). A ranking that can be
+computed from the attention needs no scorer: CONTRIBUTING.md ("How to add") lists its files.
 
 Shape letters: B batch rows, G key/value heads, Q new tokens.
 """
@@ -27,16 +28,16 @@ class AttentionScorer:
     """Whether the operations themselves make the scores, which are sums of attention"""
 
     def after_prompt(self, tokens: NewTokens, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scores of a prompt's keys from those of its one pass, and the claims by which places are
-        dealt over all heads, both [B, G, Q]; None without."""
+        """Scores of a prompt's keys, from the attention of its one forward pass, and the claims by
+        which keys of all heads compete for places, both [B, G, Q]. No claims: None."""
         return scores, None
 
     def store(self, layer: Any, prompt: Prompt) -> None:
-        """Has the layer store a prompt, as soon as its budgets are known."""
+        """Let the layer store a prompt as soon as its budgets are known."""
         layer.store(prompt, prompt.budget.by_row)
 
     def reset(self) -> None:
-        """Forgets a prompt that is not stored yet."""
+        """Discard a prompt that is not stored yet."""
 
 
 class RandomScorer(AttentionScorer):
@@ -52,8 +53,8 @@ class RandomScorer(AttentionScorer):
     def scores(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None, received: Tensor
     ) -> Tensor:
-        """Ranks [B, G, Q] of new keys in place of the attention `received`; those of the slots are
-        put back."""
+        """Ranks [B, G, Q] of new keys in place of the attention `received`. Also restores the ranks
+        of the keys in the slots."""
         positions, _ = positions_in(tokens.mask, received)
         heads = head_numbers(received.shape[1], layer.part, received.device)
         if slots is not None:

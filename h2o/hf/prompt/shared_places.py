@@ -1,8 +1,8 @@
-"""How layers and heads of a simulated text share the places of its prompt (`head_shares="echo"`).
+"""Budgets of layers and heads in a simulation of `head_shares="echo"`.
 
-A layer's budgets depend on the echo of all layers, later ones too. So each forward pass over a text
-is preceded by another one, in which nothing is evicted: it gathers what the prompts' keys claim,
-and deals the places as an `H2OCache` does (`h2o.hf.prompt.cross_head_budget`).
+A layer's budgets depend on the echo of all layers, also of later ones. Each forward pass over a
+text therefore follows another one in which nothing is evicted. That pass collects the claims of the
+prompts' keys and deals the places as an `H2OCache` does (`h2o.hf.prompt.cross_head_budget`).
 
 Shape letters: B batch rows, G key/value heads, N columns of the text.
 """
@@ -42,8 +42,8 @@ class SharedPlaces:
         prompt_length: int | Sequence[int],
         rotary: Rotary | None,
     ) -> SharedPlaces | None:
-        """Makes one from the layers' plans; None where budgets do not depend on all layers. A
-        prompt of one token, or of sinks alone, has no places to deal."""
+        """Make one from the layers' plans. None where budgets do not depend on all layers, and for
+        a prompt of one token or of sinks alone, which has no places to deal."""
         plans = {i: x for i, x in enumerate(budgets) if x is not None}
         shares = [x for x in plans.values() if x.config.shares_by_echo]
         longest = max(prompt_length) if isinstance(prompt_length, Sequence) else prompt_length
@@ -58,7 +58,7 @@ class SharedPlaces:
 
     @contextmanager
     def dealt_before(self, model: nn.Module) -> Iterator[None]:
-        """Within the block every forward pass of the model is preceded by one that deals."""
+        """Within the block run a pass that deals the places before each of the model's passes."""
 
         def read(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if self.is_reading:
@@ -80,7 +80,7 @@ class SharedPlaces:
     def take(
         self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets, pins: Pins
     ) -> None:
-        """Gather what the keys of the prompts claim, of a layer whose heads have equal budgets."""
+        """Collect the claims of the prompts' keys in a layer. Its heads have equal budgets."""
         plan = self._plans[layer]
         real = text.key.new_ones(text.key.shape[0], text.key.shape[2], dtype=torch.bool)
         if text.mask is not None:

@@ -1,8 +1,8 @@
-"""`PassGuard`: how far the forward pass through the layers of one `H2OCache` has come.
+"""`PassGuard`: progress of the forward pass through the layers of one `H2OCache`.
 
-With it a cache detects a pass that broke off, keys that never reached h2o's attention, and a second
-thread. It also holds what all layers need to know of the prompt: its length, its pins and the
-number that a model keeps beside the cache.
+With it a cache detects an interrupted pass, keys that never reached h2o's attention, and a second
+thread. It also holds what all layers need to know about the prompt: its length, its pins, and the
+`rope_deltas` that models with images keep outside of the cache.
 """
 
 from __future__ import annotations
