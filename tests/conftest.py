@@ -29,6 +29,11 @@ def _what_is_imported_stays():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """Thaw: triton, in torch's builds for CUDA, reports as leaked what is frozen at the end."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread(request):
     """Threads cost tiny models more than they bring. The operations themselves are tested with all

@@ -21,6 +21,16 @@ def test_all_that_is_compared_is_pinned():
     assert versions.compare(pins, pins) == ([], False)
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/start/quickstart.md"])
+def test_pages_name_the_versions_that_all_tests_run_with(page):
+    pins = versions.pinned_versions()
+    torch, transformers, numpy = (
+        ".".join(pins[name].split(".")[:2]) for name in ("torch", "transformers", "numpy")
+    )
+    sentence = f"tests run with torch {torch}, transformers {transformers} and NumPy {numpy}."
+    assert sentence in (ROOT / page).read_text("utf-8")
+
+
 def test_newer_and_older_versions_are_told_apart():
     pins = dict.fromkeys(versions.PACKAGES, "5.9.0")
     assert versions.compare(pins | {"peft": "5.9"}, pins) == ([], False)
