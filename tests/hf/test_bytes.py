@@ -158,3 +158,26 @@ def test_rows_of_a_batch_have_their_own_bytes():
         greedy(ours, {"input_ids": row}, 4, **with_cache(alone))
         budgets = alone.report().layers[0].budget_by_head[0]
         assert cache.report().layers[0].budget_by_head[b] == budgets
+
+
+@pytest.mark.parametrize("compileable", [False, True])
+def test_a_single_token_among_padding_is_a_decode_step(compileable):
+    """It attends to its own key as the slots hold it, as it does in a batch without padding."""
+    ours, (text,) = model("llama"), prompts(30)
+    config = H2OConfig(heavy=8, recent=8, min_tokens=0, kv_dtype="int8")
+    turn = text[:, 20:25]
+
+    def answer(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows = len(ids)
+        cache = H2OCache(ours.config, config, compileable=compileable)
+        before = torch.ones(rows, 20, dtype=torch.long)
+        ours(text[:, :20].expand(rows, -1), attention_mask=before, **with_cache(cache))
+        positions = 20 + (mask.cumsum(1) - 1).clamp(min=0)
+        whole = torch.cat([before, mask], dim=1)
+        out = ours(ids, attention_mask=whole, position_ids=positions, **with_cache(cache))
+        return out.logits[0, int(mask[0].nonzero()[-1])]
+
+    one, many = torch.tensor([[1, 0, 0, 0, 0]]), torch.ones(1, 5, dtype=torch.long)
+    padded = answer(turn.expand(2, -1), torch.cat([one, many]))
+    alone = answer(turn[:, :1], one[:, :1])
+    torch.testing.assert_close(padded, alone, rtol=1e-5, atol=1e-5)

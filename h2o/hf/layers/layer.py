@@ -251,8 +251,7 @@ class H2OLayer(CroppableLayer):
         both."""
 
         def attend() -> tuple[Tensor, Tensor]:
-            read = round_like_slots(tokens, slots) if tokens.query.shape[2] == 1 else tokens
-            out, scores = self.attention(read, slots)
+            out, scores = self.attention(round_like_slots(tokens, slots), slots)
             if self.waits_for_pins:
                 positions, _ = positions_in(tokens.mask, scores)
                 after = (positions + slots.seen_tokens[:, None, None]).masked_fill(

@@ -19,7 +19,12 @@ from torch import Tensor
 from h2o import compat, ops
 from h2o.config import UNLIMITED
 from h2o.errors import UnsupportedError
-from h2o.hf.attention.attention_call import NewTokens, attention, evict_after
+from h2o.hf.attention.attention_call import (
+    NewTokens,
+    attention,
+    evict_after,
+    round_like_slots,
+)
 from h2o.hf.store import slot_layout
 from h2o.policy import OperationScore, Policy
 from h2o.slots import KINDS, empty_row
@@ -194,7 +199,8 @@ def _chunk(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any
     lengths = slots.seen_tokens
     is_prompt = lengths.is_cpu and not lengths.any()  # spares empty slots; a CUDA graph cannot ask
     held = None if is_prompt else slots
-    return evict_after(lambda: attention(tokens, held, policy), tokens, slots, policy)
+    read = tokens if held is None else round_like_slots(tokens, held)
+    return evict_after(lambda: attention(read, held, policy), tokens, slots, policy)
 
 
 def _records(fields: tuple[Any, ...]) -> tuple[ops.Slots, Policy]:
