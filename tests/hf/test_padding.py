@@ -31,7 +31,7 @@ NO_IMAGES = [name for name, x in FAMILIES.items() if not (x.image or x.weights)]
 COUNTING = [x for x in NO_IMAGES if x in WITH_STATES or "sliding" in FAMILIES[x].layers]
 COUNTING += LATENT_AND_STATES
 STATES = [x for x in COUNTING if x in WITH_STATES or x in LATENT_AND_STATES]
-REFUSED = pytest.raises(ValueError, match="padding that follows tokens.*pad on the left")
+REFUSED = pytest.raises(ValueError, match=r"padding that follows tokens.*pad on the left")
 
 
 def few_of(names):
