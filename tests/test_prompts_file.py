@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 
 from safetensors.torch import load_file, save_file
 
+from h2o.hf.batching import request
 from tests.hf.tiny import needs_compiler
 from tests.test_cli import DEADLINE, tiny  # noqa: F401
 
@@ -54,6 +55,35 @@ def test_every_prompt_has_its_answer(files, capsys):
     capsys.readouterr()
     assert cli.main(alone) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["text"] == by_id[7]["text"]
+
+
+def test_an_id_that_is_no_unicode(files):
+    """A lone surrogate is written as JSON escapes it, and found again."""
+    command, prompts, output = files
+    prompts.write_text(
+        '{"id": "\\ud800", "prompt": "a text"}\n{"id": "ü", "prompt": "b"}\n', "utf-8"
+    )
+    assert cli.main(command) == 0
+    assert [answer["id"] for answer in answers(output)] == ["\ud800", "ü"]
+    before = output.read_bytes()
+    assert b"\\ud800" in before
+    assert "ü" in before.decode()
+    assert cli.main(command) == 0
+    assert output.read_bytes() == before
+
+
+def test_prompts_are_tokenized_once(files, monkeypatch):
+    command, _, output = files
+    texts = []
+    whole = request.tokenize
+
+    def counting(prompt, tokenizer):
+        texts.extend([prompt] * isinstance(prompt, str))
+        return whole(prompt, tokenizer)
+
+    monkeypatch.setattr(request, "tokenize", counting)
+    assert cli.main(command) == 0
+    assert len(answers(output)) == len(texts) == 4
 
 
 def test_a_second_run_goes_on(files):

@@ -118,7 +118,7 @@ DEVICE const char *one_address(const char *p) {
 
 /* The same number. What is computed from it is computed here, where a compiler would rather do so
  * before a loop and keep it in registers that the loop has other use for. */
-DEVICE int64_t taken_here(int64_t x) {
+DEVICE int64_t compute_here(int64_t x) {
     asm volatile("" : "+l"(x));
     return x;
 }

@@ -79,9 +79,9 @@ DEVICE query_tile first_query_tile(const attend_item *item, const sums_share *sh
 DEVICE float *column_sums(const attend_item *item, const sums_share *share, unsigned part,
                           bool stored, int64_t first) {
     h2o_dims d = item->p->dims;
-    const int64_t S = taken_here(cuda_attend_slots(item->p));
+    const int64_t S = compute_here(cuda_attend_slots(item->p));
     const int64_t row = (item->b * d.G + item->g) * share->parts + part;
-    d.B = taken_here(d.B);
+    d.B = compute_here(d.B);
     float *const sums = (float *)(item->workspace + cuda_attend_layout(&d, S).sums);
     return sums + row * (S + d.Q) + (stored ? first : S + first);
 }
@@ -91,7 +91,7 @@ DEVICE float *column_sums(const attend_item *item, const sums_share *share, unsi
 DEVICE void write_scores(const attend_item *item, const sums_share *share, bool stored,
                          int64_t first, unsigned rows, const uint32_t *is_key) {
     const h2o_attend_params *const p = item->p;
-    const int64_t S = taken_here(cuda_attend_slots(p)), head = item->b * p->dims.G + item->g;
+    const int64_t S = compute_here(cuda_attend_slots(p)), head = item->b * p->dims.G + item->g;
     const int64_t tile = head * cuda_key_tiles(&p->dims, S) + cuda_key_tile(S, stored, first);
     TAKEN(sums_of_several_parts, share->parts > 1);
     if (!arrive_last((uint32_t *)item->workspace + tile, share->parts)) return;

@@ -15,7 +15,7 @@ import argparse
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -124,7 +124,10 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
     if not lines:
         return 0
     model, tokenizer = load_model(options, [from_config(options.config)], progress.say)
-    requests = {number: _request(line, number, options) for number, line in lines.items()}
+    requests = {
+        number: _tokenized(_request(line, number, options), tokenizer, options.pin)
+        for number, line in lines.items()
+    }
     too_long = dict(_too_long(requests, model, tokenizer, options.max_new_tokens))
     numbers = [number for number in requests if number not in too_long]
     results = generate_all(
@@ -164,6 +167,16 @@ def _request(line: Line, number: int, options: argparse.Namespace) -> Request:
         seed=number if line.seed is None else line.seed,
         pinned=line.pinned,
     )
+
+
+def _tokenized(request: Request, tokenizer: Any, pin: Any) -> Request:
+    """The request with its token ids for a prompt, but where the pins are of the chat itself."""
+    from h2o.hf.batching.request import tokenize
+
+    if "system" not in (request.pinned, pin):
+        with contextlib.suppress(Exception):  # of a prompt that generate_all reports
+            return replace(request, prompt=list(tokenize(request.prompt, tokenizer)))
+    return request
 
 
 def _too_long(
@@ -252,7 +265,10 @@ def _answer(line: Line, result: Result, settings: str) -> dict[str, Any]:
 
 
 def _as_line(answer: dict[str, Any]) -> str:
-    return json.dumps(answer, ensure_ascii=False) + "\n"
+    text = json.dumps(answer, ensure_ascii=False)
+    return (
+        text.encode("utf-8", "backslashreplace").decode() + "\n"
+    )  # lone surrogates as JSON has them
 
 
 def _done(output: Path, settings: str, prompts: dict[str | int, str]) -> set[str | int]:

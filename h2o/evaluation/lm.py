@@ -327,10 +327,10 @@ class H2OLM(HFLM):
 
     def _forward(self, *arguments: Any, **more: Any) -> Tensor:
         """`protocols.run_forward` in the precision that lm-eval was told."""
-        with self.precision():
+        with self.begin_forward():
             return protocols.run_forward(self.model, *arguments, **more)
 
-    def precision(self) -> torch.autocast:
+    def begin_forward(self) -> torch.autocast:
         """The block for a forward pass in the precision that lm-eval was told, at rotary angles
         that no earlier text has chosen."""
         self.angles.forget()

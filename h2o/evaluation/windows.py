@@ -104,7 +104,7 @@ def answer(lm: Any, window: list[int], prompt_length: int) -> tuple[float, int]:
         return 0.0, len(window)
     measure = by_simulation if lm.protocol == "simulate" else by_cache
     ids = torch.tensor([window], dtype=torch.long, device=lm.device)
-    with lm.precision():
+    with lm.begin_forward():
         loss = measure(lm.model, ids, lm.setting, prompt_length)
     loss = loss[-count_scored(len(window), prompt_length) :]
     return loss.double().sum().item(), loss.numel()

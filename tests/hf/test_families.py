@@ -213,7 +213,10 @@ def test_layers_and_support(name):
 @pytest.mark.parametrize(("name", "mode"), MODE_CASES)
 def test_full_budget_is_the_full_cache(name, mode):
     ours, theirs = shared(name), peer(name)
-    inputs = batch(prompts(*LENGTHS[1:3]))
+    lengths = LENGTHS[1:3]
+    if mode == "prompt token by token" and H2OCache(ours.config).guard.has_states:
+        lengths = lengths[:1] * 2  # states would count columns of padding
+    inputs = batch(prompts(*lengths))
     if mode != "guidance":  # for which transformers reads the text once more, without the image
         inputs = with_image(name, inputs)
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.modeling_utils import AttentionInterface
 
@@ -14,7 +15,7 @@ from h2o.compat import CACHE, CROPS_TO_LENGTH, with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.hf.families.shared_keys import SHARES_KEYS
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
-from tests.hf.tiny import FAMILIES, LATENT, SPREAD, batch, greedy, model, prompts
+from tests.hf.tiny import FAMILIES, LATENT, SPREAD, batch, greedy, model, prompts, shared
 from tests.inputs import drifting
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -355,6 +356,58 @@ def test_sliding_layers_have_no_evictions_to_tell():
     for ask in (cache.kept, cache.evicted_at):
         with pytest.raises(ValueError, match=r"layers of h2o are \[1, 3\]"):
             ask(0)
+
+
+def _with_tangent(call, x):
+    with forward_ad.dual_level():
+        call(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        _with_tangent,
+        lambda call, x: torch.func.grad(lambda x: call(x).sum())(x),
+        lambda call, x: torch.func.jvp(call, (x,), (x,)),
+        lambda call, x: torch.func.vmap(call)(x[None]),
+    ],
+    ids=["dual", "grad", "jvp", "vmap"],
+)
+@pytest.mark.parametrize("name", ["llama", *["deepseek_v3"] * ("deepseek_v3" in LATENT)])
+def test_transforms_of_functions(name, transform, records):
+    """A dual's tangent was dropped by attention, and kept beside it."""
+    ours, (ids,) = shared(name), prompts(20)
+    cache = H2OCache(ours.config, heavy=6, recent=6)
+    embedded = ours.get_input_embeddings()(ids).detach()
+
+    def call(x):
+        return ours(inputs_embeds=x, **with_cache(cache)).logits
+
+    with torch.set_grad_enabled(records), pytest.raises(UnsupportedError, match=r"torch\.func"):
+        transform(call, embedded)
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        expected = ours(ids, **with_cache(H2OCache(ours.config, heavy=6, recent=6))).logits
+        assert torch.equal(call(embedded), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
+@pytest.mark.parametrize("attention", ["h2o", "eager"])
+def test_transforms_without_a_cache(attention):
+    """The remedy that the refusal names, and "h2o" for reverse mode."""
+    ours, (ids,) = model("llama", attention), prompts(12)
+    embedded = ours.get_input_embeddings()(ids).detach()
+
+    def call(x):
+        return ours(inputs_embeds=x, use_cache=False).logits.sum()
+
+    gradient = torch.func.grad(call)(embedded)
+    assert torch.isfinite(gradient).all()
+    if attention == "eager":
+        _, tangent = torch.func.jvp(call, (embedded,), (torch.ones_like(embedded),))
+        torch.testing.assert_close(tangent, gradient.sum(), rtol=1e-3, atol=1e-3)
 
 
 # ---- And what needs no refusal: without an H2OCache, "h2o" is dense attention --------------------

@@ -31,12 +31,6 @@ SMALL = {"heavy": 8, "recent": 8}
 PAGES, REQUESTS = "h2o.vllm.page_store.PageStore", "h2o.vllm.runners.Requests"
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    return folder, tiny("llama", folder, head_dim=32)
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "gpt_neox", "gemma"])
 def test_tokens_are_those_of_an_h2o_cache(name, tmp_path):
     """In two rounds over fewer pages than requests, which are used again."""

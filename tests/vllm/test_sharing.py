@@ -18,7 +18,6 @@ from tests.vllm.engines import (
     engine,
     prompts,
     served,
-    tiny,
 )
 
 SMALL = {"heavy": 8, "recent": 8}
@@ -28,12 +27,6 @@ ENTRIES = {
     "stored in bytes": {"heavy": 0.2, "recent": 0.1, "min_tokens": 0, "kv_dtype": "int8"},
     "heads": {"heavy": [[4, 12], [9, 3]], "recent": 4, "score_by": "mean-echo"},
 }
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    return folder, tiny("llama", folder, head_dim=32)
 
 
 def forks(llm):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
@@ -27,6 +28,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.families.layer_kinds import cross_attention_layers
 from h2o.hf.families.shared_keys import Pads, pads_of
+from h2o.hf.families.tagged_tensor import plain
 from h2o.sink_logits import softmax
 
 _FOREIGN = {
@@ -79,7 +81,8 @@ def h2o_attention_forward(
         call = AttentionCall(
             module, query, key, value, attention_mask, scaling, softcap or 0.0, dropout,
             kwargs.get("position_ids"), kwargs.get("use_cache"), s_aux,
-            find_unsupported(module, kwargs, attention_mask, sliding_window, causal),
+            find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
+            or _transform_error(query, key, value, s_aux),
         )  # fmt: skip
         return layer.attend(call), None
     if feature := _foreign(kwargs):
@@ -133,6 +136,21 @@ def find_unsupported(
             "that later tokens of the same text still see"
         )
     return _unsupported_error(module, feature) if feature else None
+
+
+def _transform_error(*tensors: Tensor | None) -> UnsupportedError | None:
+    """Error where torch.func or forward-mode differentiation is at work on tensors: operations of
+    h2o drop tangents, and do not see the numbers of wrapped tensors. None otherwise."""
+    if torch.compiler.is_compiling():
+        return None
+    for x in (plain(x) for x in tensors if x is not None):
+        if compat.is_wrapped(x) or forward_ad.unpack_dual(x).tangent is not None:
+            return UnsupportedError(
+                "attention through an H2OCache is not served inside torch.func (grad, jvp, vmap) "
+                "or forward-mode differentiation (torch.autograd.forward_ad): call the model with "
+                'use_cache=False and attn_implementation="eager" there, or outside of them'
+            )
+    return None
 
 
 def _foreign(kwargs: dict[str, Any]) -> str:

@@ -147,7 +147,7 @@ class H2OCache(ReadableCache):
                 another shape.
         """
         converted = cls(config, h2o_config, **parameters)
-        take_over(cache, converted.layers, attention_mask)
+        take_over(cache, converted.layers, converted.guard, attention_mask)
         converted.guard.rope_deltas.is_known = False
         return converted
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from h2o.compat import NewText, new_text
 from h2o.errors import UnsupportedError
+from h2o.hf.cache.padding import check_padding
 from h2o.hf.store.pass_guard import WITHOUT_CACHE
 
 
@@ -29,17 +30,22 @@ def check_text(cache: Any, seen: int, new: int) -> None:
     Raises:
         UnsupportedError: a wrapper puts embeddings before each decode step.
         ValueError: the tokens begin before the end of what the cache has seen, or change the rotary
-            angles of earlier ones, or the mask disagrees about which columns were padding.
+            angles of earlier ones, or the mask disagrees about which columns were padding; or
+            windows or states would count padding as text.
     """
     guard = cache.guard
     if guard.by_row:
         return
     guard.check_angles(seen, new)
     text = new_text()
-    if text is not None and seen:
+    if text is None:
+        return
+    if seen:
         _check_continuation(cache, seen, text, new)
-    elif text is not None:
+    else:
         guard.skips_pads = _skips_pads(text, new)
+    if guard.counts_padding and not (seen and _would_wait(text, new) and not guard.ends_in_padding):
+        check_padding(guard, text.mask, seen, new)
 
 
 def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:

@@ -12,24 +12,29 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o.errors import UnsupportedError
+from h2o.hf.cache.padding import note_padding
 from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.layers.cache_relative import CacheRelativeForm
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store import states
+from h2o.hf.store.pass_guard import PassGuard
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = None) -> None:
+def take_over(
+    cache: Any, layers: list[CacheLayerMixin], guard: PassGuard, attention_mask: Any = None
+) -> None:
     """Copy what a DynamicCache of n columns holds into the empty layers of an H2OCache.
 
     Args:
+        guard: of the H2OCache.
         attention_mask: [B, n], 0 at a pad; None: no pads.
 
     Raises:
         TypeError: another cache, dtype or mask.
         ValueError: a cache that is empty, of another model, or in the midst of a forward pass; a
-            mask of another shape.
+            mask of another shape, or with padding that windows or states count as text.
         UnsupportedError: layers that are neither full nor sliding-window attention, and
             cache-relative positions.
     """
@@ -48,6 +53,8 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
         )
     B, n = _sizes(cache, layers)
     mask = _mask(attention_mask, B, n)
+    if mask is not None and guard.counts_padding:
+        note_padding(guard, mask)
     for index, (source, layer) in enumerate(zip(cache.layers, layers, strict=True)):
         if kind_of(source) is None:
             raise UnsupportedError(

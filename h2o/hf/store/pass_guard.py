@@ -77,6 +77,10 @@ class PassGuard:
         self.counting = [index for index in storing if kinds[index] != "states"]
         """The layers that know how many columns they have seen."""
         self.has_states = has_states
+        self.counts_padding = has_states or "sliding" in kinds
+        """Whether some layers take padding that follows a token for text"""
+        self.ends_in_padding: list[bool] = []
+        """Rows whose last column was padding, where layers count it; empty: none"""
         self._ends_in_states = kinds[self.last] == "states"
         self.rereads_after: float | None = None
         """See `h2o.hf.support.rereads_after`"""
@@ -201,6 +205,7 @@ class PassGuard:
     def repeat(self, rows: int) -> None:
         """Repeat each row of the batch, also of a prompt that is still to come."""
         self.pins.each_row(lambda pinned: [row for row in pinned for _ in range(rows)])
+        self.ends_in_padding = [row for row in self.ends_in_padding for _ in range(rows)]
         self._repeat_lengths(rows)
 
     def repeat_to(self, rows: int) -> None:
@@ -217,6 +222,8 @@ class PassGuard:
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         self.pins.each_row(lambda pinned: [pinned[row] for row in rows.tolist()])
+        if self.ends_in_padding:
+            self.ends_in_padding = [self.ends_in_padding[row] for row in rows.tolist()]
         if isinstance(self.prompt_length, Sequence):
             self.repeat_to(int(rows.max()) + 1)
             self.prompt_length = [self.prompt_length[row] for row in rows.tolist()]
@@ -226,6 +233,7 @@ class PassGuard:
         self.end_pass()
         self.rope_deltas.reset()
         self.prompt_length = None
+        self.ends_in_padding = []
         self.pins.reset()
 
 

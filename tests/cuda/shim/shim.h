@@ -189,7 +189,7 @@ DEVICE uint32_t subtract_bf16(uint32_t a, uint32_t b) {
 }
 
 DEVICE const char *one_address(const char *p) { return p; }
-DEVICE int64_t taken_here(int64_t x) { return x; }
+DEVICE int64_t compute_here(int64_t x) { return x; }
 
 /* MemorySanitizer takes whatever an atomic operation has touched for initialized. */
 template <int ORDER> DEVICE uint32_t shim_count(uint32_t *counter) {

@@ -1,0 +1,14 @@
+"""What tests of engines share."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """(folder, model): a tiny one without a tokenizer."""
+    from tests.vllm.engines import tiny  # which imports vLLM
+
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, tiny("llama", folder, head_dim=32)
