@@ -2,9 +2,8 @@
 
 ```python
 import h2o
-from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="h2o")
+model, tokenizer = h2o.load_model("Qwen/Qwen3-0.6B")  # a transformers model with attention "h2o"
 cache = h2o.H2OCache(model, budget=0.2)  # a fifth of the bytes of a full cache
 model.generate(**inputs, cache=cache)
 ```
