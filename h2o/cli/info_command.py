@@ -47,7 +47,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.memory is None:
         return
     if options.model is None:
-        parser.error("argument --memory: goes with --model")
+        parser.error("argument --memory: goes with --model, such as --model Qwen/Qwen3-0.6B")
     options.settings = make_settings(options, COMPARE)
     for one in options.settings:
         if one.is_mask:

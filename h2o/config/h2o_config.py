@@ -303,7 +303,7 @@ class H2OConfig(Presets):
         if (self.heavy, self.recent) != (preset.heavy, preset.recent):
             raise ValueError(
                 f"budget={self.budget} says what heavy and recent are together: give "
-                "either budget, or heavy and recent"
+                "either budget, or heavy and recent. To change a config's budget make a new config"
             )
 
 

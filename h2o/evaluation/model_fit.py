@@ -49,13 +49,13 @@ def try_on(model: Any, h2o_config: H2OConfig) -> None:
     config = getattr(model, "config", model)
     if model is config:
         if not (support := supports(config)):
-            raise UnsupportedError(f"h2o cannot serve {support.model_type}: {support.reason}")
+            raise UnsupportedError(f"h2o does not support {support.model_type}: {support.reason}")
     elif str(model.dtype) == "torch.float64":
         raise TypeError("h2o computes in float32, float16 and bfloat16, not in float64")
     elif not compat.can_set_attention(model):
         raise UnsupportedError(
-            f"h2o cannot serve {config.model_type}: it has attention code of its own instead of "
-            "AttentionInterface"
+            f"h2o does not support {config.model_type}: it has attention code of its own instead "
+            "of AttentionInterface"
         )
     fitted = h2o_config.for_model(model)
     H2OCache(config, fitted)

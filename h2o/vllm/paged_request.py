@@ -126,6 +126,8 @@ def _merge_pairs(pinned: Any) -> Row:
     """The spans that pairs of numbers say. Raises ValueError for anything else."""
     try:
         pairs = [(index(start), index(stop)) for start, stop in pinned]
+        if any(isinstance(x, bool) for pair in pinned for x in pair):
+            raise TypeError
     except (TypeError, ValueError):
         raise ValueError(
             f'{PINS} must be spans of tokens as text, such as "0:40,100:120", not {pinned!r}'

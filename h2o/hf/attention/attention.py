@@ -331,8 +331,8 @@ def switch(model: Any, name: str) -> None:
             switch(language, name)
             return
         raise UnsupportedError(
-            f"h2o cannot serve {type(model).__name__}: it has attention code of its own instead "
-            "of transformers' AttentionInterface"
+            f"h2o does not support {type(model).__name__}: it has attention code of its own "
+            "instead of transformers' AttentionInterface"
         )
     model.set_attn_implementation(name)
 

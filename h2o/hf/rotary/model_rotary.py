@@ -135,7 +135,7 @@ class Rotary:
             self._find_pairs()
 
     def _cannot(self, config: Any, reason: str) -> UnsupportedError:
-        return UnsupportedError(f"{self.asked} cannot serve {config.model_type}: {reason}")
+        return UnsupportedError(f"{self.asked} does not support {config.model_type}: {reason}")
 
     def _embed_by(self, embedding: Any, text: Any) -> list[int]:
         """Makes the rotary module of a text config. The layers that it can be for."""
