@@ -340,11 +340,6 @@ def forget_longest(module: nn.Module, prefix: str) -> None:
 # ---- torch ---------------------------------------------------------------------------------------
 
 
-def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a transform of `torch.func` hides the numbers of a tensor."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
 def tensor_version(tensor: Tensor) -> int:
     """A number that rises whenever a tensor is written to in place."""
     return tensor._version

@@ -1,11 +1,26 @@
-"""Everything that h2o borrows from inside PEFT, accelerate and torch.compile, which wrap models and
-their layers. `h2o.compat` has the names of transformers and torch."""
+"""Everything that h2o borrows from inside PEFT, accelerate, torch.compile and torch.func, which
+wrap models, their layers and tensors. `h2o.compat` has the names of transformers and torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether a transform of torch.func hides the numbers of a tensor, or one has a tangent of
+    forward-mode differentiation."""
+    if torch.compiler.is_compiling():
+        return False
+    if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        given = [x for x in tensors if x is not None]
+        is_hidden = any(map(torch._C._functorch.is_functorch_wrapped_tensor, given))
+        return is_hidden or any(forward_ad.unpack_dual(x).tangent is not None for x in given)
 
 
 def inner_model(model: Any) -> Any:

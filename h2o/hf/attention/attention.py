@@ -18,17 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from h2o import compat
+from h2o.compat_wrappers import is_transformed
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.families.layer_kinds import cross_attention_layers
 from h2o.hf.families.shared_keys import Pads, pads_of
-from h2o.hf.families.tagged_tensor import plain
 from h2o.sink_logits import softmax
 
 _FOREIGN = {
@@ -42,6 +41,13 @@ _FOREIGN = {
     "output_attentions": "output_attentions=True (attention weights are never made whole)",
 }
 """Keyword arguments of attention functions that change what attention is."""
+
+_TRANSFORMED = (
+    "attention through an H2OCache is not served inside torch.func (grad, jvp, vmap) or "
+    "forward-mode differentiation (torch.autograd.forward_ad): call the model with use_cache=False and "
+    'attn_implementation="eager" there, or outside of them'
+)
+"""The operations would drop tangents, and do not see the numbers of wrapped tensors."""
 
 
 def h2o_attention_forward(
@@ -81,8 +87,8 @@ def h2o_attention_forward(
         call = AttentionCall(
             module, query, key, value, attention_mask, scaling, softcap or 0.0, dropout,
             kwargs.get("position_ids"), kwargs.get("use_cache"), s_aux,
-            find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
-            or _transform_error(query, key, value, s_aux),
+            UnsupportedError(_TRANSFORMED) if is_transformed(query, key, value, s_aux)
+            else find_unsupported(module, kwargs, attention_mask, sliding_window, causal),
         )  # fmt: skip
         return layer.attend(call), None
     if feature := _foreign(kwargs):
@@ -136,21 +142,6 @@ def find_unsupported(
             "that later tokens of the same text still see"
         )
     return _unsupported_error(module, feature) if feature else None
-
-
-def _transform_error(*tensors: Tensor | None) -> UnsupportedError | None:
-    """Error where torch.func or forward-mode differentiation is at work on tensors: operations of
-    h2o drop tangents, and do not see the numbers of wrapped tensors. None otherwise."""
-    if torch.compiler.is_compiling():
-        return None
-    for x in (plain(x) for x in tensors if x is not None):
-        if compat.is_wrapped(x) or forward_ad.unpack_dual(x).tangent is not None:
-            return UnsupportedError(
-                "attention through an H2OCache is not served inside torch.func (grad, jvp, vmap) "
-                "or forward-mode differentiation (torch.autograd.forward_ad): call the model with "
-                'use_cache=False and attn_implementation="eager" there, or outside of them'
-            )
-    return None
 
 
 def _foreign(kwargs: dict[str, Any]) -> str:
