@@ -44,8 +44,8 @@ _FOREIGN = {
 
 _TRANSFORMED = (
     "attention through an H2OCache is not served inside torch.func (grad, jvp, vmap) or "
-    "forward-mode differentiation (torch.autograd.forward_ad): call the model with use_cache=False and "
-    'attn_implementation="eager" there, or outside of them'
+    "forward-mode differentiation (torch.autograd.forward_ad): call the model with "
+    'use_cache=False and attn_implementation="eager" there, or outside of them'
 )
 """The operations would drop tangents, and do not see the numbers of wrapped tensors."""
 
@@ -84,11 +84,12 @@ def h2o_attention_forward(
     layer: Any = getattr(key, "h2o_layer", None)
     if layer is not None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        error = find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
+        if error is None and is_transformed(query, key, value, s_aux):
+            error = UnsupportedError(_TRANSFORMED)
         call = AttentionCall(
             module, query, key, value, attention_mask, scaling, softcap or 0.0, dropout,
-            kwargs.get("position_ids"), kwargs.get("use_cache"), s_aux,
-            UnsupportedError(_TRANSFORMED) if is_transformed(query, key, value, s_aux)
-            else find_unsupported(module, kwargs, attention_mask, sliding_window, causal),
+            kwargs.get("position_ids"), kwargs.get("use_cache"), s_aux, error,
         )  # fmt: skip
         return layer.attend(call), None
     if feature := _foreign(kwargs):
