@@ -266,9 +266,8 @@ def _answer(line: Line, result: Result, settings: str) -> dict[str, Any]:
 
 def _as_line(answer: dict[str, Any]) -> str:
     text = json.dumps(answer, ensure_ascii=False)
-    return (
-        text.encode("utf-8", "backslashreplace").decode() + "\n"
-    )  # lone surrogates as JSON has them
+    # Lone surrogates become escapes, as JSON has them.
+    return text.encode("utf-8", "backslashreplace").decode() + "\n"
 
 
 def _done(output: Path, settings: str, prompts: dict[str | int, str]) -> set[str | int]:

@@ -1,8 +1,4 @@
-"""`H2OConfig`: budgets and policy of a cache, as one immutable record.
-
-Imports neither torch nor transformers, so that command lines, result files and tests can use it
-without loading a model.
-"""
+"""`H2OConfig`: budgets and policy of a cache, as one immutable record."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, D h
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -142,30 +142,23 @@ def round_like_slots(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
     prompt is a decode step, whatever the padding around the token; rows with several new tokens
     keep them as they are.
     """
-    if slots.keys.dtype != torch.uint8:
+    several = tokens.query.shape[2] > 1
+    if slots.keys.dtype != torch.uint8 or (several and tokens.mask is None):
         return tokens
-    if (is_step := _is_step(tokens, slots)) is None:
-        return tokens
+    is_step = None
+    if several:
+        assert tokens.mask is not None
+        is_step = ((tokens.mask.sum(1) == 1) & (slots.seen_tokens > 0))[:, None, None, None]
 
     def read_back(x: Tensor | None, store: Tensor | None) -> Tensor | None:
         if x is None:
             return None
         rounded = dequantize(stored_like(x, store), x.shape[-1]).to(x.dtype)
-        return rounded if is_step is True else torch.where(is_step, rounded, x)
+        return rounded if is_step is None else torch.where(is_step, rounded, x)
 
     return tokens._replace(
         key=read_back(tokens.key, slots.keys), value=read_back(tokens.value, slots.values)
     )
-
-
-def _is_step(tokens: NewTokens, slots: ops.Slots) -> Tensor | Literal[True] | None:
-    """Which rows have a single new token, [B, 1, 1, 1] bool; True: all, None: none."""
-    if tokens.query.shape[2] == 1:
-        return True
-    if tokens.mask is None:
-        return None
-    is_step = (tokens.mask.sum(1) == 1) & (slots.seen_tokens > 0)
-    return is_step[:, None, None, None]
 
 
 def as_operand(sink_logits: Tensor | None) -> Tensor | None:
