@@ -119,7 +119,7 @@ def test_no_waiting_request_passes_one_that_waits_for_room(kind):
 
 
 def test_attention_that_is_not_full_is_refused():
-    """Of a part of the keys, as in Llama 4, and both ways."""
+    """Attention to a part of the keys, as in Llama 4, and in both directions."""
     spec = ChunkedLocalAttentionSpec(**FULL, attention_chunk_size=16)
     with pytest.raises(ValueError, match="h2o serves full attention in vLLM, and a layer of this"):
         plugin.page_spec(spec, None)

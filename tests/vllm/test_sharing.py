@@ -118,7 +118,7 @@ def test_who_leaves_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
 
 
 def test_who_begins_anew_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
-    """As after a change of weights, when vLLM preempts all and admits them again at once."""
+    """vLLM preempts all requests and admits them again at once, after a change of weights."""
     folder, model = llama
     (long, other), config = prompts((100, 90), 5), H2OConfig(**SMALL)
     wanted = alone(model, [long, other], config)
