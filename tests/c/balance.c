@@ -86,7 +86,7 @@ static const balance_case cases[] = {
     {STEP, "decode step", 9, 3, 64, 1, 1024, 0.65},
     {STEP, "decode step", 16, 1, 576, 1, 2048, 0.55},
     {STEP, "decode step", 128, 1, 576, 1, 2048, 0.70},
-    {EVICT, "evict", 32, 8, 128, 4096, 818, 0.65},
+    {EVICT, "evict", 32, 8, 128, 4096, 818, 0.60},
     {SIMULATE, "simulate", 32, 8, 128, 2048, 410, 0.50},
 };
 
