@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
+import h2o
 from h2o import H2OCache, backends
 from h2o.compat import with_cache
 from h2o.hf.layers.layer import H2OLayer
@@ -139,14 +141,17 @@ def test_echo_of_long_prompts(monkeypatch):
     agree(echo_of(ours, document), ours, document)
 
 
-@pytest.mark.parametrize("by_torch", [False, True])
+@pytest.mark.parametrize("by", ["core", "bounds", "torch"])
 @pytest.mark.parametrize("n", [1, 3, 32, 100])
 @pytest.mark.parametrize("size", [1.0, 12.0])
 @pytest.mark.parametrize(
     "how", [{}, {"softcap": 20.0}, {"scale": 0.5, "sink_logits": True}], ids=str
 )
-def test_a_row_by_kernels_and_by_torch(how, size, n, by_torch, monkeypatch):
-    """Both against dense softmax; the larger queries give the first key nothing, now and then."""
+def test_a_row_by_kernels_and_by_torch(how, size, n, by, monkeypatch):
+    """All against dense softmax; the larger queries give the first key nothing, now and then."""
+    if by == "bounds":
+        monkeypatch.setattr(echo, "FEWEST_BOUNDED", 1)
+        monkeypatch.setattr(echo, "BOUND_KEYS", 4)
     monkeypatch.setattr(echo, "ROWS", 40)
     monkeypatch.setattr(echo, "ENTRIES", 6 * 100 * 7)
     generator = torch.Generator().manual_seed(n)
@@ -164,9 +169,46 @@ def test_a_row_by_kernels_and_by_torch(how, size, n, by_torch, monkeypatch):
     wanted = (weights * ((behind >= 0) & (behind <= 4))).unflatten(0, (2, 3)).amax((1, 2))
     if size > 1 and n == 100 and not cap:
         assert weights[..., 0].min() < 1e-30
-    with backends.by_torch() if by_torch else nullcontext():
+    with backends.by_torch() if by == "torch" else nullcontext():
         got = echo.largest(query, keys, None, **how)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", [{}, {"softcap": 20.0}, {"sink_logits": True}], ids=str)
+@pytest.mark.parametrize("size", [0.1, 2.0, 12.0])
+def test_queries_that_are_left_out_change_no_bit(size, how, dtype, monkeypatch):
+    """A sink, outlier keys and a channel of outliers; from even attention to a single key's."""
+    n, generator = 700, torch.Generator().manual_seed(2)
+    query, keys = (torch.randn(heads, n, 32, generator=generator) for heads in (6, 2))
+    query *= size
+    query[:, :, 3] += 6
+    keys[:, ::97] *= 4
+    keys[:, 0, 3] += 8
+    if "sink_logits" in how:
+        how = how | {"sink_logits": torch.randn(6, generator=generator) * 5}
+    query, keys = query.to(dtype), keys.to(dtype)
+    got = echo.largest(query, keys, None, **how)
+    monkeypatch.setattr(echo, "FEWEST_BOUNDED", n + 1)
+    assert torch.equal(got, echo.largest(query, keys, None, **how))
+
+
+def test_half_of_the_queries_of_a_text_are_left_out(monkeypatch):
+    """As many are evaluated over all keys as the documents say, counted on a real model."""
+    model, tokenizer = h2o.load_model()
+    text = (Path(__file__).parents[2] / "docs/understand/how_h2o_works.md").read_text()
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :600]
+    assert ids.shape[1] == 600
+    counts, log_sums = {1: 0, 3: 0}, echo._HeldKeys.log_sums
+
+    def count(keys, queries, sinks):
+        counts[len(queries)] += queries.shape[1] * len(queries)
+        return log_sums(keys, queries, sinks)
+
+    monkeypatch.setattr(echo._HeldKeys, "log_sums", count)
+    model(ids, **with_cache(H2OCache(model.config, budget=0.5)))
+    assert counts[3] == 30 * 9 * 600  # over the first keys
+    assert 0.2 * counts[3] < counts[1] < 0.6 * counts[3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

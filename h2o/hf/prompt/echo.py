@@ -29,8 +29,12 @@ from h2o.policy import BEFORE
 
 ENTRIES = 1 << 21
 """Most attention entries in memory at a time, where torch computes them"""
-ROWS = 1024
+ROWS = 2048
 """Queries of each head in one call of the core"""
+BOUND_KEYS = 32
+"""First keys of a row, whose part of a softmax denominator is its lower bound"""
+FEWEST_BOUNDED = 512
+"""Fewest tokens of a row whose queries are bounded first"""
 TILE = 8
 """Queries of one matrix product in `_nearest`"""
 
@@ -58,14 +62,15 @@ def largest(
         keys = rotate(keys, torch.stack([angles[0], -angles[1]]))
     by_core = backends.HAS_CORE and backends.serving(keys) is backends.core
     rows = ROWS if by_core else max(1, ENTRIES // max(1, H * n))
-    held, grouped = _hold(keys[:, 1:]), query.unflatten(0, (G, H // G))
+    is_bounded = by_core and keys.is_cpu and n >= FEWEST_BOUNDED
+    log_sums = (_NeededLogSums if is_bounded else _AllLogSums)(keys, how)
+    grouped = query.unflatten(0, (G, H // G))
     for first in range(0, n, rows):
         asked = grouped[:, :, first : first + rows]
         near = how.capped(_nearest(asked, keys[:, first : first + rows + BEFORE], how.scale))
-        best = near.sub_(_totals(asked, held, keys[:, :1], how)).amax(2)
-        for offset in range(BEFORE + 1):
-            part = logs[:, first + offset : first + offset + rows]
-            torch.maximum(part, best[offset, :, : part.shape[1]], out=part)
+        best = _highest_by_key(near - log_sums.compute(asked, near))[:, : n - first]
+        part = logs[:, first : first + best.shape[1]]
+        torch.maximum(part, best, out=part)
     return logs.exp_()
 
 
@@ -81,6 +86,13 @@ class _Logits(NamedTuple):
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
+
+    def sinks(self, asked: Tensor) -> Tensor | None:
+        """Logits of the sinks of queries [G, R, m, D], [G, R * m]."""
+        G, R, m, _ = asked.shape
+        if self.sink_logits is None:
+            return None
+        return self.sink_logits.view(G, R, 1).expand(G, R, m).flatten(1)
 
 
 def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -110,27 +122,97 @@ def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
     return diagonals.flatten(3)[..., :m]
 
 
-def _hold(keys: Tensor) -> ops.Slots | None:
-    """Slots that hold keys [G, n, D]; None if n is 0."""
-    n = keys.shape[1]
-    if n == 0:
-        return None
-    slots = ops.new_slots(keys[None], n, shared=True)
-    slots.keys[0] = keys
-    slots.positions[:] = torch.arange(n, dtype=torch.int32, device=keys.device)
-    slots.seen_tokens[:] = n
-    return slots
+def _highest_by_key(of_queries: Tensor) -> Tensor:
+    """Largest value that any query has for each key, [G, m + BEFORE].
 
-
-def _totals(asked: Tensor, held: ops.Slots | None, first: Tensor, how: _Logits) -> Tensor:
-    """Log of the softmax denominators of queries [G, R, m, D] over all keys, [G, R, m].
-
-    Each query is passed as a head of its own, so that it sees all keys. A call needs a new key:
-    the first one, [G, 1, D], which is not among the slots.
+    `of_queries`: [BEFORE + 1, G, R, m], of each query's own key and the `BEFORE` next ones.
     """
-    G, R, m, D = asked.shape
-    sinks = how.sink_logits
-    return ops.log_sums(
-        asked.reshape(1, -1, 1, D), first[None], held, scale=how.scale, softcap=how.softcap,
-        sink_logits=None if sinks is None else sinks.repeat_interleave(m),
-    ).view(G, R, m)  # fmt: skip
+    offsets, G, _, m = of_queries.shape
+    best = of_queries.new_full((G, m + BEFORE), -math.inf)
+    for offset in range(offsets):
+        part = best[:, offset : offset + m]
+        torch.maximum(part, of_queries[offset].amax(1), out=part)
+    return best
+
+
+class _HeldKeys:
+    """Keys of some heads, for queries that see all of them."""
+
+    def __init__(self, keys: Tensor, how: _Logits) -> None:
+        """`keys`: [G, n, D]."""
+        self.first, self.how, n = keys[None, :, :1], how, keys.shape[1] - 1
+        self.held = None
+        if n > 0:
+            self.held = ops.new_slots(keys[None], n, shared=True)
+            self.held.keys[0] = keys[:, 1:]
+            self.held.positions[:] = torch.arange(n, dtype=torch.int32, device=keys.device)
+            self.held.seen_tokens[:] = n
+
+    def log_sums(self, queries: Tensor, sinks: Tensor | None) -> Tensor:
+        """Logs of the softmax denominators of queries [G, N, D] over all keys, [G, N].
+
+        Each query is passed as a head of its own, so that it sees all keys. A call needs a new
+        key: the first one, which is not among the slots. `sinks`: logits of sinks, [G, N].
+        """
+        G, N, D = queries.shape
+        return ops.log_sums(
+            queries.reshape(1, -1, 1, D), self.first, self.held, scale=self.how.scale,
+            softcap=self.how.softcap, sink_logits=None if sinks is None else sinks.flatten(),
+        ).view(G, N)  # fmt: skip
+
+
+class _AllLogSums:
+    """Logs of the softmax denominators of a row's queries."""
+
+    def __init__(self, keys: Tensor, how: _Logits) -> None:
+        """`keys`: [G, n, D]."""
+        self.keys, self.how = _HeldKeys(keys, how), how
+
+    def compute(self, asked: Tensor, near: Tensor) -> Tensor:
+        """Log sums of queries [G, R, m, D], [G, R, m]; `near` is not needed."""
+        return self.keys.log_sums(asked.flatten(1, 2), self.how.sinks(asked)).view(asked.shape[:3])
+
+
+class _NeededLogSums:
+    """The same where a key's score may depend on it; infinite for the other queries.
+
+    The denominator over a few keys is a lower bound of a query's own, and its weights by that are
+    upper bounds. For each key the query with the highest bound is evaluated first, then those
+    whose bound is above the weight that was found: about half of the queries.
+    """
+
+    def __init__(self, keys: Tensor, how: _Logits) -> None:
+        """`keys`: [G, n, D]."""
+        self.how, self.few = how, _HeldKeys(keys[:, :BOUND_KEYS], how)
+        self.heads = [_HeldKeys(keys[g : g + 1], how) for g in range(len(keys))]
+
+    def compute(self, asked: Tensor, near: Tensor) -> Tensor:
+        """Log sums of queries [G, R, m, D], [G, R, m]. `near`: logits as `_nearest` returns them."""
+        queries, sinks = asked.flatten(1, 2), self.how.sinks(asked)
+        bounds = near - self.few.log_sums(queries, sinks).view(asked.shape[:3])
+        sums = bounds.new_full(queries.shape[:2], math.inf)
+        of_heads = sums.view(asked.shape[:3])
+        highest = bounds
+        for _ in range(2):
+            needed = _reach(bounds, _highest_by_key(highest)) & of_heads.isinf()
+            self._fill(sums, queries, sinks, needed.flatten(1))
+            highest = near - of_heads
+        return of_heads
+
+    def _fill(self, sums: Tensor, queries: Tensor, sinks: Tensor | None, needed: Tensor) -> None:
+        """Evaluate the needed of queries [G, N, D] into `sums` [G, N]."""
+        for g, keys in enumerate(self.heads):
+            chosen = needed[g].nonzero()[:, 0]
+            if len(chosen):
+                of_head = None if sinks is None else sinks[g : g + 1, chosen]
+                sums[g, chosen] = keys.log_sums(queries[g : g + 1, chosen], of_head)[0]
+
+
+def _reach(bounds: Tensor, highest: Tensor) -> Tensor:
+    """Queries with a bound [BEFORE + 1, G, R, m] not below the highest of its key, [G, R, m].
+
+    `highest`: [G, m + BEFORE].
+    """
+    m = bounds.shape[-1]
+    reached = [bound >= highest[:, None, o : o + m] for o, bound in enumerate(bounds)]
+    return torch.stack(reached).any(0)
