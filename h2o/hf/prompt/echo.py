@@ -187,7 +187,7 @@ class _NeededLogSums:
         self.heads = [_HeldKeys(keys[g : g + 1], how) for g in range(len(keys))]
 
     def compute(self, asked: Tensor, near: Tensor) -> Tensor:
-        """Log sums of queries [G, R, m, D], [G, R, m]. `near`: logits as `_nearest` returns them."""
+        """See `_AllLogSums.compute`. `near`: logits as `_nearest` returns them."""
         queries, sinks = asked.flatten(1, 2), self.how.sinks(asked)
         bounds = near - self.few.log_sums(queries, sinks).view(asked.shape[:3])
         sums = bounds.new_full(queries.shape[:2], math.inf)
