@@ -10,12 +10,16 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 
+def has_transforms() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is at work."""
+    is_forward = forward_ad._current_level >= 0
+    return is_forward or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_transformed(*tensors: Tensor | None) -> bool:
     """Whether a transform of torch.func hides the numbers of a tensor, or one has a tangent of
     forward-mode differentiation."""
-    if torch.compiler.is_compiling():
-        return False
-    if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
+    if torch.compiler.is_compiling() or not has_transforms():
         return False
     with torch._C.DisableTorchFunctionSubclass():
         given = [x for x in tensors if x is not None]

@@ -4,8 +4,8 @@ Imports neither torch nor transformers, so that command lines, result files and 
 without loading a model.
 """
 
+from h2o.budgets import UNLIMITED as UNLIMITED
 from h2o.config.h2o_config import PARAMETERS as PARAMETERS
-from h2o.config.h2o_config import PRESETS as PRESETS
-from h2o.config.h2o_config import UNLIMITED as UNLIMITED
 from h2o.config.h2o_config import H2OConfig as H2OConfig
 from h2o.config.h2o_config import one_config as one_config
+from h2o.config.presets import PRESETS as PRESETS

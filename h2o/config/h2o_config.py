@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, get_args
 
 from h2o.budgets import (
-    UNLIMITED,
     Amount,
     Budget,
     BudgetUnit,
@@ -23,13 +22,11 @@ from h2o.budgets import (
 )
 from h2o.config.fields import ConfigFields, Positions
 from h2o.config.head_budgets import NAMED, SHARED_TWICE, check_table
-from h2o.config.presets import PRESETS, Presets
+from h2o.config.presets import Presets
 from h2o.config.profile import Profile
 from h2o.kv_dtype import QUANTIZED, KvDtype, fewest_bits, fitting, per_token
 from h2o.model_identity import describe, key_size, latent_row
 from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_policy
-
-__all__ = ["PARAMETERS", "PRESETS", "UNLIMITED", "H2OConfig", "one_config"]
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "kv_dtype": (None, "auto", *QUANTIZED),

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.modeling_utils import AttentionInterface
 
+import h2o
 from h2o import H2OCache, UnsupportedError, patched, supports
 from h2o.compat import CACHE, CROPS_TO_LENGTH, with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS
@@ -363,18 +364,21 @@ def _with_tangent(call, x):
         call(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
+@pytest.fixture(params=["dual", "grad", "jvp", "vmap"])
+def transform(request):
+    return {
+        "dual": _with_tangent,
+        "grad": lambda call, x: torch.func.grad(lambda x: call(x).sum())(x),
+        "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+        "vmap": lambda call, x: torch.func.vmap(call)(x[None]),
+    }[request.param]
+
+
+NO_TRANSFORMS = pytest.raises(UnsupportedError, match=r"torch\.func")
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
 @pytest.mark.parametrize("records", [False, True])
-@pytest.mark.parametrize(
-    "transform",
-    [
-        _with_tangent,
-        lambda call, x: torch.func.grad(lambda x: call(x).sum())(x),
-        lambda call, x: torch.func.jvp(call, (x,), (x,)),
-        lambda call, x: torch.func.vmap(call)(x[None]),
-    ],
-    ids=["dual", "grad", "jvp", "vmap"],
-)
 @pytest.mark.parametrize("name", ["llama", *["deepseek_v3"] * ("deepseek_v3" in LATENT)])
 def test_transforms_of_functions(name, transform, records):
     """A dual's tangent was dropped by attention, and kept beside it."""
@@ -385,12 +389,46 @@ def test_transforms_of_functions(name, transform, records):
     def call(x):
         return ours(inputs_embeds=x, **with_cache(cache)).logits
 
-    with torch.set_grad_enabled(records), pytest.raises(UnsupportedError, match=r"torch\.func"):
+    with torch.set_grad_enabled(records), NO_TRANSFORMS:
         transform(call, embedded)
     assert cache.get_seq_length() == 0
     with torch.no_grad():
         expected = ours(ids, **with_cache(H2OCache(ours.config, heavy=6, recent=6))).logits
         assert torch.equal(call(embedded), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
+def test_a_transform_of_a_later_pass(transform):
+    """Whether one is at work is asked in each pass, not in the first one alone."""
+    ours, (ids,) = shared("llama"), prompts(20)
+    cache = H2OCache(ours.config, heavy=6, recent=6)
+    embedded = ours.get_input_embeddings()(ids).detach()
+
+    def call(x):
+        return ours(inputs_embeds=x, **with_cache(cache)).logits
+
+    with torch.no_grad():
+        ours(ids, **with_cache(cache))
+        call(embedded[:, :1])
+        with NO_TRANSFORMS:
+            transform(call, embedded[:, :1])
+        assert cache.get_seq_length() == 21
+        call(embedded[:, :1])
+        assert cache.get_seq_length() == 22
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
+@pytest.mark.parametrize("records", [False, True])
+def test_transforms_of_a_simulation(transform, records):
+    """Without gradients a dual's tangent went past the attention in silence."""
+    ours, (ids,) = shared("llama"), prompts(20)
+    embedded = ours.get_input_embeddings()(ids).detach()
+    with (
+        torch.set_grad_enabled(records),
+        h2o.simulated(ours, heavy=6, recent=6),
+        NO_TRANSFORMS,
+    ):
+        transform(lambda x: ours(inputs_embeds=x, use_cache=False).logits, embedded)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call

@@ -42,13 +42,6 @@ _FOREIGN = {
 }
 """Keyword arguments of attention functions that change what attention is."""
 
-_TRANSFORMED = (
-    "attention through an H2OCache is not served inside torch.func (grad, jvp, vmap) or "
-    "forward-mode differentiation (torch.autograd.forward_ad): call the model with "
-    'use_cache=False and attn_implementation="eager" there, or outside of them'
-)
-"""The operations would drop tangents, and do not see the numbers of wrapped tensors."""
-
 
 def h2o_attention_forward(
     module: nn.Module,
@@ -85,8 +78,8 @@ def h2o_attention_forward(
     if layer is not None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         error = find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
-        if error is None and is_transformed(query, key, value, s_aux):
-            error = UnsupportedError(_TRANSFORMED)
+        if error is None and layer.guard.may_be_transformed:
+            error = find_transform(query, key, value, s_aux)
         call = AttentionCall(
             module, query, key, value, attention_mask, scaling, softcap or 0.0, dropout,
             kwargs.get("position_ids"), kwargs.get("use_cache"), s_aux, error,
@@ -143,6 +136,18 @@ def find_unsupported(
             "that later tokens of the same text still see"
         )
     return _unsupported_error(module, feature) if feature else None
+
+
+def find_transform(*tensors: Tensor | None) -> UnsupportedError | None:
+    """Error for tensors of a transform, whose tangents the operations would drop and whose numbers
+    they do not see; None for others."""
+    if not is_transformed(*tensors):
+        return None
+    return UnsupportedError(
+        "attention through an H2OCache or h2o.simulated is not served inside torch.func (grad, "
+        "jvp, vmap) or forward-mode differentiation (torch.autograd.forward_ad): there call the "
+        'model without them, with use_cache=False and attn_implementation="eager"'
+    )
 
 
 def _foreign(kwargs: dict[str, Any]) -> str:

@@ -63,9 +63,9 @@ def attending(
         if layer not in layers:
             return full(), None
         causal = attention.looks_back_only(module, is_causal)
-        if error := attention.find_unsupported(
-            module, kwargs, attention_mask, sliding_window, causal
-        ):
+        error = attention.find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
+        error = error or attention.find_transform(query, key, value, kwargs.get("s_aux"))
+        if error is not None:
             raise error
         mask = None if attention_mask is None else attention_mask.bool()
         tensors = as_autocast(query, key, value)

@@ -36,7 +36,8 @@ def check_text(cache: Any, seen: int, new: int) -> None:
     guard = cache.guard
     if guard.by_row:
         return
-    guard.check_angles(seen, new)
+    if guard.rereads_after is not None:
+        guard.check_angles(seen, new)
     text = new_text()
     if text is None:
         return

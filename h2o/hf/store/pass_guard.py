@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from h2o.compat import calls_a_module
+from h2o.compat_wrappers import has_transforms
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store.pins import Pins
@@ -89,6 +90,9 @@ class PassGuard:
         """Whether the model counted the positions of the prompt without its padding"""
         self.by_row = False
         """Whether rows are conversations of their own, as in `generate_all`"""
+        self.may_be_transformed = True
+        """Whether tensors may be those of a transform of torch.func: False in a pass that began
+        where none was at work"""
         self._thread: int | None = None  # the one with a forward pass under way
 
     # ---- A forward pass ------------------------------------------------------------------------
@@ -107,6 +111,7 @@ class PassGuard:
             thread = threading.get_ident()
             if self._thread != thread:  # in the first layer of a pass
                 self.check_thread()
+                self.may_be_transformed = has_transforms()
             if self.waiting is not None:
                 self.check_keys_arrived()
             self._thread = thread
@@ -134,6 +139,7 @@ class PassGuard:
     def end_pass(self) -> None:
         """End the pass that is under way, if any."""
         self._thread = self.prompt_counts = None
+        self.may_be_transformed = True
 
     def _finish(self) -> None:
         self.end_pass()
