@@ -2,7 +2,7 @@
 
 With it a cache detects an interrupted pass, keys that never reached h2o's attention, and a second
 thread. It also holds what all layers need to know about the prompt: its length, its pins, and the
-`rope_deltas` that models with images keep outside of the cache.
+`rope_deltas` that models with images keep outside of the cache; and a digest of the text.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from h2o.compat import calls_a_module
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store.pins import Pins
+from h2o.hf.store.seen_text import SeenText
 
 WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token; "
@@ -85,6 +86,7 @@ class PassGuard:
         self.rereads_after: float | None = None
         """See `h2o.hf.support.rereads_after`"""
         self.rope_deltas = RopeDeltas()
+        self.text = SeenText()
         self.skips_pads = False
         """Whether the model counted the positions of the prompt without its padding"""
         self.by_row = False
@@ -205,6 +207,7 @@ class PassGuard:
     def repeat(self, rows: int) -> None:
         """Repeat each row of the batch, also of a prompt that is still to come."""
         self.pins.each_row(lambda pinned: [row for row in pinned for _ in range(rows)])
+        self.text.change_rows(lambda x: x.repeat_interleave(rows))
         self.ends_in_padding = [row for row in self.ends_in_padding for _ in range(rows)]
         self._repeat_lengths(rows)
 
@@ -222,6 +225,7 @@ class PassGuard:
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         self.pins.each_row(lambda pinned: [pinned[row] for row in rows.tolist()])
+        self.text.change_rows(lambda x: x[rows.to(x.device)])
         if self.ends_in_padding:
             self.ends_in_padding = [self.ends_in_padding[row] for row in rows.tolist()]
         if isinstance(self.prompt_length, Sequence):
@@ -232,6 +236,7 @@ class PassGuard:
         """Become the guard of a new cache whose prompt may have any length."""
         self.end_pass()
         self.rope_deltas.reset()
+        self.text.reset()
         self.prompt_length = None
         self.ends_in_padding = []
         self.pins.reset()
