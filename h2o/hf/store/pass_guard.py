@@ -23,8 +23,9 @@ from h2o.hf.store.pins import Pins
 from h2o.hf.store.seen_text import SeenText
 
 WITHOUT_CACHE = (
-    "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token; "
-    "give one of the two only"
+    "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token. "
+    "Pass use_cache=True, or no cache. Where the call has no use_cache, it is that of "
+    "model.generation_config or model.config, as training leaves it"
 )
 """The error where `generate()` feeds the whole text again, with its first new token."""
 
