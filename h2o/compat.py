@@ -2,10 +2,9 @@
 
 Private names, signatures of other people's functions and differences between versions stand in
 this module and in `h2o.compat_wrappers` only, each with what it is and what happens in a version
-that lacks it. `packages.py`
-knows which versions of transformers are supported and which ones were tested. A name that one of
-the `import` statements below needs and that a later version has moved is an ImportError, which
-`h2o` reports where it is first used.
+that lacks it. `packages.py` knows which versions of transformers are supported and which ones were
+tested. A name that an `import` statement below needs and that a later version has moved is an
+ImportError, which `h2o` reports where it is first used.
 """
 
 from __future__ import annotations
@@ -123,6 +122,10 @@ class NewText(NamedTuple):
     them itself"""
     is_injected: bool
     """Whether a decode step of `generate()` was given embeddings that are not its own"""
+    ids: Tensor | None
+    """[B, Q]; None where the caller gives embeddings"""
+    dropped: Tensor | None
+    """[B, n], what `generate()` drops at the beginning of its input_ids, since the cache has it"""
 
 
 def new_text() -> NewText | None:
@@ -132,6 +135,7 @@ def new_text() -> NewText | None:
     None where no call has a mask, also in a version that names it otherwise.
     """
     masks, positions, embedded, calls = [], [], False, set()
+    ids = dropped = None
     for name, here in _calls_under_way():
         calls.add(name)
         masks += [here["attention_mask"]] if "attention_mask" in here else []
@@ -139,6 +143,9 @@ def new_text() -> NewText | None:
             positions.append(here["position_ids"])
         if name == "forward":
             embedded = here.get("inputs_embeds") is not None
+            ids = here.get("input_ids", ids)
+        if name == "_prefill" and here.get("next_sequence_length"):
+            dropped = here["input_ids"][:, : -here["next_sequence_length"]]
     if not masks:
         return None
     mask, numbers = masks[0], positions[-1] if positions else None
@@ -149,7 +156,7 @@ def new_text() -> NewText | None:
     if not isinstance(numbers, Tensor) or numbers.ndim != 2:
         numbers = None
     is_step = "generate" in calls and "_prefill" not in calls
-    return NewText(mask, numbers, is_step and embedded and numbers is None)
+    return NewText(mask, numbers, is_step and embedded and numbers is None, ids, dropped)
 
 
 def keeper_of_rope_deltas() -> Any:

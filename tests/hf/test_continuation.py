@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 import h2o
 from h2o import H2OCache, H2OConfig, patched
-from h2o.compat import HYBRIDS, with_cache
+from h2o.compat import CROPS_TO_LENGTH, HYBRIDS, with_cache
+from h2o.hf.store import seen_text
 from tests.hf.tiny import FAMILIES, LATENT, batch, greedy, prompts, shared
 
 pytestmark = pytest.mark.timeout(120)
@@ -113,6 +114,175 @@ def test_a_mask_with_other_pads():
     right = torch.cat([mask, more[:, 20:]], 1)
     greedy(ours, {"input_ids": ids, "attention_mask": right}, 3, **with_cache(cache))
     assert cache.get_seq_length() == 37
+
+
+OTHERS = pytest.raises(ValueError, match="are not those that the cache has read")
+
+
+def two_turns(ours, change=(), between=lambda cache: cache, tokens=20, **first):
+    """The second of two turns on a cache, with other ids in the columns `change` of the last
+    row."""
+    rows = batch(prompts(tokens, tokens - 4))
+    cache = H2OCache(ours.config, **SMALL)
+    settings = {"max_new_tokens": 6, "do_sample": False, **first}
+    with torch.random.fork_rng():
+        ids = ours.generate(**rows, **settings, **with_cache(cache))
+    mask = rows["attention_mask"].repeat_interleave(len(ids) // 2, 0)
+    ids = torch.cat([ids, prompts(4)[0].expand(len(ids), -1)], 1)
+    mask = torch.cat([mask, mask.new_ones(len(ids), 10)], 1)
+    for column in change:
+        ids[-1, column] = (ids[-1, column] + 1) % 90 + 3
+    settings = {"max_new_tokens": 3, "prefill_chunk_size": first.get("prefill_chunk_size")}
+    turn = {"input_ids": ids, "attention_mask": mask, **settings}
+    return ours.generate(**turn, do_sample=False, **with_cache(between(cache))).tolist()
+
+
+WAYS = {
+    "one pass": {},
+    "chunks": {"prefill_chunk_size": 7},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+    "more steps than are noted together": {"max_new_tokens": 6, "tokens": 12},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", [[8], [-6], [9, 10]])
+def test_a_turn_with_other_ids(way, change, monkeypatch):
+    """A template has dropped as many tokens as it has added, or an answer was tokenized again."""
+    if "more" in way:
+        monkeypatch.setattr(seen_text, "PENDING", 2)
+    ours = shared("llama")
+    with OTHERS:
+        two_turns(ours, change, **WAYS[way])
+    before = two_turns(ours, **WAYS[way])
+    assert len(before[0]) == len(two_turns(ours, [-5], **WAYS[way])[0])  # not seen yet
+    assert two_turns(ours, [], **WAYS[way]) == before
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_other_ids_of_the_same_length(name):
+    ours, (ids,) = shared(name), prompts(30)
+    cache = asked(ours, ids)
+    before = held(cache)
+    other = torch.cat([ids.flip(1), *[ids] * 2], 1)
+    with pytest.raises(ValueError, match="are not those that the cache has read"):
+        greedy(ours, {"input_ids": other}, 5, **with_cache(cache))
+    assert cache.get_seq_length() == 34
+    assert all(map(torch.equal, held(cache), before))
+
+
+def test_new_tokens_alone_that_are_more_than_were_seen():
+    """generate() would drop their beginning; with the mask of all columns it reads them."""
+    ours, (ids, new) = shared("llama"), prompts(10, 30)
+    cache = H2OCache(ours.config, **SMALL)
+    ours(ids, **with_cache(cache))
+    with OTHERS:
+        ours.generate(new, max_new_tokens=3, **with_cache(cache))
+    told = {"attention_mask": torch.ones(1, 40, dtype=torch.long)}
+    ours.generate(new, **told, max_new_tokens=3, do_sample=False, **with_cache(cache))
+    assert cache.get_seq_length() == 42
+
+
+def test_ids_of_copies_and_files(tmp_path):
+    ours, path = shared("llama"), tmp_path / "cache.safetensors"
+
+    def saved(cache):
+        cache.save(path, ours)
+        return H2OCache.load(path, ours)
+
+    for between in (H2OCache.fork, saved, lambda cache: saved(saved(cache))):
+        two_turns(ours, [], between)
+        with OTHERS:
+            two_turns(ours, [8], between)
+
+
+def test_ids_of_moved_rows():
+    ours, rows = shared("llama"), prompts(20, 20)
+    cache = H2OCache(ours.config, **SMALL)
+    with torch.no_grad():
+        ours(torch.cat(rows), **with_cache(cache))
+    text = torch.cat([torch.cat(rows), torch.cat(prompts(4, 4))], 1)
+    moved = cache.fork()
+    moved.batch_select_indices([1, 1, 0])
+    moved.batch_repeat_interleave(2)
+    order = torch.tensor([1, 1, 1, 1, 0, 0])
+    greedy(ours, {"input_ids": text[order]}, 3, **with_cache(moved.fork()))
+    with OTHERS:
+        greedy(ours, {"input_ids": text[order.flip(0)]}, 3, **with_cache(moved))
+    reordered = cache.fork()
+    reordered.reorder_cache(torch.tensor([1, 0]))
+    with OTHERS:
+        greedy(ours, {"input_ids": text}, 3, **with_cache(reordered))
+    greedy(ours, {"input_ids": text}, 3, **with_cache(cache))
+
+
+def test_sequences_of_a_beam_search_are_not_the_caches_rows():
+    ours, (ids,) = shared("llama"), prompts(20)
+    cache = H2OCache(ours.config, **SMALL)
+    beams = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 6, "do_sample": False}
+    out = ours.generate(ids, **beams, **with_cache(cache))
+    turn = torch.cat([out, prompts(4)[0].expand(3, -1)], 1)
+    with OTHERS:
+        greedy(ours, {"input_ids": turn}, 3, **with_cache(cache))
+
+
+def test_a_pass_that_failed_is_no_part_of_the_text():
+    ours, (ids, more) = shared("llama"), prompts(20, 9)
+    turn = torch.cat([ids, more], 1)
+
+    def stop(*_):
+        raise OSError("stopped")
+
+    cache = H2OCache(ours.config, **SMALL)
+    ours(ids, **with_cache(cache))
+    hook = ours.model.layers[0].register_forward_pre_hook(stop)
+    with pytest.raises(OSError, match="stopped"):
+        greedy(ours, {"input_ids": turn}, 3, **with_cache(cache))
+    hook.remove()
+    other = turn.clone()
+    other[0, 3] += 1
+    with OTHERS:
+        greedy(ours, {"input_ids": other}, 3, **with_cache(cache))
+    greedy(ours, {"input_ids": turn}, 3, **with_cache(cache))
+
+
+@pytest.mark.parametrize("how", ["embeddings", "a DynamicCache", "taken back"])
+def test_ids_that_are_not_known(how):
+    """Nothing can be compared: the caller's word counts."""
+    ours, (ids,) = shared("llama"), prompts(20)
+    cache = H2OCache(ours.config, heavy=40, recent=40)
+    if how == "embeddings":
+        ours(inputs_embeds=ours.get_input_embeddings()(ids), **with_cache(cache))
+    elif how == "a DynamicCache":
+        full = DynamicCache(config=ours.config)
+        ours(ids, **with_cache(full))
+        cache = H2OCache.from_dynamic_cache(full, ours.config, **SMALL)
+    else:
+        cache.activate_past_recording()
+        ours(torch.cat([ids, ids], 1), **with_cache(cache))
+        cache.crop(20 if CROPS_TO_LENGTH else -20)
+    turn = torch.cat([ids + 1, ids], 1)
+    greedy(ours, {"input_ids": turn}, 3, **with_cache(cache))
+    assert cache.get_seq_length() == 42
+
+
+@pytest.mark.parametrize("readings", [1, 2])
+def test_questions_about_another_document(readings):
+    ours, (ids, repeat, question) = shared("llama"), prompts(30, 3, 5)
+    more = {"readings": 2, "repeat": repeat} if readings == 2 else {}
+    cache = h2o.compress_document(ours, ids, **SMALL, **more)
+    other = ids.clone()
+    other[0, 2] += 1
+    prompt, wrong = (torch.cat([x, question], 1) for x in (ids, other))
+    with OTHERS:
+        greedy(ours, {"input_ids": wrong}, 3, **with_cache(cache.fork()))
+    greedy(ours, {"input_ids": prompt}, 3, **with_cache(cache.fork()))
+    asking = [prompt[0].tolist(), wrong[0].tolist(), prompt[0].tolist()]
+    first, second, third = h2o.generate_all(
+        ours, asking, cache.config, rows=2, prefix=cache, max_new_tokens=3
+    )
+    assert first.ids == third.ids
+    assert "are not those that the cache has read" in str(second.error)
 
 
 def test_patched_answers_anew():

@@ -310,14 +310,16 @@ def test_cropping_nothing_and_everything():
 
 
 def test_no_cache_and_a_cache():
-    ours = model("llama")
+    """By the call, and by what training has left in the model's settings."""
+    ours, inputs = model("llama"), {"input_ids": prompts(20)[0]}
     with pytest.raises(ValueError, match="use_cache=False with an H2OCache"):
-        greedy(
-            ours,
-            {"input_ids": prompts(20)[0]},
-            **with_cache(H2OCache(ours.config, **SMALL)),
-            use_cache=False,
-        )
+        greedy(ours, inputs, **with_cache(H2OCache(ours.config, **SMALL)), use_cache=False)
+    ours.generation_config.use_cache = False
+    with pytest.raises(ValueError, match=r"Pass use_cache=True.* model\.generation_config"):
+        greedy(ours, inputs, **with_cache(H2OCache(ours.config, **SMALL)))
+    cache = H2OCache(ours.config, **SMALL)
+    greedy(ours, inputs, **with_cache(cache), use_cache=True)
+    assert cache.get_seq_length() > 20
 
 
 @pytest.mark.parametrize("columns", [1, 3])

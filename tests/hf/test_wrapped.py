@@ -122,6 +122,8 @@ def test_prompts_that_were_tuned():
     wrapped = peft.get_peft_model(model("llama", "h2o"), peft.PrefixTuningConfig(**tuned)).eval()
     with pytest.raises(UnsupportedError, match="prefix tuning"):
         enable(wrapped, **SMALL)
+    with pytest.raises(UnsupportedError, match="prefix tuning"):
+        H2OCache(wrapped, **SMALL)
     if repeats_virtual_tokens(wrapped):
         return  # such a PEFT leaves the prefix out, with a warning, beside any cache
     cache = H2OCache(wrapped.get_base_model().config, **SMALL)

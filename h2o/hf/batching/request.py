@@ -28,6 +28,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.system_turn import system_span
 from h2o.hf.cache.cache import H2OCache
+from h2o.hf.cache.continuation import check_ids
 from h2o.hf.families.wrappers import check_pins, continuing, input_device, virtual_tokens
 from h2o.hf.rotary.angles import AnglesByLength, positions_after
 from h2o.hf.store.pins import Pins
@@ -212,6 +213,8 @@ class ActiveRequest:
         self.cache = settings.cache_for(request, self.ids)
         self.forward = settings.model
         self.tokens_read = max(0, int(self.cache.get_seq_length()) - settings.virtual)
+        if self.tokens_read < self.prompt_tokens:
+            check_ids(self.cache.guard.text, self.ids[:, : self.tokens_read])
         prepared = settings.prepared(request, self.ids, self.cache)
         self.processors = prepared["logits_processor"]
         self.criteria = prepared["stopping_criteria"]

@@ -30,7 +30,7 @@ from h2o.hf.cache.continuation import check_text, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import take_over
 from h2o.hf.cache.readable_cache import ReadableCache
 from h2o.hf.families.layer_kinds import has_states, kind_of, warn_of_windows
-from h2o.hf.families.wrappers import check_pins
+from h2o.hf.families.wrappers import check_pins, unwrap
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store import states
@@ -90,6 +90,7 @@ class H2OCache(ReadableCache):
     ) -> None:
         packages.warn_without_core()
         h2o_config = one_config(h2o_config, parameters)
+        unwrap(config)  # which may refuse
         check_pins(config, pinned)
         model, config = config, text_config_of(config)
         plan = get_plan(model, config, h2o_config)

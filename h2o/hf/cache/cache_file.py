@@ -54,6 +54,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             "prompt_length": cache.guard.prompt_length,
             "pins": cache.guard.pins.as_dict(),
             "ends_in_padding": cache.guard.ends_in_padding,
+            "text": cache.guard.text.as_dict(),
             "layers": [state.numbers for state in states],
             **rope_deltas,
         }
@@ -153,6 +154,7 @@ def restore_guard(guard: PassGuard, content: dict[str, Any]) -> None:
     """Gives a loaded cache its pins, and the number that its model kept beside it, if known."""
     guard.pins = Pins.from_dict(content["pins"])
     guard.ends_in_padding = content.get("ends_in_padding", [])
+    guard.text.restore(content.get("text"))
     deltas = guard.rope_deltas
     deltas.is_known = "rope_deltas" in content
     if (number := content.get("rope_deltas")) is not None:

@@ -2,7 +2,8 @@
 
 `generate()` drops as many input_ids as the cache has seen, without comparing them. A prompt that is
 given again, or another text, would therefore lose its beginning in silence, and its rest would be
-read as a continuation of the old text. The positions and the mask of a forward pass reveal this.
+read as a continuation of the old text. The positions and the mask of a forward pass reveal this, or
+else the dropped ids (`h2o.hf.store.seen_text`).
 
 Shape letters: B batch rows, Q new tokens, n padded columns.
 """
@@ -20,6 +21,7 @@ from h2o.compat import NewText, new_text
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.padding import check_padding
 from h2o.hf.store.pass_guard import WITHOUT_CACHE
+from h2o.hf.store.seen_text import SeenText
 
 
 def check_text(cache: Any, seen: int, new: int) -> None:
@@ -30,8 +32,8 @@ def check_text(cache: Any, seen: int, new: int) -> None:
     Raises:
         UnsupportedError: a wrapper puts embeddings before each decode step.
         ValueError: the tokens begin before the end of what the cache has seen, or change the rotary
-            angles of earlier ones, or the mask disagrees about which columns were padding; or
-            windows or states would count padding as text.
+            angles of earlier ones, or follow other ids than it has read; or the mask disagrees
+            about which columns were padding; or windows or states would count padding as text.
     """
     guard = cache.guard
     if guard.by_row:
@@ -40,6 +42,7 @@ def check_text(cache: Any, seen: int, new: int) -> None:
         guard.check_angles(seen, new)
     text = new_text()
     if text is None:
+        guard.text.read(None, None, seen)
         return
     if seen:
         _check_continuation(cache, seen, text, new)
@@ -47,6 +50,25 @@ def check_text(cache: Any, seen: int, new: int) -> None:
         guard.skips_pads = _skips_pads(text, new)
     if guard.counts_padding and not (seen and _would_wait(text, new) and not guard.ends_in_padding):
         check_padding(guard, text.mask, seen, new)
+    guard.text.read(text.ids, text.mask, seen)
+
+
+def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:
+    """Check that token ids [B, n] are those that a cache of n columns has read.
+
+    Raises:
+        ValueError: with the first row that has others.
+    """
+    if rows := text.other_rows(ids, mask):
+        raise ValueError(
+            f"the first {ids.shape[1]} tokens of row {rows[0]} are not those that the cache has "
+            "read. input_ids must be everything seen so far, followed by new tokens. Append the "
+            "ids of the new turn to the ids that generate() returned: a chat template that drops "
+            "earlier thoughts, and answers that are tokenized again, give others. After a beam "
+            "search the cache has the beams that were searched last, not the sequences that were "
+            "returned. To ask something else call cache.reset(), or use a new H2OCache or "
+            "h2o.patched()"
+        )
 
 
 def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
@@ -66,6 +88,8 @@ def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
             _check_padding([seen] * len(lengths), lengths, seen)
     elif text.mask is None or bool(text.mask.all()):  # no row has pads
         lengths = torch.tensor([seen], dtype=torch.long, device="cpu")
+    if text.dropped is not None and text.dropped.shape[1] == seen:
+        check_ids(cache.guard.text, text.dropped, text.mask)
     if lengths is not None and text.positions is not None and text.positions.shape[1] == new:
         if len({len(lengths), len(text.positions)} - {1}) > 1:
             return  # another batch: the first layer says which one it holds
@@ -90,7 +114,7 @@ def _lengths(cache: Any) -> Tensor | None:
 
 def _would_wait(text: NewText, new: int) -> bool:
     """Whether looking at a decode step's tensors would make every step wait for a GPU."""
-    mask, positions, _ = text
+    mask, positions = text.mask, text.positions
     is_elsewhere = mask is not None and not mask.is_cpu
     return new == 1 and (is_elsewhere or (positions is not None and not positions.is_cpu))
 

@@ -2,7 +2,7 @@
 
 With it a cache detects an interrupted pass, keys that never reached h2o's attention, and a second
 thread. It also holds what all layers need to know about the prompt: its length, its pins, and the
-`rope_deltas` that models with images keep outside of the cache.
+`rope_deltas` that models with images keep outside of the cache; and a digest of the text.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from h2o.compat_wrappers import has_transforms
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.rotary.rope_deltas import RopeDeltas
 from h2o.hf.store.pins import Pins
+from h2o.hf.store.seen_text import SeenText
 
 WITHOUT_CACHE = (
-    "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token; "
-    "give one of the two only"
+    "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token. "
+    "Pass use_cache=True, or no cache. Where the call has no use_cache, it is that of "
+    "model.generation_config or model.config, as training leaves it"
 )
 """The error where `generate()` feeds the whole text again, with its first new token."""
 
@@ -86,6 +88,7 @@ class PassGuard:
         self.rereads_after: float | None = None
         """See `h2o.hf.support.rereads_after`"""
         self.rope_deltas = RopeDeltas()
+        self.text = SeenText()
         self.skips_pads = False
         """Whether the model counted the positions of the prompt without its padding"""
         self.by_row = False
@@ -211,6 +214,7 @@ class PassGuard:
     def repeat(self, rows: int) -> None:
         """Repeat each row of the batch, also of a prompt that is still to come."""
         self.pins.each_row(lambda pinned: [row for row in pinned for _ in range(rows)])
+        self.text.change_rows(lambda x: x.repeat_interleave(rows))
         self.ends_in_padding = [row for row in self.ends_in_padding for _ in range(rows)]
         self._repeat_lengths(rows)
 
@@ -228,6 +232,7 @@ class PassGuard:
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         self.pins.each_row(lambda pinned: [pinned[row] for row in rows.tolist()])
+        self.text.change_rows(lambda x: x[rows.to(x.device)])
         if self.ends_in_padding:
             self.ends_in_padding = [self.ends_in_padding[row] for row in rows.tolist()]
         if isinstance(self.prompt_length, Sequence):
@@ -238,6 +243,7 @@ class PassGuard:
         """Become the guard of a new cache whose prompt may have any length."""
         self.end_pass()
         self.rope_deltas.reset()
+        self.text.reset()
         self.prompt_length = None
         self.ends_in_padding = []
         self.pins.reset()

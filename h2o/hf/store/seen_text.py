@@ -1,0 +1,145 @@
+"""`SeenText`: a digest of the token ids that a cache has read.
+
+`generate()` is given a whole conversation and drops as many ids as the cache has seen, without a
+look at them. A cache does not store ids. Their digest tells whether the dropped ids are the ones
+that were read, and takes two numbers for each row however long the text is.
+
+Shape letters: B batch rows, Q columns of one forward pass, n columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PENDING = 64
+"""Forward passes whose ids are held until they are added to the digest together."""
+
+_A, _B, _C = 0x2545F4914F6CDD1D, 0x5851F42D4C957F2D, 0x369DEA0F31A53F85
+
+
+class SeenText:
+    """The digest of the ids of each row, pads left out.
+
+    It is unknown after passes of embeddings, by a graph, over keys of a DynamicCache, or where the
+    cache took back a part of a pass. Then nothing is compared until the cache is emptied.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the text."""
+        self._digest: Tensor | None = None  # [B] int64
+        self._counts: Tensor | None = None  # [B], tokens of each row
+        self._columns = 0
+        self._pending: list[tuple[Tensor, Tensor | None]] = []
+        self._is_known = True
+
+    def read(self, ids: Tensor | None, mask: Tensor | None, seen: int) -> None:
+        """Note the ids of a forward pass before it begins.
+
+        Args:
+            ids: [B, Q]; None: not known.
+            mask: [B, n] of the columns seen and the new ones, 0 at a pad; None: no pads.
+            seen: columns before the pass. Those of a pass that failed are not among them.
+        """
+        if seen == 0:
+            self.reset()
+        elif not self._continues_at(seen):
+            self._is_known = False
+        if ids is None or ids.ndim != 2:
+            self._is_known = False
+        if not self._is_known:
+            self._pending = []
+            return
+        Q = ids.shape[1]
+        new = None if mask is None else mask[:, mask.shape[1] - Q :].bool().clone()
+        self._pending.append((ids.clone(), new))
+        if len(self._pending) > PENDING:
+            self._add(self._pending[:-1])
+            del self._pending[:-1]  # the last pass may yet fail
+
+    def other_rows(self, ids: Tensor, mask: Tensor | None) -> list[int]:
+        """Numbers of the rows that have other tokens in `ids` [B, n] than the cache has read; empty
+        where that is not known. `mask`: [B, n or more], 0 at a pad."""
+        n = ids.shape[1]
+        if not (self._is_known and self._continues_at(n)):
+            return []
+        self._fold()
+        if self._digest is None or len(self._digest) != len(ids):
+            return []
+        found, _ = _digest(ids, None if mask is None else mask[:, :n].bool(), 0)
+        return (found != self._digest.to(found.device)).nonzero()[:, 0].tolist()
+
+    def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Follow the rows of the cache."""
+        self._fold()
+        if self._digest is not None and self._counts is not None:
+            self._digest, self._counts = change(self._digest), change(self._counts)
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """The digest for JSON; None where it is unknown."""
+        self._fold()
+        if not self._is_known or self._digest is None or self._counts is None:
+            return None
+        lists = {"digest": self._digest.tolist(), "counts": self._counts.tolist()}
+        return {"columns": self._columns, **lists}
+
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        """Become what `as_dict` was made of."""
+        self.reset()
+        self._is_known = saved is not None
+        if saved is not None:
+            self._columns = saved["columns"]
+            self._digest = torch.tensor(saved["digest"], dtype=torch.long, device="cpu")
+            self._counts = torch.tensor(saved["counts"], dtype=torch.long, device="cpu")
+
+    def _continues_at(self, seen: int) -> bool:
+        """Whether the digest is that of `seen` columns, without the last pass where that failed."""
+        held = self._columns + sum(ids.shape[1] for ids, _ in self._pending)
+        if self._pending and seen == held - self._pending[-1][0].shape[1]:
+            self._pending.pop()
+            return True
+        return seen == held
+
+    def _fold(self) -> None:
+        self._add(self._pending)
+        self._pending = []
+
+    def _add(self, passes: list[tuple[Tensor, Tensor | None]]) -> None:
+        """Add passes to the digest: those of several columns each, and steps all at once."""
+        if not passes:
+            return
+        ids = torch.cat([ids for ids, _ in passes], dim=1)
+        mask = None
+        if any(new is not None for _, new in passes):
+            masks = [
+                torch.ones_like(ids, dtype=torch.bool) if x is None else x for ids, x in passes
+            ]
+            mask = torch.cat(masks, dim=1)
+        before = 0 if self._counts is None else self._counts.to(ids.device)[:, None]
+        digest, counts = _digest(ids, mask, before)
+        if self._digest is not None and self._counts is not None:
+            digest += self._digest.to(ids.device)
+            counts += self._counts.to(ids.device)
+        self._digest, self._counts = digest, counts
+        self._columns += ids.shape[1]
+
+
+def _digest(ids: Tensor, mask: Tensor | None, before: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Sums [B] of a hash of each token and its number in the row, and the tokens of each row.
+
+    Args:
+        ids: [B, n]; mask: [B, n] bool or None.
+        before: tokens before these in the row, [B, 1] or one number.
+    """
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device)
+    rank = real.long().cumsum(1) + before
+    x = ids.long() * _A + rank * _B
+    x = (x ^ (x >> 31)) * _C
+    x = (x ^ (x >> 29)) * _A
+    return torch.where(real, x ^ (x >> 32), 0).sum(1), real.long().sum(1)
