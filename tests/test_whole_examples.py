@@ -102,14 +102,14 @@ def test_the_default_model_answers_letters(tmp_path):
 
 def test_a_batch_job_goes_on_after_a_kill(chatting, tmp_path):
     """Every prompt has one answer, the one that it has without the kill."""
-    more = ("--prompts", "40", "--model", chatting, "--rows", "4")
+    more = ("--prompts", "24", "--model", chatting, "--rows", "4")
     out = run("batch_job.py", tmp_path / "killed", "--kill-after", "6", *more)
-    killed = int(re.search(r"killed with (\d+) of 40 answers", out)[1])
-    assert 6 <= killed < 40
+    killed = int(re.search(r"killed with (\d+) of 24 answers", out)[1])
+    assert 6 <= killed < 24
     run("batch_job.py", tmp_path / "whole", *more)
     answers = {}
     for name in ("killed", "whole"):
         lines = (tmp_path / name / "answers.jsonl").read_text("utf-8").split("\n")[:-1]
         answers[name] = {answer["id"]: answer for answer in map(json.loads, lines)}
-        assert len(lines) == len(answers[name]) == 40
+        assert len(lines) == len(answers[name]) == 24
     assert answers["killed"] == answers["whole"]

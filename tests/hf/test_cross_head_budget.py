@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import h2o
 from h2o import H2OCache, UnsupportedError
@@ -18,7 +17,7 @@ from h2o.hf.prompt.prompt_echo import PromptEcho
 from h2o.hf.store.layer_state import layer_state
 from tests.hf.test_compress import positions
 from tests.hf.test_prompt_echo import read
-from tests.hf.tiny import DEVICE, Family, failing, prompts, shared
+from tests.hf.tiny import DEVICE, failing, llama, prompts, shared
 
 SMALL = {"heavy": 8, "recent": 4, "sinks": 2, "score_by": "mean-echo", "head_shares": "echo"}
 PLACES = 8 + 4 + 2
@@ -27,11 +26,7 @@ PLACES = 8 + 4 + 2
 @functools.cache
 def deep(**more):
     """Of six layers: what the first ones have read is dropped several times."""
-    torch.manual_seed(5)
-    config = Family("llama", more, layers=("h2o",) * 6).build_config()
-    built = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
-    built.set_attn_implementation("h2o")
-    return built
+    return llama(6, **more)
 
 
 def as_if_all_were_held(ours, documents, **parameters):

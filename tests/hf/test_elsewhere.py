@@ -25,7 +25,7 @@ from h2o.hf.layers.layer import H2OLayer
 from tests.devices import WAITS, elsewhere, moved
 from tests.hf.modes import POLICIES
 from tests.hf.test_families import KEPT_ALIKE
-from tests.hf.tiny import FAMILIES, TWINS, WITH_STATES, model, slow_if
+from tests.hf.tiny import FAMILIES, TWINS, WITH_STATES, llama, model, slow_if
 
 if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
     pytest.skip(
@@ -41,10 +41,12 @@ SERVED = [name for name in FAMILIES if "h2o" in FAMILIES[name].layers and name n
 
 @contextlib.contextmanager
 def there(
-    name: str = "llama", attention: str = "h2o", dtype: torch.dtype = torch.float32
+    name: str = "", attention: str = "h2o", dtype: torch.dtype = torch.float32
 ) -> Iterator[Any]:
-    """A model on the device, and all that is made in the block."""
-    ours = model(name, attention).to(dtype)
+    """A model on the device, and all that is made in the block: a family's, or a llama of a single
+    layer, since whatever has no numbers takes a hundred times as long."""
+    ours = (model(name) if name else llama(1)).to(dtype)
+    ours.set_attn_implementation(attention)
     with elsewhere():
         yield moved(ours)
 
@@ -54,8 +56,8 @@ def ids(B: int, n: int) -> Tensor:
 
 
 def converse(ours, cache, mask: Tensor | None = None) -> Tensor:
-    """A prompt, a step, a chunk and a step. The last logits."""
-    for n in (20, 1, 4, 1):
+    """A prompt, a chunk and a step. The last logits."""
+    for n in (20, 4, 1):
         if mask is not None and mask.shape[1] < cache.get_seq_length() + n:
             mask = torch.cat([mask, mask.new_ones(len(mask), n)], dim=1)
         out = ours(ids(2, n), attention_mask=mask, **with_cache(cache))
@@ -88,7 +90,7 @@ def test_families(name):
 def test_policies(chosen):
     config = POLICIES[chosen]
     if config.head_shares is not None:
-        config = replace(config, head_shares=[[0.4, 1.6], [1.2, 0.8]])
+        config = replace(config, head_shares=[[0.4, 1.6]])
     with there(dtype=torch.bfloat16) as ours:
         cache = H2OCache(ours.config, config)
         converse(ours, cache)
@@ -97,7 +99,7 @@ def test_policies(chosen):
 
 @pytest.mark.parametrize(
     ("shares", "kv_dtype"),
-    [(None, "int8"), ([[0.4, 1.6], [1.2, 0.8]], None)],
+    [(None, "int8"), ([[0.4, 1.6]], None)],
     ids=["even", "shares"],
 )
 def test_slots_that_grow(shares, kv_dtype):
@@ -107,9 +109,9 @@ def test_slots_that_grow(shares, kv_dtype):
         cache = H2OCache(ours.config, heavy=12, recent=12, **more)
         ours(ids(2, 4), **with_cache(cache))
         first = cache.layers[0].slots.keys.shape
-        for _ in range(6):
+        while cache.layers[0].slots.keys.shape == first:
+            assert cache.get_seq_length() < 24
             ours(ids(2, 1), **with_cache(cache))
-        assert cache.layers[0].slots.keys.shape != first
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +141,7 @@ def test_fractions_of_padded_rows_are_read_once():
 
 def test_beams():
     with there() as ours:
-        cache = H2OCache(ours.config, heavy=6, recent=6, head_shares=[[0.5, 1.5]] * 2)
+        cache = H2OCache(ours.config, heavy=6, recent=6, head_shares=[[0.5, 1.5]])
         converse(ours, cache)
         cache.reorder_cache(torch.zeros(2, dtype=torch.long))
         ours(ids(2, 1), **with_cache(cache))

@@ -84,37 +84,28 @@ STATES_ALIKE = {
 """Families whose states, and layers beside them, are those of another."""
 
 
-def one_in_two(i: int, j: int) -> bool:
-    """Of a row's and of a column's cases."""
-    return (i + j) % 2 == 0
-
-
-def one_in_three(i: int, j: int) -> bool:
-    """Likewise."""
-    return (i + j) % 3 == 0
-
-
 def slow_mode(i: int, name: str, j: int, mode: str) -> bool:
     if name in WITH_STATES or name in LATENT_AND_STATES:
         return mode != "greedy" or name in STATES_ALIKE
-    if name in LATENT and mode != "greedy":
-        return name not in WHOLE and not one_in_three(i, j)
+    if name in WHOLE:
+        return False
+    if name in LATENT:
+        return mode != "greedy" and (i + j) % 4 > 0
     if mode in OF_ATTENTION:
-        return name in TWINS and mode != "greedy" and not one_in_two(i, j)
-    if name in TWINS or name in GENERATED_ALIKE:
-        return name in TWINS or not one_in_three(i, j)
-    return name not in WHOLE and not one_in_two(i, j)
+        return name in TWINS and mode != "greedy" and (i + j) % 3 > 0
+    return name in TWINS or (i + j) % (6 if name in GENERATED_ALIKE else 3) > 0
 
 
 def slow_policy(i: int, name: str, j: int, chosen: str, side: str) -> bool:
     """A policy sees queries, keys and values: each meets a third of the families beside those that
-    meet all, and a sixth of the twins. Pads on the right are the masks' matter, which knows of no
-    policy."""
+    meet all, on one side or the other, and a twelfth of the twins. Pads on the right are the masks'
+    matter, which knows of no policy."""
     if name in WITH_STATES or name in LATENT_AND_STATES:
         return chosen != "h2o" or side == "right" or name in STATES_ALIKE
+    place = i + j + 3 * (side == "left")
     if name in TWINS:
-        return (i + j) % 6 > 0
-    return (side == "right" or name not in WHOLE) and not one_in_three(i, j)
+        return place % 12 > 0
+    return (side == "right" or name not in WHOLE) and place % 6 > 0
 
 
 MODE_CASES = [

@@ -159,7 +159,7 @@ def test_threads_with_caches_of_their_own_do_not_meet(name):
     def run(ids, wait=lambda: None):
         wait()
         cache = H2OCache(ours.config, SMALL)
-        tokens = greedy(ours, {"input_ids": ids}, 40, **with_cache(cache))
+        tokens = greedy(ours, {"input_ids": ids}, 20, **with_cache(cache))
         return tokens.tolist(), [x.tolist() for x in cache.kept(1)]
 
     alone = [run(ids) for ids in texts]

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCrit
 import h2o
 from h2o import H2OCache, H2OConfig, models
 from h2o.compat import with_cache
-from tests.hf.tiny import model, needs_compiler, prompts, shared, slow_if
+from tests.hf.tiny import llama, model, needs_compiler, prompts, shared, slow_if
 
 PAGE = resource.getpagesize()
 LENGTHS = (5, 17, 40, 9, 33, 21, 3, 28)
@@ -396,7 +396,7 @@ def test_threads_that_share_a_model(is_patched):
     ours = model("llama", attention="sdpa")
     names = ["h2o", "int8", "mean, sinks"]
     here = threading.Barrier(len(names) + 1)
-    answers, some = {}, texts(*LENGTHS) * 2
+    answers, some = {}, texts(*LENGTHS)
 
     def answer(name):
         waits = iter([True])
@@ -534,7 +534,7 @@ def test_one_graph_serves_all_steps_and_another_all_prompts(name, dynamo):
 @needs_compiler
 def test_prompts_that_no_graph_reads(dynamo):
     """Of one token, under a budget of their own or a part of their length, after a prefix."""
-    ours, config = model("llama"), CONFIGS["h2o"]
+    ours, config = llama(1), CONFIGS["h2o"]
     requests = [
         h2o.Request(text, config=H2OConfig(heavy=n, recent=n) if n else None)
         for text, n in zip(texts(20, 1, 33, 9, 28), (0, 0, 4, 5, 0), strict=True)
@@ -565,7 +565,7 @@ def test_compiled_by_inductor():
 
 
 def test_a_model_that_cannot_be_compiled_is_served_eagerly(dynamo):
-    ours = model("llama")
+    ours = llama(1)
     hook = ours.model.norm.register_forward_hook(lambda *_: torch._dynamo.graph_break())
     try:
         with (

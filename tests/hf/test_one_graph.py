@@ -9,17 +9,16 @@ import functools
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM
 
 import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
 from tests.hf.recordings import recording
 from tests.hf.test_compiled import GRAPHS, compiling, nothing_compiled  # noqa: F401
-from tests.hf.tiny import DEVICE, Family, batch, exact, greedy, needs_compiler, prompts, slow_if
+from tests.hf.tiny import batch, exact, greedy, llama, needs_compiler, prompts, slow_if
 
 pytestmark = needs_compiler
-TOKENS = 30
+TOKENS = 14
 CONFIGS = {
     "robust": exact(H2OConfig.robust(0.5)),
     "authors": exact(H2OConfig.authors(0.5)),
@@ -31,13 +30,9 @@ CONFIGS = {
 
 
 @functools.cache
-def wide():
+def wide(layers=1):
     """A model whose heads have the 32 elements that four bits come in."""
-    torch.manual_seed(5)
-    config = Family("llama", {"head_dim": 32}).build_config()
-    built = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
-    built.set_attn_implementation("h2o")
-    return built
+    return llama(layers, head_dim=32)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +47,7 @@ def test_generate_records_a_step_once(name, rows):
     """Also for a second cache: of a longer prompt, or of one as long where the budget is a fraction
     of it. Budgets that are dealt out by the prompt give slots of another shape, hence another
     recording."""
-    ours, seen = wide(), set()
+    ours, seen = wide(2 if CONFIGS[name].head_shares == "echo" else 1), set()
     compiled = compiling(recording(seen))
     longer = 9 if isinstance(CONFIGS[name].heavy, int) else 0
     for seed in range(2):

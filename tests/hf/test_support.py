@@ -21,7 +21,7 @@ from h2o.compat import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
 from h2o.hf.support import Traits, not_supported_reasons, setting_reasons
 from tests.hf import families
-from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts
+from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts, slow_if
 
 SMALL = {"heavy": 6, "recent": 6}
 
@@ -123,13 +123,15 @@ def test_models_that_read_images(name, layers):
     assert len(support.layers) == layers
 
 
+# Language models are asked below, one by one.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of files of old models
-def test_every_config_of_transformers_is_answered():
+@pytest.mark.parametrize("every", [8, slow_if(True, 1)])
+def test_configs_of_transformers_are_answered(every):
     """Also those of no language model at all, and none says yes whose layers are not attention."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        for name in CONFIG_MAPPING:
+        for name in list(CONFIG_MAPPING)[::every]:
             try:
                 config = CONFIG_MAPPING[name]()
             except Exception:  # one that cannot be made without arguments

@@ -15,7 +15,7 @@ import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, disable, enable, patched
 from h2o.compat import CACHE, with_cache
 from h2o.hf.cache import continuation
-from tests.hf.tiny import greedy, model, prompts
+from tests.hf.tiny import greedy, llama, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
 SMALL_CONFIG = H2OConfig(**SMALL)
@@ -59,7 +59,7 @@ def test_copies_of_an_enabled_model_are_enabled(duplicate):
     assert not twin._forward_pre_hooks
 
 
-STEPS = 4
+STEPS = 2
 """Of a compiled model: each makes a graph anew, and after eight torch goes on without."""
 
 
@@ -67,7 +67,8 @@ STEPS = 4
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.filterwarnings("ignore:torch.compile.model. cannot capture:RuntimeWarning")
 def test_compiled_models():
-    plain = model("llama", "sdpa")
+    plain = llama(1)  # a layer falls into dozens of graphs
+    plain.set_attn_implementation("sdpa")
     compiled = torch.compile(plain, backend="eager")
     (ids,) = prompts(20)
     with patched(plain, **SMALL):

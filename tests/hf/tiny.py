@@ -511,6 +511,15 @@ def model(name: str, attention: str = "h2o") -> Any:
     return twin
 
 
+def llama(layers: int, **config: Any) -> Any:
+    """A llama of so many layers, and with other numbers than the family's, in fp32."""
+    torch.manual_seed(5)
+    config = Family("llama", config, layers=("h2o",) * layers).build_config()
+    built = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
+    built.set_attn_implementation("h2o")
+    return built
+
+
 @functools.cache
 def shared(name: str, attention: str = "h2o") -> Any:
     """The same model for all tests that change nothing of it: a copy takes as long as ten steps."""
