@@ -36,6 +36,9 @@ class SeenText:
         self._digest: Tensor | None = None  # [B] int64
         self._counts: Tensor | None = None  # [B], tokens of each row
         self._columns = 0
+        """Columns read, the pending ones among them"""
+        self._before = 0
+        """Columns before the last pass"""
         self._pending: list[tuple[Tensor, Tensor | None]] = []
         self._is_known = True
 
@@ -49,8 +52,8 @@ class SeenText:
         """
         if seen == 0:
             self.reset()
-        elif not self._continues_at(seen):
-            self._is_known = False
+        elif seen != self._columns:
+            self._step_back(seen)
         if ids is None or ids.ndim != 2:
             self._is_known = False
         if not self._is_known:
@@ -59,6 +62,7 @@ class SeenText:
         Q = ids.shape[1]
         new = None if mask is None else mask[:, mask.shape[1] - Q :].bool().clone()
         self._pending.append((ids.clone(), new))
+        self._before, self._columns = seen, seen + Q
         if len(self._pending) > PENDING:
             self._add(self._pending[:-1])
             del self._pending[:-1]  # the last pass may yet fail
@@ -67,7 +71,9 @@ class SeenText:
         """Numbers of the rows that have other tokens in `ids` [B, n] than the cache has read; empty
         where that is not known. `mask`: [B, n or more], 0 at a pad."""
         n = ids.shape[1]
-        if not (self._is_known and self._continues_at(n)):
+        if n != self._columns:
+            self._step_back(n)
+        if not self._is_known:
             return []
         self._fold()
         if self._digest is None or len(self._digest) != len(ids):
@@ -98,13 +104,14 @@ class SeenText:
             self._digest = torch.tensor(saved["digest"], dtype=torch.long, device="cpu")
             self._counts = torch.tensor(saved["counts"], dtype=torch.long, device="cpu")
 
-    def _continues_at(self, seen: int) -> bool:
-        """Whether the digest is that of `seen` columns, without the last pass where that failed."""
-        held = self._columns + sum(ids.shape[1] for ids, _ in self._pending)
-        if self._pending and seen == held - self._pending[-1][0].shape[1]:
+    def _step_back(self, seen: int) -> None:
+        """Leave the last pass out if it failed, so that `seen` columns were read; else the text is
+        unknown from now on."""
+        if self._pending and seen == self._before:
             self._pending.pop()
-            return True
-        return seen == held
+            self._columns = seen
+        else:
+            self._is_known = False
 
     def _fold(self) -> None:
         self._add(self._pending)
@@ -127,7 +134,6 @@ class SeenText:
             digest += self._digest.to(ids.device)
             counts += self._counts.to(ids.device)
         self._digest, self._counts = digest, counts
-        self._columns += ids.shape[1]
 
 
 def _digest(ids: Tensor, mask: Tensor | None, before: Tensor | int) -> tuple[Tensor, Tensor]:
