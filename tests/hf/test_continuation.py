@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
@@ -244,6 +246,30 @@ def test_a_pass_that_failed_is_no_part_of_the_text():
     with OTHERS:
         greedy(ours, {"input_ids": other}, 3, **with_cache(cache))
     greedy(ours, {"input_ids": turn}, 3, **with_cache(cache))
+
+
+def test_a_refused_thread_leaves_no_ids():
+    """Both threads have made their masks before the first layer takes the cache for one of them."""
+    ours, (ids, other, more) = shared("llama"), prompts(20, 20, 4)
+    cache, errors = H2OCache(ours.config, **SMALL), []
+
+    def enter():
+        try:
+            cache.guard.enter()
+        except RuntimeError as error:
+            errors.append(error)
+
+    def intrude(*_):
+        hook.remove()
+        cache.guard.text.read(other, None, 0)
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+
+    hook = ours.model.layers[1].register_forward_pre_hook(intrude)
+    ours(ids, **with_cache(cache))
+    assert "another thread" in str(errors[0])
+    greedy(ours, {"input_ids": torch.cat([ids, more], 1)}, 3, **with_cache(cache))
 
 
 @pytest.mark.parametrize("how", ["embeddings", "a DynamicCache", "taken back"])

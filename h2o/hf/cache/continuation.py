@@ -88,7 +88,8 @@ def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
             _check_padding([seen] * len(lengths), lengths, seen)
     elif text.mask is None or bool(text.mask.all()):  # no row has pads
         lengths = torch.tensor([seen], dtype=torch.long, device="cpu")
-    if text.dropped is not None and text.dropped.shape[1] == seen:
+    is_whole = text.mask is None or text.mask.shape[1] == seen + new
+    if is_whole and text.dropped is not None and text.dropped.shape[1] == seen:
         check_ids(cache.guard.text, text.dropped, text.mask)
     if lengths is not None and text.positions is not None and text.positions.shape[1] == new:
         if len({len(lengths), len(text.positions)} - {1}) > 1:

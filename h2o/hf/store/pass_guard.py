@@ -162,6 +162,7 @@ class PassGuard:
             return
         thread = self._thread
         if thread not in (None, threading.get_ident()) and calls_a_module(thread):
+            self.text.lose()  # which may have noted the ids of the refused pass
             raise RuntimeError(
                 "this H2OCache is in use by another thread, whose forward pass has not come to "
                 "its end: a cache is one conversation, so make one cache per thread (or "

@@ -42,6 +42,10 @@ class SeenText:
         self._pending: list[tuple[Tensor, Tensor | None]] = []
         self._is_known = True
 
+    def lose(self) -> None:
+        """Compare nothing until the cache is emptied."""
+        self._is_known = False
+
     def read(self, ids: Tensor | None, mask: Tensor | None, seen: int) -> None:
         """Note the ids of a forward pass before it begins.
 
@@ -54,7 +58,7 @@ class SeenText:
             self.reset()
         elif seen != self._columns:
             self._step_back(seen)
-        if ids is None or ids.ndim != 2:
+        if ids is None or ids.ndim != 2 or (mask is not None and mask.shape[1] < ids.shape[1]):
             self._is_known = False
         if not self._is_known:
             self._pending = []
