@@ -83,6 +83,7 @@ def test_compiled_models():
 
 @pytest.mark.filterwarnings("default")
 def test_a_compiled_model_that_falls_into_many_graphs():
+    torch._dynamo.reset()  # which gives up after eight graphs of a function, also of other tests
     continuation.warn_of_many_graphs.__wrapped__.cache_clear()
     ours, (ids,) = model("llama"), prompts(20)
     compiled = torch.compile(ours, backend="eager")
