@@ -247,7 +247,7 @@ class H2OCache(ReadableCache):
                 f"no new tokens: the cache has seen {seen}, and input_ids adds none. Pass "
                 "the earlier tokens followed by new ones, or call cache.reset() for another text"
             )
-        sizes = super().get_mask_sizes(query_length, layer_idx)  # while no other thread changed them
+        sizes = super().get_mask_sizes(query_length, layer_idx)  # before another thread's change
         check_text(self, seen, query_length)
         return sizes
 
