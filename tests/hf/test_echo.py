@@ -194,7 +194,7 @@ def test_queries_that_are_left_out_change_no_bit(size, how, dtype, monkeypatch):
 
 
 def test_half_of_the_queries_of_a_text_are_left_out(monkeypatch):
-    """As many are evaluated over all keys as the documents say, counted on a real model."""
+    """The queries over all keys are as many as the documents say, counted on a real model."""
     model, tokenizer = h2o.load_model()
     text = (Path(__file__).parents[2] / "docs/understand/how_h2o_works.md").read_text()
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :600]

@@ -42,7 +42,7 @@ def check_text(cache: Any, seen: int, new: int) -> None:
         guard.check_angles(seen, new)
     text = new_text()
     if text is None:
-        guard.text.read(None, None, seen)
+        guard.text.lose()
         return
     if seen:
         _check_continuation(cache, seen, text, new)

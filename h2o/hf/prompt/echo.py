@@ -174,7 +174,7 @@ class _AllLogSums:
 
 
 class _NeededLogSums:
-    """The same where a key's score may depend on it; infinite for the other queries.
+    """Log sums of the queries that a key's score may depend on; infinite for the others.
 
     The denominator over a few keys is a lower bound of a query's own, and its weights by that are
     upper bounds. For each key the query with the highest bound is evaluated first, then those

@@ -215,7 +215,7 @@ class PassGuard:
     def repeat(self, rows: int) -> None:
         """Repeat each row of the batch, also of a prompt that is still to come."""
         self.pins.each_row(lambda pinned: [row for row in pinned for _ in range(rows)])
-        self.text.change_rows(lambda x: x.repeat_interleave(rows))
+        self.text.change_rows(lambda x: x.repeat_interleave(rows, -1))
         self.ends_in_padding = [row for row in self.ends_in_padding for _ in range(rows)]
         self._repeat_lengths(rows)
 
@@ -233,7 +233,7 @@ class PassGuard:
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         self.pins.each_row(lambda pinned: [pinned[row] for row in rows.tolist()])
-        self.text.change_rows(lambda x: x[rows.to(x.device)])
+        self.text.change_rows(lambda x: x[:, rows.to(x.device)])
         if self.ends_in_padding:
             self.ends_in_padding = [self.ends_in_padding[row] for row in rows.tolist()]
         if isinstance(self.prompt_length, Sequence):

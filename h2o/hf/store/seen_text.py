@@ -33,18 +33,19 @@ class SeenText:
 
     def reset(self) -> None:
         """Forget the text."""
-        self._digest: Tensor | None = None  # [B] int64
-        self._counts: Tensor | None = None  # [B], tokens of each row
+        self._totals: Tensor | None = None
+        """[2, B] int64: digest and number of tokens of each row, without the pending passes"""
         self._columns = 0
         """Columns read, the pending ones among them"""
         self._before = 0
         """Columns before the last pass"""
-        self._pending: list[tuple[Tensor, Tensor | None]] = []
+        self._pending: list[tuple[Tensor, Tensor]] = []
+        """Ids of a pass, and which of them are no pads"""
         self._is_known = True
 
     def lose(self) -> None:
         """Compare nothing until the cache is emptied."""
-        self._is_known = False
+        self._is_known, self._pending = False, []
 
     def read(self, ids: Tensor | None, mask: Tensor | None, seen: int) -> None:
         """Note the ids of a forward pass before it begins.
@@ -59,13 +60,13 @@ class SeenText:
         elif seen != self._columns:
             self._step_back(seen)
         if ids is None or ids.ndim != 2 or (mask is not None and mask.shape[1] < ids.shape[1]):
-            self._is_known = False
+            self.lose()
+            return
         if not self._is_known:
-            self._pending = []
             return
         Q = ids.shape[1]
-        new = None if mask is None else mask[:, mask.shape[1] - Q :].bool().clone()
-        self._pending.append((ids.clone(), new))
+        real = torch.ones_like(ids) if mask is None else mask[:, mask.shape[1] - Q :]
+        self._pending.append((ids.clone(), (real != 0).to(ids.device)))
         self._before, self._columns = seen, seen + Q
         if len(self._pending) > PENDING:
             self._add(self._pending[:-1])
@@ -80,33 +81,36 @@ class SeenText:
         if not self._is_known:
             return []
         self._fold()
-        if self._digest is None or len(self._digest) != len(ids):
+        if self._totals is None or self._totals.shape[1] != len(ids):
             return []
-        found, _ = _digest(ids, None if mask is None else mask[:, :n].bool(), 0)
-        return (found != self._digest.to(found.device)).nonzero()[:, 0].tolist()
+        real = torch.ones_like(ids) if mask is None else mask[:, :n]
+        found = _digest(ids, (real != 0).to(ids.device), 0)[0]
+        return (found != self._totals[0].to(found.device)).nonzero()[:, 0].tolist()
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Follow the rows of the cache."""
+        """Follow the rows of the cache: `change` takes and returns numbers of rows on the last
+        axis."""
         self._fold()
-        if self._digest is not None and self._counts is not None:
-            self._digest, self._counts = change(self._digest), change(self._counts)
+        if self._totals is not None:
+            self._totals = change(self._totals)
 
     def as_dict(self) -> dict[str, Any] | None:
         """The digest for JSON; None where it is unknown."""
         self._fold()
-        if not self._is_known or self._digest is None or self._counts is None:
+        if not self._is_known or self._totals is None:
             return None
-        lists = {"digest": self._digest.tolist(), "counts": self._counts.tolist()}
-        return {"columns": self._columns, **lists}
+        digest, tokens = self._totals.tolist()
+        return {"columns": self._columns, "digest": digest, "counts": tokens}
 
     def restore(self, saved: dict[str, Any] | None) -> None:
         """Become what `as_dict` was made of."""
         self.reset()
-        self._is_known = saved is not None
-        if saved is not None:
-            self._columns = saved["columns"]
-            self._digest = torch.tensor(saved["digest"], dtype=torch.long, device="cpu")
-            self._counts = torch.tensor(saved["counts"], dtype=torch.long, device="cpu")
+        if saved is None:
+            self.lose()
+            return
+        self._columns = saved["columns"]
+        totals = [saved["digest"], saved["counts"]]
+        self._totals = torch.tensor(totals, dtype=torch.long, device="cpu")
 
     def _step_back(self, seen: int) -> None:
         """Leave the last pass out if it failed, so that `seen` columns were read; else the text is
@@ -115,41 +119,33 @@ class SeenText:
             self._pending.pop()
             self._columns = seen
         else:
-            self._is_known = False
+            self.lose()
 
     def _fold(self) -> None:
         self._add(self._pending)
         self._pending = []
 
-    def _add(self, passes: list[tuple[Tensor, Tensor | None]]) -> None:
-        """Add passes to the digest: those of several columns each, and steps all at once."""
+    def _add(self, passes: list[tuple[Tensor, Tensor]]) -> None:
+        """Add passes to the digest, all at once."""
         if not passes:
             return
-        ids = torch.cat([ids for ids, _ in passes], dim=1)
-        mask = None
-        if any(new is not None for _, new in passes):
-            masks = [
-                torch.ones_like(ids, dtype=torch.bool) if x is None else x for ids, x in passes
-            ]
-            mask = torch.cat(masks, dim=1)
-        before = 0 if self._counts is None else self._counts.to(ids.device)[:, None]
-        digest, counts = _digest(ids, mask, before)
-        if self._digest is not None and self._counts is not None:
-            digest += self._digest.to(ids.device)
-            counts += self._counts.to(ids.device)
-        self._digest, self._counts = digest, counts
+        ids, real = (torch.cat(parts, dim=1) for parts in zip(*passes, strict=True))
+        if self._totals is None:
+            self._totals = _digest(ids, real, 0)
+        else:
+            before = self._totals.to(ids.device)
+            self._totals = before + _digest(ids, real, before[1, :, None])
 
 
-def _digest(ids: Tensor, mask: Tensor | None, before: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Sums [B] of a hash of each token and its number in the row, and the tokens of each row.
+def _digest(ids: Tensor, real: Tensor, before: Tensor | int) -> Tensor:
+    """Sums of a hash of each token and its number in the row, and the tokens of each row, [2, B].
 
     Args:
-        ids: [B, n]; mask: [B, n] bool or None.
+        ids: [B, n]; real: [B, n] bool, False at a pad.
         before: tokens before these in the row, [B, 1] or one number.
     """
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device)
     rank = real.long().cumsum(1) + before
     x = ids.long() * _A + rank * _B
     x = (x ^ (x >> 31)) * _C
     x = (x ^ (x >> 29)) * _A
-    return torch.where(real, x ^ (x >> 32), 0).sum(1), real.long().sum(1)
+    return torch.stack([torch.where(real, x ^ (x >> 32), 0).sum(1), real.long().sum(1)])
