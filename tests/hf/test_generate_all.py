@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import resource
@@ -15,7 +16,12 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch._dynamo.utils import counters
-from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+)
 
 import h2o
 from h2o import H2OCache, H2OConfig, models
@@ -82,6 +88,68 @@ def test_each_request_is_a_generation_of_its_own(name, rows):
         assert result.report["seen"] == len(request.prompt) + request.max_new_tokens - 1
 
 
+@contextlib.contextmanager
+def passes(ours):
+    """The shapes of the token ids of all forward passes of more than one token."""
+    shapes = []
+    hook = ours.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        yield shapes
+    finally:
+        hook.remove()
+        shapes[:] = [shape for shape in shapes if shape[1] > 1]
+
+
+@pytest.mark.parametrize(
+    ("family", "lengths", "read"),
+    [
+        ("llama", (9, 5, 20, 31, 7, 3), [(3, 20), (3, 31)]),  # no prompt adds more than 32 pads
+        ("llama", (200, 198, 30, 190), [(2, 200), (1, 30), (1, 190)]),
+        ("llama", (200, 200, 200), [(2, 200), (1, 200)]),  # no more than 512 tokens
+        ("bamba", (9, 9, 5), [(1, 9), (1, 9), (1, 5)]),  # has states, which have no pads
+    ],
+)
+def test_short_prompts_are_read_together(family, lengths, read):
+    ours = shared(family)
+    with passes(ours) as shapes:
+        results = list(
+            h2o.generate_all(ours, texts(*lengths), CONFIGS["h2o"], rows=8, max_new_tokens=6)
+        )
+    assert shapes == read
+    for text, result in zip(texts(*lengths), results, strict=True):
+        assert result.ids == alone(ours, text, CONFIGS["h2o"], max_new_tokens=6, do_sample=False)
+
+
+def test_prompts_with_settings_of_their_own_are_read_alone():
+    ours = shared("llama")
+    some = texts(9, 9, 9, 9, 9)
+    requests = [
+        some[0], h2o.Request(some[1], config=H2OConfig(heavy=3, recent=3)),
+        h2o.Request(some[2], pinned=[(0, 4)]), some[3], some[4],
+    ]  # fmt: skip
+    with passes(ours) as shapes:
+        results = h2o.generate_all(ours, requests, CONFIGS["h2o"], rows=5, max_new_tokens=6)
+        last = list(results)[-1]
+    assert shapes == [(1, 9)] * 3 + [(2, 9)]
+    assert last.ids == alone(ours, some[4], CONFIGS["h2o"], max_new_tokens=6, do_sample=False)
+
+
+def test_a_prompt_that_cannot_be_read_beside_others():
+    """Says so alone, and the others are read."""
+    config = copy.deepcopy(shared("gpt2").config)
+    config.n_positions = 64
+    ours = AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
+    fits, too_long = texts(60, 70)
+    first, second, third = h2o.generate_all(
+        ours, [fits, too_long, fits], CONFIGS["h2o"], rows=3, max_new_tokens=3
+    )
+    assert isinstance(second.error, IndexError)
+    want = alone(ours, fits, CONFIGS["h2o"], max_new_tokens=3, do_sample=False)
+    assert first.ids == third.ids == want
+
+
 @pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox", "qwen3", "granite"])
 def test_families(family):
     ours = model(family)
@@ -104,7 +172,7 @@ def test_a_step_is_of_the_rows_that_are_not_idle():
     finally:
         hook.remove()
     assert [len(result.ids) for result in results] == [4, 12, 8]
-    assert batches == [1] * 3 + [3] * 3 + [2] * 4 + [1] * 4
+    assert batches == [3] + [3] * 3 + [2] * 4 + [1] * 4  # the first are the prompts
 
 
 def test_sampling_does_not_depend_on_neighbors():
@@ -173,20 +241,20 @@ def test_chunks_of_a_prompt():
 
 
 def test_rows_wait_for_so_many_tokens(monkeypatch):
-    """Short prompts are read one after the other, as long as rows that run need not wait long."""
+    """Prompts are read one after the other, as long as rows that run need not wait long."""
     ours = model("llama")
 
     def order():
         tokens = []
         results = h2o.generate_all(
-            ours, texts(5, 6, 7), CONFIGS["h2o"], rows=3, max_new_tokens=4,
+            ours, texts(20, 60, 100), CONFIGS["h2o"], rows=3, max_new_tokens=4,
             on_token=lambda index, token: tokens.append(index),
         )  # fmt: skip
         assert len(list(results)) == 3
         return tokens
 
     assert order() == [0, 1, 2] * 4
-    monkeypatch.setattr("h2o.hf.batching.generate_all.TOKENS_A_STEP", 8)
+    monkeypatch.setattr("h2o.hf.batching.generate_all.TOKENS_A_STEP", 70)
     assert order() == [0, 0, 1, 0, 1, 2, 0, 1, 2, 1, 2, 2]
 
 

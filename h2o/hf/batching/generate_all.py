@@ -1,10 +1,11 @@
 """`h2o.generate_all`: many prompts through a fixed number of rows, refilled as they finish.
 
 In a static batch every row waits for the longest answer. Here the next prompt takes a row as soon
-as the row's answer is complete. The prompt is read alone, in a cache of one row, between two decode
-steps of the others, and copied into the row (`h2o.hf.batching.row_batch`). Under H2O the state of a
-row has a constant size, so no memory is moved or freed in between. This is continuous batching (Yu
-et al., Orca, OSDI 2022) without pages. `_Scheduler._admit` chooses which prompt is next.
+as the row's answer is complete. The prompt is read in a cache of its own, or with other short ones
+(`h2o.hf.batching.short_prompts`), between two decode steps of the others, and copied into the row
+(`h2o.hf.batching.row_batch`). Under H2O the state of a row has a constant size, so no memory is
+moved or freed in between. This is continuous batching (Yu et al., Orca, OSDI 2022) without pages.
+`_Scheduler._admit` chooses which prompts are next.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from h2o.config import PARAMETERS, H2OConfig, one_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
+from h2o.hf.batching import short_prompts
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings
 from h2o.hf.batching.row_batch import RowBatch, row_bytes
@@ -61,9 +63,9 @@ def generate_all(
 
     A request gets the tokens that `generate()` gives it alone with an `H2OCache` of the same
     config, up to rounding: nothing depends on its neighbors but in which order float sums of a
-    larger matrix product are added. Prompts are read one at a time, in chunks with
-    `generation_config.prefill_chunk_size`; rows that run decode a token after each chunk, or after
-    prompts of 2,048 tokens. Several calls, also of threads, may share a model.
+    larger matrix product are added. Short prompts are read together, others one at a time, in
+    chunks with `generation_config.prefill_chunk_size`; rows that run decode a token after each
+    chunk, or after prompts of 2,048 tokens. Several calls, also of threads, may share a model.
 
     Args:
         model: a causal language model of transformers, in eval mode.
@@ -172,8 +174,10 @@ class _Scheduler:
         """From the first prompt on, if a graph reads them"""
         self.running: list[ActiveRequest | None] = []
         """The request of each row; None: idle. No rows before the first prompt has been read"""
-        self.reading: ActiveRequest | None = None
-        """The request whose prompt is being read"""
+        self.reading: list[ActiveRequest] = []
+        """The requests whose prompts are being read, together"""
+        self.next: ActiveRequest | None = None
+        """The request that was taken and could not be read with those"""
 
     def run(self) -> Iterator[Result]:
         """Between two results, while the caller has its turn, the model has its own attention."""
@@ -190,71 +194,117 @@ class _Scheduler:
             yield from self._admit()
             if any(self.running):
                 yield from self._step()
-            elif self.reading is None:
+            elif not self.reading:
                 return
 
     def _admit(self) -> Iterator[Result]:
         """Read waiting prompts while a row is idle. Between two decode steps the rows that run wait
         for at most one chunk of a prompt or `TOKENS_A_STEP` tokens."""
         read = 0
-        while not self.running or not all(self.running):
-            if self.reading is None:
+        while self._idle_rows():
+            if not self.reading:
+                yield from self._begin()
+            if not self.reading:
+                return
+            limit = self.reading[0].generation_config.prefill_chunk_size or TOKENS_A_STEP
+            read += (chunk := sum(x.chunk for x in self.reading))
+            if any(self.running) and read > max(limit, chunk):
+                return
+            yield from self._prefill()
+
+    def _idle_rows(self) -> int:
+        """How many there are; before the bytes of a row are known one."""
+        return self.running.count(None) if self.running else self.rows or 1
+
+    def _begin(self) -> Iterator[Result]:
+        """Take what is read next: a prompt, or short ones for the idle rows."""
+        while len(self.reading) < self._idle_rows():
+            if self.next is None:
                 taken = next(self.waiting, None)
                 if taken is None:
                     return
-                yield from self._begin(*taken)
-            if self.reading is not None:
-                limit = self.reading.generation_config.prefill_chunk_size or TOKENS_A_STEP
-                read += self.reading.chunk
-                if any(self.running) and read > max(limit, self.reading.chunk):
-                    return
-                yield from self._prefill(self.reading)
+                yield from self._prepare(*taken)
+            if self.next is None:
+                continue
+            if self.reading and not short_prompts.fits(self.next, self.reading):
+                return
+            self.reading.append(self.next)
+            self.next = None
+            if self.graph_reads or not short_prompts.can_share(self.reading[0]):
+                return
 
-    def _begin(self, index: int, prompt: Prompt) -> Iterator[Result]:
+    def _prepare(self, index: int, prompt: Prompt) -> Iterator[Result]:
         request = prompt if isinstance(prompt, Request) else Request(prompt)
         try:
             if self.bytes is not None and request.config is not None:
                 raise ValueError("a budget of its own in rows of so many bytes: give rows instead")
-            self.reading = ActiveRequest(index, request, self.settings)
-            pins = self.reading.cache.guard.pins
+            self.next = ActiveRequest(index, request, self.settings)
+            pins = self.next.cache.guard.pins
             if self.bytes is not None and pins and self.settings.config.head_shares is not None:
                 raise ValueError("pinned keys change the shares of heads: give rows, not bytes")
             if self.reader and request.config is None and not pins:
-                self.reading.read_by(self.reader)
+                self.next.read_by(self.reader)
         except UnsupportedError:
             raise
         except Exception as error:  # of this prompt; the others go on
+            self.next = None
             yield _failed(index, 0, error)
 
-    def _prefill(self, running: ActiveRequest) -> Iterator[Result]:
+    def _prefill(self) -> Iterator[Result]:
+        if len(self.reading) > 1:
+            yield from self._read_together()
+            return
+        (running,) = self.reading
         try:
             is_read = running.read()
         except UnsupportedError:
             raise
         except Exception as error:
-            self.reading = None
+            self.reading = []
             yield _failed(running.index, running.prompt_tokens, error)
             return
-        if not is_read:
+        if is_read:
+            self.reading = []
+            yield from self._start(running, running.cache)
+
+    def _read_together(self) -> Iterator[Result]:
+        group, self.reading = self.reading, []
+        try:
+            cache, logits = short_prompts.read_together(group)
+        except UnsupportedError:
+            raise
+        except Exception:  # of one of them, and alone it says of which
+            for running in group:
+                self.reading = [running]
+                yield from self._prefill()
             return
-        self.reading = None
+        for row, running in enumerate(group):
+            try:
+                running.accept(logits[row : row + 1])
+            except Exception as error:
+                yield _failed(running.index, running.prompt_tokens, error)
+                continue
+            yield from self._start(running, cache, row)
+
+    def _start(self, running: ActiveRequest, cache: H2OCache, row: int = 0) -> Iterator[Result]:
+        """After its first token, which row `row` of the cache has made."""
+        running.cache = None  # its tensors will be in a row of the batch
         self._tell(running)
         if running.finish_reason:
-            yield running.result(_figures(running.cache))
+            yield running.result(_figures(cache, row))
         else:
-            self._join(running)
+            self._join(running, cache, row)
 
-    def _join(self, running: ActiveRequest) -> None:
+    def _join(self, running: ActiveRequest, cache: H2OCache, source_row: int) -> None:
         settings = self.settings
         if not self.running:
-            rows = self.rows or _rows_in(self.bytes, row_bytes(running.cache))
+            rows = self.rows or _rows_in(self.bytes, row_bytes(cache))
             self.batch.make_rows(rows)
             self.running = [None] * rows
         row = self.running.index(None)
-        self.batch.join(row, running.cache)
-        if self.reader is None and self.graph_reads and running.cache.config == settings.config:
-            self.reader = CompiledPrefill(settings.model, running.cache)
-        running.cache = None  # its tensors are in the row
+        self.batch.join(row, cache, source_row, running.prompt_tokens + settings.virtual)
+        if self.reader is None and self.graph_reads and cache.config == settings.config:
+            self.reader = CompiledPrefill(settings.model, cache)
         self.running[row] = running
 
     def _step(self) -> Iterator[Result]:

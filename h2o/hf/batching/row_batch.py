@@ -67,17 +67,21 @@ class RowBatch:
         """Have so many rows, all idle; before the first one joins."""
         self.tokens, self.offsets = [0] * rows, [0] * rows
 
-    def join(self, row: int, joining: H2OCache) -> None:
-        """A row becomes what the one row of another cache of the same settings is.
+    def join(self, row: int, joining: H2OCache, source_row: int, tokens: int) -> None:
+        """A row becomes what a row of another cache of the same settings is.
+
+        Args:
+            joining: of a model with states it has a single row.
+            tokens: what the source row has seen, without pads.
 
         Raises:
-            ValueError: a cache of several rows, or with another kind of slots.
+            ValueError: a cache with another kind of slots.
         """
-        self.tokens[row] = int(joining.get_seq_length())
+        self.tokens[row] = tokens
         self.offsets[row] = joining.guard.rope_deltas.offset
         for layer, other in zip(self.cache.layers, joining.layers, strict=True):
             if isinstance(layer, H2OLayer):
-                layer.take_row(row, other, len(self.tokens), max(self.tokens))
+                layer.take_row(row, other, len(self.tokens), max(self.tokens), source_row)
             if has_states(layer):
                 states.take_row(layer, row, other, len(self.tokens))
 

@@ -57,18 +57,18 @@ class LayerContents(CacheLayerMixin):
         self.unscored = True
         self.count(keys.shape[2], mask)
 
-    def take_row(self, row: int, source: LayerContents, rows: int, longest: int) -> None:
-        """Row `row` of `rows` becomes what the one row of another layer is, in place.
+    def take_row(
+        self, row: int, source: LayerContents, rows: int, longest: int, source_row: int = 0
+    ) -> None:
+        """Row `row` of `rows` becomes what a row of another layer is, in place.
 
         Args:
             source: of the same settings; what it holds is copied.
             longest: tokens that the longest of all rows has seen.
 
         Raises:
-            ValueError: a source of several rows, or with another kind of slots.
+            ValueError: a source with another kind of slots.
         """
-        if source.batch_size != 1:
-            raise ValueError(f"a row is to be taken from a batch of {source.batch_size} rows")
         if self.slots is None:
             self.row_size, self.seen = source.row_size, source.seen
             self.set_slots(slot_layout.rows_like(source.slots, rows), source.capacity)
@@ -79,7 +79,7 @@ class LayerContents(CacheLayerMixin):
         slots = self.slots
         if sizes != capacity.sizes:
             slots = slot_layout.enlarge(slots, capacity.sizes, sizes)
-        joining = source.slots
+        joining = slot_layout.one_row(source.slots, source_row)
         if sizes != others.sizes:
             joining = slot_layout.enlarge(joining, others.sizes, sizes)
         slot_layout.put_row(slots, row, joining)

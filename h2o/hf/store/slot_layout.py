@@ -186,6 +186,14 @@ def rows_like(slots: ops.Slots, rows: int) -> ops.Slots:
     return slots._replace(**copies)
 
 
+def one_row(slots: ops.Slots, row: int) -> ops.Slots:
+    """Views of a row's slots."""
+    fields = {name: getattr(slots, name) for name in PER_ROW}
+    return slots._replace(
+        **{name: None if x is None else x[row : row + 1] for name, x in fields.items()}
+    )
+
+
 def put_row(slots: ops.Slots, row: int, source: ops.Slots) -> None:
     """Copies the first row of slots of the same sizes over a row of `slots`."""
     for name in PER_ROW:
