@@ -336,8 +336,8 @@ def _refuse(call: AttentionCall, tokens: int) -> None:
     """Raises what keeps a call of so many tokens from being simulated."""
     if call.cached or call.key.shape[2] != tokens:
         raise ValueError(
-            "simulated() answers for whole texts: call model(input_ids, attention_mask) "
-            "without a cache of earlier tokens; to generate, use an H2OCache"
+            "simulated() answers for whole texts: call model(input_ids, attention_mask, "
+            "use_cache=False). To generate, or with a cache of earlier tokens, use an H2OCache"
         )
     if call.module.training or call.dropout:
         raise RuntimeError("simulated() is for inference: call model.eval()")
