@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch._dynamo.utils import counters
-from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria
 
 import h2o
 from h2o import H2OCache, H2OConfig, models
@@ -281,6 +281,8 @@ def test_prompts_that_cannot_be_read():
         "no ids": ([1.0, 2.0], "wanted token ids"),
         "two prompts": ([[1, 2], [3, 4]], "wanted token ids"),
         "an id": (7, "wanted token ids"),
+        "nothing": (None, "a NoneType: wanted a text"),
+        "all that a tokenizer gives": (BatchEncoding({"input_ids": [4, 5]}), "such as tokenizer"),
         "no new tokens": (h2o.Request(good[0], max_new_tokens=0), "greater than 0"),
     }
     asked = [good[0], *(prompt for prompt, _ in wrong.values()), h2o.Request(good[1])]
