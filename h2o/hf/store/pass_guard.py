@@ -170,7 +170,8 @@ class PassGuard:
             raise RuntimeError(
                 f"layer {self.waiting} updated its H2OCache, but its keys never reached h2o's "
                 'attention. Either the model runs another one: load it with attn_implementation="'
-                'h2o", or call model.set_attn_implementation("h2o"). Or it changes the keys after '
+                'h2o", or call model.set_attn_implementation("h2o"), or leave h2o.patched() after '
+                "the last thread that generates in it has ended. Or it changes the keys after "
                 "the cache (latent attention, repeated heads), which h2o cannot serve. Or the last "
                 "forward pass was interrupted: call cache.reset()"
             )
