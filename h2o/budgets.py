@@ -151,6 +151,21 @@ def check_tokens(name: str, value: Any) -> int:
     return tokens
 
 
+def check_prompt_length(value: Any) -> int | list[int]:
+    """The tokens of a prompt as a plain number, or as a list of one for each row."""
+    found = value.tolist() if hasattr(value, "tolist") else value
+    is_one = not isinstance(found, Sequence) or isinstance(found, str)
+    lengths = [found] if is_one else list(found)
+    are_tokens = [isinstance(x, numbers.Integral) and type(x) is not bool for x in lengths]
+    if not lengths or not all(are_tokens) or min(lengths) < 1:
+        raise ValueError(
+            "prompt_length must be a number of tokens, at least 1, or one for each row, "
+            f"not {value!r}"
+        )
+    lengths = [operator.index(x) for x in lengths]
+    return lengths[0] if is_one else lengths
+
+
 def layer_amount(name: str, budget: Any, layer: int, layers: int) -> Any:
     """One layer's amount, or a tuple with one for each of its heads."""
     if callable(budget):

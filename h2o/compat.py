@@ -126,14 +126,14 @@ class NewText(NamedTuple):
     """[B, Q]; None where the caller gives embeddings"""
     dropped: Tensor | None
     """[B, n], what `generate()` drops at the beginning of its input_ids, since the cache has it"""
+    is_assisted: bool
+    """Whether the pass is one of assisted decoding"""
 
 
 def new_text() -> NewText | None:
     """The text of the forward pass whose mask is being made, which transformers does not hand to a
-    cache: "attention_mask" of the mask function, "position_ids" of the outermost forward().
-
-    None where no call has a mask, also in a version that names it otherwise.
-    """
+    cache: "attention_mask" of the mask function, "position_ids" of the outermost forward(). None
+    where no call has a mask, also in a version that names it otherwise."""
     masks, positions, embedded, calls = [], [], False, set()
     ids = dropped = None
     for name, here in _calls_under_way():
@@ -155,8 +155,8 @@ def new_text() -> NewText | None:
         mask = None
     if not isinstance(numbers, Tensor) or numbers.ndim != 2:
         numbers = None
-    is_step = "generate" in calls and "_prefill" not in calls
-    return NewText(mask, numbers, is_step and embedded and numbers is None, ids, dropped)
+    is_injected = embedded and numbers is None and "generate" in calls and "_prefill" not in calls
+    return NewText(mask, numbers, is_injected, ids, dropped, "_assisted_decoding" in calls)
 
 
 def keeper_of_rope_deltas() -> Any:

@@ -99,6 +99,29 @@ def test_chunks_are_numbered_as_generate_numbers_them(name):
     assert result.ids == out[0, 40:].tolist()
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_a_later_turn_with_drafts(name):
+    """Assisted decoding begins with a pass over the whole text, whatever the cache has seen."""
+    ours, (ids,) = shared(name), prompts(30)
+    cache = H2OCache(ours.config, **SMALL)
+    cache.activate_past_recording()  # which older versions do not
+    greedy(ours, {"input_ids": ids}, 5, **with_cache(cache), prompt_lookup_num_tokens=2)
+    seen = cache.get_seq_length()
+    turn = {"input_ids": torch.cat([ids, ids], dim=1)}
+    with pytest.raises(ValueError, match=f"has seen {seen} tokens of it. Take later turns without"):
+        greedy(ours, turn, 5, **with_cache(cache), prompt_lookup_num_tokens=2)
+    assert cache.get_seq_length() == seen
+
+
+def test_generate_with_padding_on_the_right():
+    """It numbers new tokens by the last column's number, which is padding's."""
+    ours, inputs = shared("llama"), batch(prompts(9, 5), side="right")
+    cache = H2OCache(ours.config, **SMALL)
+    with pytest.raises(ValueError, match=r"row 1 is padded on the right.*go on at 5"):
+        greedy(ours, inputs, 5, **with_cache(cache))
+    assert cache.get_seq_length() == 9
+
+
 def test_a_mask_with_other_pads():
     ours, rows = shared("llama"), prompts(20, 12)
     padded, cache = batch(rows), H2OCache(shared("llama").config, **SMALL)

@@ -18,6 +18,7 @@ from tokenizers.models import BPE
 from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
+    BatchEncoding,
     GenerationConfig,
     PreTrainedTokenizerFast,
     StoppingCriteria,
@@ -349,6 +350,8 @@ def test_prompts_that_cannot_be_read():
         "no ids": ([1.0, 2.0], "wanted token ids"),
         "two prompts": ([[1, 2], [3, 4]], "wanted token ids"),
         "an id": (7, "wanted token ids"),
+        "nothing": (None, "a NoneType: wanted a text"),
+        "all that a tokenizer gives": (BatchEncoding({"input_ids": [4, 5]}), "such as tokenizer"),
         "no new tokens": (h2o.Request(good[0], max_new_tokens=0), "greater than 0"),
     }
     asked = [good[0], *(prompt for prompt, _ in wrong.values()), h2o.Request(good[1])]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from h2o import H2OCache
+from h2o import H2OCache, generate_all
 from h2o.compat import with_cache
 from h2o.evaluation.setting import parse
 from h2o.hf.families.layer_kinds import HYBRIDS
@@ -93,3 +93,36 @@ def test_questions_of_several_lengths(tokenizer):  # noqa: F811
 
 def close(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.testing.assert_close(one, other, atol=1e-3, rtol=0)
+
+
+# ---- Copies of a cache whose passes are recorded -----------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("tokens", [2, 17])
+def test_what_was_recorded_of_a_prompt_is_left_out(name, tokens, tmp_path):
+    """Convolutions have other columns while they record: fewer of a short prompt, all of a long
+    one. A file's cache records nothing, and rows that are refilled do not."""
+    ours = model(name)
+    document, question = prompts(tokens, 5)
+    cache, plain = (H2OCache(ours.config, **SMALL) for _ in range(2))
+    cache.activate_past_recording()
+    with torch.no_grad():
+        for one in (cache, plain):
+            ours(document, **with_cache(one))
+        cache.save(path := tmp_path / "cache", ours)
+        loaded = H2OCache.load(path, ours)
+        for part in question.split([1, 1, 3], dim=1):
+            same, wanted = (ours(part, **with_cache(one)).logits for one in (loaded, plain))
+            torch.testing.assert_close(same, wanted)
+
+    asked = [torch.cat([document, question], dim=1)[0]]
+    plain = H2OCache(ours.config, **SMALL)
+    with torch.no_grad():
+        ours(document, **with_cache(plain))
+    answers = [
+        next(generate_all(ours, asked, **SMALL, rows=1, max_new_tokens=6, prefix=prefix))
+        for prefix in (cache, plain)
+    ]
+    assert answers[0].ids == answers[1].ids
+    assert len(answers[0].ids) == 6

@@ -210,6 +210,15 @@ def test_masks_of_more_dimensions():
     greedy(ours, {"input_ids": ids}, **with_cache(cache))
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_mask_without_rows(cached):
+    ours = model("llama")
+    (ids,) = prompts(20)
+    cache = with_cache(H2OCache(ours.config, **SMALL)) if cached else {"use_cache": False}
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[20\], wanted \[rows, tok"):
+        ours(ids, attention_mask=torch.ones(20), **cache)
+
+
 def test_masks_of_the_wrong_length():
     ours = model("llama")
     (ids,) = prompts(20)

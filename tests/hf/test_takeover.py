@@ -273,6 +273,26 @@ def test_a_first_pass_that_fails_leaves_all_as_it_was(columns):
     assert cache.report().layers[0].kept == [12, 12]
 
 
+def test_a_row_without_a_token_in_the_first_pass():
+    """Its keys would be cut before anything has scored them."""
+    ours, inputs = model("llama"), batch(prompts(20, 14))
+    full = filled(peer("llama"), inputs)
+    cache, other = (
+        H2OCache.from_dynamic_cache(
+            full, ours.config, **SMALL, attention_mask=inputs["attention_mask"]
+        )
+        for _ in range(2)
+    )
+    turn = longer(inputs, 3)
+    turn["attention_mask"][0, -3:] = 0
+    turn["input_ids"] = turn["input_ids"][:, -3:]
+    with pytest.raises(ValueError, match="row 0 has only padding in the first forward pass"):
+        ours(**turn, **with_cache(cache))
+    turn["attention_mask"][0, -1] = 1
+    logits = [ours(**turn, **with_cache(one)).logits for one in (cache, other)]
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
+
+
 def test_another_thread_is_refused_during_the_first_pass():
     ours = model("llama")
     (ids,) = prompts(20)

@@ -210,6 +210,10 @@ def h2o_mask(
         )
     if attention_mask is None:
         return None
+    if attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}, wanted [rows, tokens]"
+        )
     length = attention_mask.shape[1]
     if length != kv_length and length != q_offset + q_length:
         raise ValueError(

@@ -115,6 +115,11 @@ class Settings:
     def prompt_ids(self, prompt: Prompt) -> Tensor:
         """Token ids [1, n]."""
         prompt = tokenize(prompt, self.tokenizer)
+        if prompt is None or isinstance(prompt, Mapping):
+            raise ValueError(
+                f"a prompt is a {type(prompt).__name__}: wanted a text, a chat or token ids, such "
+                'as tokenizer(text)["input_ids"]'
+            )
         ids = torch.as_tensor(prompt, device="cpu")
         if ids.numel() == 0:
             raise ValueError("a prompt without tokens")

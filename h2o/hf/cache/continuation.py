@@ -144,7 +144,19 @@ def _check_positions(
         return
     if new == seen + 1 and not positions[:, 0].any():
         raise ValueError(WITHOUT_CACHE)
+    if text.is_assisted and not positions[:, 0].any():
+        raise ValueError(
+            f"assisted decoding (prompt_lookup_num_tokens, a draft model) begins with a pass over "
+            f"the whole text, and the cache has seen {seen} tokens of it. Take later turns without "
+            "it, or give each turn a new H2OCache"
+        )
     row = int((~late).any(1).nonzero()[0])
+    if text.mask is not None and not text.mask.expand(B, -1)[row, -new - 1]:
+        raise ValueError(
+            f"row {row} is padded on the right, after which generate() numbers new tokens by the "
+            'padding: pad on the left (tokenizer.padding_side = "left"), or pass position_ids that '
+            f"go on at {int(least[row])}"
+        )
     raise ValueError(
         f"the cache has seen {seen} tokens, and the new ones begin at position "
         f"{int(positions[row][~late[row]][0])} of row {row}, where {int(least[row])} were "

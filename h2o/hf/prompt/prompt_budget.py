@@ -56,9 +56,18 @@ def begin_prompt(
 
     Raises:
         ValueError: the prompt comes in chunks, and a budget is a fraction of its length, which was
-            not given; some layer's budget has no room for the pins.
+            not given; some layer's budget has no room for the pins; a row from a DynamicCache has
+            nothing but padding, so that nothing scores its keys before they are cut.
     """
     B, Q = shape
+    if before is not None and mask is not None:
+        empty = ((before > 0) & ~mask.bool().any(1).to(before.device)).tolist()
+        if any(empty):
+            raise ValueError(
+                f"row {empty.index(True)} has only padding in the first forward pass after "
+                "from_dynamic_cache, whose attention says which keys stay: give each row a token "
+                "in this pass, or a cache of its own"
+            )
     plans = guard.plans.values() or [plan]
     by_length = [x for x in plans if x.needs_prompt_length]
     is_unknown = guard.prompt_length is None

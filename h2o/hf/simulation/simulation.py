@@ -22,6 +22,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from h2o import ops
+from h2o.budgets import check_prompt_length
 from h2o.config import H2OConfig, one_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.config.head_budgets import expand_to_heads
@@ -100,6 +101,7 @@ def simulated(
     config, rotary, _ = served_as(model.config, config)
     pins = Pins.of(pinned, config.decay)
     check(config, masks, prompt_length, ratio_of, pins)
+    prompt_length = check_prompt_length(prompt_length)  # as plain numbers
     layers = transformers_layers(model.config)
     plans = [
         LayerPlan.of(config, i, len(layers)) if kind_of(layer) == "h2o" else None
@@ -317,16 +319,12 @@ def check(
             f"masks {masks.name!r} take heavy and recent only, no sinks, score_by, decay, "
             "value_weighted, shares, kv_dtype or pinned"
         )
-    prompts = prompt_length if isinstance(prompt_length, Sequence) else [prompt_length]
-    if not all(isinstance(prompt, int) and prompt >= 1 for prompt in prompts):
-        raise ValueError(
-            "prompt_length must be a number of tokens, at least 1, or one per row, "
-            f"not {prompt_length!r}"
-        )
+    prompts = check_prompt_length(prompt_length)
     if ratio_of not in ("text", "prompt"):
         raise ValueError(f'ratio_of must be "text" or "prompt", not {ratio_of!r}')
     no_prompt = masks is not None and not masks.has_prompt
-    if no_prompt and (set(prompts) != {1} or ratio_of == "prompt"):
+    lengths = {prompts} if isinstance(prompts, int) else set(prompts)
+    if no_prompt and (lengths != {1} or ratio_of == "prompt"):
         raise ValueError(
             f'masks {masks.name!r} have no prompt: leave prompt_length at 1 and ratio_of at "text"'
         )
@@ -336,8 +334,8 @@ def _refuse(call: AttentionCall, tokens: int) -> None:
     """Raises what keeps a call of so many tokens from being simulated."""
     if call.cached or call.key.shape[2] != tokens:
         raise ValueError(
-            "simulated() answers for whole texts: call model(input_ids, attention_mask) "
-            "without a cache of earlier tokens; to generate, use an H2OCache"
+            "simulated() answers for whole texts: call model(input_ids, attention_mask, "
+            "use_cache=False). To generate, or with a cache of earlier tokens, use an H2OCache"
         )
     if call.module.training or call.dropout:
         raise RuntimeError("simulated() is for inference: call model.eval()")

@@ -8,7 +8,6 @@ thread. It also holds what all layers need to know about the prompt: its length,
 from __future__ import annotations
 
 import math
-import operator
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o.budgets import check_prompt_length
 from h2o.compat import calls_a_module
 from h2o.compat_wrappers import has_transforms
 from h2o.config.layer_plan import LayerPlan
@@ -55,13 +55,8 @@ class PassGuard:
             last: the last layer that attends to keys of an earlier one, if any does.
             has_states: whether some layers have states.
         """
-        if hasattr(prompt_length, "tolist"):  # a tensor or an array
-            prompt_length = prompt_length.tolist()
-        if prompt_length is not None and not isinstance(prompt_length, Sequence):
-            prompt_length = operator.index(prompt_length)
-        lengths = prompt_length if isinstance(prompt_length, Sequence) else [prompt_length]
-        if prompt_length is not None and any(length < 1 for length in lengths):
-            raise ValueError(f"prompt_length must be at least 1 token, not {prompt_length}")
+        if prompt_length is not None:
+            prompt_length = check_prompt_length(prompt_length)
         self.waiting: int | None = None
         """The layer whose new keys have not been through attention yet. An interrupt (Ctrl-C)
         leaves it set, since how far the layer got is then unknown."""
@@ -175,7 +170,8 @@ class PassGuard:
             raise RuntimeError(
                 f"layer {self.waiting} updated its H2OCache, but its keys never reached h2o's "
                 'attention. Either the model runs another one: load it with attn_implementation="'
-                'h2o", or call model.set_attn_implementation("h2o"). Or it changes the keys after '
+                'h2o", or call model.set_attn_implementation("h2o"), or leave h2o.patched() after '
+                "the last thread that generates in it has ended. Or it changes the keys after "
                 "the cache (latent attention, repeated heads), which h2o cannot serve. Or the last "
                 "forward pass was interrupted: call cache.reset()"
             )

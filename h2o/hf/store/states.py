@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from h2o.hf.store.slot_layout import writable
 
@@ -35,8 +35,11 @@ def numbers_of(layer: Any) -> dict[str, Any]:
 
 
 def put(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Gives a layer the states of another one of the same kind. It takes the tensors."""
+    """Gives a layer the states of another one of the same kind. It takes the tensors. What the
+    other one has recorded of its past is left out, unless this layer records its own."""
     forget(layer)
+    if not layer.record_past:
+        tensors = _without_past(tensors, numbers)
     for name, state in tensors.items():
         name, _, index = name.partition(".")
         getattr(layer, f"{name}_states")[int(index)] = state
@@ -44,6 +47,16 @@ def put(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None
         layer.dtype, layer.device = state.dtype, state.device
     for name, values in numbers.items():
         getattr(layer, name).update(enumerate(values))
+
+
+def _without_past(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors with the columns alone that a convolution needs next. While a layer records its
+    past it keeps more, and fewer of a short prompt."""
+    widths = {f"conv.{index}": width for index, width in enumerate(numbers["conv_kernel_size"])}
+    return {
+        name: nn.functional.pad(x, (widths[name] - x.shape[-1], 0)) if name in widths else x
+        for name, x in tensors.items()
+    }
 
 
 def forget(layer: Any) -> None:
@@ -70,7 +83,7 @@ def make_writable(layer: Any) -> None:
 
 def take_row(layer: Any, row: int, source: Any, rows: int) -> None:
     """Row `row` of `rows` becomes what the one row of another layer is, in place."""
-    taken = tensors_of(source)
+    taken = _without_past(tensors_of(source), numbers_of(source))
     if not tensors_of(layer):
         empty = {name: x.new_zeros(rows, *x.shape[1:]) for name, x in taken.items()}
         put(layer, empty, numbers_of(source))
