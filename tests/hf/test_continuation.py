@@ -122,6 +122,15 @@ def test_generate_with_padding_on_the_right():
     assert cache.get_seq_length() == 9
 
 
+def test_positions_that_begin_again_beside_a_mask_of_the_new_tokens():
+    ours, (ids,) = shared("llama"), prompts(6)
+    cache = H2OCache(ours.config, **SMALL)
+    ours(ids, **with_cache(cache))
+    again = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(6)[None]}
+    with pytest.raises(ValueError, match="has seen 6 tokens, and the new ones begin at position 0"):
+        ours(ids, **with_cache(cache), **again)
+
+
 def test_a_mask_with_other_pads():
     ours, rows = shared("llama"), prompts(20, 12)
     padded, cache = batch(rows), H2OCache(shared("llama").config, **SMALL)

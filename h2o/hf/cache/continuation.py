@@ -151,7 +151,8 @@ def _check_positions(
             "it, or give each turn a new H2OCache"
         )
     row = int((~late).any(1).nonzero()[0])
-    if text.mask is not None and not text.mask.expand(B, -1)[row, -new - 1]:
+    before = None if text.mask is None else text.mask.expand(B, -1)[row, :-new]
+    if before is not None and len(before) and not before[-1]:
         raise ValueError(
             f"row {row} is padded on the right, after which generate() numbers new tokens by the "
             'padding: pad on the left (tokenizer.padding_side = "left"), or pass position_ids that '
