@@ -21,12 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 
-from h2o.vllm.entry import entry_places
 from h2o.vllm.page_store import PageStore
 from h2o.vllm.paged_request import arguments_of, asked_prefix
 from h2o.vllm.scheduler import PrefixAsyncScheduler, PrefixScheduler
 from h2o.vllm.stored_prompts import Asked, Begin, Reading, Store, StoredPrompts, identify
-from h2o.vllm.validation import CONNECTOR, entry_of, has_windows
+from h2o.vllm.validation import CONNECTOR, has_windows
 
 
 def set_up(vllm_config: VllmConfig) -> None:
@@ -85,7 +84,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         self.plan = Plan()
-        self.prompts = StoredPrompts(entry_places(entry_of(vllm_config)))
+        self.prompts = StoredPrompts()
         transfer: Any = vllm_config.kv_transfer_config
         self.is_shared = transfer.kv_connector_extra_config["is_shared"]
         """Whether prompts are stored"""

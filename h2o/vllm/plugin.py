@@ -223,16 +223,9 @@ class H2OCustomBackend(H2OAttentionBackend):
         return []
 
 
-class Planned:
-    """A forward pass for all layers. The plan depends on the stored prompts, which both runners
-    name after they have asked for it, so the first layer makes it."""
-
-    def __init__(self, make: Callable[[], Batch]) -> None:
-        self._make = make
-
-    @functools.cached_property
-    def batch(self) -> Batch:
-        return self._make()
+Planned = Callable[[], Batch]
+"""A forward pass for all layers. The plan depends on the stored prompts, which both runners name
+after they have asked for it, so the first layer makes it."""
 
 
 class BatchBuilder(AttentionMetadataBuilder[Planned]):
@@ -276,7 +269,8 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
             )
         )
         known = starts, lengths, pages, self.requests.of_batch(rows)
-        return Planned(lambda: plan(*known, self.begun, self.device, self.forks.replayed))
+        rest = self.begun, self.device, self.forks.replayed
+        return functools.cache(functools.partial(plan, *known, *rest))
 
 
 class H2OAttention(AttentionImpl[Planned]):
@@ -347,7 +341,7 @@ class H2OAttention(AttentionImpl[Planned]):
         memory = kv_cache.data_ptr(), kv_cache.shape[0]
         if self.paged is None or self.memory != memory:
             self.paged, self.memory = self._pages(layer, kv_cache, key), memory
-        self.paged.forward(query, key, value, attn_metadata.batch, output)
+        self.paged.forward(query, key, value, attn_metadata(), output)
         return output
 
     def do_kv_cache_update(self, *args: Any) -> None:

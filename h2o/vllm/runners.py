@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorOfV1
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -22,10 +21,11 @@ from h2o.config import H2OConfig
 from h2o.packages import install_command
 from h2o.vllm.page_budget import one_key
 from h2o.vllm.paged_request import Request, prefix_tokens, with_budget, with_pins
+from h2o.vllm.refusing_backends import Unchanged
 from h2o.vllm.validation import entry_of, logger, page_budget
 
 
-class Requests(ProcessorOfV1, ProcessorOfV2):
+class Requests(Unchanged, ProcessorOfV1, ProcessorOfV2):
     """The requests of an engine: by row of the batch in the V1 runner, by slot in the V2 runner,
     where a request keeps its slot while its row may change from step to step."""
 
@@ -102,9 +102,6 @@ class Requests(ProcessorOfV1, ProcessorOfV2):
             logger.warning("h2o: a request is served without the pins that it asks for: %s", error)
         return Request(prompt, config, pinned, prefix)
 
-    def apply(self, logits: Tensor, context: Any = None) -> Tensor:
-        return logits
-
     # ---- As the V1 runner asks -------------------------------------------------------------------
 
     def update_state(self, batch_update: Any) -> None:
@@ -115,9 +112,6 @@ class Requests(ProcessorOfV1, ProcessorOfV2):
         self, params: Any, prompt: list[int] | None, answer: list[int]
     ) -> Request | None:
         return None if prompt is None else self.request(params, len(prompt))
-
-    def is_argmax_invariant(self) -> bool:
-        return True
 
     # ---- As the V2 runner asks -------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ class Reading:
     read: int
     """tokens, with those of the pass that is planned"""
     exact: bool = True
-    """False: it may have been cut before its end, since too many came in chunks at once"""
+    """False: the weights have changed since it began to be read"""
 
     @property
     def is_whole(self) -> bool:
@@ -95,9 +95,7 @@ class Reading:
 class StoredPrompts:
     """The pages of stored prompts, and the requests that read others."""
 
-    def __init__(self, places: int) -> None:
-        """`places`: how many prompts that come in chunks are kept whole at a time."""
-        self.places = places
+    def __init__(self) -> None:
         self.pages: dict[bytes, int] = {}
         self.reading: dict[str, Reading] = {}
         """Prompts that are being read, by request"""
@@ -134,10 +132,6 @@ class StoredPrompts:
                 del self.reading[request]
                 if new > 1:  # else it is a step, whose attention nobody notes
                     done.append((one, wanted.whole))
-        chunks = [one for one in self.reading.values() if one.is_whole]
-        if len(chunks) > self.places:
-            for one in chunks:
-                one.exact = False
         return [(one.pages[0], key) for one, key in done if one.exact]
 
     def put(self, key: bytes, page: int) -> None:

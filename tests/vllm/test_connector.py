@@ -100,14 +100,39 @@ def test_workers_forget_chunks_of_pages_that_requests_have_left():
     assert forks.partial == [{4: "chunk"}, {}]
 
 
-@pytest.mark.parametrize("kind", [scheduler.PrefixScheduler, scheduler.PrefixAsyncScheduler])
-def test_no_waiting_request_passes_one_that_waits_for_room(kind):
-    """Else one whose chunks have a fixed size may wait for ever. Running ones go on."""
+def planning(kind=scheduler.PrefixScheduler, **entry):
+    """A scheduler in the middle of a pass."""
     one = kind.__new__(kind)
-    one.num_prefill_lookahead = 1
+    one.num_prefill_lookahead, one.in_places = 1, set()
     one.scheduler_config = SimpleNamespace(
         max_num_batched_tokens=40, max_num_seqs=8, long_prefill_token_threshold=0
     )
+    one.vllm_config = SimpleNamespace(additional_config={"h2o": entry})
+    return one
+
+
+def test_a_prompt_waits_for_a_place_in_which_its_chunks_are_kept():
+    """Or for room for all of it; what follows a prefix needs no place."""
+    one = planning(whole_prompts=2)
+    first, last = request("a", status=RequestStatus.RUNNING), request("d")
+    assert one._reserve_prefill_lookahead(first, 60, 20) == 20
+    assert one._reserve_prefill_lookahead(request("b", h2o_prefix=90), 0, 20) == 20
+    assert one.in_places == {"a", "b"}
+    assert one._reserve_prefill_lookahead(request("c", prompt=20), 0, 20) == 20
+    assert one._reserve_prefill_lookahead(request("c", h2o_prefix=20), 0, 20) == 20
+    assert one._reserve_prefill_lookahead(request("c", h2o_prefix=20), 20, 32) == 32
+    assert not one.room_is_awaited
+    assert one._reserve_prefill_lookahead(last, 0, 20) == 0
+    assert one.room_is_awaited
+    assert one._reserve_prefill_lookahead(first, 80, 20) == 20
+    cut = planning(cut="chunk")
+    assert [cut._reserve_prefill_lookahead(request(x), 0, 20) for x in "abc"] == [20] * 3
+
+
+@pytest.mark.parametrize("kind", [scheduler.PrefixScheduler, scheduler.PrefixAsyncScheduler])
+def test_no_waiting_request_passes_one_that_waits_for_room(kind):
+    """Else one whose chunks have a fixed size may wait for ever. Running ones go on."""
+    one = planning(kind)
     running = request("r", status=RequestStatus.RUNNING)
     first, later = request("f", h2o_prefix=30), request("l")
     assert one._reserve_prefill_lookahead(first, 30, 20) == 0

@@ -213,6 +213,16 @@ def test_prompts_in_chunks_are_cut_at_their_end(entry, llama):
         assert served(llm, prompts()) == alone(model, prompts(), H2OConfig(**entry))
 
 
+def test_prompts_wait_for_a_place_in_which_their_chunks_are_kept(llama):
+    """Else some of those that come in chunks at once would be cut before their end."""
+    folder, model = llama
+    requests = prompts((100, 90, 5, 80, 70, 60, 50))
+    options = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 16}
+    for places in (1, 2):
+        with engine(folder, SMALL | {"whole_prompts": places}, **options) as llm:
+            assert served(llm, requests) == alone(model, requests, H2OConfig(**SMALL))
+
+
 @pytest.mark.parametrize("name", ["cohere", "opt"])
 def test_the_echo_of_prompts_is_that_of_an_h2o_cache(name, tmp_path):
     """Whose rotary pairs are neighbors, and where there are none."""
