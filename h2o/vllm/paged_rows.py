@@ -11,7 +11,7 @@ Letters: n tokens of the batch, H query heads, G key/value heads, D head dimensi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -120,7 +120,7 @@ def plan(
     starts: Sequence[int],
     lengths: Sequence[int],
     pages: Sequence[int],
-    requests: Callable[[int], Request | None],
+    requests: Mapping[int, Request],
     begun: PartialPrompts,
     device: torch.device | str = "cpu",
     replayed: Container[int] = (),
@@ -130,7 +130,7 @@ def plan(
     Args:
         starts: where each row's tokens begin in the batch, and where the last one's end.
         lengths: tokens of each row with the new ones.
-        requests: the request of a row, if it is known.
+        requests: by page, where they are known.
         begun: kept up to date.
         device: where the tokens and pages are.
         replayed: pages of requests whose whole prompt was stored, and comes again.
@@ -152,7 +152,7 @@ def plan(
         elif end - begin == 1 and page not in begun.chunks:
             single.append((page, begin))
             continue
-        request = requests(row) or Request(length)
+        request = requests.get(page) or Request(length)
         # What has been cut before its end goes on so.
         place = begun.chunks[page].place if page in begun.chunks else None
         is_first = opens or page in begun.chunks

@@ -104,7 +104,7 @@ def feed(layer: PagedLayer, begun: PartialPrompts, rows: list[tuple[Talk, int]])
         starts,
         [each.seen for each, _ in rows],
         [each.page for each, _ in rows],
-        lambda row: Request(rows[row][0].prompt, None, rows[row][0].pinned),
+        {each.page: Request(each.prompt, None, each.pinned) for each, _ in rows},
         begun,
     )
     out = torch.full(query.shape, torch.nan)
@@ -263,6 +263,17 @@ def test_room_for_pinned_keys():
         budget.check_room(keys, [(2, 2 + pins)])
     with pytest.raises(ValueError, match=r"16 pinned keys do not fit in a page, .* 16 keys"):
         budget.check_room(keys, [(2, 18)])
+
+
+def test_room_for_pinned_keys_is_that_of_all_ranks():
+    """Else a request would have its pins on some of them."""
+    keys = torch.empty(1, 2, 1, D)
+    shares = H2OConfig(heavy=10, recent=2, head_shares=[[1, 1, 4, 4]] * LAYERS)
+    for rank in (0, 1):
+        budget = PageBudget(shares, LAYERS, LONGEST, part=(rank, 2))
+        budget.check_room(keys, [(0, 7)])
+        with pytest.raises(ValueError, match="8 pinned keys do not fit in a page"):
+            budget.check_room(keys, [(0, 8)])
 
 
 def test_pins_that_requests_ask_for():
@@ -458,8 +469,7 @@ def test_on_a_device_the_host_waits_for_nothing(name):
             query, key, value, out = (
                 apart(i, starts[-1], heads, D) for i, heads in enumerate((H, G, G, H), start=1)
             )
-            request = [requests[page] for page in pages].__getitem__
-            batch = plan(starts, lengths, pages, request, begun, device="cuda")
+            batch = plan(starts, lengths, pages, requests, begun, device="cuda")
             layer.forward(query, key, value, batch, out)
         assert layer.store.pages.keys.device.type == layer.whole.keys.device.type == "cuda"
         assert batch.steps.pages.device.type == "cuda"
@@ -467,11 +477,11 @@ def test_on_a_device_the_host_waits_for_nothing(name):
 
 def test_steps_are_one_call_wherever_their_pages_are():
     starts, lengths, pages = [0, 1, 2, 9, 10], [50, 60, 7, 80], [300, 3, 5, 200]
-    batch = plan(starts, lengths, pages, lambda row: None, PartialPrompts(1))
+    batch = plan(starts, lengths, pages, {}, PartialPrompts(1))
     assert batch.steps.pages.tolist() == [300, 3, 200]
     assert batch.steps.tokens.tolist() == [0, 1, 9]
     assert [chunk.page for chunk in batch.chunks] == [5]
-    batch = plan([0, 7, 8, 9], [7, 50, 60], [5, 300, 3], lambda row: None, PartialPrompts(1))
+    batch = plan([0, 7, 8, 9], [7, 50, 60], [5, 300, 3], {}, PartialPrompts(1))
     assert batch.steps.tokens == slice(7, 9)
 
 

@@ -14,9 +14,12 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
+from h2o import H2OConfig
 from h2o.vllm import plugin, scheduler
 from h2o.vllm.connector import StoredPromptsConnector
 from h2o.vllm.forks import Forks
+from h2o.vllm.page_budget import PageBudget, one_key
+from h2o.vllm.paged_request import Request
 
 PAGE = plugin.PageSpec(
     block_size=plugin.BLOCK, num_kv_heads=1, head_size=8, dtype=torch.uint8, num_head_slots=1,
@@ -78,7 +81,7 @@ def test_a_request_leaves_its_pages_in_every_group_of_ours():
     made = connector(PAGE, FullAttentionSpec(**FULL), PAGE, is_shared=False)
     admit(made, request(), 3, 4, 5)
     assert passes(made, a=32).left == set()
-    made.request_finished(request(), [])
+    made.request_finished_all_groups(request(), ([3], [4], [5]))
     assert passes(made).left == {3, 5}
     admit(made, request(), 3, 4, 5)
     assert passes(made, a=100).stores == []
@@ -90,6 +93,30 @@ def test_a_session_that_goes_on_stores_no_prefix():
     made.update_state_after_alloc(request(prompt=130, computed=100, h2o_prefix=30), pages(3), 0)
     assert passes(made, a=30).stores == []
     assert not made.prompts.reading
+
+
+def test_workers_know_what_the_requests_of_pages_ask_for():
+    """Until they end; also where a page is the next one's in the same pass, or its own again."""
+    made, worker = connector(PAGE, is_shared=False), connector(PAGE)
+    budget = PageBudget(H2OConfig(heavy=8, recent=8), 2, 256)
+    worker.forks, worker.keys = Forks(), one_key(2, 8, torch.float32)
+    worker.engine = SimpleNamespace(requests={}, budget=budget)
+
+    def known(**scheduled):
+        worker.handle_preemptions(passes(made, **scheduled))
+        return worker.engine.requests
+
+    admit(made, request(h2o_heavy=3, h2o_pinned="2:4"), 3)
+    own = Request(100, H2OConfig(heavy=3, recent=8), [(2, 4)])
+    assert known(a=32) == {3: own}
+    made.request_finished_all_groups(request(), ([3],))
+    admit(made, request("b", 50, h2o_prefix=30), 3)
+    assert known(b=30) == {3: Request(50, prefix=30)}
+    admit(made, request("b", 50), 3)
+    assert known(preempted="b", b=30) == {3: Request(50)}
+    made.request_finished_all_groups(request("b"), ([3],))
+    made.request_finished_all_groups(request("c"), ())
+    assert known() == {}
 
 
 def test_workers_forget_chunks_of_pages_that_requests_have_left():

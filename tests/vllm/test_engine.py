@@ -28,7 +28,7 @@ from tests.vllm.engines import (
 from tests.vllm.held import held
 
 SMALL = {"heavy": 8, "recent": 8}
-PAGES, REQUESTS = "h2o.vllm.page_store.PageStore", "h2o.vllm.runners.Requests"
+PAGES, REQUESTS = "h2o.vllm.page_store.PageStore", "h2o.vllm.validation.Requests"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "gpt_neox", "gemma"])
