@@ -49,10 +49,13 @@ class Prefixes(Scheduler):
 
     def _tokens(self, request: Any, computed: int, room: int) -> int:
         """The tokens that are read of a request where there is room for so many; 0: it waits."""
-        prefix, prompt = asked_prefix(request), request.num_prompt_tokens
-        if computed < _first(request):
+        prefix, prompt, first = asked_prefix(request), request.num_prompt_tokens, _first(request)
+        if computed < first:
             new = min(room, prefix - computed) if prefix else room
-            return new if computed + new >= _first(request) or self._has_place(request) else 0
+            if computed + new < first:
+                return new if self._has_place(request) else 0
+            self.in_places.discard(request.request_id)  # to be another's in this pass
+            return new
         if prefix and computed < prompt:
             most = 1 if reads_by_token(arguments_of(request)) else self._largest_chunk()
             chunk = min(most, prompt - computed)

@@ -86,11 +86,6 @@ class Reading:
     exact: bool = True
     """False: the weights have changed since it began to be read"""
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing of it has been cut so far."""
-        return 0 < self.read < (self.asked.prefix or self.asked.tokens)
-
 
 class StoredPrompts:
     """The pages of stored prompts, and the requests that read others."""
@@ -154,9 +149,9 @@ class StoredPrompts:
         return pages
 
     def leave(self, requests: Iterable[str]) -> set[int]:
-        """Forget requests that have ended; returns the pages of prompts that were cut short."""
+        """Forget requests that have left in the middle of their prompts; returns their pages."""
         gone = [self.reading.pop(request) for request in requests if request in self.reading]
-        return {page for one in gone if one.is_whole for page in one.pages}
+        return {page for one in gone for page in one.pages}
 
 
 def _to_come(one: Reading) -> set[bytes]:

@@ -155,7 +155,8 @@ class Requests(Unchanged, ProcessorOfV1, ProcessorOfV2):
 
     @classmethod
     def check_asked(cls, vllm_config: VllmConfig) -> None:
-        """Raises RuntimeError where vLLM has made none, so that nothing wrong would be refused."""
+        """Raises RuntimeError where vLLM has made none, so that wrong requests would be accepted,
+        which end the scheduler."""
         if vllm_config.instance_id not in cls.of_config:
             raise RuntimeError(
                 "vLLM does not ask h2o about its requests: the installed h2o lacks the entry point "

@@ -533,6 +533,8 @@ def test_a_page_is_as_large_as_its_fields():
         ),
         ({"preset": "robust", "budget": 64, "window": 3}, "unknown parameter 'window'"),
         ({"heavy": 64, "cut": "often"}, 'cut is "prompt" or "chunk", not "often"'),
+        ({"heavy": 64, "score_by": ["mean"]}, r"score_by must be .* not \['mean'\]"),
+        ({"preset": ["robust"], "budget": [64]}, "budget must be a number|preset must be one of"),
         ({"heavy": 64, "whole_prompts": 0}, "whole_prompts is 0, wanted a number from 1 on"),
         ({"heavy": 64, "whole_prompts": "2"}, 'whole_prompts is "2"'),
         ({"preset": "best", "budget": 64}, "preset must be one of"),

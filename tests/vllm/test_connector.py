@@ -115,7 +115,7 @@ def test_workers_know_what_the_requests_of_pages_ask_for():
     admit(made, request("b", 50), 3)
     assert known(preempted="b", b=30) == {3: Request(50)}
     made.request_finished_all_groups(request("b"), ([3],))
-    made.request_finished_all_groups(request("c"), ())
+    made.request_finished_all_groups(request("c"), ([],))
     assert known() == {}
 
 
@@ -151,7 +151,9 @@ def test_a_prompt_waits_for_a_place_in_which_its_chunks_are_kept():
     assert not one.room_is_awaited
     assert one._reserve_prefill_lookahead(last, 0, 20) == 0
     assert one.room_is_awaited
+    one.room_is_awaited = False
     assert one._reserve_prefill_lookahead(first, 80, 20) == 20
+    assert one._reserve_prefill_lookahead(last, 0, 20) == 20  # in the place of the first
     cut = planning(cut="chunk")
     assert [cut._reserve_prefill_lookahead(request(x), 0, 20) for x in "abc"] == [20] * 3
 
