@@ -397,7 +397,6 @@ def test_vllm_is_known_to_its_plugin():
         for name in (
             "__init__",
             "plugin",
-            "runners",
             "validation",
             "connector",
             "scheduler",

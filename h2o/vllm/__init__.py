@@ -1,10 +1,10 @@
 """H2O inside vLLM: a plugin that serves a model's attention from pages of fixed size.
 
 vLLM calls `register` in each of its processes, as the entry point `h2o` of
-`vllm.general_plugins` says, and tells `Requests`, the entry point `h2o` of
-`vllm.logits_processors`, of each request. Nothing changes where `--additional-config` has no entry
-`h2o`. `plugin` has the attention, `runners` the requests of a batch, `connector` and `scheduler`
-the prompts that requests share, `validation` what is refused; only these know vLLM.
+`vllm.general_plugins` says, and asks `Requests`, the entry point `h2o` of
+`vllm.logits_processors`, whether a request is valid. Nothing changes where `--additional-config`
+has no entry `h2o`. `plugin` has the attention, `connector` and `scheduler` the requests and the
+prompts that these share, `validation` what is refused; only these know vLLM.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def __getattr__(name: str) -> Any:
     from vllm.version import __version__ as version
 
     if is_tested(version):
-        from h2o.vllm import runners
+        from h2o.vllm import validation
 
-        return runners.Requests
+        return validation.Requests
     from h2o.vllm import refusing_backends
 
     return refusing_backends.logits_processor()

@@ -3,7 +3,7 @@
 A KV connector, vLLM's way to say that some tokens of a prompt need not be read, keeps the prompts
 in pages of the pool. Such a page counts as free (`BlockPool.unpin_blocks`) until vLLM gives it to a
 request, those first that nobody has asked for the longest. Where nothing is stored the connector
-still tells workers which requests have left in the middle of a prompt.
+still tells workers what requests ask for, and which have left.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 
-from h2o.vllm.entry import entry_places
+from h2o.vllm.page_budget import one_key
 from h2o.vllm.page_store import PageStore
 from h2o.vllm.paged_request import arguments_of, asked_prefix
 from h2o.vllm.scheduler import PrefixAsyncScheduler, PrefixScheduler
 from h2o.vllm.stored_prompts import Asked, Begin, Reading, Store, StoredPrompts, identify
-from h2o.vllm.validation import CONNECTOR, entry_of, has_windows
+from h2o.vllm.validation import CONNECTOR, has_windows, read_request
 
 
 def set_up(vllm_config: VllmConfig) -> None:
@@ -64,13 +64,16 @@ def stores_of(impls: list[Any]) -> list[PageStore]:
 
 @dataclasses.dataclass
 class Plan(KVConnectorMetadata):
-    """Instructions to workers: what to do with stored prompts beside a pass."""
+    """Instructions to workers: who has come and left before a pass, and what to do with stored
+    prompts beside it."""
 
+    left: set[int] = dataclasses.field(default_factory=set)
+    """pages of requests that have ended, or are read anew"""
+    requests: dict[int, tuple[int, dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    """(tokens of the prompt, `vllm_xargs`) of those that have begun since, by page"""
     begins: list[Begin] = dataclasses.field(default_factory=list)
     dropped: list[int] = dataclasses.field(default_factory=list)
     """pages of stored prompts that vLLM has given to requests"""
-    left: set[int] = dataclasses.field(default_factory=set)
-    """pages of requests that ended while their prompts were read"""
     stores: list[Store] = dataclasses.field(default_factory=list)
 
 
@@ -85,7 +88,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         self.plan = Plan()
-        self.prompts = StoredPrompts(entry_places(entry_of(vllm_config)))
+        self.prompts = StoredPrompts()
         transfer: Any = vllm_config.kv_transfer_config
         self.is_shared = transfer.kv_connector_extra_config["is_shared"]
         """Whether prompts are stored"""
@@ -125,10 +128,11 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request has a page, and begins to be read; or a session goes on, of which nothing is
         stored."""
+        pages = self._pages(blocks.get_block_ids())
+        asked = request.num_prompt_tokens, arguments_of(request)
+        self.plan.requests |= dict.fromkeys(pages, asked)
         if request.num_computed_tokens:
             return
-        blocks = blocks.get_block_ids()
-        pages = [blocks[i][0] for i in self.groups]
         name, page, whole = request.request_id, pages[0], False
         self._leave([name])  # where it is read anew since it was preempted
         found = self.found.pop(name, None)
@@ -169,6 +173,10 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
             known = self.asked[request.request_id] = identify(*said, request.cache_salt)
         return known
 
+    def _pages(self, blocks: Any) -> list[int]:
+        """The pages among the blocks of a request in each group."""
+        return [blocks[i][0] for i in self.groups if i < len(blocks) and blocks[i]]
+
     def _leave(self, requests: Iterable[str]) -> None:
         self.plan.left |= self.prompts.leave(requests)
 
@@ -182,14 +190,11 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         self.prompts.drop(block.block_id)
         self.plan.dropped.append(block.block_id)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        self.found.pop(request.request_id, None)
-        self.asked.pop(request.request_id, None)
-        self._leave([request.request_id])
-        return False, None
-
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        return self.request_finished(request, block_ids)
+        for known in (self.found, self.asked, self.prompts.reading):
+            known.pop(request.request_id, None)
+        self.plan.left.update(self._pages(block_ids))
+        return False, None
 
     def reset_cache(self) -> bool:
         """Forgets all prompts, as after a change of the model's weights."""
@@ -202,10 +207,19 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         """The layers whose pages are h2o's, and what they have in common."""
         names = [name for group in self.groups.values() for name in group.layer_names]
         self.impls = impls_of(self._vllm_config, names)
-        self.forks = self.impls[0].engine.forks
+        self.engine, self.forks = self.impls[0].engine, self.impls[0].engine.forks
+        heads, size = self.impls[0].num_kv_heads, self.impls[0].head_size
+        self.keys = one_key(heads, size, self._vllm_config.model_config.dtype)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Called before every pass."""
         self.forks.leave(kv_connector_metadata.left)
+        for page in kv_connector_metadata.left:
+            self.engine.requests.pop(page, None)
+        for page, (prompt, arguments) in kv_connector_metadata.requests.items():
+            self.engine.requests[page] = read_request(
+                arguments, prompt, self.engine.budget, self.keys
+            )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan: Any = self._get_connector_metadata()

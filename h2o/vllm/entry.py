@@ -54,7 +54,7 @@ def served_budget_config(
 
 def _config(entry: Mapping[str, Any]) -> H2OConfig:
     """The config of an entry, before anything is refused."""
-    fields = {name: _plain(x) for name, x in entry.items() if name not in ("cut", "whole_prompts")}
+    fields = {name: x for name, x in entry.items() if name not in ("cut", "whole_prompts")}
     if "preset" not in fields:
         return one_config(None, fields)
     preset = {name: fields.pop(name) for name in ("budget", "budget_unit") if name in fields}
@@ -94,8 +94,3 @@ def entry_places(entry: Mapping[str, Any]) -> int:
             '"cut": "chunk" keeps none whole'
         )
     return 0 if cut == "chunk" else places
-
-
-def _plain(value: Any) -> Any:
-    """Lists as tuples, which may be looked up."""
-    return tuple(map(_plain, value)) if isinstance(value, list) else value

@@ -1,9 +1,11 @@
 """The numbers of h2o in a server's `/metrics`.
 
-vLLM has no way for a plugin's numbers from the processes that hold pages to the one that answers
-`/metrics`. So each of those leaves its own in a file, seconds after a step at the latest, and a
-collector of prometheus_client in the server's first process, which names the folder to the others
-by their environment, reads them when asked. Where the config has no entry `h2o` there is no file.
+vLLM carries numbers of a KV connector from its workers to the process that answers `/metrics` only
+where the config of that process names the connector, and h2o's is named when an engine starts, in
+a process of its own. So each process that holds pages leaves its numbers in a file, seconds after a
+step at the latest, and a collector of prometheus_client in the server's first process, which names
+the folder to the others by their environment, reads them when asked. Where the config has no entry
+`h2o` there is no file.
 """
 
 from __future__ import annotations
@@ -86,42 +88,18 @@ def publish() -> None:
     """Has this process answer with the numbers of all those that it starts."""
     if multiprocessing.parent_process() is not None:
         return
-    try:
-        from prometheus_client import REGISTRY
-    except ImportError:
-        return
+    from prometheus_client import REGISTRY
+
     folder = Path(tempfile.gettempdir(), f"h2o-metrics-{secrets.token_hex(8)}")
     os.environ[FOLDER] = str(folder)
-    # After the processes that it has started; each takes its file away, unless it is killed.
-    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-1)
+    Finalize(None, _remove, (folder,), exitpriority=-1)  # after the processes that it has started
     REGISTRY.register(Collector(folder))
 
 
-class NumbersFile:
-    """The numbers of one process, in a folder that exists while it has a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-        self._removed = False
-
-    def write(self, text: str) -> None:
-        """Replace the text; after `remove` do nothing, since threads may outlive the meter."""
-        with self._lock:
-            if self._removed:
-                return
-            self.path.parent.mkdir(mode=0o700, exist_ok=True)
-            written = self.path.with_suffix(".new")
-            written.write_text(text)
-            written.replace(self.path)
-
-    def remove(self) -> None:
-        """For good, and the folder when it is empty."""
-        with self._lock, contextlib.suppress(OSError):
-            self._removed = True
-            for file in (self.path, self.path.with_suffix(".new")):
-                file.unlink(missing_ok=True)
-            self.path.parent.rmdir()
+def _remove(folder: Path) -> None:
+    """For good: a meter of this process may still wait to write."""
+    os.environ.pop(FOLDER, None)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class Meter:
@@ -139,11 +117,14 @@ class Meter:
         self.place = place
         self.fixed = {"h2o:request_bytes": request_bytes, "h2o:requests_that_fit": requests}
         self.stores, self.forks = stores, forks
-        self.file: NumbersFile | None = None
-        if folder := os.environ.get(FOLDER):
-            self.file = NumbersFile(Path(folder, f"{place.engine}-{place.rank}.json"))
-            Finalize(self, self.file.remove, exitpriority=0)
         self._waits = False
+        self._lock = threading.Lock()
+
+    @property
+    def file(self) -> Path | None:
+        """Where the numbers go; None: nobody reads them."""
+        folder = os.environ.get(FOLDER)
+        return Path(folder, f"{self.place.engine}-{self.place.rank}.json") if folder else None
 
     def stepped(self) -> None:
         """Write the numbers in a moment, together with those of the steps until then."""
@@ -157,10 +138,14 @@ class Meter:
     def write(self) -> None:
         """Writes them now. A folder that takes none costs the numbers only: a warning."""
         self._waits = False
-        if self.file is None:
+        if (file := self.file) is None:
             return
+        written = file.with_suffix(".new")
         try:
-            self.file.write(json.dumps([self.place, self.numbers()]))
+            with self._lock:
+                file.parent.mkdir(mode=0o700, exist_ok=True)
+                written.write_text(json.dumps([self.place, self.numbers()]))
+                written.replace(file)
         except OSError as error:
             warnings.warn(f"h2o: /metrics lacks numbers: {error}", RuntimeWarning, stacklevel=2)
 

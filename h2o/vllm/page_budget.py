@@ -79,9 +79,11 @@ class PageBudget:
         return [_fit(*x, room, pins) for x, room in zip(budgets, rooms, strict=True)]
 
     def check_room(self, keys: torch.Tensor, pinned: Row) -> None:
-        """Raises ValueError where a page has no room for so many pinned keys and a newest one."""
+        """Raises ValueError where a page of some rank has no room for so many pinned keys and a
+        newest one."""
         pins = count(pinned, self.config.sinks)
-        least = min(k for layer in range(self.layers) for k in self._kept(layer, keys))
+        layers = range(self.layers)
+        least = min(k for part in self._parts() for i in layers for k in part._kept(i, keys))
         if pinned and self.config.sinks + pins >= least:
             raise ValueError(
                 f"{pins} pinned keys do not fit in a page, of which a head holds {least} keys, "
@@ -152,6 +154,10 @@ class PageBudget:
         if self.together:
             part = -(-page_bytes(self.empty_pages(keys)) // self.layers)
             return -(-part // ALIGNMENT) * ALIGNMENT
+        layers = range(self.layers)
+        return max(page_bytes(x.empty_page(i, keys)) for x in self._parts() for i in layers)
+
+    def _parts(self) -> list[PageBudget]:
+        """The same of each rank, for what all must have alike."""
         ranks = self.part[1]
-        parts = [dataclasses.replace(self, part=(rank, ranks)) for rank in range(ranks)]
-        return max(page_bytes(x.empty_page(i, keys)) for x in parts for i in range(self.layers))
+        return [dataclasses.replace(self, part=(rank, ranks)) for rank in range(ranks)]

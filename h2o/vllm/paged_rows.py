@@ -3,16 +3,15 @@
 `plan` sorts the rows of the batch once for each forward pass, and `PagedLayer` runs them in each
 layer. A page holds all that one request keeps. A prompt that comes in chunks is kept whole until
 its end, then cut to its budget, so that what a request keeps does not depend on how vLLM cut it,
-hence not on other requests. There is room for so many at a time (`PartialPrompts`); a chunk for
-which there is none is taken as an end.
+hence not on other requests. There is room for so many at a time (`PartialPrompts`), and the
+scheduler begins no more.
 
 Letters: n tokens of the batch, H query heads, G key/value heads, D head dimension.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -87,8 +86,6 @@ class Steps(NamedTuple):
 class Batch(NamedTuple):
     """The work of one forward pass in every layer, in this order."""
 
-    late: list[Chunk]
-    """prompts that are cut before their end, without new tokens"""
     chunks: list[Chunk]
     steps: Steps | None
     replayed: Sequence[tuple[int, int]] = ()
@@ -102,25 +99,28 @@ class PartialPrompts:
         """`places`: how many there is room for; 0: none is kept whole."""
         self.places = places
         self.chunks: dict[int, Chunk] = {}
-        """The last chunk of each, by page, that of the oldest first"""
+        """The last chunk of each, by page"""
 
-    def take(self, here: set[int]) -> tuple[int | None, Chunk | None]:
-        """A place, or None; and whose it was until now: the oldest prompt of no page of `here`."""
+    def place(self) -> int:
+        """A place that is free.
+
+        Raises: RuntimeError where there is none.
+        """
         taken = {chunk.place for chunk in self.chunks.values()}
         for place in range(self.places):
             if place not in taken:
-                return place, None
-        for page, chunk in self.chunks.items():
-            if page not in here:
-                return chunk.place, self.chunks.pop(page)
-        return None, None
+                return place
+        raise RuntimeError(
+            f"h2o: vLLM reads more than {self.places} prompts in chunks at once: the scheduler is "
+            "not h2o's"
+        )
 
 
 def plan(
     starts: Sequence[int],
     lengths: Sequence[int],
     pages: Sequence[int],
-    requests: Callable[[int], Request | None],
+    requests: Mapping[int, Request],
     begun: PartialPrompts,
     device: torch.device | str = "cpu",
     replayed: Container[int] = (),
@@ -130,12 +130,13 @@ def plan(
     Args:
         starts: where each row's tokens begin in the batch, and where the last one's end.
         lengths: tokens of each row with the new ones.
-        requests: the request of a row, if it is known.
+        requests: by page, where they are known.
         begun: kept up to date.
         device: where the tokens and pages are.
         replayed: pages of requests whose whole prompt was stored, and comes again.
 
-    Raises: RuntimeError for tokens of a prefix and of what follows it in one row.
+    Raises: RuntimeError for what h2o's scheduler never plans: tokens of a prefix and of what
+        follows it in one row, and more prompts in chunks than there are places.
     """
     later, opening, single, again = [], [], [], []
     for row, (length, page) in enumerate(zip(lengths, pages, strict=True)):
@@ -151,11 +152,11 @@ def plan(
         elif end - begin == 1 and page not in begun.chunks:
             single.append((page, begin))
             continue
-        request = requests(row) or Request(length)
+        request = requests.get(page) or Request(length)
         # What has been cut before its end goes on so.
         place = begun.chunks[page].place if page in begun.chunks else None
         is_first = opens or page in begun.chunks
-        ends = length >= request.first or not is_first
+        ends = length >= request.first or not is_first or begun.places == 0
         if is_first and length > request.first and request.prefix:
             raise RuntimeError(
                 f"h2o: vLLM reads the tokens up to {length} of a prompt at once, whose prefix of "
@@ -168,24 +169,10 @@ def plan(
             begun.chunks.pop(chunk.page, None)
         else:
             begun.chunks[chunk.page] = chunk
-    late, here = [], set(pages)
     for i, chunk in enumerate(opening):
-        if chunk.ends:
-            continue
-        place, before = begun.take(here)
-        late += [before] if before else []
-        if place is None:
-            if begun.places:
-                warnings.warn(
-                    f"h2o: more than {begun.places} prompts are read in chunks at once, so some "
-                    'are cut before their end: give a larger "whole_prompts"',
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            opening[i] = chunk._replace(ends=True)
-        else:
-            opening[i] = begun.chunks[chunk.page] = chunk._replace(place=place)
-    return Batch(late, later + opening, _steps(single, device), again)
+        if not chunk.ends:
+            opening[i] = begun.chunks[chunk.page] = chunk._replace(place=begun.place())
+    return Batch(later + opening, _steps(single, device), again)
 
 
 def _steps(rows: list[tuple[int, int]], device: torch.device | str) -> Steps | None:
@@ -251,8 +238,6 @@ class PagedLayer:
             out: [n, H, D], contiguous, written.
         """
         with self.store.lock:
-            for chunk in batch.late:
-                self._cut(chunk)
             for chunk in batch.chunks:
                 part = slice(chunk.begin, chunk.end)
                 tokens = [x[part].transpose(0, 1)[None] for x in (query, key, value)]

@@ -40,9 +40,9 @@ from h2o.vllm.forks import Forks
 from h2o.vllm.metrics import Meter, Place
 from h2o.vllm.page_budget import PageBudget, one_key
 from h2o.vllm.page_store import ALIGNMENT, PageStore
+from h2o.vllm.paged_request import Request
 from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, plan
-from h2o.vllm.runners import Requests
-from h2o.vllm.validation import entry_of, has_windows, logger, page_budget
+from h2o.vllm.validation import Requests, entry_of, has_windows, logger, page_budget
 
 BLOCK = 1 << 20
 """Tokens of a vLLM block: more than a request has, so that one block is all that it takes."""
@@ -140,6 +140,8 @@ class Engine(NamedTuple):
     stores: WeakValueDictionary[tuple[int, int], PageStore]
     """Stores of all layers together, by address and number of the pages; the layers hold them"""
     forks: Forks
+    requests: dict[int, Request]
+    """Those that vLLM serves at the moment, by page"""
 
 
 def engine_of(vllm_config: VllmConfig) -> Engine:
@@ -158,7 +160,7 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
     set_up(vllm_config)
     stores = WeakValueDictionary[tuple[int, int], PageStore]()
     shared = budget, has_windows(vllm_config), echoes, dealer, stores, Forks()
-    return Engine(vllm_config.instance_id, *shared)
+    return Engine(vllm_config.instance_id, *shared, requests={})
 
 
 class H2OAttentionBackend(CPUAttentionBackend):
@@ -223,16 +225,9 @@ class H2OCustomBackend(H2OAttentionBackend):
         return []
 
 
-class Planned:
-    """A forward pass for all layers. The plan depends on the stored prompts, which both runners
-    name after they have asked for it, so the first layer makes it."""
-
-    def __init__(self, make: Callable[[], Batch]) -> None:
-        self._make = make
-
-    @functools.cached_property
-    def batch(self) -> Batch:
-        return self._make()
+Planned = Callable[[], Batch]
+"""A forward pass for all layers. The plan depends on the stored prompts, which both runners name
+after they have asked for it, so the first layer makes it."""
 
 
 class BatchBuilder(AttentionMetadataBuilder[Planned]):
@@ -249,10 +244,10 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         impls = impls_of(vllm_config, layer_names)
         engine = impls[0].engine
+        Requests.check_asked(vllm_config)
         self.begun = PartialPrompts(engine.budget.places)
-        self.forks = engine.forks
+        self.requests, self.forks = engine.requests, engine.forks
         self.forks.partial.append(self.begun.chunks)
-        self.requests = Requests.of_engine(vllm_config)
         self.meter: Meter | None = None
         if engine.has_windows:
             logger.info_once("h2o: layers with a sliding window are vLLM's own")
@@ -275,8 +270,9 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
                 rows.block_table_tensor[:, 0],
             )
         )
-        known = starts, lengths, pages, self.requests.of_batch(rows)
-        return Planned(lambda: plan(*known, self.begun, self.device, self.forks.replayed))
+        known = starts, lengths, pages, self.requests
+        rest = self.begun, self.device, self.forks.replayed
+        return functools.cache(functools.partial(plan, *known, *rest))
 
 
 class H2OAttention(AttentionImpl[Planned]):
@@ -347,7 +343,7 @@ class H2OAttention(AttentionImpl[Planned]):
         memory = kv_cache.data_ptr(), kv_cache.shape[0]
         if self.paged is None or self.memory != memory:
             self.paged, self.memory = self._pages(layer, kv_cache, key), memory
-        self.paged.forward(query, key, value, attn_metadata.batch, output)
+        self.paged.forward(query, key, value, attn_metadata(), output)
         return output
 
     def do_kv_cache_update(self, *args: Any) -> None:

@@ -84,20 +84,13 @@ class Reading:
     read: int
     """tokens, with those of the pass that is planned"""
     exact: bool = True
-    """False: it may have been cut before its end, since too many came in chunks at once"""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing of it has been cut so far."""
-        return 0 < self.read < (self.asked.prefix or self.asked.tokens)
+    """False: the weights have changed since it began to be read"""
 
 
 class StoredPrompts:
     """The pages of stored prompts, and the requests that read others."""
 
-    def __init__(self, places: int) -> None:
-        """`places`: how many prompts that come in chunks are kept whole at a time."""
-        self.places = places
+    def __init__(self) -> None:
         self.pages: dict[bytes, int] = {}
         self.reading: dict[str, Reading] = {}
         """Prompts that are being read, by request"""
@@ -134,10 +127,6 @@ class StoredPrompts:
                 del self.reading[request]
                 if new > 1:  # else it is a step, whose attention nobody notes
                     done.append((one, wanted.whole))
-        chunks = [one for one in self.reading.values() if one.is_whole]
-        if len(chunks) > self.places:
-            for one in chunks:
-                one.exact = False
         return [(one.pages[0], key) for one, key in done if one.exact]
 
     def put(self, key: bytes, page: int) -> None:
@@ -160,9 +149,9 @@ class StoredPrompts:
         return pages
 
     def leave(self, requests: Iterable[str]) -> set[int]:
-        """Forget requests that have ended; returns the pages of prompts that were cut short."""
+        """Forget requests that have left in the middle of their prompts; returns their pages."""
         gone = [self.reading.pop(request) for request in requests if request in self.reading]
-        return {page for one in gone if one.is_whole for page in one.pages}
+        return {page for one in gone for page in one.pages}
 
 
 def _to_come(one: Reading) -> set[bytes]:

@@ -1,16 +1,25 @@
-"""The entry "h2o" of vLLM's config, and the settings of vLLM that it does not go with."""
+"""What is refused and said: of the entry "h2o" of vLLM's config, of settings of vLLM that it does
+not go with, and of requests."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorOfV1
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorOfV2
 
+from h2o.config import H2OConfig
+from h2o.packages import install_command
 from h2o.vllm.entry import entry_places, served_budget_config
 from h2o.vllm.page_budget import PageBudget
+from h2o.vllm.paged_request import Request, prefix_tokens, with_budget, with_pins
+from h2o.vllm.refusing_backends import Unchanged
 
 logger = init_logger("vllm.h2o")
 
@@ -127,3 +136,67 @@ def refuse(vllm_config: VllmConfig) -> None:
     for what, (present, reason) in reasons.items():
         if present:
             raise ValueError(f"h2o does not serve {what}: {reason}")
+
+
+# ---- Requests --------------------------------------------------------------------------------
+
+
+class Requests(Unchanged, ProcessorOfV1, ProcessorOfV2):
+    """What vLLM's front end asks whether a request's `vllm_xargs` are valid, before it accepts the
+    request. vLLM finds it by the entry point `h2o` of `vllm.logits_processors`."""
+
+    of_config: ClassVar[WeakValueDictionary[str, Requests]] = WeakValueDictionary()
+    """That of each engine of this process, by `VllmConfig.instance_id`."""
+
+    def __init__(self, vllm_config: VllmConfig, *of_runner: Any) -> None:
+        if entry_of(vllm_config) is not None:
+            page_budget(vllm_config)  # refuses, also where no layer asks for h2o's backend
+            self.of_config[vllm_config.instance_id] = self
+
+    @classmethod
+    def check_asked(cls, vllm_config: VllmConfig) -> None:
+        """Raises RuntimeError where vLLM has made none, so that wrong requests would be accepted,
+        which end the scheduler."""
+        if vllm_config.instance_id not in cls.of_config:
+            raise RuntimeError(
+                "vLLM does not ask h2o about its requests: the installed h2o lacks the entry point "
+                f"h2o of vllm.logits_processors. Install it again: {install_command()}"
+            )
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Raises ValueError for a wrong budget or pin, which becomes the answer 400."""
+        try:
+            arguments = sampling_params.extra_args or {}
+            with_budget(H2OConfig(), arguments)
+            with_pins(H2OConfig(), arguments)
+            prefix_tokens(arguments, 0)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+
+def read_request(
+    arguments: dict[str, Any], prompt: int, server: PageBudget, keys: Tensor
+) -> Request:
+    """A new request with a prompt of so many tokens, by its `vllm_xargs`.
+
+    Its own budget, `h2o_heavy` and `h2o_recent`, is as `H2OConfig` has them; what is more than a
+    page holds is cut off. What does not go together with the server's config is a line of the log,
+    since an error here would end the server.
+
+    Args:
+        keys: like [1, G, any, D], of a layer.
+    """
+    config, pinned = None, []
+    prefix = prefix_tokens(arguments, prompt)
+    try:
+        config = with_budget(server.config, arguments)
+    except (TypeError, ValueError) as error:
+        logger.warning("h2o: a request gets the server's budget: %s", error)
+    try:
+        asked = with_pins(server.config, arguments, prefix or prompt)
+        server.check_room(keys, asked)
+        pinned = asked
+    except (TypeError, ValueError) as error:
+        logger.warning("h2o: a request is served without the pins that it asks for: %s", error)
+    return Request(prompt, config, pinned, prefix)

@@ -104,7 +104,7 @@ def feed(layer: PagedLayer, begun: PartialPrompts, rows: list[tuple[Talk, int]])
         starts,
         [each.seen for each, _ in rows],
         [each.page for each, _ in rows],
-        lambda row: Request(rows[row][0].prompt, None, rows[row][0].pinned),
+        {each.page: Request(each.prompt, None, each.pinned) for each, _ in rows},
         begun,
     )
     out = torch.full(query.shape, torch.nan)
@@ -138,7 +138,7 @@ def traffic(
     layer: PagedLayer, talks: list[Talk], seed: int, room: int, most: int = LONGEST, held=held
 ) -> int:
     """Serves the talks, at most `room` tokens a pass and `most` of one, as many at once as there
-    are pages; tells how many passes had a prompt cut into chunks."""
+    are pages and places; tells how many passes had a prompt cut into chunks."""
     rng = np.random.default_rng(seed)
     free, waiting, running = list(range(1, PAGES)), list(talks), []
     begun = PartialPrompts(layer.budget.places)
@@ -149,8 +149,12 @@ def traffic(
             running.append(waiting.pop(0))
             running[-1].page = free.pop(0)
         left, rows = room, []
+        whole = [each for each in running if 0 < each.seen < each.prompt]
         for each in running:
             n = min(left, most, each.prompt - each.seen if each.seen < each.prompt else 1)
+            if each.seen + n < each.prompt and each not in whole:
+                n = n if len(whole) < begun.places else 0
+                whole += [each] if n else []
             if n > 0:
                 rows.append((each, n))
                 left -= n
@@ -261,6 +265,17 @@ def test_room_for_pinned_keys():
         budget.check_room(keys, [(2, 18)])
 
 
+def test_room_for_pinned_keys_is_that_of_all_ranks():
+    """Else a request would have its pins on some of them."""
+    keys = torch.empty(1, 2, 1, D)
+    shares = H2OConfig(heavy=10, recent=2, head_shares=[[1, 1, 4, 4]] * LAYERS)
+    for rank in (0, 1):
+        budget = PageBudget(shares, LAYERS, LONGEST, part=(rank, 2))
+        budget.check_room(keys, [(0, 7)])
+        with pytest.raises(ValueError, match="8 pinned keys do not fit in a page"):
+            budget.check_room(keys, [(0, 8)])
+
+
 def test_pins_that_requests_ask_for():
     config = CONFIGS["tokens"]
     for asked, wanted in (
@@ -286,14 +301,16 @@ def test_pins_that_requests_ask_for():
 
 def test_a_request_that_left_in_its_prompt_leaves_nothing():
     """Neither in the page that another request takes, nor, after some more, in memory."""
-    layer, begun = paged(CONFIGS["tokens"]), PartialPrompts(2)
+    layer, begun, forks = paged(CONFIGS["tokens"]), PartialPrompts(2), Forks()
+    forks.partial.append(begun.chunks)
     left = [talk(seed, 40, 40) for seed in range(5)]
     for page, each in enumerate(left, start=1):
         each.page = page
+        forks.leave([page - 2])
         feed(layer, begun, [(each, 20)])
     assert [*begun.chunks] == [4, 5]
     assert layer.whole.keys.shape == (2, G, LONGEST, D)
-    assert held(layer, 1).max() == 19  # cut, for the next one
+    assert held(layer, 1).max() == -1
     other = talk(50, 30, 60)
     other.page = 5
     feed(layer, begun, [(other, 30)])
@@ -304,20 +321,13 @@ def test_a_request_that_left_in_its_prompt_leaves_nothing():
 
 
 def test_more_prompts_at_once_than_there_is_room_for():
-    """What has no room is cut after each chunk, said so; the others keep what they do alone."""
-    layer, served = paged(CONFIGS["tokens"]), [talk(seed, 60, 65) for seed in range(6)]
-    with pytest.warns(RuntimeWarning, match=r"more than 2 prompts .* give a larger .whole_prompts"):
-        traffic(layer, served, seed=3, room=1000, most=9)
-
-    def kept(positions):
-        return positions.sort(-1).values  # wherever they lie, which is not promised
-
-    same = [
-        torch.equal(kept(each.kept), kept(alone(CONFIGS["tokens"], each)[1].positions))
-        for each in served
-    ]
-    assert 2 <= sum(same) < len(same)
-    assert {int((each.kept >= 0).sum(-1).max()) for each in served} == {16}
+    """Are an error, since none may be cut before its end; the scheduler lets them wait."""
+    layer, begun = paged(CONFIGS["tokens"]), PartialPrompts(2)
+    rows = [(talk(seed, 60, 65), 9) for seed in range(3)]
+    for page, (each, _) in enumerate(rows, start=1):
+        each.page = page
+    with pytest.raises(RuntimeError, match="more than 2 prompts in chunks at once: the scheduler"):
+        feed(layer, begun, rows)
 
 
 def test_without_room_each_chunk_is_an_end():
@@ -445,7 +455,7 @@ def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_on_a_device_the_host_waits_for_nothing(name):
-    """Prompts whole, in chunks and cut late, steps in order and not, pages used again."""
+    """Prompts whole and in chunks, steps in order and not, pages used again."""
     with elsewhere():
         layer, begun = paged(CONFIGS[name]), PartialPrompts(1)
         requests = {1: Request(40), 2: Request(12), 3: Request(33)}
@@ -459,8 +469,7 @@ def test_on_a_device_the_host_waits_for_nothing(name):
             query, key, value, out = (
                 apart(i, starts[-1], heads, D) for i, heads in enumerate((H, G, G, H), start=1)
             )
-            request = [requests[page] for page in pages].__getitem__
-            batch = plan(starts, lengths, pages, request, begun, device="cuda")
+            batch = plan(starts, lengths, pages, requests, begun, device="cuda")
             layer.forward(query, key, value, batch, out)
         assert layer.store.pages.keys.device.type == layer.whole.keys.device.type == "cuda"
         assert batch.steps.pages.device.type == "cuda"
@@ -468,11 +477,11 @@ def test_on_a_device_the_host_waits_for_nothing(name):
 
 def test_steps_are_one_call_wherever_their_pages_are():
     starts, lengths, pages = [0, 1, 2, 9, 10], [50, 60, 7, 80], [300, 3, 5, 200]
-    batch = plan(starts, lengths, pages, lambda row: None, PartialPrompts(1))
+    batch = plan(starts, lengths, pages, {}, PartialPrompts(1))
     assert batch.steps.pages.tolist() == [300, 3, 200]
     assert batch.steps.tokens.tolist() == [0, 1, 9]
     assert [chunk.page for chunk in batch.chunks] == [5]
-    batch = plan([0, 7, 8, 9], [7, 50, 60], [5, 300, 3], lambda row: None, PartialPrompts(1))
+    batch = plan([0, 7, 8, 9], [7, 50, 60], [5, 300, 3], {}, PartialPrompts(1))
     assert batch.steps.tokens == slice(7, 9)
 
 
@@ -524,6 +533,8 @@ def test_a_page_is_as_large_as_its_fields():
         ),
         ({"preset": "robust", "budget": 64, "window": 3}, "unknown parameter 'window'"),
         ({"heavy": 64, "cut": "often"}, 'cut is "prompt" or "chunk", not "often"'),
+        ({"heavy": 64, "score_by": ["mean"]}, r"score_by must be .* not \['mean'\]"),
+        ({"preset": ["robust"], "budget": [64]}, "budget must be a number|preset must be one of"),
         ({"heavy": 64, "whole_prompts": 0}, "whole_prompts is 0, wanted a number from 1 on"),
         ({"heavy": 64, "whole_prompts": "2"}, 'whole_prompts is "2"'),
         ({"preset": "best", "budget": 64}, "preset must be one of"),

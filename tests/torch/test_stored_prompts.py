@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from h2o import ops
@@ -36,7 +35,7 @@ def test_what_requests_have_in_common():
 
 
 def test_the_longest_beginning_is_found():
-    prompts = StoredPrompts(2)
+    prompts = StoredPrompts()
     assert prompts.find(of(30, 20)) is None
     prompts.put(of(20).whole, 7)
     assert prompts.find(of(30, 20)) == (7, 20, False)
@@ -52,7 +51,7 @@ def test_the_longest_beginning_is_found():
 
 
 def test_who_reads_what_others_want():
-    prompts = StoredPrompts(2)
+    prompts = StoredPrompts()
     prompts.reading["a"] = Reading(of(30, 20), [3], 0)
     assert prompts.is_read("b", of(40, 20))
     assert prompts.is_read("b", of(30, 20))
@@ -66,29 +65,28 @@ def test_who_reads_what_others_want():
 
 
 def test_a_step_that_ends_a_prompt_stores_nothing():
-    prompts = StoredPrompts(2)
+    prompts = StoredPrompts()
     prompts.reading["a"] = Reading(of(21, 20), [3], 20)
     assert prompts.advance({"a": 1}) == []
 
 
-def test_prompts_that_may_have_been_cut_early_are_not_stored():
-    """More than there are places for came in chunks at once."""
-    prompts = StoredPrompts(1)
-    for name, n in (("a", 30), ("b", 40)):
-        prompts.reading[name] = Reading(of(n), [n], 0)
-    prompts.advance({"a": 8, "b": 8})
-    assert prompts.advance({"a": 22, "b": 32}) == []
+def test_prompts_that_began_with_other_weights_are_not_stored():
+    prompts = StoredPrompts()
+    prompts.reading["a"] = Reading(of(30), [3], 0)
+    prompts.advance({"a": 8})
+    assert prompts.clear() == []
+    assert not prompts.is_read("b", of(30))
+    assert prompts.advance({"a": 22}) == []
     prompts.reading["c"] = Reading(of(30), [5], 0)
     prompts.advance({"c": 8})
     assert prompts.advance({"c": 22}) == [(5, of(30).whole)]
 
 
-@pytest.mark.parametrize(("read", "pages"), [(0, set()), (8, {3}), (20, set()), (25, set())])
-def test_who_leaves_in_the_middle_of_what_is_kept_whole(read, pages):
-    prompts = StoredPrompts(1)
-    prompts.reading["a"] = Reading(of(30, 20), [3], read)
-    assert prompts.leave(["a", "b"]) == pages
-    assert not prompts.reading
+def test_who_leaves_in_the_middle_of_a_prompt():
+    prompts = StoredPrompts()
+    prompts.reading["a"] = Reading(of(30, 20), [3, 5], 8)
+    assert prompts.leave(["a", "b"]) == {3, 5}
+    assert prompts.leave(["a"]) == set()
 
 
 def test_keys_that_a_stored_prompt_has_evicted_count_once():

@@ -14,9 +14,12 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
+from h2o import H2OConfig
 from h2o.vllm import plugin, scheduler
 from h2o.vllm.connector import StoredPromptsConnector
 from h2o.vllm.forks import Forks
+from h2o.vllm.page_budget import PageBudget, one_key
+from h2o.vllm.paged_request import Request
 
 PAGE = plugin.PageSpec(
     block_size=plugin.BLOCK, num_kv_heads=1, head_size=8, dtype=torch.uint8, num_head_slots=1,
@@ -78,7 +81,7 @@ def test_a_request_leaves_its_pages_in_every_group_of_ours():
     made = connector(PAGE, FullAttentionSpec(**FULL), PAGE, is_shared=False)
     admit(made, request(), 3, 4, 5)
     assert passes(made, a=32).left == set()
-    made.request_finished(request(), [])
+    made.request_finished_all_groups(request(), ([3], [4], [5]))
     assert passes(made).left == {3, 5}
     admit(made, request(), 3, 4, 5)
     assert passes(made, a=100).stores == []
@@ -92,6 +95,30 @@ def test_a_session_that_goes_on_stores_no_prefix():
     assert not made.prompts.reading
 
 
+def test_workers_know_what_the_requests_of_pages_ask_for():
+    """Until they end; also where a page is the next one's in the same pass, or its own again."""
+    made, worker = connector(PAGE, is_shared=False), connector(PAGE)
+    budget = PageBudget(H2OConfig(heavy=8, recent=8), 2, 256)
+    worker.forks, worker.keys = Forks(), one_key(2, 8, torch.float32)
+    worker.engine = SimpleNamespace(requests={}, budget=budget)
+
+    def known(**scheduled):
+        worker.handle_preemptions(passes(made, **scheduled))
+        return worker.engine.requests
+
+    admit(made, request(h2o_heavy=3, h2o_pinned="2:4"), 3)
+    own = Request(100, H2OConfig(heavy=3, recent=8), [(2, 4)])
+    assert known(a=32) == {3: own}
+    made.request_finished_all_groups(request(), ([3],))
+    admit(made, request("b", 50, h2o_prefix=30), 3)
+    assert known(b=30) == {3: Request(50, prefix=30)}
+    admit(made, request("b", 50), 3)
+    assert known(preempted="b", b=30) == {3: Request(50)}
+    made.request_finished_all_groups(request("b"), ([3],))
+    made.request_finished_all_groups(request("c"), ([],))
+    assert known() == {}
+
+
 def test_workers_forget_chunks_of_pages_that_requests_have_left():
     """In every group of layers."""
     forks = Forks()
@@ -100,14 +127,41 @@ def test_workers_forget_chunks_of_pages_that_requests_have_left():
     assert forks.partial == [{4: "chunk"}, {}]
 
 
-@pytest.mark.parametrize("kind", [scheduler.PrefixScheduler, scheduler.PrefixAsyncScheduler])
-def test_no_waiting_request_passes_one_that_waits_for_room(kind):
-    """Else one whose chunks have a fixed size may wait for ever. Running ones go on."""
+def planning(kind=scheduler.PrefixScheduler, **entry):
+    """A scheduler in the middle of a pass."""
     one = kind.__new__(kind)
-    one.num_prefill_lookahead = 1
+    one.num_prefill_lookahead, one.in_places = 1, set()
     one.scheduler_config = SimpleNamespace(
         max_num_batched_tokens=40, max_num_seqs=8, long_prefill_token_threshold=0
     )
+    one.vllm_config = SimpleNamespace(additional_config={"h2o": entry})
+    return one
+
+
+def test_a_prompt_waits_for_a_place_in_which_its_chunks_are_kept():
+    """Or for room for all of it; what follows a prefix needs no place."""
+    one = planning(whole_prompts=2)
+    first, last = request("a", status=RequestStatus.RUNNING), request("d")
+    assert one._reserve_prefill_lookahead(first, 60, 20) == 20
+    assert one._reserve_prefill_lookahead(request("b", h2o_prefix=90), 0, 20) == 20
+    assert one.in_places == {"a", "b"}
+    assert one._reserve_prefill_lookahead(request("c", prompt=20), 0, 20) == 20
+    assert one._reserve_prefill_lookahead(request("c", h2o_prefix=20), 0, 20) == 20
+    assert one._reserve_prefill_lookahead(request("c", h2o_prefix=20), 20, 32) == 32
+    assert not one.room_is_awaited
+    assert one._reserve_prefill_lookahead(last, 0, 20) == 0
+    assert one.room_is_awaited
+    one.room_is_awaited = False
+    assert one._reserve_prefill_lookahead(first, 80, 20) == 20
+    assert one._reserve_prefill_lookahead(last, 0, 20) == 20  # in the place of the first
+    cut = planning(cut="chunk")
+    assert [cut._reserve_prefill_lookahead(request(x), 0, 20) for x in "abc"] == [20] * 3
+
+
+@pytest.mark.parametrize("kind", [scheduler.PrefixScheduler, scheduler.PrefixAsyncScheduler])
+def test_no_waiting_request_passes_one_that_waits_for_room(kind):
+    """Else one whose chunks have a fixed size may wait for ever. Running ones go on."""
+    one = planning(kind)
     running = request("r", status=RequestStatus.RUNNING)
     first, later = request("f", h2o_prefix=30), request("l")
     assert one._reserve_prefill_lookahead(first, 30, 20) == 0

@@ -28,7 +28,7 @@ from tests.vllm.engines import (
 from tests.vllm.held import held
 
 SMALL = {"heavy": 8, "recent": 8}
-PAGES, REQUESTS = "h2o.vllm.page_store.PageStore", "h2o.vllm.runners.Requests"
+PAGES, REQUESTS = "h2o.vllm.page_store.PageStore", "h2o.vllm.validation.Requests"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "gpt_neox", "gemma"])
@@ -211,6 +211,30 @@ def test_prompts_in_chunks_are_cut_at_their_end(entry, llama):
     folder, model = llama
     with engine(folder, entry, max_num_batched_tokens=32) as llm:
         assert served(llm, prompts()) == alone(model, prompts(), H2OConfig(**entry))
+
+
+def test_prompts_of_embeddings_are_cut_at_their_end(llama):
+    """Without tokens by which vLLM's model runners would know how long they are."""
+    folder, model = llama
+    requests = prompts((100, 5, 60))
+    model.set_attn_implementation("h2o")
+    with torch.no_grad():
+        embedded = [model.get_input_embeddings()(torch.tensor(ids)) for ids in requests]
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    with engine(folder, SMALL, max_num_batched_tokens=32, enable_prompt_embeds=True) as llm:
+        outs = llm.generate([{"prompt_embeds": x} for x in embedded], sampling, use_tqdm=False)
+    answers = [list(out.outputs[0].token_ids) for out in outs]
+    assert answers == alone(model, requests, H2OConfig(**SMALL))
+
+
+def test_prompts_wait_for_a_place_in_which_their_chunks_are_kept(llama):
+    """Else some of those that come in chunks at once would be cut before their end."""
+    folder, model = llama
+    requests = prompts((100, 90, 5, 80, 70, 60, 50))
+    options = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 16}
+    for places in (1, 2):
+        with engine(folder, SMALL | {"whole_prompts": places}, **options) as llm:
+            assert served(llm, requests) == alone(model, requests, H2OConfig(**SMALL))
 
 
 @pytest.mark.parametrize("name", ["cohere", "opt"])

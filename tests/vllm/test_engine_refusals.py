@@ -93,7 +93,7 @@ def test_models_that_pool_and_micro_batches_are_refused(llama):
 
 
 def test_an_installation_without_the_entry_point_is_refused(llama, monkeypatch):
-    """Whose requests would be served as if their prompts had come whole, without their budgets."""
+    """Whose wrong requests nobody would refuse before they end the scheduler."""
     monkeypatch.setattr(logits_processor, "_load_logitsprocs_plugins", list)
     with pytest.raises(RuntimeError, match=r"lacks the entry point h2o of vllm\.logits_processors"):
         with engine(llama, SMALL):
