@@ -128,12 +128,14 @@ def test_prompts_with_settings_of_their_own_are_read_alone():
     some = texts(9, 9, 9, 9, 9)
     requests = [
         some[0], h2o.Request(some[1], config=H2OConfig(heavy=3, recent=3)),
-        h2o.Request(some[2], pinned=[(0, 4)]), some[3], some[4],
+        h2o.Request(some[2], pinned=[(0, 4)]),
+        h2o.Request(some[2], generation_config=GenerationConfig(prefill_chunk_size=9)),
+        some[3], some[4],
     ]  # fmt: skip
     with passes(ours) as shapes:
-        results = h2o.generate_all(ours, requests, CONFIGS["h2o"], rows=5, max_new_tokens=6)
+        results = h2o.generate_all(ours, requests, CONFIGS["h2o"], rows=6, max_new_tokens=6)
         last = list(results)[-1]
-    assert shapes == [(1, 9)] * 3 + [(2, 9)]
+    assert shapes == [(1, 9)] * 4 + [(2, 9)]
     assert last.ids == alone(ours, some[4], CONFIGS["h2o"], max_new_tokens=6, do_sample=False)
 
 

@@ -32,7 +32,7 @@ def can_share(request: ActiveRequest) -> bool:
     guard, settings = request.cache.guard, request.settings
     return (
         request.tokens_read == 0
-        and request.chunk == request.prompt_tokens
+        and request.generation_config.prefill_chunk_size is None
         and request.cache.config == settings.config
         and not (guard.pins or guard.has_states or guard.rope_deltas.may_be)
         and not (settings.virtual or settings.angles)
