@@ -64,6 +64,9 @@ class Profile:
             tuple(tuple(tuple(float(x) for x in row) for row in table) for table in self.shares),
         )
         put(self, "texts", tuple(self.texts))
+        for name in ("model", "weights", "settings", "versions"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise TypeError(f"{name} must be a mapping, not {getattr(self, name)!r}")
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window must be a number of tokens, not {self.window!r}")
         bounds = zip((0.0, *self.fractions), self.fractions, strict=False)

@@ -319,6 +319,8 @@ def test_save_and_load(profile, tmp_path):
         ({"kind": "x"}, "no profile"),
         ({"layout": 99}, "layout 99"),
         ({"shares": None}, "damaged"),
+        ({"model": "llama"}, "damaged"),
+        ({"weights": [1.0]}, "damaged"),
         ({"shares": [[[1, -1]]] * 5}, "positive"),
     ]:
         path.write_text(json.dumps(content | change))
