@@ -74,8 +74,8 @@ def generate_all(
         h2o_config, parameters: as for `H2OCache`. Fractions are of each prompt.
         rows: how many requests at a time.
         bytes: instead of `rows`, what all rows may take together, all tensors of the cache counted.
-            A prompt that is being read needs its own keys and values beside it. Not with budgets
-            that depend on the prompt, nor with those of a request.
+            What is being read, a prompt or short ones of 512 tokens, needs its keys and values
+            beside it. Not with budgets that depend on the prompt, nor with those of a request.
         max_new_tokens, generation_config: as for `generate()`.
         tokenizer: for prompts that are texts or chats, stop strings, and `Result.text`.
         prefix: what every prompt begins with, read before: a cache of one row of the same settings,
