@@ -158,6 +158,6 @@ class PageBudget:
         return max(page_bytes(x.empty_page(i, keys)) for x in self._parts() for i in layers)
 
     def _parts(self) -> list[PageBudget]:
-        """The same of each rank, for what all must have alike."""
+        """The budgets of each rank, for what all must have alike."""
         ranks = self.part[1]
         return [dataclasses.replace(self, part=(rank, ranks)) for rank in range(ranks)]

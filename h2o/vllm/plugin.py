@@ -141,7 +141,7 @@ class Engine(NamedTuple):
     """Stores of all layers together, by address and number of the pages; the layers hold them"""
     forks: Forks
     requests: dict[int, Request]
-    """Those that vLLM serves at the moment, by page"""
+    """Requests that vLLM serves at the moment, by page"""
 
 
 def engine_of(vllm_config: VllmConfig) -> Engine:

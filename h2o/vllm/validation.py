@@ -146,7 +146,7 @@ class Requests(Unchanged, ProcessorOfV1, ProcessorOfV2):
     request. vLLM finds it by the entry point `h2o` of `vllm.logits_processors`."""
 
     of_config: ClassVar[WeakValueDictionary[str, Requests]] = WeakValueDictionary()
-    """That of each engine of this process, by `VllmConfig.instance_id`."""
+    """The processor of each engine of this process, by `VllmConfig.instance_id`."""
 
     def __init__(self, vllm_config: VllmConfig, *of_runner: Any) -> None:
         if entry_of(vllm_config) is not None:

@@ -5,7 +5,7 @@ tokens take 2.7, 1.6 and 1.15 times as long one by one as in a single pass (Smol
 thread, AVX2). Prompts that come one after another therefore share a pass, padded on the left, in a
 cache with a row for each of them. What a row keeps depends on its own tokens alone.
 
-Shape letters: B prompts, n tokens of the longest one.
+Shape letter: B prompts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from h2o.compat import accepts, with_cache
 from h2o.hf.batching.request import ActiveRequest
@@ -58,17 +59,16 @@ def read_together(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
         A cache with a row for each, and the logits [B, vocabulary] of their first new tokens.
     """
     settings, lengths = group[0].settings, [x.prompt_tokens for x in group]
-    n = max(lengths)
-    ids = group[0].ids.new_zeros(len(group), n)
-    mask = torch.zeros_like(ids)
-    for row, request in enumerate(group):
-        ids[row, n - request.prompt_tokens :] = request.ids[0]
-        mask[row, n - request.prompt_tokens :] = 1
+    rows = [x.ids[0] for x in group]
+    ids, mask = (
+        pad_sequence(x, batch_first=True, padding_side="left")
+        for x in (rows, [torch.ones_like(row) for row in rows])
+    )
     cache = H2OCache(settings.model.config, settings.config, prompt_length=lengths)
     with torch.no_grad():
         output = settings.model(
             input_ids=ids,
-            attention_mask=None if min(lengths) == n else mask,
+            attention_mask=None if min(lengths) == max(lengths) else mask,
             position_ids=(mask.cumsum(1) - 1).clamp(min=0),
             use_cache=True,
             **with_cache(cache),

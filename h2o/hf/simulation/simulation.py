@@ -100,8 +100,7 @@ def simulated(
     config = one_config(h2o_config, parameters).for_model(unwrap(model))
     config, rotary, _ = served_as(model.config, config)
     pins = Pins.of(pinned, config.decay)
-    check(config, masks, prompt_length, ratio_of, pins)
-    prompt_length = check_prompt_length(prompt_length)  # as plain numbers
+    prompt_length = check(config, masks, prompt_length, ratio_of, pins)
     layers = transformers_layers(model.config)
     plans = [
         LayerPlan.of(config, i, len(layers)) if kind_of(layer) == "h2o" else None
@@ -306,8 +305,9 @@ def check(
     prompt_length: int | Sequence[int],
     ratio_of: str,
     pins: Pins | None = None,
-) -> None:
-    """ValueError for arguments of `simulated` that do not go together, whatever the model."""
+) -> int | list[int]:
+    """`prompt_length` as plain numbers, or ValueError for arguments of `simulated` that do not go
+    together, whatever the model."""
     if config.positions != "original":
         raise ValueError(
             "a simulation cannot roll positions: in one forward pass every key has one. Use "
@@ -328,6 +328,7 @@ def check(
         raise ValueError(
             f'masks {masks.name!r} have no prompt: leave prompt_length at 1 and ratio_of at "text"'
         )
+    return prompts
 
 
 def _refuse(call: AttentionCall, tokens: int) -> None:

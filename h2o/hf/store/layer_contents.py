@@ -25,7 +25,6 @@ from h2o.hf.store.report import LayerReport
 from h2o.hf.store.slot_layout import Capacity
 from h2o.hf.store.trace import Trace
 from h2o.quantization import dequantize
-from h2o.slots import PER_ROW
 
 
 class LayerContents(CacheLayerMixin):
@@ -216,9 +215,7 @@ class LayerContents(CacheLayerMixin):
 
     def _each(self, change: Any) -> None:
         if self.slots is not None:
-            rows = {name: getattr(self.slots, name) for name in PER_ROW}
-            changed = {name: None if x is None else change(x) for name, x in rows.items()}
-            self.set_slots(self.slots._replace(**changed), self.capacity)
+            self.set_slots(slot_layout.change_rows(self.slots, change), self.capacity)
             self.last = None  # of other rows
             if self.trace is not None:
                 self.trace.each(change)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -176,22 +177,21 @@ def enlarge(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
     return slots._replace(**grown, starts=starts)
 
 
+def change_rows(slots: ops.Slots, change: Callable[[Tensor], Tensor]) -> ops.Slots:
+    """The slots, with every field of rows [B, ...] changed."""
+    fields = {name: getattr(slots, name) for name in PER_ROW}
+    changed = {name: None if x is None else change(x) for name, x in fields.items()}
+    return slots._replace(**changed)
+
+
 def rows_like(slots: ops.Slots, rows: int) -> ops.Slots:
     """Slots for so many rows, of which each has what the first row of `slots` has."""
-    fields = {name: getattr(slots, name) for name in PER_ROW}
-    copies = {
-        name: None if x is None else x[:1].expand(rows, *x.shape[1:]).clone()
-        for name, x in fields.items()
-    }
-    return slots._replace(**copies)
+    return change_rows(slots, lambda x: x[:1].expand(rows, *x.shape[1:]).clone())
 
 
 def one_row(slots: ops.Slots, row: int) -> ops.Slots:
     """Views of a row's slots."""
-    fields = {name: getattr(slots, name) for name in PER_ROW}
-    return slots._replace(
-        **{name: None if x is None else x[row : row + 1] for name, x in fields.items()}
-    )
+    return change_rows(slots, lambda x: x[row : row + 1])
 
 
 def put_row(slots: ops.Slots, row: int, source: ops.Slots) -> None:
