@@ -378,14 +378,15 @@ test-gpu: .venv/core .venv/test ## the kernels on a GPU: the same tests, models,
 	$(MAKE) gpu-tests
 	@$(MAKE) $(SANITIZERS)
 
+# What the host computes is tiny, and many processes do so at a time.
 gpu-tests:
-	H2O_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest -q $(PYTEST_MARKS) -W default \
+	OMP_NUM_THREADS=1 H2O_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest -q $(PYTEST_MARKS) -W default \
 		-W "error:the torch backend serves:RuntimeWarning" $(GPU_TESTS)
 
 # Each tensor has memory of its own. In a block of torch's allocator, which cuts tensors from it,
 # what is past the end of one belongs to the next.
 $(SANITIZERS): gpu-%:
-	@if command -v $(SANITIZER); then PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $* \
+	@if command -v $(SANITIZER); then OMP_NUM_THREADS=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $* \
 		--report-api-errors no --kernel-name kns=h2o_cuda --print-limit 20 --error-exitcode 1 \
 		$(GPU_PYTHON) -m tools.gpu.sanitized; \
 	else echo "no $(SANITIZER), so what $* would find is not looked for: $(GPU_PYTHON) -m pip install nvidia-cuda-sanitizer-api"; fi

@@ -25,7 +25,7 @@
 typedef struct {
     simulate_head head;
     int64_t number, first, count; /* of the window; its first token, and how many */
-    int64_t ld;                   /* floats from row to row of logits */
+    int64_t ld; /* floats from row to row of logits, at most 3 of which are of no cell */
     int32_t *windows, *tokens, *next_tokens, *new_cells; /* see simulate_layout */
     float *logits, *inverse, *products;
     int64_t pitch; /* floats from row to row of products */

@@ -58,7 +58,7 @@ template <h2o_dtype TYPE>
 DEVICE void logits_matrix(const text_window *w, const token_rows *keys, int64_t first_row,
                           int64_t first, window_matrices *buffer) {
     const h2o_simulate_params *const p = w->head.p;
-    const int64_t rows = window_rows_of(w), cells = w->head.head.slots, D = p->dims.D;
+    const int64_t rows = window_rows_of(w), D = p->dims.D;
     float c[window_matrices::COLUMNS / 8][4] = {};
     for (int64_t d = 0; d < D; d += WINDOW_DEPTH) {
         sync_block(); /* the previous tile has been used */
@@ -77,7 +77,7 @@ DEVICE void logits_matrix(const text_window *w, const token_rows *keys, int64_t 
     for (int i = 0; i < window_matrices::COLUMNS / 8 * 4; i++) {
         const int64_t row = first_row + warp_row() + lane_row() + i % 4 / 2 * 8;
         const int64_t cell = first + i / 4 * 8 + lane_column() + i % 2;
-        if (row < rows && cell < cells) w->logits[row * w->ld + cell] = c[i / 4][i % 4];
+        if (row < rows && cell < w->ld) w->logits[row * w->ld + cell] = c[i / 4][i % 4];
     }
 }
 

@@ -133,7 +133,7 @@ DEVICE void logits_tile(const text_window *w, const token_rows *keys, int64_t fi
     for (int i = 0; i < THREAD_ROWS * THREAD_COLUMNS; i++) {
         const int64_t at = first_row + row + i / THREAD_COLUMNS;
         const int64_t cell = first + column + i % THREAD_COLUMNS * ROW_THREADS;
-        if (at >= window_rows_of(w) || cell >= w->head.head.slots) continue;
+        if (at >= window_rows_of(w) || cell >= w->ld) continue;
         w->logits[at * w->ld + cell] =
             logit_of(dots[i / THREAD_COLUMNS][i % THREAD_COLUMNS], p->scale, p->softcap);
     }

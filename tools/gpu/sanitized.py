@@ -12,6 +12,7 @@ kernel reads was copied to the GPU, or is of its workspace, which kernels have w
 from __future__ import annotations
 
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 from h2o import backends
 from h2o.backends import cuda, kernel_check
 from tests.cuda.carry import carry, mapped, tensors
+
+START = time.monotonic()
 
 
 def on_cpu(name: str) -> Any:
@@ -41,9 +44,12 @@ def main() -> int:
         return 1
     kernels = cuda._kernels(SimpleNamespace(**{x: on_cpu(x) for x in backends.OPERATIONS}))
     carried = carry(kernels, lambda x: x.to("cuda:0", copy=True), torch.Tensor.cpu)
-    mistakes = kernel_check.mistakes(carried, backends.core, "cpu")
-    print("\n".join(mistakes) or "every operation answers as the core does")
-    return int(bool(mistakes))
+    wrong = False
+    for case in kernel_check.CASES:  # each is printed, for a run that is stopped before its end
+        mistakes = kernel_check.mistakes(carried, backends.core, "cpu", [case])
+        print(*mistakes or [f"as the core: {case.name}"], f"{time.monotonic() - START:.0f} s", flush=True)
+        wrong = wrong or bool(mistakes)
+    return int(wrong)
 
 
 if __name__ == "__main__":
