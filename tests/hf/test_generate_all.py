@@ -123,6 +123,21 @@ def test_short_prompts_are_read_together(family, lengths, read):
         assert result.ids == alone(ours, text, CONFIGS["h2o"], max_new_tokens=6, do_sample=False)
 
 
+@pytest.mark.parametrize("name", ["h2o", "echo"])
+def test_read_together_into_rows_apart(name):
+    """Some answers end with their first token, and rows that do not follow one another are free."""
+    new = (4, 9, 1, 9, 4, 5, 5, 5)
+    some = [h2o.Request(x, max_new_tokens=n) for x, n in zip(texts(*[9] * 8), new, strict=True)]
+    ours, config = shared("llama"), CONFIGS[name]
+    with passes(ours) as shapes:
+        results = list(h2o.generate_all(ours, some, config, rows=5))
+    assert shapes == [(5, 9), (1, 9), (2, 9)]
+    for request, result in zip(some, results, strict=True):
+        n = request.max_new_tokens
+        expected = alone(ours, request.prompt, config, max_new_tokens=n, do_sample=False)
+        assert result.ids == expected
+
+
 def test_prompts_with_settings_of_their_own_are_read_alone():
     ours = shared("llama")
     some = texts(9, 9, 9, 9, 9)

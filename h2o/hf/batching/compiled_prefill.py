@@ -33,7 +33,7 @@ class CompiledPrefill:
         self.model = model
         self._cache = H2OCache(model.config, like.config, compileable=True)
         for layer, other in zip(self._cache.layers, like.layers, strict=True):
-            layer.take_row(0, other, 1, other.seen)
+            layer.take_rows([0], other, [0], 1, other.seen)
         self._forward = CompiledForward(model, "prompts")
 
     @staticmethod

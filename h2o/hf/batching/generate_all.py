@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Si
 from numbers import Integral
 from typing import Any, Literal
 
+from torch import Tensor
 from typing_extensions import Unpack
 
 from h2o.config import PARAMETERS, H2OConfig, one_config
@@ -24,10 +25,9 @@ from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.batching import short_prompts
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings
-from h2o.hf.batching.row_batch import RowBatch, row_bytes
+from h2o.hf.batching.row_batch import RowBatch, h2o_layers, row_bytes, row_report
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.wrappers import unwrap
-from h2o.hf.layers.layer import H2OLayer
 
 TOKENS_A_STEP = 2048
 """Prompt tokens read between two decode steps, like `max_num_batched_tokens` of vLLM: fewer leave
@@ -126,7 +126,7 @@ def generate_all(
 
 
 def _check_prefix(prefix: H2OCache, config: H2OConfig) -> H2OCache:
-    if (rows := _h2o_layers(prefix)[0].batch_size) > 1:
+    if (rows := h2o_layers(prefix)[0].batch_size) > 1:
         raise ValueError(f"a prefix is a cache of one row, not of {rows}")
     for name in PARAMETERS:
         read, wanted = getattr(prefix.config, name), getattr(config, name)
@@ -265,7 +265,7 @@ class _Scheduler:
             return
         if is_read:
             self.reading = []
-            yield from self._start(running, running.cache)
+            yield from self._start([(running, 0)], running.cache)
 
     def _read_together(self) -> Iterator[Result]:
         group, self.reading = self.reading, []
@@ -278,34 +278,41 @@ class _Scheduler:
                 self.reading = [running]
                 yield from self._prefill()
             return
-        for row, running in enumerate(group):
-            try:
-                running.accept(logits[row : row + 1])
-            except Exception as error:
+        started = []
+        for row, error in enumerate(_next_tokens(group, logits)):
+            running = group[row]
+            if error is None:
+                started.append((running, row))
+            else:
                 yield _failed(running.index, running.prompt_tokens, error)
-                continue
-            yield from self._start(running, cache, row)
+        yield from self._start(started, cache)
 
-    def _start(self, running: ActiveRequest, cache: H2OCache, row: int = 0) -> Iterator[Result]:
-        """After its first token, which row `row` of the cache has made."""
-        running.cache = None  # its tensors will be in a row of the batch
-        self._tell(running)
-        if running.finish_reason:
-            yield running.result(_figures(cache, row))
-        else:
-            self._join(running, cache, row)
+    def _start(self, started: list[tuple[ActiveRequest, int]], cache: H2OCache) -> Iterator[Result]:
+        """After the first token of each, which a row of the cache has made."""
+        joining = []
+        for running, row in started:
+            running.cache = None  # its tensors will be in a row of the batch
+            self._tell(running)
+            if running.finish_reason:
+                yield running.result(row_report(cache, row))
+            else:
+                joining.append((running, row))
+        if joining:
+            self._join(joining, cache)
 
-    def _join(self, running: ActiveRequest, cache: H2OCache, source_row: int) -> None:
+    def _join(self, joining: list[tuple[ActiveRequest, int]], cache: H2OCache) -> None:
         settings = self.settings
         if not self.running:
             rows = self.rows or _rows_in(self.bytes, row_bytes(cache))
             self.batch.make_rows(rows)
             self.running = [None] * rows
-        row = self.running.index(None)
-        self.batch.join(row, cache, source_row, running.prompt_tokens + settings.virtual)
+        idle = [row for row, x in enumerate(self.running) if x is None][: len(joining)]
+        tokens = [running.prompt_tokens + settings.virtual for running, _ in joining]
+        self.batch.join(idle, cache, [row for _, row in joining], tokens)
         if self.reader is None and self.graph_reads and cache.config == settings.config:
             self.reader = CompiledPrefill(settings.model, cache)
-        self.running[row] = running
+        for row, (running, _) in zip(idle, joining, strict=True):
+            self.running[row] = running
 
     def _step(self) -> Iterator[Result]:
         """One token for each row that runs."""
@@ -321,20 +328,16 @@ class _Scheduler:
             row = max(range(len(self.running)), key=self.batch.tokens.__getitem__)
             yield self._failed(row, error)
             return
-        best = logits.float().argmax(-1).tolist()  # in 16 bits torch takes five times as long
-        for place, row in enumerate(self.batch.live):
+        live = self.batch.live
+        errors = _next_tokens([self.running[row] for row in live], logits)
+        for row, error in zip(live, errors, strict=True):
             running = self.running[row]
-            try:
-                if running.by_number:
-                    running.take(best[place])
-                else:
-                    running.accept(logits[place : place + 1])
-            except Exception as error:
+            if error is not None:
                 yield self._failed(row, error)
                 continue
             self._tell(running)
             if running.finish_reason:
-                yield running.result(_figures(self.batch.cache, row))
+                yield running.result(row_report(self.batch.cache, row))
                 self._leave(row)
 
     def _end_at_other_angles(self) -> Iterator[Result]:
@@ -359,6 +362,22 @@ class _Scheduler:
         self.running[row] = None
 
 
+def _next_tokens(requests: list[ActiveRequest], logits: Tensor) -> list[Exception | None]:
+    """Each request chooses its next token by its row of logits [n, vocabulary]. Returns what that
+    raised."""
+    best = logits.float().argmax(-1).tolist()  # in 16 bits torch takes five times as long
+    raised: list[Exception | None] = [None] * len(requests)
+    for row, running in enumerate(requests):
+        try:
+            if running.by_number:
+                running.take(best[row])
+            else:
+                running.accept(logits[row : row + 1])
+        except Exception as error:
+            raised[row] = error
+    return raised
+
+
 def _rows_in(bytes: int, each: int) -> int:
     if bytes < each:
         raise ValueError(f"bytes: {bytes:,} hold no row, which takes {each:,} under this config")
@@ -367,22 +386,6 @@ def _rows_in(bytes: int, each: int) -> int:
 
 def _failed(index: int, prompt_tokens: int, error: Exception) -> Result:
     return Result(index, [], None, prompt_tokens, "error", {}, error)
-
-
-def _figures(cache: H2OCache, row: int = 0) -> dict[str, int]:
-    """`Result.report` of a row."""
-    layers = _h2o_layers(cache)
-    kept = [float((layer.slots.positions[row] >= 0).sum()) for layer in layers]
-    heads = [layer.slots.next_slot.shape[1] for layer in layers]
-    return {
-        "seen": int(layers[0].slots.seen_tokens[row]),
-        "kept": round(sum(kept) / sum(heads)),
-        "bytes": row_bytes(cache),
-    }
-
-
-def _h2o_layers(cache: H2OCache) -> list[H2OLayer]:
-    return [layer for layer in cache.layers if isinstance(layer, H2OLayer)]
 
 
 def _in_order(results: Iterator[Result]) -> Iterator[Result]:

@@ -67,23 +67,27 @@ class RowBatch:
         """Have so many rows, all idle; before the first one joins."""
         self.tokens, self.offsets = [0] * rows, [0] * rows
 
-    def join(self, row: int, joining: H2OCache, source_row: int, tokens: int) -> None:
-        """A row becomes what a row of another cache of the same settings is.
+    def join(
+        self, rows: list[int], joining: H2OCache, source_rows: list[int], tokens: list[int]
+    ) -> None:
+        """Rows become what rows of another cache of the same settings are.
 
         Args:
             joining: of a model with states it has a single row.
-            tokens: what the source row has seen, without pads.
+            source_rows: as many as `rows`.
+            tokens: what each of them has seen, without pads.
 
         Raises:
             ValueError: a cache with another kind of slots.
         """
-        self.tokens[row] = tokens
-        self.offsets[row] = joining.guard.rope_deltas.offset
+        for row, n in zip(rows, tokens, strict=True):
+            self.tokens[row], self.offsets[row] = n, joining.guard.rope_deltas.offset
+        B, longest = len(self.tokens), max(self.tokens)
         for layer, other in zip(self.cache.layers, joining.layers, strict=True):
             if isinstance(layer, H2OLayer):
-                layer.take_row(row, other, len(self.tokens), max(self.tokens), source_row)
+                layer.take_rows(rows, other, source_rows, B, longest)
             if has_states(layer):
-                states.take_row(layer, row, other, len(self.tokens))
+                states.take_row(layer, rows[0], other, B)
 
     def leave(self, row: int) -> None:
         """A row is idle from now on."""
@@ -152,9 +156,23 @@ class RowBatch:
             layer.choose(numbers if rows else None)
 
 
+def h2o_layers(cache: H2OCache) -> list[H2OLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, H2OLayer)]
+
+
 def row_bytes(cache: H2OCache) -> int:
     """Bytes of all tensors that one row takes once its budget is full, by a cache of one row that
     has read its prompt."""
-    h2o_layers = (layer for layer in cache.layers if isinstance(layer, H2OLayer))
     with_states = (layer for layer in cache.layers if has_states(layer))
-    return sum(x.row_bytes() for x in h2o_layers) + sum(map(states.states_row_bytes, with_states))
+    keys = sum(x.row_bytes() for x in h2o_layers(cache))
+    return keys + sum(map(states.states_row_bytes, with_states))
+
+
+def row_report(cache: H2OCache, row: int) -> dict[str, int]:
+    """`Result.report` of a row."""
+    layers = h2o_layers(cache)
+    first = layers[0].slots.seen_tokens
+    kept = [(layer.slots.positions[row] >= 0).sum().to(first.device) for layer in layers]
+    seen, *kept = torch.stack([first[row], *kept]).tolist()  # waits for the device once
+    heads = sum(layer.slots.next_slot.shape[1] for layer in layers)
+    return {"seen": seen, "kept": round(sum(kept) / heads), "bytes": row_bytes(cache)}

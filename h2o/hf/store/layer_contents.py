@@ -56,13 +56,14 @@ class LayerContents(CacheLayerMixin):
         self.unscored = True
         self.count(keys.shape[2], mask)
 
-    def take_row(
-        self, row: int, source: LayerContents, rows: int, longest: int, source_row: int = 0
+    def take_rows(
+        self, rows: list[int], source: LayerContents, source_rows: list[int], B: int, longest: int
     ) -> None:
-        """Row `row` of `rows` becomes what a row of another layer is, in place.
+        """Rows of B become what rows of another layer are, in place.
 
         Args:
             source: of the same settings; what it holds is copied.
+            source_rows: as many as `rows`.
             longest: tokens that the longest of all rows has seen.
 
         Raises:
@@ -70,7 +71,7 @@ class LayerContents(CacheLayerMixin):
         """
         if self.slots is None:
             self.row_size, self.seen = source.row_size, source.seen
-            self.set_slots(slot_layout.rows_like(source.slots, rows), source.capacity)
+            self.set_slots(slot_layout.rows_like(source.slots, B), source.capacity)
         capacity, others = self.capacity, source.capacity
         widest = list(map(max, capacity.widest, others.widest))
         needed = self.stepper.capacities(widest, longest)
@@ -78,10 +79,11 @@ class LayerContents(CacheLayerMixin):
         slots = self.slots
         if sizes != capacity.sizes:
             slots = slot_layout.enlarge(slots, capacity.sizes, sizes)
-        joining = slot_layout.one_row(source.slots, source_row)
+        to, index = (slot_layout.row_index(x, slots.keys.device) for x in (rows, source_rows))
+        joining = slot_layout.change_rows(source.slots, lambda x: x[index])
         if sizes != others.sizes:
             joining = slot_layout.enlarge(joining, others.sizes, sizes)
-        slot_layout.put_row(slots, row, joining)
+        slot_layout.put_rows(slots, to, joining)
         self.set_slots(slots, Capacity(widest, sizes))
         self.longest = longest
 

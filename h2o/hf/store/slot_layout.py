@@ -189,19 +189,23 @@ def rows_like(slots: ops.Slots, rows: int) -> ops.Slots:
     return change_rows(slots, lambda x: x[:1].expand(rows, *x.shape[1:]).clone())
 
 
-def one_row(slots: ops.Slots, row: int) -> ops.Slots:
-    """Views of a row's slots."""
-    return change_rows(slots, lambda x: x[row : row + 1])
+def row_index(rows: list[int], device: torch.device) -> slice | Tensor:
+    """An index of rows: a slice where they follow one another, for which nothing goes to the
+    device."""
+    first, last = rows[0], rows[-1] + 1
+    if rows == [*range(first, last)]:
+        return slice(first, last)
+    return torch.tensor(rows, device=device)
 
 
-def put_row(slots: ops.Slots, row: int, source: ops.Slots) -> None:
-    """Copies the first row of slots of the same sizes over a row of `slots`."""
+def put_rows(slots: ops.Slots, index: slice | Tensor, source: ops.Slots) -> None:
+    """Copies the rows of `source`, with as many slots each, over those rows of `slots`."""
     for name in PER_ROW:
         to, x = getattr(slots, name), getattr(source, name)
         if (to is None) != (x is None):
             raise ValueError(f"slots.{name}: one row has it and the other has not")
         if to is not None:
-            to[row].copy_(x[0])
+            to[index] = x
 
 
 def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
