@@ -135,10 +135,11 @@ def attend(
     answers prompts on CUDA (`h2o info` says so), outputs of some hundred tokens before it may be
     NaN too.
     """
-    _refuse_grad(
-        slots, query=query, keys=keys, values=values, out=out, scores=scores,
-        sink_logits=sink_logits,
-    )  # fmt: skip
+    if grad_enabled():
+        _refuse_grad(
+            slots, query=query, keys=keys, values=values, out=out, scores=scores,
+            sink_logits=sink_logits,
+        )  # fmt: skip
     if fields:
         policy = one_policy(policy, fields)
     backend = backends.serving(query)
@@ -165,7 +166,8 @@ def log_sums(
     The weight of a single key is exp(logit - log sum), which is half of the work of `attend` where
     the weights of few keys are needed. Arguments are as in `attend`. Nothing is written.
     """
-    _refuse_grad(slots, query=query, keys=keys, sink_logits=sink_logits)
+    if grad_enabled():
+        _refuse_grad(slots, query=query, keys=keys, sink_logits=sink_logits)
     scale, out, scores = _fill_in(query, keys, scale, None, float32=None)
     sums = None if four_sizes(query) is None else empty(query, tuple(query.shape[:3]), "float32")
     values = keys if slots is None or slots.values is not None else None
@@ -205,7 +207,8 @@ def evict(
             scores that `attend` has made with "max".
         decay: as given to `attend`.
     """
-    _refuse_grad(slots, keys=keys, values=values, scores=scores)
+    if grad_enabled():
+        _refuse_grad(slots, keys=keys, values=values, scores=scores)
     if fields:
         policy = one_policy(policy, fields)
     backends.serving(keys).evict(keys, values, scores, mask, slots, policy)
@@ -246,11 +249,13 @@ def step(
     Returns:
         out
     """
-    _refuse_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
+    if grad_enabled():
+        _refuse_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
     if fields:
         policy = one_policy(policy, fields)
     backend = backends.serving_if_open(query)
-    sizes = four_sizes(query)  # not `_fill_in`: each layer of each new token comes by here
+    # Not `_fill_in`: each layer of each new token comes by here, with both.
+    sizes = four_sizes(query) if out is None or scale is None else None
     if out is None and sizes is not None:
         B, H, Q, D = sizes
         out = empty(query, (B, Q, H, D))
@@ -303,10 +308,11 @@ def simulate(
         (column number, pads counted) that no longer sees the key, Q if none, 0
         for a pad; [B, G, Q] float32, the score at the end or at eviction.
     """
-    _refuse_grad(
-        None, query=query, keys=keys, values=values, out=out, scores=scores,
-        sink_logits=sink_logits,
-    )  # fmt: skip
+    if grad_enabled():
+        _refuse_grad(
+            None, query=query, keys=keys, values=values, out=out, scores=scores,
+            sink_logits=sink_logits,
+        )  # fmt: skip
     if fields:
         policy = one_policy(policy, fields)
     backend = backends.serving(query)
@@ -366,9 +372,8 @@ def _fill_in(
 
 
 def _refuse_grad(slots: Slots | None, **tensors: Tensor) -> None:
-    """Raise BufferError for torch tensors whose gradient the operations would lose."""
-    if not grad_enabled():
-        return
+    """Raise BufferError for torch tensors whose gradient the operations would lose, where torch
+    records gradients."""
     more = slots if isinstance(slots, Slots) else ()
     for index, tensor in enumerate((*tensors.values(), *more)):
         if tensor is not None and getattr(tensor, "requires_grad", False):

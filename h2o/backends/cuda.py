@@ -156,14 +156,22 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
     def operation(name: str) -> Any:
         otherwise = getattr(by_torch, name)
 
+        def queue(leader: Any, operands: tuple[Any, ...], stream: int | None) -> bool:
+            """Queue a call, and return whether kernels serve it."""
+            wanted = _core.call(name, "measure", *operands, stream)
+            if wanted is None:
+                return False
+            _core.call(name, "launch", *operands, stream, _workspace(leader, wanted))
+            return True
+
         def run(*operands: Any) -> None:
             leader = operands[0]
-            with current(leader):
-                stream = _stream(leader)
-                wanted = _core.call(name, "measure", *operands, stream)
-                if wanted is not None:
-                    _core.call(name, "launch", *operands, stream, _workspace(leader, wanted))
-            if wanted is None:
+            if _has_table(leader):  # by which the core gets the stream, on any device
+                is_served = queue(leader, operands, None)
+            else:
+                with current(leader):
+                    is_served = queue(leader, operands, _stream(leader))
+            if not is_served:
                 otherwise(*operands)
 
         return run
@@ -251,13 +259,9 @@ def current(tensor: Any) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device)
 
 
-def _stream(tensor: Any) -> int | None:
-    """torch's current stream on a tensor's device; None if the core gets it from the DLPack table.
-
-    1 is DLPack's name of the default stream, and one that the driver knows too.
-    """
-    if _has_table(tensor):
-        return None
+def _stream(tensor: Any) -> int:
+    """torch's current stream on a tensor's device. 1 is DLPack's name of the default stream, and
+    one that the driver knows too."""
     import torch
 
     return torch.cuda.current_stream(tensor.device).cuda_stream or 1

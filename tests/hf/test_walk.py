@@ -76,7 +76,7 @@ def measured():
 
 @pytest.mark.parametrize(
     ("index", "two_layers", "further_layer"),
-    [(0, (58, 33), (12, 9)), (1, (212, 121), (89, 48)), (2, (76, 52), (24, 16))],
+    [(0, (58, 33), (12, 9)), (1, (209, 120), (87, 48)), (2, (73, 51), (22, 16))],
     ids=["made", "prompt", "step"],
 )
 def test_a_walk_has_become_no_longer(measured, index, two_layers, further_layer):

@@ -229,7 +229,7 @@ class H2OCache(ReadableCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Check that the last forward pass was complete and the new one continues it.
 
-        transformers calls this once before each forward pass.
+        transformers calls this before each forward pass, once for each kind of mask.
         """
         if torch.compiler.is_compiling():
             if not self.is_compileable:

@@ -138,6 +138,8 @@ def _check_positions(
     B = max(len(least), len(text.positions))
     positions, least = text.positions.expand(B, -1).to(least.device), least.expand(B)
     late = positions >= least[:, None]
+    if bool(late.all()):
+        return
     if text.mask is not None:
         late |= ~text.mask[:, -new:].bool().to(late.device)
     if bool(late.all()) or (zero_is_free and not positions.any()):

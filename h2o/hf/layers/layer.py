@@ -99,18 +99,19 @@ class H2OLayer(CroppableLayer):
             ValueError: another batch size, number of heads or shape.
         """
         rows, values = self.form.rows(self, key_states, value_states)
+        shape = rows.shape
         if self.slots is None:
-            if rows.shape[0] == 0:
+            if shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
             # Under autocast keys have been rotated in float32; attention makes them as the values.
             last = rows if values is None else values
             self.row_size = last.shape[-1], last.element_size()
-        elif rows.shape[0] != self.batch_size:
-            self._refuse_rows(rows.shape[0])
-        elif rows.shape[1] != (heads := self.slots.next_slot.shape[1]):
+        elif shape[0] != self.batch_size:
+            self._refuse_rows(shape[0])
+        elif shape[1] != self.num_heads:
             raise ValueError(
-                f"this cache holds keys of {heads} heads in layer {self.layer_idx} and was given "
-                f"those of {rows.shape[1]}: it is of another model, or of one that was cut "
+                f"this cache holds keys of {self.num_heads} heads in layer {self.layer_idx} and "
+                f"was given those of {shape[1]}: it is of another model, or of one that was cut "
                 "over another number of processes"
             )
         elif self.slots.keys.device != rows.device:  # of a file, or the model has moved

@@ -133,6 +133,7 @@ class LayerContents(CacheLayerMixin):
         self.is_initialized = slots is not None
         batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
         self.batch_size = 0 if batch is None else len(batch)
+        self.num_heads = 0 if slots is None else slots.next_slot.shape[1]
         self.form.slots_changed()
         self.stepper.slots_changed(self)
 

@@ -105,13 +105,15 @@ class PassGuard:
         if torch.compiler.is_compiling():  # a captured graph cannot ask for the thread
             self.check_keys_arrived()
             return
-        with _lock:
-            thread = threading.get_ident()
-            if self._thread != thread:  # in the first layer of a pass
-                self.check_thread()
-                self.may_be_transformed = has_transforms()
+        thread = threading.get_ident()
+        if self._thread == thread:  # amid a pass
             if self.waiting is not None:
                 self.check_keys_arrived()
+            return
+        with _lock:
+            self.check_thread()
+            self.check_keys_arrived()
+            self.may_be_transformed = has_transforms()
             self._thread = thread
 
     def enter_states(self, layer: int) -> None:

@@ -39,8 +39,8 @@ class SeenText:
         """Columns read, the pending ones among them"""
         self._before = 0
         """Columns before the last pass"""
-        self._pending: list[tuple[Tensor, Tensor]] = []
-        """Ids of a pass, and which of them are no pads"""
+        self._pending: list[tuple[Tensor, Tensor | None]] = []
+        """Ids of a pass, and which of them are no pads; None: all"""
         self._is_known = True
 
     def lose(self) -> None:
@@ -65,8 +65,8 @@ class SeenText:
         if not self._is_known:
             return
         Q = ids.shape[1]
-        real = torch.ones_like(ids) if mask is None else mask[:, mask.shape[1] - Q :]
-        self._pending.append((ids.clone(), (real != 0).to(ids.device)))
+        real = None if mask is None else (mask[:, mask.shape[1] - Q :] != 0).to(ids.device)
+        self._pending.append((ids.clone(), real))
         self._before, self._columns = seen, seen + Q
         if len(self._pending) > PENDING:
             self._add(self._pending[:-1])
@@ -125,11 +125,12 @@ class SeenText:
         self._add(self._pending)
         self._pending = []
 
-    def _add(self, passes: list[tuple[Tensor, Tensor]]) -> None:
+    def _add(self, passes: list[tuple[Tensor, Tensor | None]]) -> None:
         """Add passes to the digest, all at once."""
         if not passes:
             return
-        ids, real = (torch.cat(parts, dim=1) for parts in zip(*passes, strict=True))
+        ids = torch.cat([x for x, _ in passes], dim=1)
+        real = torch.cat([x == x if mask is None else mask for x, mask in passes], dim=1)
         if self._totals is None:
             self._totals = _digest(ids, real, 0)
         else:
