@@ -27,6 +27,7 @@ from transformers import (
 import h2o
 from h2o import H2OCache, H2OConfig, models
 from h2o.compat import with_cache
+from h2o.hf.batching import short_prompts
 from tests.hf.tiny import llama, model, needs_compiler, prompts, shared, slow_if
 
 PAGE = resource.getpagesize()
@@ -121,6 +122,17 @@ def test_short_prompts_are_read_together(family, lengths, read):
     assert shapes == read
     for text, result in zip(texts(*lengths), results, strict=True):
         assert result.ids == alone(ours, text, CONFIGS["h2o"], max_new_tokens=6, do_sample=False)
+
+
+def test_more_prompts_share_a_pass_on_a_gpu(monkeypatch):
+    """Where the host's time for a pass is that of many more tokens."""
+    monkeypatch.setattr(short_prompts, "input_device", lambda model: torch.device("cuda"))
+    ours, some = shared("llama"), texts(200, 198, 30, 190)
+    with passes(ours) as shapes:
+        results = list(h2o.generate_all(ours, some, CONFIGS["h2o"], rows=8, max_new_tokens=3))
+    assert shapes == [(4, 200)]
+    for text, result in zip(some, results, strict=True):
+        assert result.ids == alone(ours, text, CONFIGS["h2o"], max_new_tokens=3, do_sample=False)
 
 
 @pytest.mark.parametrize("name", ["h2o", "echo"])
