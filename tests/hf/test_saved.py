@@ -395,7 +395,7 @@ def test_states_are_whole():
     """Whatever a pass changes in a layer is in its state, or is made anew from it."""
     ours = model("llama")
     (ids,) = prompts(40)
-    anew = {"capacity", "keys", "values", "is_initialized", "batch_size", "guard"}
+    anew = {"capacity", "keys", "values", "is_initialized", "batch_size", "num_heads", "guard"}
     anew |= {"_out", "_ranks", "columns"}
     for positions in ("original", "cache_relative"):
         config = H2OConfig(**SMALL, positions=positions)
