@@ -33,6 +33,12 @@ def read(parser: argparse.ArgumentParser, argument: str, name: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def check_output(parser: argparse.ArgumentParser, argument: str, name: str | Path) -> None:
+    """End with an error for a folder where a file will be written, before the work for the file."""
+    if Path(name).is_dir():
+        parser.error(f"argument {argument}: {name or 'an empty name'} is a folder, wanted a file")
+
+
 def check_encoding(parser: argparse.ArgumentParser, argument: str, text: str | None) -> None:
     """End with an error for an argument with bytes that are no UTF-8."""
     try:
