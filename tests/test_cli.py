@@ -651,12 +651,16 @@ COMMANDS = (
         ("eval --tasks copa --model ' '", "is empty: name a model, or leave --model out"),
         (f"calibrate --text {__file__} --output FOLDER.json", "FOLDER.json is a folder"),
         ("analyze --output FOLDER.json", "FOLDER.json is a folder, wanted a file"),
+        ("analyze --output deep.json --text deep.json", "deep.json is a file that is read"),
+        ("calibrate --output deep.json --text ./deep.json", "deep.json is a file that is read"),
+        ("generate --profile deep.json", "deep.json: is no profile of h2o"),
     ],
 )
 def test_one_line_says_which_argument_is_wrong(line, words, capfd, tmp_path, monkeypatch):
     """As the process says it, which nothing of the shell's is needed for."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FOLDER.json").mkdir()
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     with pytest.raises(SystemExit) as exit_:
         cli.main(shlex.split(line))
     assert exit_.value.code == 2

@@ -253,6 +253,7 @@ def test_options_that_are_refused(files, more):
         '{"id": "b", "messages": []}\n{"id": "c", "mess',
         '{"identity": 3}',
         "{}",
+        "[" * 100_000 + "\n",
     ],
 )
 def test_an_output_of_another_kind_is_left_alone(files, content):
@@ -279,8 +280,8 @@ def test_an_output_that_is_no_file_of_answers(files, tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link.jsonl").symlink_to(prompts)
     for name, words in (
-        (prompts, "is the file of --prompts"),
-        (tmp_path / "link.jsonl", "is the file of --prompts"),
+        (prompts, "is a file that is read: name another one"),
+        (tmp_path / "link.jsonl", "is a file that is read: name another one"),
         (tmp_path / "folder", "folder is a folder, wanted a file"),
         ("", "an empty name is a folder"),
     ):

@@ -91,9 +91,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(f"argument --{name.replace('_', '-')}: does not go with --prompts")
     if options.rows is not None and options.bytes is not None:
         parser.error("argument --bytes: instead of --rows")
-    texts.check_output(parser, "--output", options.output)
-    if Path(options.output).resolve() == Path(options.prompts).resolve():
-        parser.error("argument --output: is the file of --prompts: name another one for answers")
+    texts.check_output(parser, "--output", options.output, [options.prompts])
     try:
         options.lines = list(_lines(Path(options.prompts)))
     except (OSError, UnicodeDecodeError) as error:
@@ -316,7 +314,7 @@ def _done(output: Path, settings: str, prompts: dict[str | int, str]) -> set[str
         answers = [json.loads(line) for line in complete_lines.decode().split("\n") if line]
         others = {answer["settings"] for answer in answers} - {settings}
         done = {x["id"]: x["prompt"] for x in answers if x["finish_reason"] != "error"}
-    except (ValueError, TypeError, KeyError, UnicodeDecodeError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{output} holds no answers of `h2o generate --prompts`") from error
     if others:
         raise UserError(
