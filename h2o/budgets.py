@@ -157,10 +157,10 @@ def check_prompt_length(value: Any) -> int | list[int]:
     is_one = not isinstance(found, Sequence) or isinstance(found, str)
     lengths = [found] if is_one else list(found)
     are_tokens = [isinstance(x, numbers.Integral) and type(x) is not bool for x in lengths]
-    if not lengths or not all(are_tokens) or min(lengths) < 1:
+    if not lengths or not all(are_tokens) or min(lengths) < 1 or max(lengths) > UNLIMITED:
         raise ValueError(
-            "prompt_length must be a number of tokens, at least 1, or one for each row, "
-            f"not {value!r}"
+            f"prompt_length must be a number of tokens, from 1 to {UNLIMITED}, or one for each "
+            f"row, not {value!r}"
         )
     lengths = [operator.index(x) for x in lengths]
     return lengths[0] if is_one else lengths

@@ -69,6 +69,8 @@ def load_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    if name is not None and not name.strip():  # of a variable that is not set, for one
+        raise UserError("the name of the model is empty: name one, or leave it out for the default")
     name = name or DEFAULT_MODEL
     source = name
     try:

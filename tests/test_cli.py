@@ -623,6 +623,11 @@ def test_one_line_says_what_is_wrong(line, code, words):
     assert len(done.stderr) < 300
 
 
+COMMANDS = (
+    "info", "generate", "analyze", "bench", "calibrate --text FILE --output x.json",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -642,10 +647,20 @@ def test_one_line_says_what_is_wrong(line, code, words):
         ("generate --profile no.json", "error: cannot read no.json: No such file"),
         (f"generate --profile {shlex.quote(__file__)}", "test_cli.py: is no profile of h2o"),
         ("generate --prompts no.jsonl --output x", "--prompts: cannot read no.jsonl: No such file"),
+        *[(f"{command} --model ''", "--model: is empty: name a model") for command in COMMANDS],
+        ("eval --tasks copa --model ' '", "is empty: name a model, or leave --model out"),
+        (f"calibrate --text {__file__} --output FOLDER.json", "FOLDER.json is a folder"),
+        ("analyze --output FOLDER.json", "FOLDER.json is a folder, wanted a file"),
+        ("analyze --output deep.json --text deep.json", "deep.json is a file that is read"),
+        ("calibrate --output deep.json --text ./deep.json", "deep.json is a file that is read"),
+        ("generate --profile deep.json", "deep.json: is no profile of h2o"),
     ],
 )
-def test_one_line_says_which_argument_is_wrong(line, words, capfd):
+def test_one_line_says_which_argument_is_wrong(line, words, capfd, tmp_path, monkeypatch):
     """As the process says it, which nothing of the shell's is needed for."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FOLDER.json").mkdir()
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     with pytest.raises(SystemExit) as exit_:
         cli.main(shlex.split(line))
     assert exit_.value.code == 2

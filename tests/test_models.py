@@ -132,6 +132,9 @@ def test_unusable_cache_folder_is_named(monkeypatch, tmp_path):
 
 
 def test_unknown_model_is_named(tmp_path):
+    for empty in ("", " "):  # of a variable of the shell that is not set
+        with pytest.raises(models.UserError, match="the name of the model is empty"):
+            models.load_model(empty)
     with pytest.raises(models.UserError, match="nowhere"):
         models.load_model(str(tmp_path / "nowhere"))
     for ask in (models.load_model, models.config_of):  # no name on the hub

@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 
 from safetensors.torch import load_file, save_file
 
+from h2o.cli import prompts_file
 from h2o.hf.batching import request
 from tests.hf.tiny import needs_compiler
 from tests.test_cli import DEADLINE, tiny  # noqa: F401
@@ -211,6 +212,9 @@ def test_prompts_beyond_the_positions_of_the_model(files, capsys):
         ("no json", "line 1: no JSON (Expecting value): write a text in quotes"),
         ('{"messages": [5, 6]}', "messages are objects"),
         ("3", "line 1"),
+        ('{"prompt": "a", "max_new_tokens": true}', "integers"),
+        ('{"prompt": "a", "id": true}', "id is True, wanted a text or an integer"),
+        ("[" * 100_000, "line 1: lists that are nested too deep"),
     ],
 )
 def test_files_that_are_refused(files, content, words, capsys):
@@ -239,9 +243,51 @@ def test_options_that_are_refused(files, more):
     assert end.value.code == 2
 
 
-def test_an_output_of_another_kind_is_left_alone(files):
+@pytest.mark.parametrize(
+    "content",
+    [
+        "notes\n",
+        "notes",
+        '{"prompt": "a"}',
+        '{"id": 3, "prompt": "a"}',
+        '{"id": "b", "messages": []}\n{"id": "c", "mess',
+        '{"identity": 3}',
+        "{}",
+        "[" * 100_000 + "\n",
+    ],
+)
+def test_an_output_of_another_kind_is_left_alone(files, content):
+    """A last line without an end too, which is no part of an answer."""
     command, _, output = files
     output.parent.mkdir()
-    output.write_text("notes\n")
+    output.write_text(content)
     assert cli.main(command) == 1
-    assert output.read_text() == "notes\n"
+    assert output.read_text() == content
+
+
+def test_an_answer_may_be_cut_anywhere(files):
+    command, _, output = files
+    assert cli.main(command) == 0
+    line = output.read_text("utf-8").splitlines()[-1]
+    for end in range(len(line)):
+        assert prompts_file._is_begun_answer(line[:end])
+
+
+def test_an_output_that_is_no_file_of_answers(files, tmp_path, capsys):
+    """Known before anything is loaded or written."""
+    command, prompts, _ = files
+    before = prompts.read_bytes()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.jsonl").symlink_to(prompts)
+    for name, words in (
+        (prompts, "is a file that is read: name another one"),
+        (tmp_path / "link.jsonl", "is a file that is read: name another one"),
+        (tmp_path / "folder", "folder is a folder, wanted a file"),
+        ("", "an empty name is a folder"),
+    ):
+        command[6] = str(name)
+        with pytest.raises(SystemExit) as end:
+            cli.main(command)
+        assert end.value.code == 2
+        assert words in capsys.readouterr().err
+    assert prompts.read_bytes() == before

@@ -54,8 +54,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
     if options.removal_tokens < 0 or options.removal_tokens in (1, 2):
         parser.error("argument --removal-tokens: must be 0 or at least 3")
-    if options.output.is_dir():
-        parser.error(f"argument --output: {options.output} is a folder, wanted a file: page.html")
+    texts.check_output(parser, "--output", options.output, [options.text])
     options.config = make_config(options)
     compare = COMPARE if options.compare is None else options.compare
     options.settings = [] if compare == "none" else parse_all(compare)

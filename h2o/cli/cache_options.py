@@ -83,11 +83,20 @@ def add_model(add: Callable[..., Any], more: str = "") -> None:
     added to the help of --dtype."""
     add(
         "--model",
+        type=parse_name,
         metavar="NAME",
         help="hub name, folder or .gguf file; default: the embedded SmolLM2-135M-Instruct",
     )
     add_dtype(add, more)
     add_device(add)
+
+
+def parse_name(text: str) -> str:
+    """Parse the name of a model. An empty one, such as that of a variable of the shell which is not
+    set, does not stand for the default model."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty: name a model, or leave --model out")
+    return text
 
 
 def add_dtype(add: Callable[..., Any], more: str = "") -> None:

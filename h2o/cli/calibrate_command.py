@@ -46,6 +46,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     refuse_several("h2o calibrate")
     if options.output.suffix != ".json":
         parser.error(f"argument --output: wanted a name such as profile.json, not {options.output}")
+    texts.check_output(parser, "--output", options.output, options.text)
     names = [name if name == "-" else Path(name).name for name in options.text]
     if len(set(names)) < len(names):
         parser.error("argument --text: two files of the same name")

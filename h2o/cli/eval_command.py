@@ -18,6 +18,7 @@ from h2o.cli.cache_options import (
     has_budget,
     make_settings,
     parse_count,
+    parse_name,
 )
 from h2o.cli.prompts_file import ROWS
 from h2o.errors import UserError
@@ -83,7 +84,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--perplexity", type=Path, metavar="FILE", help="a long plain text")
     what.add_argument("--needle", type=Path, metavar="FILE", help="a plain text to hide facts in")
-    p.add_argument("--model", "-M", help="name or folder; default: the embedded SmolLM2-135M")
+    p.add_argument(
+        "--model", "-M", type=parse_name, help="name or folder; default: the embedded SmolLM2-135M"
+    )
     add_dtype(p.add_argument)
     add_device(p.add_argument)
     p.add_argument(

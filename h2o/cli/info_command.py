@@ -18,6 +18,7 @@ from h2o.cli.cache_options import (
     add_dtype,
     make_settings,
     parse_count,
+    parse_name,
 )
 from h2o.cli.prompts_file import parse_bytes
 
@@ -26,7 +27,12 @@ COMPARE = "full,budget:0.2,budget:0.1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", metavar="NAME", help="say whether and how h2o supports this model")
+    add(
+        "--model",
+        type=parse_name,
+        metavar="NAME",
+        help="say whether and how h2o supports this model",
+    )
     add("--check", action="store_true", help="run the kernels of every CUDA device against torch")
     add("--json", action="store_true", help="for machines")
     group = parser.add_argument_group("requests that fit, with --model")

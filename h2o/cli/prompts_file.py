@@ -20,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from h2o.cli import texts
 from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
 from h2o.model_identity import files_fingerprint
@@ -90,6 +91,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(f"argument --{name.replace('_', '-')}: does not go with --prompts")
     if options.rows is not None and options.bytes is not None:
         parser.error("argument --bytes: instead of --rows")
+    texts.check_output(parser, "--output", options.output, [options.prompts])
     try:
         options.lines = list(_lines(Path(options.prompts)))
     except (OSError, UnicodeDecodeError) as error:
@@ -214,6 +216,8 @@ def _lines(path: Path) -> Iterator[Line]:
             ) from None
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number + 1}: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{path}, line {number + 1}: lists that are nested too deep") from None
         if line.id in seen:
             raise ValueError(f"{path}, line {number + 1}: the id {line.id!r} is there already")
         seen.add(line.id)
@@ -233,13 +237,16 @@ def _line(number: int, content: Any) -> Line:
     if "messages" in content and not all(isinstance(message, dict) for message in prompt):
         raise ValueError('messages are objects such as {"role": "user", "content": "..."}')
     name, limit, seed = (content.get(key) for key in ("id", "max_new_tokens", "seed"))
-    if not isinstance(name, str | int | None):
+    if not (isinstance(name, str) or _is_integer_or_none(name)):
         raise ValueError(f"id is {name!r}, wanted a text or an integer")
-    if not all(isinstance(x, int | None) for x in (limit, seed)) or (
-        limit is not None and limit < 1
-    ):
+    if not all(map(_is_integer_or_none, (limit, seed))) or (limit is not None and limit < 1):
         raise ValueError("max_new_tokens and seed are integers, the first at least 1")
     return Line(number if name is None else name, prompt, limit, seed, content.get("pinned"))
+
+
+def _is_integer_or_none(value: Any) -> bool:
+    """Whether JSON has null or a number without a point. Its true is 1 to Python."""
+    return isinstance(value, int | None) and not isinstance(value, bool)
 
 
 def _digest(options: argparse.Namespace) -> str:
@@ -270,6 +277,22 @@ def _as_line(answer: dict[str, Any]) -> str:
     return text.encode("utf-8", "backslashreplace").decode() + "\n"
 
 
+def _is_begun_answer(line: str) -> bool:
+    """Whether a line without an end may be an answer of which a killed run wrote a part."""
+    before, after = '{"id": ', ', "text": '
+    if not _begin_alike(line, before):
+        return False
+    try:
+        _, end = json.JSONDecoder().raw_decode(line, len(before))
+    except ValueError:  # cut before the end of the id
+        return True
+    return _begin_alike(line[end:], after)
+
+
+def _begin_alike(text: str, other: str) -> bool:
+    return text[: len(other)] == other[: len(text)]
+
+
 def _done(output: Path, settings: str, prompts: dict[str | int, str]) -> set[str | int]:
     """The ids that have an answer. What a killed run wrote of its last line is cut off; a prompt
     that could not be read is tried again.
@@ -283,12 +306,15 @@ def _done(output: Path, settings: str, prompts: dict[str | int, str]) -> set[str
         return set()
     content = output.read_bytes()
     complete_lines = content[: content.rfind(b"\n") + 1]
+    begun_line = content[len(complete_lines) :].decode("utf-8", "ignore")
     answers = []
     try:
+        if not _is_begun_answer(begun_line):
+            raise ValueError(f"no answer: {begun_line}")
         answers = [json.loads(line) for line in complete_lines.decode().split("\n") if line]
         others = {answer["settings"] for answer in answers} - {settings}
         done = {x["id"]: x["prompt"] for x in answers if x["finish_reason"] != "error"}
-    except (ValueError, TypeError, KeyError, UnicodeDecodeError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{output} holds no answers of `h2o generate --prompts`") from error
     if others:
         raise UserError(

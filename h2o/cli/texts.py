@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
@@ -31,6 +32,21 @@ def read(parser: argparse.ArgumentParser, argument: str, name: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"argument {argument}: {explain_unreadable(name, error)}")
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_output(
+    parser: argparse.ArgumentParser,
+    argument: str,
+    name: str | Path,
+    inputs: Iterable[str | None] = (),
+) -> None:
+    """End with an error for an output that is a folder, or one of the files that are read, before
+    the work for it."""
+    path = Path(name)
+    if path.is_dir():
+        parser.error(f"argument {argument}: {name or 'an empty name'} is a folder, wanted a file")
+    if any(x and path.resolve() == Path(x).resolve() for x in inputs):
+        parser.error(f"argument {argument}: {name} is a file that is read: name another one")
 
 
 def check_encoding(parser: argparse.ArgumentParser, argument: str, text: str | None) -> None:

@@ -187,7 +187,7 @@ class Profile:
         """Read what `save` wrote. Raises: ValueError for another file, OSError without one."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path}: {NO_PROFILE}") from error
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error

@@ -42,7 +42,7 @@ def row_of(line: str, where: str) -> dict[str, str]:
     """The row of one line; `where` begins the messages of errors."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: no JSON: {error}") from error
     if not isinstance(record, dict):
         raise UserError(f"{where}: expected an object with article and summary")

@@ -62,7 +62,7 @@ class Patch:
     scored: int = 0  # caches of direct forward passes that never got a second token
 
     def __post_init__(self) -> None:
-        self.switch = AttentionSwitch("patched", "h2o")
+        self.switch = AttentionSwitch("patched" if self.is_block else "enabled", "h2o")
         pins = self.make_cache().guard.pins  # raises for a model that h2o does not support
         self.settings, self.cache = (self.config, pins, self.options["trace"]), None
 
@@ -222,8 +222,8 @@ def enable(
     Raises:
         UnsupportedError: (a ValueError) h2o does not support the model. generate() raises it for
             `cache_implementation="static"` and other caches that are not H2O.
-        RuntimeError: another thread or task has the model patched with other settings, or
-            simulated.
+        RuntimeError: another thread or task has the model patched with other settings, or the
+            model is simulated.
     """
     config, options = one_config(h2o_config, parameters), {"pinned": pinned, "trace": trace}
     return _apply(model, config, options, is_block=False)

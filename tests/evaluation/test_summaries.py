@@ -69,6 +69,7 @@ GOOD = '{"article": "It rained.", "summary": "Rain."}\n'
     [
         ("", "no rows"),
         (GOOD + '{"article": "It', "line 2: no JSON"),
+        ("[" * 100_000, "line 1: no JSON"),
         (GOOD + "[1]", "line 2: expected an object"),
         (GOOD + "\n" + '{"article": "It snowed."}', "line 3: no summary_gt, summary or highlights"),
         (GOOD + '{"summary": "Snow."}', "line 2: article is missing"),

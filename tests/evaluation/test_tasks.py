@@ -389,7 +389,7 @@ def test_whole_texts(folder, tmp_path, capsys):
         (["--compare", "full", "--prompt-length", "-2"], "--prompt-length: must be at least 1"),
         (
             ["--variant", "full", "--model_args", "prompt_length=0"],
-            "prompt_length must be .*, at least 1",
+            "prompt_length must be .*, from 1",
         ),
     ],
 )

@@ -411,3 +411,19 @@ def test_a_cache_that_is_refused_leaves_the_attention():
             plain, H2OConfig(heavy=4, recent=4, positions="cache_relative"), 20, compileable=True
         )
     assert plain.config._attn_implementation == "sdpa"
+
+
+def test_a_simulated_model_is_not_enabled():
+    """Which would outlast the simulation's name, so that the rest of the block ran without it."""
+    plain, (ids,) = model("llama", "sdpa"), prompts(30)
+    with h2o.simulated(plain, **SMALL):
+        want = plain(ids, use_cache=False).logits
+        with pytest.raises(RuntimeError, match=r"h2o.enable\(\) inside h2o.simulated\(\)"):
+            enable(plain, **SMALL)
+        assert torch.equal(plain(ids, use_cache=False).logits, want)
+    enable(plain, **SMALL)
+    with h2o.simulated(plain, **SMALL):
+        assert torch.equal(plain(ids, use_cache=False).logits, want)
+    disable(plain)
+    assert plain.config._attn_implementation == "sdpa"
+    assert not torch.equal(plain(ids, use_cache=False).logits, want)

@@ -546,6 +546,7 @@ def test_peft_models():
         ({"prompt_length": [4, 0]}, ValueError, "prompt_length must be a number of tokens"),
         ({"prompt_length": 2.5}, ValueError, "prompt_length must be a number of tokens"),
         ({"prompt_length": True}, ValueError, "prompt_length must be a number of tokens"),
+        ({"prompt_length": 2**31}, ValueError, "from 1 to 2147483647"),
         ({"ratio_of": "page"}, ValueError, "ratio_of must be"),
         ({"heavy": 0, "recent": 0}, ValueError, "budget of 0"),
         ({"heavier": 1}, TypeError, "unknown parameter"),

@@ -30,7 +30,7 @@ class AttentionSwitch:
     """One change of a model's attention implementation, from `apply` to `undo`."""
 
     def __init__(self, kind: str, name: str) -> None:
-        """`kind` says in errors what the model is: "patched", "simulated" or "served"."""
+        """`kind` says in errors what a model is: "patched", "enabled", "simulated" or "served"."""
         self.kind = kind
         self.name = name
         self.thread: threading.Thread | None = threading.current_thread()
@@ -42,16 +42,23 @@ class AttentionSwitch:
         """Switch a model, or leave it as it was and raise.
 
         Raises:
-            RuntimeError: another thread or task has switched the model to another name.
+            RuntimeError: another thread or task has switched the model to another name, or a
+                simulated model is to be enabled.
             UnsupportedError: the model has attention code of its own.
         """
         with CHANGING:
             for other in _in_force.values():
-                elsewhere = other.elsewhere()
-                if elsewhere and other.name != self.name and other._has(model.config):
+                if other.name == self.name or not other._has(model.config):
+                    continue
+                if elsewhere := other.elsewhere():
                     raise RuntimeError(
                         f"this model is {other.kind} by another {elsewhere}. Wait until its block "
                         f"has ended, or give each {elsewhere} a model of its own"
+                    )
+                if (self.kind, other.kind) == ("enabled", "simulated"):
+                    raise RuntimeError(
+                        "h2o.enable() inside h2o.simulated() would leave the rest of the block "
+                        "without the simulation: call it before the block or after it"
                     )
             self.original = [(config, _original_name(config)) for config in _configs_of(model)]
             _in_force[id(self)] = self
