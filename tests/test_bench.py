@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from h2o import cli, load_model  # noqa: E402
-from h2o.evaluation import setting, speed  # noqa: E402
+from h2o.evaluation import generation, setting, speed  # noqa: E402
 from tests.test_cli import tiny  # noqa: E402, F401
 
 SHORT = ("--rounds", "2", "--tokens", "3")
@@ -48,6 +48,17 @@ def test_every_cache_at_every_length(tiny, capsys):  # noqa: F811
     small = {n: line["bytes_held"] for n, line in zip((40, 90), lines[2::3], strict=True)}
     assert small[40] == small[90]
     assert lines[4]["bytes_ratio"] < 0.5
+
+
+def test_the_full_cache_does_not_wait_for_plans():
+    """Which cuDNN makes anew for each token: the user's choice is there again afterwards."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with generation.without_plans(torch.device("cuda")):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    with generation.without_plans(torch.device("cpu")):
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def test_settings_of_eval_may_be_compared(tiny, capsys):  # noqa: F811
