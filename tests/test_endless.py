@@ -26,8 +26,7 @@ def test_a_text_is_read_to_its_end(tiny, tmp_path):  # noqa: F811
     text = tmp_path / "text.txt"
     text.write_text("Some words of a text that goes on and on.\n" * 60)
     out = run(
-        "endless_text.py", text, "--model", tiny, "--keys", "16", "--every", "500", "--chunk", "20",
-        timeout=300,
+        "endless_text.py", text, "--model", tiny, "--keys", "16", "--every", "500", "--chunk", "20"
     )  # fmt: skip
     header, *lines = out.splitlines()
     assert header.split() == ["tokens", "heavy", "hitters", "sinks", "window"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoTokenizer
 
+from h2o import cli
 from tests.examples import EXAMPLES, run
 from tests.test_cli import tiny  # noqa: F401
 
@@ -87,6 +89,20 @@ def test_a_library_finds_its_documents(tiny, tmp_path, monkeypatch):  # noqa: F8
         assert module.pick(index, f"Who founded it, in {place}, and when?") == place.lower()
 
 
+def read_answers(path):
+    """Answers in a file, one a line."""
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+
+
+def answer_letters(folder, prompts, *options):
+    """Answers to the letters of the batch job, by one run of the command."""
+    module = runpy.run_path(str(EXAMPLES / "batch_job.py"))
+    module["write_prompts"](folder / "letters.jsonl", prompts)
+    files = ["--prompts", str(folder / "letters.jsonl"), "--output", str(folder / "whole.jsonl")]
+    assert cli.main(["generate", *files, "--heavy", "64", "--recent", "64", *options]) == 0
+    return read_answers(folder / "whole.jsonl")
+
+
 def test_the_default_model_answers_letters(tmp_path):
     """Prompts are asked as chats: an instruct model may have nothing to add to plain text."""
     from h2o import models
@@ -95,21 +111,22 @@ def test_the_default_model_answers_letters(tmp_path):
         models.find_weights()
     except models.UserError as error:
         pytest.skip(str(error))
-    run("batch_job.py", tmp_path, "--prompts", "2", "--max-new-tokens", "3")
-    answers = (tmp_path / "answers.jsonl").read_text("utf-8").splitlines()
-    assert [bool(json.loads(answer)["text"]) for answer in answers] == [True, True]
+    answers = answer_letters(tmp_path, 2, "--max-new-tokens", "3")
+    assert [bool(answer["text"]) for answer in answers] == [True, True]
 
 
 def test_a_batch_job_goes_on_after_a_kill(chatting, tmp_path):
     """Every prompt has one answer, the one that it has without the kill."""
-    more = ("--prompts", "24", "--model", chatting, "--rows", "4")
-    out = run("batch_job.py", tmp_path / "killed", "--kill-after", "6", *more)
+    options = ("--model", str(chatting), "--rows", "4", "--max-new-tokens", "24")
+    out = run("batch_job.py", tmp_path, "--prompts", "24", "--kill-after", "6", *options)
     killed = int(re.search(r"killed with (\d+) of 24 answers", out)[1])
     assert 6 <= killed < 24
-    run("batch_job.py", tmp_path / "whole", *more)
-    answers = {}
-    for name in ("killed", "whole"):
-        lines = (tmp_path / name / "answers.jsonl").read_text("utf-8").split("\n")[:-1]
-        answers[name] = {answer["id"]: answer for answer in map(json.loads, lines)}
-        assert len(lines) == len(answers[name]) == 24
-    assert answers["killed"] == answers["whole"]
+    answers, wanted = (
+        sorted(found, key=lambda answer: answer["id"])
+        for found in (
+            read_answers(tmp_path / "answers.jsonl"),
+            answer_letters(tmp_path, 24, *options),
+        )
+    )
+    assert len(answers) == 24
+    assert answers == wanted
