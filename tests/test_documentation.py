@@ -26,6 +26,7 @@ import pytest
 import h2o
 from h2o import cli, models
 from h2o.config import PARAMETERS
+from tests.default_model import narrow_default_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -75,14 +76,8 @@ ARTICLE = resources.files("h2o").joinpath("data/lighthouse.txt").read_text("utf-
 
 @pytest.fixture(scope="module")
 def default():
-    """(model, tokenizer): the first layers of the default model."""
-    try:
-        model, tokenizer = models.load_model(attn_implementation="h2o")
-    except models.UserError as error:
-        pytest.skip(str(error))
-    model.model.layers = model.model.layers[:LAYERS]
-    model.config.num_hidden_layers = LAYERS
-    return model, tokenizer
+    """(model, tokenizer): few and narrow layers in the place of the default model's."""
+    return narrow_default_model(LAYERS)
 
 
 @pytest.fixture
@@ -132,7 +127,8 @@ def slowly(pages: Iterable[str], slow: Container[str]) -> list[Any]:
 @pytest.mark.filterwarnings("ignore")  # of other packages
 @pytest.mark.parametrize("name", slowly(PYTHON, SLOW))
 def test_python(name, names, monkeypatch):
-    """All blocks of a page, one after the other, with few layers and few new tokens."""
+    """All blocks of a page, one after the other, with a small model, a part of the article and few new
+    tokens."""
     code = PYTHON[name]
     if "pretrained" in code or "H2OLM" in code:
         names |= {"AutoModelForCausalLM": transformers.AutoModelForCausalLM, "name": "m"}
@@ -146,6 +142,7 @@ def test_python(name, names, monkeypatch):
     if "h2o.analyze" in code:
         names["ax"] = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
     code = code.replace('mode="default"', 'mode=None, backend="eager"')  # not a minute of g++
+    code = code.replace(".read_text()", ".read_text()[4500:8000]")  # which names the Sabrina
     code = re.sub(r"max_new_tokens=\d+", "max_new_tokens=3", code)
     exec(compile(code, name, "exec"), names)
 
