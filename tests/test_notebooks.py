@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.default_model import narrow_default_model
+
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
@@ -113,17 +115,8 @@ def test_only_one_machine_knows_times_and_folders(run):
 
 @pytest.fixture(scope="module")
 def three_layers():
-    """(model, tokenizer): the first three layers of the default model."""
-    pytest.importorskip("transformers")
-    from h2o import models
-
-    try:
-        model, tokenizer = models.load_model()
-    except models.UserError as error:
-        pytest.skip(str(error))
-    model.model.layers = model.model.layers[:3]
-    model.config.num_hidden_layers = 3
-    return model, tokenizer
+    """(model, tokenizer): few and narrow layers in the place of the default model's."""
+    return narrow_default_model(3)
 
 
 WITH_MODEL = [path for path in NOTEBOOKS if path.stem != "03_lm_eval"]
