@@ -26,7 +26,16 @@ def checkered(one: Iterable[Any], other: Iterable[Any]) -> list[Any]:
     """Cases of two parameters that no branch knows both of. As on a chess board every second one is
     marked as slow, so that each value still meets half of the other parameter's."""
     return [
-        pytest.param(a, b, marks=[pytest.mark.slow] * ((i + j) % 2))
-        for i, a in enumerate(one)
-        for j, b in enumerate(other)
+        _case(a, b, is_slow=(i + j) % 2 > 0) for i, a in enumerate(one) for j, b in enumerate(other)
     ]
+
+
+def _case(*values: Any, is_slow: bool) -> Any:
+    """A case of values that may be pytest.param with marks of their own."""
+    sets = [x if isinstance(x, _PARAM) else pytest.param(x) for x in values]
+    marks = [mark for each in sets for mark in each.marks]
+    plain = [value for each in sets for value in each.values]
+    return pytest.param(*plain, marks=[*marks, *[pytest.mark.slow] * is_slow])
+
+
+_PARAM = type(pytest.param())

@@ -1,4 +1,4 @@
-"""A small stand-in of the default model, for code that is run and whose answers are not looked at."""
+"""A small stand-in of the default model, for code whose answers nobody looks at."""
 
 from __future__ import annotations
 

@@ -22,3 +22,11 @@ def test_each_value_meets_half_of_the_others():
     fast = [case.values for case in checkered("abcd", "wxyz") if not case.marks]
     for i in range(2):
         assert sorted(case[i] for case in fast) == sorted(2 * ["abcd", "wxyz"][i])
+
+
+def test_values_with_marks_keep_them():
+    skipped = pytest.param("w", marks=pytest.mark.skip)
+    cases = checkered("ab", [skipped, "x"])
+    assert [case.values for case in cases] == [("a", "w"), ("a", "x"), ("b", "w"), ("b", "x")]
+    marks = [[mark.name for mark in case.marks] for case in cases]
+    assert marks == [["skip"], ["slow"], ["skip", "slow"], []]

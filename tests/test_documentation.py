@@ -127,8 +127,8 @@ def slowly(pages: Iterable[str], slow: Container[str]) -> list[Any]:
 @pytest.mark.filterwarnings("ignore")  # of other packages
 @pytest.mark.parametrize("name", slowly(PYTHON, SLOW))
 def test_python(name, names, monkeypatch):
-    """All blocks of a page, one after the other, with a small model, a part of the article and few new
-    tokens."""
+    """All blocks of a page, one after the other, with a small model, a part of the article and few
+    new tokens."""
     code = PYTHON[name]
     if "pretrained" in code or "H2OLM" in code:
         names |= {"AutoModelForCausalLM": transformers.AutoModelForCausalLM, "name": "m"}

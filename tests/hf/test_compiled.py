@@ -79,7 +79,7 @@ def test_policies_give_the_same_tokens(chosen):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["opt", "gpt_neox"])
+@pytest.mark.parametrize("name", ["opt", slow_if(True, "gpt_neox")])
 def test_families(name):
     ours = model(name)
     (ids,) = prompts(20)
@@ -109,7 +109,7 @@ def test_one_graph_for_steps_prompts_and_caches():
 
 
 @needs_compiler
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [slow_if(True, 1), 3])
 def test_padded_rows_are_one_recording(rows):
     """For all tokens: the mask grows by a column with each, and a step's part of it does not."""
     ours, recordings = llama(1), set()

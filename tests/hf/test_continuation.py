@@ -12,12 +12,17 @@ import h2o
 from h2o import H2OCache, H2OConfig, patched
 from h2o.compat import CROPS_TO_LENGTH, HYBRIDS, with_cache
 from h2o.hf.store import seen_text
-from tests.hf.tiny import FAMILIES, LATENT, batch, greedy, prompts, shared
+from tests.hf.test_families import ALIKE
+from tests.hf.tiny import FAMILIES, LATENT, batch, greedy, prompts, shared, slow_if
 
 pytestmark = pytest.mark.timeout(120)
 
 SMALL = {"heavy": 6, "recent": 6}
-PLAIN = [name for name, x in (FAMILIES | LATENT).items() if not (x.image or x.weights)]
+PLAIN = [
+    slow_if(name in ALIKE, name)
+    for name, x in (FAMILIES | LATENT).items()
+    if not (x.image or x.weights)
+]
 REFUSED = pytest.raises(ValueError, match="input_ids must be everything seen so far")
 
 

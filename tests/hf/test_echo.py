@@ -206,7 +206,8 @@ def test_half_of_the_queries_of_a_text_are_left_out(monkeypatch):
         return log_sums(keys, queries, sinks)
 
     monkeypatch.setattr(echo._HeldKeys, "log_sums", count)
-    model(ids, **with_cache(H2OCache(model.config, budget=0.5)))
+    cache = H2OCache(model.config, budget=0.5)
+    model(ids, logits_to_keep=1, **with_cache(cache))
     assert counts[3] == 30 * 9 * 600  # over the first keys
     assert 0.2 * counts[3] < counts[1] < 0.6 * counts[3]
 

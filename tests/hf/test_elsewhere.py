@@ -24,8 +24,8 @@ from h2o.compat import CACHE, with_cache
 from h2o.hf.layers.layer import H2OLayer
 from tests.devices import WAITS, elsewhere, moved
 from tests.hf.modes import POLICIES
-from tests.hf.test_families import KEPT_ALIKE
-from tests.hf.tiny import FAMILIES, TWINS, WITH_STATES, llama, model, slow_if
+from tests.hf.test_families import ALIKE
+from tests.hf.tiny import FAMILIES, WITH_STATES, llama, model, slow_if
 
 if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
     pytest.skip(
@@ -70,9 +70,7 @@ def on_the_device(cache) -> bool:
 
 
 # Their own code is transformers', and of the cache they ask the same as another.
-@pytest.mark.parametrize(
-    "name", [slow_if(x in KEPT_ALIKE or (x in TWINS and x != "granite"), x) for x in SERVED]
-)
+@pytest.mark.parametrize("name", [slow_if(x in ALIKE, x) for x in SERVED])
 def test_families(name):
     with there(name) as ours:
         cache = H2OCache(ours.config, heavy=6, recent=6)
@@ -85,7 +83,7 @@ def test_families(name):
 
 # Of what leaves, and not of what stays, these are told apart by numbers alone.
 @pytest.mark.parametrize(
-    "chosen", [slow_if(x in ("local", "heavy-only", "streaming"), x) for x in POLICIES]
+    "chosen", [slow_if(x in ("h2o", "local", "heavy-only", "streaming"), x) for x in POLICIES]
 )
 def test_policies(chosen):
     config = POLICIES[chosen]
@@ -121,7 +119,7 @@ def _texts_are_not_compared(monkeypatch):
     monkeypatch.setattr(h2o.hf.cache.cache, "check_text", lambda *_: None)
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", slow_if(True, "opt"), "gemma3"])
 def test_padding(name):
     """With numbers of tokens no row's length need be known."""
     with there(name) as ours:

@@ -68,9 +68,8 @@ KEPT_ALIKE = {
     "phi3": "llama",
 }
 """Families whose layers are of the same kinds as another's, so that they ask a cache the same."""
-WHOLE = ("llama", "opt", "gemma3", "deepseek_v2", "youtu")
-"""Heads that share keys and that do not, layers with windows, latents of few heads and of many: all
-policies and all modes."""
+WHOLE = ("llama", "gemma3", "deepseek_v2")
+"""Heads that share keys, layers with windows, and latents: all policies and all modes."""
 STATES_ALIKE = {
     "qwen3_5": "qwen3_next",
     "qwen3_5, whole": "qwen3_next",
@@ -82,6 +81,8 @@ STATES_ALIKE = {
     "kimi_linear": "bailing_hybrid",
 }
 """Families whose states, and layers beside them, are those of another."""
+ALIKE = {*TWINS, *KEPT_ALIKE, *STATES_ALIKE}
+"""Families that ask a cache what another family asks."""
 
 
 def slow_mode(i: int, name: str, j: int, mode: str) -> bool:
@@ -92,18 +93,18 @@ def slow_mode(i: int, name: str, j: int, mode: str) -> bool:
     if name in LATENT:
         return mode != "greedy" and (i + j) % 4 > 0
     if mode in OF_ATTENTION:
-        return name in TWINS and mode != "greedy" and (i + j) % 3 > 0
-    return name in TWINS or (i + j) % (6 if name in GENERATED_ALIKE else 3) > 0
+        return name in TWINS and mode != "greedy" and (i + j) % 6 > 0
+    return name in TWINS or (i + j) % (12 if name in GENERATED_ALIKE else 6) > 0
 
 
 def slow_policy(i: int, name: str, j: int, chosen: str, side: str) -> bool:
     """A policy sees queries, keys and values: each meets a third of the families beside those that
-    meet all, on one side or the other, and a twelfth of the twins. Pads on the right are the masks'
-    matter, which knows of no policy."""
+    meet all, on one side or the other, and a sixth of those whose layers are another's. Pads on the
+    right are the masks' matter, which knows of no policy."""
     if name in WITH_STATES or name in LATENT_AND_STATES:
         return chosen != "h2o" or side == "right" or name in STATES_ALIKE
     place = i + j + 3 * (side == "left")
-    if name in TWINS:
+    if name in TWINS or name in KEPT_ALIKE:
         return place % 12 > 0
     return (side == "right" or name not in WHOLE) and place % 6 > 0
 

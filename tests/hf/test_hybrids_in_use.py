@@ -27,7 +27,7 @@ every = pytest.mark.parametrize("name", [slow_if(x == "qwen3_5", x) for x in NAM
 @every
 def test_a_text_is_read_in_parts_at_rolled_positions(name):
     """Rolled positions take the model's own off again: it may count each part from 0."""
-    ours, (row,) = model(name), prompts(120)
+    ours, (row,) = model(name), prompts(72)
     logits, sizes = [], set()
     for counts in (True, False):
         cache = H2OCache(ours.config, **SMALL, positions="cache_relative")

@@ -17,7 +17,7 @@ from h2o.compat import with_cache
 from h2o.hf.families import linear_matrix
 from h2o.hf.families.latent_attention import Expansion
 from tests.hf.test_families import generation
-from tests.hf.tiny import LATENT, batch, exact, greedy, model, prompts, shared
+from tests.hf.tiny import LATENT, batch, exact, greedy, model, prompts, shared, slow_if
 
 pytestmark = pytest.mark.skipif(not LATENT, reason="a newer transformers caches latents")
 LENGTHS = (5, 17, 23, 30)
@@ -35,7 +35,9 @@ def test_what_the_cases_left_out_rest_on(name):
     assert all(layer.slots.values is None for layer in cache.layers)
 
 
-@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize(
+    "name", [slow_if(name not in ("deepseek_v2", "youtu"), name) for name in LATENT]
+)
 def test_a_long_text_of_a_full_budget(name):
     ours, theirs = model(name), model(name, "sdpa")
     row = {"input_ids": prompts(40)[0]}

@@ -96,7 +96,7 @@ def test_a_small_budget_is_held_and_changes_the_text(name):
         assert greedy(ours, inputs, 32).tolist() == tokens.tolist()
 
 
-@pytest.mark.parametrize("chosen", ["h2o", "sinks, mean"])  # tests/hf/test_families.py: all
+@pytest.mark.parametrize("chosen", ["h2o", slow_if(True, "sinks, mean")])
 @every_family
 def test_each_row_is_the_row_alone(name, chosen):
     ours = made(name)

@@ -10,6 +10,7 @@ import torch
 import h2o
 from h2o import H2OCache, H2OConfig, backends, generate_all
 from h2o.compat import with_cache
+from tests.cases import checkered
 from tests.hf.modes import POLICIES, policy
 from tests.hf.tiny import FAMILIES, LATENT, WITH_STATES, greedy, model, prompts, shared, slow_if
 
@@ -49,9 +50,9 @@ def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
 
-@pytest.mark.parametrize("begins", [True, False], ids=["begins", "ends"])
-@pytest.mark.parametrize(("name", "chosen"), CASES)
-def test_autocast_ends_or_begins(name, chosen, begins):
+@pytest.mark.parametrize(("case", "begins"), checkered(CASES, [True, False]), ids=str)
+def test_autocast_ends_or_begins(case, begins):
+    name, chosen = case
     ours = shared(name)
     modes = (contextlib.nullcontext, autocast) if begins else (autocast, contextlib.nullcontext)
     for backend in (contextlib.nullcontext, backends.by_torch):
@@ -71,9 +72,9 @@ def test_a_model_that_is_cast_between_turns(chosen):
     ).numel()
 
 
-@pytest.mark.parametrize("by", ["core", "torch"])
-@pytest.mark.parametrize(("name", "chosen"), CASES)
-def test_inference_mode_ends(name, chosen, by):
+@pytest.mark.parametrize(("case", "by"), checkered(CASES, ["core", "torch"]), ids=str)
+def test_inference_mode_ends(case, by):
+    name, chosen = case
     ours = shared(name)
     config = config_of(chosen, ours)
     with backends.by_torch() if by == "torch" else contextlib.nullcontext():

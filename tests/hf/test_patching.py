@@ -13,6 +13,7 @@ import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, disable, enable, patched
 from h2o.compat import CACHE, with_cache
 from h2o.hf.cache.new_cache import new_cache
+from tests.cases import checkered
 from tests.hf.modes import MODES, POLICIES, policy
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, slow_if
 
@@ -103,8 +104,9 @@ def test_every_mode_as_with_a_cache_by_hand(mode, chosen):
     assert got.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("by", ["scale", "negative prompt", "processor"])
-@pytest.mark.parametrize("budget", [4, 0.3])
+@pytest.mark.parametrize(
+    ("by", "budget"), checkered(["scale", "negative prompt", "processor"], [4, 0.3])
+)
 def test_guidance_keeps_all_of_its_second_text(llama, by, budget):
     """As beside a cache that is given by hand, which the second text knows nothing of."""
     inputs, (negative,) = batch(prompts(17, 23)), prompts(30, seed=5)

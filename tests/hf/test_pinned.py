@@ -17,6 +17,7 @@ from tests.cases import pairs
 from tests.hf.modes import MODES
 from tests.hf.test_compiled import compiling
 from tests.hf.test_cross_head_budget import as_if_all_were_held, deep
+from tests.hf.test_families import ALIKE
 from tests.hf.test_simulation import prove, text
 from tests.hf.test_wrapped import tuned_prompt
 from tests.hf.tiny import (
@@ -24,7 +25,6 @@ from tests.hf.tiny import (
     HYBRID,
     LATENT,
     PURE,
-    TWINS,
     WITH_STATES,
     batch,
     greedy,
@@ -101,7 +101,7 @@ def test_forty_tokens_at_four_percent(preset, kv_dtype, long_reader):
 @pytest.mark.parametrize(
     "name",
     [
-        *[slow_if(name in TWINS, name) for name in PURE + HYBRID + WITH_STATES],
+        *[slow_if(name in ALIKE, name) for name in PURE + HYBRID + WITH_STATES],
         *[name for name in LATENT if name in ("deepseek_v3", "youtu")],
     ],
 )

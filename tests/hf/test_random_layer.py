@@ -14,6 +14,7 @@ from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
 from h2o.errors import UnsupportedError
 from h2o.hf.prompt.scorers import draw_ranks
+from tests.cases import checkered
 from tests.hf import tiny
 from tests.hf.test_simulation import PROMPT, fitted, prove, text
 
@@ -36,8 +37,7 @@ def held(model, ids, chunks, **chosen):
     return [cache.kept(layer).positions for layer in range(len(cache.layers))], cache
 
 
-@pytest.mark.parametrize("prompt_length", [1, PROMPT, 40])
-@pytest.mark.parametrize("chosen", POLICIES)
+@pytest.mark.parametrize(("chosen", "prompt_length"), checkered(POLICIES, [1, PROMPT, 40]))
 def test_simulation_equals_the_cache(chosen, prompt_length):
     model = tiny.model("llama", "sdpa")
     atol = 2e-2 if chosen == "int8" else 2e-4

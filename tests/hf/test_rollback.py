@@ -106,8 +106,9 @@ NAMES = ("llama", "opt", "gpt_neox", "qwen2", "gemma3", "deepseek_v2", "gemma3n_
 """Latents, keys of other layers and convolutions go back too."""
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", [x for x in NAMES if x in FAMILIES | LATENT])
+@pytest.mark.parametrize(
+    ("name", "way"), checkered([x for x in NAMES if x in FAMILIES | LATENT], WAYS)
+)
 def test_a_full_budget_gives_the_tokens_of_greedy(name, way):
     if name == "gemma3" and CROPS_TO_LENGTH:
         pytest.skip("windows go back from 5.16 on")

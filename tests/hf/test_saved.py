@@ -72,6 +72,15 @@ answered = functools.partial(greedy, tokens=6)
 every_store = pytest.mark.parametrize(
     "store", [*STORES, *DEALT, *[slow_if(name not in KINDS, name) for name in ALL_FAMILIES]]
 )
+every_second_store = pytest.mark.parametrize(
+    "store",
+    [
+        *[slow_if(i % 2 > 0, name) for i, name in enumerate((*STORES, *DEALT, *KINDS))],
+        *[slow_if(True, name) for name in ALL_FAMILIES if name not in KINDS],
+    ],
+)
+"""Files and forks hold what hf/store/layer_state.py lists: a list that misses something of a store
+shows in its file."""
 
 
 def opened(store):
@@ -116,7 +125,7 @@ def assert_same(one, other):
             torch.testing.assert_close(more[name], x, rtol=0, atol=0, equal_nan=True)
 
 
-@every_store
+@every_second_store
 def test_copies_are_independent(store):
     """Forked, copied and pickled: each is as if it had read the document itself."""
     ours, parameters, document = opened(store)
@@ -133,7 +142,7 @@ def test_copies_are_independent(store):
         assert not shared & {x.data_ptr() for x in layer_state(layer).tensors.values()}
 
 
-@every_store
+@every_second_store
 def test_questions_in_one_batch(store):
     """Rows of one document, with questions of different lengths: pads stand between the two."""
     ours, parameters, document = opened(store)

@@ -22,7 +22,7 @@ from tests.hf.modes import layers_and_heads
 from tests.hf.test_families import STATES_ALIKE
 from tests.reference.published_masks import simulation_mask
 
-TEXT, PROMPT = 96, 8
+TEXT, PROMPT = 72, 8
 POLICIES = {
     "h2o": {"heavy": 5, "recent": 4},
     "tiny": {"heavy": 1, "recent": 1},
@@ -44,7 +44,7 @@ POLICIES = {
         "decay": 0.95,
         "value_weighted": True,
     },
-    "large": {"heavy": 40, "recent": 30},
+    "large": {"heavy": 30, "recent": 20},
     "full": {"heavy": TEXT, "recent": 0},
     "by-layer": {"heavy": [2, 9, 3, 7], "recent": 3},
     "by-head": {"heavy": [2, 9, 3, 7], "recent": lambda layer, layers: [3, 5, 2, 4]},
