@@ -122,7 +122,7 @@ def test_a_model_on_the_disk(lm, folder, tokenizer, tmp_path, protocol):
 )
 def test_batches_of_8_equal_single_requests(tokenizer, model_type, protocol):
     lm = make(tokenizer, model_type)
-    settings = SETTINGS if model_type == "llama" else SETTINGS[:2]
+    settings = SETTINGS if (model_type, protocol) == ("llama", "simulate") else SETTINGS[:2]
     for setting in settings + (MASKS if protocol == "simulate" else []):
         lm.use(parse(setting), protocol)
         lm.batch_size_per_gpu = 8
