@@ -59,41 +59,26 @@ def test_copies_of_an_enabled_model_are_enabled(duplicate):
     assert not twin._forward_pre_hooks
 
 
-STEPS = 2
-"""Of a compiled model: each makes a graph anew, and after eight torch goes on without."""
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.filterwarnings("ignore:torch.compile.model. cannot capture:RuntimeWarning")
+@pytest.mark.filterwarnings("default")
 def test_compiled_models():
-    plain = llama(1)  # a layer falls into dozens of graphs
+    """A layer falls into many graphs, of which a warning says what to do instead."""
+    torch._dynamo.reset()  # which gives up after eight graphs of a function, also of other tests
+    continuation.warn_of_many_graphs.__wrapped__.cache_clear()
+    plain = llama(1)
     plain.set_attn_implementation("sdpa")
     compiled = torch.compile(plain, backend="eager")
     (ids,) = prompts(20)
     with patched(plain, **SMALL):
-        tokens, logits = greedy(plain, {"input_ids": ids}, STEPS), plain(ids).logits
-    with patched(compiled, **SMALL) as patch:
-        assert greedy(compiled, {"input_ids": ids}, STEPS).tolist() == tokens.tolist()
+        tokens, logits = greedy(plain, {"input_ids": ids}, 2), plain(ids).logits
+    with patched(compiled, **SMALL) as patch, warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        assert greedy(compiled, {"input_ids": ids}, 2).tolist() == tokens.tolist()
         out = compiled(ids)
         assert out[CACHE] is patch.cache
         torch.testing.assert_close(out.logits, logits)
-    assert plain.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_compiled_model_that_falls_into_many_graphs():
-    torch._dynamo.reset()  # which gives up after eight graphs of a function, also of other tests
-    continuation.warn_of_many_graphs.__wrapped__.cache_clear()
-    ours, (ids,) = llama(1), prompts(20)
-    compiled = torch.compile(ours, backend="eager")
-    with warnings.catch_warnings(record=True) as raised:
-        warnings.simplefilter("always")
-        cache = H2OCache(ours.config, **SMALL)
-        for part in ids.split([19, 1], dim=1):
-            compiled(part, **with_cache(cache))
     named = [str(x.message) for x in raised if "compileable=True" in str(x.message)]
     assert len(named) == 1
+    assert plain.config._attn_implementation == "sdpa"
 
 
 def repeats_virtual_tokens(wrapped):
