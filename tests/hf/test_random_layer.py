@@ -16,7 +16,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.prompt.scorers import draw_ranks
 from tests.cases import checkered
 from tests.hf import tiny
-from tests.hf.test_simulation import PROMPT, fitted, prove, text
+from tests.hf.test_simulation import PROMPT, TEXT, fitted, prove, text
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "score_by": "random"}
 POLICIES = {
@@ -118,19 +118,19 @@ def test_a_full_cache_is_taken_over():
     taken = H2OCache.from_dynamic_cache(cache, model.config, **SMALL)
     model.set_attn_implementation("h2o")
     model(ids[:, -1:], **with_cache(taken))
-    for layer, positions in enumerate(held(model, ids, 96, **SMALL)[0]):
+    for layer, positions in enumerate(held(model, ids, TEXT, **SMALL)[0]):
         assert torch.equal(taken.kept(layer).positions, positions)
 
 
 def test_heads_and_layers_of_a_cache_differ():
-    held_by, _ = held(tiny.model("llama", "sdpa"), text(), 96, **SMALL)
+    held_by, _ = held(tiny.model("llama", "sdpa"), text(), TEXT, **SMALL)
     sets = [tuple(head) for layer in held_by for head in layer[0].tolist()]
     assert len(set(sets)) == len(sets)
 
 
 def test_attention_is_not_reported():
     """The sums of a cache that counts no attention are no numbers, rather than wrong ones."""
-    _, cache = held(tiny.model("llama", "sdpa"), text(), 96, **SMALL)
+    _, cache = held(tiny.model("llama", "sdpa"), text(), TEXT, **SMALL)
     assert all(math.isnan(layer.share_evicted) for layer in cache.report().layers)
     assert "nan%" in str(cache.report())
 

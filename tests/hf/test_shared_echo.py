@@ -14,7 +14,7 @@ from tests.hf.modes import MODES
 from tests.hf.test_compress import positions
 from tests.hf.test_echo import echo_of
 from tests.hf.test_prompt_echo import read
-from tests.hf.test_simulation import prove, text
+from tests.hf.test_simulation import TEXT, prove, text
 from tests.hf.tiny import LATENT, batch, failing, greedy, model, needs_compiler, prompts, shared
 from tests.reference.echo import shared_echo
 
@@ -234,7 +234,7 @@ def test_the_preset():
 # ---- Simulation is the cache -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt_length", [1, 40, 96])
+@pytest.mark.parametrize("prompt_length", [1, 40, TEXT])
 @pytest.mark.parametrize("more", [{}, {"kv_dtype": "int8"}, {"heavy": 0.3, "min_tokens": 12}])
 def test_simulation_equals_the_cache(more, prompt_length):
     ours = model("llama", "sdpa")
