@@ -195,7 +195,7 @@ def row_index(rows: list[int], device: torch.device) -> slice | Tensor:
     first, last = rows[0], rows[-1] + 1
     if rows == [*range(first, last)]:
         return slice(first, last)
-    return torch.tensor(rows, device=device)
+    return torch.tensor(rows, dtype=torch.long, device=device)
 
 
 def put_rows(slots: ops.Slots, index: slice | Tensor, source: ops.Slots) -> None:
