@@ -1,4 +1,4 @@
-"""A small stand-in of the default model, for code whose answers nobody looks at."""
+"""Small stand-ins of the default model, for code whose answers nobody looks at."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ def narrow_default_model(layers: int) -> tuple[Any, Any]:
 
     A forward pass takes a hundredth of the default model's time. Attention is sharp.
     """
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    try:
-        folder = models.embedded_folder()
-    except models.UserError as error:
-        pytest.skip(str(error))
-    config = transformers.AutoConfig.from_pretrained(
-        folder,
+    model, tokenizer = random_default_model(
         num_hidden_layers=layers,
         head_dim=32,
         hidden_size=144,
         intermediate_size=128,
         initializer_range=0.3,
     )
+    model.set_attn_implementation("h2o")
+    return model, tokenizer
+
+
+def random_default_model(**sizes: Any) -> tuple[Any, Any]:
+    """(model, tokenizer): the default model with other sizes of its config, and random weights."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    try:
+        folder = models.embedded_folder()
+    except models.UserError as error:
+        pytest.skip(str(error))
+    config = transformers.AutoConfig.from_pretrained(folder, **sizes)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    model.set_attn_implementation("h2o")
     return model, transformers.AutoTokenizer.from_pretrained(folder)

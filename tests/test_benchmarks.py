@@ -12,7 +12,7 @@ import re
 import pytest
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 pytest.importorskip("benchmarks.runner", reason="the benchmarks are not here")
 
@@ -35,6 +35,7 @@ from benchmarks.peers import attention_peers  # noqa: E402
 from benchmarks.peers.environments import PeerMissing  # noqa: E402
 from benchmarks.timing import Contender, Row, Times, race  # noqa: E402
 from h2o import models  # noqa: E402
+from tests.default_model import random_default_model  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -172,16 +173,7 @@ def test_whole_model(tmp_path):
 def load_narrow(dtype, **more):
     """What keeps as many bytes of each token as the default model, but has a hundredth of its
     weights, in float32: what a table does and counts is the same."""
-    try:
-        folder = models.embedded_folder(print)
-    except models.UserError as error:
-        pytest.skip(str(error))
-    config = transformers.AutoConfig.from_pretrained(
-        folder, hidden_size=64, intermediate_size=64, dtype=torch.float32, **more
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    return model, transformers.AutoTokenizer.from_pretrained(folder)
+    return random_default_model(hidden_size=64, intermediate_size=64, dtype=torch.float32, **more)
 
 
 def test_throughput_without_the_engines(tmp_path, monkeypatch, capsys):

@@ -22,8 +22,6 @@ from h2o import backends
 from h2o.backends import cuda, kernel_check
 from tests.cuda.carry import carry, mapped, tensors
 
-START = time.monotonic()
-
 
 def on_cpu(name: str) -> Any:
     """An operation by the core, on tensors of a device that no kernel serves."""
@@ -38,6 +36,7 @@ def on_cpu(name: str) -> Any:
 
 
 def main() -> int:
+    start = time.monotonic()
     reason = cuda._load(0)
     if reason is not None:
         print(f"h2o's kernels cannot be loaded: {reason}")
@@ -49,7 +48,7 @@ def main() -> int:
         if mistakes:
             print(*mistakes)
             return 1
-        print(f"{time.monotonic() - START:4.0f} s  {case.name}", flush=True)
+        print(f"{time.monotonic() - start:4.0f} s  {case.name}", flush=True)
     print("every operation answers as the core does")
     return 0
 

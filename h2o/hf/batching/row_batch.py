@@ -174,5 +174,5 @@ def row_report(cache: H2OCache, row: int) -> dict[str, int]:
     first = layers[0].slots.seen_tokens
     kept = [(layer.slots.positions[row] >= 0).sum().to(first.device) for layer in layers]
     seen, *kept = torch.stack([first[row], *kept]).tolist()  # waits for the device once
-    heads = sum(layer.slots.next_slot.shape[1] for layer in layers)
+    heads = sum(layer.num_heads for layer in layers)
     return {"seen": seen, "kept": round(sum(kept) / heads), "bytes": row_bytes(cache)}

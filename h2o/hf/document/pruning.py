@@ -120,7 +120,7 @@ class _Held(NamedTuple):
 
 def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
     """The budgets that a prompt of this layer would get, with an entry for each head."""
-    heads = source.slots.next_slot.shape[1]
+    heads = source.num_heads
     rows = prompt_budget.prompt_budget(
         layer.plan, layer.guard, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
         source.token_size,
