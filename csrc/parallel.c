@@ -14,6 +14,9 @@
  *   own    on a few threads of our own that sleep on a condition variable.
  *          H2O_THREADS says how many, by default one per processor.
  *
+ * Where other processes delay the threads of a borrowed pool, the own pool takes
+ * its place for a while (see "Crowded processors").
+ *
  * No more workers than a container's quota of processors are offered.
  *
  * Nothing is linked: the libraries are looked up by name, again after each
@@ -38,13 +41,17 @@ typedef struct {
     void *context;
     int workers;
     atomic_int next; /* the first worker that no thread has been yet */
+    /* Times of h2o_now, for jobs of a borrowed pool: */
+    _Atomic int64_t started; /* when the first thread arrived, 0 before that */
+    _Atomic int64_t drained; /* when the first thread found no work left, 0 before that */
+    _Atomic int64_t done;    /* when the last thread that had work finished it */
 } job;
 
 enum { MAX_THREADS = 256 };
 
 static _Thread_local bool inside; /* this thread runs as a worker */
 
-/* What every thread of a pool does with a job. */
+/* Runs workers of a job until each has been run. Every thread of a pool calls this. */
 static void take_part(void *argument) {
     job *const work = argument;
     const bool nested = inside;
@@ -54,6 +61,57 @@ static void take_part(void *argument) {
         work->function(worker, work->workers, work->context);
     }
     inside = nested;
+}
+
+/* ---- Crowded processors ------------------------------------------------ */
+
+/* A borrowed pool begins when each of its threads has left the last job, and returns when each has
+ * arrived, even if the work is done by then. Where other processes keep the processors busy, a
+ * thread may be several milliseconds late, which is many times the length of a decode step. The own
+ * pool waits only for the threads that take part.
+ *
+ * So each call of a borrowed pool measures its stall: its time before and after the work. If the
+ * stall is longer than the work, the calls that follow use the own pool for as long as the stall took,
+ * or twice as long as the last time if stalls cost a tenth of the time or more. Then the borrowed
+ * pool gets another try. */
+
+enum { LEAST_STALL = 200000, LONGEST_STALL = 10000000 }; /* nanoseconds */
+enum { MOST_DOUBLINGS = 6, RARE = 10 };
+
+static struct {
+    _Atomic int64_t until; /* calls use the own pool until then */
+    atomic_int doublings;
+} crowd;
+
+static bool is_crowded(void) {
+    const int64_t until = crowd.until;
+    return until != 0 && h2o_now() < until;
+}
+
+/* take_part for the threads of a borrowed pool. */
+static void take_part_timed(void *argument) {
+    job *const work = argument;
+    const int64_t began = h2o_now();
+    int64_t none = 0, drained = 0;
+    atomic_compare_exchange_strong(&work->started, &none, began);
+    take_part(work);
+    const int64_t ended = h2o_now();
+    if (atomic_compare_exchange_strong(&work->drained, &drained, ended) || began < drained) {
+        int64_t done = work->done;
+        while (done < ended && !atomic_compare_exchange_weak(&work->done, &done, ended)) {}
+    }
+}
+
+/* Learns from a job that a borrowed pool began at that time and has just finished. */
+static void measure_stall(const job *work, int64_t began) {
+    const int64_t now = h2o_now(), useful = work->done - work->started;
+    int64_t stall = now - began - useful;
+    if (stall < LEAST_STALL || stall < useful) return;
+    stall = stall < LONGEST_STALL ? stall : LONGEST_STALL;
+    const int last = crowd.doublings, next = last < MOST_DOUBLINGS ? last + 1 : last;
+    const int doublings = now - crowd.until < RARE * stall ? next : 0;
+    crowd.doublings = doublings;
+    crowd.until = now + (stall << doublings);
 }
 
 /* ---- Borrowed pools ---------------------------------------------------- */
@@ -112,7 +170,7 @@ static pool choose(void) {
 
 static void take_part_in_range(int64_t begin, int64_t end, void *context) {
     (void)begin, (void)end;
-    take_part(context);
+    take_part_timed(context);
 }
 
 /* ---- The own pool ------------------------------------------------------ */
@@ -273,16 +331,19 @@ int h2o_threads(void) {
 void h2o_parallel(int workers, h2o_worker_fn function, void *context) {
     job work = {.function = function, .context = context, .workers = workers};
     if (workers > 1 && !inside) {
-        switch (choose()) {
+        const pool from = is_crowded() ? OWN : choose();
+        const int64_t began = from == OWN ? 0 : h2o_now();
+        switch (from) {
         case TORCH:
             borrowed.torch_parallel_for(0, workers, 1, take_part_in_range, &work);
             break;
         case GOMP:
-            borrowed.gomp_parallel(take_part, &work, 0, 0);
+            borrowed.gomp_parallel(take_part_timed, &work, 0, 0);
             break;
         default:
             run_on_own(&work);
         }
+        if (from != OWN) measure_stall(&work, began);
     }
     take_part(&work); /* the workers that no pool has run */
 }

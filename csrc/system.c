@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #if defined(_WIN32)
 #include <malloc.h>
@@ -30,6 +31,12 @@
 #endif
 
 /* ---- Threads ----------------------------------------------------------- */
+
+int64_t h2o_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
 
 static bool start_detached(void *(*function)(void *)) {
     pthread_t thread;

@@ -21,6 +21,9 @@
 void h2o_wait(const void *word, uint32_t value);
 void h2o_wake_all(const void *word);
 
+/* Nanoseconds of a clock that is never set back. */
+int64_t h2o_now(void);
+
 /* A thread that is never joined, and that leaves signals to the application's. False where none is to
  * be had. */
 bool h2o_start_thread(void *(*function)(void *));

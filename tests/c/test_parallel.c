@@ -9,6 +9,7 @@
 #if !defined(_WIN32)
 #include <dlfcn.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/resource.h>
 #endif
 #include <pthread.h>
@@ -113,20 +114,18 @@ static void few_workers_wake_few_threads(void) {
 
 static atomic_int threads_met;
 
-static void meet_thread(void) {
+static void meet_thread(void *unused) {
     static _Thread_local bool met;
+    (void)unused;
     if (!met) atomic_fetch_add(&threads_met, 1);
     met = true;
 }
 
-static void meet_worker(int worker, int workers, void *context) {
-    (void)worker, (void)workers, (void)context;
-    meet_thread();
-}
+static atomic_int steps;
 
-static void meet_in_team(void *unused) {
-    (void)unused;
-    meet_thread();
+static void count_step(int worker, int workers, void *context) {
+    (void)worker, (void)workers, (void)context;
+    atomic_fetch_add(&steps, 1);
 }
 
 /* A program with a number of threads of its own between calls with fewer. */
@@ -134,10 +133,48 @@ static void libgomp_keeps_its_threads(void *library) {
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
     CHECK(h2o_find_symbol(library, "GOMP_parallel", &parallel));
     for (int repeat = 0; repeat < ROUNDS; repeat++) {
-        parallel(meet_in_team, NULL, 8, 0);
-        h2o_parallel(2, meet_worker, NULL);
+        parallel(meet_thread, NULL, 8, 0);
+        h2o_parallel(2, count_step, NULL);
     }
     CHECK(threads_met <= 8);
+}
+
+static pthread_t late_thread;
+static atomic_int sleeps;
+
+/* In a handler a thread of libgomp is as late as one whose processor is busy. */
+static void sleep_in_handler(int signal) {
+    const struct timespec moment = {0, 20000000};
+    (void)signal;
+    atomic_fetch_add(&sleeps, 1);
+    nanosleep(&moment, NULL);
+}
+
+static void note_other_thread(void *caller) {
+    if (!pthread_equal(pthread_self(), *(pthread_t *)caller)) late_thread = pthread_self();
+}
+
+/* Calls wait for a thread that arrives after the work is done, but only for the first times. */
+static void a_late_thread_is_waited_for_a_few_times(void *library) {
+    enum { CALLS = 40 };
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+    pthread_t caller = pthread_self();
+    struct sigaction action = {.sa_handler = sleep_in_handler, .sa_flags = SA_RESTART};
+    CHECK(h2o_find_symbol(library, "GOMP_parallel", &parallel));
+    CHECK(sigaction(SIGUSR1, &action, NULL) == 0);
+    parallel(note_other_thread, &caller, 2, 0);
+    int waited = 0;
+    steps = 0;
+    for (int call = 0; call < CALLS; call++) {
+        const int before = sleeps;
+        CHECK(pthread_kill(late_thread, SIGUSR1) == 0);
+        while (sleeps == before) sched_yield();
+        const int64_t began = h2o_now();
+        h2o_parallel(2, count_step, NULL);
+        waited += h2o_now() - began > 10000000;
+    }
+    CHECK(steps == 2 * CALLS);
+    CHECK(waited < CALLS / 2);
 }
 
 /* A library that is loaded later is found, and its number of threads counts. */
@@ -154,6 +191,8 @@ static void a_loaded_libgomp_is_borrowed(void) {
     memcpy(&set_threads, &symbol, sizeof symbol);
     set_threads(8);
     libgomp_keeps_its_threads(library);
+    set_threads(2);
+    a_late_thread_is_waited_for_a_few_times(library);
     set_threads(3);
     CHECK(h2o_threads() == (h2o_quota("") < 3 ? h2o_quota("") : 3));
     every_lane_runs_once();

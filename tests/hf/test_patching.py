@@ -429,3 +429,19 @@ def test_a_simulated_model_is_not_enabled():
     disable(plain)
     assert plain.config._attn_implementation == "sdpa"
     assert not torch.equal(plain(ids, use_cache=False).logits, want)
+
+
+def test_attention_that_is_set_inside_a_simulation():
+    """It would end the simulation in silence."""
+    plain, (ids,) = model("llama", "sdpa"), prompts(30)
+    full = plain(ids, use_cache=False).logits
+    with h2o.simulated(plain, **SMALL):
+        want = plain(ids, use_cache=False).logits
+        with patched(plain, **SMALL):
+            plain(ids)
+        assert torch.equal(plain(ids, use_cache=False).logits, want)
+        plain.set_attn_implementation("eager")
+        with pytest.raises(RuntimeError, match="set to 'eager' while it is simulated"):
+            plain(ids, use_cache=False)
+    assert plain.config._attn_implementation == "sdpa"
+    assert torch.equal(plain(ids, use_cache=False).logits, full)

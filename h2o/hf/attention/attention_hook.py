@@ -35,7 +35,8 @@ def attending(
     Raises:
         UnsupportedError: the model has attention code of its own, or its forward pass asks for
             attention that is not plain and causal.
-        RuntimeError: another thread or task has the model in such a block.
+        RuntimeError: another thread or task has the model in such a block, or a forward pass comes
+            after `set_attn_implementation` in the block.
     """
 
     def function(
@@ -77,12 +78,17 @@ def attending(
         return visit(call), None
 
     model = unwrap(model)  # PEFT and torch.compile leave attention to what they wrap
-    shared = _SharedModules(type(model.config.get_text_config(decoder=True)))
+    config = model.config.get_text_config(decoder=True)
+    shared = _SharedModules(type(config))
     name = f"h2o_simulated:{next(_numbers)}"
     attention.register(name, function)
     try:
-        with use_attention("simulated", model, name), shared.watched(model):
-            yield
+        with use_attention("simulated", model, name) as change, shared.watched(model):
+            hook = model.register_forward_pre_hook(lambda *_: change.check(config))
+            try:
+                yield
+            finally:
+                hook.remove()
     finally:
         compat.unregister_attention(name)
 

@@ -76,6 +76,18 @@ class AttentionSwitch:
                 names = [other.name for other in _in_force.values() if other._has(config)]
                 compat.put_attention_name(config, names[-1] if names else name)
 
+    def check(self, config: Any) -> None:
+        """Raise RuntimeError if `set_attn_implementation` has since changed this config."""
+        with CHANGING:
+            names = [other.name for other in _in_force.values() if other._has(config)]
+            name = compat.attention_name(config)
+        if names and name != names[-1]:
+            raise RuntimeError(
+                f"the attention of this model was set to {name!r} while it is {self.kind}, which "
+                "would end that in silence. Call set_attn_implementation() before the block or "
+                "after it"
+            )
+
     def is_in_force(self) -> bool:
         """Whether the switch was applied and not undone. That of a copied model never was."""
         return id(self) in _in_force
@@ -96,12 +108,12 @@ class AttentionSwitch:
 
 
 @contextlib.contextmanager
-def use_attention(kind: str, model: Any, name: str) -> Iterator[None]:
+def use_attention(kind: str, model: Any, name: str) -> Iterator[AttentionSwitch]:
     """Apply an `AttentionSwitch` within the block."""
     change = AttentionSwitch(kind, name)
     change.apply(model)
     try:
-        yield
+        yield change
     finally:
         change.undo()
 
