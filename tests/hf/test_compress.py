@@ -290,7 +290,7 @@ def test_arguments_of_a_second_reading_need_one():
 
 def test_what_is_no_document():
     ours = shared("llama")
-    with pytest.raises(TypeError, match="input_ids must be a tensor .*, not list"):
+    with pytest.raises(TypeError, match=r"input_ids must be a tensor .*, not list"):
         h2o.compress_document(ours, [[5, 6]], heavy=4, recent=4)
     with pytest.raises(ValueError, match="the document is empty"):
         h2o.compress_document(ours, torch.ones(1, 0, dtype=torch.long), heavy=4, recent=4)
