@@ -66,10 +66,11 @@ def compress_document(
         attention_mask: [B, N], 0 at padding.
         repeat: the request to repeat the document in the second reading, a string or token ids
             [n]. None: the request of the KVzip paper.
-        by_attention: fraction of the budget, in [0, 1], that the config's own policy gives out in
-            the second reading (None: 0.5). A smaller fraction finds more facts but predicts the
-            next words worse. At 4% of the bytes, 0.5, 0.25 and 0 found 58%, 65% and 69% of 26
-            facts, and lost 0.32, 0.35 and 0.46 nats per token in the continuations of other texts.
+        by_attention: fraction of the budget, in [0, 1], that goes by the config's own policy if
+            there is a second reading (None: 0.5). A smaller fraction finds more facts but predicts
+            the next words worse. At 4% of the bytes, 0.5, 0.25 and 0 found 58%, 65% and 69%
+            of 26 facts, and lost 0.32, 0.35 and 0.46 nats per token in the continuations of other
+            texts.
         pinned: as for `H2OCache`, in positions of the document.
         progress: called with the number of columns read so far and the total.
 
@@ -78,8 +79,9 @@ def compress_document(
 
     Raises:
         TypeError: `input_ids` is not a tensor.
-        UnsupportedError: the model is tuned by prompts. With two readings also: positions are
-            cache-relative, or the model is cut over several processes.
+        UnsupportedError: h2o does not support the model, or the model uses prompt tuning or aLoRA.
+            With two readings also if positions are cache-relative, or the model is cut over several
+            processes.
         ValueError: `readings` is neither 1 nor 2. The document is empty. The mask has another
             shape, or padding after a token in a model with sliding windows or states.
             `by_attention` is out of range. A second reading has no tokenizer, or the document

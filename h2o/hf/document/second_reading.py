@@ -133,7 +133,8 @@ class _Reader:
             self.progress(min(N, begin + CHUNK), self.columns)
         if any(layer.part != tensor_parallel.WHOLE for layer in self.layers):
             raise UnsupportedError(
-                "readings=2 does not support a model that is cut over several processes"
+                "readings=2 does not support a model that is cut over several processes: pass "
+                "readings=1"
             )
         return self._scores()
 

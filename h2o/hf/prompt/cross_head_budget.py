@@ -144,8 +144,7 @@ class CrossHeadBudget:
             self.places = [x + y for x, y in zip(self.places, left, strict=True)]
 
     def _drop(self, new: _Waiting) -> None:
-        """Raise the bar by the claims of a layer, and drop keys that no budget can have room
-        for."""
+        """Raise the bar by a layer's claims, and drop keys that no budget can have room for."""
         claims = new.claims.flatten(1)
         bar = []
         for b, places in enumerate(self.places):

@@ -57,7 +57,7 @@ def rotary_refusal(config: Any, *, windows: bool = False) -> str | None:
     `windows`: whether some of its layers have a sliding window.
     """
     text = config.get_text_config(decoder=True)
-    is_without = (  # Granite 4's, Zamba 2's
+    is_without = (  # in Granite 4 and Zamba 2
         getattr(text, "position_embedding_type", "rope") != "rope"
         or getattr(text, "use_mem_rope", True) is False
     )
@@ -89,7 +89,7 @@ class Proof(NamedTuple):
     at_end: bool
     """Whether the last elements of a head are rotated instead of the first"""
     turning: frozenset[int]
-    """Layers whose queries and keys are rotated; some layers of SmolLM3 are not among them"""
+    """Layers whose queries and keys are rotated; SmolLM3 skips some layers"""
 
 
 _proofs: dict[str, Proof | str] = {}
