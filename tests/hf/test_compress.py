@@ -251,7 +251,7 @@ def test_room_that_a_short_document_leaves_is_for_what_follows():
         (
             {"readings": 2, "repeat": REQUEST, "attention_mask": torch.ones(1, 3)},
             ValueError,
-            "must both be",
+            "must both have the shape",
         ),
         (
             {"readings": 2, "repeat": REQUEST, "positions": "cache_relative"},
