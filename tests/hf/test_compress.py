@@ -246,12 +246,12 @@ def test_room_that_a_short_document_leaves_is_for_what_follows():
         (
             {"readings": 2, "repeat": REQUEST, "by_attention": 1.5},
             ValueError,
-            "by_attention is 1.5",
+            "by_attention must be .* not 1.5",
         ),
         (
             {"readings": 2, "repeat": REQUEST, "attention_mask": torch.ones(1, 3)},
             ValueError,
-            "must both be",
+            "must both have the shape",
         ),
         (
             {"readings": 2, "repeat": REQUEST, "positions": "cache_relative"},
@@ -282,7 +282,7 @@ def test_one_reading_is_the_prompt_of_a_cache():
 def test_arguments_of_a_second_reading_need_one():
     ours, (document,) = shared("llama"), prompts(20)
     for name, value in {"repeat": REQUEST, "by_attention": 0.5}.items():
-        with pytest.raises(ValueError, match=f"{name} needs a second reading: give readings=2"):
+        with pytest.raises(ValueError, match=f"{name} needs a second reading: pass readings=2"):
             h2o.compress_document(ours, document, **{name: value}, heavy=4, recent=4)
     with pytest.raises(ValueError, match="readings must be 1 or 2, not 3"):
         h2o.compress_document(ours, document, readings=3, heavy=4, recent=4)
@@ -290,7 +290,7 @@ def test_arguments_of_a_second_reading_need_one():
 
 def test_what_is_no_document():
     ours = shared("llama")
-    with pytest.raises(TypeError, match="input_ids is a list, wanted a tensor"):
+    with pytest.raises(TypeError, match=r"input_ids must be a tensor .*, not list"):
         h2o.compress_document(ours, [[5, 6]], heavy=4, recent=4)
     with pytest.raises(ValueError, match="the document is empty"):
         h2o.compress_document(ours, torch.ones(1, 0, dtype=torch.long), heavy=4, recent=4)

@@ -235,7 +235,7 @@ def test_documents_longer_than_half_of_the_positions(name):
     assert cache.report().layers[0].seen == [45]
     with pytest.raises(
         ValueError,
-        match=r"64 positions leave no room to repeat them: give at\s+most 53 tokens, or readings=1",
+        match=r"64 positions leave no room to repeat them: pass at\s+most 53 tokens, or readings=1",
     ):
         h2o.compress_document(ours, prompts(54)[0], **SMALL, readings=2, repeat=request)
     h2o.compress_document(ours, prompts(53)[0], **SMALL, readings=2, repeat=request)

@@ -74,8 +74,8 @@ def test_a_proof_is_made_once_and_leaves_nothing_behind(monkeypatch):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"attention": torch.nn.Linear}, "its Linear is not to be run"),
-        ({"embedding": torch.nn.Linear}, "no Linear"),
+        ({"attention": torch.nn.Linear}, "its Linear cannot be run"),
+        ({"embedding": torch.nn.Linear}, "Linear cannot be created"),
     ],
 )
 def test_what_is_not_as_expected_says_so(monkeypatch, other, words):

@@ -145,7 +145,7 @@ def test_chunks_of_which_the_length_is_not_known(chunk):
     settings = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0}
     chunks = {"prefill_chunk_size": chunk}
     cache = H2OCache(ours.config, **settings)
-    with pytest.raises(ValueError, match=r"reads this prompt in chunks") as error:
+    with pytest.raises(ValueError, match=r"prefills this prompt in chunks") as error:
         greedy(ours, {"input_ids": ids}, 3, **with_cache(cache), **chunks)
     assert not any(map(str.isdigit, str(error.value).replace("h2o", "").replace("H2O", "")))
     known = H2OCache(ours.config, **settings, prompt_length=60)
@@ -245,15 +245,15 @@ def test_what_one_number_stands_for(monkeypatch):
     monkeypatch.setattr(cache_plan, "_recent", [])
     cache = H2OCache(shared("llama"), budget=0.1)
     assert (cache.config.head_shares, cache.config.score_by) == (None, "mean-echo")
-    assert "it has 4 key/value heads" in cache.not_dealt
-    assert "it has 4 key/value heads" in h2o.supports(shared("llama")).not_echo
+    assert "the model has 4 key/value heads" in cache.not_dealt
+    assert "the model has 4 key/value heads" in h2o.supports(shared("llama")).not_echo
     cache = H2OCache(shared("opt"), budget=0.1)
     assert cache.config == H2OConfig.robust(0.1, budget_unit="bytes").for_model(shared("opt"))
     words = "no rotary position embedding"
     assert words in cache.not_dealt
     assert words in h2o.supports(shared("opt")).not_echo
     shared("opt")(prompts(200)[0], **with_cache(cache))
-    assert "In place of H2OConfig.echo: as H2OConfig.robust, since " in cache.report().note
+    assert "In place of H2OConfig.echo: H2OConfig.robust, because " in cache.report().note
 
 
 # ---- A model where a config is wanted ------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""A document that is read once and asked often."""
+"""Compression of a document that is read once and then asked many questions."""

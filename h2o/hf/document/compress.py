@@ -1,4 +1,4 @@
-"""`h2o.compress_document`: makes the cache of a document for questions that come later."""
+"""`h2o.compress_document`: reads a document into a cache, for questions that come later."""
 
 from __future__ import annotations
 
@@ -43,64 +43,68 @@ def compress_document(
     ```
 
     One reading is one forward pass, after which the config's policy evicts. With `budget=` the
-    policy is echo: it keeps what the document's own queries would look up again. With two readings
-    the model also repeats the document while every key is held, and the cache is then cut once, by
-    the attention of the repetition (KVzip). At about a tenth of the bytes two readings find more
-    facts. They take more than twice the time, and hold all keys in the model's dtype until the cut.
+    policy is echo: it keeps the keys that the document's own queries would look up again. With two
+    readings the model also repeats the document while every key is held. The cache is then pruned
+    once, by the attention of the repetition (KVzip). At about a tenth of the bytes two readings
+    find more facts. They take more than twice the time and hold all keys in the model's dtype until
+    the cache is pruned.
 
-    With two readings the part `by_attention` of the budget goes to the keys that the config's
-    policy ranks highest after the first reading, in each head, by equal shares or `head_shares`.
-    The rest goes to the keys, of all layers and heads together, that received the most attention
-    from any one query and head of the repetition. At the cut each head keeps at most 4 of the
-    config's recent keys, and later at most 8. From then on the cache ranks by the largest
-    attention.
+    With two readings, a fraction `by_attention` of each head's budget goes to the keys that the
+    config's policy ranks highest after the first reading. Heads have equal budgets, or those of
+    `head_shares`. The rest of all budgets goes to the keys, across all layers and heads, that
+    received the most attention from any single query of the repetition. The pruning protects up to
+    4 of the config's recent keys in each head, later eviction up to 8. From then on the cache ranks
+    keys by the largest attention.
 
     Args:
         model: a causal language model of transformers with attn_implementation="h2o".
-        input_ids: [B, N] of the document. Later prompts must begin with the same ids, so include
-            the beginning of the chat template if they have one.
-        h2o_config, parameters: as for `H2OCache`; fractions are of the document.
+        input_ids: token ids of the document, [B, N]. Later prompts must begin with the same ids, so
+            include the beginning of the chat template if the prompts use one.
+        h2o_config, parameters: as for `H2OCache`. Fractions are fractions of the document.
         readings: 1 or 2.
-        tokenizer: for `repeat`, where that is a text.
-        attention_mask: [B, N], 0 at a pad.
-        repeat: request for the repetition in a second reading: a text, or token ids [n]. None:
-            the words of the paper.
-        by_attention: part of the budget, in [0, 1], for the config's own policy in a second reading
-            (None: 0.5). A smaller part finds more facts, and loses more of the next words. At 4%
-            of the bytes 0.5, 0.25 and 0 found 58%, 65% and 69% of 26 facts, and lost 0.32, 0.35
-            and 0.46 nats per token after other texts.
-        pinned: as for `H2OCache`, of the document.
-        progress: called with the columns read so far and the columns to read.
+        tokenizer: encodes `repeat`. Needed for two readings unless `repeat` is token ids.
+        attention_mask: [B, N], 0 at padding.
+        repeat: the request to repeat the document in the second reading, a string or token ids
+            [n]. None: the request of the KVzip paper.
+        by_attention: fraction of the budget, in [0, 1], that goes by the config's own policy if
+            there is a second reading (None: 0.5). A smaller fraction finds more facts but predicts
+            the next words worse. At 4% of the bytes, 0.5, 0.25 and 0 found 58%, 65% and 69%
+            of 26 facts, and lost 0.32, 0.35 and 0.46 nats per token in the continuations of other
+            texts.
+        pinned: as for `H2OCache`, in positions of the document.
+        progress: called with the number of columns read so far and the total.
 
     Returns:
-        The cache, which can be saved, forked and asked like any other.
+        A cache that can be saved, forked and continued like any other.
 
     Raises:
-        TypeError: `input_ids` that is no tensor.
-        UnsupportedError: prompt tuning; with two readings cache-relative positions and a model that
-            is cut over several processes.
-        ValueError: an empty document; a mask of another shape, or with padding after a token where
-            layers have sliding windows or states; `by_attention` out of range; a
-            second reading without a tokenizer, or of a document that leaves none of the model's
-            positions for its repetition; arguments of a second reading where there is one.
+        TypeError: `input_ids` is not a tensor.
+        UnsupportedError: h2o does not support the model, or the model uses prompt tuning or aLoRA.
+            With two readings also if positions are cache-relative, or the model is cut over several
+            processes.
+        ValueError: `readings` is neither 1 nor 2. The document is empty. The mask has another
+            shape, or padding after a token in a model with sliding windows or states.
+            `by_attention` is out of range. A second reading has no tokenizer, or the document
+            leaves no positions of the model for its repetition. `repeat` or `by_attention` is given
+            for a single reading.
     """
     if readings not in (1, 2):
         raise ValueError(f"readings must be 1 or 2, not {readings!r}")
     for name, value in (("repeat", repeat), ("by_attention", by_attention)):
         if readings == 1 and value is not None:
-            raise ValueError(f"{name} needs a second reading: give readings=2, or leave {name} out")
+            raise ValueError(f"{name} needs a second reading: pass readings=2, or leave out {name}")
     check_no_tuned_prompt(model, "h2o.compress_document")
     config = one_config(h2o_config, parameters).for_model(model)
     if not isinstance(input_ids, Tensor):
         raise TypeError(
-            f"input_ids is a {type(input_ids).__name__}, wanted a tensor [B, N]: "
+            f"input_ids must be a tensor [B, N], not {type(input_ids).__name__}: pass "
             'tokenizer(document, return_tensors="pt").input_ids'
         )
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if mask.shape != input_ids.shape or input_ids.ndim != 2:
         raise ValueError(
-            f"input_ids {list(input_ids.shape)} and attention_mask {list(mask.shape)} must both be "
-            "[B, N]"
+            "input_ids and attention_mask must both have the shape [B, N], not "
+            f"{list(input_ids.shape)} and {list(mask.shape)}"
         )
     if input_ids.shape[1] == 0:
         raise ValueError("input_ids has no tokens: the document is empty")
@@ -121,10 +125,10 @@ def compress_document(
 
 
 def _check_padding(config: Any, mask: Tensor) -> None:
-    """Raises ValueError for padding that layers of transformers' own would count as text."""
+    """Raise ValueError for padding that transformers' own layers would count as text."""
     follows = bool((mask[:, :-1] & ~mask[:, 1:]).any())
     if follows and counts_padding(transformers_layers(config)):
         raise ValueError(
-            "attention_mask has padding after a token, which this model's sliding windows and "
-            'states would count as text: pad on the left (tokenizer.padding_side = "left")'
+            "attention_mask has padding after a token, and this model's sliding windows and states "
+            'would count it as text: pad on the left (tokenizer.padding_side = "left")'
         )

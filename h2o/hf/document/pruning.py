@@ -1,4 +1,4 @@
-"""Pruning of a cache that holds all keys of a document to a budget, once, over all heads.
+"""Prunes a cache that holds all keys of a document to its budget, in one step for all heads.
 
 Shape letters: B batch rows, G key/value heads of a layer, K tokens of the longest row, D head
 dimension.
@@ -24,13 +24,19 @@ from h2o.hf.store.slot_layout import Budgets
 from h2o.policy import Policy
 
 RECENT = 4
-"""The newest keys of each head that the cut keeps whatever their rank."""
+"""Number of newest keys of each head that pruning keeps whatever their rank."""
 LATER_RECENT = 8
-"""The newest ones that each head keeps from then on.
+"""Number of newest keys that each head keeps after the pruning.
 
-A document's last words are worth no more to a question than its others; what is written next needs
-the words before it. At 4% of the bytes (45 facts, 127 tokens after 16 texts): 8 and 8 found 28 and
-lost 0.406 nats a token, 4 and 8 31 and 0.409, 4 and 4 32 and 0.448, 8 and 4 29 and 0.444.
+To a question, a document's last words are worth no more than its other words. New text, however,
+depends on the words just before it. Measured at 4% of the bytes, with 45 facts and 127 tokens after
+each of 16 texts:
+
+    RECENT  LATER_RECENT  facts found  nats lost per token
+         8             8           28                0.406
+         4             8           31                0.409
+         4             4           32                0.448
+         8             4           29                0.444
 """
 
 
@@ -42,20 +48,23 @@ def prune_cache(
     largest: list[Tensor],
     by_attention: float,
 ) -> H2OCache:
-    """Move the keys that the budget keeps from `full_cache` to `cache`, and empty `full_cache`.
+    """Move the keys that the budget has room for from `full_cache` to `cache`, and empty
+    `full_cache`.
 
-    Each head first keeps its sinks and its newest `RECENT` keys. The part `by_attention` of its
-    remaining budget goes to the highest ranks by the config's own policy. What remains in all heads
-    of all layers goes to the keys with the highest `largest`. From then on each head keeps its
-    newest `LATER_RECENT` keys.
+    Each head first keeps its sinks and its newest `RECENT` keys. The fraction `by_attention` of its
+    remaining budget goes to its highest ranks by the config's own policy. The budget that is then
+    left over in all heads of all layers goes to the keys with the highest `largest`. Later
+    evictions keep the newest `LATER_RECENT` keys of each head.
 
     Args:
-        full_cache: without a budget.
-        cache: an empty one with the config for what follows. Its pins know the document.
+        full_cache: a cache without a budget that has read the document.
+        cache: an empty cache with the config for the text after the document. Its pins have been
+            given the document.
         config: budgets, storage, and the policy of `attention`.
-        attention, largest: [B, G, K] float32 of each of its H2O layers: scores by that policy, and
-            the largest attention of any one query, which is the score from then on.
-        by_attention: in [0, 1].
+        attention, largest: a tensor [B, G, K] float32 for each H2O layer. `attention` has scores by
+            the config's policy. `largest` has the largest attention of any single query, which is
+            each key's score from then on.
+        by_attention: fraction in [0, 1].
     """
     pins = cache.guard.pins
     layers = [
@@ -87,7 +96,7 @@ def prune_cache(
             [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
             for heads in zip(first_budget, counts, strict=True)
         ]
-        # What is kept by attention ranks above all others, whose scores are at most 1.
+        # Scores are at most 1, so adding 2 ranks the keys chosen by `attention` above all others.
         held = _Held.of(source)
         ranks = _with_pins(pins, held.mask, scores + 2.0 * chosen)
         layer.set_pruned(*held, ranks, budget, source)
@@ -102,14 +111,14 @@ def _with_pins(pins: Pins, mask: Tensor, scores: Tensor) -> Tensor:
 
 
 class _Held(NamedTuple):
-    """All that a layer holds, by ascending position."""
+    """All tokens that a layer holds, by ascending position."""
 
     keys: Tensor
     """[B, G, K, D]"""
     values: Tensor | None
-    """[B, G, K, D], or None where the keys are the values"""
+    """[B, G, K, D]; None if the keys are also the values"""
     mask: Tensor
-    """[B, K] bool, False behind the last token of a row"""
+    """[B, K] bool, False after the last token of a row"""
 
     @classmethod
     def of(cls, layer: H2OLayer) -> _Held:
@@ -119,7 +128,7 @@ class _Held(NamedTuple):
 
 
 def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
-    """The budgets that a prompt of this layer would get, with an entry for each head."""
+    """Budgets that this layer would give to a prompt, with an entry for each head."""
     heads = source.num_heads
     rows = prompt_budget.prompt_budget(
         layer.plan, layer.guard, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
@@ -129,7 +138,7 @@ def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
 
 
 def _later(budgets: Budgets, wanted: Budgets) -> Budgets:
-    """Budgets of the same totals with more for recent keys: what was wanted, at most
+    """Budgets with the same totals but more recent keys: as many as `wanted` has, up to
     `LATER_RECENT`."""
     later = []
     for row, wanted_row in zip(budgets, wanted, strict=True):
@@ -142,7 +151,7 @@ def _later(budgets: Budgets, wanted: Budgets) -> Budgets:
 
 
 def _keys_to_keep(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tensor:
-    """[B, G, K] bool: what evicting by a policy would leave, and what is no key."""
+    """Whether eviction by a policy keeps a key, [B, G, K] bool; also True at padding."""
     keys, values, mask = held
     widest = slot_layout.widest_budgets(budgets, policy.sinks)
     sizes = slot_layout.capacities(widest, keys.shape[2])

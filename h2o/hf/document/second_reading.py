@@ -1,12 +1,12 @@
 """`h2o.compress_document(readings=2)`: the model reads a document twice before the cache evicts.
 
-Keys that a later question needs often get no attention while the document is read. The model
-therefore repeats the document while all keys are held. To write each token again it attends to the
-keys that an answer would attend to (Kim et al., "KVzip", NeurIPS 2025, arXiv:2505.23416). The cache
-is then pruned once (`h2o.hf.document.pruning`).
+The keys that a later question needs often get no attention while the document is read. The model
+therefore repeats the document while all keys are held. To reproduce each token it attends to the
+same keys that an answer would attend to (Kim et al., "KVzip", NeurIPS 2025, arXiv:2505.23416). The
+cache is then pruned once (`h2o.hf.document.pruning`).
 
-Shape letters: B batch rows, G key/value heads, N columns of the document, Q of one forward pass,
-K tokens of the longest row. A column is an index in the padded batch.
+Shape letters: B batch rows, G key/value heads, N columns of the document, Q columns of one forward
+pass, K tokens of the longest row. A column is an index in the padded batch.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from h2o.hf.store import slot_layout, states
 from h2o.policy import Policy
 
 Progress = Callable[[int, int], Any]
-"""Called with the columns read so far and the columns to read."""
+"""Called with the number of columns read so far and the total."""
 
 REPEAT = "\n\nRepeat the previous context exactly.\n"
-"""The request for the repetition, in the paper's words."""
+"""The request to repeat the document, in the paper's words."""
 CHUNK = 2048
-"""Columns of the document in one forward pass."""
+"""Columns of the document per forward pass."""
 OVERLAP = 8
-"""Columns of the last piece with which the next piece of the repetition begins."""
+"""Tokens of the previous chunk with which each chunk of the repetition begins."""
 
 
 def read_twice(
@@ -57,17 +57,20 @@ def read_twice(
     pinned: Pinned,
     progress: Progress,
 ) -> H2OCache:
-    """The cache of a document ids [B, N] with a mask [B, N] bool; see `h2o.compress_document`."""
+    """Make the cache of a document with ids [B, N] and mask [B, N] bool; see
+    `h2o.compress_document`."""
     if not 0 <= by_attention <= 1:
-        raise ValueError(f"by_attention is {by_attention}, wanted a part of the budget in [0, 1]")
+        raise ValueError(f"by_attention must be a fraction in [0, 1], not {by_attention}")
     if config.positions != "original":
-        raise UnsupportedError('positions="cache_relative" supports one reading: give readings=1')
+        raise UnsupportedError(
+            'positions="cache_relative" does not support a second reading: pass readings=1'
+        )
     request = _request(repeat, tokenizer).to(ids.device)
     reader = _Reader(model, ids, mask, progress)
     empty = H2OCache(model.config, config.after_reading, pinned=pinned)
     lengths, N = mask.sum(1).tolist(), mask.shape[1]
-    prompt_budget.begin_pins(empty.guard, lengths, mask, N)  # which may refuse
-    at_once = reader.tokens_repeated(request.shape[1])  # which may refuse
+    prompt_budget.begin_pins(empty.guard, lengths, mask, N)  # may raise, so before any reading
+    at_once = reader.tokens_repeated(request.shape[1])  # may raise as well
     reader.check_angles(request)
     attention = reader.document(config.policy)
     others = _other_layers(reader.cache)
@@ -79,7 +82,7 @@ def read_twice(
 
 
 def _positions(config: Any) -> int | None:
-    """Number of positions of a model with this config; None where it has no limit."""
+    """Number of positions of a model with this config; None if there is no limit."""
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     most: int | None = getattr(text, "max_position_embeddings", None)
@@ -91,14 +94,14 @@ def _request(repeat: str | Tensor, tokenizer: Any) -> Tensor:
     if isinstance(repeat, str):
         if tokenizer is None:
             raise ValueError(
-                "readings=2 needs the tokenizer: give tokenizer=, or token ids as repeat"
+                "readings=2 needs the tokenizer: pass tokenizer=, or token ids as repeat="
             )
         repeat = tokenizer(repeat, add_special_tokens=False, return_tensors="pt")["input_ids"]
     return torch.as_tensor(repeat, device="cpu").reshape(1, -1)
 
 
 class _Reader:
-    """A document in a cache that holds all of it."""
+    """Reads and repeats a document, in a cache without a budget."""
 
     def __init__(self, model: Any, ids: Tensor, mask: Tensor, progress: Progress) -> None:
         self.model, self.ids, self.mask = model, ids, mask
@@ -108,19 +111,19 @@ class _Reader:
         self.progress = progress
 
     def check_angles(self, request: Tensor) -> None:
-        """Raises UnsupportedError where the passes would not all have the same rotary angles."""
+        """Raise UnsupportedError if the rotary angles would change between the passes."""
         N, angles = self.ids.shape[1], AnglesByLength(self.model)
         ends = [min(N, begin + CHUNK) for begin in range(0, N, CHUNK)]
         ends.append(N + request.shape[1] + min(N, CHUNK + OVERLAP))
         if len({angles.regime(end) for end in ends}) > 1:
             raise UnsupportedError(
                 f"the rotary angles of this model change within the {ends[-1]} tokens of two "
-                "readings: give readings=1"
+                "readings: pass readings=1"
             )
         angles.forget()
 
     def document(self, policy: Policy) -> list[Tensor]:
-        """Reads it; scores [B, G, K] of each layer by this policy."""
+        """Read the document, and return each layer's scores [B, G, K] by a policy."""
         for layer in self.layers:
             layer.policy = policy._replace(value_weighted=False)
         N = self.ids.shape[1]
@@ -130,15 +133,24 @@ class _Reader:
             self.progress(min(N, begin + CHUNK), self.columns)
         if any(layer.part != tensor_parallel.WHOLE for layer in self.layers):
             raise UnsupportedError(
-                "readings=2 does not support a model that is cut over several processes"
+                "readings=2 does not support a model that is cut over several processes: pass "
+                "readings=1"
             )
         return self._scores()
 
     def repetition(
         self, request: Tensor, at_once: list[int], others: dict[int, Any]
     ) -> list[Tensor]:
-        """Repeats it; the largest attention [B, G, K] that each key got, of each layer. `at_once`:
-        tokens of each row in one forward pass, whatever other rows there are."""
+        """Repeat the document, and return the largest attention [B, G, K] that each layer's keys
+        received.
+
+        Args:
+            request: token ids [1, n] of the request for the repetition.
+            at_once: tokens of each row per forward pass. They do not depend on the other rows, so
+                that a row in a batch gives the same scores as the row alone.
+            others: sliding windows and states after the document (`_other_layers`), which are
+                restored after each pass.
+        """
         for layer in self.layers:
             layer.policy = Policy(score_by="max")
             layer.slots.scores.zero_()
@@ -158,8 +170,8 @@ class _Reader:
         return self._scores()
 
     def tokens_repeated(self, request: int) -> list[int]:
-        """Tokens of each row that are repeated at once: each time the positions behind the document
-        are used anew, and a model has only so many."""
+        """Tokens of each row to repeat per forward pass. Every pass uses the positions after the
+        document again, and the model has a limited number of positions."""
         return [self._tokens_repeated(n, request) for n in self.mask.sum(1).tolist()]
 
     def _tokens_repeated(self, tokens: int, request: int) -> int:
@@ -170,7 +182,7 @@ class _Reader:
         if at_once < 1:
             raise ValueError(
                 f"input_ids has {tokens} tokens, and the model's {positions} positions leave no "
-                f"room to repeat them: give at most {positions - request - OVERLAP - 1} tokens, or "
+                f"room to repeat them: pass at most {positions - request - OVERLAP - 1} tokens, or "
                 "readings=1"
             )
         return at_once
@@ -185,8 +197,8 @@ class _Reader:
 
 
 def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Token ids and mask [B, Q] of rows of different lengths, padded on the right: padding between
-    a document and its repetition would stand in windows and states."""
+    """Token ids and mask [B, Q] of rows of different lengths, padded on the right. Left padding,
+    between a document and its repetition, would enter sliding windows and states."""
     longest = max(map(len, rows))
     ids = torch.stack([nn.functional.pad(x, (0, longest - len(x))) for x in rows])
     real = [torch.ones_like(x, dtype=torch.bool) for x in rows]
@@ -194,7 +206,7 @@ def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _other_layers(cache: H2OCache) -> dict[int, Any]:
-    """Copies of sliding windows and states, by layer."""
+    """Copies of sliding windows and states by layer number."""
     others: dict[int, Any] = {}
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, H2OLayer):
@@ -206,7 +218,7 @@ def _other_layers(cache: H2OCache) -> dict[int, Any]:
 
 
 def _put_other_layers(cache: H2OCache, others: dict[int, Any]) -> None:
-    """Restore the layers that `_other_layers` has copied."""
+    """Restore the layers that `_other_layers` copied."""
     for index, other in copy.deepcopy(others).items():
         if isinstance(cache.layers[index], H2OLayer):
             states.put(cache.layers[index], *other)
@@ -215,8 +227,8 @@ def _put_other_layers(cache: H2OCache, others: dict[int, Any]) -> None:
 
 
 def forward(model: Any, cache: Any, ids: Tensor, mask: Tensor, before: Tensor) -> None:
-    """Put columns ids [B, Q] with a mask [B, Q] into a cache, after columns of the mask `before`
-    [B, n]. The model makes no logits."""
+    """Run the model on ids [B, Q] with a mask [B, Q], without computing logits. The cache has seen
+    the columns of the mask `before` [B, n]."""
     model = model.base_model
     more = {}
     if compat.accepts(model.forward, "position_ids"):

@@ -1,1 +1,1 @@
-"""Differences between model families."""
+"""Differences between model families that matter to a cache."""

@@ -1,8 +1,8 @@
-"""Which kinds of layers transformers caches, and what becomes of each in an `H2OCache`.
+"""The kinds of layers that transformers caches, and what an `H2OCache` does with each.
 
-Layers with full attention become h2o's. All others stay transformers' own: sliding windows, the
+Layers with full attention become H2O layers. All others stay transformers' own: sliding windows,
 keys of images, and the convolution and recurrent states of linear attention and state space models.
-A layer may have both states and keys; then its states stay transformers' own.
+In a layer with both states and keys, the states stay transformers' own.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from h2o.compat import (
 
 
 class CrossAttentionLayer(DynamicLayer):
-    """transformers' own layer in the place of one whose queries attend to keys of images.
+    """Caches the keys of images for a layer that attends to them, as transformers does.
 
-    These come in a forward pass that brings an image, and stay. A text without has none.
+    The keys arrive in a forward pass that brings an image, and stay. A text without images has
+    none.
     """
 
     kind = "cross"
 
 
 def cross_attention_layers(config: Any) -> tuple[int, ...]:
-    """Which layers of a model with this text config attend to keys of images (Mllama)."""
+    """Indices of the layers of a model with this text config that attend to keys of images
+    (Mllama)."""
     return tuple(getattr(config, "cross_attention_layers", None) or ())
 
 
@@ -47,31 +49,33 @@ _KINDS = {
     DynamicLayer: "h2o",
     DynamicSlidingWindowLayer: "sliding",
 }
-"""Kind of each class of layers in an `H2OCache`: "h2o", "sliding" (transformers' own, with a
-window), "states" (transformers' own, without keys) or "none" (nothing is stored, as for a layer of
-experts alone); "cross" of a `CrossAttentionLayer`."""
+"""The kind in an `H2OCache` of each class of transformers' cache layers: "h2o" (replaced by an
+`H2OLayer`), "sliding" (transformers' own, with a window), "states" (transformers' own, without
+keys) or "none" (stores nothing, as for a layer that has only experts). A `CrossAttentionLayer` is
+"cross"."""
 
 _WITHOUT = ("moe", "mlp")
-"""Names in configs of layers that cache nothing."""
+"""Names that configs give to layers that cache nothing."""
 
-_SPARSE = "sparse attention: an indexer of its own chooses what each query sees"
+_SPARSE = "sparse attention: its own indexer chooses the keys that each query sees"
 _REASONS = {
     "indexed_attention": _SPARSE,
     "minimax_m3_sparse": _SPARSE,
     "heavily_compressed_attention": "compressed attention: it caches sums of keys",
     "compressed_sparse_attention": "compressed attention: it caches sums of keys",
-    "reference_sliding_attention": "a sliding window of its own over the text behind an image",
+    "reference_sliding_attention": "a sliding window over the text that follows an image",
 }
 
 
 def kind_of(layer: Any) -> str | None:
-    """Kind of a layer of transformers' own cache or of an `H2OCache`; None: h2o cannot serve it."""
+    """Kind of a layer of transformers' own cache or of an `H2OCache`; None if h2o does not support
+    it."""
     kind: str | None = getattr(layer, "kind", None) or _KINDS.get(type(layer))
     return kind
 
 
 def layers_of(text: Any) -> list[Any]:
-    """The layers that transformers' own cache has for a language model with this text config."""
+    """The layers of transformers' own cache for a language model with this text config."""
     layers = DynamicCache(config=text).layers
     for index in cross_attention_layers(text):
         layers[index] = CrossAttentionLayer()
@@ -79,32 +83,31 @@ def layers_of(text: Any) -> list[Any]:
 
 
 def full_layers(text: Any) -> list[int]:
-    """Which of them are h2o's."""
+    """Indices of the full-attention layers of a language model with this text config."""
     return [index for index, layer in enumerate(layers_of(text)) if kind_of(layer) == "h2o"]
 
 
 def warn_of_windows(config: Any, *, stacklevel: int) -> None:
-    """Warn that a model with this config has nothing to evict."""
+    """Warn that a model with this config has no layer from which h2o could evict."""
     warnings.warn(
-        f"nothing is evicted: every layer of {config.model_type} has a sliding window and keeps "
-        "transformers' own cache",
+        f"nothing is evicted: every layer of {config.model_type} has a sliding window, for which "
+        "h2o keeps transformers' own cache",
         stacklevel=stacklevel,
     )
 
 
 def has_states(layer: Any) -> bool:
-    """Whether a layer has convolution or recurrent states, with keys or without."""
+    """Whether a layer has convolution or recurrent states, with or without keys."""
     return isinstance(layer, StatesLayer)
 
 
 def counts_padding(layers: Iterable[Any]) -> bool:
-    """Whether some layers take padding that follows a token for text, as sliding windows and
-    states do."""
+    """Whether some layers count padding after a token as text, as sliding windows and states do."""
     return any(kind_of(layer) == "sliding" or has_states(layer) for layer in layers)
 
 
 def type_refusal(layer_type: str) -> str | None:
-    """Why a layer cannot be served that configs call so (`layer_types`); or None."""
+    """Why h2o does not support a layer with this name in a config's `layer_types`, or None."""
     if layer_type in _WITHOUT and HYBRIDS:
         return None
     if layer_type in _REASONS:
@@ -112,5 +115,5 @@ def type_refusal(layer_type: str) -> str | None:
     if _KINDS.get(LAYER_TYPES.get(layer_type)) is not None:
         return None
     if not HYBRIDS:
-        return "neither full nor sliding-window attention, for which transformers 5.21 is needed"
-    return "neither full nor sliding-window attention, nor has it states that transformers caches"
+        return "neither full nor sliding-window attention, and needs transformers 5.21 or newer"
+    return "neither full nor sliding-window attention, and has no states that transformers caches"

@@ -1,10 +1,10 @@
-"""The matrix of a linear module, also of one that is quantized, offloaded or has an adapter.
+"""The matrix of a linear module, even one that is quantized, offloaded or has an adapter.
 
-The matrix is recovered by feeding the identity through the module. That takes as long as hundreds
-of tokens do, so the result is remembered, together with all that it depends on: the tensors of the
-module with their version counters, and every other attribute (an adapter's scale, which one is
-active). When any of these has changed, the matrix is recovered again. Writes through a parameter's
-`.data` are not seen, except for a plain linear module with `fresh`.
+The matrix is recovered by feeding the identity through the module. This takes as long as hundreds
+of tokens, so the result is remembered together with everything that it depends on: the tensors of
+the module with their version counters, and every other attribute, such as an adapter's scale and
+the name of the active adapter. If any of these has changed, the matrix is recovered again. Writes
+through a parameter's `.data` go unnoticed, except in a plain linear module with `fresh`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Made = TypeVar("Made")
 class _Asked(NamedTuple):
     state: list[Any]
     tensors: list[Tensor]
-    """Tensors of `state`, kept alive so that no other object gets their ids"""
+    """The tensors in `state`, kept alive so that no other object gets their ids"""
     made: Any
 
 
@@ -41,25 +41,26 @@ def made_of_matrix(
     *,
     fresh: bool = False,
 ) -> Made:
-    """Apply `make` to the matrix [outputs, width], without gradient, of `like`'s dtype and device.
+    """Apply `make` to the matrix [outputs, width] of a module, or return the remembered result.
 
     Args:
-        make: takes the matrix, and whether what it makes of it is remembered; always the same for
-            a module.
-        fresh: what is remembered of a plain linear module is made again.
+        like: a tensor with the dtype and device that the matrix gets. The matrix has no gradient.
+        make: called with the matrix and with whether the result will be remembered. It must be the
+            same for every call with a module.
+        fresh: for a plain linear module, do not use a remembered result.
     """
     plain_weight = _weight(module, like)
 
     def matrix() -> Tensor:
         return _ask(module, width, like) if plain_weight is None else plain_weight.to(like.dtype)
 
-    if torch.compiler.is_compiling() or is_offloaded(module):  # whose weights do not stay
+    if torch.compiler.is_compiling() or is_offloaded(module):  # offloaded weights keep moving
         return make(matrix(), False)
     tensors: list[Tensor] = []
     parts = module if plain_weight is None else module.weight
     try:
         state = [like.dtype, like.device, width, *_state(parts, tensors)]
-    except RuntimeError:  # tensors of inference mode do not count their changes
+    except RuntimeError:  # inference tensors have no version counter
         return make(matrix(), False)
     asked = _asked.get(module)
     if asked is None or asked.state != state or (fresh and plain_weight is not None):
@@ -69,7 +70,7 @@ def made_of_matrix(
 
 
 def _weight(module: nn.Module, like: Tensor) -> Tensor | None:
-    """The weight of a plain linear module on the device of a tensor."""
+    """The weight of a plain linear module on the device of `like`, or None for any other module."""
     if type(module) is nn.Linear and module.weight.is_floating_point():
         weight = module.weight.detach()
         if type(weight) is Tensor and not weight.is_meta and weight.device == like.device:
@@ -83,9 +84,10 @@ def _ask(module: nn.Module, width: int, like: Tensor) -> Tensor:
 
 
 def _state(value: Any, tensors: list[Tensor], within: tuple[nn.Module, ...] = ()) -> Iterator[Any]:
-    """Yield a fingerprint of a module's state, as far as its attributes tell.
+    """Yield a fingerprint of a module's state, as far as its attributes show it.
 
-    `tensors` are added to; `within`: the modules that the value is a part of.
+    Tensors on the way are appended to `tensors`. `within`: the modules that contain the value, so
+    that cycles end.
     """
     if isinstance(value, nn.Module):
         yield id(value)

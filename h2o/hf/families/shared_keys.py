@@ -1,8 +1,8 @@
 """Models whose later layers attend to the keys of an earlier layer in the same pass (Gemma 3n, 4).
 
-transformers calls this KV sharing: of each type of layer the last one with keys of its own stores
+transformers calls this KV sharing. For each layer type, the last layer with its own keys stores
 them in a dict that lives for one forward pass (`shared_kv_states`), and later layers of that type
-reuse them. Here is which layer reuses whose, and a mask that goes through such a model.
+reuse them. This file says which layers reuse which, and has a mask that such models can slice.
 
 Shape letters: B batch rows, Q new tokens, N keys that attention sees.
 """
@@ -18,7 +18,8 @@ from h2o.compat import SHARES_KEYS, as_plain_tensors
 
 
 def reusing(config: Any) -> dict[int, tuple[int, ...]]:
-    """Full-attention layers whose keys later ones reuse, each with these later layers."""
+    """The full-attention layer whose keys later layers reuse, mapped to these later layers; empty
+    if there is none."""
     text = config.get_text_config(decoder=True)
     if not getattr(text, "num_kv_shared_layers", None):
         return {}
@@ -29,32 +30,32 @@ def reusing(config: Any) -> dict[int, tuple[int, ...]]:
 
 
 def shared_keys_refusal(text: Any) -> str | None:
-    """Why a model whose text config has `num_kv_shared_layers` cannot be served; or None."""
+    """Why h2o does not support a model with `num_kv_shared_layers` in its text config, or None."""
     modes: Any = ()
     if not SHARES_KEYS or not hasattr(type(text), "kv_sharing_modes"):
-        return "some layers attend to the keys of others, for which transformers 5.23 is needed"
-    with contextlib.suppress(ValueError):  # no layer stores keys for those that reuse them
+        return "some layers attend to the keys of others, which needs transformers 5.23 or newer"
+    with contextlib.suppress(ValueError):  # raised if no layer stores keys for others to reuse
         modes = text.kv_sharing_modes
     if "store" not in modes:
-        return "its layers attend to the keys of another model, for which it drafts"
+        return "it is a draft model, whose layers attend to the keys of another model"
     return None
 
 
 class Pads(Tensor):
-    """A mask [B, N] of pads as a view [B, 1, Q, N], the same for all queries.
+    """A padding mask [B, N] as a view [B, 1, Q, N], the same for all queries.
 
-    A model that goes on with the last queries alone, in the layers that need no new keys, cuts
-    the mask to theirs, and takes it for 4-D.
+    In layers that need no new keys, a model may compute the last queries only. It then slices the
+    mask to these queries, and expects a 4-D mask.
     """
 
     @classmethod
     def over(cls, mask: Tensor, queries: int) -> Pads:
-        """A mask [B, N] for so many queries; no memory is taken."""
+        """View a mask [B, N] as one for that many `queries`, without a copy."""
         return mask[:, None, None].expand(-1, -1, queries, -1).as_subclass(cls)
 
 
 def pads_of(mask: Tensor | None) -> Tensor | None:
-    """An attention function's mask: [B, N] out of `Pads`, any other unchanged."""
+    """The mask [B, N] inside `Pads`. Any other mask is returned unchanged."""
     if mask is None or type(mask) is not Pads:
         return mask
     with as_plain_tensors():

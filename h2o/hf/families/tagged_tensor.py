@@ -1,8 +1,8 @@
-"""`TaggedTensor`: attributes that all computed from a tensor has too.
+"""`TaggedTensor`: a tensor whose attributes pass to every tensor that is computed from it.
 
-A cache says by an attribute of a key which layer it came from. Where the model computes with the
-key before it attends (it expands a latent, or brings the key to another device) the attribute
-must come along.
+A cache marks its keys with an attribute that names their layer. If the model computes with a key
+before it attends (it expands a latent, or moves the key to another device), the mark has to pass to
+the result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from h2o.compat import as_plain_tensors
 
 
 class TaggedTensor(Tensor):
-    """A tensor whose attributes are passed on to all that is computed from it."""
+    """A tensor whose attributes pass to every tensor that is computed from it."""
 
     @staticmethod
     def of(tensor: Tensor, /, **attributes: Any) -> Tensor:
@@ -28,7 +28,7 @@ class TaggedTensor(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         attributes = next(_traced(args), {})
-        made = function(*_plain(args), **(kwargs or {}))  # which weights may have their own way of
+        made = function(*_plain(args), **(kwargs or {}))  # may dispatch to a weight's class
         if isinstance(made, Tensor):
             return _with(made, attributes)
         if type(made) in (tuple, list):
@@ -57,6 +57,6 @@ def _with(tensor: Tensor, attributes: dict[str, Any]) -> Tensor:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A tensor without its attributes."""
+    """The tensor without its attributes."""
     with as_plain_tensors():
         return tensor.as_subclass(Tensor)

@@ -1,1 +1,1 @@
-"""Decisions that need a whole prompt: scores of its keys by echo, and budgets of heads."""
+"""Decisions that need a whole prompt: the echo scores of its keys, and the budgets of heads."""

@@ -1,20 +1,20 @@
 """One budget for all heads: the slots of a row go to the keys with the highest echo in any head.
 
 With `head_shares="echo"` all layers and heads of a row share one budget (compare Feng et al.,
-"Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent keys. The other
-slots, called places here, go to the keys with the highest claims, which are their echo
-(`h2o.hf.prompt.prompt_echo`). The number of places that a head wins becomes its budget, and the
-keys of its highest ranks fill them. In a prompt that is read in chunks the first chunk decides the
-budgets.
+"Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent keys. All other
+slots are pooled and called places here. They go to the keys with the highest claims; a key's claim
+is its echo (`h2o.hf.prompt.prompt_echo`). The places that a head wins are added to its budget, and
+the head fills them with the keys that it ranks highest. If the prompt is prefilled in chunks, the
+first chunk decides the budgets.
 
 The choice needs the claims of all layers, but not all of their keys. Suppose a row has N places.
 The N-th highest claim so far is the bar. It never falls, because later layers only add claims. A
-head wins at most as many places as it has claims above the bar, so it needs that many keys of its
-highest ranks beyond those that it keeps anyway. The other keys and values are dropped at once;
-their scores stay, because the cache reports what it evicted. During prefill the layers therefore
-hold at most N keys of each row, those that tie with the last, and an eighth more (`ROOM`), in
-addition to what each head keeps anyway. Where a mean decays, or layers differ in heads or sizes,
-they hold the whole prompt.
+head wins at most as many places as it has claims at or above the bar. Beyond the keys that it keeps
+anyway, it therefore needs only that many of its highest-ranked keys. All other keys and values are
+dropped at once. Their scores stay, because the cache reports what it evicted. During prefill the
+layers thus hold at most N keys of each row plus ties, an eighth more (`ROOM`), and the keys that
+each head keeps anyway. If the policy ranks by a decaying mean, or layers differ in the number or
+size of their heads, the layers hold the whole prompt.
 
 Shape letters: B batch rows, G key/value heads of a layer, K tokens of the prompt, D head dimension,
 M keys in memory of all rows and heads of a layer.
@@ -40,31 +40,31 @@ from h2o.spans import PINNED
 
 
 class Prompt(NamedTuple):
-    """A prompt that a layer has read and not stored yet."""
+    """A prompt that a layer has prefilled but not stored yet."""
 
     keys: Tensor
-    """[B, G, K, D]; [M, D] where some were dropped"""
+    """[B, G, K, D], or [M, D] once some were dropped"""
     values: Tensor | None
-    """Like keys; None where the keys are the values"""
+    """Shaped like `keys`; None if the keys are also the values"""
     mask: Tensor | None
-    """[B, K] bool, False at a pad"""
+    """[B, K] bool, False at padding"""
     scores: Tensor
     """[B, G, K] float32"""
     claims: Tensor | None
-    """[B, G, K] float32, what keys have to win a place; None: each head has its own budget"""
+    """Claims to places, [B, G, K] float32; None if each head has its own budget"""
     counts: list[int]
-    """Tokens of each row"""
+    """Number of tokens in each row"""
     columns: int
-    """Columns of the pass that are new"""
+    """Number of columns in the forward pass, without tokens converted from a DynamicCache"""
     column_mask: Tensor | None
-    """[B, columns] bool"""
+    """[B, columns] bool, False at padding"""
     budget: PromptBudget
-    """Equal budgets of the heads"""
+    """Budgets of the layer's heads before any places are dealt"""
 
 
 @dataclasses.dataclass
 class Recipient:
-    """Takes the place of an `H2OLayer` where a `CrossHeadBudget` is used without a cache."""
+    """Stands in for an `H2OLayer` when a `CrossHeadBudget` is used without a cache."""
 
     layer_idx: int
     plan: LayerPlan
@@ -73,16 +73,21 @@ class Recipient:
 
 
 ROOM = 1.125
-"""Growth of what all layers hold, since the bar was last applied to all of them, after which it is
-applied again. Applying it moves their keys."""
+"""Factor by which the number of keys held in all layers may grow before the bar is applied to every
+layer again. Applying it copies the keys that stay."""
 
 
 class CrossHeadBudget:
-    """The budget that the layers of a cache share: collects their prompts and has them stored."""
+    """The budget that the layers of a cache share. Collects the prompt of each layer, and has all
+    of them stored after the last one."""
 
     def __init__(self, plans: dict[int, LayerPlan], *, alike: bool) -> None:
-        """`plans`: one for each layer that shares. `alike`: whether all of them have the same
-        number of heads of the same size, so that the first one tells how many places there are."""
+        """
+        Args:
+            plans: plans of the layers that share the budget, by layer number.
+            alike: whether all these layers have the same number of heads of the same size, so that
+                the number of places is known at the first layer.
+        """
         self.plans, self.alike = plans, alike
         self.first, self.last = min(plans, default=-1), max(plans, default=-1)
         self.forget()
@@ -90,20 +95,21 @@ class CrossHeadBudget:
     def forget(self) -> None:
         """Discard the state of an interrupted pass."""
         self.waiting: dict[int, _Waiting] = {}
-        self.places: list[int] = []  # of each row, in all layers
-        self.best: list[Tensor] = []  # the highest claims of each row, at most one for each place
-        self.left = 0  # keys in memory when the bar was last applied to all layers
+        self.places: list[int] = []  # number for each row, over all layers
+        self.best: list[Tensor] = []  # highest claims of each row, at most one for each place
+        self.left = 0  # keys left in memory when the bar was last applied to all layers
 
     @property
     def keys_held(self) -> int:
-        """Keys in memory of the waiting layers, with padding where nothing was dropped."""
+        """Number of keys that the waiting layers have in memory. Padding counts in layers that have
+        dropped nothing."""
         return sum(x.keys_held for x in self.waiting.values())
 
     def take(self, layer: Any, prompt: Prompt) -> None:
-        """Add the prompt of an `H2OLayer`, with claims. The last layer's has all of them stored.
+        """Add the prompt of an `H2OLayer`, with claims. After the last layer, store all prompts.
 
         Raises:
-            UnsupportedError: this process has a part of the heads only.
+            UnsupportedError: this process has only some of the model's heads.
         """
         if layer.part != tensor_parallel.WHOLE:
             raise UnsupportedError(
@@ -125,7 +131,7 @@ class CrossHeadBudget:
             self._drop(new)
 
     def _foresee(self, layer: Any, prompt: Prompt) -> None:
-        """Set the number of places of all layers from what the first one knows."""
+        """Compute the number of places in all layers from the first layer's prompt."""
         B, G, _ = prompt.scores.shape
         self.places = [0] * B
         self.best = [prompt.scores.new_empty(0)] * B
@@ -138,7 +144,7 @@ class CrossHeadBudget:
             self.places = [x + y for x, y in zip(self.places, left, strict=True)]
 
     def _drop(self, new: _Waiting) -> None:
-        """Raise the bar by the claims of a layer, and drop the keys that cannot win a place."""
+        """Raise the bar by a layer's claims, and drop keys that no budget can have room for."""
         claims = new.claims.flatten(1)
         bar = []
         for b, places in enumerate(self.places):
@@ -158,8 +164,8 @@ class CrossHeadBudget:
 
 
 def _lowest(best: Tensor) -> float:
-    """The lowest claim; infinity where there is none. NaN, below which no claim is, if any is
-    NaN."""
+    """The lowest claim, or infinity if there are none. A NaN among the claims gives NaN, and no
+    claim compares as lower."""
     return float(best.min()) if len(best) else math.inf
 
 
@@ -177,15 +183,15 @@ class _Waiting:
         self.ranks = _ranks(prompt, positions, tokens, self.policy)
         assert prompt.claims is not None
         self.spared = _always_kept(positions, tokens, sinks, self.floor)
-        self.lowest = self._spare_own()  # [B, G, 1], rank of the last key that is a head's own
+        self.lowest = self._spare_own()  # [B, G, 1], lowest rank among each head's own keys
         self.claims = prompt.claims.masked_fill(self.spared, -math.inf)
         self.prompt = prompt._replace(claims=None)
-        self.held: Tensor | None = None  # [M] int32, rows of `prompt`, of B * G * K; None: all
+        self.held: Tensor | None = None  # [M] int32, which of B * G * K keys are held; None: all
         self._highest: Tensor | None = None  # see `_rank_of`
 
     def _spare_own(self) -> Tensor:
-        """Add the highest ranks that are each head's own to `spared`, and return the lowest of them
-        for each head, [B, G, 1]; infinity where a head has none."""
+        """Add to `spared` the highest ranks of each head, as many as the head's own budget has room
+        for. Return the lowest of them for each head, [B, G, 1], or infinity if there are none."""
         own = self.ranks.new_tensor([[heavy for heavy, _ in row] for row in self.floor])[..., None]
         ranks = self.ranks.masked_fill(self.spared, -math.inf)
         best = ranks.topk(min(int(own.max()), ranks.shape[-1]))
@@ -198,18 +204,18 @@ class _Waiting:
 
     @property
     def is_ranked_alone(self) -> bool:
-        """Whether the operation that stores the keys computes the same ranks, up to `_ROUNDED`."""
+        """Whether `ranks` are those of the operation that stores the keys, within `_ROUNDED`."""
         return self.policy.score_by != "mean" or self.policy.decay == 1
 
     @property
     def keys_held(self) -> int:
-        """Keys in memory, of all rows and heads."""
+        """Number of keys in memory, over all rows and heads."""
         return self.prompt.scores.numel() if self.held is None else len(self.prompt.keys)
 
     def drop_below(self, bar: list[float]) -> None:
-        """Drop the keys for which no budget can have room once each row's bar is this high.
+        """Drop the keys that no budget can have room for, given the bar of each row.
 
-        A head wins at most as many places as it has claims above the bar.
+        A head wins at most as many places as it has claims at or above the bar.
         """
         prompt, policy = self.prompt, self.policy
         places = ~(self.claims < self.ranks.new_tensor(bar)[:, None, None])
@@ -234,10 +240,11 @@ class _Waiting:
         self.prompt = prompt._replace(keys=pick(prompt.keys), values=values)
 
     def _rank_of(self, count: Tensor) -> Tensor:
-        """The count-th highest of the ranks that are not spared, count [B, G, 1]; infinity for 0.
+        """The count-th highest rank of each head that is not spared, for counts [B, G, 1]; infinity
+        for a count of 0.
 
-        The ranks are sorted once, as far as the first count goes, because the bar rises several
-        times. A bar that has become NaN drops nothing more.
+        Ranks are sorted once, up to the first count, because counts only shrink as the bar rises. A
+        bar that has become NaN drops no further keys.
         """
         if self._highest is None:
             ranks = self.ranks.masked_fill(self.spared, -math.inf).topk(int(count.max())).values
@@ -245,7 +252,7 @@ class _Waiting:
         return self._highest.gather(-1, count.clamp(max=self._highest.shape[-1] - 1))
 
     def whole(self) -> Prompt:
-        """The prompt as it was read, with zeros for the keys and values that were dropped."""
+        """The whole prompt, with zeros in place of the keys and values that were dropped."""
         prompt, held = self.prompt, self.held
         if held is None:
             return prompt
@@ -259,14 +266,14 @@ class _Waiting:
 
 
 _ROUNDED = 0.999
-"""Factor of the bar where ranks are computed from scores, because the operation that stores the
-keys may round them differently"""
+"""Factor of the lowest rank that stays, for ranks that are computed from scores. The operation that
+stores the keys may round such ranks differently."""
 
 
 def _share(waiting: list[_Waiting], places: list[int]) -> None:
-    """Store the prompts of all layers, where the highest claims of each row win its places.
+    """Deal each row's places to its highest claims, and have every layer store its prompt.
 
-    Empties the list, so that no prompt is in memory twice.
+    Empties `waiting`, so that no prompt is in memory twice.
     """
     more = deal_places(places, [x.spared for x in waiting], [x.claims for x in waiting])
     for counts in more:
@@ -283,8 +290,8 @@ def _share(waiting: list[_Waiting], places: list[int]) -> None:
 
 
 def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of a prompt's columns, [B, 1, K] int64, -1 at padding; and tokens of each row,
-    [B, 1, 1]. The mask is [B, K], the scores are [B, G, K]."""
+    """Positions of a prompt's columns, [B, 1, K] int64, -1 at padding, and the number of tokens in
+    each row, [B, 1, 1]. The mask is [B, K], the scores are [B, G, K]."""
     B, _, K = scores.shape
     if mask is None:
         positions = torch.arange(K, device=scores.device).expand(B, 1, K)
@@ -295,8 +302,8 @@ def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) -> Tensor:
-    """Ranks of keys by the policy, [B, G, K]. Pinned keys are the highest. NaN is the lowest: such
-    a key is evicted first."""
+    """Ranks of keys by the policy, [B, G, K]. Pinned keys rank highest. A rank of NaN becomes the
+    lowest, because such a key is evicted first."""
     ranks = prompt.scores
     if policy.score_by == "mean":
         ranks = ranks / policy.queries_of(positions, tokens)
@@ -308,13 +315,13 @@ def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) ->
 
 
 def _always_kept(positions: Tensor, tokens: Tensor, sinks: int, budgets: Budgets) -> Tensor:
-    """Whether a column is kept whatever its rank, or is padding, [B, G, K] bool."""
+    """Whether a column is a sink, a recent key or padding, [B, G, K] bool."""
     recent = positions.new_tensor([[r for _, r in row] for row in budgets])
     return (positions < sinks) | (positions < 0) | (positions >= tokens - recent[..., None])
 
 
 def each_head(by_row: Budgets, heads: int) -> Budgets:
-    """Expand one budget for all heads of a row to one for each."""
+    """Expand rows that have a single budget for all heads to one budget per head."""
     return [row * heads if len(row) == 1 else row for row in by_row]
 
 
@@ -326,22 +333,28 @@ def reserve_for_heads(
     of_head: float = 0.0,
     most_recent: int | None = None,
 ) -> tuple[Budgets, list[int]]:
-    """The budget that each head keeps, and the places of each row that all heads compete for.
+    """Split budgets into the part that each head keeps and the places that heads compete for.
 
     Args:
-        least: keys that each head keeps at least, sinks included, if its budget is as many.
-        pinned: keys of each row for which each head keeps room, likewise.
-        of_head: part of what follows sinks and recent keys that stays each head's own, in [0, 1].
-        most_recent: at most so many of the recent keys that the budgets have; None: all of these.
+        budgets: (heavy, recent) of each row and head.
+        least: minimum number of keys of a head, sinks included, if its budget is that large.
+        pinned: number of keys in each row that every head has room for, if its budget is that
+            large.
+        of_head: fraction of a head's budget beyond sinks and recent keys that stays its own, in
+            [0, 1].
+        most_recent: maximum number of recent keys that a head keeps; None: as many as its budget
+            says.
+
+    Returns:
+        Each head's own budget, and the number of places in each row of this layer.
     """
     first, left = [], []
     for row, pins in zip(budgets, pinned, strict=True):
         recents = [r if most_recent is None else min(r, most_recent) for _, r in row]
         rest = [h + r - recent for (h, r), recent in zip(row, recents, strict=True)]
         heavies = [
-            min(
-                n, max(int(n * of_head), max(least, 1) - sinks - recent, pins)
-            )  # none without a key
+            # max(least, 1): each head keeps at least one key.
+            min(n, max(int(n * of_head), max(least, 1) - sinks - recent, pins))
             for n, recent in zip(rest, recents, strict=True)
         ]
         first.append(list(zip(heavies, recents, strict=True)))
@@ -352,13 +365,18 @@ def reserve_for_heads(
 def deal_places(
     places: list[int], kept: list[Tensor], claims: list[Tensor]
 ) -> list[list[list[int]]]:
-    """Give each row's places to its highest claims: for each layer, row and head how many it wins.
+    """Give each row's places to its highest claims.
 
-    `kept`: [B, G, K] bool for each layer, True for keys that are kept anyway and for padding.
-    `claims`: [B, G, K] for each layer, at least 0.
+    Args:
+        places: number of places in each row.
+        kept: [B, G, K] bool for each layer, True for keys that are kept anyway and for padding.
+        claims: [B, G, K] for each layer, not negative.
+
+    Returns:
+        Number of places that each head wins, by layer, row and head.
     """
     counted = []
-    heads, device = [x.shape[1] for x in kept], kept[0].device  # layers may lie on several
+    heads, device = [x.shape[1] for x in kept], kept[0].device  # layers may differ in device
     for b, count in enumerate(places):
         unkept = [
             x[b].masked_fill(kept_of[b], -1.0).to(device)
@@ -368,6 +386,6 @@ def deal_places(
         candidates = int((waiting >= 0).sum())
         best = waiting.flatten().topk(min(count, candidates)).indices
         counts = torch.bincount(best // waiting.shape[1], minlength=len(waiting))
-        counts += max(0, count - candidates) // len(waiting)  # for what comes later
+        counts += max(0, count - candidates) // len(waiting)  # spare places, for later tokens
         counted.append([part.tolist() for part in counts.split(heads)])
     return list(map(list, zip(*counted, strict=True)))

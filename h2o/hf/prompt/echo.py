@@ -1,18 +1,18 @@
 """Echo scores: the attention that keys would receive if the text were read a second time.
 
-Induction heads look for what followed a token when it occurred before: the query of a token finds
-keys of the tokens shortly after its earlier occurrence (Olsson et al., "In-context Learning and
-Induction Heads", 2022, arXiv:2209.11895). Echo imitates a second occurrence of the whole text. Each
-query of a row of n tokens is evaluated again n positions later, over all keys of the row and
-without a causal mask. The score of a key is the largest attention that it receives from the queries
-of its own token and of the `BEFORE` tokens before.
+Induction heads look for what followed an earlier occurrence of a token: the token's query finds the
+keys of the tokens shortly after that occurrence (Olsson et al., "In-context Learning and Induction
+Heads", 2022, arXiv:2209.11895). Echo imitates a second occurrence of the whole text. Each query of
+a row of n tokens is evaluated again n positions later, over all keys of the row and without a
+causal mask. The score of a key is the largest attention that it receives from the queries of its
+own token and of the `BEFORE` preceding tokens.
 
-With rotary positions the query of the second occurrence is the first one, rotated by n positions.
-Rotating the keys back by n positions gives the same products, and there are fewer keys than
-queries.
+With rotary positions, the second occurrence of a query is the query rotated by n positions.
+Rotating the keys back by n positions gives the same products, and there are fewer key heads than
+query heads.
 
-Shape letters: H query heads, G key/value heads, R = H / G, n tokens of a row, m of them, D head
-dimension, F rotary angles.
+Shape letters: H query heads, G key/value heads, R = H / G, n tokens of a row, m tokens of a part of
+the row, D head dimension, F rotary angles.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from h2o.hf.rotary.model_rotary import rotate
 from h2o.policy import BEFORE
 
 ENTRIES = 1 << 21
-"""Most attention entries in memory at a time, where torch computes them"""
+"""Maximum number of attention entries in memory at a time, if torch computes them"""
 ROWS = 2048
 """Queries of each head in one call of the core"""
 BOUND_KEYS = 32
-"""First keys of a row, whose part of a softmax denominator is its lower bound"""
+"""Number of first keys of a row over which a lower bound of each softmax denominator is computed"""
 FEWEST_BOUNDED = 512
-"""Fewest tokens of a row whose queries are bounded first"""
+"""Minimum number of tokens in a row for which such bounds are computed"""
 TILE = 8
-"""Queries of one matrix product in `_nearest`"""
+"""Queries of each head in one tile of `_nearest`"""
 
 
 def largest(
@@ -46,8 +46,8 @@ def largest(
     """Compute the echo scores of the keys of a row, [G, n] float32, without an [n, n] matrix.
 
     Args:
-        query: [H, n, D], with rotary positions applied and in the order of `Rotary.halves`.
-        keys: [G, n, D], likewise.
+        query: [H, n, D], rotated by its positions and in the order of `Rotary.halves`.
+        keys: [G, n, D], rotated and ordered likewise.
         angles: [2, F] cosines and sines that rotate a query by n positions; None: no rotation.
         scale, softcap, sink_logits: see `h2o.ops.attend`.
     """
@@ -75,7 +75,7 @@ def largest(
 
 
 class _Logits(NamedTuple):
-    """How a product of query and key becomes a logit, and the sinks of the softmax."""
+    """Parameters that turn a product of query and key into a logit, and learned sinks."""
 
     scale: float
     softcap: float
@@ -88,7 +88,7 @@ class _Logits(NamedTuple):
         return logits
 
     def sinks(self, asked: Tensor) -> Tensor | None:
-        """Logits of the sinks of queries [G, R, m, D], [G, R * m]."""
+        """Sink logits [G, R * m] of queries [G, R, m, D]."""
         G, R, m, _ = asked.shape
         if self.sink_logits is None:
             return None
@@ -96,16 +96,17 @@ class _Logits(NamedTuple):
 
 
 def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Scaled products of queries with the keys of their own and the next `BEFORE` tokens.
+    """Scaled products of each query with the keys of its own token and of the next `BEFORE` tokens.
 
-    The products are diagonals of tiles of queries times keys, all in one matrix product.
+    One batched matrix product multiplies tiles of queries and keys. The products that are wanted
+    are the diagonals of these tiles.
 
     Args:
         asked: queries, [G, R, m, D].
-        keys: [G, m to m + BEFORE, D], of which the first is the first query's.
+        keys: [G, m to m + BEFORE, D]. The first key is that of the first query's token.
 
     Returns:
-        [BEFORE + 1, G, R, m] float32. Entries beyond the last key are 0 and mean nothing.
+        [BEFORE + 1, G, R, m] float32. Entries beyond the last key are 0 and have no meaning.
     """
     G, R, m, D = asked.shape
     tiles = -(-m // TILE)
@@ -123,9 +124,10 @@ def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def _highest_by_key(of_queries: Tensor) -> Tensor:
-    """Largest value that any query has for each key, [G, m + BEFORE].
+    """Largest value of any query for each key, [G, m + BEFORE].
 
-    `of_queries`: [BEFORE + 1, G, R, m], of each query's own key and the `BEFORE` next ones.
+    `of_queries`: [BEFORE + 1, G, R, m], values of each query for its own key and for the next
+    `BEFORE` keys.
     """
     offsets, G, _, m = of_queries.shape
     best = of_queries.new_full((G, m + BEFORE), -math.inf)
@@ -136,7 +138,7 @@ def _highest_by_key(of_queries: Tensor) -> Tensor:
 
 
 class _HeldKeys:
-    """Keys of some heads, for queries that see all of them."""
+    """Keys of some heads in slots, for queries that see all of them."""
 
     def __init__(self, keys: Tensor, how: _Logits) -> None:
         """`keys`: [G, n, D]."""
@@ -149,10 +151,11 @@ class _HeldKeys:
             self.held.seen_tokens[:] = n
 
     def log_sums(self, queries: Tensor, sinks: Tensor | None) -> Tensor:
-        """Logs of the softmax denominators of queries [G, N, D] over all keys, [G, N].
+        """Logarithms [G, N] of the softmax denominators of queries [G, N, D] over all keys.
 
-        Each query is passed as a head of its own, so that it sees all keys. A call needs a new
-        key: the first one, which is not among the slots. `sinks`: logits of sinks, [G, N].
+        Each query is passed as a head of its own, so that it sees all keys. A call of the operation
+        needs a new key. This is the first key, which is therefore not in the slots. `sinks`: logits
+        of learned sinks, [G, N].
         """
         G, N, D = queries.shape
         return ops.log_sums(
@@ -162,23 +165,24 @@ class _HeldKeys:
 
 
 class _AllLogSums:
-    """Logs of the softmax denominators of a row's queries."""
+    """Logarithms of the softmax denominators of all queries of a row."""
 
     def __init__(self, keys: Tensor, how: _Logits) -> None:
         """`keys`: [G, n, D]."""
         self.keys, self.how = _HeldKeys(keys, how), how
 
     def compute(self, asked: Tensor, near: Tensor) -> Tensor:
-        """Log sums of queries [G, R, m, D], [G, R, m]; `near` is not needed."""
+        """Log sums [G, R, m] of queries [G, R, m, D]; `near` is not used."""
         return self.keys.log_sums(asked.flatten(1, 2), self.how.sinks(asked)).view(asked.shape[:3])
 
 
 class _NeededLogSums:
-    """Log sums of the queries that a key's score may depend on; infinite for the others.
+    """Log sums of those queries that a key's score may depend on; infinity for all others.
 
-    The denominator over a few keys is a lower bound of a query's own, and its weights by that are
-    upper bounds. For each key the query with the highest bound is evaluated first, then those
-    whose bound is above the weight that was found: about half of the queries.
+    The softmax denominator over a few keys is a lower bound of the full denominator, so weights
+    computed with it are upper bounds. For each key, the query with the highest bound is evaluated
+    first. Then the queries are evaluated whose bound is not below the weight that was found. In all
+    this is about half of the queries.
     """
 
     def __init__(self, keys: Tensor, how: _Logits) -> None:
@@ -187,7 +191,7 @@ class _NeededLogSums:
         self.heads = [_HeldKeys(keys[g : g + 1], how) for g in range(len(keys))]
 
     def compute(self, asked: Tensor, near: Tensor) -> Tensor:
-        """See `_AllLogSums.compute`. `near`: logits as `_nearest` returns them."""
+        """See `_AllLogSums.compute`. `near`: logits in the shape that `_nearest` returns."""
         queries, sinks = asked.flatten(1, 2), self.how.sinks(asked)
         bounds = near - self.few.log_sums(queries, sinks).view(asked.shape[:3])
         sums = bounds.new_full(queries.shape[:2], math.inf)
@@ -200,7 +204,7 @@ class _NeededLogSums:
         return of_heads
 
     def _fill(self, sums: Tensor, queries: Tensor, sinks: Tensor | None, needed: Tensor) -> None:
-        """Evaluate the needed of queries [G, N, D] into `sums` [G, N]."""
+        """Compute the log sums of the `needed` queries [G, N, D] into `sums` [G, N]."""
         for g, keys in enumerate(self.heads):
             chosen = needed[g].nonzero()[:, 0]
             if len(chosen):
@@ -209,10 +213,8 @@ class _NeededLogSums:
 
 
 def _reach(bounds: Tensor, highest: Tensor) -> Tensor:
-    """Queries with a bound [BEFORE + 1, G, R, m] not below the highest of its key, [G, R, m].
-
-    `highest`: [G, m + BEFORE].
-    """
+    """Whether any of a query's bounds [BEFORE + 1, G, R, m] reaches its key's entry in `highest`
+    [G, m + BEFORE]; bool [G, R, m]."""
     m = bounds.shape[-1]
     reached = [bound >= highest[:, None, o : o + m] for o, bound in enumerate(bounds)]
     return torch.stack(reached).any(0)

@@ -1,7 +1,8 @@
-"""The budgets (heavy, recent) of each row and head of a layer in tokens, once a prompt is known.
+"""The budget (heavy, recent) of each row and head of a layer, in tokens, once a prompt is known.
 
-Budgets may be fractions of the prompt: of the length that the user gave, or else of the tokens of
-the first forward pass. Plain numbers; the only tensor read is the mask.
+Budgets may be fractions of the prompt. The prompt's length is the one that the user gave, otherwise
+the number of tokens in the first forward pass. Everything is computed in plain numbers. The only
+tensors read are masks and token counts.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.slot_layout import Budgets
 
 RowSize = tuple[int, int, int]
-"""Head dimension, bytes of an element as the model gives it, and rows of a token"""
+"""Head dimension, bytes per element in the model's dtype, and rows per token (a key and a value, or
+one row that is both)"""
 
 
 class PromptBudget(NamedTuple):
     """The budgets of a layer for the rows of a batch."""
 
     by_row: Budgets
-    """(heavy, recent) of each row and each head, or one for all heads"""
+    """(heavy, recent) of each row, one pair per head or a single pair for all heads"""
     pinned: list[int]
-    """Keys of each row, beyond the sinks, that every head keeps"""
+    """Number of pinned keys in each row beyond the sinks; every head keeps them"""
     raised: bool = False
-    """Whether, in some row, a fraction came to less than one token and was raised to one"""
+    """Whether a fraction came to less than one token in some row, and was raised to one"""
     floored: bool = False
-    """Whether, in some row, a head has `min_tokens` keys, which is more than its fraction"""
+    """Whether `min_tokens` gave some head of some row more keys than its fraction"""
 
 
 def begin_prompt(
@@ -43,21 +45,22 @@ def begin_prompt(
     before: Tensor | None,
     row_size: RowSize,
 ) -> None:
-    """Tell the guard of a cache its prompt: the tokens of each row, and where pins are.
+    """Record a prompt in the guard of its cache: the tokens of each row, and the pinned positions.
 
-    Asked once for all layers, before any of them stores a key.
+    Called once for all layers, before any of them stores a key.
 
     Args:
-        plan: of a layer, where the guard has none.
-        mask, shape: of the first forward pass, [B, Q] bool or None, and (B, Q).
-        columns: where the first forward pass ends.
-        before: [B] tokens of each row that came from a DynamicCache; None: none.
-        row_size: as of `prompt_budget`.
+        plan: plan of the calling layer, used if the guard has no plans.
+        mask, shape: mask of the first forward pass, [B, Q] bool or None, and (B, Q).
+        columns: number of columns that the cache has seen after the first forward pass.
+        before: tokens of each row that came from a DynamicCache, [B]; None: no such tokens.
+        row_size: as for `prompt_budget`.
 
     Raises:
-        ValueError: the prompt comes in chunks, and a budget is a fraction of its length, which was
-            not given; some layer's budget has no room for the pins; a row from a DynamicCache has
-            nothing but padding, so that nothing scores its keys before they are cut.
+        ValueError: the prompt comes in chunks, its length was not given, and a budget or the pins
+            depend on it. A layer's budget has no room for the pins. A row converted from a
+            DynamicCache has only padding in this pass, so nothing would score its keys before
+            eviction.
     """
     B, Q = shape
     if before is not None and mask is not None:
@@ -65,8 +68,8 @@ def begin_prompt(
         if any(empty):
             raise ValueError(
                 f"row {empty.index(True)} has only padding in the first forward pass after "
-                "from_dynamic_cache, whose attention says which keys stay: give each row a token "
-                "in this pass, or a cache of its own"
+                "from_dynamic_cache, so no attention says which of its keys to keep: give each row "
+                "at least one token in this pass, or a cache of its own"
             )
     plans = guard.plans.values() or [plan]
     by_length = [x for x in plans if x.needs_prompt_length]
@@ -75,7 +78,8 @@ def begin_prompt(
         _refuse_chunks(columns, bool(by_length))
     guard.repeat_to(B)
     counts = [Q] * B
-    # Where nothing but the room that rows may take depends on it, no device is waited for.
+    # Counting the mask's tokens waits for a GPU, so do it there only if budgets or pins need the
+    # counts. Q is an upper bound, which is enough to size the slots.
     if mask is not None and (mask.is_cpu or (by_length and is_unknown) or guard.pins):
         counts = mask.sum(1).tolist()
     if before is not None:
@@ -91,14 +95,15 @@ def begin_pins(
     columns: int,
     row_size: RowSize | None = None,
 ) -> None:
-    """Tell the pins of a cache its prompt, before anything of that is stored.
+    """Set the positions of a cache's pins before any key of the prompt is stored.
 
     Args:
-        counts, row_size: as of `prompt_budget`; None: as the model's config says.
-        mask, columns: as of `h2o.hf.store.pins.Pins.begin`.
+        counts, row_size: as for `prompt_budget`. With `row_size=None` the size of a row is the one
+            in the model's config.
+        mask, columns: as for `h2o.hf.store.pins.Pins.begin`.
 
     Raises:
-        ValueError: some layer's budget has no room for them.
+        ValueError: some layer's budget has no room for the pins.
     """
     if not guard.pins:
         return
@@ -117,18 +122,19 @@ def prompt_budget(
     part: tuple[int, int],
     row_size: RowSize,
 ) -> PromptBudget:
-    """The budgets of a layer. Each head has room for sinks, pinned and recent keys.
+    """Compute the budgets of a layer. Each head has room for sinks, pinned and recent keys.
 
     Args:
-        plan: the layer's.
-        guard: has the length of the whole prompt, where the user gave it, and the pins.
-        counts: tokens of each row as they are here, which are taken for the prompt otherwise.
-        heads: key/value heads of the layer that are here.
-        part: which part of the model's heads they are (`h2o.hf.families.tensor_parallel`).
+        plan: the plan of the layer.
+        guard: has the pins, and the length of the whole prompt if the user gave it.
+        counts: tokens of each row in this forward pass. They count as the whole prompt if the guard
+            has no length.
+        heads: number of the layer's key/value heads in this process.
+        part: which part of the model's heads these are (`h2o.hf.families.tensor_parallel`).
         row_size: as for `LayerPlan.for_keys`.
 
     Raises:
-        ValueError: another number of rows or heads; no room for the pinned keys.
+        ValueError: the number of rows or heads does not match. The pinned keys do not fit.
     """
     lengths = _lengths(guard.prompt_length, counts)
     pinned = guard.pins.counts(len(lengths), plan.sinks)
@@ -142,10 +148,10 @@ def prompt_budget(
 
 
 def budgets_by_row(plan: LayerPlan, lengths: list[int], pinned: list[int]) -> Budgets:
-    """(heavy, recent) of each row and each head, or one for all heads; of prompts of these lengths
-    and so many pinned keys.
+    """(heavy, recent) of each row, one pair per head or a single pair for all heads, for prompts of
+    these `lengths` with these numbers of `pinned` keys.
 
-    Raises: ValueError for pins that have no room.
+    Raises: ValueError for pinned keys that do not fit.
     """
     rows = []
     for length, pins in zip(lengths, pinned, strict=True):
@@ -155,7 +161,7 @@ def budgets_by_row(plan: LayerPlan, lengths: list[int], pinned: list[int]) -> Bu
 
 
 def _lengths(prompt_length: int | Sequence[int] | None, counts: list[int]) -> list[int]:
-    """Tokens of each row's prompt."""
+    """Number of tokens in each row's prompt."""
     if isinstance(prompt_length, int):
         return [prompt_length] * len(counts)
     if prompt_length is not None:
@@ -168,15 +174,16 @@ def _lengths(prompt_length: int | Sequence[int] | None, counts: list[int]) -> li
 
 
 def _refuse_chunks(columns: int, by_length: bool) -> None:
-    """Raises ValueError where `generate(prefill_chunk_size=...)` has more of the prompt than
-    `columns`, of which budgets are fractions (`by_length`) or all is pinned."""
+    """Raise ValueError if `generate(prefill_chunk_size=...)` has more columns of the prompt than
+    the first chunk. `by_length`: whether budgets are fractions of the prompt; if not, all of it is
+    pinned."""
     if columns < compat.columns_in_chunks():
         reason = 'pinned="prompt" means the whole prompt'
         if by_length:
             reason = "the budget is a fraction of the whole prompt"
         raise ValueError(
-            f"generate() reads this prompt in chunks (prefill_chunk_size), and {reason}. An "
-            "H2OCache cannot know the prompt's length from its first chunk. Give H2OCache(..., "
-            "prompt_length=the number of tokens). Or use h2o.patched(), which finds the length by "
-            "itself, or give budgets and spans in tokens"
+            f"generate() prefills this prompt in chunks (prefill_chunk_size), and {reason}. An "
+            "H2OCache cannot know the prompt's length from its first chunk. Pass H2OCache(..., "
+            "prompt_length=the number of tokens). Or use h2o.patched(), which finds the length "
+            "itself, or give budgets and pinned spans in tokens"
         )

@@ -1,16 +1,17 @@
 """`score_by="mean-echo"`: most of a prompt's attention is redistributed in proportion to echo.
 
-The mean attention of a key predicts what the next words need, but not what a later question asks
-for. Echo (`h2o.hf.prompt.echo`) predicts the question better and the next words worse. The first
-forward pass of a cache therefore sums the attention that the keys of a head received, sinks
-excluded, and redistributes `PART` of the sum so that each key's mean attention from this part is
-proportional to its echo. The total and the unit of the scores stay the same. Later attention is
-added to these scores as to any others: keys that echo found compete with new tokens by their mean,
-which decreases while nothing attends to them.
+A key's mean attention predicts how much the next words need the key, but not whether a later
+question asks for it. Echo (`h2o.hf.prompt.echo`) predicts the question better and the next words
+worse. In the first forward pass each head's attention is therefore summed over its keys, sinks
+excluded, and the fraction `PART` of the sum is redistributed, so that each key's mean attention
+from this fraction is proportional to its echo. The total and the unit of the scores stay the same.
+Later attention is added to these scores as to any others. A key that echo found competes with new
+tokens by its mean, which decreases while no query attends to the key.
 
-The scores stay those of attention where queries cannot be rotated: in models without rotary
-positions, with cache-relative positions, and for keys that come from a DynamicCache. A layer
-without rotary positions in a model that has them evaluates its queries again as they are.
+Scores are those of attention alone where queries cannot be rotated: in models without rotary
+positions, with cache-relative positions, and for keys converted from a DynamicCache. A layer
+without rotary positions, in a model that has them elsewhere, evaluates its queries again
+unrotated.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q columns of the prompt, D head
 dimension.
@@ -36,30 +37,30 @@ from h2o.model_identity import describe, latent_row
 from h2o.policy import Policy
 
 PART = 0.75
-"""Share of the attention that is redistributed, chosen on separate texts and facts
+"""Fraction of the attention that is redistributed, chosen on separate texts and facts
 (docs/reference/results.md)"""
 
 
 FEWEST_HEADS = 16
-"""Fewest key/value heads with full attention that share one budget. With the 3 of Gemma 3 270M
-equal budgets lose less and find as much; in SmolLM2 one budget is as good or better also where
-eviction is limited to 3 to 45 of its 90 (docs/reference/results.md). No model with heads between
-these numbers was measured."""
+"""Minimum number of key/value heads with full attention for which one budget is shared. Gemma 3
+270M has 3 such heads; there equal budgets lose less and find as much. SmolLM2 has 90; there one
+budget is as good or better, even if only 3 to 45 of the heads evict (docs/reference/results.md). No
+model with a number in between was measured."""
 
 
 class Served(NamedTuple):
-    """An `H2OConfig` as a model can follow it."""
+    """An `H2OConfig`, adapted to a model."""
 
     config: H2OConfig
-    """With equal budgets of heads, where the model does not support one budget for all"""
+    """The config, with equal budgets for all heads if the model does not support a shared one"""
     rotary: Rotary | None
-    """Rotary embedding of the queries of echo; None: prompts keep the scores of attention"""
+    """Rotary embedding that echo rotates queries with; None: attention alone scores prompts"""
     not_dealt: str
-    """What replaces one budget for all heads, and why; "" where nothing does"""
+    """What replaces one budget for all heads, and why; empty if nothing does"""
 
 
 def served_as(config: Any, h2o_config: H2OConfig) -> Served:
-    """Adapt an `H2OConfig` to what a model with this config supports."""
+    """Adapt an `H2OConfig` to a model with this config."""
     rotary: Rotary | str = "attention ranks its keys"
     if h2o_config.positions == "cache_relative":
         rotary = "its positions are cache-relative"
@@ -73,34 +74,34 @@ def served_as(config: Any, h2o_config: H2OConfig) -> Served:
 
 
 def not_dealt(config: Any) -> str:
-    """Say what `H2OConfig.echo` becomes for a model whose heads cannot share one budget, and why;
-    "" for any other model."""
+    """What replaces `H2OConfig.echo` for a model whose heads cannot share one budget, and why;
+    empty for any other model."""
     return _instead(config, _rotary(config))
 
 
 def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:
-    """The rotary embedding of a model whose prompts are ranked by echo; None for any other."""
+    """The rotary embedding of a model if echo ranks its prompts, otherwise None."""
     return served_as(config, h2o_config).rotary
 
 
 def _instead(config: Any, rotary: Rotary | str) -> str:
-    """What replaces one budget for all heads, and why; "": nothing does."""
+    """What replaces one budget for all heads, and why; empty if nothing does."""
     if isinstance(rotary, str):
-        return f"as H2OConfig.robust, since {rotary}"
+        return f"H2OConfig.robust, because {rotary}"
     text = config.get_text_config(decoder=True)
     heads = len(full_layers(text)) * describe(config).get("num_key_value_heads", 1)
     if heads >= FEWEST_HEADS:
         return ""
     return (
-        f"equal budgets of heads, since it has {heads} key/value heads with full attention and "
-        f"{FEWEST_HEADS} are needed"
+        f"equal budgets for all heads, because the model has {heads} key/value heads with full "
+        f"attention and a shared budget needs {FEWEST_HEADS}"
     )
 
 
 def _rotary(config: Any) -> Rotary | str:
-    """A model's rotary embedding, or why its prompts have no echo."""
+    """A model's rotary embedding, or the reason why its prompts have no echo."""
     if latent_row(config):
-        return "its keys are latents, each one for all heads"
+        return "its keys are latents, which all heads share"
     try:
         return Rotary(config, asked='score_by="mean-echo"')
     except UnsupportedError as error:
@@ -111,17 +112,17 @@ class PromptEcho:
     """Computes the scores of a prompt in one layer."""
 
     def __init__(self, rotary: Rotary, layer: int, policy: Policy) -> None:
-        """`rotary`: the model's. `policy`: `H2OConfig.policy`, whose `score_by` is "mean"."""
+        """`policy` is `H2OConfig.policy`; its `score_by` is "mean"."""
         self.policy = policy
         self.rotary, self.is_rotated = rotary, rotary.turns(layer)
 
     def scores(self, tokens: NewTokens, received: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and echo of the tokens of a first pass, each [B, G, Q] float32.
+        """Scores and echo of the tokens in a first pass, each [B, G, Q] float32.
 
-        received: the attention that the tokens received, [B, G, Q] float32.
+        `received`: the attention that the tokens received, [B, G, Q] float32.
         """
         positions, count = positions_in(tokens.mask, received)
-        is_sink = positions < self.policy.sinks  # or a pad
+        is_sink = positions < self.policy.sinks  # True at padding as well
         queries = self.policy.queries_of(positions, count)
         echo = self.echo(tokens)
         weights = (echo * queries).masked_fill(is_sink, 0.0)
@@ -131,7 +132,7 @@ class PromptEcho:
         return received + PART * (anew - received), echo
 
     def echo(self, tokens: NewTokens) -> Tensor:
-        """Echo of the tokens of a first pass, [B, G, Q] float32; 0 at padding."""
+        """Echo of the tokens in a first pass, [B, G, Q] float32; 0 at padding."""
         B, G, Q, _ = tokens.key.shape
         echo = torch.zeros(B, G, Q, dtype=torch.float32, device=tokens.key.device)
         longest = self._longest(tokens)
@@ -149,7 +150,7 @@ class PromptEcho:
         return echo
 
     def _longest(self, tokens: NewTokens) -> int:
-        """Tokens of the longest row, where angles depend on them; else 0."""
+        """Number of tokens in the longest row if the rotary angles depend on it, otherwise 0."""
         if not (self.is_rotated and self.rotary.by_length):
             return 0
         return tokens.key.shape[2] if tokens.mask is None else int(tokens.mask.sum(1).max())
@@ -159,15 +160,17 @@ class EchoScorer(AttentionScorer):
     """Redistributes most of a prompt's attention in proportion to echo."""
 
     def __init__(self, echo: PromptEcho, cross_head: CrossHeadBudget | None) -> None:
-        """`cross_head`: the budget that the layers of a cache share; None: each has its own."""
+        """`cross_head`: the budget that the layers of a cache share; None: each layer has its
+        own."""
         self.echo, self.cross_head = echo, cross_head
 
     def after_prompt(self, tokens: NewTokens, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `AttentionScorer.after_prompt`; claims are the keys' echo."""
+        """See `AttentionScorer.after_prompt`. The claims are the keys' echo."""
         return self.echo.scores(tokens, scores)
 
     def store(self, layer: Any, prompt: Prompt) -> None:
-        """See `AttentionScorer.store`; with one budget the last layer's prompt stores all."""
+        """See `AttentionScorer.store`. If layers share one budget, the last layer's call stores the
+        prompts of all."""
         if self.cross_head is None or prompt.claims is None:
             super().store(layer, prompt)
         else:

@@ -1,9 +1,10 @@
-"""Scorers: `AttentionScorer` for the policies that rank keys by attention, and `RandomScorer`, a
+"""Scorers: `AttentionScorer` for policies that rank keys by attention, and `RandomScorer`, a
 baseline. `EchoScorer` is in `h2o.hf.prompt.prompt_echo`.
 
-A layer hands its scorer the attention that keys have received, and stores the scores that it gets
-back. Eviction ranks keys by their scores as the policy says (`h2o.policy`). A ranking that can be
-computed from the attention needs no scorer: CONTRIBUTING.md ("How to add") lists its files.
+A layer passes its scorer the attention that its keys received, and stores the scores that the
+scorer returns. Eviction then ranks keys by these scores, as the policy says (`h2o.policy`). A
+ranking that follows from the attention needs no scorer of its own; CONTRIBUTING.md ("How to add")
+lists the files to change.
 
 Shape letters: B batch rows, G key/value heads, Q new tokens.
 """
@@ -25,15 +26,19 @@ class AttentionScorer:
     """Scores keys by the attention that they receive."""
 
     uses_attention = True
-    """Whether the operations themselves make the scores, which are sums of attention"""
+    """Whether the operations compute the scores from attention. If not, layers call `scores`."""
 
     def after_prompt(self, tokens: NewTokens, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scores of a prompt's keys, from the attention of its one forward pass, and the claims by
-        which keys of all heads compete for places, both [B, G, Q]. No claims: None."""
+        """Turn the attention that a prompt's keys received in its forward pass into scores.
+
+        Returns:
+            The scores, and the claims by which the keys of all heads compete for places (None: they
+            do not compete), each [B, G, Q].
+        """
         return scores, None
 
     def store(self, layer: Any, prompt: Prompt) -> None:
-        """Let the layer store a prompt as soon as its budgets are known."""
+        """Have the layer store a prompt once its budgets are known."""
         layer.store(prompt, prompt.budget.by_row)
 
     def reset(self) -> None:
@@ -41,11 +46,11 @@ class AttentionScorer:
 
 
 class RandomScorer(AttentionScorer):
-    """Draws scores, the baseline that every ranking has to beat.
+    """Scores keys at random, the baseline that every ranking has to beat.
 
-    A key's rank is a hash of its layer, head and position. The rank is therefore the same in a
-    cache, in a simulation, in chunks and in any batch, and keys are kept with equal probability.
-    Attention changes no rank; a pinned key keeps its own.
+    A key's rank is a hash of its layer, head and position. All keys are therefore equally likely to
+    be kept, and a key has the same rank in a cache, in a simulation, in a chunked prompt and in any
+    batch. Attention never changes a rank. Pinned keys keep their score.
     """
 
     uses_attention = False
@@ -53,8 +58,8 @@ class RandomScorer(AttentionScorer):
     def scores(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None, received: Tensor
     ) -> Tensor:
-        """Ranks [B, G, Q] of new keys in place of the attention `received`. Also restores the ranks
-        of the keys in the slots."""
+        """Draw the ranks [B, G, Q] of new keys, in place of the attention `received`. Also restore
+        the ranks of the keys in the slots, to which attention was added."""
         positions, _ = positions_in(tokens.mask, received)
         heads = head_numbers(received.shape[1], layer.part, received.device)
         if slots is not None:
@@ -63,7 +68,7 @@ class RandomScorer(AttentionScorer):
             )
             positions = positions + lengths[:, None, None]
             of_slots = heads[:, None]
-            if slots.starts is not None:  # the slots of all heads lie on one axis
+            if slots.starts is not None:  # the slots of all heads share one axis
                 of_slots = heads.repeat_interleave(slots.starts.diff())
             ranks = draw_ranks(slots.positions, of_slots, layer.layer_idx)
             slots.scores.copy_(ranks.masked_fill(slots.scores == PINNED, PINNED))
@@ -74,13 +79,13 @@ BITS = 0xFFFFFFFF
 
 
 def draw_ranks(positions: Tensor, heads: Tensor, layer: int) -> Tensor:
-    """Ranks in [0, 1), float32, of integer positions in heads that can be broadcast to them."""
+    """Ranks in [0, 1), float32, of keys at integer positions. `heads` is broadcast to them."""
     seeds = _hash(heads.long() + (layer << 16))
     return (_hash(positions.long() ^ seeds) >> 8).float() * 2.0**-24
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Finalizer of MurmurHash3 (Appleby, public domain) of the lower 32 bits of int64 numbers."""
+    """MurmurHash3 finalizer (Appleby, public domain) of the lower 32 bits of int64 numbers."""
     x = x & BITS
     for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
         x = ((x ^ (x >> shift)) * factor) & BITS
@@ -88,5 +93,5 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def head_numbers(G: int, part: tuple[int, int], device: torch.device) -> Tensor:
-    """Numbers of this process's heads among those of the model, [G]."""
+    """Indices of this process's heads among all heads of the model's layer, [G]."""
     return torch.arange(G, device=device) + part[0] * G

@@ -1,7 +1,7 @@
 """Budgets of layers and heads in a simulation of `head_shares="echo"`.
 
-A layer's budgets depend on the echo of all layers, also of later ones. Each forward pass over a
-text therefore follows another one in which nothing is evicted. That pass collects the claims of the
+A layer's budgets depend on the echo of all layers, including later ones. Each simulated forward
+pass is therefore preceded by a pass that evicts nothing. This first pass collects the claims of the
 prompts' keys and deals the places as an `H2OCache` does (`h2o.hf.prompt.cross_head_budget`).
 
 Shape letters: B batch rows, G key/value heads, N columns of the text.
@@ -28,10 +28,10 @@ from h2o.hf.store.slot_layout import Budgets
 
 
 class SharedPlaces:
-    """Budgets of each layer, row and head of the text that a thread simulates."""
+    """Budgets of each layer, row and head, for the text that each thread simulates."""
 
     def __init__(self, plans: dict[int, LayerPlan], rotary: Rotary) -> None:
-        """`plans`: of the layers that are simulated."""
+        """`plans`: plans of the simulated layers, by layer number."""
         self._plans, self._rotary = plans, rotary
         self._here = threading.local()
 
@@ -42,8 +42,11 @@ class SharedPlaces:
         prompt_length: int | Sequence[int],
         rotary: Rotary | None,
     ) -> SharedPlaces | None:
-        """Make one from the layers' plans. None where budgets do not depend on all layers, and for
-        a prompt of one token or of sinks alone, which has no places to deal."""
+        """Create from the plans of all layers (`budgets`; None for layers that are not H2O's).
+
+        Returns None if no budget depends on echo, and for prompts of a single token or of sinks
+        alone, which have no places to deal.
+        """
         plans = {i: x for i, x in enumerate(budgets) if x is not None}
         shares = [x for x in plans.values() if x.config.shares_by_echo]
         longest = max(prompt_length) if isinstance(prompt_length, Sequence) else prompt_length
@@ -53,12 +56,13 @@ class SharedPlaces:
 
     @property
     def is_reading(self) -> bool:
-        """Whether this thread's forward pass gathers claims, and evicts nothing."""
+        """Whether this thread is in the pass that collects claims and evicts nothing."""
         return getattr(self._here, "cross_head", None) is not None
 
     @contextmanager
     def dealt_before(self, model: nn.Module) -> Iterator[None]:
-        """Within the block run a pass that deals the places before each of the model's passes."""
+        """Within the block, run a pass that deals the places before each forward pass of the
+        model."""
 
         def read(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if self.is_reading:
@@ -80,7 +84,8 @@ class SharedPlaces:
     def take(
         self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets, pins: Pins
     ) -> None:
-        """Collect the claims of the prompts' keys in a layer. Its heads have equal budgets."""
+        """Collect the claims of the prompts' keys in a layer, whose heads have the budgets `by_row`
+        so far."""
         plan = self._plans[layer]
         real = text.key.new_ones(text.key.shape[0], text.key.shape[2], dtype=torch.bool)
         if text.mask is not None:
@@ -104,6 +109,6 @@ class SharedPlaces:
         self._here.cross_head.take(Recipient(layer, plan, note), prompt)
 
     def budgets(self, layer: int) -> Budgets:
-        """(heavy, recent) of each row and head, as the last pass has dealt them."""
+        """(heavy, recent) of each row and head in a layer, as the last pass dealt them."""
         budgets: Budgets = self._here.budgets[layer]
         return budgets

@@ -1,1 +1,1 @@
-"""How a model turns queries and keys by their positions."""
+"""How a model rotates queries and keys by their positions."""

@@ -1,7 +1,7 @@
 """Rotary angles that depend on the longest text in a forward pass (longrope, dynamic NTK).
 
-`generate()` has one text, or a batch whose longest row chooses for all. What reads texts of several
-lengths together asks here which of them have the same angles.
+In `generate()` the longest row of a batch decides the angles of all rows. Code that batches texts
+of several lengths finds out here which of them have the same angles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from h2o.compat import accepts
 from h2o.hf.families.wrappers import unwrap
 
 BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose angles depend on how long the text is."""
+"""Kinds of rotary embedding whose angles depend on the length of the text."""
 
 
 class AnglesByLength:
@@ -34,31 +34,32 @@ class AnglesByLength:
         self._dynamic = [(x, prefix) for x, prefix, kind in found if kind == "dynamic"]
 
     def __bool__(self) -> bool:
-        """Whether they depend on it at all."""
+        """Whether the angles depend on the length at all."""
         return bool(self._limits)
 
     def regime(self, length: int) -> tuple[int, ...]:
-        """Key of the angles of a text of `length` tokens; all 0 for a short one."""
+        """A key that is equal for lengths with the same angles; all 0 for short texts."""
         beyond = {"longrope": 1, "dynamic": length}
         return tuple(beyond[kind] if length > limit else 0 for kind, limit in self._limits)
 
     def groups(self, rows: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        """The rows that may share a forward pass; `lengths` has the tokens of each row number."""
+        """Group the rows that may share a forward pass. `lengths[row]` is a row's token count."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for row in rows:
             groups.setdefault(self.regime(lengths[row]), []).append(row)
         return list(groups.values())
 
     def forget(self) -> None:
-        """Makes the next forward pass choose its angles by its own length. A dynamic embedding
-        would keep those of a longer text that it has seen."""
+        """Make the next forward pass choose its angles by its own length. Otherwise a dynamic
+        embedding keeps the angles of the longest text that it has seen."""
         for module, prefix in self._dynamic:
             compat.forget_longest(module, prefix)
 
 
 def positions_after(model: Any, seen: int, ids: Tensor) -> dict[str, Tensor]:
-    """The keyword argument that numbers ids [1, Q] which follow `seen` tokens; {} for a model that
-    takes none. Some models (Bamba) would count from 0 in each forward pass."""
+    """The keyword argument `position_ids` for ids [1, Q] that follow `seen` tokens, or {} for a
+    model that does not accept it. Without it, some models (Bamba) count from 0 in each forward
+    pass."""
     if not accepts(unwrap(model).forward, "position_ids"):
         return {}
     numbers = torch.arange(seen, seen + ids.shape[1], device=ids.device)

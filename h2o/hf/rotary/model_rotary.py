@@ -1,12 +1,12 @@
-"""A model's rotary embedding: the rotation of keys is undone, and done again at other positions.
+"""A model's rotary embedding: undo the rotation of keys, and rotate them to other positions.
 
 Rotary embeddings (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021)
-turn pairs of a key's elements by angles that grow with its position. Which elements are pairs and
-what the angles are differs between models, so both are taken from the model's own modules
-(`h2o.hf.rotary.rotary_parts`), and proven by running its attention.
+rotate pairs of a key's elements by angles that grow with the key's position. Models differ in which
+elements form pairs and in the angles. Both are therefore taken from the model's own modules
+(`h2o.hf.rotary.rotary_parts`) and verified by running its attention.
 
-Shape letters: B batch rows, Q tokens, P positions, D head dimension, F angles: of D elements 2 F
-turn.
+Shape letters: B batch rows, Q tokens, P positions, D head dimension, F angles, which rotate 2 F of
+the D elements of a head.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ ROLLED = frozenset(
     "cohere smollm3 starcoder2 qwen3_next qwen3_5_text olmo_hybrid bamba lfm2 lfm2_moe "
     "falcon_h1".split()
 )
-"""Model types whose keys can have cache-relative positions (`positions="cache_relative"`): tests
-show that the rotation of a key can be undone."""
+"""Model types that support cache-relative positions (`positions="cache_relative"`): tests show that
+the rotation of their keys can be undone."""
 
 _HERE, _FURTHER = (0, 3, 11), 50
-"""Positions of the proof's tokens, and how much further they are once more; a third time they are
-at the end of the longest text, where a model may scale queries by what they have seen."""
+"""Positions of the tokens in the proof's first run, and their shift in its second run. In the third
+run the tokens are at the end of the longest text, where some models scale queries by the number of
+tokens before them."""
 _NONE = "it has no rotary position embedding"
 _ZERO = torch.zeros(1, 1, dtype=torch.long, device="cpu")
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """x [..., D] turned by angles [..., 2, F]: element i with element F + i; of x's dtype."""
+    """Rotate x [..., D] by angles [..., 2, F]. Element i is paired with element F + i. The result
+    has the dtype of x."""
     F = angles.shape[-1]
     cos, sin = angles.unbind(-2)
     a, b = x[..., :F].float(), x[..., F : 2 * F].float()
@@ -50,12 +52,12 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def rotary_refusal(config: Any, *, windows: bool = False) -> str | None:
-    """Why keys of a model with this config cannot have cache-relative positions; or None.
+    """Why h2o does not support cache-relative positions for a model with this config, or None.
 
-    `windows`: whether layers of it have a sliding window.
+    `windows`: whether some of its layers have a sliding window.
     """
     text = config.get_text_config(decoder=True)
-    is_without = (  # Granite 4's, Zamba 2's
+    is_without = (  # in Granite 4 and Zamba 2
         getattr(text, "position_embedding_type", "rope") != "rope"
         or getattr(text, "use_mem_rope", True) is False
     )
@@ -67,54 +69,54 @@ def rotary_refusal(config: Any, *, windows: bool = False) -> str | None:
         return "its sliding-window layers keep their keys at original positions"
     if text.model_type not in ROLLED or config.model_type not in ROLLED | _PLAIN_POSITIONS:
         return (
-            "its rotary embedding has not been tested to come off its keys; tested are "
+            "undoing its rotation of keys has not been tested; it has been tested for "
             f"{', '.join(sorted(ROLLED))}"
         )
     return None
 
 
 _PLAIN_POSITIONS = frozenset({"llava"})
-"""Multimodal models whose language model gets plain positions 0, 1, 2, ..."""
+"""Multimodal models that pass plain positions 0, 1, 2, ... to their language model"""
 
 
 class Proof(NamedTuple):
-    """The result of proving a config's rotation."""
+    """The rotation that was found and verified for a config."""
 
     embedding: Any
-    """The class of the rotary module"""
+    """Class of the rotary module"""
     function: Callable[..., Any] | None
-    """The function that turns queries and keys"""
+    """Function that rotates queries and keys; None if no layer rotates them"""
     at_end: bool
-    """Whether the last elements of a head turn, not the first"""
+    """Whether the last elements of a head are rotated instead of the first"""
     turning: frozenset[int]
-    """The layers whose queries and keys turn; SmolLM3 leaves positions out in some"""
+    """Layers whose queries and keys are rotated; SmolLM3 skips some layers"""
 
 
 _proofs: dict[str, Proof | str] = {}
-"""Proofs by config, or why there is none."""
+"""Proofs by config, or the reason why there is none."""
 
 
 class Rotary:
     """The rotary embedding of the model that a config describes. Shared by the layers of a cache.
 
-    That the full attention of the model turns queries and keys by it, and by nothing else, is
-    proven when the first one is made of a config: an attention module of each layer, with weights
-    that are made up, is run over the same tokens at three distances from the start.
+    The first use of a config verifies that positions act on the model's full attention only by this
+    rotation of queries and keys. An attention module of each layer, with made-up weights, is run on
+    the same tokens at three distances from the start of a text.
 
     Raises:
-        UnsupportedError: naming the reason.
+        UnsupportedError: the rotation is not known, with the reason.
     """
 
     def __init__(self, config: Any, *, asked: str = 'positions="cache_relative"') -> None:
-        """`asked`: what errors say was asked for."""
+        """`asked`: the setting that needs the rotation, for errors."""
         self.asked = asked
-        self.adjacent = False  # whether pairs are adjacent elements
-        self.comes_adjacent = False  # whether they are so where the model begins to turn them
-        self.at_end = False  # whether the last elements of a head are turned, not the first
-        self.width = 0  # elements that are rotated, 2 F
+        self.adjacent = False  # whether pairs are adjacent elements once rotated
+        self.comes_adjacent = False  # whether they are adjacent before the model rotates them
+        self.at_end = False  # whether the last elements of a head are rotated, not the first
+        self.width = 0  # number of elements that are rotated, 2 F
         self._table: Tensor | None = None
         self._shifts: dict[tuple[int, int], Tensor] = {}
-        self._modules: dict[torch.device, Any] = {}  # copies of the module by device
+        self._modules: dict[torch.device, Any] = {}  # copies of the rotary module by device
         self._layer = -1
         self._ids: Tensor | None = None
         self._off: Tensor | None = None
@@ -138,13 +140,13 @@ class Rotary:
         return UnsupportedError(f"{self.asked} does not support {config.model_type}: {reason}")
 
     def _embed_by(self, embedding: Any, text: Any) -> list[int]:
-        """Makes the rotary module of a text config. The layers that it can be for."""
+        """Make the rotary module of a text config, and return the layers that may use it."""
         layers = full_layers(text)
         try:
             with torch.device("cpu"):
                 self.module = embedding(text)
-        except Exception as error:  # of a config that no released model has
-            raise LookupError(f"no {embedding.__name__}: {error}") from None
+        except Exception as error:  # raised for configs that no released model has
+            raise LookupError(f"{embedding.__name__} cannot be created: {error}") from None
         self._modules = {}
         by_type = compat.accepts(self.module.forward, "layer_type")
         rope, self._layer_type = text.rope_parameters, {}
@@ -153,7 +155,7 @@ class Rotary:
             if others:
                 raise LookupError("layers of several types have full attention")
             rope, self._layer_type = rope.get(layer_type, rope), {"layer_type": layer_type}
-        if rope is None:  # Beam has positions in layers with a window alone
+        if rope is None:  # Beam rotates only in its sliding-window layers
             rope, layers = {"rope_type": "default"}, []
         kind = rope["rope_type"] if by_type else getattr(self.module, "rope_type", "default")
         self.by_length = kind in BY_LENGTH
@@ -172,7 +174,7 @@ class Rotary:
             return f"its rotation of keys is not known: {error}"
 
     def _proven(self, parts: Parts, text: Any, layers: list[int]) -> Proof:
-        """Raises LookupError where there is no proof."""
+        """Prove the rotation, or raise LookupError with the reason why it cannot be proven."""
         here = torch.tensor([_HERE], dtype=torch.long, device="cpu")
         end = max(_FURTHER, (self.unchanged if self.by_length else self.most) - 1 - _HERE[-1])
         heard = []
@@ -182,7 +184,7 @@ class Rotary:
                 cases = [(ids, self._embedded(ids, torch.float32)) for ids in places]
             except Exception as error:
                 name = parts.embedding.__name__
-                raise LookupError(f"its {name} is not to be run: {error}") from None
+                raise LookupError(f"its {name} cannot be run: {error}") from None
             heard = [
                 (layer, *attended)
                 for group, attended in Probe(parts, text).attended(layers, *cases)
@@ -199,16 +201,17 @@ class Rotary:
                     moved = (first[0] != last[0]).any(0).any(0).any(0).nonzero()[:, 0]
                     self.at_end = int(moved[0]) >= first[0].shape[-1] - self.width > 0
                     if not self._is_turned(first, later, last):
-                        raise LookupError(f"layer {layer} does not turn by these angles alone")
+                        raise LookupError(f"layer {layer} does more than rotate by these angles")
                 turning = frozenset(layer for layer, *_ in heard)
                 return Proof(parts.embedding, self.function, self.at_end, turning)
-            except (LookupError, TypeError, RuntimeError) as error:  # of a function with other uses
+            except (LookupError, TypeError, RuntimeError) as error:  # or it takes other arguments
                 problems.append(str(error))
         raise LookupError("; ".join(problems))
 
     def _is_turned(self, *attended: tuple[Tensor, ...]) -> bool:
-        """Whether queries and keys of the three cases are the first ones, turned. Far away float32
-        has a position's angles no longer: there pairs must be as long."""
+        """Whether queries and keys of the later two runs are those of the first run, rotated. In
+        the last run only the lengths of pairs are compared, because float32 is not precise enough
+        for the angles of large positions."""
         angles = self.shift(_FURTHER)
         for here, later, last in zip(*attended, strict=True):
             here, later, last = map(self.halves, (here, later, last))
@@ -218,7 +221,7 @@ class Rotary:
         return True
 
     def _sizes(self, x: Tensor) -> Tensor:
-        """Lengths of the pairs that are rotated, and the other elements as they are; x [..., D] has
+        """Lengths of the rotated pairs, followed by the other elements unchanged; x [..., D] is in
         the order of `halves`."""
         pairs = x[..., : self.width].unflatten(-1, (2, -1))
         return torch.cat([torch.linalg.vector_norm(pairs, dim=-2), x[..., self.width :]], dim=-1)
@@ -228,14 +231,14 @@ class Rotary:
         return layer in self.turning
 
     def _find_pairs(self) -> None:
-        """Finds which elements are pairs: adjacent ones, or i and i + D / 2. DeepSeek's are
-        adjacent before they are turned, and no longer behind."""
+        """Find which elements form pairs: adjacent elements, or i and i + D / 2. In DeepSeek, pairs
+        are adjacent before the rotation but not after it."""
         D = self._tables(_ZERO, torch.float32)[0].shape[-1]
         if (frequencies := getattr(self.module, "inv_freq", None)) is not None:
-            D = 2 * len(frequencies)  # some models have each cosine once
+            D = 2 * len(frequencies)  # some tables have each cosine only once
         self.width, self._shifts = D, {}
         if D % 2:
-            raise LookupError(f"{D} elements are turned, an odd number")
+            raise LookupError(f"{D} elements are rotated, which is an odd number")
         ids = torch.tensor([[0, 1, 7]], dtype=torch.long, device="cpu")
         row = torch.linspace(-1, 1, 3 * D, dtype=torch.float32, device="cpu")
         row = row.reshape(1, 1, 3, D).sin() + 1
@@ -245,16 +248,17 @@ class Rotary:
             found = self._halves(self._applied(row, ids))
             if torch.allclose(rotate(given, self._angles(ids, row.dtype)), found):
                 return
-        raise LookupError("pairs are not turned by one angle each")
+        raise LookupError("some pair of elements is not rotated by a single angle")
 
     def halves(self, x: Tensor) -> Tensor:
-        """x [..., D] with the first elements of all pairs, then the second ones, then the rest."""
+        """Reorder x [..., D]: the first elements of all pairs, then the second ones, then the
+        elements that are not rotated."""
         if self.at_end:
             x = torch.cat([x[..., -self.width :], x[..., : -self.width]], dim=-1)
         return self._halves(x)
 
     def _halves(self, x: Tensor) -> Tensor:
-        """`halves` for x whose first elements are turned."""
+        """`halves` for x whose rotated elements come first."""
         if not self.adjacent:
             return x
         D = self.width
@@ -263,7 +267,8 @@ class Rotary:
     def table(self, ranks: int, device: Any = None) -> Tensor:
         """Angles of positions 0 to P - 1, [P, 2, F] float32, P >= `ranks`.
 
-        Of a model whose angles depend on the length, P = `ranks`: those of a text so long.
+        If the model's angles depend on the length of the text, P is `ranks`, and the angles are
+        those of a text of that length.
         """
         held = 0 if self._table is None else len(self._table)
         if held < ranks or (self.by_length and held != ranks):
@@ -275,13 +280,14 @@ class Rotary:
         return self._table
 
     def shift(self, distance: int, length: int = 0) -> Tensor:
-        """Angles [2, F] float32 that rotate what is in `halves` on by so many positions.
+        """Angles [2, F] float32 that rotate x, in the order of `halves`, forward by `distance`.
 
-        Models that scale what they rotate have done so already, and the angles do not again. All
-        layers ask for the same few distances, which are remembered.
+        The angles carry no scale, because models that scale what they rotate have done so already.
+        Angles are remembered, because all layers ask for the same few distances.
 
         Args:
-            length: tokens of the text, of a model whose angles depend on it.
+            distance: number of positions.
+            length: number of tokens in the text, for models whose angles depend on it.
         """
         length = length if self.by_length else 0
         if (distance, length) not in self._shifts:
@@ -289,17 +295,17 @@ class Rotary:
             pair = [[place, max(place, length - 1)]]
             ids = torch.tensor(pair, dtype=torch.long, device="cpu")
             angles = self._angles(ids, torch.float32)[0, 0, 0]
-            if length:  # where the module makes other angles for what is further than the text
+            if length:  # ids beyond the text would change the angles, so multiply those of 1
                 one = torch.atan2(angles[1].double(), angles[0].double())
                 angles = torch.stack([(distance * one).cos(), (distance * one).sin()]).float()
             self._shifts[distance, length] = angles / torch.linalg.vector_norm(angles, dim=0)
         return self._shifts[distance, length]
 
     def off(self, ids: Tensor, dtype: torch.dtype, layer: int) -> Tensor | None:
-        """Angles [B or 1, 1, Q, 2, F] that undo the model's rotation at position_ids [B or 1, Q],
-        of what is in `halves`; None where there is nothing to undo.
+        """Angles [B or 1, 1, Q, 2, F] that undo the model's rotation of keys in the order of
+        `halves`, at position_ids [B or 1, Q]; None if there is nothing to undo.
 
-        Computed for the first layer of a forward pass, and shared by the others.
+        The first layer of a forward pass computes the angles, and the others share them.
 
         Raises:
             UnsupportedError: the model's angles depend on more than its config and ids.
@@ -315,12 +321,12 @@ class Rotary:
                 f'positions="cache_relative" needs position_ids [B, Q], not {list(ids.shape)}'
             )
         if getattr(self.module, "attention_scaling", 1) == 1 and ids.is_cpu and not ids.any():
-            return None  # elsewhere reading ids would wait for the device
+            return None  # on a GPU, reading ids would wait for the device
         if self.by_length and int(ids.max()) >= self.most:
             raise UnsupportedError(
-                f'positions="cache_relative": beyond {self.most} tokens the angles of this model '
-                f"({self.module.rope_type}) depend on what it read before; use h2o.patched(), or "
-                "give position_ids of 0, which leave the keys as they are"
+                f'positions="cache_relative": beyond {self.most} tokens, the angles of this model '
+                f"({self.module.rope_type}) depend on earlier texts. Use h2o.patched(), or pass "
+                "position_ids of 0, which leave the keys unrotated"
             )
         cos, sin = self._angles(ids, dtype).unbind(-2)
         size = cos * cos + sin * sin
@@ -330,19 +336,19 @@ class Rotary:
         return {**self.__dict__, "_ids": None, "_off": None, "_table": None, "_shifts": {}}
 
     def __deepcopy__(self, memo: Any) -> Rotary:
-        """A copy for another cache; the module, which is never changed, is the same."""
+        """A copy for another cache. It shares the rotary module, which is never changed."""
         return copy.copy(self)
 
     def _angles(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, 1, Q, 2, F] float32: cosines and sines as the model makes them in a dtype."""
+        """Cosines and sines as the model computes them in a dtype, [B, 1, Q, 2, F] float32."""
         D = self.width
-        first = torch.zeros(D, dtype=dtype, device=ids.device)  # 1 in the first of each pair
+        first = torch.zeros(D, dtype=dtype, device=ids.device)  # 1 in each pair's first element
         first[slice(0, D, 2) if self.comes_adjacent else slice(D // 2)] = 1
         out = self._applied(first.expand(ids.shape[0], 1, ids.shape[1], D), ids)
         return self._halves(out).float().unflatten(-1, (2, D // 2))
 
     def _applied(self, x: Tensor, ids: Tensor) -> Tensor:
-        """x [B, heads, Q, D] rotated at ids as the model would."""
+        """Rotate x [B, heads, Q, D] at positions `ids` as the model would."""
         assert self.function is not None
         _, second, *_ = compat.parameters_of(self.function)
         tables = self._tables(ids, x.dtype)
@@ -352,14 +358,14 @@ class Rotary:
         return self.function(x, x, *tables)[0]
 
     def _tables(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Cosines and sines, or both as complex numbers."""
+        """The output of the rotary module: cosines and sines, or one tensor of complex numbers."""
         tables = self._embedded(ids, dtype)
         return tables if isinstance(tables, tuple) else (tables,)
 
     def _embedded(self, ids: Tensor, dtype: torch.dtype) -> Any:
-        """The output of the model's rotary module for ids."""
+        """The output of the model's rotary module for positions `ids`, as it comes."""
         module = self._modules.get(ids.device, self.module)
-        # Modules whose angles depend on the length change with each call: so a copy.
+        # Call a copy of a module whose angles depend on the length: each call changes the module.
         if self.by_length or (module is self.module and not ids.is_cpu):
             module = copy.deepcopy(self.module).to(ids.device)
         if not self.by_length:

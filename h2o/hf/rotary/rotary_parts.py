@@ -1,10 +1,10 @@
-"""The classes and functions that turn a language model's queries and keys, found in its code.
+"""Finds the classes and functions that rotate a language model's queries and keys, in its code.
 
 In transformers' modeling files the constructor of a module names the classes of its submodules, and
-the forward of an attention names the function that turns queries and keys. So both are found from
-the class of the model, and no family needs to be known by name. `Probe` runs a small attention
-module at any positions and records its queries and keys, by which `h2o.hf.rotary.model_rotary`
-proves the rotation.
+the forward method of an attention module names the function that rotates queries and keys. Both are
+therefore found from the class of the model, without a list of model families. `Probe` runs a small
+attention module at given positions and records its queries and keys, with which
+`h2o.hf.rotary.model_rotary` proves the rotation.
 
 Shape letters: Q tokens, H query heads, G key/value heads, D head dimension.
 """
@@ -31,27 +31,27 @@ from h2o.model_identity import describe
 
 
 class Parts(NamedTuple):
-    """The parts of a language model that turn queries and keys."""
+    """The parts of a language model that rotate queries and keys."""
 
     embedding: Any
-    """The class of its rotary module; None where it makes none, whatever its config says"""
+    """Class of the rotary module; None if a model with this config creates none"""
     attention: Any
-    """The class of its attention"""
+    """Class of the attention module"""
     functions: tuple[Callable[..., Any], ...]
-    """Functions that turn queries and keys; the config chooses among several"""
+    """Functions that rotate queries and keys; if there are several, the config chooses one"""
 
 
 def parts_of(text: Any) -> Parts:
     """The parts of the language model with this text config.
 
     Raises:
-        LookupError: what was expected and is not there.
+        LookupError: the code is not as expected, with the reason.
     """
     model = _model_class(text)
     made = _made_by(model)
     embedding = _only("rotary module", [x for x in made if accepts(x.forward, "x", "position_ids")])
     attention = _only(
-        "attention by transformers' interface that is given rotary positions",
+        "attention module that uses AttentionInterface and receives rotary positions",
         [
             x
             for x in made
@@ -64,17 +64,18 @@ def parts_of(text: Any) -> Parts:
     named = (space[name] for name in _names(attention.forward) if name.startswith("apply_rotary"))
     functions = tuple(dict.fromkeys(named))
     if not functions:
-        raise LookupError("no function apply_rotary...")
+        raise LookupError("its attention calls no function named apply_rotary...")
     return Parts(embedding if _makes(model, text, embedding) else None, attention, functions)
 
 
 def _model_class(text: Any) -> Any:
-    """The class of the language model without its head."""
+    """Class of the language model without its head."""
     autos = transformers.AutoModel, transformers.AutoModelForCausalLM
     for auto in autos:
         if model := compat.model_class(auto, text):
             return model
-    modeling = type(text).__module__.replace(".configuration_", ".modeling_")  # within another
+    # A language model that is only a part of another model is in the modeling file of that model.
+    modeling = type(text).__module__.replace(".configuration_", ".modeling_")
     classes = [
         x
         for x in vars(sys.modules.get(modeling, text)).values()
@@ -96,9 +97,9 @@ def _only(what: str, found: list[Any]) -> Any:
 
 
 def _made_by(model: Any) -> list[Any]:
-    """The classes of the modules that a class of modules makes, and that these make."""
+    """Classes of the modules that a module class creates, directly or through other modules."""
     found: list[Any] = [model]
-    for maker in found:  # which grows
+    for maker in found:  # the list grows in the loop
         space = vars(sys.modules[maker.__module__])
         for name in _names(compat.constructor_of(maker)):
             if inspect.isclass(x := space.get(name)) and issubclass(x, nn.Module):
@@ -108,7 +109,7 @@ def _made_by(model: Any) -> list[Any]:
 
 
 def _names(function: Any) -> list[str]:
-    """All names in a function's code that are not its own."""
+    """All global names and attributes that a function's code uses."""
 
     def of(code: types.CodeType) -> Iterator[str]:
         yield from code.co_names
@@ -121,20 +122,21 @@ def _names(function: Any) -> list[str]:
 
 
 def _makes(model: Any, text: Any, embedding: Any) -> bool:
-    """Whether a model with this config makes such a module: Granite 4 does by request only."""
+    """Whether a model with this config creates the rotary module. Granite 4 does so on request
+    only."""
     text = copy.deepcopy(text)
     text.num_hidden_layers = 0
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of tensors without elements
+            warnings.simplefilter("ignore")  # about tensors without elements
             made = model(text)
     except Exception as error:
-        raise LookupError(f"a {model.__name__} without layers is not to be made: {error}") from None
+        raise LookupError(f"{model.__name__} cannot be created without layers: {error}") from None
     return any(isinstance(module, embedding) for module in made.modules())
 
 
 class _Past:
-    """A cache that holds nothing of the tokens that it has seen: Llama 4 asks it how many."""
+    """A cache that stores nothing and reports a number of seen tokens, for which Llama 4 asks."""
 
     def __init__(self, seen: int) -> None:
         self.seen = seen
@@ -147,7 +149,7 @@ class _Past:
 
 
 class Probe:
-    """Attention modules with the head dimension of the model's, and weights that are made up."""
+    """Small attention modules with the model's head dimension and made-up weights."""
 
     def __init__(self, parts: Parts, text: Any) -> None:
         self.parts, self.text = parts, copy.deepcopy(text)
@@ -167,14 +169,17 @@ class Probe:
     def attended(
         self, layers: Sequence[int], *positions: tuple[Tensor, Any]
     ) -> list[tuple[list[int], list[tuple[Tensor, Tensor]]]]:
-        """The input of attention: for layers that are alike, queries [1, H, Q, D] and keys
-        [1, G, Q, D] of the same tokens at each of these positions.
+        """Run the attention of some layers on the same tokens at several positions.
 
         Args:
-            positions: ids [1, Q] and what the rotary module makes of them.
+            positions: position ids [1, Q] and the output of the rotary module for them.
+
+        Returns:
+            Groups of layers whose attention modules are alike, each with the queries [1, H, Q, D]
+            and keys [1, G, Q, D] that reach attention at each of the positions.
 
         Raises:
-            LookupError: a module is not to be made, or run, by what is known of it.
+            LookupError: an attention module cannot be created or run.
         """
         attention = self.parts.attention
         alike: dict[str, tuple[list[int], nn.Module]] = {}
@@ -188,7 +193,7 @@ class Probe:
                 for group, module in alike.values()
             ]
         except Exception as error:
-            raise LookupError(f"its {attention.__name__} is not to be run: {error}") from None
+            raise LookupError(f"its {attention.__name__} cannot be run: {error}") from None
 
     def _heard(
         self, module: nn.Module, positions: Sequence[tuple[Tensor, Any]]
@@ -208,7 +213,7 @@ class Probe:
         finally:
             compat.unregister_attention(self.name)
         if len(heard) != len(positions):
-            raise LookupError(f"it attends {len(heard)} times")
+            raise LookupError(f"its attention function ran {len(heard)} times")
         return heard
 
     def _arguments(self, ids: Tensor, tables: Any) -> dict[str, Any]:
@@ -225,7 +230,7 @@ class Probe:
 
 
 def _fingerprint(module: nn.Module) -> str:
-    """A module's settings, its layer's number left out, and what it is made of."""
+    """A module's settings, except for the number of its layer, and its structure."""
     plain = [
         (name, value)
         for part in module.modules()
@@ -236,7 +241,7 @@ def _fingerprint(module: nn.Module) -> str:
 
 
 def _fill_weights(module: nn.Module) -> nn.Module:
-    """A module that was made on no device, with weights that no two are alike, norms' too."""
+    """Give a module on the meta device weights on the CPU, all different even in norms."""
     module = module.to_empty(device="cpu").float()
     sizes = [parameter.numel() for parameter in module.parameters()]
     numbers = torch.arange(max(sizes) + len(sizes), dtype=torch.float32, device="cpu").sin() + 0.1
