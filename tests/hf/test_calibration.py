@@ -274,7 +274,7 @@ def test_an_interrupted_run_goes_on(tmp_path):
     )
     assert again[0] == (0, 28), "of another seed"
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(UserError, match="no file of results"):
+    with pytest.raises(UserError, match="not a file of results"):
         h2o.calibrate(model, ids_of(), window=WINDOW, resume=tmp_path / "other.json")
 
 
