@@ -358,7 +358,7 @@ def test_profiles_that_are_none(fractions, shares, match):
 
 
 def test_another_model_is_refused(profile):
-    with pytest.raises(ValueError, match="model_type is llama there and opt here"):
+    with pytest.raises(ValueError, match="this model's model_type is opt, not llama"):
         profile.check(tiny.model("opt"))
     other = tiny.model("llama")
     for parameter in other.parameters():
@@ -368,7 +368,7 @@ def test_another_model_is_refused(profile):
         profile.check(other)
     deeper = tiny.model("llama").config
     deeper.num_hidden_layers = 3
-    with pytest.raises(ValueError, match="num_hidden_layers is 2 there and 3 here"):
+    with pytest.raises(ValueError, match="num_hidden_layers is 3, not 2"):
         profile.check(deeper)
 
 
