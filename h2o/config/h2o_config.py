@@ -213,8 +213,8 @@ class H2OConfig(Presets):
             shares = Profile.shipped(model)
             if shares is None:
                 raise ValueError(
-                    "no profile for this model comes with h2o: make one with h2o calibrate and pass "
-                    "H2OConfig.calibrated(budget, h2o.Profile.load(path))"
+                    "no profile for this model comes with h2o: make one with h2o calibrate and "
+                    "pass H2OConfig.calibrated(budget, h2o.Profile.load(path))"
                 )
         elif isinstance(shares, Profile):
             shares.check(model)
