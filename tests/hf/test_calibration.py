@@ -283,7 +283,7 @@ def test_an_interrupted_run_goes_on(tmp_path):
     [
         (TypeError, "wanted a torch tensor", {"input_ids": "a text"}),
         (ValueError, "there is no text", {"input_ids": []}),
-        (ValueError, "less than a window of 48", {"input_ids": torch.ones(20, dtype=torch.long)}),
+        (ValueError, "fewer than a window of 48", {"input_ids": torch.ones(20, dtype=torch.long)}),
         (ValueError, r"\[2, 9\]", {"input_ids": torch.ones(2, 9, dtype=torch.long)}),
         (ValueError, "fractions", {"fractions": [0.0]}),
         (ValueError, "draws", {"draws": 0}),
