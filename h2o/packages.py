@@ -206,7 +206,7 @@ def install_command(extra: str = "") -> str:
     """Command that installs h2o-kv from its origin, with an extra of pyproject.toml."""
     extra = f"[{extra}]" if extra else ""
     url, editable = _origin()
-    if not url:  # h2o-kv is on no package index
+    if not url:  # h2o-kv is not on any package index
         return f"pip install {shlex.quote(f'.{extra}')} {SOURCES}"
     if url.startswith("file://") and not url.endswith(".whl"):
         folder = unquote(urlsplit(url).path)

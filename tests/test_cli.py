@@ -662,7 +662,7 @@ COMMANDS = (
         ("generate --budget 20%", "--budget: '20%' is not an amount: write a number of tokens"),
         ("generate --compare full,h2o:0.1-0.1", "'0.1-0.1' is not an amount"),
         ("generate --profile no.json", "error: cannot read no.json: No such file"),
-        (f"generate --profile {shlex.quote(__file__)}", "test_cli.py: is no profile of h2o"),
+        (f"generate --profile {shlex.quote(__file__)}", "test_cli.py: is not a profile made"),
         ("generate --prompts no.jsonl --output x", "--prompts: cannot read no.jsonl: No such file"),
         *[(f"{command} --model ''", "--model: is empty: name a model") for command in COMMANDS],
         ("eval --tasks copa --model ' '", "is empty: name a model, or leave --model out"),
@@ -670,7 +670,7 @@ COMMANDS = (
         ("analyze --output FOLDER.json", "FOLDER.json is a folder, wanted a file"),
         ("analyze --output deep.json --text deep.json", "deep.json is a file that is read"),
         ("calibrate --output deep.json --text ./deep.json", "deep.json is a file that is read"),
-        ("generate --profile deep.json", "deep.json: is no profile of h2o"),
+        ("generate --profile deep.json", "deep.json: is not a profile made"),
     ],
 )
 def test_one_line_says_which_argument_is_wrong(line, words, capfd, tmp_path, monkeypatch):

@@ -221,7 +221,7 @@ def _with_attention(
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether a tensor is a compiler's, with a shape but no memory that a kernel could read."""
+    """Whether a compiler made the tensor, with a shape but without memory for a kernel to read."""
     return isinstance(tensor, _fake_types())
 
 
@@ -251,7 +251,7 @@ _NO_CHANGE = contextlib.nullcontext()
 
 def current(tensor: Any) -> contextlib.AbstractContextManager[Any]:
     """Make a tensor's device torch's current one. On CUDA `__dlpack__` requires this before torch
-    2.10, and models that accelerate spreads over devices do not set the current device."""
+    2.10, and models that accelerate distributes over devices do not set the current device."""
     if _has_table(tensor) or not getattr(tensor, "is_cuda", False):
         return _NO_CHANGE
     import torch

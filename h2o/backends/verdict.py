@@ -18,7 +18,7 @@ class Verdict(NamedTuple):
     """Result of a check of a device's kernels."""
 
     mistakes: list[str]
-    """What the kernels get wrong. If empty, they are used."""
+    """Mistakes of the kernels. The kernels are used if there are none."""
     prompts: dict[int, Ways]
     """The attention for each entry of `h2o.backends.prompt_attention.DEPTHS` measured so far."""
 

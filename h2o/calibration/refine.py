@@ -136,8 +136,8 @@ def _attend(
 
 
 def _divergence(wanted: Tensor, logits: Tensor) -> tuple[Tensor, float]:
-    """KL(wanted || logits), summed over tokens, and its gradient by the logits [n, vocabulary].
-    Returns (gradient, divergence)."""
+    """Return (gradient with respect to logits [n, vocabulary], divergence), where the divergence is
+    the sum over tokens of KL(wanted || logits)."""
     gradient = torch.empty_like(logits)
     total = 0.0
     for first in range(0, len(logits), ROWS):

@@ -20,7 +20,7 @@ from h2o.model_identity import attention_difference, difference
 from h2o.utils.filesystem import atomic_write
 
 KIND = "h2o profile"
-NO_PROFILE = "is no profile of h2o calibrate"
+NO_PROFILE = "is not a profile made by h2o calibrate"
 LAYOUT = 1
 """Version of the file format. Increment it when older versions of h2o cannot read the new files."""
 
