@@ -133,7 +133,7 @@ def attend(
     affects the outputs of the tokens that see it and no others. An infinite value makes them
     infinite, or NaN where its weight underflows a float32 (a logit about 87 below the row's
     highest), since 0 times infinity is NaN. If torch's own attention computes prompts on CUDA
-    (`h2o info` says so), outputs of up to some hundred earlier tokens may be NaN too.
+    (`h2o info` says so), outputs of up to about a hundred earlier tokens may be NaN too.
     """
     if grad_enabled():
         _refuse_grad(
