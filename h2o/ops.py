@@ -252,7 +252,7 @@ def step(
     if fields:
         policy = one_policy(policy, fields)
     backend = backends.serving_if_open(query)
-    # Not `_fill_in`: this runs in every layer for every new token, usually with both given.
+    # Not `_fill_in`: this runs in every layer for every new token, often with both given.
     sizes = four_sizes(query) if out is None or scale is None else None
     if out is None and sizes is not None:
         B, H, Q, D = sizes
