@@ -316,7 +316,7 @@ def test_save_and_load(profile, tmp_path):
     content = json.loads(path.read_text())
     assert "abc" not in path.read_text(), "no text goes into a profile"
     for change, match in [
-        ({"kind": "x"}, "no profile"),
+        ({"kind": "x"}, "not a profile"),
         ({"layout": 99}, "layout 99"),
         ({"shares": None}, "damaged"),
         ({"model": "llama"}, "damaged"),
