@@ -38,7 +38,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class H2OConfig(Presets):
-    """How many keys each row, layer and key/value head may keep, and which ones.
+    """Number of keys that each row, layer and key/value head may keep, and how they are chosen.
 
     The budget is k = sinks + heavy + recent. The cache keeps the first `sinks` tokens of a row, its
     `recent` newest tokens, and the `heavy` highest-ranked of the others. The default is the
