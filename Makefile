@@ -381,7 +381,7 @@ test-gpu: .venv/core .venv/test ## the kernels on a GPU: the same tests, models,
 # What the host computes is tiny, and many processes do so at a time.
 gpu-tests:
 	OMP_NUM_THREADS=1 H2O_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest -q $(PYTEST_MARKS) -W default \
-		-W "error:the torch backend serves:RuntimeWarning" $(GPU_TESTS)
+		-W "error:the torch backend is used:RuntimeWarning" $(GPU_TESTS)
 
 # Each tensor has memory of its own. In a block of torch's allocator, which cuts tensors from it,
 # what is past the end of one belongs to the next.

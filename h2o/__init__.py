@@ -8,9 +8,9 @@ cache = h2o.H2OCache(model, budget=0.2)  # a fifth of the bytes of a full cache
 model.generate(**inputs, cache=cache)
 ```
 
-Importing h2o needs NumPy only. Names that need torch or transformers import them
-when they are first used. The attention "h2o" is registered with transformers as soon
-as both packages have been imported, in either order.
+Importing h2o needs NumPy only. Names that need torch or transformers import them on first use.
+The attention "h2o" is registered with transformers once both packages have been imported, in
+either order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from h2o import packages
 try:
     packages.check()
     from h2o import backends, ops
-except (ImportError, ValueError) as error:  # ValueError: the variables H2O_CPU and H2O_BACKEND
+except (ImportError, ValueError) as error:  # ValueError: H2O_CPU or H2O_BACKEND is invalid
     if packages.is_command():
         sys.exit(f"h2o: error: {error}")
     raise
@@ -34,7 +34,7 @@ from h2o.config import H2OConfig
 from h2o.config.profile import Profile
 from h2o.errors import UnsupportedError
 
-if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
+if TYPE_CHECKING:  # the names in _LAZY, for type checkers and editors
     from h2o.analysis.analyze import analyze as analyze
     from h2o.calibration.calibrate import calibrate as calibrate
     from h2o.hf.batching.generate_all import generate_all as generate_all
@@ -90,18 +90,19 @@ if not TYPE_CHECKING:  # type checkers would otherwise accept any name
 
 
 def __dir__() -> list[str]:
-    """Public names, without those imported here for h2o's own use."""
+    """Public names, without the modules imported above for internal use."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
-_INTERFACE = "transformers.modeling_utils"  # where transformers keeps its attention functions
+_INTERFACE = "transformers.modeling_utils"  # the module with transformers' attention functions
 
 
 def _register() -> None:
-    """Make the attention "h2o" known to transformers.
+    """Register the attention "h2o" with transformers.
 
-    Importing transformers never fails here. In a version that lacks what h2o borrows from it, the
-    attention "h2o" raises the ImportError that says so, as everything else of h2o does.
+    An error here must not make `import transformers` fail. If this version of transformers lacks
+    something that h2o needs, the attention "h2o" raises the ImportError when it is called, like
+    the rest of h2o.
     """
     try:
         with packages.explain_missing('attn_implementation="h2o"'):
@@ -120,7 +121,7 @@ def _register_error(error: ImportError) -> None:
 
 
 class _AfterTransformers:
-    """Import hook that registers the attention after transformers, and then removes itself."""
+    """Import hook that registers the attention after transformers is imported."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""python -m h2o: the same as the command h2o."""
+"""`python -m h2o` is the command `h2o`."""
 
 import sys
 

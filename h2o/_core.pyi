@@ -1,4 +1,4 @@
-"""The C core. Use h2o.ops, which documents the operations; a tensor is whatever speaks DLPack."""
+"""The C core. Use h2o.ops, which documents the operations. A tensor is any object with DLPack."""
 
 from typing import Any, TypedDict
 

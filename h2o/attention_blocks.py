@@ -1,9 +1,9 @@
 """Attention of a whole text in blocks of rows, so that memory is linear in the text's length.
 
-Logits [H, rows, keys] block by block serve measures of attention itself: the share of it that falls
-on keys that were not evicted (`retained_mass`), and the masks of published evaluations. An evicted
-key never returns, so one number per key says what a row sees: row i sees key j if
-j <= i < evicted_at[j].
+The logits [H, rows, keys] of a block serve two purposes: to measure which share of the attention
+goes to keys that were not evicted (`retained_mass`), and to apply the masks of published
+evaluations. An evicted key never returns, so one number per key says which rows see it: row i sees
+key j if j <= i < evicted_at[j].
 
 Shape letters: H query heads, G key/value heads, n tokens, D head dimension.
 """
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from h2o.sink_logits import softmax
 
-ROWS = 64  # rows of logits that exist at one time
+ROWS = 64  # rows of logits in memory at one time
 
 
 def logit_blocks(
     query: Tensor, keys: Tensor, scale: float | None, softcap: float = 0.0
 ) -> Iterator[tuple[int, Tensor]]:
-    """Logits of attention, some rows at a time.
+    """Compute attention logits, a few rows at a time.
 
     Args:
         query: [H, n, D]; keys: [G, n, D], H = G * R.
@@ -59,9 +59,9 @@ def attend_blocks(
 
     Args:
         query: [H, n, D]; keys, values: [G, n, D].
-        hide: says which keys a block's rows do not see, [H, rows, keys] bool, from its first row
-            and logits.
-        scale, softcap: as of `logit_blocks`.
+        hide: function of a block's first row and its logits that returns which keys the rows do
+            not see, [H, rows, keys] bool.
+        scale, softcap: as in `logit_blocks`.
         sinks: [H, 1, 1], see `h2o.sink_logits`.
     """
     H, n, D = query.shape
@@ -89,8 +89,8 @@ def retained_mass(
         scale, softcap: as in `h2o.ops.attend`.
 
     Returns:
-        [H, n] float32: of each row i the softmax over all earlier keys, summed over those with
-        i < evicted_at[j]. 1 where nothing was evicted.
+        [H, n] float32: for each row i the softmax over all keys j <= i, summed over those with
+        i < evicted_at[j]. 1 if nothing was evicted.
     """
     H, n, _ = query.shape
     evicted_at = evicted_at.repeat_interleave(H // len(evicted_at), dim=0)
@@ -103,7 +103,7 @@ def retained_mass(
 
 
 def visible(evicted_at: Tensor, first: int, rows: int, seen: int) -> Tensor:
-    """[H, rows, seen] bool: which of the first `seen` keys the rows from `first` on still see, if
-    causality is left aside."""
+    """Which of the first `seen` keys the rows from `first` on still see, [H, rows, seen] bool,
+    ignoring causality."""
     row = torch.arange(first, first + rows, device=evicted_at.device)
     return row[:, None] < evicted_at[:, None, :seen]

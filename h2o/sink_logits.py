@@ -1,8 +1,9 @@
-"""The softmax with learned attention sinks (`sink_logits` of `h2o.ops.attend`), in torch.
+"""Softmax with learned attention sinks (`sink_logits` of `h2o.ops.attend`), in torch.
 
-Each query head has a logit that stands in the denominator of its softmax and has no value (OpenAI,
-"gpt-oss-120b & gpt-oss-20b Model Card", 2025, arXiv:2508.10925). They are parameters of the model,
-not the first tokens that a policy keeps, which are called `sinks`.
+Each query head has one logit that is added to the denominator of its softmax and has no value
+(OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, arXiv:2508.10925). These logits are
+parameters of the model. The `sinks` of a policy are something else: the first tokens, which it
+keeps.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import torch
 from torch import Tensor
 
 LARGEST = 1e30
-"""Stands for an infinite sink, so that it takes all instead of making all NaN."""
+"""Replaces an infinite sink, which then takes all attention instead of making it NaN."""
 
 
 def softmax(logits: Tensor, sinks: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """Softmax of logits [..., keys] over the keys and a sink [..., 1], whose share is left out.
+    """Softmax of logits [..., keys] over the keys and a sink [..., 1], whose share is dropped.
 
     Args:
-        sinks: to be broadcast over the rows; None: an ordinary softmax.
-        dtype: of the result, that of the logits by default.
+        sinks: logits of the sinks, broadcast over the rows. None: an ordinary softmax.
+        dtype: dtype of the result, that of the logits by default.
     """
     if sinks is None:
         return logits.softmax(-1, dtype=dtype)

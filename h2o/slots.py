@@ -1,6 +1,6 @@
 """`Slots`: the tensors of one layer's cache (keys, values, scores, positions, ...).
 
-`new_slots` makes empty ones, of the library of the keys that it is given.
+`new_slots` makes empty ones, with the library and device of the keys that it is given.
 
 Shape letters: B batch rows, Z rows of slots (B, unless `rows` is given), G key/value heads, S
 slots, T slots of all heads of a row, D head dimension.
@@ -18,61 +18,61 @@ from h2o.budgets import UNLIMITED
 from h2o.kv_dtype import stored_bytes
 from h2o.tensors import four_sizes, full
 
-Tensor = Any  # whatever speaks DLPack
+Tensor = Any  # any object that supports DLPack
 
 
 class Slots(NamedTuple):
     """Keys and values of one layer. The operations update the tensors in place.
 
-    A slot is an index on axis S. A row that has seen `seen_tokens[b]` tokens and may
-    keep k = sinks + heavy + recent of them holds min(seen_tokens[b], k), in the
-    lowest slots, except that `next_slot[b, g]` may be a hole among them.
+    A slot is an index on axis S. A row that has seen `seen_tokens[b]` tokens and may keep
+    k = sinks + heavy + recent of them holds min(seen_tokens[b], k) tokens, in the lowest slots,
+    except that `next_slot[b, g]` may be a gap among them.
 
-    Heads may have different budgets, and different numbers of slots to save memory. Then `starts`
-    is given, and the slots of a row's heads follow each other on one axis T: keys are [Z, T, D]
+    Heads may have different budgets and, to save memory, different numbers of slots. `starts` is
+    then given, and the slots of a row's heads follow each other on one axis T: keys are [Z, T, D]
     instead of [Z, G, S, D], and scores [Z, T] instead of [Z, G, S]. The axis may be longer than
     one layer needs, because several layers may share it.
 
-    With `rows` a call uses the rows with these numbers only, one for each row of its batch.
+    If `rows` is given, a call uses only the rows that it lists, one for each row of the batch.
     """
 
     keys: Tensor
-    """[Z, G, S, D]; quantized: [Z, G, S, bytes] uint8, read by `h2o.quantization.dequantize`"""
+    """[Z, G, S, D]; quantized: [Z, G, S, bytes] uint8, read by `h2o.quantization.dequantize`."""
     values: Tensor | None
-    """like `keys`; None where the keys are the values too (multi-head latent attention)"""
+    """Like `keys`. None if the keys are the values too (multi-head latent attention)."""
     scores: Tensor
-    """[Z, G, S] float32: attention that each key has received, the sum or the largest"""
+    """[Z, G, S] float32: attention that each key has received, the sum or the maximum."""
     positions: Tensor
-    """[Z, G, S] int32: index of the token in its row, pads not counted; -1: empty"""
+    """[Z, G, S] int32: index of the token in its row, not counting padding; -1: empty."""
     next_slot: Tensor
-    """[Z, G] int32: the slot that the next token takes"""
+    """[Z, G] int32: slot for the next token."""
     seen_tokens: Tensor
-    """[Z] int64: tokens that the row has seen, pads not counted"""
+    """[Z] int64: number of tokens that the row has seen, not counting padding."""
     budget: Tensor
-    """[Z, 2], or [Z, G, 2] for heads with budgets of their own, int32: heavy, recent"""
+    """[Z, 2], or [Z, G, 2] if heads have different budgets, int32: heavy, recent."""
     evicted_score: Tensor
-    """[Z, G] float64 (on mps float32): sum of the scores of evicted keys at their eviction"""
+    """[Z, G] float64 (float32 on mps): sum of the scores that evicted keys had at eviction."""
     norms: Tensor | None = None
-    """[Z, G, S] float32: L2 norm of each value; given exactly if value_weighted"""
+    """[Z, G, S] float32: L2 norm of each value. Given if and only if value_weighted."""
     starts: Tensor | None = None
-    """[G + 1] int32: head g has the slots starts[g] to starts[g + 1] - 1 of axis T; or
-    [Z, G + 1], where each row has places of its own"""
+    """[G + 1] int32: head g has the slots starts[g] to starts[g + 1] - 1 of axis T. [Z, G + 1] if
+    the boundaries differ by row."""
     rows: Tensor | None = None
-    """[B] int32: row b of the batch is row rows[b] of the fields above; no number occurs twice.
-    None: row b is row b"""
+    """[B] int32: row b of the batch is row rows[b] of the fields above. No number occurs twice.
+    None: row b of the batch is row b."""
 
 
 class Kind(NamedTuple):
     """Properties of a field of `Slots`."""
 
     shape: str
-    """as in its description: a letter for each axis"""
+    """One shape letter for each axis."""
     written: bool = True
-    """whether the operations write to it"""
+    """Whether the operations write to the field."""
     optional: bool = False
-    """whether slots may lack it"""
+    """Whether the field may be None."""
     dtype: str = "float32"
-    """"": the floating dtype of the call, or uint8 where rows are quantized"""
+    """"" is the floating dtype of the call, or uint8 for quantized rows."""
 
 
 KINDS: dict[str, Kind] = {
@@ -98,12 +98,12 @@ PER_ROW = tuple(name for name, kind in KINDS.items() if kind.shape.startswith("Z
 
 
 def empty_value(field: str) -> int:
-    """Value of a field of `PER_ROW`, other than budgets, where nothing is held."""
+    """Value of a `PER_ROW` field, other than the budget, where no key is held."""
     return -1 if field == "positions" else 0
 
 
 def empty_row(slots: Slots, row: int) -> None:
-    """Empty a row. Its budget stays."""
+    """Empty a row but keep its budget."""
     for name, kind in KINDS.items():
         field = getattr(slots, name)
         if kind.written and field is not None and name not in ("keys", "values"):
@@ -128,18 +128,17 @@ def new_slots(
     kv_dtype: str | None = None,
     shared: bool = False,
 ) -> Slots:
-    """Empty slots for keys like `keys` [B, G, any, D], a torch tensor or NumPy array.
+    """Make empty slots for keys like `keys` [B, G, any, D], a torch tensor or NumPy array.
 
-    `capacity` is S, or one number for each of the G heads, which makes a store with `starts` and
-    budgets [B, G, 2]. A row of budget k needs min(k, tokens) slots after `evict`
-    and one more for each `step`, k + 1 at most. `heavy` and `recent` are
-    numbers of tokens, the same for every row; write into `budget` to give rows
-    and heads their own.
+    `capacity` is S, or one number for each of the G heads; the slots then have `starts` and budgets
+    [B, G, 2]. A row of budget k needs min(k, tokens) slots after `evict` and one more for each
+    `step`, at most k + 1. `heavy` and `recent` are numbers of tokens, the same for every row. Write
+    into `budget` to give rows and heads their own.
 
-    `kv_dtype`: None stores keys and values in their own dtype. "int8" stores bytes, with a scale
-    of 16 bits for each key and value. "int8-int4" stores values in four bits instead, with a scale
-    and a minimum of 16 bits for every 32 elements; D must then be a multiple of 32.
-    `shared`: make no `values`, because the keys are the values too.
+    `kv_dtype`: None stores keys and values in their own dtype. "int8" stores 8-bit integers with
+    one 16-bit scale for each key and value. "int8-int4" stores values in four bits instead, with a
+    16-bit scale and a 16-bit minimum for every 32 elements; D must then be a multiple of 32.
+    `shared`: allocate no `values`, because the keys are the values too.
     """
     B, G, _, D = sizes_of_keys(keys)
     even = isinstance(capacity, numbers.Integral)

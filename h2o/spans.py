@@ -1,4 +1,4 @@
-"""Spans of token positions, by which keys are pinned: plain numbers, no torch here."""
+"""Spans of token positions, for pinned keys, as plain numbers without torch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import math
 from collections.abc import Iterable, Sequence
 
 PINNED = math.inf
-"""The score of a pinned key"""
+"""The score of a pinned key."""
 
 Row = list[tuple[int, int]]
-"""Spans (start, stop) of one row, ascending and apart"""
+"""Spans (start, stop) of one row, ascending and disjoint."""
 
 
 def merge_spans(spans: Iterable[Sequence[int]]) -> Row:
-    """Spans in order, with those that touch made one.
+    """Sort spans and merge those that touch or overlap.
 
-    Raises: ValueError for one that is empty or begins before the text.
+    Raises: ValueError for a span that is empty or has a negative start.
     """
     row: Row = []
     for start, stop in sorted((int(start), int(stop)) for start, stop in spans):
         if start < 0 or stop <= start:
             raise ValueError(
-                f"pinned has the span ({start}, {stop}): wanted 0 <= start < stop, in tokens of a "
-                "row from its first one on, pads not counted"
+                f"pinned has the span ({start}, {stop}): wanted 0 <= start < stop, counted in "
+                "tokens from the first of the row, without padding"
             )
         if row and start <= row[-1][1]:
             row[-1] = row[-1][0], max(stop, row[-1][1])
@@ -32,17 +32,17 @@ def merge_spans(spans: Iterable[Sequence[int]]) -> Row:
 
 
 def runs(numbers: Iterable[int]) -> Row:
-    """Spans of ascending numbers."""
+    """Group ascending numbers into spans."""
     return merge_spans((i, i + 1) for i in numbers)
 
 
 def count(row: Row, sinks: int) -> int:
-    """Positions in the spans beyond the sinks."""
+    """Number of positions in the spans, not counting the sinks."""
     return sum(max(0, stop - max(start, sinks)) for start, stop in row)
 
 
 def parse_spans(text: str) -> str | Row:
-    """0:40,100:120 is [(0, 40), (100, 120)]; "system" and "prompt" stay what they are.
+    """Parse 0:40,100:120 as [(0, 40), (100, 120)]. "system" and "prompt" are returned unchanged.
 
     Raises: ValueError for any other text.
     """

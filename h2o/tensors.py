@@ -1,4 +1,4 @@
-"""Sizes of a tensor of any library, and new tensors like it, for the operations."""
+"""Sizes of tensors of any library, and allocation of tensors like them, for the operations."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-Tensor = Any  # whatever speaks DLPack
+Tensor = Any  # any object that supports DLPack
 
 
 def four_sizes(tensor: Tensor) -> tuple[int, int, int, int] | None:
-    """The four sizes of a tensor; None for what has others, so that the core can refuse it."""
+    """The four sizes of a tensor; None for anything else, which the core then rejects."""
     try:
         a, b, c, d = tensor.shape
     except (AttributeError, RuntimeError, TypeError, ValueError):
@@ -20,8 +20,8 @@ def four_sizes(tensor: Tensor) -> tuple[int, int, int, int] | None:
 
 
 def default_scale(query: Tensor, sizes: tuple[int, int, int, int] | None) -> float | None:
-    """1 / sqrt(D). None, which the core refuses, where D cannot be asked for; any number for a
-    query that it will refuse anyway."""
+    """1 / sqrt(D). If D is unknown: None, which the core rejects, for a DLPack object without a
+    shape, and an arbitrary number for a query that the core rejects anyway."""
     if sizes is not None:
         return max(1, sizes[3]) ** -0.5
     unsized = hasattr(query, "__dlpack__") and not hasattr(type(query), "shape")
@@ -32,9 +32,9 @@ _NO_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")
 
 
 def empty(like: Tensor, shape: tuple[int, ...], dtype: str | None = None) -> Tensor:
-    """An uninitialized tensor of like's library, device and (if no other is given) dtype.
+    """An uninitialized tensor with the library, the device and, unless given, the dtype of `like`.
 
-    On a device that has no float64 (mps) it is float32 instead.
+    On mps, which has no float64, it is float32 instead.
     """
     if isinstance(like, np.ndarray):
         return np.empty(shape, dtype or like.dtype)
@@ -49,20 +49,20 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: str | None = None) -> Ten
         if dtype == "float64" and like.device.type == "mps":
             dtype = "float32"
         return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
-    except RuntimeError as error:  # torch has no class of its own for this
+    except RuntimeError as error:  # torch has no exception class for this
         if not any(words in str(error) for words in _NO_MEMORY):
             raise
         raise MemoryError(f"no memory for an output of shape {list(shape)}") from error
 
 
 def full(like: Tensor, shape: tuple[int, ...], value: int, dtype: str | None = None) -> Tensor:
-    """A tensor like `empty` gives, filled."""
+    """`empty`, filled with a value."""
     tensor = empty(like, shape, dtype)
     tensor[...] = value
     return tensor
 
 
 def grad_enabled() -> bool:
-    """Whether torch is here and records gradients."""
+    """Whether torch has been imported and records gradients."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.is_grad_enabled()

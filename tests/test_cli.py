@@ -658,11 +658,11 @@ COMMANDS = (
         ("eval --tasks copa --compare full,foo", "setting 'foo': unknown; there are full"),
         ("generate --compare full,locl:0.2", "setting 'locl:0.2': unknown; did you mean local?"),
         ("generate --compare ful,local:0.2", "setting 'ful': unknown; did you mean full?"),
-        ("bench --budgets 0.1,ten", "'ten' is no amount: write a number of tokens, such as 512"),
-        ("generate --budget 20%", "--budget: '20%' is no amount: write a number of tokens"),
-        ("generate --compare full,h2o:0.1-0.1", "'0.1-0.1' is no amount"),
+        ("bench --budgets 0.1,ten", "'ten' is not an amount: write a number of tokens, such as"),
+        ("generate --budget 20%", "--budget: '20%' is not an amount: write a number of tokens"),
+        ("generate --compare full,h2o:0.1-0.1", "'0.1-0.1' is not an amount"),
         ("generate --profile no.json", "error: cannot read no.json: No such file"),
-        (f"generate --profile {shlex.quote(__file__)}", "test_cli.py: is no profile of h2o"),
+        (f"generate --profile {shlex.quote(__file__)}", "test_cli.py: is not a profile made"),
         ("generate --prompts no.jsonl --output x", "--prompts: cannot read no.jsonl: No such file"),
         *[(f"{command} --model ''", "--model: is empty: name a model") for command in COMMANDS],
         ("eval --tasks copa --model ' '", "is empty: name a model, or leave --model out"),
@@ -670,7 +670,7 @@ COMMANDS = (
         ("analyze --output FOLDER.json", "FOLDER.json is a folder, wanted a file"),
         ("analyze --output deep.json --text deep.json", "deep.json is a file that is read"),
         ("calibrate --output deep.json --text ./deep.json", "deep.json is a file that is read"),
-        ("generate --profile deep.json", "deep.json: is no profile of h2o"),
+        ("generate --profile deep.json", "deep.json: is not a profile made"),
     ],
 )
 def test_one_line_says_which_argument_is_wrong(line, words, capfd, tmp_path, monkeypatch):
@@ -693,7 +693,7 @@ def test_one_line_says_which_argument_is_wrong(line, words, capfd, tmp_path, mon
     [
         (["eval", "--help"], 0, ""),
         (["bench", "--help"], 0, ""),
-        (["bench", "--budgets", "few"], 2, "'few' is no amount"),
+        (["bench", "--budgets", "few"], 2, "'few' is not an amount"),
         (["bench"], 1, install_command("hf")),
         (["eval", "--perplexity", "README.md"], 1, install_command("hf")),
     ],

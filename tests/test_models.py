@@ -198,7 +198,7 @@ def test_a_broken_converted_model_names_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "embedded_folder", lambda say: target)
     with pytest.raises(models.UserError) as error:
         models.load_model()
-    assert f"{target} are broken, delete that folder" in str(error.value)
+    assert f"{target} are damaged, delete that folder" in str(error.value)
 
 
 def test_the_attention_of_a_loaded_model(tmp_path):

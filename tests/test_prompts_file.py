@@ -181,7 +181,7 @@ def test_two_runs_do_not_share_an_output(files, tmp_path, capsys):
     with subprocess.Popen([sys.executable, "-c", code, output], stdin=pipe, stdout=pipe) as other:
         other.stdout.readline()
         assert cli.main(command) == 1
-        assert "another process writes to" in capsys.readouterr().err
+        assert "another process is writing to" in capsys.readouterr().err
         assert not output.exists()
         other.communicate(timeout=DEADLINE)
     assert cli.main(command) == 0

@@ -119,7 +119,7 @@ def test_a_profile_of_other_weights_is_refused(folders, tmp_path, capsys):
             arguments = [*command.split(), "--prompt", PROMPT, "--profile", file]
             assert cli.main(arguments) == code
             said = capsys.readouterr()
-            assert ("the same, but the weights of" in said.err) == code
+            assert ("equal, but the weights of" in said.err) == code
             assert bool(said.out) != code
 
 

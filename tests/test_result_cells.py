@@ -69,6 +69,6 @@ def test_a_run_that_ended_in_its_first_result_goes_on(tmp_path, content):
 def test_results_of_something_else_are_not_overwritten(tmp_path, content):
     file = tmp_path / "cells.jsonl"
     file.write_bytes(content)
-    with pytest.raises(UserError, match="is no file of results"):
+    with pytest.raises(UserError, match="is not a file of results"):
         Cells(file)
     assert file.read_bytes() == content

@@ -180,7 +180,7 @@ def test_torch_that_is_missing_is_named_when_it_is_needed(tmp_path):
     assert done.stdout == "imported\n"
     error = done.stderr.splitlines()[-1]
     assert error.startswith(f"ImportError: {SAID}")
-    assert "they need torch, which is missing: pip install" in error
+    assert "torch operations need torch, which is missing: pip install" in error
 
 
 def test_a_level_is_refused(tmp_path):

@@ -1,10 +1,10 @@
-"""Dispatch of operations by device: to the C core, or to plain torch where it has no kernels.
+"""Dispatch of operations by device: to the C core, or to torch operations where it has no kernels.
 
-The C core serves tensors of any library on the CPU, and those of torch on a CUDA device where it
-has kernels (`h2o.backends.cuda`). Torch tensors on any other device are served by
-`h2o.backends.portable`, in operations that torch has everywhere. `H2O_BACKEND=torch` in the
-environment makes that serve all tensors of torch, those on the CPU too. In a build without the
-core it serves everything (`h2o.backends.without_core`).
+The C core handles tensors of any library on the CPU, and torch tensors on CUDA devices for which it
+has kernels (`h2o.backends.cuda`). `h2o.backends.portable` handles torch tensors on all other
+devices, with operations that torch has everywhere. The environment variable `H2O_BACKEND=torch`
+selects it for all torch tensors, including those on the CPU. In a build without the core it handles
+everything (`h2o.backends.without_core`).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ OPERATIONS: tuple[str, ...] = _core.OPERATIONS
 
 forced = os.environ.get("H2O_BACKEND", "")
 if forced not in ("", "torch"):
-    raise ValueError(f'H2O_BACKEND={forced}: wanted "torch", or no such variable')
+    raise ValueError(f'H2O_BACKEND={forced}: wanted "torch", or the variable not set')
 
 core = SimpleNamespace(**{name: functools.partial(_core.call, name, "run") for name in OPERATIONS})
-"""The operations by the C core on the CPU; without it, by torch on any device."""
+"""The operations of the C core on the CPU, or, without the core, those of torch on any device."""
 
 
 def serving(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
-    """The backend for such a tensor: `OPERATIONS` by name, with the operands of `_core.call`.
+    """The backend for a tensor: `OPERATIONS` by name, with the operands of `_core.call`.
 
-    The first call for a CUDA device opens it: loads the kernels, checks them, writes the verdict
-    into the cache folder. Where it must not, a device that none has opened is left to torch.
+    The first call for a CUDA device opens the device: it loads and checks the kernels and writes
+    the verdict to the cache folder. If `opens` is False, torch handles devices that are not open.
     """
-    on_cpu = getattr(tensor, "is_cpu", None)  # torch's word; others' tensors have none
+    on_cpu = getattr(tensor, "is_cpu", None)  # only torch tensors have it
     if on_cpu is None or not HAS_CORE or (on_cpu and not forced):
         return core
     if not forced and is_cuda(tensor) and not cuda.is_fake(tensor):
@@ -56,7 +56,7 @@ serving_if_open = functools.partial(serving, opens=False)
 
 
 def is_cuda(tensor: Any) -> bool:
-    """Whether a tensor of torch is on a device of NVIDIA's; torch calls those of AMD so too."""
+    """Whether a torch tensor is on an NVIDIA device. torch's `is_cuda` includes AMD devices."""
     import torch
 
     return tensor.is_cuda and torch.version.hip is None
@@ -64,7 +64,7 @@ def is_cuda(tensor: Any) -> bool:
 
 @contextlib.contextmanager
 def by_torch() -> Iterator[None]:
-    """Use the torch backend in all threads, like H2O_BACKEND=torch, to measure and to test."""
+    """Use the torch backend in all threads, like H2O_BACKEND=torch, for tests and measurements."""
     global forced
     before, forced = forced, "torch"
     try:
@@ -75,7 +75,7 @@ def by_torch() -> Iterator[None]:
 
 @functools.cache
 def _portable() -> SimpleNamespace:
-    """The torch backend, behind the checks of the core."""
+    """The torch backend, preceded by the core's checks."""
     from h2o.backends import portable
 
     def checked(name: str) -> Any:
@@ -104,9 +104,9 @@ def info() -> dict[str, Any]:
 
 
 def check() -> dict[str, list[str]]:
-    """Check the kernels of each CUDA device of torch anew, and return their mistakes.
+    """Check the kernels of each CUDA device of torch again, and return their mistakes.
 
-    Raises: RuntimeError where there is no such device or kernels cannot be loaded.
+    Raises: RuntimeError if there is no CUDA device or the kernels cannot be loaded.
     """
     if not HAS_CORE:
         raise RuntimeError(packages.without_core())

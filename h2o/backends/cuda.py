@@ -1,17 +1,17 @@
-"""Operations on CUDA devices by the C core's kernels, where this build and the driver have them.
+"""Operations on CUDA devices by the C core's kernels, if the build and the driver support them.
 
 The core checks a call and computes the size of its workspace ("measure"), torch allocates the
 workspace, and the core queues the kernels on torch's current stream ("launch"). Nothing waits for
-the device. Calls that no kernel supports go to the torch backend: attention over a head dimension
-above 256, other than a step; and before compute capability 8.0 prompts in bfloat16 and head
-dimensions above 128. All calls go to the torch backend where
+the device. Calls that no kernel supports go to the torch backend: attention with a head dimension
+above 256, except steps, and, before compute capability 8.0, prompts in bfloat16 and head dimensions
+above 128. All calls go to the torch backend if
 
-- the build has no `kernels.fatbin` ("not built": `make cuda` makes it, with NVIDIA's compiler);
-- the kernels are of other sources than the core, whose parameters they would misread;
+- the build has no `kernels.fatbin` ("not built": `make cuda` builds it with NVIDIA's compiler);
+- the kernels and the core were built from different sources, so that kernels misread parameters;
 - there is no driver, or the driver cannot load the kernels;
-- the kernels' answers differ from those of the torch backend (`h2o.backends.kernel_check`).
+- the kernels' results differ from those of the torch backend (`h2o.backends.kernel_check`).
 
-Torch's own attention may make the outputs of long prompts (`h2o.backends.prompt_attention`).
+The outputs of long prompts may come from torch's own attention (`h2o.backends.prompt_attention`).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from h2o import _core
 from h2o.backends.verdict import Verdict, Ways, recall, remember
 
 FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
-"""The kernels, for every architecture; no part of a plain build."""
+"""The kernels for all architectures. A plain build does not have this file."""
 
 XZ = b"\xfd7zXZ\0"
-"""First bytes of a file that `tools/compile_kernels.py` has compressed."""
+"""First bytes of a file compressed by `tools/compile_kernels.py`."""
 
 _lock = threading.Lock()
 _serving: dict[int, SimpleNamespace] = {}
-"""Operations that serve a device, by index, once that is decided."""
+"""The operations chosen for each open device, by index."""
 _reasons: dict[int, str] = {}
-"""Reasons why the torch backend serves a device, by index."""
+"""The reason why a device uses the torch backend, by index."""
 
 
 def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
-    """The operations for tensors of torch's CUDA device `index`, which `by_torch` serves in case.
+    """The operations for torch's CUDA device `index`: the kernels, or `by_torch` if there are none.
 
-    The first call loads the kernels and checks them, unless an earlier process has.
+    The first call loads the kernels, and checks them unless an earlier process has done so.
     """
     operations = _serving.get(index)
     if operations is None:
@@ -55,19 +55,19 @@ def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
 
 
 def serving_if_open(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
-    """`serving` for a decode step, which waits neither for a check nor for a file: a device that
-    `serving` has not opened is left to `by_torch`, with a warning."""
+    """`serving` for a decode step, which must not wait for a check or a file. If `serving` has not
+    opened the device, return `by_torch`, with a warning."""
     operations = _serving.get(index)
     if operations is not None:
         return operations
-    _warn_not_open(f"the torch backend serves steps on {_device(index)}")
+    _warn_not_open(f"the torch backend is used for steps on {_device(index)}")
     return by_torch
 
 
 def _warn_not_open(what: str) -> None:
     warnings.warn(
-        f"{what}, which is not opened yet: call h2o.ops.open_device(tensor) before, or attend or "
-        "evict there",
+        f"{what}. The device is not open yet: call h2o.ops.open_device(tensor) first, or attend or "
+        "evict on it",
         RuntimeWarning,
         stacklevel=5,
     )
@@ -76,8 +76,8 @@ def _warn_not_open(what: str) -> None:
 def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     if _is_capturing():
         _warn_not_open(
-            "kernels cannot be checked while a CUDA graph is captured, so the torch backend serves "
-            f"in this graph on {_device(index)}"
+            "kernels cannot be checked while a CUDA graph is captured, so the torch backend is "
+            f"used in this graph on {_device(index)}"
         )
         return by_torch
     chosen, kernels, verdict = by_torch, _kernels(by_torch), Verdict([], {})
@@ -86,15 +86,15 @@ def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
         if reason is None:
             verdict = recall(_facts(index)) or _new_check(index, kernels, by_torch)
             reason = "; ".join(verdict.mistakes) or None
-    except Exception as error:  # no memory left, for one: it says nothing about the kernels
-        reason = f"they could not be checked, which the next process tries again ({_line(error)})"
+    except Exception as error:  # such as a lack of memory: no verdict on the kernels
+        reason = f"they could not be checked; the next process will try again ({_line(error)})"
     if reason is None:
         chosen = _with_attention(index, kernels, by_torch, verdict.prompts)
     else:
         _reasons[index] = reason
         if FATBIN.is_file():
             warnings.warn(
-                f"the torch backend serves cuda:{index}, not h2o's kernels: {reason}",
+                f"the torch backend is used for cuda:{index} instead of h2o's kernels: {reason}",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -103,7 +103,7 @@ def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
 
 
 def _file_reason() -> str | None:
-    """The reason why the file of kernels cannot be used, or None. Calls no driver."""
+    """The reason why the file of kernels cannot be used, or None. Does not call the driver."""
     if not FATBIN.is_file():
         return "kernels not built"
     with FATBIN.open("rb") as file:
@@ -111,8 +111,8 @@ def _file_reason() -> str | None:
         word = file.read()
     if word != _core.KERNELS.encode():
         return (
-            "kernels.fatbin and the core are of different sources: run `make cuda` again, or "
-            "install h2o again"
+            "kernels.fatbin and the core were built from different sources: run `make cuda` again, "
+            "or install h2o again"
         )
     return None
 
@@ -130,10 +130,10 @@ def _load(index: int) -> str | None:
 
 
 def _image(file: bytes) -> bytes:
-    """The kernels as the driver takes them, which the file may hold compressed, with its word."""
+    """The kernels, decompressed if necessary, with the word at their end that names the sources."""
     if not file.startswith(XZ):
         return file
-    import lzma  # which a Python of one's own making may lack
+    import lzma  # optional in a Python built from source
 
     decompressor = lzma.LZMADecompressor()
     try:
@@ -141,23 +141,23 @@ def _image(file: bytes) -> bytes:
     except lzma.LZMAError as error:
         raise OSError(f"kernels.fatbin cannot be read: {error}") from error
     if not decompressor.eof:
-        raise OSError("kernels.fatbin cannot be read: its end is not there")
+        raise OSError("kernels.fatbin cannot be read: it is truncated")
     return image + decompressor.unused_data
 
 
 def _line(error: Exception) -> str:
-    text = str(error).strip() or "no more is said"
+    text = str(error).strip() or "no details"
     return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
 def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
-    """The operations by the kernels."""
+    """The operations of the kernels, with `by_torch` for calls that no kernel supports."""
 
     def operation(name: str) -> Any:
         otherwise = getattr(by_torch, name)
 
         def queue(leader: Any, operands: tuple[Any, ...], stream: int | None) -> bool:
-            """Queue a call, and return whether kernels serve it."""
+            """Queue a call, and return whether a kernel supports it."""
             wanted = _core.call(name, "measure", *operands, stream)
             if wanted is None:
                 return False
@@ -166,7 +166,7 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
 
         def run(*operands: Any) -> None:
             leader = operands[0]
-            if _has_table(leader):  # by which the core gets the stream, on any device
+            if _has_table(leader):  # through which the core gets the stream, on any device
                 is_served = queue(leader, operands, None)
             else:
                 with current(leader):
@@ -180,7 +180,7 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
 
 
 def check_operands(name: str, *operands: Any) -> None:
-    """Raise what the core raises for operands that do not fit an operation, on their device."""
+    """Check the operands of an operation on their device, and raise the core's errors."""
     with current(operands[0]):
         _core.call(name, "check", *operands)
 
@@ -188,8 +188,8 @@ def check_operands(name: str, *operands: Any) -> None:
 def _with_attention(
     index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace, known: dict[int, Ways]
 ) -> SimpleNamespace:
-    """The operations, where long prompts go by the ways that are known for their depths. A depth
-    is measured when its first prompt comes."""
+    """The kernels, with the fastest attention for long prompts. It is measured for each entry of
+    `DEPTHS` when the first such prompt comes, unless `known` has it."""
     from h2o.backends.prompt_attention import LEAST_TOKENS, WAYS, attend_by, depth_of
 
     def choose(call: Any) -> Any:
@@ -209,7 +209,7 @@ def _with_attention(
     def attend(*operands: Any) -> None:
         query = operands[0]
         if query.ndim == 4 and query.shape[2] >= LEAST_TOKENS:
-            check_operands("attend", *operands)  # torch's attention writes before the core does
+            check_operands("attend", *operands)  # now, because torch's attention writes first
             by_choice(*operands)
         else:
             kernels.attend(*operands)
@@ -221,13 +221,13 @@ def _with_attention(
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether a tensor is a compiler's, which has a shape and no memory for a kernel to read."""
+    """Whether a compiler made the tensor, with a shape but without memory for a kernel to read."""
     return isinstance(tensor, _fake_types())
 
 
 @functools.cache
 def _fake_types() -> tuple[type, ...]:
-    """Types of such tensors, looked up once, since each step asks `is_fake` in every layer."""
+    """Types for `is_fake`, cached because every step calls it in every layer."""
     from torch._subclasses import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -235,14 +235,14 @@ def _fake_types() -> tuple[type, ...]:
 
 
 def _is_capturing() -> bool:
-    """Whether a CUDA graph is being captured: nothing can be waited for."""
+    """Whether a CUDA graph is being captured, so that nothing may wait for the device."""
     import torch
 
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _has_table(tensor: Any) -> bool:
-    """Whether the core borrows a tensor by DLPack's exchange table, as of torch 2.10."""
+    """Whether the core borrows a tensor through DLPack's exchange table (torch 2.10 or later)."""
     return hasattr(type(tensor), "__dlpack_c_exchange_api__")
 
 
@@ -250,8 +250,8 @@ _NO_CHANGE = contextlib.nullcontext()
 
 
 def current(tensor: Any) -> contextlib.AbstractContextManager[Any]:
-    """Make a tensor's device torch's current one where `__dlpack__` refuses those of any other:
-    before torch 2.10, on CUDA. Models that accelerate spreads over devices set none."""
+    """Make a tensor's device torch's current one. On CUDA `__dlpack__` requires this before torch
+    2.10, and models that accelerate distributes over devices do not set the current device."""
     if _has_table(tensor) or not getattr(tensor, "is_cuda", False):
         return _NO_CHANGE
     import torch
@@ -260,22 +260,22 @@ def current(tensor: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _stream(tensor: Any) -> int:
-    """torch's current stream on a tensor's device. 1 is DLPack's name of the default stream, and
-    one that the driver knows too."""
+    """torch's current stream on a tensor's device. 1 means the default stream in DLPack, and in the
+    driver too."""
     import torch
 
     return torch.cuda.current_stream(tensor.device).cuda_stream or 1
 
 
 def _workspace(tensor: Any, size: int) -> Any:
-    """Memory for one call: torch's allocator reuses it on this stream only after the call."""
+    """Memory for one call. torch's allocator reuses it on this stream, after the call."""
     import torch
 
     return torch.empty(size, dtype=torch.uint8, device=tensor.device) if size else None
 
 
 def _synchronize(index: int) -> None:
-    """Wait for what the program has queued, whose errors say nothing about h2o's kernels."""
+    """Wait for work that the program has queued. Its errors say nothing about h2o's kernels."""
     import torch
 
     torch.cuda.synchronize(index)
@@ -285,9 +285,9 @@ def _synchronize(index: int) -> None:
 
 
 def check(index: int, by_torch: SimpleNamespace) -> list[str]:
-    """Check the kernels of a device anew, and return their mistakes.
+    """Check the kernels of a device again, and return their mistakes.
 
-    Raises: RuntimeError where they cannot be loaded, or the check could not be carried out.
+    Raises: RuntimeError if the kernels cannot be loaded or the check cannot be completed.
     """
     reason = _load(index)
     if reason is not None:
@@ -304,7 +304,7 @@ def _device(index: int) -> str:
 
 
 def _new_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) -> Verdict:
-    """The verdict on a device's kernels, which the cache folder then holds."""
+    """Check a device's kernels, and store the verdict in the cache folder."""
     from h2o.backends import kernel_check
 
     facts = _facts(index)
@@ -315,22 +315,22 @@ def _new_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) 
 
 
 def _new_ways(index: int, depth: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) -> Ways:
-    """The attention that answers prompts of a depth, which the cache folder then holds."""
+    """Measure the fastest attention for prompts of a depth, and store it in the cache folder."""
     from h2o.backends import prompt_attention
 
     wait = functools.partial(_synchronize, index)
     try:
         facts = _facts(index)
         verdict = recall(facts) or Verdict([], {})
-        if depth not in verdict.prompts:  # no other process has measured it meanwhile
+        if depth not in verdict.prompts:  # unless another process has measured it meanwhile
             ways = prompt_attention.fastest(kernels, by_torch, depth, _device(index), wait)
             verdict.prompts[depth] = ways
             remember(facts, verdict)
         return verdict.prompts[depth]
-    except (OSError, RuntimeError) as error:  # no memory left, for one
+    except (OSError, RuntimeError) as error:  # such as a lack of memory
         warnings.warn(
-            "h2o's kernels answer prompts in this process, since torch's attention could not be "
-            f"measured, which the next process tries again ({_line(error)})",
+            "h2o's kernels compute prompts in this process, because torch's attention could not be "
+            f"measured; the next process will try again ({_line(error)})",
             RuntimeWarning,
             stacklevel=6,
         )
@@ -338,7 +338,7 @@ def _new_ways(index: int, depth: int, kernels: SimpleNamespace, by_torch: Simple
 
 
 def _facts(index: int) -> dict[str, Any]:
-    """All that the result of the check can depend on: the key of a remembered result."""
+    """Everything that the result of the check may depend on: the key of a stored verdict."""
     import torch
 
     version, devices = _core.devices("cuda")
@@ -353,16 +353,16 @@ def _facts(index: int) -> dict[str, Any]:
 
 
 def _known_ways(index: int) -> str:
-    """Attention of torch that answers prompts, as far as it has been measured."""
+    """The attention used for long prompts, as far as it has been measured, in words."""
     try:
         verdict = recall(_facts(index))
-    except (ImportError, OSError):  # without torch or the kernels none is there
+    except (ImportError, OSError):  # torch or the kernels are missing
         return ""
     return verdict.ways if verdict else ""
 
 
 def describe() -> str:
-    """The backend of CUDA devices and the reason, in a line."""
+    """The backend of CUDA devices and the reason, in one line."""
     reason = _file_reason()
     if reason is not None:
         return f"torch ({reason})"

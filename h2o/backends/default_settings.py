@@ -1,4 +1,4 @@
-"""The settings that torch begins with, while h2o checks and measures kernels."""
+"""torch's default settings, for the time in which h2o checks and measures kernels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 @contextlib.contextmanager
 def default_settings(device: torch.device) -> Iterator[None]:
-    """Set aside the program's settings of torch: default device and dtype, deterministic
-    algorithms, gradients, autocast, products of float32 in fewer bits (TF32)."""
+    """Temporarily reset the program's torch settings: default device and dtype, deterministic
+    algorithms, gradients, autocast, and reduced precision of float32 products (TF32)."""
     dtype, strict = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
@@ -33,8 +33,8 @@ def default_settings(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole_products() -> Iterator[None]:
-    """Products of float32 on CUDA in float32. As of torch 2.9 they have a setting of their own, and
-    torch raises where the former one, which older versions have alone, is read and differs."""
+    """Compute float32 products on CUDA in full precision. Since torch 2.9 CUDA has its own setting
+    for this, and reading the older, global one raises an error if the two differ."""
     products = torch.backends.cuda.matmul
     if not hasattr(products, "fp32_precision"):
         precision = torch.get_float32_matmul_precision()
@@ -48,6 +48,6 @@ def _whole_products() -> Iterator[None]:
     try:
         yield
     finally:
-        products.fp32_precision = "none"  # which follows torch.backends.fp32_precision
+        products.fp32_precision = "none"  # follows torch.backends.fp32_precision
         if products.fp32_precision != precision:
             products.fp32_precision = precision

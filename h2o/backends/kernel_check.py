@@ -1,12 +1,12 @@
-"""Check that kernels give the answers of the torch backend, on the device they will run on.
+"""Check that kernels agree with the torch backend, on the device on which they will run.
 
-Small inputs of a fixed seed go through both, operation by operation from the same state, so that a
-difference names the operation. Positions, slots and lengths must be equal. Floats may differ by
-rounding, since sums have another order and a GPU may multiply in fewer bits. The scores of the
-inputs lie far enough apart for rounding to change no choice.
+Both run on small inputs from a fixed seed, operation by operation and from the same state, so that
+a difference can be attributed to an operation. Positions, slots and lengths must be equal. Floats
+may differ by rounding, because sums have another order and a GPU may multiply in fewer bits. The
+scores of the inputs are far enough apart that rounding changes no choice.
 
-The program's own settings of torch are set aside during the check. Errors that do not come from a
-kernel, such as a lack of memory, are raised.
+The program's torch settings are reset during the check. Errors that do not come from a kernel, such
+as a lack of memory, propagate.
 
 Shape letters as in `h2o.ops`.
 """
@@ -31,7 +31,7 @@ TOLERANCE = {torch.float32: 4e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 class Size(NamedTuple):
-    """Tokens of a case: a prompt, a step, a chunk, and more steps; and what is kept of them."""
+    """Number of tokens of a case (a prompt, a step, a chunk, more steps) and the budget."""
 
     prompt: int
     chunk: int
@@ -39,20 +39,20 @@ class Size(NamedTuple):
     heavy: int
     recent: int
     room: int = 0
-    """slots beyond those that the budget and a chunk need"""
+    """Slots beyond those that the budget and a chunk need."""
 
 
 SHORT = Size(40, 9, 3, 18, 12)
 LONG = Size(200, 70, 3, 100, 80, room=60)
-"""A text of real size: several blocks for a head's step, tiles of keys that all queries see, more
-than one tile of queries for a key, of quantized slots too."""
+"""A text of realistic size. A head's step has several blocks, some tiles of keys are seen by all
+queries, and a key has more than one tile of queries, with quantized slots as well."""
 ROOMY = Size(39, 9, 3, 30, 30, room=960)
-"""Nothing is evicted; a step has more blocks than are read at a time, and one without slots."""
+"""Nothing is evicted. A step has more blocks than it reads at a time, and a block without slots."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A store and a text: a prompt, a chunk, a few steps, and the same simulated."""
+    """A store and a text: a prompt, a chunk and a few steps, and the whole text simulated."""
 
     D: int
     dtype: torch.dtype
@@ -62,13 +62,13 @@ class Case:
     kv_dtype: str | None = None
     value_weighted: bool = False
     ragged: bool = False
-    """heads with numbers of slots of their own"""
+    """Heads have different numbers of slots."""
     shared: bool = False
-    """keys that are the values too"""
+    """The keys are the values too."""
     cache_relative: bool = False
-    """steps turn half of the elements of query and keys by the keys' ranks"""
+    """Steps rotate half of the elements of query and keys by the keys' ranks."""
     numbered: bool = False
-    """rows of slots that are found by number"""
+    """Rows of slots are selected by number (`Slots.rows`)."""
     pads: bool = False
     softcap: float = 0.0
     learned_sinks: bool = False
@@ -78,7 +78,7 @@ class Case:
     def name(self) -> str:
         facts = [str(self.dtype).removeprefix("torch."), f"D = {self.D}"]
         facts += [f"{self.size.prompt} tokens"] if self.size.prompt > SHORT.prompt else []
-        for field in dataclasses.fields(self)[3:-1]:  # those that have a default
+        for field in dataclasses.fields(self)[3:-1]:  # from R to learned_sinks
             value = getattr(self, field.name)
             if value != field.default:
                 facts.append(field.name if value is True else f"{field.name} = {value}")
@@ -91,14 +91,14 @@ CASES = (
     Case(128, torch.bfloat16, value_weighted=True, ragged=True),
     Case(256, torch.bfloat16, kv_dtype="int8-int4"),
     Case(64, torch.bfloat16, R=11, softcap=2.0),
-    Case(128, torch.float32, softcap=1e6),  # which changes nothing, but may cost digits
+    Case(128, torch.float32, softcap=1e6),  # changes nothing, but may lose digits
     Case(84, torch.bfloat16, score_by="max", learned_sinks=True),
     Case(48, torch.float32, score_by="max", learned_sinks=True, pads=True),
     Case(160, torch.float16, value_weighted=True, shared=True),
     Case(192, torch.float32, kv_dtype="int8-int4", pads=True),
     Case(576, torch.bfloat16, R=5, shared=True, numbered=True, simulated=False),  # latents
     Case(576, torch.float16, R=16, kv_dtype="int8", shared=True, pads=True, simulated=False),
-    Case(64, torch.bfloat16, kv_dtype="int8", simulated=False),  # steps' other kernels
+    Case(64, torch.bfloat16, kv_dtype="int8", simulated=False),  # the other kernels of steps
     Case(56, torch.float16, kv_dtype="int8", simulated=False),
     Case(200, torch.float16, kv_dtype="int8", simulated=False),
     Case(256, torch.bfloat16, simulated=False),
@@ -117,12 +117,12 @@ B, G, SINKS = 2, 2, 2
 def mistakes(
     kernels: Any, by_torch: Any, device: Any, cases: Sequence[Case] | None = None
 ) -> list[str]:
-    """Differences between the answers of `kernels` and `by_torch`, each with operation and case. By
-    default of all `CASES`.
+    """Differences between the results of `kernels` and `by_torch`, each with operation and case.
+    The default cases are `CASES`.
 
     Both have the operations of `_core.call`, with its operands.
 
-    Raises: what ends the check and says nothing about the kernels, such as torch.OutOfMemoryError.
+    Raises: errors that say nothing about the kernels, such as torch.OutOfMemoryError.
     """
     texts: list[str] = []
     with default_settings(torch.device(device)):
@@ -131,14 +131,14 @@ def mistakes(
             if text is not None:
                 texts.append(f"{text} ({case.name})")
             if text is not None and " fails: " in text:
-                break  # after a fault CUDA refuses all that follows
+                break  # after a fault all further CUDA calls fail
     return texts
 
 
 def _first_mistake(
     kernels: Any, by_torch: Any, case: Case, device: torch.device, seed: int
 ) -> str | None:
-    """The first: what follows from a wrong state says nothing."""
+    """The first difference in a case. Later ones may follow from it."""
     name = "the text"
     try:
         for name, arguments, results in _calls(case, device, seed, by_torch):
@@ -152,7 +152,7 @@ def _first_mistake(
             ]
             if wrong:
                 return f"{name} gets {', '.join(wrong)} wrong"
-    except RuntimeError as error:  # a device reports a failure when it is waited for
+    except RuntimeError as error:  # a device reports a failure when the host waits for it
         text = str(error)
         if "CUDA error" not in text or not any(words in text for words in FAULTS):
             raise
@@ -167,11 +167,11 @@ FAULTS = (
     "launch timed out", "too many resources requested for launch", "invalid device function",
     "cuLaunchKernel of h2o_cuda",
 )  # fmt: skip
-"""Texts of CUDA's errors, as torch and the core print them, for which a kernel is to blame."""
+"""Texts of CUDA errors that a kernel causes, as torch and the core print them."""
 
 
 def _map_tensors(arguments: Any, function: Callable[[Tensor], Tensor]) -> list[Any]:
-    """Arguments of a call with other tensors."""
+    """Apply a function to the tensors among a call's arguments, including those of slots."""
     mapped = [function(x) if isinstance(x, Tensor) else x for x in arguments]
     return [Slots(*_map_tensors(x, function)) if isinstance(x, Slots) else x for x in mapped]
 
@@ -185,8 +185,12 @@ def _equal(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def _calls(case: Case, device: torch.device, seed: int, by_torch: Any) -> Iterator[Any]:
-    """(operation, arguments, results): results(copies, arguments) pairs what both have written.
-    What is in the arguments when it goes on has been written by the torch backend."""
+    """Yield (operation, arguments, results) for each call of a case.
+
+    results(copies, arguments) pairs the tensors that both backends have written. The caller must
+    run the torch backend on the arguments before it asks for the next call, which continues from
+    them.
+    """
     D, H = case.D, G * case.R
     prompt, chunk, steps, heavy, recent, room = case.size
     total = prompt + chunk + steps
@@ -232,14 +236,14 @@ def _calls(case: Case, device: torch.device, seed: int, by_torch: Any) -> Iterat
         stored = slots if first else None
         seen, rest = (query[:, :, now], *new, pads), (out, scores, *numbers, sinks)
         log_sums, fresh = number(B, H, tokens), _map_tensors([stored], Tensor.clone)[0]
-        by_torch.attend(*seen, stored, *rest, log_sums, None)  # which writes these only
+        by_torch.attend(*seen, stored, *rest, log_sums, None)  # writes only log_sums
         yield (
             "attend",
             (*seen, fresh, *rest, None, log_sums),
             lambda a, b: _attend_results(a, b)[1:],
         )
         yield "attend", (*seen, stored, *rest, None, None), _attend_results
-        if first == 0 and case.size is LONG:  # scores that differ in their last bits only
+        if first == 0 and case.size is LONG:  # scores that differ only in their last bits
             order = torch.arange(scores.numel(), dtype=torch.float32, device=device)
             near = 1 + (37 * order % 101).view_as(scores) / 2**23
             fresh = _map_tensors([slots], Tensor.clone)[0]
@@ -251,7 +255,7 @@ def _calls(case: Case, device: torch.device, seed: int, by_torch: Any) -> Iterat
 
 
 def _ranks(positions: Tensor) -> Tensor:
-    """Rank of each key by position within its head, -1 for an empty slot; shaped as positions."""
+    """Rank of each key by position within its head, -1 for an empty slot. Shaped like positions."""
     order = positions.masked_fill(positions < 0, torch.iinfo(torch.int32).max).argsort(-1)
     return order.argsort(-1).int().masked_fill(positions < 0, -1)
 
@@ -275,7 +279,7 @@ def _attend_results(actual: Any, expected: Any) -> list[tuple[str, Tensor, Tenso
 def _simulation(
     case: Case, text: Any, mask: Tensor, numbers: Any, sinks: Tensor | None, number: Any
 ) -> Iterator[Any]:
-    """The whole text, of which the prompt is one token shorter in each further row."""
+    """Calls that simulate the whole text. Each further row has a prompt one token shorter."""
     query, keys, values = text
     total = query.shape[2]
     pads = mask if case.pads else None
@@ -297,7 +301,7 @@ def _simulation(
 
 
 def _slots(actual: Slots, expected: Slots, D: int) -> list[tuple[str, Tensor, Tensor]]:
-    """Pairs of what an operation has written. Slots are sorted, since each may choose its own."""
+    """Pairs of the slot fields that an operation wrote, sorted, since the slots used may differ."""
     a, b = _sort_slots(actual, D), _sort_slots(expected, D)
     pairs = [(f"slots.{field}", a[field], b[field]) for field in a]
     return pairs + [
@@ -308,11 +312,11 @@ def _slots(actual: Slots, expected: Slots, D: int) -> list[tuple[str, Tensor, Te
 
 
 def _sort_slots(slots: Slots, D: int) -> dict[str, Tensor]:
-    """Contents of each head by position, and whether its next token's slot is empty."""
+    """Contents of each head, sorted by position, and the position in its next free slot."""
     positions = slots.positions
     free = slots.next_slot.long().clamp(0, positions.shape[-1] - 1)
     by_head = positions.long()
-    if slots.starts is not None:  # heads one after the other, as they are
+    if slots.starts is not None:  # keeps the order of heads
         slot = torch.arange(positions.shape[1], dtype=torch.int32, device=positions.device)
         by_head = by_head + (torch.searchsorted(slots.starts[1:], slot, right=True) << 32)
         free = free + slots.starts[:-1]
@@ -334,8 +338,8 @@ def _sort_slots(slots: Slots, D: int) -> dict[str, Tensor]:
 
 
 def _text(case: Case, tokens: int, device: torch.device, seed: int) -> tuple[Tensor, ...]:
-    """Queries [B, H, tokens, D] that drift, and keys and values [B, G, tokens, D]. Each key has a
-    weight of its own in the direction that all queries share, so that scores lie apart."""
+    """Drifting queries [B, H, tokens, D], and keys and values [B, G, tokens, D]. Each key has its
+    own weight in the direction that all queries share, so that scores are far apart."""
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -346,7 +350,7 @@ def _text(case: Case, tokens: int, device: torch.device, seed: int) -> tuple[Ten
     orders = [torch.randperm(tokens, generator=generator, device="cpu") for _ in range(B * G)]
     weights = torch.stack(orders).view(B, G, tokens, 1).float()
     time = torch.arange(tokens, dtype=torch.float32, device="cpu").view(1, 1, -1, 1) / tokens
-    noise = 0.5 * min(1.0, 60 / tokens)  # the more keys, the nearer lie their scores
+    noise = 0.5 * min(1.0, 60 / tokens)  # the more keys, the closer their scores
     keys = noise * normal(B, G, tokens, D) + common * (weights / tokens - 0.5)
     toward = common * (1 - 0.5 * time) + drift * time
     query = toward.repeat_interleave(case.R, 1) + 0.3 * normal(B, G * case.R, tokens, D)

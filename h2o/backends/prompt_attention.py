@@ -1,11 +1,11 @@
 """Outputs of a prompt by torch's own attention, on devices where it is faster than h2o's kernel.
 
-Flash attention, torch's and cuDNN's, returns the log of each softmax's denominator beside its
-outputs. With these log sums (`known_log_sums`) the kernels compute the scores in one pass over
-queries and keys instead of two. `fastest` measures once which attention a device uses for short and
-for long prompts, among those whose answers are those of the torch backend.
+The flash attention of torch and of cuDNN returns, besides the outputs, the log of each softmax's
+denominator. Given these log sums (`known_log_sums`), the kernels compute the scores in one pass
+over queries and keys instead of two. `fastest` measures once which attention is the fastest on a
+device for short and for long prompts. It considers only those that agree with the torch backend.
 
-The names of torch used here are private. A version that lacks one of them lacks that attention.
+The torch functions used here are private. If a version lacks one, that attention is not used.
 
 Shape letters as in `h2o.ops`.
 """
@@ -31,51 +31,53 @@ from h2o.policy import Policy
 T = TypeVar("T")
 Attention = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """Causal attention of query [B, H, Q, D] over keys and values [B, G, Q, D], with a scale. Returns
-outputs [B, H, Q, D] and log sums [B, H, Q] float32."""
+outputs [B, H, Q, D] and log sums [B, H, Q] in float32."""
 
 
 def flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """FlashAttention 2, on CUDA from compute capability 8.0 on."""
+    """FlashAttention 2, on CUDA devices of compute capability 8.0 or higher."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention
     out, log_sums, *_ = attention(query, keys, values, 0.0, True, scale=scale)
     return out, log_sums
 
 
 def cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """cuDNN's attention, which plans anew for each new shape."""
+    """cuDNN's attention, which makes a new plan for each new shape."""
     attention = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, log_sums, *_ = attention(query, keys, values, None, True, 0.0, True, scale=scale)
     return out, log_sums.reshape(query.shape[:3])
 
 
 WAYS: dict[str, Attention] = {"flash": flash, "cuDNN": cudnn}
-"""Ways by the name that `h2o info` prints."""
+"""The attentions of torch, by the name that `h2o info` prints."""
 
 DEPTHS = (64, 128, 256)
-"""Head dimensions up to which a way is chosen each, as the kernels are compiled for them."""
+"""Upper limits of the head dimensions for which the kernels are compiled. The fastest attention is
+chosen for each."""
 
 LEAST_TOKENS = 1024
-"""Shorter prompts take no less time with more launches."""
+"""Minimum length of a prompt in tokens. Shorter prompts do not gain from the additional launches.
+"""
 
 LEAST_SCALE = 1e-6
-"""The least scale of q.k: the kernels divide log sums by it."""
+"""Minimum scale of q.k, because the kernels divide log sums by it."""
 
 
 class Measured(NamedTuple):
     """A prompt that is timed."""
 
     least: int
-    """tokens from which the fastest way serves"""
+    """Number of tokens from which the fastest attention is used."""
     tokens: int
     H: int
     G: int
     calls: int
-    """calls that it makes, of which `SAMPLE` are made"""
+    """Number of calls that such a prompt makes. Only `SAMPLE` of them are timed."""
 
 
 MEASURED = (Measured(LEAST_TOKENS, 2048, 32, 8, 32), Measured(16384, 16384, 8, 2, 4 * 32))
-"""Prompts of a model with 32 layers of 32 query heads. The longer one has a quarter of the heads
-in four times as many calls: as much work in a quarter of the memory (120 MB for a depth of 128)."""
+"""Prompts of a model with 32 layers of 32 query heads. The longer one uses a quarter of the heads
+in four times the calls: the same work in a quarter of the memory (120 MB for a depth of 128)."""
 
 SAMPLE = 4
 
@@ -99,7 +101,7 @@ class AttendOperands(NamedTuple):
 
 
 def depth_of(D: int) -> int:
-    """The entry of `DEPTHS` for a head dimension; 0 above them."""
+    """The entry of `DEPTHS` for a head dimension; 0 if there is none."""
     return next((depth for depth in DEPTHS if D <= depth), 0)
 
 
@@ -109,11 +111,11 @@ def attend_by(
     *,
     strict: bool = False,
 ) -> Callable[..., None]:
-    """The operation `attend`, with the outputs of the attention that `choose` returns where these
-    are all that a call needs of it. The operands have been checked.
+    """The operation `attend` with the outputs from the attention that `choose` returns, if that
+    attention supports the call. The operands must have been checked.
 
-    Where torch raises, as for a shape that cuDNN has no plan for, `attend` makes the outputs too;
-    strict: raise that.
+    If torch raises an error, as cuDNN does for some shapes, `attend` computes the outputs too. With
+    `strict` the error propagates.
     """
 
     def run(*operands: Any) -> None:
@@ -133,12 +135,12 @@ def attend_by(
 
 def _warn_unable(error: RuntimeError) -> None:
     line, *_ = str(error).splitlines() or [type(error).__name__]
-    text = f"torch's attention cannot answer this prompt, so h2o's kernels do ({line})"
+    text = f"torch's attention cannot compute this prompt, so h2o's kernels do ({line})"
     warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _suits(call: AttendOperands) -> bool:
-    """Whether a call has nothing that flash attention lacks."""
+    """Whether flash attention supports everything that a call needs."""
     D = call.query.shape[3]
     more = (call.slots, call.sink_logits, call.log_sums, call.known_log_sums)
     return (
@@ -153,14 +155,17 @@ def _suits(call: AttendOperands) -> bool:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether all rows begin at multiples of 16 bytes, elements one after the other."""
+    """Whether all rows are contiguous and begin at multiples of 16 bytes."""
     *steps, step = x.stride()
     return step == 1 and x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in steps)
 
 
 def _answer(attention: Attention, call: AttendOperands) -> Tensor:
-    """Write the outputs of a call, and return the log sums [B, H, Q]. A mask is brought to what is
-    causal: tokens come first, in order, and pads, which no token then sees, after them."""
+    """Write the outputs of a call, and return the log sums [B, H, Q].
+
+    With a mask, tokens are moved to the front in order and padding to the end, so that no token
+    sees padding in causal attention.
+    """
     query, keys = call.query, call.keys
     values = keys if call.values is None else call.values
     if call.mask is None:
@@ -180,7 +185,7 @@ def _answer(attention: Attention, call: AttendOperands) -> Tensor:
     return log_sums.take_along_dim(place[:, None], 2)
 
 
-# ---- Which way ---------------------------------------------------------------------------------
+# ---- Which attention ---------------------------------------------------------------------------
 
 
 def fastest(
@@ -190,10 +195,11 @@ def fastest(
     device: Any,
     wait: Callable[[], None],
 ) -> dict[int, str]:
-    """The fastest ways for an entry of `DEPTHS`, by the tokens from which each serves.
+    """Names of the fastest attentions for an entry of `DEPTHS`, by the number of tokens from which
+    each is used.
 
     Args:
-        kernels, by_torch: the operations of `_core.call`, the latter as the right answers.
+        kernels, by_torch: the operations of `_core.call`. `by_torch` gives the correct results.
         wait: waits for the device.
     """
     attends = {"": kernels.attend} | {
@@ -227,7 +233,7 @@ def _is_right(
     depth: int,
     device: Any,
 ) -> bool:
-    """Whether torch has this attention, and its answers are those of the torch backend."""
+    """Whether torch has this attention and it agrees with the torch backend."""
     operations = SimpleNamespace(**vars(kernels) | {"attend": attend})
     cases = _cases(depth)
     return _if_there(
@@ -243,12 +249,12 @@ def _cases(depth: int) -> tuple[kernel_check.Case, ...]:
 
 
 def _time(attend: Callable[..., None], D: int, prompt: Measured, wait: Callable[[], None]) -> float:
-    """`_seconds`; infinitely many where this torch or this device lacks the attention."""
+    """`_seconds`, or infinity if this torch or this device lacks the attention."""
     return _if_there(lambda: _seconds(attend, D, prompt, wait), math.inf)
 
 
 def _if_there(run: Callable[[], T], otherwise: T) -> T:
-    """What `run` returns, or `otherwise` where this torch or this device lacks the attention."""
+    """The result of `run`, or `otherwise` if this torch or this device lacks the attention."""
     try:
         return run()
     except torch.OutOfMemoryError:
@@ -260,10 +266,10 @@ def _if_there(run: Callable[[], T], otherwise: T) -> T:
 def _seconds(
     attend: Callable[..., None], D: int, prompt: Measured, wait: Callable[[], None]
 ) -> float:
-    """The time of a prompt's calls of `attend` in all layers, on torch's default device.
+    """Time that a prompt spends in `attend` in all layers, on torch's default device.
 
-    The prompt has a length that was not met before, since what plans for it does so in one layer of
-    every such prompt.
+    The prompt has a new length, because planning for a new length takes time in one layer of every
+    such prompt.
     """
 
     def passed(call: AttendOperands, calls: int) -> float:
@@ -274,7 +280,7 @@ def _seconds(
         wait()
         return time.perf_counter() - begin
 
-    passed(_random_call(D, prompt, prompt.tokens - 3), 1)  # loads what it needs
+    passed(_random_call(D, prompt, prompt.tokens - 3), 1)  # warm-up: loads libraries
     call = _random_call(D, prompt, prompt.tokens - 1)
     first = passed(call, 1)
     later = min(passed(call, SAMPLE) for _ in range(2)) / SAMPLE
@@ -282,7 +288,7 @@ def _seconds(
 
 
 def _random_call(D: int, prompt: Measured, tokens: int) -> AttendOperands:
-    """A call in bfloat16. Its numbers are not those of the program's generator."""
+    """A call with random bfloat16 operands, from its own generator, not the program's."""
     device = torch.get_default_device()
     generator = torch.Generator(device).manual_seed(0)
     query, keys, values = (

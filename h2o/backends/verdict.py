@@ -1,4 +1,4 @@
-"""The verdict on the kernels of a device, and the file of the cache folder that remembers it."""
+"""The verdict on the kernels of a device, and its file in the cache folder."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Ways = dict[int, str]
-"""Attention that answers prompts, by the number of tokens from which each serves, in their order.
-The names are those of `h2o.backends.prompt_attention.WAYS`, and "" for h2o's own kernels, which
-answer shorter prompts than the first number too."""
+"""The attention for prompts, by the number of tokens from which it is used, ascending. Its name is
+from `h2o.backends.prompt_attention.WAYS`, or "" for h2o's own kernels, which also handle all
+prompts shorter than the first number."""
 
 
 class Verdict(NamedTuple):
     """Result of a check of a device's kernels."""
 
     mistakes: list[str]
-    """what they get wrong; empty: they serve"""
+    """Mistakes of the kernels. The kernels are used if there are none."""
     prompts: dict[int, Ways]
-    """the ways of each entry of `h2o.backends.prompt_attention.DEPTHS` that has been measured"""
+    """The attention for each entry of `h2o.backends.prompt_attention.DEPTHS` measured so far."""
 
     @property
     def ways(self) -> str:
-        """The ways in words; none where h2o's own kernels answer all prompts."""
+        """The attention for prompts in words. Empty if h2o's own kernels handle all prompts."""
         if not any(self.prompts.values()):
             return ""
         depths = sorted(self.prompts)
@@ -47,7 +47,7 @@ OWN = "h2o's kernels"
 
 
 def recall(facts: dict[str, Any]) -> Verdict | None:
-    """The verdict that is remembered for these facts; None where there is none in this format."""
+    """The verdict stored for these facts, or None if there is none in this format."""
     try:
         known = json.loads(_file(facts).read_text("utf-8"))
         prompts = {int(depth): _ways(ways) for depth, ways in known["prompts"].items()}
@@ -57,7 +57,7 @@ def recall(facts: dict[str, Any]) -> Verdict | None:
 
 
 def _ways(known: dict[str, str]) -> Ways:
-    """Raises: ValueError where a way has a name that this version lacks."""
+    """Parse the ways of one depth. Raises: ValueError for a name that this version lacks."""
     from h2o.backends.prompt_attention import WAYS
 
     ways = dict(sorted((int(least), name) for least, name in known.items()))
@@ -67,7 +67,7 @@ def _ways(known: dict[str, str]) -> Ways:
 
 
 def remember(facts: dict[str, Any], verdict: Verdict) -> None:
-    """Where the folder cannot be written to, every process checks anew."""
+    """Store a verdict. If the folder is not writable, every process checks the kernels again."""
     from h2o.utils.filesystem import atomic_write
 
     try:

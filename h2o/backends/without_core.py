@@ -1,10 +1,10 @@
-"""Stand-in for `_core` in a build without it: the torch backend for tensors of any library.
+"""Replacement for `_core` in a build without it: the torch backend for tensors of any library.
 
-Checks the operands, shapes, dtypes, devices and policy of a call as the core does. Overlapping
-memory, and numbers in tensors that give sizes (lengths, budgets, free slots), are not checked.
+It checks the operands, shapes, dtypes, devices and policy of a call like the core. It does not
+check for overlapping memory, nor the sizes stored in tensors (lengths, budgets, free slots).
 
-Tensors of other libraries are read and written in place, as torch shows them. torch is imported
-when an operation runs.
+Tensors of other libraries are read and written in place, through torch views of their memory. torch
+is imported when an operation runs.
 
 Shape letters as in `h2o.ops`.
 """
@@ -55,19 +55,19 @@ OPERANDS: dict[str, Kind] = {
     "log_sums": _operand("BHQ", written=True, optional=True, dtype="float32"),
     "known_log_sums": _operand("BHQ", optional=True, dtype="float32"),
 }
-"""Operands by name, equal to the rows of `csrc/<operation>.c`, which a test compares."""
+"""Operands by name. They must equal the rows of `csrc/<operation>.c`; a test compares them."""
 
 
 @functools.cache
 def parameters(operation: str) -> tuple[str, ...]:
-    """The operands of an operation by name, in order."""
+    """Names of an operation's operands, in order."""
     from h2o.backends import portable
 
     return tuple(inspect.signature(portable.operation(operation)).parameters)
 
 
 def info() -> dict[str, Any]:
-    """Facts like those of `_core.info`, with torch's threads where torch is loaded."""
+    """Like `_core.info`. The number of threads is torch's, if torch has been imported."""
     torch = sys.modules.get("torch")
     return {
         "level": "none",
@@ -82,7 +82,8 @@ def info() -> dict[str, Any]:
 def call(operation: str, mode: str, /, *operands: Any) -> None:
     """Run or check an operation, like `_core.call` with mode "run" or "check".
 
-    Raises: ValueError, TypeError, BufferError as `h2o.ops` says; ImportError without torch.
+    Raises: ValueError, TypeError and BufferError as documented in `h2o.ops`; ImportError if torch
+    is missing.
     """
     from h2o.backends import portable
 
@@ -90,7 +91,7 @@ def call(operation: str, mode: str, /, *operands: Any) -> None:
         run = portable.operation(operation)
     except ModuleNotFoundError as error:
         needed = f"torch, which is missing: {packages.install_command('hf')}"
-        raise ImportError(f"{packages.without_core()}; they need {needed}") from error
+        raise ImportError(f"{packages.without_core()}; torch operations need {needed}") from error
     names = parameters(operation)
     if len(operands) != len(names):
         raise TypeError(f"{operation}: takes {len(names)} arguments, got {len(operands)}")
@@ -101,7 +102,7 @@ def call(operation: str, mode: str, /, *operands: Any) -> None:
 
 
 class _Check:
-    """Sizes by letter, floating dtype and device of one call, as far as they are known."""
+    """Checks of one call. Collects its sizes by shape letter, its floating dtype and its device."""
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
@@ -111,7 +112,7 @@ class _Check:
         self.has_starts = self.has_rows = False
 
     def operands(self, named: dict[str, Any]) -> None:
-        """Check the operands, and put tensors of torch in the place of others."""
+        """Check the operands, and replace tensors of other libraries by torch tensors."""
         check_policy(named["policy"])
         for name in ("scale", "softcap"):
             number = named.get(name, 0.0)
@@ -124,7 +125,7 @@ class _Check:
             raise TypeError(f"slots: is a {type(stored).__name__}, wanted Slots")
         self.has_starts = stored is not None and stored.starts is not None
         self.has_rows = stored is not None and stored.rows is not None
-        evicts = self.operation == "evict"  # which writes into slots only
+        evicts = self.operation == "evict"  # writes only to slots
         for name, kind in OPERANDS.items():
             if name in named:
                 kind = kind._replace(written=False) if evicts else kind
@@ -137,7 +138,7 @@ class _Check:
             named["slots"] = self.slots(stored, named["policy"])
 
     def slots(self, slots: Slots, policy: Any) -> Slots:
-        """Slots in tensors of torch. Attention needs a part of the fields only."""
+        """Checked slots, as torch tensors. `attend` does not need all fields."""
         attends = self.operation == "attend"
         tensors = {}
         for name, kind in KINDS.items():
@@ -150,7 +151,7 @@ class _Check:
         return Slots(**tensors)
 
     def shape_of(self, kind: Kind, axes: int) -> str:
-        """The shape of an operand with so many axes in this call."""
+        """The shape letters that an operand with `axes` axes must have in this call."""
         shape = kind.shape.replace("GS", "T") if self.has_starts else kind.shape
         shape = shape.replace("Q", "1") if self.operation == "step" else shape
         if shape in ("B2", "Z2") and axes == 3:  # budgets by head
@@ -159,7 +160,7 @@ class _Check:
         return shape if self.has_rows else shape.replace("Z", "B")
 
     def tensor(self, name: str, tensor: Any, needs: Kind) -> Any:
-        """A checked operand, as a tensor of torch."""
+        """A checked operand, as a torch tensor."""
         shape, written = self.shape_of(needs, len(getattr(tensor, "shape", ()))), needs.written
         if tensor is None:
             if needs.optional:
@@ -194,7 +195,7 @@ class _Check:
             raise TypeError(f"{name}: has dtype {kind}, wanted {wanted}")
 
     def check_shape(self, name: str, tensor: Any, shape: str, bytes_too: bool) -> None:
-        letters = shape[:-1] if bytes_too else shape  # rows of bytes are longer or shorter than D
+        letters = shape[:-1] if bytes_too else shape  # quantized rows do not have length D
         right = tensor.ndim == len(shape) and min(tensor.shape, default=0) >= 1
         for letter, size in zip(letters, tensor.shape, strict=False):
             if letter == "+":
@@ -213,18 +214,18 @@ class _Check:
             raise ValueError(f"{self.leader}: has {heads}")
 
     def letters(self, shape: str) -> str:
-        """A shape with the known sizes of its letters, such as [B, G, Q, D] with B = 2."""
+        """A shape and the known sizes of its letters, such as "[B, G, Q, D] with B = 2"."""
         names = ["G + 1" if x == "+" else x for x in shape]
         known = ", ".join(f"{x} = {self.sizes[x]}" for x in shape if x in self.sizes)
         return f"[{', '.join(names)}]" + (f" with {known}" if known else "")
 
 
 _LABELS = {"table": "rotary.table", "ranks": "rotary.ranks"}
-"""Names in errors for operands that have another name in `h2o.ops`."""
+"""Names for errors, of operands that `h2o.ops` calls differently."""
 
 
 def _as_torch(name: str, tensor: Any, written: bool) -> Any:
-    """A tensor of torch on the same memory; an input that torch cannot show is copied."""
+    """A torch tensor on the same memory. An input that torch cannot view is copied."""
     import torch
 
     if isinstance(tensor, torch.Tensor):

@@ -1,1 +1,1 @@
-"""`h2o.calibrate`: which heads of a model need more of a cache, measured on texts."""
+"""`h2o.calibrate`: measure on texts which heads of a model need more of a cache."""

@@ -1,8 +1,8 @@
-"""Allocation of keys to heads, from what each head costs alone.
+"""Allocation of keys to heads from the cost of eviction in each head alone.
 
-Costs add up here, so that the best allocation for a total equalizes what one more key saves: along
-the lower convex hull of each head's costs the steepest step is taken first until the total is
-spent (Fox, "Discrete Optimization via Marginal Analysis", Management Science 1966).
+Assuming that costs add up, an allocation is optimal if one more key would save the same in every
+head. So the steepest steps along the lower convex hulls of the heads' costs are taken first until
+the total is spent (Fox, "Discrete Optimization via Marginal Analysis", Management Science 1966).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 
 
 def hull(budgets: Sequence[float], costs: Sequence[float]) -> list[tuple[float, float]]:
-    """The corners (budget, cost) of the lower convex hull, from the least budget on.
+    """The corners (budget, cost) of the lower convex hull, from the smallest budget on.
 
-    It ends at the first budget whose cost is the lowest: what lies beyond saves nothing.
+    The hull ends at the first budget with the lowest cost, because larger budgets save nothing.
     """
     corners: list[tuple[float, float]] = []
     last = int(np.argmin(costs))
@@ -30,15 +30,15 @@ def hull(budgets: Sequence[float], costs: Sequence[float]) -> list[tuple[float, 
 
 
 def allocate(budgets: Sequence[float], costs: np.ndarray, total: float) -> np.ndarray:
-    """Keys for each head.
+    """Allocate keys to heads at the lowest total cost.
 
     Args:
-        budgets: rising; the first is what every head gets at least, the last one what it can use.
+        budgets: ascending. Every head gets at least the first and at most the last of them.
         costs: [heads, budgets].
-        total: keys for all heads together.
+        total: number of keys for all heads together.
 
     Returns:
-        float64 [heads], whose sum is `total` (within the least and the most that heads can get).
+        float64 [heads] with the sum `total`, or the nearest sum within the limits of `budgets`.
     """
     least, most = float(budgets[0]), float(budgets[-1])
     keys = np.full(len(costs), least)
@@ -52,7 +52,7 @@ def allocate(budgets: Sequence[float], costs: np.ndarray, total: float) -> np.nd
         taken = max(0.0, min(width, remaining))
         keys[head] += taken
         remaining -= taken
-    if remaining > 0:  # no head is known to need more: all get the same on top
+    if remaining > 0:  # no head is known to need more: divide the rest in proportion to room
         room = most - keys
         keys += room * min(1.0, remaining / max(room.sum(), 1e-9))
     return keys

@@ -1,4 +1,4 @@
-"""`h2o.calibrate`: the share of a budget that each head should have, measured on texts."""
+"""`h2o.calibrate`: measure on texts which share of a budget each head should have."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from h2o.model_identity import describe, sample
 from h2o.result_cells import Cells, provenance
 
 FRACTIONS = (0.04, 0.1, 0.2, 0.4, 0.7)
-"""Budgets at which a profile has shares, as fractions of a text."""
+"""The budgets for which a profile has shares, as fractions of a text."""
 
 REFINED = 0.2
-"""The largest budget whose shares are refined. Below it the heads' effects on each other matter as
-much as what each head costs alone."""
+"""The largest budget whose shares are refined. At smaller budgets the interaction of heads matters
+as much as the cost of each head alone."""
 
 STEPS, READ = 2, 16
-"""Steps of refinement at each of these budgets, and windows of a step."""
+"""Number of refinement steps at each of these budgets, and number of windows in a step."""
 
 SINKS, HEAVY = 4, 0.75
 
@@ -73,40 +73,41 @@ def calibrate(
     profile.save("model.json")
     ```
 
-    For each key/value head and each budget of a grid the head alone evicts from the first token
-    on, ranked as by `H2OConfig.robust`. What this costs is estimated to second order, from the
-    change of the head's output and the gradient of the log-likelihood of tokens that are drawn
-    from the model's own predictions (`h2o.calibration.head_costs`); then a total is shared out so
-    that one more key would save the same everywhere (`h2o.calibration.allocate`). The same
-    idea, for pruning: Theis et al., "Faster gaze prediction with dense networks and Fisher
-    pruning", arXiv:1801.05787.
+    For each key/value head and each budget of a grid, only this head evicts, from the first token
+    on, with keys ranked as by `H2OConfig.robust`. The cost is estimated to second order from the
+    change of the head's output and the gradient of the log-likelihood of tokens drawn from the
+    model's own predictions (`h2o.calibration.head_costs`). A total budget is then divided so that
+    one more key would save the same in every head (`h2o.calibration.allocate`). For the same idea
+    in pruning see Theis et al., "Faster gaze prediction with dense networks and Fisher pruning",
+    arXiv:1801.05787.
 
     Args:
-        model: a causal language model that an `H2OCache` can serve, in eval mode. In bfloat16 or
+        model: a causal language model that an `H2OCache` supports, in eval mode. Use bfloat16 or
             float32, whichever is faster on the machine.
-        input_ids: int64 [n] or [1, n], one text without pads; or a list of them, or a mapping
-            from names to them, of different kinds of text best. They are read in windows that
-            know nothing of each other; what is left over at a text's end is not read.
+        input_ids: int64 [n] or [1, n], one text without padding, or a list of texts, or a mapping
+            from names to texts, preferably of different kinds. Texts are cut into independent
+            windows. The rest at the end of a text is not used.
         window: tokens of a window.
-        windows: read so many, spread over the texts; all by default. 16 will do, more are better.
-        fractions: budgets at which the profile has shares, parts of a window, in (0, 1].
-        refine: up to this budget shares are refined where all heads evict at once, in steps along
-            the divergence of the full model's predictions from those with caches
-            (`h2o.calibration.refine`); 0 for none, which takes a third of the time.
-        draws: continuations drawn for each window.
-        seed: of what is drawn.
-        resume: a file for windows that are done; another call with the same model, window, draws
-            and seed takes them from there. It is not removed.
-        progress: called with (passes done, passes in all); what `resume` had is passed over.
+        windows: number of windows to use, spread over the texts. By default all are used. 16 are
+            enough, more are better.
+        fractions: budgets for which the profile has shares, as fractions of a window, in (0, 1].
+        refine: largest budget whose shares are refined, with eviction in all heads at once, by
+            steps that reduce the divergence of the evicting model's predictions from the full
+            model's (`h2o.calibration.refine`). 0 refines none and takes a third of the time.
+        draws: number of continuations drawn for each window.
+        seed: seed of these draws.
+        resume: file for the results of finished windows. A later call with the same model, window,
+            draws and seed reuses them. The file is not removed.
+        progress: called with (passes done, passes in total). Passes found in `resume` are skipped.
 
-    Raises: `UnsupportedError` for a model that h2o cannot serve, TypeError and ValueError for
-    arguments that do not fit, UserError (`h2o.errors`) for a `resume` file of another kind.
+    Raises: `UnsupportedError` for a model that h2o does not support, TypeError and ValueError for
+    invalid arguments, UserError (`h2o.errors`) for a `resume` file of another kind.
     """
     full = full_layers(model)
     if not full:
-        raise ValueError("every layer has a sliding window: there is nothing for h2o to share out")
+        raise ValueError("every layer has a sliding window: there is no cache budget to divide")
     if model.training:
-        raise RuntimeError("calibrate() is for inference: call model.eval()")
+        raise RuntimeError("calibrate() needs a model in eval mode: call model.eval()")
     if draws < 1:
         raise ValueError(f"draws must be at least 1, not {draws}")
     fractions = tuple(sorted(set(map(float, fractions))))
@@ -119,14 +120,14 @@ def calibrate(
         "heavy": HEAVY, "score_by": "mean", "value_weighted": True,
     }  # fmt: skip
     origin = provenance(model, None, str(getattr(model.config, "model_type", "")))
-    origin = _gather(model, origin)[0]  # each process has weights of its own
+    origin = _gather(model, origin)[0]  # the fingerprint must be the same in all processes
     cells = Cells(Path(resume)) if resume is not None and _rank(model) == 0 else None
     low = [x for x in fractions if x <= refine]
     total = len(chosen) + len(low) * STEPS * min(READ, len(chosen))
     count = itertools.count()
 
     def once(piece: Window, measure: Callable[[], dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """Measure on a window, or find the result of an earlier run."""
+        """Measure on a window, or return the result of an earlier run."""
         done = next(count)
         facts = {"window": piece.sha256, "settings": settings, "origin": origin, **more}
         result = _gather(model, cells.find(facts) if cells else None)[0]
@@ -148,7 +149,7 @@ def calibrate(
     for fraction in reversed(fractions):
         if fraction not in low or not tables or min(tables) not in low:
             shares = _shares(table, grid, fraction, window)
-        if fraction in low:  # begins where the next higher budget has ended
+        if fraction in low:  # starts from the refined shares of the next larger budget, if any
             read = [[next(in_order) for _ in range(min(READ, len(chosen)))] for _ in range(STEPS)]
             for pieces in read:
                 shares = _step(model, shares, fraction, window, pieces, once)
@@ -170,22 +171,22 @@ def calibrate(
 
 
 def policy(budget: int) -> H2OConfig:
-    """The cache of a head that may hold so many keys: that of `H2OConfig.robust`."""
+    """The config of a head that may hold `budget` keys, ranked as by `H2OConfig.robust`."""
     heavy = int(HEAVY * (budget - SINKS))
     recent = budget - SINKS - heavy
     return H2OConfig(heavy=heavy, recent=recent, sinks=SINKS, score_by="mean", value_weighted=True)
 
 
 def budget_grid(window: int) -> list[int]:
-    """Budgets that are measured: 8, 12, 16, 24, 32, 48, ... below the window."""
+    """The budgets to measure: 8, 12, 16, 24, 32, 48, ... below the window."""
     steps = itertools.chain.from_iterable((2**i, 3 * 2 ** (i - 1)) for i in itertools.count(3))
     return list(itertools.takewhile(lambda budget: budget < window, steps))
 
 
 def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[Window]:
-    """Yield the windows to read, in turn from each text.
+    """Yield the windows to use, taking turns between the texts.
 
-    Raises: TypeError for what are no token ids, ValueError for a text shorter than a window.
+    Raises: TypeError for a text that is not token ids, ValueError for one shorter than a window.
     """
     if window <= 2 * LEAST:
         raise ValueError(f"window must be more than {2 * LEAST} tokens, not {window}")
@@ -195,12 +196,12 @@ def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[
     for name, ids in _texts(input_ids):
         if len(ids) < window:
             raise ValueError(
-                f"input_ids: {name} has {len(ids)} tokens, less than a window of {window}: give "
+                f"input_ids: {name} has {len(ids)} tokens, fewer than a window of {window}: give "
                 "more text or a smaller window"
             )
         pieces.append([Window(name, piece) for piece in ids.split(window) if len(piece) == window])
     wanted = limit or sum(map(len, pieces))
-    numbers = [0] * len(pieces)  # of windows from each text
+    numbers = [0] * len(pieces)  # number of windows from each text
     while sum(numbers) < min(wanted, sum(map(len, pieces))):
         open_ = [i for i, piece in enumerate(pieces) if numbers[i] < len(piece)]
         numbers[min(open_, key=numbers.__getitem__)] += 1
@@ -247,20 +248,20 @@ def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int
 
 
 def _of_all_heads(local: np.ndarray, model: Any) -> np.ndarray:
-    """Results [full layers, G, ...] of all heads, from those that each process has."""
+    """Combine the results [full layers, heads, ...] of all processes into [full layers, G, ...]."""
     if local.shape[1] == describe(model.config).get("num_key_value_heads"):
         return local
     return np.concatenate(_gather(model, local), axis=1)
 
 
 def _rank(model: Any) -> int:
-    """Number of this process among those that a model is cut over."""
+    """Rank of this process among those over which the model is cut."""
     mesh = tensor_parallel.mesh_of(model)
     return 0 if mesh is None else mesh.get_local_rank()
 
 
 def _gather(model: Any, value: Any) -> list[Any]:
-    """The value of each process that a model is cut over. All of them must call this."""
+    """The value of each process over which the model is cut. All of them must call this."""
     mesh = tensor_parallel.mesh_of(model)
     if mesh is None:
         return [value]
@@ -272,7 +273,7 @@ def _gather(model: Any, value: Any) -> list[Any]:
 def _shares(costs: np.ndarray, grid: Sequence[int], fraction: float, window: int) -> np.ndarray:
     """Shares [full layers, G] with mean 1, from costs [full layers, G, grid]."""
     layers, G, _ = costs.shape
-    table = np.pad(costs.reshape(layers * G, -1), ((0, 0), (0, 1)))  # a whole window costs nothing
+    table = np.pad(costs.reshape(layers * G, -1), ((0, 0), (0, 1)))  # a full window costs nothing
     total = layers * G * max(fraction * window, LEAST)
     keys = allocate([*grid, window], table, total).reshape(layers, G)
     return keys / keys.mean()
@@ -286,7 +287,7 @@ def _step(
     pieces: Sequence[Window],
     once: Callable[..., dict[str, Any]],
 ) -> np.ndarray:
-    """Shares after a step of refinement."""
+    """The shares after one step of refinement."""
     budgets = surround(scale_keys(shares, fraction * window, window), LEAST, window)
 
     def measure(piece: Window) -> dict[str, Any]:
@@ -303,10 +304,10 @@ def _step(
 
 
 def scale_keys(shares: np.ndarray, mean: float, most: int) -> np.ndarray:
-    """Keys for each head: `mean` on average, none below LEAST or above `most`."""
+    """Number of keys for each head: `mean` on average, at least LEAST and at most `most`."""
     mean = min(max(mean, LEAST), most)
     low, high = 0.0, most * shares.size / shares.min()
-    for _ in range(60):  # the factor at which the total is right
+    for _ in range(60):  # bisection for the factor with this mean
         factor = (low + high) / 2
         if np.clip(factor * shares, LEAST, most).mean() < mean:
             low = factor
@@ -316,14 +317,14 @@ def scale_keys(shares: np.ndarray, mean: float, most: int) -> np.ndarray:
 
 
 def _of_model(shares: np.ndarray, full: Sequence[int], model: Any) -> tuple[tuple[float, ...], ...]:
-    """Shares for every layer of the model, 1 where the layer has a sliding window."""
+    """Shares for every layer of the model, 1 for layers with a sliding window."""
     table = np.ones((len(transformers_layers(model.config)), shares.shape[1]))
     table[list(full)] = shares
     return tuple(tuple(round(float(x), 4) for x in row) for row in table)
 
 
 def _describe_texts(input_ids: Any, chosen: Sequence[Window]) -> Iterator[dict[str, Any]]:
-    """Name, digest and number of windows of each text."""
+    """Name, digest, length and number of windows of each text."""
     for name, ids in _texts(input_ids):
         number = sum(piece.text == name for piece in chosen)
         yield {"name": name, "sha256": _sha256(ids), "tokens": len(ids), "windows": number}

@@ -1,11 +1,10 @@
-"""Costs of one head's eviction, to second order, from one forward and one backward pass.
+"""Costs of eviction in one head, to second order, from one forward and one backward pass.
 
-The text's own tokens are no labels. Continuations that are drawn from what the model itself
-predicts give the Fisher information, whose quadratic form is the Kullback-Leibler divergence of
-the evicting model's predictions from the full one's, for small changes (Martens, "New Insights
-and Perspectives on the Natural Gradient Method", JMLR 2020, section 5). The changes are those of a
-head's attention output, and the form is taken token by token and head by head: what tokens and
-heads do to each other is left out.
+The labels are not the text's own tokens. Continuations drawn from the model's own predictions give
+the Fisher information. For small changes its quadratic form is the Kullback-Leibler divergence of
+the evicting model's predictions from the full model's (Martens, "New Insights and Perspectives on
+the Natural Gradient Method", JMLR 2020, section 5). The changes are those of a head's attention
+output. The form is evaluated for each token and head separately, without interactions.
 
 Shape letters: H query heads, G key/value heads (H = G * R), n tokens, D head dimension.
 """
@@ -29,23 +28,23 @@ from h2o.hf.families.wrappers import input_device
 
 @dataclasses.dataclass(frozen=True)
 class Watched(Attention):
-    """One layer's attention on one text, in float32, and the gradients of predictions by its
-    output. Differences between outputs are what costs are made from."""
+    """One layer's attention on one text, and gradients with respect to its output, in float32,
+    because costs are computed from differences between outputs."""
 
     gradients: list[Tensor] = dataclasses.field(default_factory=list)
-    """Gradient [n, H, D] float32 of each drawn continuation's log-likelihood by the output"""
+    """Gradient [n, H, D] float32 of the log-likelihood of each drawn continuation."""
 
 
 def watch_gradients(
     model: Any, ids: Tensor, generator: torch.Generator, draws: int
 ) -> dict[int, Watched]:
-    """Run a model over a text [n] without eviction, and return what each full layer did."""
+    """Run a model on a text [n] without eviction, and record the attention of each full layer."""
     layers: dict[int, Watched] = {}
     outputs: list[Tensor] = []
 
     def attention(call: AttentionCall) -> Tensor:
         out = call.full()
-        if not out.requires_grad:  # a first layer whose parameters are frozen
+        if not out.requires_grad:  # the first layer, if its parameters are frozen
             out.requires_grad_()
         outputs.append(out)
         q, k, v = (x[0].detach().float() for x in (call.query, call.key, call.value))
@@ -67,15 +66,15 @@ def watch_gradients(
 def measure_costs(
     watched: Watched, budgets: Sequence[int], policy: Callable[[int], H2OConfig]
 ) -> Tensor:
-    """Costs of each key/value head alone at each budget, in nats per token.
+    """Cost of evicting in each key/value head alone at each budget, in nats per token.
 
     Args:
-        budgets: tokens that a head may hold.
-        policy: the cache's config for a budget.
+        budgets: numbers of tokens that a head may hold.
+        policy: function of a budget that returns the cache's config.
 
     Returns:
-        float64 [G, budgets]: mean over the draws of sum_t (g_t . do_t)^2 / 2n, with do_t the change
-        of the output of all of the head's queries at token t, evicting from the first token on.
+        float64 [G, budgets]: mean over the draws of sum_t (g_t . do_t)^2 / 2n, where do_t is the
+        change of the output of the head's queries at token t with eviction from the first token on.
     """
     G, n, _ = watched.keys.shape
     configs = [policy(min(budget, n)) for budget in budgets]
@@ -99,11 +98,11 @@ def measure_costs(
         return (total.T / (2 * n * len(watched.gradients))).cpu()
 
 
-ROWS = 128  # logits rows that exist at one time
+ROWS = 128  # rows of logits in memory at one time
 
 
 def _likelihood_gradient(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Gradient by the logits [n, vocabulary] of the log-likelihood of tokens drawn from them."""
+    """Gradient, with respect to logits [n, vocabulary], of the log-likelihood of drawn tokens."""
     gradient = torch.empty_like(logits)
     for first in range(0, len(logits), ROWS):
         rows = logits[first : first + ROWS].float().softmax(-1)

@@ -1,10 +1,10 @@
 """Refinement of an allocation, with eviction in all heads at once.
 
-What heads cost alone does not add up where much is evicted. Here the model runs as the caches
-would let it, and what a head's budget does to the Kullback-Leibler divergence of the full model's
-predictions from these is seen to first order: the gradient of the divergence by the head's output
-times what the output would gain with more keys, and lose with fewer. A step moves keys to where
-they do most.
+If much is evicted, the costs of single heads do not add up. Here the model runs with eviction in
+all heads, and the effect of a head's budget on the Kullback-Leibler divergence from the full
+model's predictions is estimated to first order: as the product of the gradient of the divergence
+with respect to the head's output and the difference of the output between a larger and a smaller
+budget. A step moves keys to the heads where they help most.
 
 Shape letters: H query heads, G key/value heads (H = G * R), n tokens, D head dimension.
 """
@@ -30,11 +30,11 @@ from h2o.hf.families import tensor_parallel
 from h2o.hf.families.wrappers import input_device
 
 RATIO = 1.5
-"""The factor between a budget and the larger and the smaller one that it is compared with."""
+"""The larger budget is this factor times a budget, the smaller one the budget divided by it."""
 
 
 def surround(budgets: np.ndarray, least: int, most: int) -> np.ndarray:
-    """Surround budgets with larger and smaller ones: int [3, ...], as they are, more, and less."""
+    """Stack budgets with larger and smaller ones: int [3, ...], unchanged, larger, smaller."""
     three = np.stack([budgets, budgets * RATIO, budgets / RATIO])
     return np.clip(np.rint(three), least, most).astype(int)
 
@@ -42,16 +42,17 @@ def surround(budgets: np.ndarray, least: int, most: int) -> np.ndarray:
 def measure_worth(
     model: Any, ids: Tensor, budgets: np.ndarray, policy: Callable[[int], H2OConfig]
 ) -> tuple[np.ndarray, float]:
-    """Measure what the keys between the smaller and the larger budget are worth to each head.
+    """Measure the worth to each head of the keys between its smaller and its larger budget.
 
     Args:
-        ids: [n], no pads.
-        budgets: int [3, full layers, G], from `around`.
-        policy: the cache's config for a budget.
+        ids: [n], without padding.
+        budgets: int [3, full layers, G], from `surround`.
+        policy: function of a budget that returns the cache's config.
 
     Returns:
-        (float64 [full layers, G], of the heads that are here: by how much the divergence rises
-        from the higher to the lower budget, nats per token, to first order; the divergence itself)
+        (worth, divergence). worth is float64 [full layers, G of this process]: the increase of the
+        divergence from the larger to the smaller budget, to first order. Both are in nats per
+        token.
     """
     order = {layer: index for index, layer in enumerate(full_layers(model))}
     said = forward(model, ids, logits=True)
@@ -77,7 +78,7 @@ def measure_worth(
             changes.append((out[2] - out[1]).reshape(len(ids), k.shape[1], -1))
         logits = call.scale, call.softcap, call.sink_logits
         attended = _attend(query[0], key[0], value[0], evicted_at[0], *logits)
-        if not attended.requires_grad:  # a first layer whose parameters are frozen
+        if not attended.requires_grad:  # the first layer, if its parameters are frozen
             attended.requires_grad_()
         outputs.append(attended)
         return attended
@@ -95,12 +96,13 @@ def measure_worth(
 
 
 def move_budgets(budgets: np.ndarray, between: np.ndarray, worths: np.ndarray) -> np.ndarray:
-    """Budgets after a step: a head's times the root of its keys' worth over the mean of all.
+    """Budgets after a step: each is multiplied by the square root of its head's worth per key,
+    relative to the mean of all heads. The factor is between 0.5 and 2.
 
     Args:
         budgets: [full layers, G].
-        between: keys between the higher and the lower of the budgets compared.
-        worths: of these keys.
+        between: number of keys between the larger and the smaller budget.
+        worths: worth of these keys, from `measure_worth`.
     """
     each = worths / np.maximum(between, 1)
     relative = each / max(each.mean(), 1e-12)
@@ -116,9 +118,9 @@ def _attend(
     softcap: float,
     sink_logits: Tensor | None,
 ) -> Tensor:
-    """Attention of `ops.simulate` with a gradient: [1, n, H, D] from [H, n, D] and twice [G, n, D].
+    """The attention of `ops.simulate`, with a gradient, but none for the choice of keys.
 
-    The choice of keys has no gradient.
+    query is [H, n, D], keys and values are [G, n, D], and the result is [1, n, H, D].
     """
     H, n, D = query.shape
     G = len(keys)
@@ -134,7 +136,8 @@ def _attend(
 
 
 def _divergence(wanted: Tensor, logits: Tensor) -> tuple[Tensor, float]:
-    """(gradient by the logits [n, vocabulary], sum over tokens of KL(wanted || these))."""
+    """Return (gradient with respect to logits [n, vocabulary], divergence), where the divergence is
+    the sum over tokens of KL(wanted || logits)."""
     gradient = torch.empty_like(logits)
     total = 0.0
     for first in range(0, len(logits), ROWS):

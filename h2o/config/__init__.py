@@ -1,7 +1,7 @@
-"""What a cache keeps: `H2OConfig`, its presets, and what it means for one layer of a model.
+"""Cache configuration: `H2OConfig`, its presets, profiles, and the plan for one layer of a model.
 
-Imports neither torch nor transformers, so that command lines, result files and tests can use it
-without loading a model.
+This package imports neither torch nor transformers, so that command lines, result files and tests
+can use it without loading a model.
 """
 
 from h2o.budgets import UNLIMITED as UNLIMITED

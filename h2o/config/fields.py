@@ -19,10 +19,10 @@ class Numbers(Protocol):
 
 
 PromptLength = int | Sequence[int] | Numbers | None
-"""Tokens of the prompt, the same for all rows or one number for each row."""
+"""Length of the prompt in tokens: one number for all rows, or one for each row."""
 
 Pinned = Literal["prompt"] | Sequence[Any] | Numbers | None
-"""Spans (start, stop) for all rows, a list of spans for each row, or a bool mask"""
+"""Pinned tokens: spans (start, stop) for all rows, a list of spans for each row, or a bool mask."""
 
 
 class ConfigFields(PolicyFields, total=False):

@@ -33,86 +33,88 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "budget_unit": ("keys", "bytes"),
     "positions": ("original", "cache_relative"),
 }
-"""Allowed values of fields with few of them."""
+"""Allowed values of the fields that have only a few."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class H2OConfig(Presets):
-    """Number and choice of the keys that each row, layer and key/value head may keep.
+    """Number of keys that each row, layer and key/value head may keep, and how they are chosen.
 
-    The budget is k = sinks + heavy + recent. The first `sinks` tokens of a row and its `recent`
-    newest tokens stay. Of the others the `heavy` highest ranks stay. The default is the authors'
-    setting: a tenth of the prompt for heavy hitters and a tenth for recent tokens (Zhang et al.,
-    "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
-    NeurIPS 2023), with at least `min_tokens` keys, so that a short prompt is kept whole.
+    The budget is k = sinks + heavy + recent. The cache keeps the first `sinks` tokens of a row, its
+    `recent` newest tokens, and the `heavy` highest-ranked of the others. The default is the
+    authors' setting: a tenth of the prompt for heavy hitters and a tenth for recent tokens (Zhang
+    et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
+    NeurIPS 2023), but at least `min_tokens` keys, so that a short prompt is kept whole.
 
-    All fields are given by name.
+    All fields are keyword-only.
 
-    Raises: TypeError for a value that is no number (a bool is none) and for an amount without a
-    name, ValueError for a number out of range and for a budget of 0 in total.
+    Raises: TypeError for a value that is not a number (a bool does not count as one) and for a
+    positional argument, ValueError for a number out of range and for a total budget of 0.
     """
 
     budget: Amount | None = None
-    """One number instead of `heavy` and `recent`. A float in (0, 1] is a share of the bytes that
-    the prompt takes in a full cache, an int a number of tokens. The config is then the recommended
-    preset (`H2OConfig.recommended`), with the other given fields in place of the preset's.
-    `for_model` fills in `heavy` and `recent`."""
+    """One number instead of `heavy` and `recent`: a float in (0, 1] is a share of the bytes that
+    the prompt takes in a full cache, an int is a number of tokens. It selects the recommended
+    preset (`H2OConfig.recommended`); other fields that you give override the preset's. `for_model`
+    fills in `heavy` and `recent`."""
     heavy: Budget = 0.1
-    """Tokens kept for the attention that they have received. An int is a number of tokens. A float
-    in [0, 1] is a fraction of the row's own prompt of n tokens, `int(fraction * n)` but at least
-    one token unless the fraction is 0. So 1 is one token, and 1.0 the whole prompt. A list gives
-    one amount for each layer of the model, and a function `(layer, layers) -> amount` computes it.
-    An amount of a layer may be a list with one amount for each key/value head."""
+    """Number of tokens kept for the attention that they have received. An int is a number of
+    tokens. A float in [0, 1] is a fraction of the row's own prompt: `int(fraction * n)` tokens for
+    a prompt of n, but at least one unless the fraction is 0. So 1 is one token, and 1.0 is the
+    whole prompt. A list has one amount for each layer of the model; a function
+    `(layer, layers) -> amount` computes them. A layer's amount may itself be a list with one amount
+    for each key/value head."""
     recent: Budget = 0.1
-    """Newest tokens kept whatever their rank, given like `heavy`."""
+    """Number of newest tokens kept regardless of their rank, given like `heavy`."""
     sinks: int = 0
-    """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
-    Language Models with Attention Sinks", ICLR 2024)."""
+    """Number of initial tokens of each row that are never evicted (Xiao et al., "Efficient
+    Streaming Language Models with Attention Sinks", ICLR 2024)."""
     score_by: ScoreBy = "sum"
-    """"sum": accumulated attention. "mean": accumulated attention per query that has seen the key,
-    so that age is no advantage. "max": the largest attention of any one query and head.
-    "mean-echo": the mean, with most of a prompt's attention redistributed to the keys that the
-    prompt's own queries find at later positions (the plain mean where positions are not rotary).
-    "random": a hash of layer, head and position, a baseline for evaluation."""
+    """"sum": accumulated attention. "mean": accumulated attention divided by the number of queries
+    that have seen the key, so that older keys have no advantage. "max": the largest attention from
+    any one query and head. "mean-echo": the mean, with most of a prompt's attention redistributed
+    to the keys that the prompt's own queries find at later positions (the plain mean where
+    positions are not rotary). "random": a hash of layer, head and position, a baseline for
+    evaluation."""
     decay: float = 1.0
-    """Factor in [0, 1] by which a score shrinks with each further token. 1 is H2O. 0 ranks by the
+    """Factor in [0, 1] by which a score shrinks with each further token. 1 is H2O; 0 ranks by the
     last query alone."""
     value_weighted: bool = False
     """Multiply the rank by the L2 norm of the key's value."""
     kv_dtype: KvDtype | None = None
-    """Format of stored keys and values. None: the model's dtype. "int8": bytes with a scale of 16
-    bits for each key and value. "int8-int4": keys like that, and values in four bits, in groups of
-    32 with a scale and a minimum of 16 bits (compare Liu et al., "KIVI", ICML 2024). "auto":
-    "int8-int4" where the model's head dimension is a multiple of 32, else "int8". New tokens of one
-    forward pass see each other unquantized."""
+    """Format of stored keys and values. None: the model's dtype. "int8": 8-bit integers with one
+    16-bit scale for each key and value. "int8-int4": the same for keys, and 4-bit values in groups
+    of 32, each with a 16-bit scale and a 16-bit minimum (compare Liu et al., "KIVI", ICML 2024).
+    "auto": "int8-int4" if the model's head dimension is a multiple of 32, otherwise "int8". New
+    tokens of one forward pass see each other unquantized."""
     head_shares: Any = None
-    """Shares of the budget by key/value head. The mean over all heads stays what `heavy` and
-    `recent` say, and a head has at least 8 tokens. None: equal shares. Numbers [layers, heads], of
-    which only the ratios count. An `h2o.Profile` (`h2o calibrate`). "shipped": the profile that
-    comes with h2o for this model. "echo", with `score_by="mean-echo"`: heavy hitters of a prompt
-    are the keys of the highest echo in all layers and heads. During prefill the cache then holds
-    1.125 times the budget plus one uncompressed layer; with a `decay` below 1, or layers of
-    different numbers of heads, it holds the whole prompt."""
+    """How the key/value heads share the budget. The mean over all heads stays what `heavy` and
+    `recent` say, and every head gets at least 8 tokens. None: equal shares. Numbers
+    [layers, heads]: only their ratios matter. An `h2o.Profile`: made by `h2o calibrate`. "shipped":
+    the profile that comes with h2o for this model. "echo" (requires `score_by="mean-echo"`): the
+    prompt's heavy hitters are the keys with the highest echo across all layers and heads. With
+    "echo" the cache holds 1.125 times the budget plus one uncompressed layer during prefill, or the
+    whole prompt if `decay` is below 1 or layers have different numbers of heads."""
     budget_unit: BudgetUnit = "keys"
     """Unit of fractions. "keys": tokens of the prompt. "bytes": heavy + recent is a share of the
-    bytes that the prompt takes in a full cache in the model's dtype. Everything that a slot needs
-    and the sinks count, and as many keys are kept as fit."""
+    bytes that the prompt takes in a full cache in the model's dtype. The share must pay for the
+    sinks and all per-slot bookkeeping too, and the cache keeps as many keys as fit."""
     min_tokens: int = 128
-    """Least number of keys of each head where `heavy` or `recent` is a fraction, sinks included and
-    at least a quarter of them recent. A shorter prompt stays whole. 0: no limit."""
+    """Minimum number of keys per head if `heavy` or `recent` is a fraction. Sinks count toward it,
+    and at least a quarter of it is recent keys. A shorter prompt is kept whole. 0: no minimum."""
     positions: Positions = "original"
     """"original": a key keeps the position of its own token, as in the paper. "cache_relative": a
-    key's rotary position is its rank among the keys held, and a query's the number of keys held
+    key's rotary position is its rank among the keys held, and a query's is the number of keys held
     before it, so that no position exceeds the budget. Rotary models only."""
     _token_bytes: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
-    """Bytes of a token in a full cache and in a slot, which `for_model` finds for fractions of
-    bytes."""
+    """Bytes of a token in a full cache and in a slot, filled in by `for_model` if `budget_unit` is
+    "bytes"."""
 
     def __new__(cls, *amounts: Any, **fields: Any) -> H2OConfig:
         if amounts:
             raise TypeError(
-                f"H2OConfig({amounts[0]!r}) does not say what the number is: write budget=... for "
-                "all that is kept, or heavy=..., recent=..., for its two parts"
+                f"H2OConfig({amounts[0]!r}): amounts are keyword-only. Write budget=... for the "
+                "whole budget, or heavy=..., recent=... for its two parts"
             )
         self = super().__new__(cls)
         if fields.get("budget") is not None:
@@ -120,7 +122,7 @@ class H2OConfig(Presets):
         return self
 
     def __post_init__(self) -> None:
-        put = object.__setattr__  # frozen: what users gave becomes plain Python numbers
+        put = object.__setattr__  # frozen; the fields become plain Python numbers
         if self.budget is not None:
             self._take_preset(self.__dict__.pop("_given"))
         for name in ("heavy", "recent"):
@@ -130,7 +132,10 @@ class H2OConfig(Presets):
         for name, value in check_policy(policy, get_args(ScoreBy))._asdict().items():
             put(self, name, value)
         if self.score_by == "random" and policy != Policy(self.sinks, "random"):
-            raise ValueError(f'score_by="random" takes sinks alone: leave the rest out of {policy}')
+            raise ValueError(
+                'score_by="random" can be combined with sinks only: remove the other fields of '
+                f"{policy}"
+            )
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 *others, last = (f'"{x}"' if x else "None" for x in choices)
@@ -140,15 +145,15 @@ class H2OConfig(Presets):
             isinstance(x, float) for x in (self.heavy, self.recent)
         ):
             raise ValueError(
-                'budget_unit="bytes" takes fractions, one heavy and one recent for all layers and '
-                f"heads, not heavy={self.heavy!r} and recent={self.recent!r}"
+                'budget_unit="bytes" needs one fraction each for heavy and recent, for all layers '
+                f"and heads, not heavy={self.heavy!r} and recent={self.recent!r}"
             )
         named = isinstance(self.head_shares, str) and self.head_shares in NAMED
         if not named and self.head_shares is not None:
             put(self, "head_shares", check_table(self.head_shares))
         if self.shares_by_echo and self.score_by != "mean-echo":
             raise ValueError(
-                f'head_shares="echo" goes with score_by="mean-echo", not {self.score_by!r}'
+                f'head_shares="echo" requires score_by="mean-echo", not {self.score_by!r}'
             )
         by_head = any(isinstance(x, tuple) for x in (*_each(self.heavy), *_each(self.recent)))
         if self.head_shares is not None and by_head:
@@ -156,13 +161,13 @@ class H2OConfig(Presets):
         check_total(self.heavy, self.recent, self.sinks)
 
     def __deepcopy__(self, memo: Any) -> H2OConfig:
-        """Return the config itself, which is immutable."""
+        """Return the config itself: it is immutable."""
         return self
 
     @classmethod
     def recommended(cls, budget: Amount) -> H2OConfig:
-        """The preset that `budget=` stands for: `echo`. A float is a share of the bytes, an int a
-        number of tokens."""
+        """The preset that `budget=` alone selects: `echo`. A float is a share of a full cache's
+        bytes, an int a number of tokens."""
         return cls.preset("echo", budget, "bytes" if isinstance(budget, float) else "keys")
 
     @property
@@ -173,13 +178,13 @@ class H2OConfig(Presets):
 
     @property
     def shares_by_echo(self) -> bool:
-        """Whether the echo of a prompt's keys says how its heads share the budget."""
+        """Whether heads share the budget by the echo of the prompt's keys."""
         return isinstance(self.head_shares, str) and self.head_shares == "echo"
 
     @property
     def after_reading(self) -> H2OConfig:
-        """The config of a cache after `h2o.compress_document` has filled it."""
-        shares = None if self.shares_by_echo else self.head_shares  # dealt by repetition
+        """The config of a cache that `h2o.compress_document` has filled with `readings=2`."""
+        shares = None if self.shares_by_echo else self.head_shares  # the repetition decided
         return dataclasses.replace(
             self, score_by="max", decay=1.0, value_weighted=False, head_shares=shares
         )
@@ -191,10 +196,13 @@ class H2OConfig(Presets):
         return any(isinstance(x, float) for x in flatten(amounts))
 
     def for_model(self, model: Any) -> H2OConfig:
-        """Fill in what depends on the model: the preset of a `budget`, the shipped profile, bits of
-        a stored value, bytes of a token. `model` is a model of transformers or its config.
+        """Fill in the fields that depend on the model: the amounts of a `budget`, the shipped
+        profile, the bits of a stored value, the bytes of a token.
 
-        Raises: ValueError for a profile of another model, or none that is shipped.
+        Args:
+            model: a transformers model or its config.
+
+        Raises: ValueError for a profile of another model, and if none is shipped for this one.
         """
         if self.budget is not None:
             return dataclasses.replace(self, budget=None).for_model(model)
@@ -206,7 +214,7 @@ class H2OConfig(Presets):
             if shares is None:
                 raise ValueError(
                     "no profile for this model comes with h2o: make one with h2o calibrate and "
-                    "give H2OConfig.calibrated(budget, h2o.Profile.load(path))"
+                    "pass H2OConfig.calibrated(budget, h2o.Profile.load(path))"
                 )
         elif isinstance(shares, Profile):
             shares.check(model)
@@ -219,8 +227,10 @@ class H2OConfig(Presets):
         )
 
     def tokens(self, n: int) -> tuple[int, int]:
-        """(heavy, recent) in tokens, where all layers have the same, for a row whose prompt has n
-        tokens, pads not counted. The mean, rounded down, of heads with budgets of their own."""
+        """(heavy, recent) in tokens for a row whose prompt has n tokens, not counting padding.
+
+        All layers must have the same budget. If heads differ, this is their mean, rounded down.
+        """
         if self.budget is not None:
             raise ValueError(
                 f"budget={self.budget} depends on the model: call config.for_model(model) first"
@@ -230,11 +240,12 @@ class H2OConfig(Presets):
         return mean_pair([count(x, n, self._token_bytes, self.min_tokens) for x in pairs])
 
     def count_held(self, n: int, prompt: int | None = None) -> int:
-        """Tokens that a row of n holds at its end; fractions are of `prompt` tokens, else of n."""
+        """Tokens that a row of n tokens holds at its end. Fractions are of `prompt` tokens, or of n
+        if `prompt` is None."""
         return min(n, self.sinks + sum(self.tokens(n if prompt is None else prompt)))
 
     def layer_amounts(self, layer: int, layers: int) -> tuple[Any, Any]:
-        """(heavy, recent) of one of a model's layers: an amount, or one for each key/value head."""
+        """(heavy, recent) of one layer, each a single amount or one for each key/value head."""
         heavy, recent = (
             layer_amount(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
         )
@@ -252,8 +263,8 @@ class H2OConfig(Presets):
 
         Args:
             pair: heavy and recent as given.
-            token_bytes: as of a `LayerPlan`.
-            min_tokens: as of the config, or 0 for no lower limit.
+            token_bytes: see `LayerPlan`.
+            min_tokens: the config's, or 0 for no minimum.
         """
         heavy, recent = self.truncate_pair(pair, n, token_bytes)
         fractions = tuple(x if isinstance(x, float) else 0.0 for x in pair)
@@ -266,7 +277,7 @@ class H2OConfig(Presets):
     def truncate_pair(
         self, pair: tuple[Amount, Amount], n: int, token_bytes: tuple[int, int] | None
     ) -> tuple[int, int]:
-        """`count_pair` where fractions may come to 0 tokens."""
+        """Like `count_pair`, but without a minimum: a fraction may round down to 0 tokens."""
         if self.budget_unit == "keys":
             heavy, recent = (int(x * n) if isinstance(x, float) else x for x in pair)
             return heavy, recent
@@ -275,50 +286,52 @@ class H2OConfig(Presets):
                 'budget_unit="bytes" depends on the model: call config.for_model(model) first'
             )
         part = sum(pair)
-        if part == 0:  # sinks alone
+        if part == 0:  # only sinks are kept
             return 0, 0
         rest = fitting(int(part * n * token_bytes[0]), token_bytes, self.sinks)
         recent = int(rest * pair[1] / part)
         return rest - recent, recent
 
     def _take_preset(self, given: frozenset[str]) -> None:
-        """Fill in the preset that `budget` means, but for the fields that were given."""
+        """Fill in the preset selected by `budget`, except for the fields that were given."""
         put = object.__setattr__
         put(self, "budget", check_amount("budget", self.budget))
         if not self.budget:
-            raise ValueError(f"budget={self.budget} keeps nothing: it must be more than 0")
+            raise ValueError(f"budget={self.budget} keeps nothing: give more than 0")
         preset = self.recommended(self.budget)
         for field in dataclasses.fields(self):
             if field.name not in given:
                 put(self, field.name, getattr(preset, field.name))
         if self.score_by != preset.score_by and "head_shares" not in given:
-            put(self, "head_shares", None)  # echo deals places where it ranks keys
+            put(self, "head_shares", None)  # sharing by echo requires ranking by echo
         if (self.heavy, self.recent) != (preset.heavy, preset.recent):
             raise ValueError(
-                f"budget={self.budget} says what heavy and recent are together: give "
-                "either budget, or heavy and recent. To change a config's budget make a new config"
+                f"budget={self.budget} already determines heavy and recent: give either budget, or "
+                "heavy and recent. To change the budget of a config, make a new config"
             )
 
 
 def _each(budget: Any) -> tuple[Any, ...]:
-    """The amounts of the layers; none of a function's."""
+    """The amounts of a list of layers. Empty for a single amount or a function."""
     return budget if isinstance(budget, tuple) else ()
 
 
 PARAMETERS = tuple(x.name for x in dataclasses.fields(H2OConfig) if not x.name.startswith("_"))
-"""The fields that users give."""
+"""The public fields."""
 
 
 def one_config(h2o_config: H2OConfig | None, parameters: ConfigFields) -> H2OConfig:
-    """The config that was given whole, or as keywords."""
+    """The config that a caller gave as an object or as keywords."""
     if h2o_config is None:
         if unknown := sorted(set(parameters) - set(PARAMETERS)):
-            raise TypeError(f"unknown parameter {unknown[0]!r}; there are {', '.join(PARAMETERS)}")
+            raise TypeError(
+                f"unknown parameter {unknown[0]!r}: expected one of {', '.join(PARAMETERS)}"
+            )
         return H2OConfig(**parameters)
     if not isinstance(h2o_config, H2OConfig):
         raise TypeError(
             f"expected an H2OConfig, not {h2o_config!r}. Write budget=... for a share of the bytes "
-            "or a number of tokens, or heavy=..., recent=..., for its two parts"
+            "or a number of tokens, or heavy=..., recent=... for its two parts"
         )
     if parameters:
         raise TypeError(f"give an H2OConfig or keywords, not both: {', '.join(parameters)}")

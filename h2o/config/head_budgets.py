@@ -1,9 +1,9 @@
-"""Shares of a budget by key/value head.
+"""Division of a budget among key/value heads.
 
-Heads differ in how much they lose by eviction, and the difference depends on the model more than
-on the text (compare Feng et al., "Ada-KV", 2024, which shares within a layer, on the fly).
-`H2OConfig(..., head_shares=...)` gives each head its own part of the same total. Plain numbers, no
-torch.
+Heads differ in how much they lose by eviction, and the differences depend more on the model than
+on the text (compare Feng et al., "Ada-KV", 2024, which divides each layer's budget at run time).
+`H2OConfig(..., head_shares=...)` gives each head its own part of the same total. This module works
+on plain numbers, without torch.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from typing import Any
 from h2o.budgets import is_list, recent_part
 
 NAMED = ("shipped", "echo")
-"""Names for `head_shares`: the profile that comes with h2o, a prompt's echo
-(`h2o.hf.prompt.cross_head_budget`)"""
+"""Names that `head_shares` accepts: the profile that comes with h2o, and the echo of each prompt
+(`h2o.hf.prompt.cross_head_budget`)."""
 
 LEAST = 8
-"""Tokens that a head keeps at least, sinks included, where the budget allows it; `min_tokens` of
-`H2OConfig` may be more."""
+"""Minimum number of tokens per head, sinks included, if the budget allows it. `min_tokens` of
+`H2OConfig` may require more."""
 
 SHARED_TWICE = (
     "head_shares divide the budget of a layer among its key/value heads, but heavy or recent give "
     "amounts by head: give one of the two"
 )
-"""The error for head shares beside amounts by head."""
+"""Error message for `head_shares` together with amounts by head."""
 
 Table = tuple[tuple[float, ...], ...]
-"""[layers][key/value heads], positive; only the ratios count"""
+"""[layers][key/value heads], positive; only the ratios matter."""
 
 
 def check_table(shares: Any) -> Any:
-    """`head_shares` as users may give it (lists, an array, a Profile), checked.
+    """Check `head_shares` as given by users: lists, an array or a Profile. Return a Profile or a
+    `Table`.
 
-    Raises: TypeError for what is none of these, ValueError for a number that is not positive and
-    for layers of different numbers of heads.
+    Raises: TypeError for anything else, ValueError for a number that is not positive and for layers
+    with different numbers of heads.
     """
     if hasattr(shares, "shares_for"):  # a Profile
         return shares
@@ -63,7 +64,7 @@ def check_table(shares: Any) -> Any:
 
 
 def check_shares(shares: Any, layers: int) -> None:
-    """Raise ValueError for a table or Profile that has not one row per layer of the model."""
+    """Raise ValueError unless a table or Profile has one row for each layer of the model."""
     rows = shares if isinstance(shares, tuple) else shares.shares_for(1.0)
     if len(rows) != layers:
         raise ValueError(
@@ -74,17 +75,17 @@ def check_shares(shares: Any, layers: int) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def allocate_tokens(k: int, shares: Table, least: int) -> tuple[tuple[int, ...], ...]:
-    """Allocate tokens to heads in proportion to the shares, k on average and none below `least`.
+    """Allocate tokens to heads in proportion to the shares, k on average and at least `least` each.
 
-    The sum is exactly k times the number of heads. What remains after rounding down goes to the
-    largest remainders, of equal ones to the first.
+    The sum is exactly k times the number of heads. Tokens left after rounding down go to the heads
+    with the largest remainders, and among equal remainders to the first.
     """
     if k <= least:
         return tuple((k,) * len(row) for row in shares)
     flat = [share for row in shares for share in row]
     total = k * len(flat)
     raised: set[int] = set()
-    while True:  # heads raised to the least leave less for the others
+    while True:  # raising a head to the minimum leaves less for the others
         rest = sum(share for i, share in enumerate(flat) if i not in raised)
         left = total - least * len(raised)
         exact = [least if i in raised else left * x / rest for i, x in enumerate(flat)]
@@ -103,12 +104,12 @@ def allocate_tokens(k: int, shares: Table, least: int) -> tuple[tuple[int, ...],
 def expand_to_heads(
     rows: list[list[tuple[int, int]]], heads: int, part: tuple[int, int] = (0, 1)
 ) -> list[list[tuple[int, int]]]:
-    """Expand the budgets of a layer's rows to one entry for each head, if any row has that.
+    """Expand the budgets of a layer's rows to one entry per head, if any row has one per head.
 
-    `part`: which of how many equal parts of the heads these are
+    `part`: (index, number of parts) of the heads of this process, under tensor parallelism
     (`h2o.hf.families.tensor_parallel`).
 
-    Raises: ValueError for another number of heads than the layer has.
+    Raises: ValueError if the number of entries is not the layer's number of heads.
     """
     entries = max(map(len, rows))
     index, parts = part
@@ -118,18 +119,19 @@ def expand_to_heads(
         entries = heads
     if entries not in (1, heads):
         raise ValueError(
-            f"this layer has {heads} key/value heads, but heavy, recent or head_shares say "
-            f"how much {entries} heads may keep: give one number per key/value head"
+            f"this layer has {heads} key/value heads, but heavy, recent or head_shares have "
+            f"numbers for {entries} heads: give one number per key/value head"
         )
     return [row * entries if len(row) == 1 else row for row in rows]
 
 
 def make_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tuple[int, int]]:
-    """Make room for pinned keys beyond the sinks in the (heavy, recent) of each head of a row.
+    """Adjust (heavy, recent) of the heads of a row so that each has room for its pinned keys.
 
-    Heads that have more give what the others lack, so that the sum stays.
+    `pinned` does not count the sinks. Heads with room to spare give to those with too little, so
+    the total stays the same.
 
-    Raises: ValueError where all heads together have too little.
+    Raises: ValueError if all heads together have too little.
     """
     lacking = sum(max(0, pinned - heavy) for heavy, _ in heads)
     if not lacking:
@@ -164,16 +166,18 @@ def apportion(
     min_tokens: int,
     pinned: int = 0,
 ) -> list[tuple[int, int]]:
-    """(heavy, recent) of each head of a layer, from those of equal budgets for all heads.
+    """Divide a budget among the heads of a layer: (heavy, recent) of each.
 
-    Every head keeps the sinks; the rest of its part is divided as heavy to recent are.
+    Every head keeps the sinks. The rest of its budget is divided in the ratio of `heavy` to
+    `recent`, which are the amounts that all heads would have under equal shares.
 
     Args:
         shares: a `Table`, or a Profile, whose shares depend on the budget.
-        fraction: the budget as a fraction of the text. None for a budget in tokens, which counts as
-            a fraction of the window of the calibration.
-        min_tokens: as of `H2OConfig`.
-        pinned: keys beyond the sinks for which each head has room, if the mean has.
+        fraction: the budget as a fraction of the text. None for a budget in tokens, which is then
+            taken as a fraction of the calibration window.
+        min_tokens: see `H2OConfig`.
+        pinned: number of pinned keys beyond the sinks. Every head gets room for them if the mean
+            budget has.
     """
     k = sinks + heavy + recent
     if heavy + recent == 0:

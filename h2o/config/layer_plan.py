@@ -1,6 +1,6 @@
-"""`LayerPlan`: what an `H2OConfig` means for one layer of a model, in tokens of a known prompt.
+"""`LayerPlan`: the budgets that an `H2OConfig` gives one layer, in tokens once the prompt is known.
 
-Plain numbers, no torch.
+This module works on plain numbers, without torch.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from h2o.policy import Policy
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """The budgets of one layer; made once for a model and a config, and never changed."""
+    """The budgets of one layer of a model. Immutable."""
 
     config: H2OConfig
-    """The config of all layers"""
+    """The config of all layers."""
     layer: int
     heavy: Amount | tuple[Amount, ...]
-    """An amount, or one for each key/value head"""
+    """One amount, or one for each key/value head."""
     recent: Amount | tuple[Amount, ...]
     shares: Any
-    """Shares of all heads of the model: a `Table` or a Profile; None: heads have the same"""
+    """Shares of all heads of the model: a `Table` or a Profile. None: equal shares."""
     token_bytes: tuple[int, int] | None
-    """Bytes of a token in a full cache and in a slot; None: budgets are not in bytes"""
+    """Bytes of a token in a full cache and in a slot. None: the budget is not in bytes."""
     sinks: int = dataclasses.field(init=False, repr=False)
     policy: Policy = dataclasses.field(init=False, repr=False)
     pairs: tuple[tuple[Amount, Amount], ...] = dataclasses.field(init=False, repr=False)
-    """(heavy, recent) as given: of each head, or of all"""
+    """(heavy, recent) as given: one pair for each head, or one for all."""
     needs_prompt_length: bool = dataclasses.field(init=False, repr=False)
-    """Whether a budget is a fraction"""
+    """Whether any amount is a fraction."""
     floor: int = dataclasses.field(init=False, repr=False)
-    """Keys that each head keeps at least: `min_tokens`, or 0 where no amount is a fraction"""
+    """Minimum number of keys per head: `min_tokens`, or 0 if no amount is a fraction above 0."""
 
     def __post_init__(self) -> None:
         fractions = [x for x in flatten((self.heavy, self.recent)) if isinstance(x, float)]
@@ -49,10 +49,11 @@ class LayerPlan:
 
     @classmethod
     def of(cls, config: H2OConfig, layer: int, layers: int) -> LayerPlan:
-        """The plan of one of a model's `layers` layers, counted from 0.
+        """The plan of layer number `layer` (from 0) of a model with `layers` layers.
 
         Raises:
-            ValueError: a list or `head_shares` does not have one entry for each layer.
+            ValueError: a list or `head_shares` does not have one entry for each layer,
+                `head_shares` is combined with amounts by head, or it is still "shipped".
         """
         heavy, recent = config.layer_amounts(layer, layers)
         shares = config.head_shares
@@ -61,7 +62,7 @@ class LayerPlan:
                 raise ValueError(
                     'head_shares="shipped" depends on the model: call config.for_model(model) first'
                 )
-            shares = None  # heads share by echo, once a prompt is known
+            shares = None  # "echo": heads share the budget once the prompt is known
         if shares is not None:
             check_shares(shares, layers)
         if config.head_shares is not None and isinstance(heavy, tuple) | isinstance(recent, tuple):
@@ -69,15 +70,15 @@ class LayerPlan:
         return cls(config, layer, heavy, recent, shares, config._token_bytes)
 
     def check_attention(self, module: Any) -> None:
-        """Raises ValueError for shares of another model than the attention module's."""
+        """Raise ValueError if the profile is of another model than this attention module."""
         if not isinstance(self.shares, tuple | None):
             self.shares.check_attention(module, self.layer)
 
     def for_keys(self, D: int, element: int, rows: int = 2) -> LayerPlan:
-        """This plan for keys of D elements of `element` bytes, where a token has two rows, a key
-        and a value, or one that is both.
+        """Adapt a budget in bytes to the keys that arrive: D elements of `element` bytes each.
 
-        A model's config says which dtype it was loaded in, not what `model.to` made of it.
+        `rows` is 2 (key and value) or 1 (a row that is both). The model's config has the dtype in
+        which the model was loaded, which `model.to` may have changed since.
         """
         full = rows * D * element
         if self.token_bytes is None or self.token_bytes[0] == full:
@@ -88,9 +89,11 @@ class LayerPlan:
     def head_tokens(
         self, n: int, pinned: int = 0, min_tokens: int | None = None
     ) -> list[tuple[int, int]]:
-        """(heavy, recent) of each key/value head in tokens, or a single pair for all of them, for a
-        row whose prompt has n tokens. `pinned`: see `h2o.config.head_budgets.apportion`.
-        `min_tokens`: in place of the config's."""
+        """(heavy, recent) in tokens for a row whose prompt has n tokens: one pair for each
+        key/value head, or a single pair for all.
+
+        `pinned`: see `h2o.config.head_budgets.apportion`. `min_tokens` overrides the config's.
+        """
         least = self.config.min_tokens if min_tokens is None else min_tokens
         heads = self._pair_tokens(n, least)
         if self.shares is None:
@@ -106,26 +109,27 @@ class LayerPlan:
         )
 
     def truncate_tokens(self, n: int) -> tuple[int, int]:
-        """(heavy, recent) where fractions may come to 0 tokens, as in the authors' code, and
+        """(heavy, recent) as in the authors' code: a fraction may round down to 0 tokens, and
         `min_tokens` has no effect."""
         return self.config.truncate_pair(self.pairs[0], n, self.token_bytes)
 
     def is_raised(self, n: int) -> bool:
-        """Whether a fraction of n tokens comes to less than one, which `head_tokens` makes one."""
+        """Whether a fraction of n tokens is less than one token, so that `head_tokens` raises it to
+        one."""
         truncated = [self.config.truncate_pair(x, n, self.token_bytes) for x in self.pairs]
         return self._pair_tokens(n, 0) != truncated
 
     def is_floored(self, n: int) -> bool:
-        """Whether `min_tokens` is what a head keeps of n tokens."""
+        """Whether `min_tokens` raises the budget of a head for a prompt of n tokens."""
         held, fractions = self.head_tokens(n), self.head_tokens(n, min_tokens=0)
         return list(map(sum, held)) != list(map(sum, fractions))
 
     def tokens(self, n: int) -> tuple[int, int]:
-        """(heavy, recent) in tokens: the mean over the heads, rounded down."""
+        """The mean (heavy, recent) of the heads in tokens, rounded down."""
         return mean_pair(self._pair_tokens(n, self.config.min_tokens))
 
     def _pair_tokens(self, n: int, min_tokens: int) -> list[tuple[int, int]]:
-        """Each of `pairs` in tokens."""
+        """`pairs` in tokens."""
         if not self.needs_prompt_length:
             return [(int(heavy), int(recent)) for heavy, recent in self.pairs]
         count = self.config.count_pair

@@ -1,4 +1,4 @@
-"""Presets: configs by name, as class methods of `H2OConfig`. `budget=` alone stands for `echo`."""
+"""Presets: named configs, as class methods of `H2OConfig`. `budget=` alone selects `echo`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 PRESETS = ("authors", "robust", "echo", "calibrated")
-"""Names of configs that accept a budget in keys or in bytes; see `H2OConfig.preset`."""
+"""Names of the presets that accept a budget in keys or in bytes; see `H2OConfig.preset`."""
 
 
 class Presets:
-    """The part of `H2OConfig` that makes configs."""
+    """Constructors of `H2OConfig`."""
 
     if TYPE_CHECKING:
 
@@ -30,36 +30,36 @@ class Presets:
         budget_unit: BudgetUnit = "keys",
         profile: Any = None,
     ) -> Self:
-        """One of `PRESETS` by its name; `profile` is for `calibrated`.
+        """Make one of `PRESETS` by name. Only "calibrated" accepts a `profile`.
 
-        Raises: ValueError for another name, and for a profile without "calibrated"."""
+        Raises: ValueError for an unknown name, and for a profile with another preset."""
         if name not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, not {name!r}")
         if name == "calibrated":
             return cls.calibrated(budget, profile, budget_unit)
         if profile is not None:
-            raise ValueError(f"a profile goes with the preset calibrated, not with {name}")
+            raise ValueError(f"only the preset calibrated accepts a profile, not {name}")
         made: Self = getattr(cls, name)(budget, budget_unit)
         return made
 
     @classmethod
     def authors(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
-        """The published algorithm at this budget: half heavy hitters, half recent tokens, and no
+        """The published algorithm: half of the budget for heavy hitters, half for recent tokens, no
         `min_tokens`."""
         heavy, recent = split_heavy_recent(check_amount("budget", budget), 0.5)
         return cls(heavy=heavy, recent=recent, budget_unit=budget_unit, min_tokens=0)
 
     @classmethod
     def robust(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
-        """Preset for any model: the least loss in our measurements among those that need neither
-        a prompt to rank nor a profile.
+        """Preset for any model. It lost least in our measurements among the presets that need
+        neither a prompt to rank nor a profile.
 
-        Keeps four sinks, and three heavy hitters for each recent token. Heavy hitters are ranked by
-        the mean attention that they received, times the norm of their value. A budget in tokens
-        includes the sinks. To a fraction they are added. With budget_unit="bytes" the budget is a
-        fraction of a full cache's bytes. Keys are then stored in eight bits and values in four, so
-        that 2.2 times as many fit as in bfloat16. (Values have eight bits too where the head
-        dimension is no multiple of 32.)
+        It keeps four sinks, and three heavy hitters for each recent token. Heavy hitters are ranked
+        by the mean attention that they received, times the norm of their value. A budget in tokens
+        includes the sinks; they are added to a fraction. With budget_unit="bytes" the budget is a
+        fraction of a full cache's bytes, and keys are stored in eight bits and values in four, so
+        that 2.2 times as many fit as in bfloat16. (Values take eight bits too if the head dimension
+        is not a multiple of 32.)
         """
         budget = check_amount("budget", budget)
         sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
@@ -81,22 +81,23 @@ class Presets:
     def calibrated(
         cls, budget: Amount, profile: Any = None, budget_unit: BudgetUnit = "keys"
     ) -> Self:
-        """`robust`, with the budget shared among the heads as a profile says (`h2o calibrate`), and
+        """`robust`, with the budget divided among the heads by a profile (`h2o calibrate`), and
         with echo in the prompt (`score_by="mean-echo"`).
 
-        Without a profile the one that comes with h2o for the model, or a ValueError of the cache.
+        Without `profile` the cache uses the one that h2o ships for the model, and raises ValueError
+        if there is none.
         """
         ranked = {"score_by": "mean-echo", "head_shares": profile or "shipped"}
         return dataclasses.replace(cls.robust(budget, budget_unit), **ranked)
 
     @classmethod
     def echo(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
-        """`robust` with the prompt's keys ranked by echo, which predicts what a later question asks
-        for (docs/understand/policies.md).
+        """`robust`, with the prompt's keys ranked by echo, which predicts which keys a later
+        question will need (docs/understand/policies.md).
 
-        In each head echo decides most of a key's score (`score_by="mean-echo"`). The heavy hitters
-        of all layers and heads together are the keys with the highest echo (`head_shares="echo"`).
-        Decode steps are those of `robust`.
+        Within a head, echo makes up most of a key's score (`score_by="mean-echo"`). Across all
+        layers and heads, the heavy hitters are the keys with the highest echo
+        (`head_shares="echo"`). Decode steps work as in `robust`.
         """
         return dataclasses.replace(
             cls.robust(budget, budget_unit), score_by="mean-echo", head_shares="echo"
@@ -104,20 +105,20 @@ class Presets:
 
     @classmethod
     def full(cls) -> Self:
-        """No budget: every token is kept. The baseline."""
+        """Unlimited budget: every token is kept. The baseline."""
         return cls(heavy=UNLIMITED, recent=0)
 
     @classmethod
     def local(cls, recent: Budget) -> Self:
-        """Only the `recent` newest tokens: a sliding window."""
+        """Sliding window: only the `recent` newest tokens are kept."""
         return cls(heavy=0, recent=recent)
 
     @classmethod
     def heavy_only(cls, heavy: Budget) -> Self:
-        """No reserved window: the newest token competes like any other."""
+        """Heavy hitters only: the newest token competes like any other."""
         return cls(heavy=heavy, recent=0)
 
     @classmethod
     def streaming(cls, recent: Budget, sinks: int = 4) -> Self:
-        """First and newest tokens, nothing by rank: StreamingLLM (Xiao et al., ICLR 2024)."""
+        """StreamingLLM (Xiao et al., ICLR 2024): the first and the newest tokens, none by rank."""
         return cls(heavy=0, recent=recent, sinks=sinks)

@@ -1,6 +1,6 @@
-"""`Profile`: which heads of a model need more of a cache, as `h2o.calibrate` measured it.
+"""`Profile`: the share of a cache that each head of a model needs, measured by `h2o.calibrate`.
 
-Imports neither torch nor transformers, like all of h2o/config.
+Like all of h2o/config, this module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from h2o.model_identity import attention_difference, difference
 from h2o.utils.filesystem import atomic_write
 
 KIND = "h2o profile"
-NO_PROFILE = "is no profile of h2o calibrate"
+NO_PROFILE = "is not a profile made by h2o calibrate"
 LAYOUT = 1
-"""Raised when a file is written that older versions cannot read."""
+"""Version of the file format. Increment it when older versions of h2o cannot read the new files."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Shares of a cache by layer and key/value head, calibrated at some budgets.
+    """Shares of a cache by layer and key/value head, calibrated at several budgets.
 
-    A head's share is its budget divided by the mean budget of all heads. With `budget` keys for
-    each head on average, head h of layer l gets max(8, round(budget * shares[l][h])) keys, sinks
-    included, and all budgets are rescaled to the same total. `h2o.calibrate` makes profiles.
-    `Profile.save` and `Profile.load` write and read them.
+    A head's share is its budget divided by the mean budget of all heads. With a mean of `budget`
+    keys per head, head h of layer l gets about budget * shares[l][h] keys, sinks included, but at
+    least 8; the total stays the same. `h2o.calibrate` makes profiles. `Profile.save` and
+    `Profile.load` write and read them.
 
     Raises: TypeError and ValueError for shares that are not such a table.
     """
 
     fractions: tuple[float, ...]
-    """Rising, in (0, 1]: the budgets of the calibration, as parts of a text"""
+    """Budgets of the calibration as fractions of a text, ascending, in (0, 1]."""
     shares: tuple[tuple[tuple[float, ...], ...], ...]
-    """Shares at each of these budgets, [layers, key/value heads], mean 1. Layers with a sliding
-    window of their own have ones, and do not count."""
+    """Shares at each of these budgets, [layers, key/value heads], mean 1. Layers that have a
+    sliding window anyway have ones and are ignored."""
     window: int
-    """Tokens of a calibration window. A budget in tokens counts as a fraction of the window."""
+    """Length of a calibration window in tokens. A budget in tokens is taken as a fraction of it."""
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Shape of the model, from its config"""
+    """Shape of the model, from its config."""
     weights: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
-    """A few numbers of the model's parameters, which identify the model in any dtype"""
+    """A few numbers from the model's parameters, which identify the model in any dtype."""
     texts: tuple[Mapping[str, Any], ...] = ()
-    """Texts: name, sha256 of the token ids, tokens, windows"""
+    """The calibration texts: name, sha256 of the token ids, number of tokens, number of windows."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings of the calibration"""
+    """Settings of the calibration."""
     versions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Versions of the packages"""
+    """Versions of the packages."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -98,13 +98,13 @@ class Profile:
         )
 
     def shares_for(self, budget_fraction: float) -> tuple[tuple[float, ...], ...]:
-        """Shares [layers][key/value heads] for a budget, positive, mean 1 over all.
+        """Shares [layers][key/value heads] for a budget, positive, with an overall mean of 1.
 
-        Between two calibrated budgets shares are interpolated on a logarithmic scale of budgets.
-        Below the first and above the last budget the shares of the nearest one apply.
+        Between two calibrated budgets, shares are interpolated linearly in the logarithm of the
+        budget. Outside the calibrated range, the shares of the nearest budget apply.
 
         Args:
-            budget_fraction: of the text, above 0.
+            budget_fraction: the budget as a fraction of the text, above 0.
         """
         if not budget_fraction > 0:
             raise ValueError(f"budget_fraction must be above 0, not {budget_fraction!r}")
@@ -120,34 +120,34 @@ class Profile:
         return _normalize(mixed)
 
     def check(self, model: Any) -> None:
-        """Check that this profile is of a model, or can be of one with this config.
+        """Check that this profile was made for a model, or may have been, given only its config.
 
         Args:
-            model: a model of transformers, whose shape and weights are looked at, or its config,
-                which has a shape only. Any dtype will do; quantized parameters are not compared.
+            model: a transformers model, whose shape and weights are compared, or its config, whose
+                shape is compared. The model may have any dtype; quantized parameters are skipped.
 
-        Raises: ValueError that names what differs.
+        Raises: ValueError with the first difference.
         """
         shape = {**self.model, "num_hidden_layers": len(self.shares[0])}
         if reason := difference(model, shape, self.weights):
             raise ValueError(f"this profile is of another model: {reason}. {REMEDY}")
 
     def check_attention(self, attention: Any, layer: int) -> None:
-        """Check this profile by the weights of one layer's attention module, where a cache was made
-        from a config, which has no weights.
+        """Check this profile against the weights of one layer's attention module. A cache that was
+        made from a config sees weights only then.
 
-        Raises: ValueError that names what differs.
+        Raises: ValueError with the first difference.
         """
         if reason := attention_difference(attention, layer, self.weights):
             raise ValueError(
-                f"this profile is of another model: {reason}. {REMEDY}. Or, where budget= has "
-                "chosen the profile by the config, give the model: H2OCache(model, budget=...)"
+                f"this profile is of another model: {reason}. {REMEDY}. If budget= chose the "
+                "profile from a config, pass the model instead: H2OCache(model, budget=...)"
             )
 
     # ---- files ---------------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, lists and texts, for JSON."""
+        """The profile as numbers, lists and strings, for JSON."""
         return {
             "kind": KIND,
             "layout": LAYOUT,
@@ -163,12 +163,12 @@ class Profile:
 
     @classmethod
     def from_dict(cls, content: Any) -> Profile:
-        """The profile of what `as_dict` gave. Raises: ValueError for anything else."""
+        """Make a profile from the result of `as_dict`. Raises: ValueError for anything else."""
         if not isinstance(content, dict) or content.get("kind") != KIND:
             raise ValueError(NO_PROFILE)
         if content.get("layout") != LAYOUT:
             raise ValueError(
-                f"was written in layout {content.get('layout')}, this version of h2o reads "
+                f"was written in layout {content.get('layout')}, but this version of h2o reads "
                 f"{LAYOUT}: run h2o calibrate again"
             )
         names = [field.name for field in dataclasses.fields(cls)]
@@ -178,13 +178,14 @@ class Profile:
             raise ValueError(f"is incomplete or damaged ({error!r})") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a JSON file of some kilobytes, complete or not at all."""
+        """Write a JSON file of a few kilobytes, atomically."""
         with atomic_write(Path(path)) as draft:
             draft.write_text(json.dumps(self.as_dict()) + "\n", "utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read what `save` wrote. Raises: ValueError for another file, OSError without one."""
+        """Read a file written by `save`. Raises: ValueError for any other file, OSError if the file
+        cannot be read."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -194,7 +195,7 @@ class Profile:
 
     @classmethod
     def shipped(cls, model: Any) -> Profile | None:
-        """The profile that comes with h2o for this model or config, None if there is none."""
+        """The profile that h2o ships for this model or config, or None."""
         for profile in _load_shipped():
             try:
                 profile.check(model)

@@ -1,14 +1,15 @@
-"""Identity of a model: its shape, and ways of recognizing its weights.
+"""Identity of a model: its shape, and ways to recognize its weights.
 
 - `model_fingerprint` is an exact hash of names, shapes and a sample of each tensor's bytes, which
-  takes milliseconds. Any training, adapter, merge, dtype or quantization changes it. (A single
-  changed number among millions may escape.) Results are filed under it.
-- `sample` is a few numbers that hold in any dtype, which `difference` compares within a tolerance.
-  Profiles carry it.
-- `record` is both for each weight, and the settings of the config. Saved caches carry it.
+  takes milliseconds. Any training, adapter, merge, dtype or quantization changes the hash. (A
+  single changed number among millions may go unnoticed.) Results are stored under it.
+- `sample` takes a few numbers that are the same in any dtype, up to a tolerance. `difference`
+  compares them. Profiles contain them.
+- `record` has a hash and a sample of each weight, and the settings of the config. Saved caches
+  contain it.
 - `files_fingerprint` is a hash of files that are not loaded.
 
-Weights of adapters count while the adapters are at work (`h2o.model_identity.weights`). Neither
+Weights of adapters count while the adapters are active (`h2o.model_identity.weights`). Neither
 torch nor transformers is imported until a fingerprint is taken.
 """
 
@@ -29,18 +30,19 @@ SHAPE = (
 )  # fmt: skip
 
 TOLERANCE = 0.005
-"""Relative distance of two samples of weights that are still called the same: above what
-float16, bfloat16 and four digits round (0.3%), below what training changes."""
+"""Largest relative distance of two samples of weights that are considered equal: more than rounding
+to float16, bfloat16 and four digits causes (0.3%), less than training causes."""
 
 SAMPLE = 4096
-"""Elements of a tensor, or bytes at a place of a file, that a fingerprint takes."""
+"""Number of elements that a fingerprint takes from a tensor, or of bytes from each part of a file.
+"""
 
 
 # ---- the shape, from a config ----------------------------------------------------------------
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """Shape of a model from its config; what a config does not say is left out."""
+    """Shape of a model from its config. Entries that the config does not have are left out."""
     text = _text_config(config)
     shape: dict[str, Any] = {}
     for name in SHAPE:
@@ -56,35 +58,35 @@ def describe(config: Any) -> dict[str, Any]:
 
 
 def key_size(config: Any) -> tuple[int, int, int]:
-    """(elements of a key, bytes of each in the model's dtype, rows that a full cache has for each
-    token and head: 2, key and value, or 1, a latent that is both).
+    """(elements of a key, bytes of an element in the model's dtype, rows per token and head in a
+    full cache: 2 for key and value, 1 for a latent that is both).
 
-    Raises: ValueError for a config that does not tell its head dimension.
+    Raises: ValueError for a config without a head dimension.
     """
     latent = latent_row(config)
     D = latent or describe(config).get("head_dim")
     if not isinstance(D, int):
-        raise ValueError('budget_unit="bytes" needs a model whose config tells its head dimension')
+        raise ValueError('budget_unit="bytes" needs a model whose config has a head dimension')
     dtype = str(getattr(_text_config(config), "dtype", None) or getattr(config, "dtype", None))
     return D, 2 if dtype.endswith(("float16", "half")) else 4, 1 if latent else 2
 
 
 def latent_row(config: Any) -> int | None:
-    """Elements of what a cache holds of a token under multi-head latent attention, its latent and
-    its rotated key; None for other attention."""
+    """Number of elements that a cache holds per token with multi-head latent attention: those of
+    the latent and of the rotated key. None for other attention."""
     text = _text_config(config)
     try:
         latent = getattr(text, "kv_lora_rank", None)
-    except RuntimeError:  # transformers: layers differ in it
+    except RuntimeError:  # raised by transformers if layers differ in the attribute
         return None
     return latent + text.qk_rope_head_dim if isinstance(latent, int) else None
 
 
 def _of_full_attention(text: Any, name: str) -> Any:
-    """An attribute of a config; where layers differ in it, that of those with full attention."""
+    """An attribute of a config. If layers differ in it, its value for full attention layers."""
     try:
         return getattr(text, name, None)
-    except RuntimeError:  # transformers: layers differ in it
+    except RuntimeError:  # raised by transformers if layers differ in the attribute
         layer = list(text.layer_types).index("full_attention")
         return getattr(text.per_layer_config[layer], name, None)
 
@@ -93,11 +95,11 @@ def _text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
-# ---- a few numbers, which hold in any dtype --------------------------------------------------
+# ---- a few numbers, the same in any dtype ----------------------------------------------------
 
 
 def sample(model: Any, tensors: int = 24, numbers: int = 6) -> dict[str, list[float]]:
-    """A few numbers of a few parameters of a model, and of its adapters at work, for
+    """A few numbers from a few parameters of a model and of its active adapters, for
     `Profile.weights`."""
     every = list(weights_of(model))
     own = [x for x in every if not is_of_adapter(x.name)]
@@ -113,13 +115,13 @@ def sample(model: Any, tensors: int = 24, numbers: int = 6) -> dict[str, list[fl
 def difference(
     model: Any, shape: Mapping[str, Any], weights: Mapping[str, Sequence[float]]
 ) -> str | None:
-    """The first difference between a model and the one that `describe` and `sample` have described,
-    or None. Only the shape of a config is compared."""
+    """The first difference between a model and the model that `shape` (from `describe`) and
+    `weights` (from `sample`) describe, or None. Of a config only the shape is compared."""
     config = getattr(model, "config", model)
     here = describe(config)
     for name, wanted in shape.items():
         if here.get(name, wanted) != wanted:
-            return f"{name} is {wanted} there and {here[name]} here"
+            return f"this model's {name} is {here[name]}, not {wanted}"
     if config is model or not weights:
         return None
     return _weights_apart({x.name: x for x in weights_of(model)}, weights)
@@ -128,13 +130,13 @@ def difference(
 def attention_difference(
     attention: Any, layer: int, weights: Mapping[str, Sequence[float]]
 ) -> str | None:
-    """`difference` for the attention module of one layer, by those of the sampled parameters that
-    lie in it."""
+    """`difference` for the attention module of one layer, using the sampled parameters that belong
+    to the module."""
     inside = {x.name: x for x in weights_of(attention)}
     parts = {name.partition(".")[0] for name in inside}
     here, wanted, of_layer = {}, {}, f".{layer}."
     for name, numbers in weights.items():
-        path = name.partition(of_layer)[2].partition(".")[2]  # behind the module's own name
+        path = name.partition(of_layer)[2].partition(".")[2]  # the part after the module's name
         if path in inside:
             here[name] = inside[path]
         if path in inside or (is_of_adapter(path) and path.partition(".")[0] in parts):
@@ -149,26 +151,26 @@ def _weights_apart(
 ) -> str | None:
     for name, wanted in weights.items():
         if is_of_adapter(name) and name not in here:
-            return f"its adapter's {name} is not at work here"
+            return f"its adapter's {name} is not active in this model"
         values = _values(here[name], len(wanted)) if name in here else None
-        if values is None:  # quantized or cut: no comparison
+        if values is None:  # quantized or cut weights cannot be compared
             continue
         if apart := _apart(values, wanted):
-            return f"its shape is the same, but the weights of {name} differ by {apart:.1%}"
+            return f"the shapes are equal, but the weights of {name} differ by {apart:.1%}"
     added = next(filter(is_of_adapter, here), None)
     if added is not None and not any(map(is_of_adapter, weights)):
-        return f"an adapter is at work here that was not there: {added}"
+        return f"this model has an active adapter that the other did not have: {added}"
     return None
 
 
 def _apart(values: Sequence[float], wanted: Sequence[float]) -> float:
-    """Relative distance of two samples; 0 for the same weights."""
+    """Relative distance of two samples; 0 if it is within the tolerance."""
     apart = math.dist(values, wanted) / (math.hypot(*wanted) or 1.0)
     return 0.0 if apart <= TOLERANCE else apart
 
 
 def _pick_evenly(weights: list[Weight], count: int) -> list[Weight]:
-    """So many of them, evenly spread."""
+    """Up to `count` weights, evenly spaced."""
     return weights[:: max(1, -(-len(weights) // count))]
 
 
@@ -177,7 +179,7 @@ def _round(values: Sequence[float]) -> list[float]:
 
 
 def _values(weight: Weight, numbers: int) -> list[float] | None:
-    """Evenly spread numbers of a weight; None of one that is quantized, cut or not in memory."""
+    """Evenly spaced numbers of a weight; None if it is quantized, cut or not in memory."""
     tensor = weight.tensor
     if is_cut(weight) or not tensor.dtype.is_floating_point or tensor.element_size() < 2:
         return None
@@ -192,7 +194,7 @@ def _values(weight: Weight, numbers: int) -> list[float] | None:
 # ---- a record of each weight, for files of keys and values -----------------------------------
 
 NUMBERS = 6
-"""Numbers that a record has of each weight."""
+"""Number of values that a record has for each weight."""
 
 _PASSING = (
     "architectures", "attention_dropout", "chunk_size_feed_forward", "dtype", "id2label",
@@ -203,7 +205,7 @@ _PASSING = (
 
 
 def record(model: Any) -> dict[str, Any]:
-    """Every weight of a model, and its config, for `record_difference`, as JSON takes them."""
+    """Describe every weight of a model, and its config, for `record_difference` and JSON."""
     weights = {}
     for weight in weights_of(model):
         numbers = _values(weight, NUMBERS)
@@ -212,10 +214,11 @@ def record(model: Any) -> dict[str, Any]:
 
 
 def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
-    """The first difference between a model and the one that `record` has described, or None.
+    """The first difference between a model and the model that `there` (from `record`) describes, or
+    None.
 
-    Weights in the same dtype are the same in all digits, others to within a tolerance. Of a config,
-    what it says is looked at. A setting that only one version of transformers has is passed over.
+    Weights in the same dtype must be identical, others equal within a tolerance. Given a config,
+    only its settings are compared. A setting that only one of the two configs has is ignored.
     """
     config = getattr(model, "config", model)
     if reason := _settings_apart(there["config"], _settings(config)):
@@ -225,22 +228,22 @@ def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
     here = record(model)["weights"]
     for name in sorted({*here, *there["weights"]}):
         if name not in here or name not in there["weights"]:
-            where = "is here and was not there" if name in here else "was there and is not here"
+            where = "exists only in this model" if name in here else "is missing in this model"
             what = "an adapter's weight" if is_of_adapter(name) else "a weight"
             return f"{what} {where}: {name}"
         (dtype, digest, values), (wanted_dtype, wanted_digest, wanted) = (
             here[name], there["weights"][name],
         )  # fmt: skip
         if dtype == wanted_dtype and digest != wanted_digest:
-            return f"its shape is the same, but the weights of {name} differ"
+            return f"the shapes are equal, but the weights of {name} differ"
         if values and wanted and dtype != wanted_dtype and (apart := _apart(values, wanted)):
-            return f"its shape is the same, but the weights of {name} differ by {apart:.1%}"
+            return f"the shapes are equal, but the weights of {name} differ by {apart:.1%}"
     return None
 
 
 def _digest(weight: Weight) -> tuple[str, str]:
-    """(format, digest of factor and numbers) of a weight. The digest is "" for a weight that is cut
-    over processes, of which other processes may have other parts."""
+    """(format, digest of the scale and the numbers) of a weight. The digest is "" for a weight that
+    is cut over processes, because processes may have different parts."""
     if is_cut(weight):
         return "cut", ""
     digest = hashlib.sha256()
@@ -252,7 +255,7 @@ def _digest(weight: Weight) -> tuple[str, str]:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """Settings of a config that may change keys and values, as JSON has them."""
+    """Settings of a config that may change keys and values, in JSON types."""
     every = json.loads(json.dumps(_text_config(config).to_dict(), default=str))
     return {
         name: value
@@ -263,21 +266,21 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _settings_apart(there: Any, here: Any, name: str = "config") -> str | None:
-    """The first setting, by name, that both have and that differs."""
+    """The first setting that both configs have and that differs, described for an error."""
     if isinstance(there, dict) and isinstance(here, dict):
         both = (x for x in there if x in here)
         apart = (_settings_apart(there[x], here[x], f"{name}.{x}") for x in both)
         return next(filter(None, apart), None)
-    return None if there == here else f"{name} is {there} there and {here} here"
+    return None if there == here else f"this model's {name} is {here}, not {there}"
 
 
 # ---- the exact fingerprint -------------------------------------------------------------------
 
 
 def model_fingerprint(model: Any, tokenizer: Any = None) -> str:
-    """16 hexadecimal digits for a model's config, weights and adapters, and for its tokenizer.
+    """16 hexadecimal digits for a model's config, weights, adapters and tokenizer.
 
-    Of a model that is cut over processes all of them call it, and get the same.
+    If a model is cut over processes, all of them must call this, and get the same result.
     """
     digest = hashlib.sha256()
     config = model.config.to_dict()
@@ -293,9 +296,10 @@ def model_fingerprint(model: Any, tokenizer: Any = None) -> str:
 
 
 def files_fingerprint(texts: Iterable[str]) -> str:
-    """16 digits for the files and folders that are named in these texts, "" if none is there.
+    """16 hexadecimal digits for the files and folders named in these texts, "" if none exists.
 
-    Names, sizes, and bytes from the beginning, the middle and the end of each file.
+    The hash covers the names, the sizes, and bytes from the beginning, the middle and the end of
+    each file.
     """
     digest = hashlib.sha256()
     files = sorted({file for text in texts for path in _paths(text) for file in _below(path)})
@@ -310,7 +314,7 @@ def files_fingerprint(texts: Iterable[str]) -> str:
 
 
 def _add_weight(digest: Any, weight: Weight, *, whole: bool) -> None:
-    """Add a weight's factor, format and some of its bytes, spread evenly, to a hash. `whole`: as of
+    """Add a weight's scale, format and some evenly spaced elements to a hash. `whole`: see
     `plain_tensors`."""
     import torch
 

@@ -1,9 +1,9 @@
-"""The weights of a model that take part in a forward pass now, by the names that they have in a
-model without wrappers and adapters.
+"""The weights of a model that currently take part in a forward pass, by the names that they would
+have without wrappers and adapters.
 
-PEFT and torch.compile wrap models, and PEFT also layers, which renames what they hold. A weight of
-an adapter counts where the adapter is at work. One that is switched off does not count, nor does
-one that was merged, which is in the weights of its layer then.
+PEFT and torch.compile wrap models, and PEFT also wraps layers, which renames their weights. The
+weights of an adapter count while the adapter is active. They do not count if the adapter is
+disabled, or merged, since they are part of the layer's weights then.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ADAPTER = "*"
-"""Begins the segment of a weight's name that stands for the name of its adapter."""
+"""First character of the segment that replaces the adapter's name in the name of a weight."""
 
 
 class Weight(NamedTuple):
-    """A parameter, or a buffer that is saved with the parameters."""
+    """A parameter or a persistent buffer."""
 
     name: str
     tensor: Any
     is_cut: bool
-    """Whether this process has a part of it only and no tensor that could tell"""
+    """Whether this process has only a part of it, in a plain tensor that does not show this."""
     scale: float
-    """Factor of an adapter, or 1"""
+    """Scaling factor of the adapter, or 1."""
 
 
 def weights_of(model: Any) -> Iterator[Weight]:
-    """The weights of a model, or of one of its modules, by ascending name. Those that accelerate
-    keeps on a disk are read one after the other."""
+    """Yield the weights of a model, or of one of its modules, sorted by name. Weights that
+    accelerate keeps on disk are read one at a time."""
     from h2o.compat_wrappers import (
         device_mesh,
         has_adapters,
@@ -58,16 +58,16 @@ def weights_of(model: Any) -> Iterator[Weight]:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether a weight of that name belongs to an adapter."""
+    """Whether the weight with this name belongs to an adapter."""
     return any(part.startswith(ADAPTER) for part in name.split("."))
 
 
 def plain_tensors(name: str, value: Any, *, whole: bool) -> Iterator[tuple[str, Tensor]]:
-    """A tensor, or those inside of a quantized one, by name.
+    """Yield a tensor, or the tensors inside a quantized one, by name.
 
     Args:
-        whole: of a tensor that is cut over processes give all of it, for which all of them have to
-            call this; otherwise the part that is here.
+        whole: if a tensor is cut over processes, yield all of it, which all processes must call
+            together. Otherwise yield the part of this process.
     """
     import torch
 
@@ -82,12 +82,12 @@ def plain_tensors(name: str, value: Any, *, whole: bool) -> Iterator[tuple[str, 
 
 
 def is_cut(weight: Weight) -> bool:
-    """Whether other processes have other parts of it."""
+    """Whether the weight is cut over several processes."""
     return weight.is_cut or hasattr(weight.tensor, "full_tensor")
 
 
 def _segment(number: int) -> str:
-    """Stands for the name of the first adapter at work, the second one and so on."""
+    """Replacement for the name of active adapter number `number`, from 0."""
     return ADAPTER if number == 0 else f"{ADAPTER}{number + 1}"
 
 
@@ -96,7 +96,7 @@ def _join(*names: str) -> str:
 
 
 def _at_work(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] | None:
-    """The name without wrappers and the factor; None for a weight of an adapter not at work."""
+    """(name without wrappers, scale) of a weight; None if it belongs to an inactive adapter."""
     from h2o.compat_wrappers import ADAPTED, adapter_fields, adapter_scale, adapters_at_work
 
     parts = name.split(".")
@@ -118,7 +118,7 @@ def _at_work(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] | None:
 
 
 def _load(module: Any, name: str) -> Any:
-    """A parameter or buffer, or what accelerate puts in its place for the time of a pass."""
+    """A parameter or buffer, or, if accelerate offloads it, the value that it has during a pass."""
     import torch
 
     from h2o.compat_wrappers import accelerate_hooks

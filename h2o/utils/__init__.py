@@ -1,1 +1,1 @@
-"""Files, processes, progress and pictures: nothing here knows of caches or models."""
+"""Helpers for files, processes, progress and pictures. None depends on caches or models."""

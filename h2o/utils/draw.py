@@ -1,6 +1,6 @@
 """Helpers for pictures of text: the text of each token, HTML shaded by score, matplotlib axes.
 
-The HTML needs no script, no style sheet and no network.
+The HTML needs no scripts, style sheets or network.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from h2o.packages import install_command
 
 COLOR = "255 140 0"
-"""The shade of the highest score, on which black and struck text stay readable"""
+"""The shade of the highest score. Black and struck-through text stays readable on it."""
 
 
 class Html(str):
@@ -26,7 +26,7 @@ class Html(str):
 
 
 def shades(scores: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Shades [n]: 0 up to the median score, 1 for the highest, logarithmic between them."""
+    """Shades [n]: 0 up to the median score, 1 for the highest score, logarithmic in between."""
     scores = np.asarray(scores, dtype=np.float64)
     middle, high = np.median(scores), scores.max()
     if not middle > 0:
@@ -37,9 +37,9 @@ def shades(scores: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def shade_text(texts: Sequence[str], scores: Sequence[float], held: Sequence[float]) -> Html:
-    """Tokens in order, shaded by score, and struck through if their `held` is 0.
+    """Tokens in order, shaded by score, and struck through if `held` is 0.
 
-    Position and score of a token appear under the pointer.
+    Hovering over a token shows its position and score.
     """
     parts = []
     for position, (text, score, shade, kept) in enumerate(
@@ -60,13 +60,13 @@ def shade_text(texts: Sequence[str], scores: Sequence[float], held: Sequence[flo
 
 LOST = "\N{REPLACEMENT CHARACTER}"
 LONGEST = 8
-"""Tokens that one character may be spread over. Byte tokens need four at most."""
+"""Maximum number of tokens per character. Byte tokens need at most four."""
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of each token, with blanks, so that they add up to the whole text.
+    """The text of each token, including spaces, so that the parts join to the whole text.
 
-    If a character is spread over several tokens, the first one has it and the others are "".
+    If a character spans several tokens, the first one has the character and the others are "".
     """
     ids = [int(i) for i in ids]
     texts: list[str] = []
@@ -83,7 +83,7 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def labels(texts: Sequence[str]) -> list[str]:
-    """Name the tokens that `pieces` gave, for lists: a part of a character becomes "x (2 of 3)"."""
+    """Labels for results of `pieces`: a further token of a character becomes "x (2 of 3)"."""
     named: list[str] = []
     while len(named) < len(texts):
         start = stop = len(named)
@@ -98,14 +98,14 @@ def labels(texts: Sequence[str]) -> list[str]:
 def _decode(tokenizer: Any, ids: list[int]) -> str:
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if not text.startswith(" ") and hasattr(tokenizer, "convert_ids_to_tokens"):
-        # SentencePiece drops the blank before the first word.
+        # SentencePiece drops the space before the first word.
         first = tokenizer.convert_ids_to_tokens(ids[:1])[0]
         if isinstance(first, str) and first.startswith("\N{LOWER ONE EIGHTH BLOCK}"):
             return " " + text
     return text
 
 
-# ---- packages that only pictures need ------------------------------------------------------------
+# ---- packages needed for pictures only -----------------------------------------------------------
 
 
 def need(name: str) -> Any:
@@ -118,7 +118,7 @@ def need(name: str) -> Any:
 
 
 def axes_or_new(ax: Any = None, **size: Any) -> Any:
-    """The given axes, or those of a new pyplot figure. Raises ImportError without matplotlib."""
+    """The given axes, or new ones from pyplot. Raises ImportError if matplotlib is missing."""
     if ax is not None:
         return ax
     return need("matplotlib.pyplot").subplots(layout="constrained", **size)[1]

@@ -1,5 +1,5 @@
-"""Write results: files that appear complete or not at all, locks between processes, and a check
-that a folder can be written to before a long run starts.
+"""Writing results: atomic writes, locks between processes, and a check before a long run that a
+folder is writable.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from h2o.errors import UserError
 
 
 def cache_folder() -> Path:
-    """The folder of what h2o makes once and looks up later, which may not exist yet.
+    """h2o's folder for files that are made once and reused. It may not exist yet.
 
-    $H2O_CACHE, else $XDG_CACHE_HOME/h2o, else ~/.cache/h2o.
+    It is $H2O_CACHE, $XDG_CACHE_HOME/h2o or ~/.cache/h2o, in this order.
 
     Raises:
         RuntimeError: there is no home folder.
@@ -31,13 +31,13 @@ def cache_folder() -> Path:
 
 
 def explain_unreadable(file: str | Path, error: OSError | UnicodeDecodeError) -> str:
-    """Say why a text file cannot be read, for an error."""
+    """Error message that says why a text file cannot be read."""
     reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
     return f"cannot read {file}: {reason}"
 
 
 def read_text(file: Path) -> str:
-    """Read a text file in UTF-8, without the byte order mark that some editors put first.
+    """Read a UTF-8 text file, without the byte order mark that some editors write.
 
     Raises:
         UserError: the file cannot be read.
@@ -49,10 +49,10 @@ def read_text(file: Path) -> str:
 
 
 def make_writable(folder: Path) -> None:
-    """Create a folder unless it exists, and check that files can be written there.
+    """Create a folder unless it exists, and check that it is writable.
 
     Raises:
-        UserError: they cannot.
+        UserError: it is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,18 +65,18 @@ def make_writable(folder: Path) -> None:
 
 @contextlib.contextmanager
 def lock(path: Path, *, waits: bool = True) -> Iterator[None]:
-    """Keep other processes out of such blocks for a file or folder.
+    """Lock a file or folder against other processes that use this function.
 
-    The lock is a hidden file beside it, which stays. The system releases the lock of a process that
-    was killed.
+    The lock is a hidden file next to it, which is not removed. If a process is killed, the system
+    releases its lock.
 
     Args:
-        waits: for the end of another process's block, instead of raising an error.
+        waits: wait for a process that holds the lock, instead of raising an error.
 
     Raises:
-        UserError: another process is in such a block, and `waits` is False.
+        UserError: another process holds the lock, and `waits` is False.
     """
-    from filelock import FileLock, Timeout  # which comes with torch: profiles do without
+    from filelock import FileLock, Timeout  # comes with torch, which profiles do not need
 
     hidden = path.parent / f".{path.name}.lock"
     held = FileLock(hidden, timeout=-1 if waits else 0)
@@ -85,7 +85,7 @@ def lock(path: Path, *, waits: bool = True) -> Iterator[None]:
             held.acquire()
         except Timeout as error:
             raise UserError(
-                f"another process writes to {path}: wait until it has ended, or name another file"
+                f"another process is writing to {path}: wait until it ends, or name another file"
             ) from error
         try:
             yield
@@ -95,13 +95,14 @@ def lock(path: Path, *, waits: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Replace a file or folder at once by a draft beside it, which the block makes.
+    """Replace a file or folder atomically by a draft next to it, which the block writes.
 
-    Readers see what was there before, or all that is new. A block that fails leaves nothing. The
-    draft of a process that was killed remains. A link stays, and what it points to is replaced.
+    Readers see either the old or the complete new content. If the block fails, its draft is
+    removed; if the process is killed, the draft remains. If `path` is a link, its target is
+    replaced.
 
     Raises:
-        OSError: with the name of `path` instead of the draft's.
+        OSError: names `path` instead of the draft.
     """
     target = path.resolve()
     draft = target.with_name(f"{_draft_prefix(path)}{os.getpid()}-{threading.get_ident()}.draft")
@@ -114,13 +115,13 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def make_once(path: Path, make: Callable[[Path], Any]) -> None:
-    """Make a file or folder in a cache, unless it is there. `make` gets the path of its draft.
+    """Make a file or folder in a cache, unless it exists. `make` gets the path of a draft.
 
-    One of several processes makes it, the others wait. The draft of a process that was killed is
-    removed. Needs no right to write if all is there.
+    One of several processes makes it while the others wait. Drafts of killed processes are removed.
+    If the file or folder exists, write permission is not needed.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: the folder is not writable.
     """
     if path.exists():
         return
@@ -140,13 +141,13 @@ def _remove(draft: Path) -> None:
 
 
 def _draft_prefix(path: Path) -> str:
-    """The start of the drafts' names, cut so that no file system finds them too long."""
+    """Prefix of the names of drafts, truncated so that no file system rejects them as too long."""
     return f".{path.name[:40]}."
 
 
 @contextlib.contextmanager
 def _name_in_errors(path: Path, hidden: Path) -> Iterator[None]:
-    """Let an OSError of the block name the file that its reader knows, not a hidden one."""
+    """Make an OSError from the block name the file that the user knows instead of a hidden one."""
     try:
         yield
     except OSError as error:

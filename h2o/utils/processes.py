@@ -1,4 +1,4 @@
-"""Several processes of one command, as torchrun and `accelerate launch` start them."""
+"""Commands that torchrun or `accelerate launch` has started in several processes."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import os
 from h2o.errors import UserError
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables by which launchers describe a process."""
+"""Environment variables that launchers set for each process."""
 
 
 def refuse_several(command: str) -> None:
-    """Raise UserError where a launcher has started several processes of a command for one."""
+    """Raise UserError if a launcher has started several processes of a single-process command."""
     if (world := world_size()) > 1:
         raise UserError(
             f"{command} is for one process, and {world} were launched, which would all do the same "
-            "work and write the same files: start it without torchrun or accelerate launch"
+            "work and write the same files. Start it without torchrun or accelerate launch"
         )
 
 
 def world_size() -> int:
-    """Number of processes that a launcher has started, 1 without one."""
+    """Number of processes that a launcher has started, 1 without a launcher."""
     if not all(os.environ.get(name) for name in LAUNCHED):
         return 1
     return int(os.environ["WORLD_SIZE"])
 
 
 def is_first() -> bool:
-    """Whether this is the process that prints, of those that a launcher has started."""
+    """Whether this is the first of the launched processes, the one that prints."""
     return world_size() == 1 or os.environ["RANK"] == "0"

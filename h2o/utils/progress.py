@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 
 class Progress:
-    """Lines about what is going on, for standard error: on a terminal each replaces the last."""
+    """Progress on standard error. On a terminal each update replaces the one before."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
         self.terminal = sys.stderr.isatty()
-        self.shown = False  # an update stands on the terminal's last line
+        self.shown = False  # whether the terminal's last line is an update
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -23,7 +23,7 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
     def update(self, text: str) -> None:
-        """Replace the last update, on a terminal only. An empty text removes it."""
+        """Replace the last update, on a terminal only. An empty text removes the update."""
         if self.terminal and not self.quiet and (text or self.shown):
             columns = shutil.get_terminal_size().columns - 1
             print(f"\r\x1b[K{text[:columns]}", end="", file=sys.stderr, flush=True)
@@ -31,7 +31,7 @@ class Progress:
 
 
 def stopwatch() -> Callable[[str], None]:
-    """A function that prints a line after the seconds since this call."""
+    """Return a function that prints the seconds since this call, followed by a text."""
     start = time.perf_counter()
 
     def say(text: str) -> None:

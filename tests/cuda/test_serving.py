@@ -94,7 +94,7 @@ def test_a_wrong_kernel_is_named_and_does_not_serve(device, kernel, monkeypatch)
     if kernel == "h2o_cuda_simulate_open":
         check_small(monkeypatch, kernel_check.Size(10, 3, 1, 4, 2), simulated=True)
     device.flip(kernel)
-    with pytest.warns(RuntimeWarning, match=rf"torch backend serves cuda:0.*{WRONG[kernel]}"):
+    with pytest.warns(RuntimeWarning, match=rf"torch backend is used for cuda:0.*{WRONG[kernel]}"):
         assert serving() == "torch"
     assert WRONG[kernel] in ops.info()["backends"]["cuda"]
 
@@ -275,10 +275,10 @@ def test_kernels_of_other_sources_than_the_core_do_not_serve(device, built, imag
     built.write_bytes(image)
     monkeypatch.setattr(_core, "load", None)
     monkeypatch.setattr(_core, "devices", None)
-    with pytest.warns(RuntimeWarning, match="torch backend serves cuda:0.*of different sources"):
+    with pytest.warns(RuntimeWarning, match="torch backend is used for cuda:0.*different sources"):
         assert serving() == "torch"
     assert "run `make cuda` again" in ops.info()["backends"]["cuda"]
-    with pytest.raises(RuntimeError, match="of different sources"):
+    with pytest.raises(RuntimeError, match="from different sources"):
         cuda.check(0, backends._portable())
 
 
@@ -296,7 +296,7 @@ def test_a_step_opens_no_device(device, built):
     """It looks a verdict up, and nothing is loaded, launched or written before there is one."""
     by_torch = backends._portable()
     before = launches(device)
-    with pytest.warns(RuntimeWarning, match=r"not opened yet: call h2o.ops.open_device"):
+    with pytest.warns(RuntimeWarning, match=r"not open yet: call h2o.ops.open_device"):
         assert cuda.serving_if_open(0, by_torch) is by_torch
     assert launches(device) == before
     assert not (built.parent / "cache" / "h2o").exists()

@@ -87,7 +87,7 @@ def test_a_short_prompt_keeps_what_fits():
 
 
 def test_bytes_need_fractions():
-    with pytest.raises(ValueError, match='budget_unit="bytes" takes fractions'):
+    with pytest.raises(ValueError, match='budget_unit="bytes" needs one fraction'):
         H2OConfig(heavy=16, recent=0.1, budget_unit="bytes")
     with pytest.raises(ValueError, match='must be "keys" or "bytes"'):
         H2OConfig(budget_unit="tokens")

@@ -274,7 +274,7 @@ def test_an_interrupted_run_goes_on(tmp_path):
     )
     assert again[0] == (0, 28), "of another seed"
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(UserError, match="no file of results"):
+    with pytest.raises(UserError, match="not a file of results"):
         h2o.calibrate(model, ids_of(), window=WINDOW, resume=tmp_path / "other.json")
 
 
@@ -283,7 +283,7 @@ def test_an_interrupted_run_goes_on(tmp_path):
     [
         (TypeError, "wanted a torch tensor", {"input_ids": "a text"}),
         (ValueError, "there is no text", {"input_ids": []}),
-        (ValueError, "less than a window of 48", {"input_ids": torch.ones(20, dtype=torch.long)}),
+        (ValueError, "fewer than a window of 48", {"input_ids": torch.ones(20, dtype=torch.long)}),
         (ValueError, r"\[2, 9\]", {"input_ids": torch.ones(2, 9, dtype=torch.long)}),
         (ValueError, "fractions", {"fractions": [0.0]}),
         (ValueError, "draws", {"draws": 0}),
@@ -316,7 +316,7 @@ def test_save_and_load(profile, tmp_path):
     content = json.loads(path.read_text())
     assert "abc" not in path.read_text(), "no text goes into a profile"
     for change, match in [
-        ({"kind": "x"}, "no profile"),
+        ({"kind": "x"}, "not a profile"),
         ({"layout": 99}, "layout 99"),
         ({"shares": None}, "damaged"),
         ({"model": "llama"}, "damaged"),
@@ -358,7 +358,7 @@ def test_profiles_that_are_none(fractions, shares, match):
 
 
 def test_another_model_is_refused(profile):
-    with pytest.raises(ValueError, match="model_type is llama there and opt here"):
+    with pytest.raises(ValueError, match="this model's model_type is opt, not llama"):
         profile.check(tiny.model("opt"))
     other = tiny.model("llama")
     for parameter in other.parameters():
@@ -368,7 +368,7 @@ def test_another_model_is_refused(profile):
         profile.check(other)
     deeper = tiny.model("llama").config
     deeper.num_hidden_layers = 3
-    with pytest.raises(ValueError, match="num_hidden_layers is 2 there and 3 here"):
+    with pytest.raises(ValueError, match="num_hidden_layers is 3, not 2"):
         profile.check(deeper)
 
 

@@ -140,7 +140,7 @@ def test_presets_by_name():
         assert make(0.2, budget_unit="bytes").budget_unit == "bytes"
     with pytest.raises(ValueError, match="authors, robust, echo, calibrated, not"):
         H2OConfig.preset("full", 0.2)
-    with pytest.raises(ValueError, match="goes with the preset calibrated"):
+    with pytest.raises(ValueError, match="only the preset calibrated accepts a profile"):
         H2OConfig.preset("robust", 0.2, profile=Profile.load(PROFILE))
 
 

@@ -109,7 +109,7 @@ def test_without_h2o_it_says_how_to_install_that(monkeypatch):
     """Not transformers, which would name a package that no index has."""
     folder = Path(FOLDER) / "custom_generate"
     monkeypatch.setitem(sys.modules, "h2o", None)
-    with pytest.raises(ImportError, match=r"h2o-kv: pip install '\.\[hf\]' in the folder"):
+    with pytest.raises(ImportError, match=r"h2o-kv: pip install '\.\[hf\]' in its source"):
         runpy.run_path(str(folder / "generate.py"))
     assert (folder / "requirements.txt").read_text("utf-8").split() == [
         "torch",

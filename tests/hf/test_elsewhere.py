@@ -242,7 +242,7 @@ def test_a_read_in_the_step_is_caught(monkeypatch):
             ours(ids(2, 1), **with_cache(cache))
 
 
-@pytest.mark.filterwarnings("ignore:the torch backend serves:RuntimeWarning")  # kernels, no driver
+@pytest.mark.filterwarnings("ignore:the torch backend is used:RuntimeWarning")  # kernels, no driver
 def test_devices_that_differ_are_told():
     slots = ops.new_slots(torch.ones(1, 2, 1, 8), 5, 2, 2)
     with elsewhere():

@@ -173,7 +173,7 @@ def test_profiles_are_held_against_each_layer_as_well():
     ours(input_ids=prompt, **with_cache(cache))
     plain = base()
     cache = H2OCache(plain.config, heavy=6, recent=6, head_shares=profile_of(ours))
-    with pytest.raises(ValueError, match="is not at work here"):
+    with pytest.raises(ValueError, match="is not active in this model"):
         plain(prompt, **with_cache(cache))
 
 
@@ -190,7 +190,7 @@ def test_the_same_weights_that_compute_otherwise(change, tmp_path):
     path = filed(base(), tmp_path / "file")
     other = base()
     change(other.config)
-    with pytest.raises(ValueError, match=r"another model: config\..* there and .* here"):
+    with pytest.raises(ValueError, match=r"another model: this model's config\..* is .*, not "):
         H2OCache.load(path, other)
     with pytest.raises(ValueError, match="of another model"):
         H2OCache.load(path, other.config)

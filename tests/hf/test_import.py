@@ -179,7 +179,7 @@ def test_a_clone_takes_no_core_of_other_sources(clone):
     with (clone[0] / "h2o" / "ops.py").open("a") as file:
         file.write("# changed\n")
     error = in_clone(clone).stderr.splitlines()[-1]
-    assert f"(the one in {clone[1] / 'h2o'} is of other sources)" in error
+    assert f"(the one in {clone[1] / 'h2o'} was built from other sources)" in error
     assert error.endswith(f"pip install -e '{clone[0]}'")
 
 
@@ -191,7 +191,7 @@ def test_a_clone_takes_no_core_of_other_sources(clone):
         ('{"url": "https://b.org/c", "vcs_info": {"vcs": "git", "commit_id": "e1"}}',
          "pip install 'h2o-kv[hf] @ git+https://b.org/c@e1'"),
         ('{"url": "file:///d.whl", "archive_info": {}}', "pip install 'h2o-kv[hf] @ file:///d.whl'"),
-        (None, "pip install '.[hf]' in the folder of its sources"),
+        (None, "pip install '.[hf]' in its source folder"),
     ],
     ids=str,
 )  # fmt: skip
@@ -203,9 +203,9 @@ def test_messages_install_from_where_h2o_came(tmp_path, monkeypatch, origin, com
         (facts / "direct_url.json").write_text(origin)
     monkeypatch.syspath_prepend(tmp_path)
     assert packages.install_command("hf") == command
-    again = packages.without_core().partition("With a C compiler: ")[2]
+    again = packages.without_core().partition("C compiler, run ")[2]
     if ".whl" in command:  # which has none
-        assert again == "pip install . in the folder of its sources"
+        assert again == "pip install . in its source folder"
     else:
         assert again == packages.install_command()
 
@@ -219,9 +219,13 @@ def test_messages_without_an_installation_name_the_folder(monkeypatch):
 
 
 OLD = [
-    ("__version__ = '1.26.4'", "3.11", "numpy >= 2, here is 1.26.4"),
-    ("raise ModuleNotFoundError('No numpy', name='numpy')", "3.11", "numpy >= 2, here is none"),
-    ("__version__ = '2.4.6'", "3.9", "Python >= 3.10, here is "),
+    ("__version__ = '1.26.4'", "3.11", "numpy >= 2, but numpy is 1.26.4"),
+    (
+        "raise ModuleNotFoundError('No numpy', name='numpy')",
+        "3.11",
+        "numpy >= 2, but numpy is none",
+    ),
+    ("__version__ = '2.4.6'", "3.9", "Python >= 3.10, but this is "),
 ]
 
 
@@ -250,7 +254,7 @@ def test_the_command_beside_an_old_numpy_says_so_in_one_line(tmp_path, command):
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 1
-    wanted = 'h2o: error: h2o needs numpy >= 2, here is 1.26.4: pip install "numpy>=2"\n'
+    wanted = 'h2o: error: h2o needs numpy >= 2, but numpy is 1.26.4: pip install "numpy>=2"\n'
     assert (done.stdout, done.stderr) == ("", wanted)
 
 

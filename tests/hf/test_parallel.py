@@ -225,7 +225,7 @@ def test_budgets_of_the_heads_that_are_here():
     assert expand_to_heads(rows, 4, (1, 2)) == rows  # whole where it computes: not cut by heads
     assert expand_to_heads([[(1, 2)]], 2, (1, 2)) == [[(1, 2)]]
     for part in ((0, 1), (0, 4)):
-        with pytest.raises(ValueError, match=r"2 key/value heads, .* how much 4 heads may keep"):
+        with pytest.raises(ValueError, match=r"2 key/value heads, .* numbers for 4 heads"):
             expand_to_heads(rows, 2, part)
 
 

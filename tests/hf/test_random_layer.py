@@ -137,7 +137,7 @@ def test_attention_is_not_reported():
 
 @pytest.mark.parametrize("more", [{"decay": 0.9}, {"value_weighted": True}])
 def test_other_policies_are_refused(more):
-    with pytest.raises(ValueError, match='score_by="random" takes sinks alone: leave the rest'):
+    with pytest.raises(ValueError, match='score_by="random" can be combined with sinks only'):
         H2OConfig(**SMALL | more)
 
 

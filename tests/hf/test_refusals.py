@@ -105,7 +105,7 @@ def test_not_a_config():
     ours = model("llama")
     with pytest.raises(TypeError, match="needs a model of transformers, or its config"):
         H2OCache(None, **SMALL)
-    with pytest.raises(TypeError, match="unknown parameter 'budgets'; there are budget, heavy"):
+    with pytest.raises(TypeError, match="unknown parameter 'budgets': expected one of budget, he"):
         H2OCache(ours.config, budgets=3)
     with pytest.raises(TypeError, match="expected an H2OConfig"):
         H2OCache(ours.config, 256)

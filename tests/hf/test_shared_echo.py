@@ -216,7 +216,7 @@ def test_tokens_of_a_prompt_are_taken_back(head_shares):
     [
         ({"head_shares": "best"}, '"shipped" or "echo", not'),
         (SMALL | {"heavy": [[3, 4], [5, 6]]}, "shares divide"),
-        ({"head_shares": "echo"}, 'head_shares="echo" goes with score_by="mean-echo"'),
+        ({"head_shares": "echo"}, 'head_shares="echo" requires score_by="mean-echo"'),
     ],
 )
 def test_refusals(parameters, message):

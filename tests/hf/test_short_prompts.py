@@ -206,7 +206,7 @@ def test_beside_one_number_a_default_that_is_given_counts(field):
 
 def test_amounts_have_names():
     for amounts in ((0.2,), (0.1, 0.1), (8, 8, 2)):
-        with pytest.raises(TypeError, match=r"write budget=... for all that is kept, or heavy="):
+        with pytest.raises(TypeError, match=r"Write budget=... for the whole budget, or heavy="):
             H2OConfig(*amounts)
     with pytest.raises(TypeError, match=r"expected an H2OConfig, not 0.2. Write budget=..."):
         H2OCache(model("llama").config, 0.2)

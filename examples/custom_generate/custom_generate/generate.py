@@ -7,7 +7,7 @@ name, which on PyPI is another package's.
 try:
     import h2o
 except ImportError as error:
-    install = "pip install '.[hf]' in the folder of its sources"
+    install = "pip install '.[hf]' in its source folder"
     raise ImportError(f"{error}; h2o is the import name of h2o-kv: {install}") from error
 
 

@@ -1,20 +1,20 @@
-"""The operations of `h2o.ops` in plain torch, for devices that the C core has no kernels for.
+"""The operations of `h2o.ops` in plain torch, for devices for which the C core has no kernels.
 
 `h2o.backends` calls them with the positional arguments of their namesakes in `_core`, after the
-core's own checks. They work on any device of torch and never wait for it: shapes follow from
-shapes, and no number of a tensor is read on the host. Numbers that cannot be checked without
-waiting (lengths, budgets, free slots) are trusted.
+core's checks. They work on any torch device and never wait for it: all shapes follow from shapes of
+operands, and the host reads no value of a tensor. Values that cannot be checked without waiting
+(lengths, budgets, free slots) are trusted.
 
-The order of ranks is that of `csrc/policy.h` (`ranking`). Scores and logits are float32. Memory is
-O(n): no matrix of queries and keys is ever whole.
+Keys are ranked as in `csrc/policy.h` (see `ranking`). Scores and logits are float32. Memory is
+O(n): the matrix of queries and keys is never complete.
 
-An infinite value makes the outputs of `attend` and `simulate` infinite whatever its weight. In
-`step` the output is NaN where the weight rounds to 0.
+An infinite value makes the outputs of `attend` and `simulate` infinite regardless of its weight. In
+`step` the output is NaN if the weight rounds to 0.
 
-Empty slots must hold finite values, as `new_slots` and all operations here leave them, since they
-are multiplied by 0.
+Empty slots must hold finite values, because they are multiplied by 0. `new_slots` and all
+operations here ensure this.
 
-Shape letters as in `h2o.ops`, and M queries of a key/value head, C keys that compete.
+Shape letters as in `h2o.ops`, and M queries of a key/value head, C candidate keys.
 """
 
 import functools
@@ -26,16 +26,16 @@ from h2o.backends.portable.numbered_rows import by_number
 
 
 def operation(name: str) -> Callable[..., Any]:
-    """The operation of that name, which is in the file of that name.
+    """The operation with this name, from the module with the same name.
 
-    Raises: ModuleNotFoundError without torch.
+    Raises: ModuleNotFoundError if torch is missing.
     """
     function: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{name}"), name)
     return _without_autocast(by_number(function, *(("scores",) if name == "attend" else ())))
 
 
 def _without_autocast(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation whose products keep their float32 under the caller's autocast."""
+    """Disable the caller's autocast inside an operation, so that float32 products stay float32."""
     import torch
 
     @functools.wraps(operation)

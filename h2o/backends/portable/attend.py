@@ -1,10 +1,10 @@
-"""`h2o.ops.attend` in plain torch: causal attention of Q new queries, and the column sums (or
-maxima) of its probabilities, by which each key is scored.
+"""`h2o.ops.attend` in plain torch: causal attention of Q new queries, and the scores of the keys,
+which are the column sums (or maxima) of its probabilities.
 
 Queries are processed in blocks, so that memory is linear in the number of keys. A block's
 probabilities [B, G, R * n, S + Q] give its output and its part of the column sums.
 
-Shape letters as in `h2o.ops`, R = H / G, n queries of a block.
+Shape letters as in `h2o.ops`, R = H / G, n queries in a block.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from h2o.policy import Policy
 from h2o.sink_logits import softmax
 
 BLOCK = 1 << 22
-"""Logits that a block of queries makes on the CPU, so that they stay in its caches. Elsewhere eight
-times as many: what counts there is how often something is launched."""
+"""Number of logits of a block of queries on the CPU, so that they fit in its caches. On other
+devices a block has eight times as many, because there the number of launches matters."""
 
 FEWEST = 8
-"""Queries of a block, however many rows and heads."""
+"""Minimum number of queries in a block."""
 
 
 class Stored(NamedTuple):
-    """Contents of the slots as queries see them."""
+    """The keys and values in the slots, as queries see them."""
 
     keys: Tensor
     """[B, G or 1, S, D]"""
     values: Tensor
-    """[B, G or 1, S, D], 0 for what is not finite"""
+    """[B, G or 1, S, D], with 0 in place of elements that are not finite"""
     beyond: Tensor
-    """[B, G, 1, D], the sums of what is not"""
+    """[B, G, 1, D], the sums of the elements that are not finite"""
     held: Tensor
     """[B, G, S] bool"""
 
@@ -54,8 +54,8 @@ def attend(
     log_sums: Tensor | None,
     known_log_sums: Tensor | None,
 ) -> None:
-    """See `h2o.ops.attend`; `h2o.ops.log_sums` where these are given. Those that are known save
-    nothing here."""
+    """See `h2o.ops.attend`, or `h2o.ops.log_sums` if `log_sums` is given. `known_log_sums` is not
+    used here."""
     real = None if mask is None else mask.bool()
     weights = total = None
     decay = policy.decay
@@ -92,14 +92,14 @@ def attend(
 
 
 def rows_per_block(query: Tensor, columns: int) -> int:
-    """Number of the queries [B, H, Q, D] that make a block, where each sees so many columns."""
+    """Number of queries in a block of `query` [B, H, Q, D], if each has `columns` logits."""
     B, H, Q, _ = query.shape
     logits = BLOCK if query.is_cpu else 8 * BLOCK
     return min(Q, max(FEWEST, logits // (B * H * columns)))
 
 
 def apply_softcap(logits: Tensor, softcap: float) -> Tensor:
-    """Logits squeezed into (-softcap, softcap); as they are if that is 0."""
+    """Squash logits into (-softcap, softcap). A softcap of 0 leaves them unchanged."""
     return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 
@@ -117,21 +117,21 @@ def dense(
     out: Tensor,
     log_sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention into `out` [B, Q, H, D], and what keys receive of it.
+    """Write causal attention to `out` [B, Q, H, D], and return the attention that keys receive.
 
     Args:
         query: [B, H, Q, D]; keys, values: [B, G, Q, D].
-        real: [B, Q] bool, False at a pad; None: no pads.
-        weights: [B or 1, Q]: of each query in the sums, pads' say nothing; None: 1.
-        largest: take the maxima over queries instead of the sums.
-        log_sums: [B, H, Q], written instead of all else.
+        real: [B, Q] bool, False for padding. None: no padding.
+        weights: [B or 1, Q], the weight of each query in the sums; ignored for padding. None: 1.
+        largest: return the maxima over queries instead of the sums.
+        log_sums: [B, H, Q]. If given, it is written and nothing else is computed.
 
     Returns:
-        float32 [B, G, Q] of the new keys and [B, G, S] of the stored ones.
+        (new keys [B, G, Q], stored keys [B, G, S]), float32.
 
-    The probabilities of a block of queries are whole, so they serve the output and the sums, and no
-    product is done twice. A value that is not finite is taken out of the product, where 0 times it
-    would be NaN, and its sum up to each query put back.
+    The probabilities of a block of queries are complete, so they give both the output and the sums,
+    and no product is computed twice. Values that are not finite are removed from the product, where
+    0 times them would be NaN, and their sum up to each query is added afterwards.
     """
     B, H, Q, _ = query.shape
     G = keys.shape[1]
@@ -154,7 +154,7 @@ def dense(
         n = stop - start
 
         def hide(x: Tensor, value: float, start: int = start, stop: int = stop) -> None:
-            """Put a value in place of what no query of a block sees, [B, G, R * n, S + stop]."""
+            """Overwrite the entries of x [B, G, R * n, S + stop] that the queries do not see."""
             x = x.unflatten(2, (R, stop - start))
             x[..., S + start :].masked_fill_(future[: stop - start, : stop - start], value)
             if real is not None:
@@ -180,7 +180,7 @@ def dense(
             log_sums[:, :, start:stop] = total
             continue
         p = softmax(logits, sinks)
-        hide(p, 0)  # where one logit is NaN, all of the row is
+        hide(p, 0)  # a single NaN logit makes its whole row NaN
         if real is not None:
             p.unflatten(2, (R, n)).masked_fill_(~real[:, None, None, start:stop, None], 0)
         answer = products(p[..., S:], values[:, :, :stop])

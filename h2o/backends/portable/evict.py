@@ -1,5 +1,5 @@
-"""`h2o.ops.evict` in plain torch: of the stored and the new keys of each head, S + Q candidates,
-the policy keeps k, which are written to the lowest slots; the others are evicted.
+"""`h2o.ops.evict` in plain torch. The stored and the new keys of a head are S + Q candidates, of
+which the policy keeps k. They are written to the lowest slots; the others are evicted.
 
 Shape letters as in `h2o.ops`.
 """
@@ -25,7 +25,7 @@ def evict(
     slots: Any,
     policy: Policy,
 ) -> None:
-    """See `h2o.ops.evict`. The kept keys lie in the lowest slots, stored ones before new ones."""
+    """See `h2o.ops.evict`. The keys kept are in the lowest slots, stored keys before new ones."""
     B, G, Q, _ = keys.shape
     values = keys if values is None else values
     store = Store(slots)
@@ -63,17 +63,17 @@ def _write_kept(
     scores: Tensor,
     norms: Tensor | None,
 ) -> None:
-    """Write the candidates [B, G, S + Q] that are kept into the lowest slots of their heads; the
-    rest of these becomes empty."""
+    """Write the candidates [B, G, S + Q] that are kept to the lowest slots of their heads, and
+    empty the other slots."""
     B, G, Q, _ = keys.shape
     C = positions.shape[-1]
     S = C - Q
-    # Of each slot of a head, counted from its first, the candidate that goes there; S: nowhere.
+    # The slot of each candidate, counted within its head (S: evicted), and the inverse: `source`.
     slot = torch.where(is_kept, is_kept.cumsum(-1) - 1, S).clamp(max=S)
     candidates = torch.arange(C, device=keys.device).expand_as(is_kept)
     source = slot.new_zeros(B, G, S + 1).scatter_(-1, slot, candidates)[..., :S]
     filled = torch.arange(S, device=keys.device) < is_kept.sum(-1, keepdim=True)
-    if store.first is not None:  # by index on axis T instead
+    if store.first is not None:  # slots are on axis T
         local = (torch.arange(S, device=keys.device) - store.first[..., None]).clamp(min=0)
         local = local.expand_as(source)
         source, filled = source.gather(-1, local), filled.gather(-1, local)
@@ -94,7 +94,7 @@ def _write_kept(
 def _write_kept_rows(
     rows: Tensor, incoming: Tensor, store: Store, source: Tensor, filled: Tensor
 ) -> None:
-    """Keys or values of the candidates `source` [B, G, S] to the slots that are `filled`."""
+    """Write keys or values of the candidates `source` [B, G, S] to the slots in `filled`."""
     B, G, Q, D = incoming.shape
     S = source.shape[-1]
     index = (source - S).clamp(min=0)

@@ -1,5 +1,4 @@
-"""Slots with `rows`: an operation is given those rows as slots of their own, and what it writes to
-them is written back.
+"""Slots with `rows`: the selected rows are copied to new slots, and copied back afterwards.
 
 Shape letters: Z rows of the slots.
 """
@@ -15,10 +14,10 @@ from h2o.slots import KINDS, PER_ROW
 
 
 def by_number(operation: Callable[..., Any], *written: str) -> Callable[..., Any]:
-    """Let an operation take slots with `rows`, which say which of their rows the call is about.
+    """Make an operation support slots with `rows`, which select the rows of the call.
 
-    `written`: the fields of the slots that it writes to, by default all that any operation does.
-    A number that is no row is taken for the nearest one: on a device nobody can look at it.
+    `written`: the slot fields that the operation writes, by default all that any operation writes.
+    An invalid number selects the nearest row, because the host cannot check it.
     """
     names = tuple(inspect.signature(operation).parameters)
     fields = written or tuple(name for name in PER_ROW if KINDS[name].written)
@@ -35,7 +34,7 @@ def by_number(operation: Callable[..., Any], *written: str) -> Callable[..., Any
             whole["starts"] = slots.starts
         own = {name: x.index_select(0, rows) for name, x in whole.items()}
         named["slots"] = slots._replace(**own, rows=None)
-        if named.get("ranks") is not None:  # of a step, [Z, G, S] as the scores
+        if named.get("ranks") is not None:  # operand of step, [Z, G, S] like the scores
             whole["ranks"], own["ranks"] = named["ranks"], named["ranks"].index_select(0, rows)
             named["ranks"] = own["ranks"]
         result = operation(*named.values())

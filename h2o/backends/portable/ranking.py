@@ -1,7 +1,7 @@
-"""Choice of the keys that are kept: `csrc/policy.h` in torch, for all rows and heads at once.
+"""Choice of the keys to keep: `csrc/policy.h` in torch, for all rows and heads at once.
 
 Ranks are compared as order-preserving integers, never as floats, so that the order is total: NaN
-is below every number, -0 equals +0, and what may not be evicted is above all.
+is below every number, -0 equals +0, and keys that must not be evicted are above all others.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _NAN = -(2**31)
 
 
 class Budget(NamedTuple):
-    """Budgets of rows and heads: [B, 1 or G, 1] each."""
+    """Budgets of rows and heads, [B, 1 or G, 1] each."""
 
     recent: Tensor
     """int32"""
     k: Tensor
-    """int64, sinks + heavy + recent: each part may be "unlimited" by itself"""
+    """int64, sinks + heavy + recent, because each part may be `UNLIMITED`"""
 
 
 def split_budget(budget: Tensor, sinks: int) -> Budget:
-    """Budgets from [B, 2] or [B, G, 2] int32: heavy, recent."""
+    """Split budgets [B, 2] or [B, G, 2] int32 (heavy, recent) into recent and k."""
     if budget.ndim == 2:
         budget = budget[:, None]
     k = budget.sum(-1, keepdim=True)
@@ -42,12 +42,12 @@ def rank_keys(
     lengths: Tensor,
     budget: Budget,
 ) -> Tensor:
-    """int32 [B, G, C] in the order of ranks; the highest for what is kept by its position or
-    pinned by a score of infinity, and for what is no key (position -1).
+    """int32 [B, G, C] in the order of ranks. Keys that are kept for their position or pinned by an
+    infinite score have the highest value, and so do entries that are not keys (position -1).
 
     Args:
-        scores, positions, norms: [B, G, C]; no score is -0. None: norms do not count.
-        lengths: [B, 1, 1] int32 or int64, tokens that the rows have seen, the newest included.
+        scores, positions, norms: [B, G, C]. No score is -0. norms None: they do not count.
+        lengths: [B, 1, 1] int32 or int64, tokens that the rows have seen, including the newest.
     """
     rank = scores
     if policy.score_by == "mean":
@@ -59,24 +59,25 @@ def rank_keys(
     bits = rank.view(torch.int32)
     keys = (bits >> 31).bitwise_and_(_SPARED).bitwise_xor_(bits)
     keys.masked_fill_(rank != rank, _NAN)
-    # Of one dtype, so that not all positions are converted to compare them with one number.
+    # The same dtype, so that positions are not converted for the comparison.
     recent = positions >= (lengths - budget.recent).to(positions.dtype)
     spared = recent.logical_or_(positions < policy.sinks).logical_or_(scores == torch.inf)
     return keys.masked_fill_(spared, _SPARED)
 
 
 def lowest(keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The key to evict first, of the lowest rank, of equal ones at the highest position: that
-    position and its index on the last axis, [B, G, 1] each."""
+    """The key to evict first: the one with the lowest rank, and among equal ranks the one at the
+    highest position. Returns the position and the index on the last axis, [B, G, 1] each."""
     others = keys != keys.amin(-1, keepdim=True)
     position, index = positions.masked_fill(others, -1).max(-1, keepdim=True)
     return position, index
 
 
 def highest(ranks: Tensor, positions: Tensor, k: Tensor) -> Tensor:
-    """[B, G, C] bool: the k [B, 1 or G, 1] of highest rank, of equal ones the lowest positions.
+    """[B, G, C] bool: the k [B, 1 or G, 1] keys of highest rank, among equal ranks those at the
+    lowest positions.
 
-    `ranks` as `rank_keys` makes them. What has position -1 is no key.
+    `ranks` come from `rank_keys`. Entries with position -1 are not keys.
     """
     best = (ranks.long() << 32) + (_SPARED - positions)
     best = best.masked_fill(positions < 0, torch.iinfo(torch.int64).min)

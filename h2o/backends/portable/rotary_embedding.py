@@ -1,6 +1,5 @@
-"""Rotary position embedding by a table of angles, in plain torch, for oracle and torch backend.
-
-The angles that a model makes are the matter of `h2o.hf.rotary.model_rotary`.
+"""Rotary position embedding with given angles, in plain torch, for the torch backend and the tests'
+reference. `h2o.hf.rotary.model_rotary` gets the angles from a model.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from torch import Tensor
 
 
 def rotate_by(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary embedding of x [..., D] by angles [..., 2, F], cosines and sines.
+    """Rotate x [..., D] by angles [..., 2, F], given as cosines and sines.
 
-    Element i < F and element F + i turn together by angle i; those from 2 F on stay as they are.
+    Elements i < F and F + i are rotated by angle i. Elements from 2 F on are unchanged.
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, section 3.
     """
     F = angles.shape[-1]

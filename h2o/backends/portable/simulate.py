@@ -1,7 +1,7 @@
-"""`h2o.ops.simulate` in plain torch: the outputs of a whole text through a cache that evicts after
-every token. The prompts are attended to at once and pruned; the other columns follow one by one.
+"""`h2o.ops.simulate` in plain torch: the outputs of a whole text, with eviction after every token.
+Prompts are processed at once and pruned. The other padded columns follow one by one.
 
-Shape letters as in `h2o.ops`: B rows, Q columns of the text.
+Shape letters as in `h2o.ops`: B rows, Q padded columns of the text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from h2o.sink_logits import softmax
 
 
 class Text(NamedTuple):
-    """A text whose prompts are attended to, and where the answers of its other columns go."""
+    """A text after its prompts, and the tensors for the results of the later columns."""
 
     query: Tensor
     """[B, H, Q, D]"""
@@ -28,7 +28,7 @@ class Text(NamedTuple):
     """[B, G, Q, D]"""
     values: Tensor
     later: Tensor
-    """[B, Q] bool: columns after their rows' prompts"""
+    """[B, Q] bool: columns after the prompt of their row"""
     scale: float
     softcap: float
     policy: Policy
@@ -55,12 +55,12 @@ def simulate(
     stored_values: Tensor | None,
     sink_logits: Tensor | None,
 ) -> None:
-    """See `h2o.ops.simulate`. The prompts are attended at once and pruned. The columns after that
-    follow one by one, since each needs to know what the one before evicted; all rows and heads
-    together.
+    """See `h2o.ops.simulate`. Prompts are processed at once and pruned. The columns after them
+    follow one by one, for all rows and heads together, because each depends on what the column
+    before it evicted.
 
-    As nothing may wait for the device, the host does not know where a prompt ends: the loop goes
-    over all columns, and those within a row's prompt change nothing in it.
+    Since nothing may wait for the device, the host does not know where a prompt ends. The loop
+    therefore goes over all columns, and columns inside a row's prompt change nothing in the row.
     """
     B, _, Q, D = query.shape
     G = keys.shape[1]
@@ -69,7 +69,7 @@ def simulate(
     real = torch.ones(B, Q, dtype=torch.bool, device=query.device) if mask is None else mask.bool()
     count = real.cumsum(1)
     position = (count - 1).masked_fill(~real, -1)  # [B, Q]
-    first = torch.minimum(prompt, count[:, -1])[:, None]  # [B, 1] tokens attended at once
+    first = torch.minimum(prompt, count[:, -1])[:, None]  # [B, 1] tokens processed at once
     early = real & (position < first)
     weights = early * policy.decay ** (first - 1 - position).clamp(min=0).float()
     largest = policy.scores_largest
@@ -102,10 +102,10 @@ def simulate(
 def _one_by_one(
     text: Text, norms: Tensor | None, positions: Tensor, held: Tensor, limits: Budget
 ) -> None:
-    """The columns that are `later` [B, Q] than their rows' prompts, as decode steps.
+    """Process the `later` columns as decode steps.
 
-    positions: int32 [B, G, Q]. held: [B, G, Q] bool, which keys the prompt has kept.
-    Logits and outputs are made for blocks of columns at a time.
+    positions: int32 [B, G, Q]. held: [B, G, Q] bool, the keys that are kept of the prompt.
+    Logits and outputs are computed for blocks of columns.
     """
     query, keys, values, later, scale, softcap, policy, sink_logits, out, evicted_at, scores = text
     _, H, Q, _ = query.shape
@@ -156,12 +156,11 @@ def _one_by_one(
 
 
 def _beyond(values: Tensor, evicted_at: Tensor) -> Tensor:
-    """Terms that values [B, G, Q, D] that are not finite add to the sums of queries that see them,
-    float32 [B, G, Q, D], 0 without. A key is seen from its own column on, up to the one that evicts
-    it."""
+    """Sum [B, G, Q, D], float32, of the values that are not finite and that each query sees; 0 if
+    there are none. A key is seen from its own column to the one that evicts it."""
     end = evicted_at.long()[..., None].expand(values.shape)
     total = torch.zeros_like(values)
-    for infinity in (torch.inf, -torch.inf):  # a value that is no number is both
+    for infinity in (torch.inf, -torch.inf):  # NaN counts as both
         begins = ((values == infinity) | values.isnan()).float()
         change = torch.nn.functional.pad(begins, (0, 0, 0, 1)).scatter_add_(2, end, -begins)
         total += torch.where(change.cumsum(2)[:, :, :-1] > 0, infinity, 0.0)

@@ -1,10 +1,10 @@
-"""`Store`: a view of one call's slots by head, whichever their layout: it reads, writes and
-dequantizes them, and multiplies by their values.
+"""`Store`: a view by head of one call's slots in either layout. It reads, writes and dequantizes
+them, and multiplies by their values.
 
-In a store with `starts` the slots of all heads lie on one axis T. What has one number a slot
-(scores, positions) is small, so it is spread there to [B, G, T], with slots of other heads empty,
-and a head's index is one on axis T. Keys and values are not spread: products go over all slots of a
-row, [B, 1, T, D], for every head.
+In a store with `starts` the slots of all heads are on one axis T. Fields with one number per slot
+(scores, positions) are small, so they are expanded to [B, G, T], where slots of other heads are
+empty, and a head's slot is an index on axis T. Keys and values are not expanded: products cover all
+slots of a row, [B, 1, T, D], for every head.
 """
 
 from __future__ import annotations
@@ -17,58 +17,59 @@ from torch import Tensor
 from h2o.quantization import codes, dequantize, floats, stored_like
 
 FEW = 64
-"""On a CPU products of up to so many rows with a 16-bit matrix are computed in float32."""
+"""On a CPU, products of up to this many rows with a 16-bit matrix are computed in float32."""
 
 BLOCK = 1 << 17
-"""Elements that such a product converts to float32 at a time, so that they stay in cache."""
+"""Number of elements that such a product converts to float32 at a time, so that they stay in cache.
+"""
 
 
 class Store:
-    """The slots of one call, by head: S is T where there are `starts`."""
+    """The slots of one call, by head. In the shapes below, S is T if there are `starts`."""
 
     def __init__(self, slots: Any) -> None:
         self.slots = slots
         self.first: Tensor | None = None
         if slots.starts is None:
             return
-        starts = torch.atleast_2d(slots.starts.long())  # one row for all, or each its own
+        starts = torch.atleast_2d(slots.starts.long())  # one for all rows, or one for each
         index = torch.arange(slots.scores.shape[-1], device=starts.device)
         self.first = starts[:, :-1]
         """[B or 1, G]"""
         begun = index >= starts[:, :-1, None]
         self.of_head = begun & (index < starts[:, 1:, None])
-        """[B or 1, G, T] bool: a head's slots"""
+        """[B or 1, G, T] bool: slots of each head"""
         self.of_any = self.of_head.any(1)
-        """[B or 1, T] bool: slots of some head"""
+        """[B or 1, T] bool: slots of any head"""
         self.head = begun[:, 1:].sum(1)
-        """[B or 1, T] int64: the head of each slot; any for slots of none"""
+        """[B or 1, T] int64: the head of each slot; arbitrary for slots of no head"""
 
     def by_head(self, numbers: Tensor, empty: float) -> Tensor:
-        """[B, G, S] of scores, positions or norms."""
+        """Scores, positions or norms as [B, G, S]."""
         if self.first is None:
             return numbers
         return torch.where(self.of_head, numbers[:, None], empty)
 
     def write_by_head(self, numbers: Tensor, new: Tensor) -> None:
-        """Write `by_head` numbers [B, G, S] into the store's."""
+        """Write numbers [B, G, S], as from `by_head`, to a field of the store."""
         if self.first is not None:
             new = torch.where(self.of_any, self.of_slots(new), numbers)
         numbers.copy_(new)
 
     def of_slots(self, by_head: Tensor) -> Tensor:
-        """[B, T]: of each slot what [B, G, T] has for its head."""
+        """Convert [B, G, T] to [B, T], taking the entry of each slot's head."""
         return by_head.gather(1, self.head[:, None].expand(len(by_head), 1, -1))[:, 0]
 
     def add(self, numbers: Tensor, new: Tensor, *, largest: bool = False) -> Tensor:
-        """Add `by_head` numbers [B, G, S], 0 in slots of other heads, to the store's, and return
-        the sums. With `largest` take the larger numbers instead."""
+        """Add [B, G, S], 0 in slots of other heads, to a field of the store, and return the sums by
+        head. With `largest` the maxima replace the sums."""
         if self.first is not None:
             new = self.of_slots(new)
         both = torch.maximum(numbers, new, out=numbers) if largest else numbers.add_(new)
         return self.by_head(both, 0)
 
     def fade(self, scores: Tensor, decay: float, where: Tensor | None) -> None:
-        """Multiply the store's scores by a factor, in the rows `where` [B, 1, 1] bool."""
+        """Multiply the store's scores by `decay`, in the rows that `where` [B, 1, 1] selects."""
         faded = scores * decay
         if where is not None:
             faded = torch.where(where if self.first is None else where[..., 0], faded, scores)
@@ -77,23 +78,23 @@ class Store:
         scores.copy_(faded)
 
     def rows(self, name: str, D: int) -> Tensor:
-        """Keys or values [B, G or 1, S, D], floats."""
+        """Dequantized keys or values [B, G or 1, S, D]."""
         return self.shaped(dequantize(getattr(self.slots, name), D))
 
     def values(self, D: int) -> Tensor:
-        """Values [B, G or 1, S, D], floats: the keys where the slots have none."""
+        """Dequantized values [B, G or 1, S, D], or the keys if the slots have no values."""
         return self.rows("keys" if self.slots.values is None else "values", D)
 
     def shaped(self, x: Tensor) -> Tensor:
-        """[B, G or 1, S, ...]: what is by slot, not spread over heads."""
+        """Tensor by slot as [B, G or 1, S, ...], not expanded over heads."""
         return x if self.first is None else x[:, None]
 
     def answers(self, p: Tensor, values: Tensor) -> Tensor:
-        """p @ values: [B, G, M, D] float32 from probabilities p [B, G, M, S], 0 in slots of other
-        heads, and values [B, G or 1, S, D].
+        """p @ values, [B, G, M, D] float32, for probabilities p [B, G, M, S], which are 0 in slots
+        of other heads, and values [B, G or 1, S, D].
 
-        On axis T the product covers the values of all heads, and 0 times one that is not finite
-        would be NaN. So these are left out of it, and added for the head that they belong to.
+        On axis T the product covers the values of all heads, and 0 times a value that is not finite
+        would be NaN. Such values are left out of the product and added to their own head.
         """
         if self.first is None:
             return products(p, values)
@@ -101,10 +102,10 @@ class Store:
         return products(p, finite) + beyond
 
     def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values [B, G or 1, S, D] with 0 for what is not finite, and its sums by head
-        [B, G, 1, D]."""
+        """Values [B, G or 1, S, D] with 0 in place of elements that are not finite, and the sums of
+        these elements by head, [B, G, 1, D]."""
         finite = values.nan_to_num(0.0, 0.0, 0.0)
-        beyond = values - finite  # 0 where it is finite
+        beyond = values - finite  # 0 for finite elements
         if self.first is None:
             return finite, beyond.sum(2, keepdim=True)
         beyond = beyond[:, 0].masked_fill(~self.of_any[..., None], 0)
@@ -113,10 +114,10 @@ class Store:
         return finite, by_head.scatter_add_(1, head, beyond)[:, :, None]
 
     def answers_stored(self, p: Tensor, D: int) -> Tensor:
-        """`answers` for the values that the slots hold.
+        """`answers` for the values in the slots.
 
-        In a quantized store a scale of NaN marks a row that was not finite, so that only the
-        scales have to be searched.
+        In a quantized store a NaN scale marks a row that was not finite, so that only the scales
+        have to be searched.
         """
         stored = self.slots.keys if self.slots.values is None else self.slots.values
         if self.first is None or stored.dtype != torch.uint8:
@@ -131,15 +132,15 @@ class Store:
     # ---- One slot of each head: index [B, G, 1] on axis S ------------------------------------
 
     def index_of(self, free: Tensor) -> Tensor:
-        """Index of slots [B, G] counted in their heads."""
+        """Index on axis S of slots [B, G] that are counted within their heads."""
         return (free.long() if self.first is None else free + self.first)[..., None]
 
     def counted(self, index: Tensor) -> Tensor:
-        """[B, G, 1]: where in its head an index is."""
+        """The slot within its head, [B, G, 1], of an index on axis S."""
         return index if self.first is None else index - self.first[..., None]
 
     def read(self, numbers: Tensor, index: Tensor) -> Tensor:
-        """[B, G, 1] of scores, positions or norms."""
+        """Read scores, positions or norms [B, G, 1]."""
         if self.first is None:
             return numbers.gather(-1, index)
         return numbers.gather(-1, index[..., 0])[..., None]
@@ -147,8 +148,8 @@ class Store:
     def write(
         self, numbers: Tensor, index: Tensor, new: Tensor | float, where: Tensor | None = None
     ) -> None:
-        """Scores, positions or norms [B, 1 or G, 1], or one for all; `where` [B, 1 or G, 1] bool:
-        of these rows and heads, None: of all."""
+        """Write scores, positions or norms [B, 1 or G, 1], or one number for all. `where`, bool
+        [B, 1 or G, 1], selects the rows and heads to write; None: all."""
         if where is not None:
             new = torch.where(where, new, self.read(numbers, index))
         if isinstance(new, Tensor):
@@ -160,7 +161,7 @@ class Store:
         numbers.scatter_(-1, index, new)
 
     def read_rows(self, rows: Tensor, index: Tensor) -> Tensor:
-        """Keys or values [B, G, n, D or bytes], as stored; index [B, G, n]."""
+        """Read keys or values [B, G, n, D or bytes] in stored format. index is [B, G, n]."""
         flat = index if self.first is None else index.flatten(1)
         picked = rows.gather(-2, flat[..., None].expand(*flat.shape, rows.shape[-1]))
         return picked if self.first is None else picked.view(*index.shape, -1)
@@ -168,10 +169,10 @@ class Store:
     def write_rows(
         self, rows: Tensor, index: Tensor, new: Tensor, where: Tensor | None = None
     ) -> None:
-        """Keys or values [B, G, 1, D or bytes], as stored; `where` as in `write`."""
+        """Write keys or values [B, G, 1, D or bytes] in stored format. `where` is as in `write`."""
         if where is not None:
             new = torch.where(where[..., None], new, self.read_rows(rows, index))
-        if rows.element_size() == 2:  # of 16-bit floats torch's CPU build copies all to write one
+        if rows.element_size() == 2:  # on CPUs torch copies all 16-bit floats to write one
             rows, new = rows.view(torch.int16), new.view(torch.int16)
         index = index[..., None].expand(new.shape)
         if self.first is not None:
@@ -182,10 +183,13 @@ class Store:
 def quantize_like_slots(
     key: Tensor, value: Tensor | None, slots: Any
 ) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values [B, G, n, D] as the slots hold them, each after the slots' rows of its kind;
-    both at once where they are quantized alike, since that takes fifty operations, however few the
-    rows."""
-    if value is None:  # then the slots have none either
+    """Convert keys and values [B, G, n, D] to the slots' format. Return pairs (field of the slots,
+    converted rows).
+
+    Keys and values with the same quantized format are converted together, since this takes fifty
+    torch operations for any number of rows.
+    """
+    if value is None:  # the slots have no values either
         return [(slots.keys, stored_like(key, slots.keys))]
     if slots.keys.dtype == torch.uint8 and slots.keys.shape == slots.values.shape:
         stored = stored_like(torch.cat([key, value]), slots.keys)
@@ -194,15 +198,15 @@ def quantize_like_slots(
 
 
 def row_norms(values: Tensor) -> Tensor:
-    """L2 norms [B, G, n] of values [B, G, n, D], float32."""
+    """L2 norms [B, G, n], float32, of values [B, G, n, D]."""
     return torch.linalg.vector_norm(values.float(), dim=-1)
 
 
 def products(left: Tensor, right: Tensor, *, exact: bool = False) -> Tensor:
-    """left [B, G, M, X] @ right [B, G or 1, X, Y]: [B, G, M, Y], float32.
+    """left [B, G, M, X] @ right [B, G or 1, X, Y], as [B, G, M, Y] float32.
 
-    left float32 is converted to the dtype of right, unless `exact`, or for few rows on a CPU: many
-    CPUs have no 16-bit products, and a decode step is bound by memory anyway.
+    left, float32, is converted to the dtype of right unless `exact` is set, or there are few rows
+    on a CPU: many CPUs have no 16-bit products, and a decode step is limited by memory anyway.
     """
     right, rows = right.flatten(0, 1), left.shape[:-1]
     left = left.reshape(len(right), rows.numel() // len(right), -1)

@@ -1,5 +1,5 @@
-"""One decode step (`h2o.ops.step`) in plain torch: stores key and value [B, G, 1, D] of a new
-token, attends, adds to the scores and evicts one key where the budget is exceeded.
+"""One decode step (`h2o.ops.step`) in plain torch: store key and value [B, G, 1, D] of a new token,
+attend, update the scores, and evict one key if the budget is exceeded.
 
 Shape letters as in `h2o.ops`, R = H / G.
 """
@@ -33,7 +33,7 @@ def step(
     ranks: Tensor | None,
     sink_logits: Tensor | None,
 ) -> None:
-    """See `h2o.ops.step`. All shapes are fixed by those of the slots."""
+    """See `h2o.ops.step`. All shapes follow from those of the slots."""
     B, H, _, D = query.shape
     G = key.shape[1]
     store = Store(slots)
@@ -54,12 +54,12 @@ def step(
     keys = store.rows("keys", D)
     queries = query.reshape(B, G, H // G, D).float()
     if table is not None and ranks is not None:
-        before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] keys held
+        before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] number of keys held
         store.write(ranks, index, before, real)
         keys = rotate_by(keys.float(), table[store.shaped(ranks).clamp(0, len(table) - 1)])
         queries = rotate_by(queries, table[before])
     positions = store.by_head(slots.positions, -1)
-    # Scores are to be float32, and so must logits [B, G, R, S] be.
+    # Logits [B, G, R, S] must be float32 because scores are.
     logits = apply_softcap(products(queries, keys.mT, exact=True) * scale, softcap)
     sinks = None if sink_logits is None else sink_logits.view(1, G, H // G, 1)
     p = softmax(logits.masked_fill_((positions < 0)[:, :, None], -torch.inf), sinks)
