@@ -371,15 +371,15 @@ def test_prompts_that_cannot_be_read():
     ours = model("llama")
     good = texts(9, 12)
     wrong = {
-        "no tokens": ([], "without tokens"),
+        "no tokens": ([], "has no tokens"),
         "a text": ("a text without a tokenizer", "tokenizer"),
         "texts": (["x"], "str"),
         "no such token": ([10**9], "of 97"),
         "negative": ([3, -1], "token ids -1 to 3"),
-        "no ids": ([1.0, 2.0], "wanted token ids"),
-        "two prompts": ([[1, 2], [3, 4]], "wanted token ids"),
-        "an id": (7, "wanted token ids"),
-        "nothing": (None, "a NoneType: wanted a text"),
+        "no ids": ([1.0, 2.0], "expected token ids"),
+        "two prompts": ([[1, 2], [3, 4]], "expected token ids"),
+        "an id": (7, "expected token ids"),
+        "nothing": (None, "a NoneType; expected a text"),
         "all that a tokenizer gives": (BatchEncoding({"input_ids": [4, 5]}), "such as tokenizer"),
         "no new tokens": (h2o.Request(good[0], max_new_tokens=0), "greater than 0"),
     }
