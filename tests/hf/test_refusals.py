@@ -46,7 +46,7 @@ def config_of(model_type: str, **more):
             "latent attention is sparse",
             marks=needs_states,
         ),
-        ("doge", {}, "attention pattern of its own"),
+        ("doge", {}, "its own attention pattern"),
         ("gemma2", {"use_bidirectional_attention": True}, "bidirectional"),
         *[
             pytest.param(name, None, words, marks=needs_states)
