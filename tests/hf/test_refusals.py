@@ -215,7 +215,7 @@ def test_a_mask_without_rows(cached):
     ours = model("llama")
     (ids,) = prompts(20)
     cache = with_cache(H2OCache(ours.config, **SMALL)) if cached else {"use_cache": False}
-    with pytest.raises(ValueError, match=r"attention_mask has shape \[20\], wanted \[rows, tok"):
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[20\]; expected \[rows, tok"):
         ours(ids, attention_mask=torch.ones(20), **cache)
 
 
