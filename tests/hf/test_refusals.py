@@ -225,7 +225,7 @@ def test_masks_of_the_wrong_length():
     cache = H2OCache(ours.config, **SMALL)
     ours(ids, **with_cache(cache))
     for columns in (19, 22, 20):
-        with pytest.raises(ValueError, match=f"{columns} columns; 21 are needed"):
+        with pytest.raises(ValueError, match=f"{columns} columns; expected 21"):
             ours(ids[:, :1], attention_mask=torch.ones(1, columns), **with_cache(cache))
     ours(ids[:, :1], attention_mask=torch.ones(1, 21), **with_cache(cache))
     assert cache.get_seq_length() == 21
