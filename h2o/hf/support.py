@@ -157,7 +157,7 @@ class Traits(NamedTuple):
 
 
 def not_supported_reasons(model: Any, h2o_config: H2OConfig | None = None) -> list[str]:
-    """Why h2o does not support a model, or an `H2OConfig` with it. Empty if it does.
+    """Reasons why h2o does not support a model, or an `H2OConfig` with it; empty if it does.
 
     Args:
         model: a model of transformers, or its config.
@@ -180,7 +180,7 @@ def not_supported_reasons(model: Any, h2o_config: H2OConfig | None = None) -> li
 def setting_reasons(
     traits: Traits, h2o_config: H2OConfig, *, trace: bool = False, compileable: bool = False
 ) -> list[str]:
-    """Why settings of an `H2OCache` cannot be combined with a model, or with each other."""
+    """Reasons why settings of an `H2OCache` cannot be combined with a model or with each other."""
     relative, compiled = 'positions="cache_relative"', "compileable=True"
     latents, shared = "multi-head latent attention", "layers that attend to others' keys"
     drawn = 'score_by="random", a baseline,'

@@ -3,8 +3,8 @@
 In a static batch every row waits for the longest answer. Here the next prompt gets a row as soon
 as the row's answer is complete. Between two decode steps `_Scheduler._admit` prefills the prompt in
 its own cache, or together with other short prompts (`h2o.hf.batching.short_prompts`), and copies it
-into the row (`h2o.hf.batching.row_batch`). With H2O a row has a constant size, so memory is never
-moved or freed. This is continuous batching (Yu et al., Orca, OSDI 2022) without pages.
+into the row (`h2o.hf.batching.row_batch`). With H2O a row has a constant size, so no memory is
+moved or freed in between. This is continuous batching (Yu et al., Orca, OSDI 2022) without pages.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def generate_all(
         compileable: use torch.compile: one graph for the decode steps of all rows, and one for
             prompts of any length after the first. Compiling each takes about a minute. Give budgets
             in tokens: with fractions a longer prompt lengthens all rows, so that steps are compiled
-            again, and prefill is eager. It is eager too after a prefix, with pins, or with a
+            again, and prefill is eager. Prefill is also eager after a prefix, with pins, and with a
             request's own budget. A model that cannot be compiled runs eagerly, with a warning.
 
     Yields:
@@ -109,7 +109,7 @@ def generate_all(
     if bytes is not None and (config.needs_prompt_length or config.shares_by_echo):
         raise ValueError(
             "the size of a row depends on its prompt, because budgets are fractions or shared by "
-            "echo. Use rows= instead of bytes=, or heavy and recent in tokens without echo's shares"
+            "echo. Use rows= instead of bytes=, or heavy and recent in tokens, not shared by echo"
         )
     batch = RowBatch(model, config, compileable)
     if prefix is not None:

@@ -44,7 +44,7 @@ class Request:
     """A text; a chat, as a list of messages; or token ids [n], as a list, an array or a tensor"""
     max_new_tokens: int | None = None
     seed: int | None = None
-    """Seed for sampling; by default the call's `seed` + the request's index"""
+    """Seed for sampling; by default the call's `seed` plus the request's index"""
     generation_config: Any = None
     config: H2OConfig | None = None
     """Config with other `heavy`, `recent` or `budget_unit`; the rest must be as in the call"""
@@ -106,7 +106,7 @@ class Settings:
         check_pins(self.model, pinned)
         if isinstance(pinned, str) and pinned == "system":
             if not _is_chat(request.prompt):
-                raise ValueError('pinned="system" needs a chat: give the prompt as messages')
+                raise ValueError('pinned="system" needs a chat: pass a list of messages')
             return [system_span(self.tokenizer, request.prompt, ids[0].tolist())]
         if (last := Pins.of(pinned).last) > ids.shape[1]:
             raise ValueError(f"pinned ends at token {last}, but the prompt has {ids.shape[1]}")

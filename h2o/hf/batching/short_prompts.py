@@ -31,7 +31,7 @@ class Limits(NamedTuple):
     tokens: int
     """Tokens, with padding, beyond which a larger pass makes a token hardly cheaper."""
     pads: int
-    """Padding tokens that one more prompt may add: they cost less than a pass of its own."""
+    """Padding tokens that one more prompt may add. They take less time than a pass of its own."""
 
 
 ON_CPU = Limits(tokens=512, pads=32)

@@ -87,7 +87,7 @@ def simulated(
         pinned: as for `H2OCache`. "prompt" pins the first `prompt_length` tokens. Each layer then
             processes the text token by token, which is slower. Not with `masks`.
         trace: record evictions and scores of the last forward pass, see `Simulation`.
-        mass: record the retained attention mass of the last forward pass. Doubles the cost.
+        mass: record the retained attention mass of the last forward pass. About doubles the cost.
 
     Several threads may simulate with their own models, or call one model within one block. If two
     threads enter blocks of one model at the same time, the second gets a RuntimeError.
@@ -152,7 +152,7 @@ class Simulation:
         self._here = threading.local()  # VisibleKeys of layers whose keys later layers reuse
 
     def dealing(self, model: Any) -> AbstractContextManager[None]:
-        """Within the block a pass that shares the budget among heads precedes each forward pass."""
+        """Context within which a pass that divides the budget among heads precedes each pass."""
         places = self._places
         return nullcontext() if places is None else places.dealt_before(unwrap(model))
 
@@ -182,8 +182,8 @@ class Simulation:
         """float32 [B, H]: the share of a full cache's attention that falls on keys still held.
 
         For each token the softmax weights of a full cache are summed over the keys that the token
-        still sees, see `h2o.attention_blocks.retained_mass`. The result is the mean over the row's
-        tokens; with `per_token` it is the sum of each token, [B, H, N], NaN for padding.
+        still sees (`h2o.attention_blocks.retained_mass`). The result is the mean over the row's
+        tokens, or with `per_token` each token's own sum, [B, H, N], NaN for padding.
         """
         mass = _asked_for(self._mass, "mass", layer_idx)
         return mass if per_token else mass.nanmean(-1)
@@ -249,7 +249,7 @@ class Simulation:
         self, text: NewTokens, prompts: list[int], by_row: list[list[tuple[int, int]]],
         plan: LayerPlan, part: tuple[int, int], pins: Pins,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Simulate a layer: by `h2o.ops.simulate` if attention alone makes the scores."""
+        """Simulate a layer, by `h2o.ops.simulate` unless its scores need more than attention."""
         config, known = plan.config, (text, prompts, by_row, plan, pins)
         if config.score_by == "random":
             return simulate_random(*known, part)

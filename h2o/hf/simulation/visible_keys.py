@@ -31,7 +31,7 @@ class VisibleKeys(NamedTuple):
     evicted_at: Tensor
     """[B, G, N] int32, the first column that no longer sees the key"""
     prompts: Sequence[int]
-    """Number of first tokens of each row that see keys as computed, not as the cache stores them"""
+    """Prompt length of each row. A prompt's tokens see keys as computed, not as stored"""
     kv_dtype: str | None
 
     def attend(self, call: AttentionCall | NewTokens) -> Tensor:
