@@ -268,7 +268,7 @@ def test_what_cannot_be_rolled_says_why():
         with pytest.raises(UnsupportedError, match=reason):
             H2OCache(config, SMALL)
         assert reason in supports(config).not_cache_relative
-        assert 'positions="cache_relative": not' in str(supports(config))
+        assert 'positions="cache_relative" is not supported' in str(supports(config))
     assert supports(model("llama").config).not_cache_relative == ""
 
 
