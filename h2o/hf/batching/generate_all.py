@@ -72,8 +72,8 @@ def generate_all(
             is taken only when a row is idle.
         h2o_config, parameters: as for `H2OCache`. Fractions are of each prompt.
         rows: number of requests that are decoded at a time.
-        bytes: instead of `rows`, memory for all rows together, with all tensors of the cache. The
-            prompts being prefilled (one, or several short ones together) need memory for their keys
+        bytes: instead of `rows`, memory for all rows, with all tensors of the cache. Prompts being
+            prefilled (one, or short ones of up to 512 tokens, 2,048 on a GPU) need memory for keys
             and values on top. Not with budgets that depend on the prompt or per-request budgets.
         max_new_tokens, generation_config: as for `generate()`.
         tokenizer: needed for prompts that are texts or chats, for stop strings and `Result.text`.
