@@ -361,7 +361,7 @@ def test_a_prefix_longer_than_a_prompt():
     (result,) = h2o.generate_all(
         ours, [ids[0].tolist()], rows=1, prefix=cache, max_new_tokens=4, **SMALL
     )
-    assert "contains the prefix and more" in str(result.error)
+    assert "contain the prefix and more" in str(result.error)
 
 
 @pytest.mark.parametrize("name", ["llama", *LATENT])

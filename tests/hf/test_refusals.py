@@ -46,7 +46,7 @@ def config_of(model_type: str, **more):
             "latent attention is sparse",
             marks=needs_states,
         ),
-        ("doge", {}, "attention pattern of its own"),
+        ("doge", {}, "its own attention pattern"),
         ("gemma2", {"use_bidirectional_attention": True}, "bidirectional"),
         *[
             pytest.param(name, None, words, marks=needs_states)
@@ -215,7 +215,7 @@ def test_a_mask_without_rows(cached):
     ours = model("llama")
     (ids,) = prompts(20)
     cache = with_cache(H2OCache(ours.config, **SMALL)) if cached else {"use_cache": False}
-    with pytest.raises(ValueError, match=r"attention_mask has shape \[20\], wanted \[rows, tok"):
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[20\]; expected \[rows, tok"):
         ours(ids, attention_mask=torch.ones(20), **cache)
 
 
@@ -225,7 +225,7 @@ def test_masks_of_the_wrong_length():
     cache = H2OCache(ours.config, **SMALL)
     ours(ids, **with_cache(cache))
     for columns in (19, 22, 20):
-        with pytest.raises(ValueError, match=f"{columns} columns; 21 are needed"):
+        with pytest.raises(ValueError, match=f"{columns} columns; expected 21"):
             ours(ids[:, :1], attention_mask=torch.ones(1, columns), **with_cache(cache))
     ours(ids[:, :1], attention_mask=torch.ones(1, 21), **with_cache(cache))
     assert cache.get_seq_length() == 21

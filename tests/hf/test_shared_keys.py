@@ -144,7 +144,7 @@ def test_what_is_said_of_them(name):
     support = supports(ours)
     assert str(support).startswith(
         f"{name}: supported, 2 of 6 layers by h2o, 1 keep their own sliding window, "
-        '3 store nothing; positions="cache_relative": not'
+        '3 store nothing; positions="cache_relative" is not'
     )
     cache = H2OCache(ours.config, **SMALL)
     assert [type(cache.layers[i].form) for i in (PLAIN, SHARED)] == [PlainForm, SharedForm]
