@@ -51,8 +51,8 @@ class H2OCache(ReadableCache):
 
     One cache holds one conversation, or one batch of conversations. Reusing the cache continues
     the conversation. Call `reset()` to start another one. For a pipeline or a loop over prompts use
-    `h2o.patched()`, which creates a fresh cache for each call. Layers that have a sliding window or
-    recurrent states, or that attend to images, keep transformers' own cache.
+    `h2o.patched()`, which creates a fresh cache for each call. Sliding windows, convolution and
+    recurrent states, and the keys of images stay in transformers' own cache layers.
 
     Args:
         config: a model, or its config (`model.config`). Pass the model if you use a profile,
@@ -133,8 +133,8 @@ class H2OCache(ReadableCache):
         attention of that pass then prunes converted and new tokens together, like one prompt. Use a
         whole question for this pass, because a single token scores the keys poorly.
 
-        Keys and values are copied. Until the next pass the cache takes as much memory as the full
-        cache, and both exist if you keep the DynamicCache.
+        Keys and values are copied. Until the next pass this takes as much memory as the full cache,
+        or twice as much if you keep the DynamicCache.
 
         Args:
             cache: a filled DynamicCache, created with or without `config`.
@@ -277,10 +277,10 @@ class H2OCache(ReadableCache):
     def crop(self, tokens: int) -> None:
         """Remove the last tokens. Removing all tokens is the same as `reset()`.
 
-        `tokens` has the meaning of the installed transformers: minus the number of tokens to
-        remove, or before 5.16 the number to keep. Tokens can be removed if they came in the last
-        forward pass and that pass was recorded (`activate_past_recording`). The cache then repeats
-        the pass without them.
+        `tokens` means what it means in the installed version of transformers: minus the number of
+        tokens to remove, or before 5.16 the number to keep. Tokens can be removed if they came in
+        the last forward pass and that pass was recorded (`activate_past_recording`). The cache then
+        repeats the pass without them.
 
         Raises:
             NotImplementedError: the pass was not recorded, or the tokens came in an earlier pass.
@@ -314,7 +314,8 @@ class H2OCache(ReadableCache):
     ) -> tuple[Tensor, Tensor]:
         """Pass new keys and values to a layer. Each attention layer of the model calls this.
 
-        Raises: as `H2OLayer.update`. Also ValueError if the cache has no such layer.
+        Raises: as `H2OLayer.update` and `PassGuard.enter`. Also ValueError if the cache has no such
+        layer.
         """
         if layer_idx >= len(self.layers):
             raise ValueError(

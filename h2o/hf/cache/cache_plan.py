@@ -132,7 +132,7 @@ class CachePlan:
         return EchoScorer(PromptEcho(echo, layer, self.plans[layer].policy), cross_head)
 
     def _refuse(self, **settings: bool) -> None:
-        """Raise `UnsupportedError` if the model or other settings rule out these settings."""
+        """Raise `UnsupportedError` if the settings do not suit the model or each other."""
         if reasons := setting_reasons(self._traits, self.h2o_config, **settings):
             raise UnsupportedError(reasons[0])
 

@@ -40,8 +40,8 @@ class ReadableCache(Cache):
     def __bool__(self) -> bool:
         """False for Phi-3 and similar models, True for all others.
 
-        For those models `generate()` silently drops a cache that is true once the text is longer
-        than `original_max_position_embeddings`."""
+        For those models `generate()` silently drops a truthy cache once the text is longer than
+        `original_max_position_embeddings`."""
         return self.guard.rereads_after is None
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
@@ -66,7 +66,7 @@ class ReadableCache(Cache):
 
     @property
     def max_cache_len(self) -> int:
-        """Raise AttributeError. PEFT reads this attribute of caches that are no DynamicCache."""
+        """Raise AttributeError. PEFT reads this attribute of caches other than DynamicCache."""
         raise AttributeError(
             "an H2OCache has no max_cache_len, because texts may have any length. PEFT reads it in "
             "prefix tuning, which fills its own cache and is not supported by h2o"

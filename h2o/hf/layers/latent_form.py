@@ -123,7 +123,7 @@ class LatentForm(PlainForm):
         return self._answers(super().step(layer, tokens, slots, None, **rotary))
 
     def _answers(self, out: Tensor) -> Tensor:
-        """Output in the model's size. When `crop` repeats a pass, the output is not used."""
+        """Convert output over rows to output over values, except when `crop` repeats a pass."""
         return out if self._pass is None else self._pass.expansion.answers(out)
 
     def end_call(self) -> None:

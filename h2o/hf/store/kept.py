@@ -44,7 +44,7 @@ class Kept(NamedTuple):
         """Convert `positions` to columns of the padded batch: int64 [B, G, K], -1 where empty.
 
         Columns index padded `input_ids` and the result of `H2OCache.evicted_at`. The mask [B, m]
-        covers the prompt. Later columns are assumed not to be padding, and without a mask all.
+        covers the prompt. Columns after it, or all without a mask, are assumed not to be padding.
         """
         if attention_mask is None:
             return self.positions

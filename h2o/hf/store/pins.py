@@ -133,7 +133,7 @@ class Pins:
         return any(n < end for n, end in zip(lengths.tolist(), ends, strict=bool(ends)))
 
     def score(self, scores: Tensor, positions: Tensor) -> Tensor:
-        """Set scores [B, G, Q] of pinned tokens to infinity. `positions`: [B, 1, Q], -1 at padding."""
+        """Set scores [B, G, Q] to infinity where positions [B, 1, Q] (-1 at padding) are pinned."""
         if self.rows is None:
             return scores
         edges = [list(itertools.chain(*row)) for row in self.rows]

@@ -89,8 +89,7 @@ class Report:
 
     layers: list[LayerReport]
     broken: bool = False
-    """Whether the last forward pass has not ended, so that layers may have seen different tokens.
-    """
+    """Whether the last pass has not ended, so that layers may have seen different tokens."""
     not_dealt: str = ""
     """What replaces `H2OConfig.echo`, and why, if the model does not support it."""
 

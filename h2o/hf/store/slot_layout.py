@@ -125,10 +125,10 @@ def by_head(slots: ops.Slots, sizes: list[int], field: str, empty: float = 0) ->
 
 
 def gather_held(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:
-    """Gather fields of all held keys, [B, G, K, ...] by ascending position (int64).
+    """Gather fields of all held keys, [B, G, K, ...] by ascending position.
 
     K is the largest number of keys that any row and head holds. `fields` gives the names, and the
-    values that fill up heads with fewer keys."""
+    values that fill up heads with fewer keys. Positions are int64."""
     positions = by_head(slots, sizes, "positions", -1).long()
     empty_last = positions.masked_fill(positions < 0, torch.iinfo(torch.int64).max)
     order = empty_last.argsort(dim=-1)[..., : int((positions >= 0).sum(-1).max())]

@@ -78,7 +78,7 @@ def each(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def make_writable(layer: Any) -> None:
-    """Copy states that were created under `torch.inference_mode`: transformers writes to them."""
+    """Copy states created under `torch.inference_mode`, because transformers writes to them."""
     if any(x.is_inference() for x in tensors_of(layer).values()):
         each(layer, writable)
 
