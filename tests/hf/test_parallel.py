@@ -161,17 +161,17 @@ def test_files_of_other_heads(last_of_four, tmp_path):
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     for layer in ours.model.layers:
         layer.self_attn.q_proj._hf_device_mesh = other
-    with pytest.raises(ValueError, match=r"rank 3 of 4, and this is tensor parallel rank 1 of 2: "):
+    with pytest.raises(ValueError, match=r"rank 3 of 4, but this is tensor parallel rank 1 of 2"):
         H2OCache.load(path, ours)
     on_one = tiny_model("llama")
-    with pytest.raises(ValueError, match=r"rank 3 of 4, and this is a whole model: have as many"):
+    with pytest.raises(ValueError, match=r"rank 3 of 4, but this is a whole model. Start as many"):
         H2OCache.load(path, on_one)
     cache = H2OCache(on_one.config, heavy=6, recent=6)
     cache.save(path, on_one)
     H2OCache.load(path, ours)  # of no heads yet
     on_one(ids, **with_cache(cache))
     cache.save(path, on_one)
-    with pytest.raises(ValueError, match=r"heads of a whole model, and this is .* rank 1 of 2: lo"):
+    with pytest.raises(ValueError, match=r"heads of a whole model, but this is .* rank 1 of 2. Lo"):
         H2OCache.load(path, ours)
     with pytest.raises(ValueError, match=r"of a whole model, and a config .* Pass the model to"):
         H2OCache.load(path, ours.config)  # of which model it is the config is not known
@@ -198,7 +198,7 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
     assert not (tmp_path / "none").exists()
     taken.save(path, ours)
     assert H2OCache.load(path, ours).layers[0].part == (1, 2)
-    with pytest.raises(ValueError, match=r"rank 1 of 2, and this is a whole model"):
+    with pytest.raises(ValueError, match=r"rank 1 of 2, but this is a whole model"):
         H2OCache.load(path, on_one)
 
 

@@ -212,7 +212,7 @@ def test_what_cannot_be_taken_back():
         remove(cache, 1)  # of a pass before
     feed(cache, TEXT.cut(24, 30), [6])
     before = copy.deepcopy(cache)
-    with pytest.raises(NotImplementedError, match="began after 24 of 30 tokens, and 23 were"):
+    with pytest.raises(NotImplementedError, match="began after 24 of 30 tokens"):
         remove(cache, 7)
     assert_same(cache, before)
     remove(cache, 2)

@@ -334,7 +334,7 @@ def states(dtype=torch.float32, *, D=8, n=6, B=2):
          r"\[\(6, 2\), \(5, 2\)\].*interrupted"),
         (lambda: DynamicCache([(states(), states()), (states(B=1), states(B=1))]), ValueError,
          "different numbers"),
-        (lambda: DynamicCache([(states(torch.float64),) * 2] * 2), TypeError, "in torch.float64"),
+        (lambda: DynamicCache([(states(torch.float64),) * 2] * 2), TypeError, "torch.float64"),
         (lambda: DynamicCache([(states(), states(D=4))] * 2), UnsupportedError,
          "same head dimension"),
         (lambda: filled(model("mistral-window", "sdpa"), {"input_ids": prompts(20)[0]}), ValueError,

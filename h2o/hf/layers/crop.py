@@ -66,7 +66,7 @@ class CroppableLayer(LayerContents):
         if left < began:
             raise NotImplementedError(
                 "an H2OCache can only remove tokens of its last forward pass, which began after "
-                f"{began} of {self.seen} tokens, but crop() was to leave {left}"
+                f"{began} of {self.seen} tokens. This crop() would leave {left}"
             )
 
 
