@@ -134,7 +134,7 @@ def test_info_for_readers(capsys):
 
 def test_info_about_a_model(tiny, tmp_path, capsys):
     assert cli.main(["info", "--model", tiny]) == 0
-    said = "llama: supported, 2 of 2 layers by h2o; in place of H2OConfig.echo: equal budgets"
+    said = "llama: supported, 2 of 2 layers by h2o; instead of H2OConfig.echo: equal budgets"
     assert capsys.readouterr().out.startswith(said)
     (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
     assert cli.main(["info", "--model", str(tmp_path), "--json"]) == 1

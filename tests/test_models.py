@@ -22,7 +22,7 @@ needs_wheel = pytest.mark.skipif(
 )
 
 SUPPORTED = (
-    "supported, 2 of 2 layers by h2o; in place of H2OConfig.echo: equal budgets for all heads, "
+    "supported, 2 of 2 layers by h2o; instead of H2OConfig.echo: equal budgets for all heads, "
     "because the model has 4 key/value heads with full attention and a shared budget needs 16"
 )
 """What is said of a tiny model."""

@@ -87,7 +87,7 @@ class Support:
         reasons = {
             'positions="cache_relative" is not supported: ': self.not_cache_relative,
             "images are not supported: ": self.not_images,
-            "in place of H2OConfig.echo: ": self.not_echo,
+            "instead of H2OConfig.echo: ": self.not_echo,
         }
         return "".join(parts + [f"; {what}{why}" for what, why in reasons.items() if why])
 

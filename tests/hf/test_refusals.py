@@ -234,7 +234,7 @@ def test_masks_of_the_wrong_length():
 def test_different_head_dimensions_of_keys_and_values():
     cache = new_cache(**SMALL)
     _, key, value = tensors(TEXT)
-    with pytest.raises(UnsupportedError, match="one head dimension for both"):
+    with pytest.raises(UnsupportedError, match="the same head dimension for both"):
         cache.update(key, value[..., :8], 0)
 
 
@@ -290,7 +290,7 @@ def test_cropping_and_offloading():
     before = cache.kept(0)
     cache.crop(30 if CROPS_TO_LENGTH else 0)
     for crop in (cache.crop, cache.layers[0].crop):
-        with pytest.raises(NotImplementedError, match="cannot go back"):
+        with pytest.raises(NotImplementedError, match="pass that was not recorded"):
             crop(-1)
     with pytest.raises(NotImplementedError, match="cannot be offloaded"):
         cache.offload(0)
@@ -338,7 +338,7 @@ def test_other_heads(columns):
     forward(cache, TEXT)
     _, key, value = tensors(TEXT)
     half = key[:, :1, :columns], value[:, :1, :columns]
-    with pytest.raises(ValueError, match=r"of 2 heads in layer 0 and was given those of 1: it is"):
+    with pytest.raises(ValueError, match=r"of 2 heads in layer 0 and was given keys of 1 heads"):
         cache.update(*half, 0)
     forward(cache, type(TEXT)(*(x[:, :, :1] for x in TEXT)))  # goes on
 
