@@ -410,10 +410,9 @@ int h2o_check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h2o_
         }
     }
     if ((keys->dtype == H2O_U8) != (values->dtype == H2O_U8)) {
-        return h2o_fail(error, H2O_ETYPE,
-                        "%s: has dtype %s and %s has %s, wanted both quantized or neither",
-                        keys->name, h2o_dtype_name(keys->dtype), values->name,
-                        h2o_dtype_name(values->dtype));
+        return h2o_fail(
+            error, H2O_ETYPE, "%s: has dtype %s and %s has %s, wanted both quantized or neither",
+            keys->name, h2o_dtype_name(keys->dtype), values->name, h2o_dtype_name(values->dtype));
     }
     return H2O_OK;
 }

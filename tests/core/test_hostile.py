@@ -178,9 +178,7 @@ def test_strides_that_leave_all_memory(name, tensor, refused):
         fields = {"strides": (ctypes.c_int64 * array.ndim)(*strides)}
         if size > 1 and abs(stride) * array.itemsize >= 2**63 - 1:
             spoilt = call.put(tensor, Producer(array, **fields))
-            refused(
-                spoilt, ValueError, f"^{tensor}: (shape .* is larger than any memory|is wri)"
-            )
+            refused(spoilt, ValueError, f"^{tensor}: (shape .* is larger than any memory|is wri)")
 
 
 def test_a_stride_that_is_never_taken_does_not_matter():
