@@ -89,8 +89,7 @@ VEC vf vf_load_u4(const void *p, bool high) {
     return _mm512_cvtepi32_ps(high ? _mm512_srli_epi32(bytes, 4) : low);
 }
 
-/* q has sixteen possible values and a vector has as many lanes, so elements are looked up in
- * one. */
+/* q has sixteen possible values and a vector sixteen lanes, so values are looked up in a vector. */
 VEC void vf_load_u4_as(const void *p, vf scale, vf minimum, vf *low, vf *high) {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p));
     const vf q = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -60,7 +60,7 @@ DEFINE_ATTEND(128)
 DEFINE_ATTEND(256)
 
 /* With tensor cores. Registers are limited so that this many blocks of forward and of sums fit on a
- * multiprocessor: as many as its shared memory has room for without loops that need local
+ * multiprocessor: as many as its shared memory has room for, unless loops then need local
  * memory. */
 #define FORWARD_64 (CAPABILITY < 100 ? 3 : 2)
 #define SUMS_64 (CAPABILITY == 75 ? 3 : 4)

@@ -18,8 +18,7 @@ DEVICE void multiply_group(float c[8][4], const uint32_t a[4], uint32_t b, bool 
     multiply_group_f16(c, a, b, add);
 }
 
-/* Starts the products of each warp's i-th 16 keys with a tile of queries, whose first panel is
- * b. */
+/* Starts the products of each warp's i-th 16 keys with a tile of queries; b is its first panel. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void start_products(const key_matrices<DEPTH> *keys, int i, uint32_t b, float c[8][4]) {
     open_products();

@@ -148,8 +148,7 @@ DEVICE bool await_queries(const attend_item *item, int stage, sums_buffer<DEPTH>
     return block_any(far);
 }
 
-/* Loads a tile of keys. If registers keep them, they use the memory of the second stage
- * meanwhile. */
+/* Loads a tile of keys; those that registers keep go through the memory of the second stage. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void load_keys(const attend_item *item, bool stored, int64_t first,
                       sums_buffer<DEPTH> *buffer, key_matrices<DEPTH> *keys) {
@@ -280,8 +279,8 @@ DEVICE void add_turn(const key_turn<KEYS, WIDTH> *turn, const attend_item *item,
     if (all && turn->plain) return add_all_exponentials<false>(turn, buffer, c, unit, sum);
     if (numbers) {
         const float *const scales = &buffer->scales[lane_key<DEPTH>() + turn->key];
-        scale_dots<fragments>(c,
-                              [&](int i) { return scales[i / (WIDTH / 2) * 16 + i % 4 / 2 * 8]; });
+        scale_dots<fragments>(
+            c, [&](int i) { return scales[i / (WIDTH / 2) * 16 + i % 4 / 2 * 8]; });
     }
     dots_to_exponents<fragments>(c, item->p->scale, item->p->softcap);
     if (all) {

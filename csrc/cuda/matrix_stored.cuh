@@ -1,5 +1,4 @@
-/* matrix_stored.cuh - loads quantized rows of slots into the tiles of matrix_tiles.cuh; see
- * there. */
+/* matrix_stored.cuh - loads quantized rows of slots into the tiles of matrix_tiles.cuh. */
 #ifndef H2O_CUDA_MATRIX_STORED_CUH
 #define H2O_CUDA_MATRIX_STORED_CUH
 

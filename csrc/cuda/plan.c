@@ -63,7 +63,7 @@ static int kind_of(h2o_dtype type, bool matrices) {
     return !matrices ? 0 : type == H2O_F16 ? 1 : 2;
 }
 
-/* Adds forward (or known, if the log sums are known) and sums. A kernel must have prepared the rows
+/* Adds forward (or known, if the log sums are known) and sums; a prepare kernel must come
  * before. */
 static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
     const h2o_dims *const d = &params->dims;
@@ -152,8 +152,7 @@ static void plan_step(const h2o_step_params *params, cuda_plan *plan) {
                d->B, STEP_THREADS, cuda_step_shared(matrices ? depth_of(d->D) : 0, !floats));
 }
 
-/* Adds the windows, in order, over the tokens after the dense part, which has at least one
- * token. */
+/* Adds the windows over the tokens after the dense part, which has at least one token. */
 static void add_windows(cuda_plan *plan, const h2o_simulate_params *params) {
     const h2o_dims *const d = &params->dims;
     const bool matrices = cuda_fits_matrices(&plan->dense) && !h2o_given(&params->stored_keys);

@@ -25,8 +25,7 @@ typedef struct {
     unsigned grid[3], block, shared; /* threads of a block, bytes of its dynamic shared memory */
 } cuda_launch;
 
-/* Launches are queued in order on one stream. They point to the call's parameters and into the
- * plan. */
+/* Launches, in order, on one stream. They point to the call's parameters and into the plan. */
 typedef struct {
     size_t workspace, counted; /* bytes, and bytes at its beginning that must be 0 */
     int64_t depth;             /* the largest head dimension that these kernels support */
