@@ -1,5 +1,4 @@
-/* test_parallel.c - workers run once each, whoever calls, on the own pool and on
- * a borrowed one. */
+/* test_parallel.c - workers run once each, whoever calls, in h2o's own pool and a borrowed one. */
 #define _GNU_SOURCE
 #include "run.h"
 #include "system.h"
@@ -68,7 +67,7 @@ static void threads_may_call_at_once(void) {
     for (int i = 0; i < CALLERS; i++) CHECK(pthread_join(threads[i], NULL) == 0);
 }
 
-/* The parent's workers are busy with other threads' calls while it forks. */
+/* The parent forks while its workers are busy with calls from other threads. */
 static void a_forked_child_has_threads_of_its_own(void) {
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, call_often, NULL) == 0);
@@ -98,7 +97,7 @@ static long switches(void) {
     return used.ru_nvcsw;
 }
 
-/* Counted in threads that go to sleep again, for which each round leaves them time. */
+/* Counts threads that go back to sleep, for which each round leaves time. */
 static void few_workers_wake_few_threads(void) {
     const struct timespec moment = {0, 1000000};
     run_lanes(64, false); /* the pool now has 63 threads */
@@ -129,7 +128,7 @@ static void meet_in_team(void *unused) {
     meet_thread();
 }
 
-/* A program with a number of threads of its own between calls with fewer. */
+/* A program uses its own number of threads between calls with fewer. */
 static void libgomp_keeps_its_threads(void *library) {
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
     CHECK(h2o_find_symbol(library, "GOMP_parallel", &parallel));
@@ -140,7 +139,7 @@ static void libgomp_keeps_its_threads(void *library) {
     CHECK(threads_met <= 8);
 }
 
-/* A library that is loaded later is found, and its number of threads counts. */
+/* A library that is loaded later is found, and its number of threads is used. */
 static void a_loaded_libgomp_is_borrowed(void) {
     void *const library = dlopen("libgomp.so.1", RTLD_NOW);
     if (!library) {
@@ -162,7 +161,7 @@ static void a_loaded_libgomp_is_borrowed(void) {
     if (can_fork_threads()) a_forked_child_has_threads_of_its_own();
 }
 
-/* In a child, since the environment is read once. */
+/* Runs in a child, since the environment is read once. */
 static void without_a_wish_each_processor_has_a_thread(void) {
     cpu_set_t processors;
     CHECK(sched_getaffinity(0, sizeof processors, &processors) == 0);
@@ -177,7 +176,7 @@ static void without_a_wish_each_processor_has_a_thread(void) {
 
 #endif
 
-/* As h2o_threads reads it later, H2O_THREADS is a number of threads or nothing. */
+/* H2O_THREADS is a number of threads or empty, as h2o_threads reads it later. */
 static void a_wish_that_is_no_number_is_an_error(void) {
     const char *const wrong[] = {"many", "2x", "0", "-1", " "}, *const right[] = {"", "1", "64"};
     h2o_error error;
