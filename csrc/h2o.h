@@ -83,7 +83,7 @@ typedef struct {
 
 /* ---- State and policy -------------------------------------------------- */
 
-/* The type of stored rows of D keys' or values' elements. The number of bytes of a u8 row
+/* The type of stored rows of keys or values with D elements. The number of bytes of a u8 row
  * identifies its type; H2O_NONE if no type has that many. */
 H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
     if (rows->dtype != H2O_U8) return rows->dtype;

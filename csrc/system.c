@@ -1,4 +1,4 @@
-/* system.c - operating system dependent functions: see system.h. */
+/* system.c - functions that depend on the operating system: see system.h. */
 #define _GNU_SOURCE /* dl_iterate_phdr, madvise, sched_getaffinity, syscall */
 #include "system.h"
 
