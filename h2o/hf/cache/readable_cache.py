@@ -55,7 +55,7 @@ class ReadableCache(Cache):
         return seen
 
     def __repr__(self) -> str:
-        idle = "" if self.guard.plans else ", nothing is evicted: all layers have a sliding window"
+        idle = "" if self.guard.plans else ", nothing is evicted: no layer has full attention"
         return f"H2OCache({cache_file.brief(self.config)}, layers={len(self.layers)}{idle})"
 
     @property
