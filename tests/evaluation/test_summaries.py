@@ -150,7 +150,7 @@ def test_the_chat_template_is_used(folder, file, tmp_path, capsys, tokenizer):
         (["--compare", "mask-local:4+4"], 1, "a mask, no cache"),
         (["--protocol", "simulate"], 2, "measured with drop"),
         (["--prompt-length", "5"], 1, "is for protocol=simulate"),
-        (["--limit", "1.5"], 2, "1.5 is no number of rows"),
+        (["--limit", "1.5"], 2, "1.5 is neither a number of rows"),
     ],
 )
 def test_arguments_that_do_not_fit(folder, file, tmp_path, capsys, arguments, code, words):

@@ -374,7 +374,7 @@ def test_whole_texts(folder, tmp_path, capsys):
     [
         (["--compare", "best:0.2"], "setting 'best:0.2'"),
         (["--compare", "h2o"], "add --budgets"),
-        (["--budgets", "0.1"], "--budgets goes with --compare"),
+        (["--budgets", "0.1"], "--budgets requires --compare"),
         (["--compare", "full", "--heavy", "4"], "--heavy is for one setting"),
         (["--compare", "full", "--use_cache", "x"], "drop --use_cache"),
         (["--compare", "full", "--model_args", "a=1", "--predict_only"], "is for one setting"),
@@ -384,7 +384,7 @@ def test_whole_texts(folder, tmp_path, capsys):
         (["--compare", "mask-local:4+4", "--prompt-length", "9"], "'local' have no prompt"),
         (["--variant", "full", "--heavy", "4"], "heavy has no meaning"),
         (["--heavy", "0", "--recent", "0"], "budget of 0"),
-        (["--json"], "--json with --tasks goes with --compare"),
+        (["--json"], "--json with --tasks requires --compare"),
         (["--prompt-length", "0"], "--prompt-length: must be at least 1"),
         (["--compare", "full", "--prompt-length", "-2"], "--prompt-length: must be at least 1"),
         (

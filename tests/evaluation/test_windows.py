@@ -242,7 +242,7 @@ def test_a_profile_of_one_setting_or_of_those_that_are_calibrated(folder, text, 
     [
         (["--window", "1"], 1, "use at least --window 2"),
         (["--window", "330"], 1, "the model's 320 positions"),
-        (["--limit", "0"], 2, "0 is no number of rows"),
+        (["--limit", "0"], 2, "0 is neither a number of rows"),
         (["--prompt-length", "0"], 2, "--prompt-length: must be at least 1"),
         (
             ["--window", "50", "--prompt-length", "49"],
