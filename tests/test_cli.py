@@ -460,7 +460,7 @@ def test_settings_beside_which_a_run_is_shown(tiny, capsys):
     assert [run["mode"] for run in runs] in lines
     with pytest.raises(SystemExit, match="2"):
         cli.main(["generate", *options, "--compare", "mask-local:4+4"])
-    assert "a mask, no cache" in capsys.readouterr().err
+    assert "a mask, not a cache" in capsys.readouterr().err
 
 
 def test_answers_about_the_article_for_readers(monkeypatch):
@@ -655,7 +655,7 @@ COMMANDS = (
         ("eval --tasks copa --limit=-3", "-3 is neither a number of rows"),
         ("eval --tasks copa --limit nan", "nan is neither a number of rows"),
         ("eval --tasks copa --compare ''", "no settings to compare"),
-        ("eval --tasks copa --compare full,foo", "setting 'foo': unknown; there are full"),
+        ("eval --tasks copa --compare full,foo", "setting 'foo': unknown; choose from full"),
         ("generate --compare full,locl:0.2", "setting 'locl:0.2': unknown; did you mean local?"),
         ("generate --compare ful,local:0.2", "setting 'ful': unknown; did you mean full?"),
         ("bench --budgets 0.1,ten", "'ten' is no amount: write a number of tokens, such as 512"),
