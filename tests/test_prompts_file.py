@@ -210,7 +210,7 @@ def test_prompts_beyond_the_positions_of_the_model(files, capsys):
         ('{"prompt": "a", "max_new_tokens": 0}', "at least 1"),
         ("[]", "line 1"),
         ("no json", "line 1: not JSON (Expecting value): write a text in quotes"),
-        ('{"messages": [5, 6]}', "messages are objects"),
+        ('{"messages": [5, 6]}', "messages must be objects"),
         ("3", "line 1"),
         ('{"prompt": "a", "max_new_tokens": true}', "integers"),
         ('{"prompt": "a", "id": true}', "id must be a text or an integer, not True"),

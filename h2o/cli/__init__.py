@@ -47,7 +47,7 @@ COMMANDS = (
 
 SPIN_COUNT = "10000"
 """Rounds that an idle torch thread spins before it sleeps. libgomp's default is thirty times as
-many. It blocks a core of a busy machine for milliseconds."""
+many: milliseconds during which a busy machine runs nothing else on that core."""
 
 
 class Parser(argparse.ArgumentParser):

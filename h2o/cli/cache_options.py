@@ -121,7 +121,7 @@ def add_pin(add: Callable[..., Any]) -> None:
     """Add --pin and --system."""
     add("--system", metavar="TEXT", help="text of the chat's system message (with --chat)")
     add("--pin", type=PINS, metavar="WHAT", help="keys that are never evicted; they count "
-        "towards the budget. system: the chat's system turn; prompt: the whole prompt; or spans of "
+        "toward the budget. system: the chat's system turn; prompt: the whole prompt; or spans of "
         "its tokens, such as 0:40,100:120")  # fmt: skip
 
 

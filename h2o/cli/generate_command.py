@@ -41,14 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what to generate from").add_argument
     add_model(add)
     add("--prompt", metavar="TEXT", help="the prompt; the text of --prompt-file follows it")
-    add("--prompt-file", metavar="FILE", help="a text file, - for standard input; default without "
-        "either: a shipped article of 2100 tokens and a question about it")  # fmt: skip
+    add("--prompt-file", metavar="FILE", help="a text file, - for standard input; without either "
+        "option: a shipped article of 2100 tokens and a question about it")  # fmt: skip
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     add_pin(add)
     add_cache_options(parser.add_argument_group("what the cache keeps"))
     add = parser.add_argument_group("how to generate").add_argument
     add("--max-new-tokens", type=parse_count, default=120, metavar="N",
-        help="most tokens to generate (%(default)s)")  # fmt: skip
+        help="maximum number of new tokens (%(default)s)")  # fmt: skip
     add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="also answer with the "
         "full cache and with these settings (h2o eval --help lists them). Without SETTINGS: with "
         "budget=0.1 and `local`, a sliding window of the same number of bytes, or of keys if the "

@@ -302,8 +302,8 @@ def _done(output: Path, settings: str, prompts: dict[str | int, str]) -> set[str
     Args:
         prompts: the digest of each prompt, by id.
 
-    Raises: UserError if the file has answers with other settings or to other prompts, or has no
-        answers at all.
+    Raises: UserError if the file has answers with other settings or to other prompts, or is no
+        output of this command.
     """
     if not output.exists():
         return set()

@@ -74,7 +74,7 @@ class Plan(KVConnectorMetadata):
     """(tokens of the prompt, `vllm_xargs`) of requests that begin, by page"""
     begins: list[Begin] = dataclasses.field(default_factory=list)
     dropped: list[int] = dataclasses.field(default_factory=list)
-    """Pages whose stored prompts are gone, for example because requests have got the pages"""
+    """Pages whose stored prompts are gone, for example because vLLM gave the pages to requests"""
     stores: list[Store] = dataclasses.field(default_factory=list)
 
 
@@ -128,8 +128,8 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         return (None if self.prompts.is_read(request.request_id, wanted) else 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note that a request has got a page and its prefill begins. If a session continues
-        instead, nothing of it will be stored."""
+        """Note that a request has its page and its prefill begins. If a session continues instead,
+        nothing of it will be stored."""
         pages = self._pages(blocks.get_block_ids())
         asked = request.num_prompt_tokens, arguments_of(request)
         self.plan.requests |= dict.fromkeys(pages, asked)

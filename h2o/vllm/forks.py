@@ -72,7 +72,7 @@ class Forks:
         return sum(out.nbytes for outs in [*self.stored.values()] for out in outs.values())
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Forget the stored prompts of pages that requests have got."""
+        """Forget the stored prompts of pages that were given to requests."""
         for page in pages:
             self.stored.pop(page, None)
 

@@ -150,8 +150,8 @@ class PageBudget:
 
     def page_bytes(self, keys: torch.Tensor) -> int:
         """Bytes of a layer's page. All pages have the size that the largest layer needs on any
-        rank, since vLLM requires equal sizes. If layers share a page, it is a layer's part of
-        that page."""
+        rank, since vLLM requires equal sizes. If layers share a page, the result is one layer's
+        part of that page."""
         if self.together:
             part = -(-page_bytes(self.empty_pages(keys)) // self.layers)
             return -(-part // ALIGNMENT) * ALIGNMENT

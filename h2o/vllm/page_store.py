@@ -86,7 +86,7 @@ class PageStore:
         self.lock = threading.Lock()
         """Held while pages are written, and while keys are counted if another thread may write"""
         self.evicted: Any = 0
-        """Number of keys evicted by requests whose pages others have got since, on the device"""
+        """Number of keys evicted by requests whose pages now belong to others, on the device"""
 
     def empty(
         self, page: int, budgets: Sequence[tuple[int, int]], sizes: Sequence[int] | None = None
@@ -121,8 +121,8 @@ class PageStore:
         return lengths.sum() * heads - (positions >= 0).sum()
 
     def eviction(self) -> Eviction:
-        """Totals of all requests so far. The attention is only that of requests whose pages no
-        others have got since. The store must be `alone`.
+        """Totals of all requests so far. The attention is only that of requests whose pages have
+        not been given to others since. The store must be `alone`.
         """
         pages = self.pages
         library: Any = np if pages.scores.is_cpu else torch

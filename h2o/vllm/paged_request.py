@@ -66,7 +66,7 @@ def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | Non
 
 def prefix_tokens(arguments: Mapping[str, Any], prompt: int) -> int:
     """Number of tokens of a prompt's prefix: `h2o_prefix` or `h2o_context` in a request's
-    `vllm_xargs`. 0 if there is neither, or if the prefix is the whole prompt of `prompt` tokens.
+    `vllm_xargs`. 0 if there is neither, or if the whole prompt of `prompt` tokens is not longer.
 
     Raises: ValueError for a value that is not a number of tokens, and if both are given.
     """

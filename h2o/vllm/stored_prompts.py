@@ -134,7 +134,7 @@ class StoredPrompts:
         self._by_page[page] = key
 
     def drop(self, page: int) -> None:
-        """Forget the prompt stored in a page that a request has got."""
+        """Forget the prompt stored in a page that was given to a request."""
         key = self._by_page.pop(page, None)
         if key is not None:
             del self.pages[key]
