@@ -46,7 +46,7 @@ class Run:
     """Bytes that a full cache would hold."""
     tokens_seen: int
     tokens_held: int
-    """Number of keys in each layer and key/value head, or its mean."""
+    """Number of keys in each layer and key/value head, or the mean if the numbers differ."""
     tokens_evicted: int
     mass_evicted: float
     """Share of all attention that evicted keys had received, 0 to 1."""

@@ -103,7 +103,7 @@ class H2OLM(HFLM):
             device = "cpu"
         kwargs["device"] = str(models.torch_device(device))
         if world_size() > 1 and isinstance(pretrained, str) and kwargs["device"] == "cpu":
-            PartialState(cpu=True)  # otherwise accelerate would choose a GPU if there is one
+            PartialState(cpu=True)  # otherwise accelerate would choose another device
         super().__init__(pretrained, **kwargs)
         if self._device.type == "meta":  # all weights are offloaded; accelerate moves the inputs
             self._device = torch.device("cpu")
@@ -265,14 +265,14 @@ class H2OLM(HFLM):
         if not context or not 0 < len(continuation) <= self.max_length:
             raise ValueError(
                 f"a request has {len(context)} context and {len(continuation)} continuation "
-                f"tokens: it needs some of both, and a continuation of at most {self.max_length}"
+                f"tokens: both must be above 0, and the continuation at most {self.max_length}"
             )
         text = self._fit(context, continuation)
         cut = len(context) + len(continuation) - len(text)
         if cut and not self.tally.truncated:
             log.warning(
                 "a request of %d tokens exceeds the model's %d: its first %d tokens are dropped. "
-                "Other requests are treated likewise (their number is in the result file)",
+                "Later requests are truncated likewise (the result file has their number)",
                 len(context) + len(continuation), self.max_length, cut,
             )  # fmt: skip
         self._hold(text[:-1] if self.protocol == "simulate" else text[: -len(continuation)])

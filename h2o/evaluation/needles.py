@@ -139,7 +139,7 @@ def make_trials(
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) < max(lengths):
         raise UserError(
-            f"the text has {len(ids)} tokens, less than a length of {max(lengths)}: lower --lengths"
+            f"the text has {len(ids)} tokens, but a length is {max(lengths)}: lower --lengths"
         )
     draw = random.Random(0)
     chosen, start = [], 0

@@ -79,7 +79,7 @@ def one_token_note(answers: int, requests: int) -> str:
 
 @torch.no_grad()
 def run_forward(model: Any, last: int, ids: Tensor, mask: Tensor, **more: Any) -> Tensor:
-    """Compute logits [B, last, vocabulary] of the last columns. With a bound model, a `Forward`."""
+    """Compute logits [B, last, vocabulary] of the last columns. Bound to a model, a `Forward`."""
     device = input_device(model)
     if accepts(model.forward, "logits_to_keep"):
         more["logits_to_keep"] = last  # the output matrix is the largest one of a small model
