@@ -101,9 +101,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="with one setting: prefix of the files for lm-eval's response cache, from which an "
         "interrupted run continues; each model and setting has its own file",
     )  # fmt: skip
-    p.add_argument("--limit", "-L", type=parse_limit, help="use only the first N rows or windows; "
-                   "with --needle: number of texts for each length, depth and kind of fact "
-                   "(default 4)")  # fmt: skip
+    p.add_argument("--limit", "-L", type=parse_limit, help="number of rows or windows to use, "
+                   "from the first, or a fraction of them; with --needle: number of texts for each "
+                   "length, depth and kind of fact (default 4)")  # fmt: skip
 
     one = p.add_argument_group("the cache")
     one.add_argument("--protocol", choices=["simulate", "drop", "read"],
@@ -114,7 +114,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_cache_options(one, min_tokens=0)
     one.add_argument("--prompt-length", type=parse_count, metavar="N",
                      help="tokens before the first eviction (simulation, perplexity); perplexity "
-                     "and lost nats then count only the tokens that eviction can "
+                     "and nats lost then count only the tokens that eviction can "
                      "change")  # fmt: skip
 
     many = p.add_argument_group("several settings in one table")
