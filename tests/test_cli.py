@@ -460,7 +460,7 @@ def test_settings_beside_which_a_run_is_shown(tiny, capsys):
     assert [run["mode"] for run in runs] in lines
     with pytest.raises(SystemExit, match="2"):
         cli.main(["generate", *options, "--compare", "mask-local:4+4"])
-    assert "a mask, no cache" in capsys.readouterr().err
+    assert "a mask, not a cache" in capsys.readouterr().err
 
 
 def test_answers_about_the_article_for_readers(monkeypatch):
@@ -651,11 +651,11 @@ COMMANDS = (
         ("bench --rounds 0", "--rounds: must be at least 1"),
         ("bench --tokens 0", "--tokens: must be at least 1"),
         ("bench --prompts 512 0", "--prompts: must be at least 1"),
-        ("eval --tasks copa --limit 0", "0 is no number of rows"),
-        ("eval --tasks copa --limit=-3", "-3 is no number of rows"),
-        ("eval --tasks copa --limit nan", "nan is no number of rows"),
+        ("eval --tasks copa --limit 0", "0 is neither a number of rows"),
+        ("eval --tasks copa --limit=-3", "-3 is neither a number of rows"),
+        ("eval --tasks copa --limit nan", "nan is neither a number of rows"),
         ("eval --tasks copa --compare ''", "no settings to compare"),
-        ("eval --tasks copa --compare full,foo", "setting 'foo': unknown; there are full"),
+        ("eval --tasks copa --compare full,foo", "setting 'foo': unknown; choose from full"),
         ("generate --compare full,locl:0.2", "setting 'locl:0.2': unknown; did you mean local?"),
         ("generate --compare ful,local:0.2", "setting 'ful': unknown; did you mean full?"),
         ("bench --budgets 0.1,ten", "'ten' is not an amount: write a number of tokens, such as"),
@@ -667,9 +667,9 @@ COMMANDS = (
         *[(f"{command} --model ''", "--model: is empty: name a model") for command in COMMANDS],
         ("eval --tasks copa --model ' '", "is empty: name a model, or leave --model out"),
         (f"calibrate --text {__file__} --output FOLDER.json", "FOLDER.json is a folder"),
-        ("analyze --output FOLDER.json", "FOLDER.json is a folder, wanted a file"),
-        ("analyze --output deep.json --text deep.json", "deep.json is a file that is read"),
-        ("calibrate --output deep.json --text ./deep.json", "deep.json is a file that is read"),
+        ("analyze --output FOLDER.json", "FOLDER.json is a folder, not a file"),
+        ("analyze --output deep.json --text deep.json", "deep.json is an input file"),
+        ("calibrate --output deep.json --text ./deep.json", "deep.json is an input file"),
         ("generate --profile deep.json", "deep.json: is not a profile made"),
     ],
 )

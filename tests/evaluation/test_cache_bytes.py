@@ -98,7 +98,7 @@ def test_the_command(capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--memory", "1MB"], 2, "goes with --model"),
+        (["--memory", "1MB"], 2, "requires --model"),
         (["--memory", "much", "--model", "tiny"], 2, "no number of bytes"),
         (["--memory=-1GB", "--model", "tiny"], 2, "no number of bytes"),
         (["--memory", "1MB", "--model", "tiny", "--prompt", "0"], 2, "at least 1"),
