@@ -118,7 +118,7 @@ def throughput(options: Options) -> Iterator[Row]:
         torch._dynamo.reset()  # discards graphs of another number of rows
         with contextlib.ExitStack() as stack:
             ways = engines(model, work, stack)
-            short = [ids[:8] for ids in work.prompts]  # all, since steps are compiled for the rows
+            short = [ids[:8] for ids in work.prompts]  # steps are compiled for this number
             warm_up = work._replace(prompts=short, new=[2] * len(short))
             for name, engine in list(ways.items()):  # loads everything before the first is timed
                 try:

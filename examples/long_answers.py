@@ -1,4 +1,4 @@
-"""Which keys a long answer needs: presets against random eviction, on a model trained here.
+"""Compare presets with random eviction in long answers, on a model that is trained here.
 
     OMP_NUM_THREADS=1 python examples/long_answers.py model.pt
 
