@@ -239,7 +239,7 @@ def build_refused(folder, **environment):
     ],
 )
 def test_a_missing_compiler_is_named(tmp_path, environment, name):
-    assert f"{name!r} is not here: install one" in build_refused(tmp_path, **environment)
+    assert f"{name!r} was not found: install one" in build_refused(tmp_path, **environment)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the compiler is a shell script")
