@@ -35,8 +35,8 @@ def attending(
     Raises:
         UnsupportedError: the model has attention code of its own, or its forward pass needs more
             than plain causal attention.
-        RuntimeError: another thread or task has the model in such a block, or a forward pass follows
-            `set_attn_implementation` in the block.
+        RuntimeError: another thread or task has the model in such a block, or a forward pass
+            follows `set_attn_implementation` in the block.
     """
 
     def function(
