@@ -135,7 +135,7 @@ def test_a_text_that_is_too_long(tiny, tmp_path, capsys, monkeypatch):  # noqa: 
     monkeypatch.setattr("h2o.analysis.page.LONGEST", 299)
     monkeypatch.setattr("h2o.analysis.analyze.analyze", lambda *_: pytest.fail("measured"))
     assert cli.main(arguments) == 1
-    assert "at most 299 tokens, not 300: give --tokens 299" in capsys.readouterr().err
+    assert "at most 299 tokens, not 300: pass --tokens 299" in capsys.readouterr().err
 
 
 def test_a_text_without_repetitions(tiny, tmp_path):  # noqa: F811
