@@ -97,7 +97,7 @@ def compared(peers: dict[str, Peer], work: Work, measure: str, **arguments: int)
         facts[name] = {
             "tokens a second": new / told["seconds"],
             "first token, s": statistics.median(told["each_first_s"]),
-            "ms a token": 1000 * statistics.median(told["each_token_s"]),
+            "ms per token": 1000 * statistics.median(told["each_token_s"]),
             "held": told["held"],
         }
         figures = ", ".join(f"{value:.3g} {fact}" for fact, value in facts[name].items())

@@ -146,7 +146,7 @@ def throughput(options: Options) -> Iterator[Row]:
                 facts={
                     "tokens a second": 1 / times[OURS].median,
                     "of the peer": 1 / times[name].median,
-                    "nats a token by the full model": nats[OURS],
+                    "nats per token by the full model": nats[OURS],
                     "of the peer's texts": nats[name],
                     "of generate() with an H2OCache": nats["alone"],
                 },

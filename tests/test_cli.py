@@ -437,7 +437,7 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
     text = capsys.readouterr().out
     lines = text.splitlines()
     names = ["full", "h2o", "budget=0.1", "local"]
-    assert [line.split()[0] for line in lines if " held, read in " in line] == names
+    assert [line.split()[0] for line in lines if " held, prefill " in line] == names
     table = text[text.index("prompt of") :].splitlines()[1:]
     assert table[0].split() == names
     rows = {name: cells for name, *cells in (re.split(r"  +", x) for x in table[2:])}
@@ -477,9 +477,9 @@ def test_answers_about_the_article_for_readers(monkeypatch):
         for mode, text in texts.items()
     ]  # fmt: skip
     lines = answers(Result("m", "float32", 190, {}, {}, runs), "Who?", "fact")
-    assert lines[0] == "m, float32, has read 190 tokens. Who?"
+    assert lines[0] == "m, float32, prompt of 190 tokens. Who?"
     assert [line.split()[0] for line in lines if " held, " in line] == list(texts)
-    at = lines.index("budget=0.1    0.0 MB held, read in 2.0 s, then 50 ms a token: lost")
+    at = lines.index("budget=0.1    0.0 MB held, prefill 2.0 s, then 50 ms per token: lost")
     assert lines[at + 1].startswith("            No. word")
     assert all(len(line) <= 80 for line in lines)
     said = " ".join(lines[lines.index("", len(lines) - 4) + 1 :])

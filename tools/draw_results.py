@@ -122,12 +122,12 @@ def draw(shown: Figures) -> Any:
     quality.axhline(0, color="grey", linewidth=0.8)
     quality.set(
         title="A prompt cut once: WikiText-2", xlabel="bytes kept, % of a full cache's",
-        ylabel="nats a token lost", xlim=(0, None), xticks=shown.bytes_kept,
+        ylabel="nats lost per token", xlim=(0, None), xticks=shown.bytes_kept,
     )  # fmt: skip
     for cache, times in shown.token_ms.items():
         speed.plot(shown.prompts, times, marker="o", markersize=4, label=cache)
     speed.set(
-        title="Speed: bfloat16, two cores", xlabel="tokens of the prompt", ylabel="ms a token",
+        title="Speed: bfloat16, two cores", xlabel="tokens of the prompt", ylabel="ms per token",
         ylim=(0, None), xticks=shown.prompts,
     )  # fmt: skip
     for axes in figure.axes:

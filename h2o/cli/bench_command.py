@@ -97,7 +97,7 @@ def format_result(result: dict[str, Any]) -> str:
                 f"{one['bytes_held'] / 1e6:.1f}", ratios[2],
             )
         )  # fmt: skip
-    header = ("cache", "prompt", "prefill s", "", "ms a token", "tokens/s", "", "cache MB", "")
+    header = ("cache", "prompt", "prefill s", "", "ms per token", "tokens/s", "", "cache MB", "")
     title = f"{result['model']}, {result['dtype']}, on {name}; medians of {result['rounds']} rounds"
     note = "x: speed relative to the full cache; %: bytes relative to the full cache"
     return "\n".join([title, "", table(header, rows), "", note])

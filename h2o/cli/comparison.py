@@ -29,13 +29,13 @@ class Result:
 def answers(result: Result, question: str = "", fact: str = "") -> list[str]:
     """Format the texts of all runs as lines, and say which contain `fact`, the expected answer."""
     width = max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
-    heading = f"{result.model}, {result.dtype}, has read {result.prompt_tokens} tokens. {question}"
+    heading = f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens. {question}"
     lines, indent = [heading.strip(), ""], " " * 12
     for run in result.runs:
         outcome = (": found" if fact in run.text else ": lost") if fact else ""
         lines.append(
             f"{run.mode:<12}{run.kv_bytes_held / 1e6:5.1f} MB held, "
-            f"read in {run.prefill_seconds:.1f} s, then {milliseconds(run)}{outcome}"
+            f"prefill {run.prefill_seconds:.1f} s, then {milliseconds(run)}{outcome}"
         )
         for paragraph in run.text.strip().splitlines():
             how = {"initial_indent": indent, "subsequent_indent": indent}
@@ -56,7 +56,7 @@ def conclusion(runs: list[Run], fact: str) -> str:
 
 def milliseconds(run: Run) -> str:
     steps = run.new_tokens - 1
-    return f"{1000 * run.decode_seconds / steps:.0f} ms a token" if steps else "no more tokens"
+    return f"{1000 * run.decode_seconds / steps:.0f} ms per token" if steps else "no more tokens"
 
 
 def figures(result: Result) -> list[str]:
