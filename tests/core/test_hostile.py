@@ -345,7 +345,7 @@ class LiesAboutItself:
 
 def test_attributes_that_raise(refused):
     refused(
-        make("step").put("query", LiesAboutItself()), TypeError, "^query: a LiesAbout.*no tensor"
+        make("step").put("query", LiesAboutItself()), TypeError, "^query: a LiesAbout.*not a tensor"
     )
 
 
