@@ -206,13 +206,13 @@ def chunk(text: Text, kv_dtype: str | None, new: int = 21) -> list[Errors]:
 
 
 def prompt(text: Text, kv_dtype: None) -> list[Errors]:
-    """Output of a whole prompt."""
+    """Errors of the output of a whole prompt."""
     out, _ = ops.attend(*text)
     return [errors(out, text, 0)]
 
 
 def simulation(text: Text, kv_dtype: str | None) -> list[Errors]:
-    """Outputs after a prompt of one token, of whose keys the last token evicts one."""
+    """Errors of outputs after a prompt of one token. The last token evicts one key."""
     n = text.keys.shape[2]
     prompts, budget = (torch.tensor(x, dtype=torch.int32) for x in ([1] * B, [[n - 1, 0]] * B))
     out, *_ = ops.simulate(*text, prompts, budget, kv_dtype=kv_dtype)

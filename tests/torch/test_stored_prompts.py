@@ -91,7 +91,8 @@ def test_who_leaves_in_the_middle_of_a_prompt():
 
 
 def test_keys_that_a_stored_prompt_has_evicted_count_once():
-    """However often it is copied, and when its copies are others' pages."""
+    """Evicted keys count once, however often a prompt's page is copied and whoever takes the
+    copies."""
     page = ops.new_slots(torch.empty(1, 2, 1, 8), 5, heavy=2, recent=2)
     store = PageStore(torch.zeros(4, page_bytes(page), dtype=torch.uint8), page)
     store.empty(1, [(2, 2)])

@@ -101,7 +101,7 @@ def test_groups():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype):
-    """Chooses from float32 values: the kept sets are those of the rounded inputs in float32."""
+    """Keys are chosen from float32 values, so they are those of the rounded inputs in float32."""
     text = inputs.drifting(5, B=1, H=4, G=2, N=80)
     q, k, v = (torch.from_numpy(x[0]).to(dtype) for x in text)
     for variant in VARIANTS:
