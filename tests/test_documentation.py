@@ -124,7 +124,7 @@ def slowly(pages: Iterable[str], slow: Container[str]) -> list[Any]:
     return [pytest.param(x, marks=[pytest.mark.slow] if x in slow else []) for x in pages]
 
 
-@pytest.mark.filterwarnings("ignore")  # of other packages
+@pytest.mark.filterwarnings("ignore")  # from other packages
 @pytest.mark.parametrize("name", slowly(PYTHON, SLOW))
 def test_python(name, names, monkeypatch):
     """Run all blocks of a page in order, with a small model, a part of the article and few new
@@ -175,7 +175,7 @@ def test_three_dots_stand_for_anything():
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore")  # of other packages
+@pytest.mark.filterwarnings("ignore")  # from other packages
 @pytest.mark.parametrize("name", slowly(sorted(PRINTING), PRINTING - FAST))
 def test_a_page_shows_what_is_printed(name, capsys, tmp_path, monkeypatch):
     """Run a page with the whole default model, up to the last block whose output is shown."""

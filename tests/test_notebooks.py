@@ -124,7 +124,7 @@ WITH_MODEL = [path for path in NOTEBOOKS if path.stem != "03_lm_eval"]
 """Notebooks to run. The one left out runs h2o eval, as tests/evaluation does."""
 
 
-@pytest.mark.filterwarnings("ignore")  # of other packages
+@pytest.mark.filterwarnings("ignore")  # from other packages
 @pytest.mark.parametrize("path", WITH_MODEL, ids=lambda path: path.stem)
 def test_code_runs(path, three_layers, monkeypatch):
     """The code runs with three layers and few tokens. The notebooks' assertions on the whole

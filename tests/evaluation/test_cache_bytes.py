@@ -79,7 +79,7 @@ def test_a_model_that_is_not_supported():
 
 @pytest.fixture
 def _small_config(monkeypatch):
-    """Reading the default model's config takes seconds."""
+    """Replace the default model's config, which takes seconds to read."""
     monkeypatch.setattr(models, "config_of", lambda name: model("llama").config)
 
 

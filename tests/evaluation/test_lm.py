@@ -296,7 +296,7 @@ def test_generation_goes_through_a_real_cache(lm, hflm):
 # ---- Interruption ------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # lm-eval closes no database
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # lm-eval never closes its database
 @pytest.mark.parametrize("setting", ["full", "h2o:4+4"])
 @pytest.mark.parametrize("protocol", ["simulate", "drop"])
 def test_an_interrupted_run_goes_on(tokenizer, tmp_path, protocol, setting):

@@ -140,7 +140,7 @@ def test_compare(folder, tmp_path, capsys, monkeypatch):
     assert list(contents) == settings
     for content in contents.values():
         assert content["config"]["h2o"]["requests"] == 2 * 2 * len(needles.DEPTHS)
-    monkeypatch.setattr(needles, "find_facts", lambda *_: 1 / 0)  # nothing is measured again
+    monkeypatch.setattr(needles, "find_facts", lambda *_: 1 / 0)  # fails if anything is measured
     assert run(folder, tmp_path, *arguments) == 0
     assert capsys.readouterr().out == out
 
