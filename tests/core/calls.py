@@ -1,4 +1,4 @@
-"""One valid call of each operation. Tests change one argument at a time to an invalid one."""
+"""One valid call of each operation. Tests make one argument at a time invalid."""
 
 from __future__ import annotations
 

@@ -107,8 +107,8 @@ def fill(tensor: DLTensor, array: np.ndarray, **fields: Any) -> list[Any]:
 class Producer:
     """An object with `__dlpack__` and no other protocol.
 
-    versioned, version, flags, name: of the capsules; fields: of their tensor. `capsules` are those
-    handed out, `deleted` counts the calls of their deleter.
+    `versioned`, `version`, `flags` and `name` describe the capsules, `fields` their tensor.
+    `capsules` has those handed out, and `deleted` counts the calls of their deleter.
     """
 
     def __init__(

@@ -94,8 +94,8 @@ TABLE = RANKINGS | SHAPES
 REAL = {"float32": (np.float32, 2e-5), "float16": (np.float16, 2e-3)}
 """Dtypes that NumPy has, and the tolerance of outputs for values around 1."""
 CASES = [*checkered(RANKINGS, REAL), *itertools.product(SHAPES, REAL)]
-"""Rankings use scores, which are float32 for any dtype of the text, so not every ranking is paired
-with every dtype."""
+"""Rankings use scores, which are float32 for any dtype of the text. So half of the pairs of a
+ranking and a dtype are slow tests."""
 
 
 def rounded(text: inputs.Text, dtype: type) -> inputs.Text:
@@ -308,8 +308,8 @@ def handmade(seed: int, n: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("policy", CHOICES, ids=str)
 @pytest.mark.parametrize("seed", range(8))
 def test_ties_and_nan(seed, policy, chunk):
-    """Ties and NaN are resolved alike if all keys are a prompt, and if some are stored and some are
-    a chunk."""
+    """Ties and NaN are resolved as defined, whether all keys are a prompt, or some are stored and
+    some are a chunk."""
     n = 60
     scores, keys = handmade(seed, n)
     slots = ops.new_slots(keys, n, policy.heavy, policy.recent)

@@ -186,8 +186,8 @@ def unable(*operands):
 
 
 def own(clock, seconds):
-    """The operations, with h2o's attention taking `seconds` per token and its sums alone one
-    second."""
+    """The operations. h2o's attention takes `seconds` per token, and its sums alone one second per
+    token."""
 
     def attend(*operands):
         call = AttendOperands(*operands)

@@ -53,8 +53,8 @@ SETTINGS = ["h2o:8+8", "robust:0.3", "robust-bytes:0.3", "echo-bytes:0.4"]
     ],
 )
 def test_bytes_are_those_of_a_cache(name, setting):
-    """The numbers may differ by a slot per head, because fractions are rounded, and because one
-    budget for all heads moves slots between them."""
+    """Computed and held bytes may differ by a slot per head, because fractions are rounded, and
+    because one budget for all heads moves slots between them."""
     ours, chosen, (ids,) = model(name), parse(setting), prompts(60)
     cache = H2OCache(ours.config, chosen.config, prompt_length=60)
     with torch.no_grad():

@@ -78,8 +78,8 @@ def lm(tokenizer):
 
 
 def alone(lm, setting, context, new):
-    """A cache driven by hand that has read the document, and the tokens that follow, with `new` [1,
-    n]."""
+    """A cache driven by hand that has read the document, and the tokens after it, ending with
+    `new`, a tensor [1, n]."""
     ids = torch.tensor([lm.tok_encode(context)])
     n = ids.shape[1] - question_tokens(ids[0].tolist(), lm.tokenizer)
     if setting.reads_twice:

@@ -222,7 +222,7 @@ def test_the_order_of_any_ranks(scores, policy, more):
 
 
 def test_values_that_are_not_finite_show_where_they_are_seen():
-    """Such values must not show in other rows of the same block, at padding, or after their
+    """Values that are not finite must not show in other rows of a block, at padding, or after their
     eviction."""
     text = inputs.drifting(8, B=2, H=4, G=2, N=N, D=32)
     mask = padded()
@@ -433,8 +433,8 @@ def spoilt(tensor: torch.Tensor) -> list[object]:
 
 @pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
 def test_refuses_what_the_core_refuses(name, tensor):
-    """Both must reject the same tensors with the same words, before anything is written, and accept
-    the same tensors."""
+    """The backend must reject the tensors that the core rejects, with the same words and before
+    anything is written, and accept the others."""
     answers = []
     for context in (backends.by_torch(), one_thread()):
         with context:

@@ -60,8 +60,8 @@ def ask(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def held() -> dict[str, int]:
-    """Number of living objects of each of h2o's classes in this process, and of elements in
-    containers that are attributes of these objects, of h2o's classes and modules, or caches of its
+    """Numbers of living objects of h2o's classes in this process, and of elements in containers.
+    The containers are attributes of these objects, of classes and of modules, or caches of
     functions."""
     gc.unfreeze()  # vLLM freezes the objects that engines start with
     gc.collect()

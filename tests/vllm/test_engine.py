@@ -343,7 +343,7 @@ def test_sampled_requests_do_not_depend_on_their_neighbors(llama):
 
 
 def test_log_likelihoods_of_a_prompt_are_those_of_all_keys(llama):
-    """A prompt is cut only after its prefill, so they are those of all keys, even in chunks."""
+    """A prompt is cut only after its prefill, even in chunks, so no evicted key may be missing."""
     folder, model = llama
     model.set_attn_implementation("sdpa")
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)

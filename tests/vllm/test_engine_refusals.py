@@ -72,7 +72,7 @@ def test_settings_are_refused_with_the_reason(llama, entry, options, message):
     ],
 )
 def test_ways_of_splitting_a_model_are_refused(llama, options, message):
-    """The config that the processes would get is enough to reject them."""
+    """Parallelism that h2o does not support is rejected by the config that processes would get."""
     arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
     config = EngineArgs(**arguments, additional_config={"h2o": SMALL}, **options)
     with pytest.raises(ValueError, match=message):
@@ -102,7 +102,7 @@ def test_an_installation_without_the_entry_point_is_refused(llama, monkeypatch):
 
 
 def test_models_with_states_are_refused(tmp_path):
-    """The config alone is enough to reject them."""
+    """A model with states is rejected by its config alone."""
     config = AutoConfig.for_model(
         "lfm2", vocab_size=97, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
         num_hidden_layers=2, intermediate_size=48, layer_types=["conv", "full_attention"],

@@ -201,8 +201,8 @@ def test_few_pages_and_requests_that_leave(entry, llama, monkeypatch):
 @pytest.mark.parametrize("entry", [SMALL, {"budget": 24}])
 @pytest.mark.parametrize("chunk", [256, 32])
 def test_log_likelihoods_after_a_context(entry, chunk, llama, monkeypatch):
-    """They are those of `h2o eval --protocol drop`: the context is cut at its end, and the rest
-    follows token by token."""
+    """Log-likelihoods after a context are those of `h2o eval --protocol drop`: the context is cut
+    at its end, and the rest follows token by token."""
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
     folder, model = llama
     model.set_attn_implementation("h2o")

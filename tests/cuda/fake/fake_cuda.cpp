@@ -496,8 +496,7 @@ int fake_widest(const char *kernel) {
 }
 const char *fake_kernel(unsigned i) { return shim_kernel(i); }
 
-/* Number of times a branch of the kernels was taken since the last fake_forgive, at most 2^31 -
- * 1. */
+/* Number of times a branch of the kernels was taken since the last fake_forgive, or INT32_MAX. */
 int fake_taken(const char *branch) {
     const shim_branch *b = shim_branches();
     while (b && strcmp(b->name, branch) != 0) b = b->next;

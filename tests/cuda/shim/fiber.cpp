@@ -99,7 +99,7 @@ __asm__(".text\n"
 void fiber_open(fiber *f, void (*function)(void)) {
     char *const stack = (char *)get_stack();
     void **top = (void **)(stack + STACK - offset_of(stack));
-    *--top = nullptr; /* as if called: a return address precedes an aligned stack */
+    *--top = nullptr; /* as if called, with a return address on an aligned stack */
     *--top = (void *)function;
     for (int i = 0; i < 6; i++) *--top = nullptr;
     *f = {stack, top, tsan_create()};
