@@ -1,16 +1,16 @@
-"""Builds h2o._core: every .c of csrc, one C11 extension, nothing but numpy needed.
+"""Build h2o._core, one C11 extension from every .c file of csrc. Only numpy is needed.
 
-What the environment may say:
+Environment variables:
 
-H2O_PURE=1       no core at all: a wheel for any system, which serves by torch operations
-H2O_IN_PLACE=1   no core yet: an editable install, whose core `setup.py build_ext --inplace` builds
-H2O_WERROR=1     warnings are errors
-H2O_DEBUG=1      unoptimized, with debug information
-H2O_COVERAGE=1   instrumented for gcov
+H2O_PURE=1       build no core: a wheel for any system, which runs on torch operations
+H2O_IN_PLACE=1   build no core yet: for an editable install whose core is built later with
+                 `setup.py build_ext --inplace`
+H2O_WERROR=1     treat warnings as errors
+H2O_DEBUG=1      build without optimization, with debug information
+H2O_COVERAGE=1   instrument for gcov
 
-Objects are rebuilt when a source or header changes, not when these variables
-do: give an instrumented build a folder of its own, with --build-temp and
---build-lib.
+Objects are rebuilt when a source or header changes, but not when these variables change. Give an
+instrumented build its own folders, with --build-temp and --build-lib.
 """
 
 import hashlib
@@ -28,15 +28,15 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 if not os.environ.get("CC", "cc").strip():
-    del os.environ["CC"]  # distutils would take its first flag for the compiler
+    del os.environ["CC"]  # with an empty CC distutils would run its first flag as the compiler
 
 
 def wanted(name):
     return os.environ.get(name, "0") not in ("", "0")
 
 
-# ISO mode would forbid a*b+c in one rounding; kernels are written for it. Errors
-# are never reported through errno or the floating-point flags.
+# -ffp-contract=fast: kernels are written for a*b+c with a single rounding, which -std=c11 would
+# forbid. No code looks at errno or the floating-point flags.
 compile_args = [
     "-std=c11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread",
@@ -52,41 +52,41 @@ if wanted("H2O_COVERAGE"):
     link_args += ["--coverage"]
 
 
-PLATFORM = sysconfig.get_platform()  # that is built for
+PLATFORM = sysconfig.get_platform()  # the platform that the core is built for
 
-# One binary for Python 3.10 and all that follow. The free-threaded builds know no such limited API.
+# One binary for Python 3.10 and later. Free-threaded builds of Python have no limited API.
 LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
 limited_macros = [("Py_LIMITED_API", "0x030a0000")] if LIMITED else []
 limited_tag = {"bdist_wheel": {"py_limited_api": "cp310"}} if LIMITED else {}
 
 
 def kernels_word():
-    """What a file of kernels must end with to be of these sources; the Makefile says the same."""
+    """The last bytes of a file of kernels that was built from these sources, as in the Makefile."""
     agreed = [*sorted(glob("csrc/*.h")), *sorted(glob("csrc/cuda/kernels*.h")), "csrc/cuda/plan.c"]
     text = b"".join(Path(path).read_bytes() for path in agreed)
     return f"h2o-kernels-{hashlib.sha256(text).hexdigest()[:16]}"
 
 
 NO_CLONES = "-fno-ipa-cp-clone"
-"""gcc's -O3 copies functions for constants. Kernels have their instances by hand, so that makes the
-file a sixteenth larger and nothing faster (instructions within 0.2%)."""
+"""gcc's -O3 clones functions for constant arguments. Kernels are instantiated by hand, so clones
+would make the file a sixteenth larger and nothing faster (instructions within 0.2%)."""
 
 
 def takes(compiler, flag):
-    """Whether a compiler, a list of words, knows a flag."""
+    """Whether a compiler, given as a list of words, accepts a flag."""
     command = [*compiler, "-Werror", flag, "-x", "c", "-c", os.devnull, "-o", os.devnull]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def is_mingw_gcc(compiler):
-    """Whether a compiler, a list of words, is gcc for Windows; clang for it defines both macros."""
+    """Whether a compiler, given as a list of words, is MinGW's gcc. clang defines both macros."""
     command = [*compiler, "-dM", "-E", "-x", "c", os.devnull]
     macros = subprocess.run(command, capture_output=True, text=True).stdout
     return "__MINGW32__" in macros and "__clang__" not in macros
 
 
 def together(compile_in_turn):
-    """Compiles as many files at a time as there are processors."""
+    """Make a compile function that compiles as many files at a time as there are processors."""
 
     def compile_all(sources, **options):
         def compile_one(source):
@@ -101,37 +101,38 @@ def together(compile_in_turn):
 
 def refuse(reason):
     sys.exit(
-        f"{reason}. Without a compiler there are wheels: for common systems, and the pure one, "
-        "py3-none-any, for all others, which serves by torch operations, slower (made of these "
-        "sources with H2O_PURE=1 in the environment of pip install)"
+        f"{reason}. Without a compiler, install a wheel: there is one for each common system. The "
+        "pure wheel, py3-none-any, works on all others. It runs on torch operations and is slower. "
+        "To build it from these sources, set H2O_PURE=1 in the environment of pip install"
     )
 
 
 class BuildPure(build_py):
-    """Says in the package that it was built without a core, and its version, which that knows."""
+    """Records in the package that it was built without a core, and the version, which the core
+    would otherwise give."""
 
     def run(self):
         if self.editable_mode:
-            sys.exit("H2O_PURE=1 makes a wheel: pip install it without -e")
+            sys.exit("H2O_PURE=1 builds a wheel, not an editable install: pip install without -e")
         super().run()
         marker = Path(self.build_lib, "h2o", "pure_build.txt")
         marker.write_text(self.distribution.get_version() + "\n")
 
 
 class InstallSources(build_py):
-    """Refuses to make a wheel, which would have no core and not say so."""
+    """Allows editable installs only: a wheel would lack the core without any sign of it."""
 
     def run(self):
         if not self.editable_mode:
-            sys.exit("H2O_IN_PLACE=1 installs the sources: pip install with -e, or leave it out")
+            sys.exit("H2O_IN_PLACE=1 is for editable installs: pip install with -e, or unset it")
         super().run()
 
 
 class BuildCore(build_ext):
-    """Tells the core the version that pyproject.toml gives, so that it is written once."""
+    """Passes the version to the core, so that only pyproject.toml states it."""
 
     def get_ext_filename(self, name):
-        """For Windows too where this is another system (tools/wheels.py)."""
+        """The name of the core's file, also when cross-compiling for Windows (tools/wheels.py)."""
         file = super().get_ext_filename(name)
         return file.replace(".abi3.so", ".pyd") if PLATFORM.startswith("win") else file
 
@@ -141,16 +142,16 @@ class BuildCore(build_ext):
         extension.define_macros.append(("H2O_KERNELS", f'"{kernels_word()}"'))
         compiler = (getattr(self.compiler, "compiler_so", None) or ["cc"])[0]
         if self.compiler.compiler_type == "msvc":
-            refuse("Microsoft's compiler lacks the vector types of GNU C that h2o-kv is written in")
+            refuse("h2o-kv is written with GNU C's vector types, which Microsoft's compiler lacks")
         if shutil.which(compiler) is None:
             refuse(
-                f"h2o-kv is built with a C compiler, and {compiler!r} is not here: install one "
+                f"h2o-kv needs a C compiler, and {compiler!r} was not found: install one "
                 "(Debian and Ubuntu: apt install gcc python3-dev), or name it in CC"
             )
         if is_mingw_gcc(self.compiler.compiler_so):
             refuse(
-                "MinGW's gcc does not align vectors on the stack (GCC bug 54412), so that h2o-kv "
-                "would crash: name clang for MinGW in CC"
+                "MinGW's gcc does not align vectors on the stack (GCC bug 54412), so h2o-kv would "
+                "crash: use clang for MinGW instead, by naming it in CC"
             )
         if takes(self.compiler.compiler_so, NO_CLONES):
             extension.extra_compile_args.append(NO_CLONES)
@@ -159,7 +160,7 @@ class BuildCore(build_ext):
 
 
 def describe_core():
-    """What setup() is to know for a build with the core."""
+    """Arguments of setup() for a build with the core."""
     import numpy
 
     headers = [path for end in ("h", "inc") for path in glob(f"csrc/**/*.{end}", recursive=True)]
@@ -178,7 +179,8 @@ def describe_core():
 
 
 def describe_pure():
-    """The same without it: Python alone, and no kernels that no core could launch."""
+    """Arguments of setup() for a build without the core: only Python, without the kernels, which
+    need a core to launch them."""
     left_out = {"h2o": ["kernels.fatbin", "_core.pyi"]}
     return {"cmdclass": {"build_py": BuildPure}, "exclude_package_data": left_out}
 

@@ -1,1 +1,1 @@
-"""Side-by-side measurements of h2o and its peers: `python -m benchmarks`, from a checkout."""
+"""Measurements of h2o and its peers side by side: `python -m benchmarks`, from a checkout."""

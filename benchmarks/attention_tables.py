@@ -1,4 +1,4 @@
-"""P1, P2, P19, G1, G4: a prompt's attention with scores, of usual and of great length."""
+"""P1, P2, P19, G1, G4: a prompt's attention with scores, for usual and for very long prompts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from .timing import Contender, Row, Times, race
 
 
 def prefill(options: Options) -> Iterator[Row]:
-    """P1, P2, G1: 4096 tokens, and the part of their time that the scores take.
+    """P1, P2, G1: attention with scores of 4096 tokens.
 
-    A GPU has every way of SDPA that it takes and FlexAttention beside it, a CPU the faster way.
+    On a GPU the peers are every variant of SDPA that it supports, and FlexAttention; on a CPU the
+    faster variant of SDPA.
     """
     device = options.target()
     B, H, G, D, n = (1, 4, 2, 64, 96) if options.quick else (1, 32, 8, 128, 4096)
@@ -36,7 +37,7 @@ def prefill(options: Options) -> Iterator[Row]:
 
 
 def cpu_peers(text: list[Tensor]) -> attention_peers.Offers:
-    """The faster way of SDPA, and eager attention but in float16, where it takes minutes."""
+    """The faster variant of SDPA, and eager attention except in float16, where it takes minutes."""
     peers = attention_peers.Offers()
     way, sdpa = torch_peers.fastest(torch_peers.sdpa(*text, causal=True))
     peers.runs[f"SDPA {way}"] = sdpa
@@ -46,7 +47,7 @@ def cpu_peers(text: list[Tensor]) -> attention_peers.Offers:
 
 
 def cpu_label(peer: str) -> tuple[str, str]:
-    """Identifier and work of the row beside a peer."""
+    """Identifier and work of the row for a peer."""
     if peer.startswith("SDPA"):
         return "P1", "prefill with scores / SDPA without"
     return "P2", "prefill with scores / eager with"
@@ -90,7 +91,7 @@ def attention_rows(
 
 
 def long(options: Options) -> Iterator[Row]:
-    """G4: 131072 tokens with scores. No peer that makes the n x n matrix has room for it."""
+    """G4: 131072 tokens with scores. Peers that store the n x n matrix have no room for it."""
     device = options.target()
     H, G, D, n = (4, 2, 64, 256) if options.quick else (32, 8, 128, 131072)
     for name, dtype in options.wanted("bfloat16"):
@@ -104,7 +105,7 @@ def long(options: Options) -> Iterator[Row]:
 
 
 def lengths(options: Options) -> Iterator[Row]:
-    """P19: the rate of a prefill with scores on long prompts, against the rate on 4096 tokens."""
+    """P19: the rate of a prefill with scores for long prompts, against the rate for 4096 tokens."""
     H, G, D = (4, 2, 64) if options.quick else (4, 1, 128)
     base, *longer = (64, 96, 128) if options.quick else (4096, 32768, 65536)
     for name, dtype in options.wanted("float32", "bfloat16"):
@@ -131,9 +132,10 @@ def lengths(options: Options) -> Iterator[Row]:
 
 
 def check_mass(scores: Tensor, R: int) -> str:
-    """Each of the queries gives 1 in all: the scores [B, G, n] of a head sum to its R * n rows."""
+    """Check that the scores [B, G, n] of a head sum to its number of queries, R * n, since each
+    query gives 1 in total."""
     rows = scores.shape[-1] * R
     off = (scores.double().sum(-1) / rows - 1).abs().max().item()
     if not off < 1e-3:
-        raise WrongResult(f"the scores of {rows} rows sum to {off:.1e} too much or little")
+        raise WrongResult(f"the sum of the scores of {rows} queries is off by {off:.1e}")
     return f"sum of the scores off by {off:.0e}"

@@ -1,7 +1,7 @@
-"""What a step costs where other processes keep the processors busy.
+"""The time of a decode step while other processes keep the processors busy.
 
-A worker that loses its processor holds what it took, and the others wait for it. What the
-share of the processors alone costs is seen at torch's SDPA, which waits once, at its end.
+If a worker loses its processor, the others wait for the task that it holds. torch's SDPA waits only
+once, at its end, so its slowdown shows what losing a share of the processors costs by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .peers import torch_peers
 from .timing import Contender, Row, race
 
 BUSY = (0, 1, 2, 4)
-"""Processes beside ours that never sleep."""
+"""Numbers of other processes that never sleep"""
 
 
 @contextlib.contextmanager
@@ -38,9 +38,9 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def busy(options: Options) -> Iterator[Row]:
-    """A step of SmolLM2's heads over 1500 keys beside busy processes, against SDPA beside them.
+    """A decode step of SmolLM2's heads over 1500 keys during busy processes, against SDPA.
 
-    The facts say how much longer both take than in the first row, which is beside none.
+    The facts say how much longer both take than in the first row, without busy processes.
     """
     for name, dtype in options.wanted("float32", "bfloat16"):
         query, keys, values = inputs.text(1, 9, 3, 1700, 64, dtype)

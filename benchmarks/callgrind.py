@@ -1,13 +1,13 @@
-"""Instruction counts of the operations at each CPU level, to compare between commits.
+"""Count the instructions of each operation at each CPU level, to compare commits.
 
     python benchmarks/callgrind.py [--save counts.json] [--against counts.json]
 
-Times drift with the machine, counts do not: the same source and compiler give the same number.
-The levels that valgrind can execute (it has no AVX-512) run under callgrind, which leaves
-its files for callgrind_annotate in the output folder; the others are single-stepped
-through ptrace, which takes minutes. The work: one thread, 4 query heads to 1 key head, D = 128;
-a prompt of 96 tokens, its cut to 64 keys, a decode step over 64 keys, the simulation of such a
-text with a prompt of 64.
+Times drift with the machine, but counts do not: the same source and compiler give the same number.
+Levels that valgrind supports (not AVX-512) run under callgrind, which leaves its files for
+callgrind_annotate in the output folder. The others are single-stepped with ptrace, which takes
+minutes. Everything runs on one thread with 4 query heads, 1 key head and D = 128: a prompt of 96
+tokens, its eviction to 64 keys, a decode step over 64 keys, and the simulation of the text with a
+prompt of 64.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 UNDER_VALGRIND = ("generic", "avx2", "neon")
 NEEDS_PYTHON = ("arguments.c", "exchange.c", "module.c")
-"""Files of the core that are not for a program without Python."""
+"""Files of the core that need Python's headers"""
 
 
 def build(folder: Path) -> Path:
-    """The program of count.c, with the flags that the package is built with."""
+    """Compile count.c and the core with the flags of the package."""
     program = folder / "count"
     flags = ["-std=c11", "-O3", "-g", "-ffp-contract=fast", "-fno-math-errno"]
     flags += ["-fno-trapping-math", "-I", str(ROOT / "csrc"), "-I", str(ROOT / "tests/c")]
@@ -46,13 +46,13 @@ def build(folder: Path) -> Path:
 
 
 def operations(program: Path) -> list[str]:
-    """What the program can count."""
+    """Names of the operations that the program can count."""
     listed = subprocess.run([program], check=True, capture_output=True, text=True)
     return listed.stdout.split()
 
 
 def count(program: Path, level: str, operation: str, folder: Path) -> int:
-    """Instructions of one call."""
+    """Count the instructions of one call."""
     if level not in UNDER_VALGRIND or shutil.which("valgrind") is None:
         counted = subprocess.run(
             [program, level, operation, "step"], check=True, capture_output=True, text=True
@@ -68,7 +68,7 @@ def count(program: Path, level: str, operation: str, folder: Path) -> int:
 
 
 def levels() -> list[str]:
-    """The levels of this machine."""
+    """The levels that this machine can run."""
     program = "import h2o.ops, json; print(json.dumps(h2o.ops.info()['levels']))"
     answer = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT

@@ -1,4 +1,4 @@
-"""The tables that there are, and on which devices."""
+"""The list of tables, and the devices that have each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .timing import Row
 
 
 class Table(NamedTuple):
-    """What is measured under one name.
+    """A table, by its name on the command line.
 
     Attributes:
         run: yields the rows, on the device of the options.
@@ -42,7 +42,7 @@ class Table(NamedTuple):
     cuda: str | None = None
 
 
-KVPRESS = "P11: prefill against kvpress, in an environment of its own"
+KVPRESS = "P11: prefill against kvpress, in a separate environment"
 
 TABLES = (
     Table(
@@ -52,7 +52,7 @@ TABLES = (
     ),
     Table(
         "memory", memory_table.memory,
-        cpu="P2: the memory that it takes, against eager",
+        cpu="P2: the memory that a prefill takes, against eager",
     ),
     Table(
         "decode", decode_tables.decode,
@@ -61,11 +61,11 @@ TABLES = (
     ),
     Table(
         "strides", decode_tables.strides,
-        cpu="P13: the decode step over strided views, against contiguous ones",
+        cpu="P13: a decode step over strided views, against contiguous ones",
     ),
     Table(
         "lengths", attention_tables.lengths,
-        cpu="P19: the rate of a prefill with scores on long prompts, against 4096 tokens",
+        cpu="P19: the rate of a prefill with scores for long prompts, against 4096 tokens",
     ),
     Table(
         "long", attention_tables.long,
@@ -73,7 +73,7 @@ TABLES = (
     ),
     Table(
         "evict", eviction_tables.evict,
-        cpu="P6: the cut of a prompt to its budget, against topk + sort + gather",
+        cpu="P6: the eviction of a prompt to its budget, against topk + sort + gather",
     ),
     Table(
         "simulate", eviction_tables.simulate,
@@ -85,7 +85,7 @@ TABLES = (
     ),
     Table(
         "uneven", store_tables.uneven,
-        cpu="P16: a decode step over heads of uneven size, against even ones",
+        cpu="P16: a decode step over heads with uneven budgets, against even ones",
     ),
     Table(
         "latents", latent_table.latents,
@@ -102,11 +102,11 @@ TABLES = (
     ),
     Table(
         "threads", thread_table.threads,
-        cpu="whether torch's operators get slower beside h2o",
+        cpu="whether h2o's threads slow down torch's operators",
     ),
     Table(
         "busy", busy_table.busy,
-        cpu="a decode step beside 0, 1, 2 and 4 busy processes, against SDPA beside them",
+        cpu="a decode step during 0, 1, 2 and 4 busy processes, against SDPA",
     ),
     Table(
         "model", model_tables.generate,
@@ -114,27 +114,27 @@ TABLES = (
     ),
     Table(
         "openvino", engine_tables.openvino,
-        cpu="P10: the same against OpenVINO GenAI, in an environment of its own",
+        cpu="P10: SmolLM2 from prompt to text, against OpenVINO GenAI in a separate environment",
     ),
     Table(
         "compiled", engine_tables.compiled,
-        cpu="P21: a decoded token compiled, by weights, against eager, OpenVINO GenAI and vLLM",
+        cpu="P21: compiled decode steps, by weights, against eager, OpenVINO GenAI and vLLM",
     ),
     Table(
         "throughput", throughput_tables.throughput,
-        cpu="R1, R2, R3: tokens a second at a fixed number of bytes, against other engines",
+        cpu="R1, R2, R3: tokens per second at a fixed number of bytes, against other engines",
     ),
     Table(
         "serving", serving_table.serving,
-        cpu="S1 to S4: vLLM with h2o's pages, against vLLM with every key, by requests at once",
+        cpu="S1 to S4: vLLM with h2o, against vLLM with every key, by number of requests",
     ),
     Table(
         "disk", disk_table.disk,
-        cpu="R4: the same with weights that stay on the disk, against all keys",
+        cpu="R4: tokens per second with weights on disk, a fifth of the keys against all keys",
     ),
     Table(
         "graph", random_model_tables.graph,
-        cuda="G5: one CUDA graph for a whole generation, against the same called anew",
+        cuda="G5: one CUDA graph for a whole generation, against steps without a graph",
     ),
     Table(
         "flexgen", random_model_tables.flexgen,
@@ -145,13 +145,13 @@ TABLES = (
 
 
 def tables(device: str) -> dict[str, Table]:
-    """Those that a choice of --device has, by name."""
+    """The tables for a choice of --device, by name."""
     kind = DEVICES[device].tables
     return {table.name: table for table in TABLES if getattr(table, kind)}
 
 
 def described() -> str:
-    """What each table measures, for --help."""
+    """Text for --help: what each table measures."""
 
     def listed(device: str) -> str:
         texts = {name: getattr(table, device) for name, table in tables(device).items()}

@@ -1,4 +1,4 @@
-"""The checks before anything is timed: a contender computes what it is timed for."""
+"""Checks before timing that a contender computes what it is timed for."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ class WrongResult(AssertionError):
 
 
 def compare(name: str, ours: Tensor, naive: Tensor, truth: Tensor) -> str:
-    """Both errors against the float64 truth; ours may be at most twice that of naive torch.
+    """Compare our error against float64 with that of naive torch. Ours may be at most twice as
+    large.
 
-    Plain torch of the same dtype is the measure, because how large an error may be depends on
-    the dtype and the shape. Errors are root mean squares: the largest one is a matter of luck.
+    Plain torch in the same dtype sets the limit, because the size of errors depends on the dtype
+    and the shape. Errors are root mean squares, since the largest error depends on chance.
+
+    Raises:
+        WrongResult: our error is above the limit.
     """
     error = (ours.double() - truth.double()).square().mean().sqrt().item()
     allowed = (naive.double() - truth.double()).square().mean().sqrt().item()
@@ -33,7 +37,7 @@ def compare(name: str, ours: Tensor, naive: Tensor, truth: Tensor) -> str:
 
 
 def check_attend(query: Tensor, keys: Tensor, values: Tensor, eager: Any) -> str:
-    """`h2o.ops.attend` at full length, its first key/value head against the reference.
+    """Check the first key/value head of `h2o.ops.attend` at full length against the reference.
 
     eager: the naive torch function (query, keys, values) -> (out [B,H,n,D], scores).
     """
@@ -51,10 +55,10 @@ def check_attend(query: Tensor, keys: Tensor, values: Tensor, eager: Any) -> str
 
 
 def check_kept(ours: Any, truth: Any, evictions: int) -> str:
-    """The kept sets of two stores after the same number of evictions in each row and head.
+    """Compare the keys kept by two stores after the same number of evictions in each row and head.
 
-    Sums of probabilities in another order differ in the last bits, so two keys of nearly equal
-    rank may change places; anything beyond that is an error.
+    Sums of probabilities in different orders differ in the last bits, so two keys of nearly equal
+    rank may be swapped. Up to 1% of the evictions may differ.
     """
     positions, _ = reference.kept(ours)
     true_positions, _ = reference.kept(truth)
@@ -70,7 +74,7 @@ def check_kept(ours: Any, truth: Any, evictions: int) -> str:
 
 
 def check_steps(slots: Any, steps: Sequence[Sequence[Tensor]]) -> str:
-    """A few steps of the operation against the reference, outputs and kept sets."""
+    """Check outputs and kept keys of a few decode steps against the reference."""
     ours, truth = inputs.copy_slots(slots), inputs.copy_slots(slots)
     errors = ""
     for query, key, value in steps:
@@ -82,7 +86,7 @@ def check_steps(slots: Any, steps: Sequence[Sequence[Tensor]]) -> str:
 
 
 def plain_step(query: Tensor, key: Tensor, value: Tensor, slots: Any) -> Tensor:
-    """Attention of one query in torch, in the dtype of the tensors; out [B,1,H,D]."""
+    """Attention of one token in torch, in the dtype of the tensors. Returns out [B,1,H,D]."""
     R = query.shape[1] // key.shape[1]
     rows = []
     for b in range(query.shape[0]):

@@ -1,13 +1,12 @@
-/* count.c - one operation at one CPU level, for counting its instructions.
+/* count.c - runs one operation at one CPU level, to count its instructions.
  *
  *   count LEVEL OPERATION [step]
  *
- * runs the operation once to warm up and once between two breakpoints, on
- * fixed data and one thread. With "step" it runs itself under ptrace and counts what is
- * executed between the breakpoints, one single step at a time: slow, but exact
- * at every level that the processor has. Without, the function `counted` is
- * there for `valgrind --toggle-collect=counted`. Without arguments it lists the
- * operations. Built by callgrind.py. */
+ * The operation runs once to warm up and once between two breakpoints, on fixed data and one
+ * thread. With "step" the program runs itself under ptrace and counts the instructions between the
+ * breakpoints in single steps. That is slow, but exact at every level that the processor has.
+ * Without "step", use `valgrind --toggle-collect=counted`, which counts the function `counted`.
+ * Without arguments the program lists the operations. Built by callgrind.py. */
 #define _GNU_SOURCE
 #include "tensors.h"
 
@@ -17,8 +16,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* A small layer: 4 query heads to one key head, a prompt of N tokens, a store
- * of SLOTS keys. Single steps allow no more. */
+/* A small layer, because single steps are slow: 4 query heads to one key head, a prompt of N
+ * tokens, a store of SLOTS keys. */
 enum { B = 1, H = 4, G = 1, D = 128, N = 96, SLOTS = 65, HEAVY = 32, RECENT = 32 };
 
 static void on_one_thread(int workers, h2o_worker_fn function, void *context) {
@@ -33,7 +32,7 @@ typedef struct {
     const char *name;
     h2o_operation operation;
     h2o_dtype dtype;
-    h2o_dtype stored; /* in the slots */
+    h2o_dtype stored; /* of the slots */
 } variant;
 
 static const variant variants[] = {
@@ -132,15 +131,15 @@ static void work(void) {
 
 /* ---- Counting by single steps ------------------------------------------ */
 
-/* A breakpoint is a SIGTRAP that the child sent itself; a single step's comes
- * from the kernel. */
+/* At a breakpoint the child sends itself a SIGTRAP. The SIGTRAP of a single step comes from the
+ * kernel. */
 static bool at_breakpoint(pid_t child) {
     siginfo_t what;
     ptrace(PTRACE_GETSIGINFO, child, NULL, &what);
     return what.si_code <= 0;
 }
 
-/* Then neither process has to wake another processor at each step. */
+/* Both processes run on one processor, so that no step has to wake another one. */
 static void on_one_processor(void) {
     cpu_set_t here;
     CPU_ZERO(&here);

@@ -1,9 +1,9 @@
 """P3 to P5, P9, P13, G2, G3: a decode step of a layer.
 
-On a GPU it is timed as a CUDA graph over several layers, as servers run it: the host's time is then
-no part of it, and no layer finds its keys in the GPU's cache. On a CPU each call is one layer, and
-layers take turns, so that with several of them no store fits into the last cache, which is how a
-model's decode meets them.
+On a GPU it is timed as a CUDA graph over several layers, as servers run it. The host's time is then
+not included, and no layer finds its keys in the GPU's cache. On a CPU each call is one layer, and
+several layers take turns, so that together they do not fit into the last-level cache, as in the
+decode of a whole model.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .targets import Cpu, DryRun
 from .timing import Contender, Row, Times, race
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-"""(keys, values) of each layer, [B, G, S, D]."""
+"""(keys, values) of each layer, [B, G, S, D]"""
 
 TOKENS = 32
-"""Decoded in turn, so that what is evicted changes."""
+"""Different tokens that are decoded in turn, so that the evicted keys change"""
 
 
 class Layers:
@@ -40,8 +40,8 @@ class Layers:
     Attributes:
         steps: (query, key, value) of each of TOKENS tokens.
         stores: slots of each layer.
-        bytes_read: keys and values that a step of one layer reads.
-        error: of the first steps against the reference.
+        bytes_read: bytes of the keys and values that a step of one layer reads.
+        error: error of the first steps against the reference, as text.
     """
 
     def __init__(self, device: Cpu, dtype: torch.dtype, shape: Sequence[int], layers: int) -> None:
@@ -65,12 +65,12 @@ class Layers:
         return self.steps[0][0].new_empty(B, 1, H, D)
 
     def same_keys(self) -> Pairs:
-        """What the stores of the layers hold, one slot less than a step attends to."""
+        """The keys and values in the stores, one less than a step attends to."""
         k = self.shape[-1]
         return [(s.keys[:, :, :k], s.values[:, :, :k]) for s in self.stores]
 
     def all_keys(self, layers: int) -> Pairs:
-        """As many keys and values as a full cache has, random ones."""
+        """Random keys and values, as many as a full cache has."""
         query = self.steps[0][0]
         B, _, G, D, n, _ = self.shape
         drawn = (torch.randn(2, B, G, n, D, device=query.device) for _ in range(layers))
@@ -78,8 +78,8 @@ class Layers:
 
 
 def decode(options: Options) -> Iterator[Row]:
-    """P3 to P5, G2, G3: a decode step with its eviction, against attention alone over the same
-    keys, and over all of them."""
+    """P3 to P5, G2, G3: a decode step with its eviction, against attention alone, over the same
+    keys and over those of a full cache."""
     device = options.target()
     dtypes = DTYPES if device.tables == "cpu" else ("bfloat16", "float16")
     shapes = [(2, 4, 2, 64, 40, 12)] if options.quick else [(8, 32, 8, 128, 4096, 820)]
@@ -98,7 +98,7 @@ def decode(options: Options) -> Iterator[Row]:
 
 
 def cpu_decode_rows(options: Options, layers: Layers, case: str) -> Iterator[Row]:
-    """P3, P4, P5: one layer a call, layers in turn."""
+    """P3, P4, P5: one layer per call, with the layers in turn."""
     n, query = layers.shape[4], layers.steps[0][0]
     same = sdpa_in_turn(query, layers.same_keys())
     all_keys = sdpa_in_turn(query, layers.all_keys(max(1, len(layers.stores) // 4)))
@@ -127,7 +127,7 @@ def cpu_decode_rows(options: Options, layers: Layers, case: str) -> Iterator[Row
 
 
 def read_once(loop: Times, size: float) -> Times:
-    """The time that the plain loop needs for as many bytes as one step reads."""
+    """The time that the plain loop needs for the bytes that one step reads."""
     assert loop.work is not None
     return Times("read loop", [s * size / loop.work for s in loop.samples])
 
@@ -143,7 +143,7 @@ def step_in_turn(layers: Layers) -> Callable[[], None]:
 
 
 def sdpa_in_turn(query: Tensor, pairs: Pairs) -> tuple[str, Callable[[], None]]:
-    """The better way of SDPA over these (keys, values) in turn, and its name."""
+    """Name and function of the faster variant of SDPA over these (keys, values) in turn."""
     ways: dict[str, list[Callable[[], Any]]] = {}
     for keys, values in pairs:
         for way, run in torch_peers.sdpa(query, keys, values, causal=False).items():
@@ -189,9 +189,10 @@ def gpu_decode_rows(options: Options, device: DryRun, layers: Layers, case: str)
 
 
 def strides(options: Options) -> Iterator[Row]:
-    """P13: the decode step over keys and values that are views, as other stores lay them out.
+    """P13: a decode step over keys and values that are views, as in other layouts of stores.
 
-    All of a layer fits into the last cache: in memory the pages of such views would be measured.
+    The layer fits into the last-level cache. From memory, the page layout of such views would
+    dominate the time.
     """
     B, H, G, D, k = (2, 4, 2, 64, 12) if options.quick else (1, 32, 8, 128, 820)
     fill = 2 * k
@@ -231,7 +232,7 @@ def strides(options: Options) -> Iterator[Row]:
 
 
 def with_layout(slots: Any, layout: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of the slots whose keys and values are laid out so."""
+    """A copy of the slots whose keys and values have another layout."""
     copy = inputs.copy_slots(slots)
     return copy._replace(keys=layout(copy.keys), values=layout(copy.values))
 
@@ -240,7 +241,7 @@ def with_layout(slots: Any, layout: Callable[[Tensor], Tensor]) -> Any:
 
 
 def overhead(options: Options) -> Iterator[Row]:
-    """P9: what one call costs when there is next to nothing to compute."""
+    """P9: the cost of one call when there is almost nothing to compute."""
     query, keys, values = inputs.text(1, 1, 1, 12, 16, torch.float32)
     slots = inputs.filled_slots(keys[:, :, :8], values[:, :, :8], query[:, :, :8], 2, 2)
     token = [x[:, :, 8:9].contiguous() for x in (query, keys, values)]
@@ -263,7 +264,7 @@ def overhead(options: Options) -> Iterator[Row]:
 
 
 def layer_of_transformers(query: Tensor, keys: Tensor, values: Tensor) -> Callable[[], None]:
-    """What a decode step of transformers calls in each layer, after a prompt of 8 tokens."""
+    """The calls of a transformers decode step in each layer, after a prompt of 8 tokens."""
     cache = h2o.H2OCache(LlamaConfig(num_hidden_layers=1), heavy=2, recent=2)
     module = torch.nn.Module().eval()
     attention = AttentionInterface()["h2o"]

@@ -1,5 +1,5 @@
-"""R4: weights that stay on the disk (accelerate), so that a forward pass takes as long as reading
-them, however many rows it serves: the paper's comparison with FlexGen (section 5.3)."""
+"""R4: weights on disk (accelerate), as in the paper's comparison with FlexGen (section 5.3). A
+forward pass takes as long as reading the weights, for any number of rows."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .timing import Row, Times
 CONFIG = h2o.H2OConfig(
     heavy=78, recent=26, sinks=4, score_by="mean", value_weighted=True, kv_dtype="int8-int4"
 )
-"""`H2OConfig.robust(108)`: a fifth of the keys, in eight and four bits."""
+"""`H2OConfig.robust(108)`, a fifth of the keys, in eight and four bits"""
 
 
 def disk(options: Options) -> Iterator[Row]:
-    """R4: prompts of 512 tokens and 32 more, as many at a time as their keys and values fit into
-    64 MB, with all keys and with a fifth of them."""
+    """R4: prompts of 512 tokens and 32 new ones, with all keys and with a fifth of them. A batch
+    has as many rows as fit into 64 MB with their keys and values."""
     from accelerate import disk_offload
 
     tokens, new, limit = (24, 3, 4 * MB) if options.quick else (512, 32, 64 * MB)
@@ -64,7 +64,7 @@ def bytes_of_a_row(model: Any, ids: torch.Tensor) -> int:
 
 
 def seconds_a_token(model: Any, work: Work, name: str) -> float:
-    """Of one batch, from its prompts to its last tokens, by the tokens of all rows."""
+    """Time of one batch, from its prompts to its last tokens, divided by the tokens of all rows."""
     ours = name == "H2OCache"
     model.set_attn_implementation("h2o" if ours else "sdpa")
     cache = h2o.H2OCache(model.config, CONFIG) if ours else DynamicCache(config=model.config)

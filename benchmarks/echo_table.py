@@ -1,4 +1,4 @@
-"""P24: what echo adds to a prompt."""
+"""P24: the time that echo adds to a prompt."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ CONFIGS = {
     "mean-echo": replace(ROBUST, score_by="mean-echo"),
     "echo": parse("echo-bytes:0.1").config,
 }
-"""The first is what the others are held against."""
+"""The others are compared with the first."""
 
 BOUND = 1e-3
-"""Of the difference between what the model says of a prompt, by its largest element: no ranking
-changes that."""
+"""Limit of the difference between hidden states of a prompt, relative to the largest element. The
+ranking of keys does not change them."""
 
 
 def echo(options: Options) -> Iterator[Row]:
-    """P24: SmolLM2 without its head reads a prompt and cuts it to a tenth of the bytes."""
+    """P24: SmolLM2 without its head processes a prompt and keeps a tenth of the bytes."""
     for dtype, _ in options.wanted("float32", "bfloat16"):
         model, tokenizer = load(dtype)
         model.set_attn_implementation("h2o")
@@ -49,7 +49,7 @@ def echo(options: Options) -> Iterator[Row]:
                 facts = {"bytes held": total.bytes_held, "bytes of a full cache": total.bytes_full}
                 difference = float((answer - expected).abs().max() / expected.abs().max())
                 if difference > BOUND:
-                    raise WrongResult(f"{name}: the prompt is read otherwise, by {difference:.1e}")
+                    raise WrongResult(f"{name}: hidden states differ by {difference:.1e}")
                 yield Row(
                     "P24", f"SmolLM2, prefill, {name} / robust", f"{dtype}, {length} tokens",
                     ours=times[name], peer=times["robust"], error=f"{difference:.1e}", facts=facts,
@@ -57,7 +57,7 @@ def echo(options: Options) -> Iterator[Row]:
 
 
 def read(model: Any, ids: Tensor, name: str) -> tuple[Tensor, h2o.H2OCache]:
-    """What the model says of a prompt [1, n], and the cache that is left."""
+    """Process a prompt [1, n]. Returns its hidden states and the cache."""
     cache = h2o.H2OCache(model.config, CONFIGS[name])
     with torch.no_grad():
         out = model.base_model(ids, cache=cache, use_cache=True)

@@ -1,9 +1,10 @@
-"""P10, P21: SmolLM2 against engines that compile, OpenVINO GenAI and vLLM's CPU build, each in
-an environment of its own; and its own compiled steps.
+"""P10, P21: SmolLM2 against the compiling engines OpenVINO GenAI and vLLM (CPU build), each in a
+separate environment; and compiled decode steps of h2o.
 
-Weights: float32 and bfloat16 as transformers loads them; int8 and int4 are bfloat16 with linear
-layers that torchao has quantized (pip install torchao). vLLM has bfloat16 weights, OpenVINO the
-4-bit ones of the model's file; both keep every key, but where OpenVINO's own eviction is named.
+Weights are float32 and bfloat16 as transformers loads them, and int8 and int4, which are bfloat16
+with linear layers quantized by torchao (pip install torchao). vLLM uses bfloat16 weights, OpenVINO
+the 4-bit weights of the model's file. Both keep every key, except where a row names OpenVINO's own
+eviction.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WEIGHTS = ("float32", "bfloat16", "int8", "int4")
 
 
 class Engine:
-    """Generation in a peer's process, by its own clock."""
+    """Generation in a peer's process, timed by the peer."""
 
     def __init__(self, name: str, peer: Peer, **request: Any) -> None:
         self.name, self.peer, self.request = name, peer, request
@@ -37,14 +38,14 @@ class Engine:
         self.prompt = 0
 
     def __call__(self) -> float:
-        """Seconds to the first token; the seconds of each later one go to `decode`."""
+        """Return the seconds to the first token. Appends those per later token to `decode`."""
         answer = self.peer.ask(**self.request)
         self.decode.append(answer["token_s"])
         self.prompt = answer["prompt"]
         return answer["prefill_s"]
 
     def decode_times(self, rounds: int) -> Times:
-        """Of the timed rounds: those before were warm-up."""
+        """Decode times of the timed rounds, without the warm-up before them."""
         return Times(self.name, self.decode[-rounds:])
 
 
@@ -58,7 +59,7 @@ def vllm_peer() -> Peer:
 
 @contextlib.contextmanager
 def both() -> Iterator[dict[str, Peer]]:
-    """OpenVINO and vLLM; one that cannot be had is named and left out."""
+    """Start OpenVINO and vLLM. A peer that cannot be installed is reported and left out."""
     with contextlib.ExitStack() as stack:
         peers = {}
         for name, start in (("OpenVINO", openvino_peer), ("vLLM", vllm_peer)):
@@ -70,7 +71,7 @@ def both() -> Iterator[dict[str, Peer]]:
 
 
 def continued(peers: dict[str, Peer], tokenizer: Any, ids: Tensor, tokens: int) -> list[Engine]:
-    """Each of `both` at the same prompts [B, n]."""
+    """Engines for the peers of `both` with the same prompts [B, n]."""
     requests: dict[str, dict[str, Any]] = {
         "OpenVINO": {"texts": [tokenizer.decode(x) for x in ids], "dtype": "bf16", "kept": 0},
         "vLLM": {"ids": ids.tolist()},
@@ -79,9 +80,9 @@ def continued(peers: dict[str, Peer], tokenizer: Any, ids: Tensor, tokens: int) 
 
 
 def openvino(options: Options) -> Iterator[Row]:
-    """P10: prompt and tokens against OpenVINO, with its whole cache and with its cache eviction.
+    """P10: prefill and decode against OpenVINO, with its full cache and with its cache eviction.
 
-    OpenVINO runs a compiled graph; transformers runs eagerly with weights in the dtype of the row.
+    OpenVINO runs a compiled graph. transformers runs eagerly with weights in the dtype of the row.
     """
     length = options.prompts[-1]
     with openvino_peer() as peer:
@@ -124,7 +125,7 @@ def load_with(weights: str) -> tuple[Any, Any]:
     try:
         from torchao import quantization
         from torchao.prototype.quantization.int4.inference_workflow import (
-            PrototypeInt4WeightOnlyConfig,  # which has a layout for the CPU
+            PrototypeInt4WeightOnlyConfig,  # has a layout for the CPU
         )
     except ImportError:
         raise PeerMissing("int8 and int4 weights need: pip install torchao") from None
@@ -136,7 +137,7 @@ def load_with(weights: str) -> tuple[Any, Any]:
 
 
 class Steps:
-    """Decode steps that go on from round to round after a prompt."""
+    """Decode steps after a prompt. Each round continues where the last one ended."""
 
     def __init__(self, name: str, model: Any, ids: Tensor, compiled: bool, steps: int) -> None:
         self.name, self.steps = name, steps
@@ -146,7 +147,7 @@ class Steps:
         self.decoding = Decoding(model, ids, cache, compiled)
 
     def __call__(self) -> float:
-        """Seconds a token."""
+        """Return the seconds per token."""
         start = time.perf_counter()
         for _ in range(self.steps):
             self.decoding.step()
@@ -154,12 +155,12 @@ class Steps:
 
 
 def compiled(options: Options) -> Iterator[Row]:
-    """P21: a decoded token by weights, compiled against eager, and both engines beside it."""
+    """P21: a compiled decode step, by weights, against an eager one and both engines."""
     loaded = {weights: load_with(weights) for weights in WEIGHTS}
     tokenizer = loaded["bfloat16"][1]
     with both() as peers:
         for length in options.prompts:
-            torch._dynamo.reset()  # graphs of another length
+            torch._dynamo.reset()  # discards graphs of another length
             ids = prompt(tokenizer, length)
             engines = continued(peers, tokenizer, ids, options.tokens + 1)
             ways = {

@@ -1,16 +1,17 @@
-"""Perplexity after a prompt that was cut, h2o beside kvpress and transformers' QuantizedCache.
+"""Perplexity after a compressed prompt, for h2o, kvpress and transformers' QuantizedCache.
 
     python -m benchmarks.equal_bytes wikitext2_test.txt --skip 4 --limit 16
 
-Each window's first tokens are the prompt, which every method compresses in its own way once it has
-been read; the tokens after it are what is scored, all but the first of them, whose prediction
-comes before the cut. Budgets are parts of what a full cache holds of the whole window; the bytes in
-the table are those that each method then holds, all tensors of h2o's slots counted, so `authors`,
-whose fractions are of keys, has a little more than its name says. h2o keeps to its budget from the
-cut on. A press of kvpress only cuts the prompt, and then grows with every token; what it leaves may
-be quantized too. "cut" lets it have the budget when the prompt is cut, and more at the end; "end"
-gives it so much less that it has the budget at the end. The peers run in an environment of their
-own, which is made under h2o's cache folder.
+The first tokens of each window are the prompt. After its prefill every method compresses it in its
+own way. The tokens after the prompt are scored, except the first, which is predicted before the
+compression. Budgets are shares of the bytes that a full cache holds of the whole window. The bytes
+in the table are those that each method then holds, including all bookkeeping of h2o's slots.
+`authors`, whose shares are of keys, therefore has a little more than its name says.
+
+h2o keeps to its budget after the prompt. A press of kvpress only compresses the prompt, and the
+cache then grows with every token; it may also be quantized. With "cut" it has the budget when the
+prompt is compressed, and more at the end. With "end" it is compressed further, so that it has the
+budget at the end. The peers run in a separate environment under h2o's cache folder.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from .peers.environments import Peer
 PRESSES = ("ObservedAttention", "SnapKV", "KeyDiff", "ExpectedAttention", "AdaKV")
 BUDGETS = (0.04, 0.1, 0.2)
 PACKED = 4.5 / 16
-"""Of bfloat16 what a number takes in 4 bits, with 16 each of scale and shift for 64 numbers."""
+"""Share of bfloat16's bytes that a number takes in 4 bits, with 16 bits each of scale and shift for
+64 numbers"""
 
 
 def rows(window: int, rest: int) -> list[tuple[str, dict]]:
-    """(name, what is asked for): of h2o a setting, of a peer a request."""
+    """List (name, request): a setting for h2o, or a peer's request."""
     listed = [("full", {"setting": "full"})]
     for kind in ("authors", "robust-bytes", "calibrated-bytes"):
         listed += [(f"{kind}:{part}", {"setting": f"{kind}:{part}"}) for part in BUDGETS]
@@ -57,13 +59,13 @@ def rows(window: int, rest: int) -> list[tuple[str, dict]]:
                     listed.append((name, request))
     for bits in (2, 4):
         listed.append((f"QuantizedCache, {bits} bits", {"method": "QuantizedCache", "bits": bits}))
-    for kind in ("robust-bytes", "calibrated-bytes"):  # as much as these two hold at the end
+    for kind in ("robust-bytes", "calibrated-bytes"):  # the bytes of these two caches at the end
         listed += [(f"{kind}:{part}", {"setting": f"{kind}:{part}"}) for part in (0.21, 0.33)]
     return listed
 
 
 def bytes_held(model: Any, ids: list[int], setting: Setting, prompt: int) -> tuple[int, int]:
-    """Bytes of a real cache after the prompt and at the end, scores, positions and all."""
+    """Bytes of a real cache after the prompt and at the end, including all bookkeeping."""
     cache = H2OCache(model.config, setting.config, prompt_length=len(ids))
     tokens, sizes = torch.tensor([ids]), []
     model.set_attn_implementation("h2o")
@@ -80,7 +82,7 @@ def bytes_held(model: Any, ids: list[int], setting: Setting, prompt: int) -> tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     text_windows.add_arguments(parser, limit=16)
-    parser.add_argument("--rest", type=int, default=64, help="of them after the prompt (64)")
+    parser.add_argument("--rest", type=int, default=64, help="tokens after the prompt (64)")
     parser.add_argument("--output-path", type=Path, default=Path("h2o-eval"))
     options = parser.parse_args()
     prompt = options.window - options.rest
@@ -112,7 +114,7 @@ def main() -> None:
                         result = peer.ask(ids=ids, prompt=prompt, **request)
                     result = cells.put(facts, result)
                 losses[name].append(sum(result["loss"]) / len(result["loss"]))
-                if name not in sizes:  # all windows are of a size
+                if name not in sizes:  # all windows have the same size
                     if name == "full":
                         measured = full * prompt, full * options.window
                     elif "setting" in request:

@@ -1,4 +1,4 @@
-"""P6, P7: the cut of a prompt, and eviction simulated over a whole text."""
+"""P6, P7: the eviction of a prompt, and eviction simulated over a whole text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .timing import Contender, Row, race
 
 
 def evict(options: Options) -> Iterator[Row]:
-    """P6: the cut of a prompt to its budget."""
+    """P6: the eviction of a prompt to its budget."""
     B, H, G, D, n = (1, 4, 2, 64, 96) if options.quick else (1, 32, 8, 128, 4096)
     heavy = recent = n // 10
     for name, dtype in options.wanted("float32", "bfloat16"):
@@ -61,7 +61,8 @@ def evict(options: Options) -> Iterator[Row]:
 
 
 def simulate(options: Options) -> Iterator[Row]:
-    """P7: a budget of 20% from the first token on, against the authors' way and dense attention."""
+    """P7: simulation with a budget of 20% from the first token on, against the authors' code and
+    dense attention."""
     B, H, G, D, n = (1, 4, 2, 64, 96) if options.quick else (1, 32, 8, 128, 4096)
     heavy = int(0.1 * n)
     recent = int(0.2 * n) - heavy
@@ -102,7 +103,8 @@ def simulate(options: Options) -> Iterator[Row]:
 
 
 def check_simulation(dtype: torch.dtype, n: int) -> str:
-    """A shorter text, two groups of two heads, against the reference: outputs and evictions."""
+    """Check outputs and evictions of a shorter text with two groups of two heads against the
+    reference."""
     query, keys, values = inputs.text(1, 4, 2, n, 64, dtype)
     heavy = recent = n // 10
     prompt, budget = torch.ones(1, dtype=torch.int32), torch.tensor([[heavy, recent]]).int()

@@ -1,4 +1,4 @@
-"""Queries, keys and values that behave like a text, and slots filled with them."""
+"""Queries, keys and values that behave like those of a text, and slots filled with them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TOPICS = 8
 def text(
     B: int, H: int, G: int, n: int, D: int, dtype: torch.dtype, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(query [B,H,n,D], keys [B,G,n,D], values [B,G,n,D]) of a text whose subject changes.
+    """Make (query [B,H,n,D], keys [B,G,n,D], values [B,G,n,D]) of a text whose subject changes.
 
-    Each key belongs to one of a few topics, some with much more weight than others; the queries
-    turn from topic to topic. So some keys are heavy hitters, and which ones they are changes as
-    the text goes on. (Independent Gaussian vectors would freeze the heavy set early.)
+    Each key belongs to one of a few topics, and some keys have much more weight than others. The
+    queries turn from topic to topic. Some keys are therefore heavy hitters, and these change as the
+    text goes on. (With independent Gaussian vectors the heavy set would soon stop changing.)
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -41,7 +41,7 @@ def text(
 
 
 def filled_slots(keys: Tensor, values: Tensor, query: Tensor, heavy: int, recent: int) -> Any:
-    """Slots after a prompt, ready for `h2o.ops.step`."""
+    """Make slots that hold a prompt, ready for `h2o.ops.step`."""
     slots = h2o.ops.new_slots(keys, heavy + recent + 1, heavy, recent)
     _, scores = h2o.ops.attend(query, keys, values)
     h2o.ops.evict(keys, values, scores, slots)

@@ -21,21 +21,21 @@ SHAPES = {
     "V2-Lite": ("deepseek_v2", 2048, 16, None),
     "V3": ("deepseek_v3", 7168, 128, 1536),
 }
-"""Of DeepSeek's models: model type, hidden size, query heads, rank of the queries."""
+"""DeepSeek's models: model type, hidden size, query heads, rank of the queries"""
 
 LENGTHS = (2048, 4096, 8192)
 
 STEPS = 8
-"""Of h2o's in each round: one alone takes but milliseconds."""
+"""Steps of h2o in each round, since one alone takes only milliseconds"""
 
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
-"""Of the difference to transformers' answer, by its largest element."""
+"""Limit of the difference to transformers' answer, relative to its largest element"""
 
 
 def latents(options: Options) -> Iterator[Row]:
-    """P23: one layer over so many latents, each step with an eviction; transformers keeps all.
+    """P23: one layer over `LENGTHS` latents. Each step of h2o evicts a key; transformers keeps all.
 
-    The roofline is that of reading the weights of the attention."""
+    The roofline is the time of reading the attention's weights."""
     for name, shape in SHAPES.items():
         for spelled, dtype in options.wanted("bfloat16"):
             model = _one_layer(*shape, options.quick, dtype)
@@ -47,7 +47,7 @@ def latents(options: Options) -> Iterator[Row]:
 def _one_layer(
     model_type: str, hidden: int, heads: int, rank: int | None, quick: bool, dtype: torch.dtype
 ) -> Any:
-    """A model of one layer, with next to nothing around its attention."""
+    """A model of one layer, with almost nothing around its attention."""
     config = AutoConfig.for_model(
         model_type,
         num_hidden_layers=1, vocab_size=97, intermediate_size=64, first_k_dense_replace=1,
@@ -61,7 +61,7 @@ def _one_layer(
 
 
 def _filled(config: Any, n: int, dtype: torch.dtype) -> DynamicCache:
-    """As after a prompt of n tokens."""
+    """A cache as after a prompt of n tokens."""
     cache = DynamicCache(config=config)
     generator = torch.Generator().manual_seed(1)
     widths = LATENT, ROTATED
@@ -84,7 +84,7 @@ def _row(model: Any, name: str, dtype: str, n: int, rounds: int) -> Row:
         ).last_hidden_state
         return answer
 
-    def in_a_row() -> float:  # as decoding makes them, after one that finds the other's data
+    def in_a_row() -> float:  # as in decoding; the first finds the peer's data in the CPU's caches
         step("h2o", cache)
         return HOST.seconds(lambda: step("h2o", cache), STEPS)[0] / STEPS
 
@@ -96,14 +96,14 @@ def _row(model: Any, name: str, dtype: str, n: int, rounds: int) -> Row:
     ours, theirs = step("h2o", cache), step("sdpa", full)
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     if difference > BOUND[model.dtype]:
-        raise WrongResult(f"{name}: the answer is {difference:.1e} from transformers'")
+        raise WrongResult(f"{name}: the answer differs from transformers' by {difference:.1e}")
     attention = model.base_model.layers[0].self_attn
     weights = sum(x.nbytes for x in attention.parameters() if x.ndim == 2)
     contenders = [
         Contender("h2o", in_a_row, work=weights, own_clock=True),
         Contender("transformers", lambda: step("sdpa", full), before=lambda: forget(layer, *held)),
     ]
-    if (loops := roofline()) is not None:  # what reading the weights alone would take
+    if (loops := roofline()) is not None:  # the time of reading the weights alone
         read, size = loops.reads([torch.zeros(weights, dtype=torch.uint8)])
         contenders.append(Contender("read", read, work=size))
     times = race(contenders, rounds)

@@ -1,18 +1,19 @@
-"""RULER and MATH-500 with evicting caches: the table of kvpress' leaderboard, for h2o's settings.
+"""Evaluate RULER and MATH-500 with evicting caches: kvpress' leaderboard for h2o's settings.
 
     python -m benchmarks.leaderboard ruler --data ruler_4096.jsonl --model Qwen/Qwen3-8B \\
         --device cuda --dtype bfloat16 --rows 8
     python -m benchmarks.leaderboard math --data math500.jsonl --model Qwen/Qwen3-8B \\
         --device cuda --dtype bfloat16 --rows 32
 
-In RULER a cache reads the context and is cut to its budget before the question comes; question and
-answer then have to fit into the same budget. A removed share of 0.75 is a budget of 0.25: of keys,
-or of bytes for settings that end in "-bytes". In MATH-500 the problem is the prompt, and the cache
-has 512, 1024 or 2048 slots for it and for all that the model writes. Decoding is greedy.
+In RULER the model processes the context, and the cache is cut to its budget before the question
+comes. Question and answer then have to fit into the same budget. A removed share of 0.75 is a
+budget of 0.25, of the keys, or of the bytes for settings that end in "-bytes". In MATH-500 the
+problem is the prompt, and the cache has 512, 1024 or 2048 slots for the problem and the whole
+answer. Decoding is greedy.
 
-Each answer is a line of the output file as soon as it is there. The same command goes on where an
-interrupted run ended, and prints the table. Without --data, `ruler` makes the items of the six
-tasks that need no download, by lm-eval, for the model's tokenizer.
+Each answer is written to the output file, as a line, as soon as it is complete. The same command
+resumes an interrupted run, and prints the table. Without --data, `ruler` lets lm-eval generate the
+items of the six tasks that need no download, for the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -48,39 +49,40 @@ from h2o.result_cells import fingerprint, provenance
 GENERATED = (
     "niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe",
 )  # fmt: skip
-"""Tasks of RULER that lm-eval makes up without a download."""
+"""Tasks of RULER that lm-eval generates without a download"""
 COMPARED = {
     "ruler": "full,authors,robust,echo,echo-bytes",
     "math": "full,authors,robust,echo",
 }
-"""Settings by benchmark; slots are numbers of keys, of which no bytes are a fraction"""
+"""Settings by benchmark. MATH-500 has no "-bytes" setting, since its slots are numbers of keys."""
 REMOVED = "0.25,0.5,0.75,0.875"
 SLOTS = "512,1024,2048"
 MARK = "<the context ends here>"
 WANTED = "\nReason step by step, and put the final answer within \\boxed{}."
 
 Prompt = tuple[list[int], list[int]]
-"""Tokens of the context, before the cut, and of what follows."""
+"""Tokens of the context, after which the cache is cut, and tokens after it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A question and its right answers."""
+    """A question and its correct answers."""
 
     task: str
     context: str
-    """Read before the cut"""
+    """Text before the cut"""
     question: str
-    """Follows after the cut"""
+    """Text after the cut"""
     prefix: str
-    """The first words of the answer, which the model is given"""
+    """The first words of the answer, which are given to the model"""
     answers: tuple[str, ...]
     tokens: int
-    """Longest answer"""
+    """Most tokens of an answer"""
 
     def score(self, text: str) -> float:
-        """0 to 1: the share of RULER's answers that a text has, or in its tasks of questions
-        ("qa") whether it has one; whether a solution of MATH has the right result in a box."""
+        """Score of a text, 0 to 1. In RULER it is the share of the answers that the text contains,
+        and in its "qa" tasks whether it contains one. In MATH it is whether the solution has the
+        correct result in a box."""
         if self.task == "math":
             boxed = last_boxed_only_string(text)
             return float(boxed is not None and is_equiv(unboxed(boxed), self.answers[0]))
@@ -89,27 +91,31 @@ class Item:
 
 
 def unboxed(boxed: str) -> str | None:
-    """The content of a LaTeX box, None for one that is not closed."""
+    """The content of a LaTeX box, or None if the box is not closed."""
     with contextlib.suppress(AssertionError):
         return remove_boxed(boxed)
     return None
 
 
 def rows_of(path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines. Raises: UserError for a line that lacks a field."""
+    """Yield the objects of a JSON Lines file.
+
+    Raises:
+        UserError: a line lacks one of the fields in `wanted`.
+    """
     for number, line in enumerate(path.read_text("utf-8").split("\n"), start=1):
         if line.strip():
             row = json.loads(line)
             if missing := [name for name in wanted if name not in row]:
                 raise UserError(
-                    f"{path}, line {number}: has no {missing[0]!r}; a line is an object with "
+                    f"{path}, line {number} has no {missing[0]!r}: a line must be an object with "
                     + ", ".join(wanted)
                 )
             yield row
 
 
 def ruler_items(path: Path) -> Iterator[Item]:
-    """The rows of kvpress' data set, saved as JSON lines."""
+    """Items from kvpress' data set, saved as JSON Lines."""
     wanted = ("task", "context", "question", "answer_prefix", "answer", "max_new_tokens")
     for row in rows_of(path, wanted):
         task, context, question, prefix, answers, tokens = (row[name] for name in wanted)
@@ -117,7 +123,7 @@ def ruler_items(path: Path) -> Iterator[Item]:
 
 
 def generated_items(tokenizer: str, length: int, tasks: Sequence[str]) -> Iterator[Item]:
-    """Items of RULER that lm-eval makes up; `tokenizer` is a name or a folder."""
+    """Items of RULER that lm-eval generates. `tokenizer` is a name or a folder."""
     manager = TaskManager(metadata={"tokenizer": tokenizer, "max_seq_lengths": [length]})
     for name in tasks:
         (task,) = manager.load([name])["tasks"].values()
@@ -130,7 +136,7 @@ def generated_items(tokenizer: str, length: int, tasks: Sequence[str]) -> Iterat
 
 
 def math_items(path: Path, tokens: int) -> Iterator[Item]:
-    """The problems of MATH-500, saved as JSON lines."""
+    """Items from MATH-500, saved as JSON Lines."""
     for row in rows_of(path, ("problem", "answer")):
         yield Item("math", row["problem"] + WANTED, "", "", (row["answer"],), tokens)
 
@@ -144,7 +150,7 @@ def limited(items: Iterable[Item], limit: int | None) -> list[Item]:
 
 
 def encode(tokenizer: Any, item: Item, thinking: bool) -> Prompt:
-    """Tokens of an item, as a turn of a chat where the tokenizer has a template."""
+    """Tokens of an item, as a turn of a chat if the tokenizer has a template."""
     before, after = item.context, ""
     if has_template := tokenizer.chat_template is not None:
         turn = {"role": "user", "content": item.context + MARK}
@@ -161,11 +167,11 @@ def written(
     model: Any, tokenizer: Any, setting: Setting, prompts: Sequence[Prompt], tokens: int,
     rows: int, cut: bool,
 ) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
-    """(index, new tokens) of each prompt, as they come.
+    """Answer prompts. Yields (index, new tokens) as soon as an answer is complete.
 
     Args:
-        rows: prompts at a time.
-        cut: whether the cache is cut before the second part of a prompt is read.
+        rows: number of prompts that are answered at a time.
+        cut: whether the cache is cut between the two parts of a prompt.
     """
     how = copy.deepcopy(model.generation_config)
     how.update(max_new_tokens=tokens, do_sample=False, temperature=None, top_p=None, top_k=None)
@@ -175,7 +181,7 @@ def written(
     if not cut and setting.variant == "h2o" and serves(model, setting.config, whole[0], tokenizer):
         how_many = {"rows": rows, "tokenizer": tokenizer, "as_completed": True}
         results = generate_all(model, whole, setting.config, **how_many)
-        with contextlib.closing(results):  # an error's traceback would keep the model's lock
+        with contextlib.closing(results):  # else an error's traceback would hold the model's lock
             for result in results:
                 if result.error is not None:
                     raise result.error
@@ -190,7 +196,7 @@ def written(
 def batch_written(
     model: Any, tokenizer: Any, setting: Setting, prompts: Sequence[Prompt], how: Any
 ) -> list[list[int]]:
-    """New tokens of a batch, whose cache reads the first parts and is cut before the second."""
+    """New tokens of a batch. The cache is cut between the two parts of the prompts."""
 
     def forward(_: int, ids: Any, mask: Any, position_ids: Any, **more: Any) -> None:
         ids, mask, position_ids = (x.to(model.device) for x in (ids, mask, position_ids))
@@ -204,20 +210,20 @@ def batch_written(
 
 
 def without_pads(tokens: list[int], pad: int) -> list[int]:
-    """The tokens before those that fill up the row of a batch."""
+    """The tokens of a batch row without the padding at its end."""
     while tokens and tokens[-1] == pad:
         tokens = tokens[:-1]
     return tokens
 
 
 class Records:
-    """Answers in a file of JSON lines, each with the key of all that it depends on."""
+    """A JSON Lines file of answers. The key of each is a hash of everything that it depends on."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         *lines, unfinished = path.read_bytes().split(b"\n")
-        if unfinished:  # by a run that was killed
+        if unfinished:  # a run was killed while it wrote this line
             os.truncate(path, path.stat().st_size - len(unfinished))
         self.path = path
         self.by_key = {record["key"]: record for record in map(json.loads, lines)}
@@ -232,7 +238,7 @@ def measure(
     model: Any, tokenizer: Any, settings: Sequence[Setting], items: Sequence[Item],
     records: Records, facts: dict[str, Any], *, rows: int, thinking: bool,
 ) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
-    """The records of each setting, after what the file lacks has been answered."""
+    """Answer the items that the file lacks. Returns the records of all items by setting."""
     results: dict[str, list[dict[str, Any]]] = {}
     for setting in settings:
         about = facts | setting.describe() | {"thinking": thinking}
@@ -255,7 +261,7 @@ def measure(
 
 
 def as_table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Settings down; the mean over tasks, and the tasks, in per cent, across."""
+    """A table with a row for each setting, and columns for the mean and each task in percent."""
     tasks = list(dict.fromkeys(row["task"] for rows in results.values() for row in rows))
     lines = []
     for setting, rows in results.items():
@@ -271,19 +277,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.leaderboard", description=__doc__.splitlines()[0]
     )
     parser.add_argument("benchmark", choices=["ruler", "math"])
-    parser.add_argument("--data", type=Path, help="JSON lines; see benchmarks/README.md")
+    parser.add_argument("--data", type=Path, help="a JSON Lines file; see benchmarks/README.md")
     parser.add_argument("--model", help="default: the embedded SmolLM2-135M")
     parser.add_argument("--dtype", default="auto", choices=models.DTYPES)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compare", help=f"settings of h2o eval ({COMPARED['ruler']})")
-    parser.add_argument("--removed", default=REMOVED, help=f"ruler: shares ({REMOVED})")
-    parser.add_argument("--slots", default=SLOTS, help=f"math: keys of a head ({SLOTS})")
-    parser.add_argument("--length", type=int, default=4096, help="ruler without --data (4096)")
-    parser.add_argument("--tasks", default=",".join(GENERATED), help="ruler without --data")
-    parser.add_argument("--tokens", type=int, default=4096, help="math: longest answer (4096)")
-    parser.add_argument("--thinking", action="store_true", help="for templates that ask")
-    parser.add_argument("--limit", type=int, help="items of each task (all)")
-    parser.add_argument("--rows", type=int, default=1, help="items at a time (1)")
+    parser.add_argument("--removed", default=REMOVED, help=f"ruler: removed shares ({REMOVED})")
+    parser.add_argument("--slots", default=SLOTS, help=f"math: keys per head ({SLOTS})")
+    parser.add_argument(
+        "--length", type=int, default=4096, help="ruler without --data: tokens of an item (4096)"
+    )
+    parser.add_argument(
+        "--tasks", default=",".join(GENERATED), help="ruler without --data: names of tasks"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="math: most tokens of an answer (4096)"
+    )
+    parser.add_argument(
+        "--thinking", action="store_true", help="pass enable_thinking=True to the chat template"
+    )
+    parser.add_argument("--limit", type=int, help="items of each task (default: all)")
+    parser.add_argument("--rows", type=int, default=1, help="items that are answered at a time (1)")
     parser.add_argument("--output", type=Path, default=Path("leaderboard.jsonl"))
     options = parser.parse_args(arguments)
 
@@ -295,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if setting.is_mask:
             parser.error(f"{setting.why_no_cache}; it cannot answer")
     if options.benchmark == "math" and options.data is None:
-        parser.error("math needs --data: MATH-500 as JSON lines, see benchmarks/README.md")
+        parser.error("math needs --data, MATH-500 as JSON Lines; see benchmarks/README.md")
     model, tokenizer = models.load_model(
         options.model, dtype=options.dtype, device=options.device, say=models.say,
         check=check_fit(settings, full_cache=True),

@@ -1,17 +1,19 @@
-"""When the keys of facts that nothing asks for are evicted, by layer and head, and to whom.
+"""Measure when the keys of facts are evicted, by layer and head, and which keys are kept instead.
 
     python -m benchmarks.lost_facts wikitext2_test.txt --compare robust-bytes:0.1
 
-The trials are those of `h2o eval --needle`. Each text is read and cut, then its question comes, and
-the right answer token by token, in a cache that records when each key is evicted. Of the keys of
-the answer, where the text has it, the first table has those evicted at each time, and those that
-are held throughout; of the places for heavy hitters those that tokens of the question and the
-answer hold in the end; and the facts found. "frozen" is the same cache, its heavy hitters kept as
-they are after the cut, so that what follows lives in the window of recent keys alone.
+The trials are those of `h2o eval --needle`. Each text is processed and the cache is cut. Then come
+its question and, token by token, the correct answer. The cache records when each key is evicted.
 
-Who is kept at the cut says the second table: of the tokens of the texts, and of the heavy hitters,
-those without a letter or digit, those that have stood in the text before, and the others. The
-third has what each head of each layer holds of the answers after the cut.
+The first table is about the keys of the answer's tokens in the text: the shares that are evicted at
+each time, and that are held throughout. "places" is the share of the heavy hitters that belong to
+tokens of the question and the answer in the end, "found" the share of facts that are found. For
+"frozen" the heavy hitters stay as they are after the cut, so that later tokens have only the window
+of recent keys.
+
+The second table is about the tokens of the texts and about the heavy hitters after the cut: the
+shares without a letter or digit, of tokens that occurred in the text before, and of others. The
+third table has the share of the answers' keys that each head of each layer holds after the cut.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ from h2o.evaluation.text_table import table
 from h2o.hf.layers.layer import H2OLayer
 
 ABOVE_ALL = 1e30
-"""A score that no attention reaches."""
+"""A score that no attention reaches"""
 WHEN = ("at the cut", "by the question", "by the answer", "held")
 WHO = ("marks", "seen before", "others")
 
 
 def place(tokenizer: Any, document: str, fact: Fact) -> slice:
-    """The tokens of a document at which the answer to a fact stands in its sentence."""
+    """The tokens of a document that are the answer to a fact, within the fact's sentence."""
     answer = fact.answer.strip()
     sentence = document.index(fact.sentence)
     begin = sentence + fact.sentence.rindex(answer)
@@ -49,7 +51,7 @@ def place(tokenizer: Any, document: str, fact: Fact) -> slice:
 
 
 def sorts(tokenizer: Any, document: Tensor) -> Tensor:
-    """[n]: of each token of a document [1, n] which of `WHO` it is."""
+    """For each token of a document [1, n] the index in `WHO` of its kind, [n]."""
     tokens, seen = document[0].tolist(), set()
     which = []
     for token in tokens:
@@ -64,13 +66,13 @@ def h2o_layers(cache: H2OCache) -> list[H2OLayer]:
 
 
 def freeze(cache: H2OCache) -> None:
-    """Whatever is held outranks all that comes."""
+    """Let all keys that are held outrank every later key."""
     for layer in h2o_layers(cache):
         layer.slots.scores.fill_(ABOVE_ALL)
 
 
 def hitters(cache: H2OCache) -> list[tuple[Tensor, Tensor]]:
-    """Of each layer positions [G, slots] and which of them are heavy hitters."""
+    """For each layer the positions [G, slots], and whether each is a heavy hitter."""
     pairs = []
     for layer in h2o_layers(cache):
         positions = layer.kept().positions[0]
@@ -81,7 +83,7 @@ def hitters(cache: H2OCache) -> list[tuple[Tensor, Tensor]]:
 
 
 def finds(model: Any, cache: H2OCache, asked: needles.Asked) -> tuple[bool, int]:
-    """Whether the one fact asked for is found, and the columns seen after the question."""
+    """Ask for the one fact. Returns whether it is found, and the columns seen with the question."""
     ((question, answer),) = asked
     decoded = []
     for ids in (question, *answer[:, :-1].split(1, dim=1)):
@@ -94,7 +96,7 @@ def finds(model: Any, cache: H2OCache, asked: needles.Asked) -> tuple[bool, int]
 
 @torch.no_grad()
 def measured(model: Any, tokenizer: Any, setting: Any, trial: needles.Trial) -> dict[str, Any]:
-    """One trial: numbers, and tensors of layers and heads."""
+    """Run one trial. Returns numbers, and tensors by layer and head."""
     document, asked = needles.encode(tokenizer, trial.document, trial.questions)
     fact, n = place(tokenizer, trial.document, trial.facts[0]), document.shape[1]
     cache = H2OCache(model.config, setting.config, prompt_length=n, trace=True)
@@ -132,8 +134,10 @@ def main() -> None:
     parser.add_argument("--compare", default="robust-bytes:0.1", help="settings of h2o eval")
     parser.add_argument("--lengths", default="512", help="tokens of the texts (512)")
     parser.add_argument("--facts", default="all", help="kinds of h2o eval --needle (all)")
-    parser.add_argument("--limit", type=int, default=2, help="of each length, depth and kind (2)")
-    parser.add_argument("--model", help="the default one")
+    parser.add_argument(
+        "--limit", type=int, default=2, help="trials of each length, depth and kind (2)"
+    )
+    parser.add_argument("--model", help="default: the embedded SmolLM2-135M")
     parser.add_argument("--dtype", default="bfloat16", choices=models.DTYPES)
     options = parser.parse_args()
     settings = parse_all(options.compare)

@@ -1,10 +1,10 @@
-"""The machine under test: what it is, and what it could do at best.
+"""The machine under test: its description, and the highest rates that it reaches.
 
-A kernel's time means little without the roofline above it (Williams, Waterman,
-Patterson, "Roofline: an insightful visual performance model", CACM 2009): the
-rate of multiply-adds and the bandwidth of reads that plain loops reach on the
-same threads in the same run. The loops are C (roofline.c), built on first use
-with the system's compiler; without a compiler there are no roofline figures.
+A kernel's time means little without a roofline to compare it with (Williams, Waterman, Patterson,
+"Roofline: an insightful visual performance model", CACM 2009). Here the roofline is the rate of
+multiply-adds, or the bandwidth of reads, that plain loops reach on the same threads in the same
+run. The loops are C (roofline.c), built on first use with the system's compiler. Without a compiler
+there are no roofline figures.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SOURCE = Path(__file__).with_name("roofline.c")
 
 
 def cache_dir() -> Path:
-    """Where the benchmarks keep what they build."""
+    """The folder for everything that the benchmarks build."""
     path = cache_folder() / "bench"
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def describe() -> dict[str, Any]:
-    """The head of every result file."""
+    """Description of the machine for the head of every result file."""
     return {
         "cpu": processor(),
         "cores": os.cpu_count(),
@@ -55,7 +55,7 @@ def describe() -> dict[str, Any]:
 
 
 def cache_sizes() -> dict[str, str]:
-    """Level -> size of the first processor's data caches, as Linux reports them."""
+    """Sizes of the first processor's data caches by level, as Linux reports them."""
     sizes = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         kind, level, size = (
@@ -68,7 +68,7 @@ def cache_sizes() -> dict[str, str]:
 
 @cache
 def roofline() -> Roofline | None:
-    """The loops, built if need be; None where there is no C compiler."""
+    """The loops, built if necessary, or None if there is no C compiler."""
     command = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if command is None:
         return None
@@ -76,7 +76,7 @@ def roofline() -> Roofline | None:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     flags = ["-O3", "-march=native", "-shared", "-fPIC"]
     if "amx_bf16" not in h2o.ops.info()["features"]:
-        flags.append("-U__AMX_BF16__")  # the processor has it, and the system does not give it
+        flags.append("-U__AMX_BF16__")  # the system does not enable it, even if the CPU has it
     key = SOURCE.read_text() + version + processor() + " ".join(flags)
     library = cache_dir() / f"roofline-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     make_once(
@@ -87,7 +87,7 @@ def roofline() -> Roofline | None:
 
 
 class Roofline:
-    """The loops of roofline.c, as functions that do a known amount of work."""
+    """The loops of roofline.c as functions that do a known amount of work."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -95,7 +95,7 @@ class Roofline:
         self.run = _parallel_for()
 
     def multiply_adds(self, dtype: torch.dtype) -> tuple[Callable[[], None], float]:
-        """(function, floating-point operations that it does): takes about 10 to 50 ms."""
+        """A function that takes about 10 to 50 ms, and the floating-point operations it does."""
         name = "fma_bf16" if dtype == torch.bfloat16 else "fma_f32"
         turns = ctypes.c_int64(10_000_000)
         flops = ctypes.c_int64.in_dll(self.library, name + "_flops").value
@@ -107,7 +107,8 @@ class Roofline:
         return call, float(flops * turns.value * self.threads)
 
     def reads(self, tensors: list[torch.Tensor]) -> tuple[Callable[[], None], float]:
-        """(function, bytes that it reads): every one of these equally large tensors once."""
+        """A function that reads each of these equally large tensors once, and the bytes it
+        reads."""
         blocks = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
         size = tensors[0].nbytes
         work = _ReadWork(ctypes.cast(blocks, ctypes.c_void_p), len(tensors), size, self.threads)
@@ -129,10 +130,9 @@ class _ReadWork(ctypes.Structure):
 
 
 def _parallel_for() -> Callable[[int, Any, Any], None]:
-    """run(threads, function, context) on torch's own threads where it lends them.
+    """A function run(threads, function, context). It uses torch's own threads if possible.
 
-    A second pool would fight with torch's, whose threads spin for a while after each of its
-    operators.
+    A second pool would compete with torch's threads, which spin for a while after each operator.
     """
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:

@@ -1,4 +1,4 @@
-"""P2, memory: what a prompt's attention takes beyond its inputs and outputs."""
+"""P2, memory: memory of a prompt's attention in addition to its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .timing import Row, Times
 
 
 def memory(options: Options) -> Iterator[Row]:
-    """P2, memory: peak memory of a prefill beyond inputs and outputs, h2o and eager.
+    """P2, memory: peak memory of a prefill in addition to inputs and outputs, h2o and eager.
 
-    Each figure is from a process of its own, because both sides keep memory for later calls. The
+    Each figure comes from a new process, because both sides keep memory for later calls. The
     "times" of these rows are bytes.
     """
     lengths = (64, 128) if options.quick else (1024, 2048, 4096)
@@ -39,7 +39,7 @@ def memory(options: Options) -> Iterator[Row]:
 
 
 def in_process(way: str, dtype: str, n: int) -> int:
-    """`measure` in a process that does nothing else."""
+    """Run `measure` in a new process."""
     command = [sys.executable, "-m", __name__, way, dtype, str(n)]
     root = Path(__file__).resolve().parents[1]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=root).stdout
@@ -47,7 +47,7 @@ def in_process(way: str, dtype: str, n: int) -> int:
 
 
 def measure(way: str, dtype: str, n: int) -> int:
-    """Bytes by which the resident set's peak rose in one call at full size."""
+    """Bytes by which one call at full size raises the peak of the resident set."""
     tensors = inputs.text(1, 32, 8, n, 128, getattr(torch, dtype))
     out = tensors[0].new_zeros(1, n, 32, 128)
     scores = torch.zeros(1, 8, n)
@@ -64,9 +64,10 @@ def measure(way: str, dtype: str, n: int) -> int:
 
 
 def reset_peak() -> int:
-    """Lets the peak of the resident set start from what it is now, which is returned (Linux).
+    """Reset the peak of the resident set to its current size, which is returned (Linux).
 
-    What malloc keeps of earlier tensors goes back first: it would hide what is taken from it.
+    Memory that malloc kept of earlier tensors is released first. Otherwise a call could reuse it
+    without raising the peak.
     """
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")

@@ -29,7 +29,7 @@ from .peers.environments import Peer
 from .timing import Contender, Row, Times, race
 
 BUDGET = 0.2
-"""The budget: this fraction of the prompt, half of it for heavy hitters, half for recent tokens."""
+"""The budget as a fraction of the prompt, half for heavy hitters and half for recent tokens"""
 
 
 def load(dtype: str) -> tuple[Any, Any]:
@@ -37,14 +37,14 @@ def load(dtype: str) -> tuple[Any, Any]:
 
 
 def prompt(tokenizer: Any, tokens: int) -> Tensor:
-    """[1, tokens]: the document that the package ships, repeated as often as needed."""
+    """The document that the package includes, repeated to [1, tokens]."""
     text = resources.files("h2o").joinpath("data/lighthouse.txt").read_text(encoding="utf-8")
     ids = tokenizer(text).input_ids
     return torch.tensor([(ids * (tokens // len(ids) + 1))[:tokens]])
 
 
 class TokenClock:
-    """A streamer that notes when generate() hands over each token."""
+    """A streamer that records when generate() returns each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -60,7 +60,7 @@ class TokenClock:
 
 
 class NoCache(DynamicCache):
-    """Counts tokens and keeps nothing."""
+    """A cache that counts tokens and keeps none."""
 
     seen = 0
 
@@ -99,22 +99,22 @@ ATTENTION = {
     **dict.fromkeys(("DynamicCache", QUANTIZED), "sdpa"),
     "no attention": "nothing",
 }
-"""Contender -> attn_implementation. "no attention" is what the rest of the model takes, which no
-cache can make faster."""
+"""Contender -> attn_implementation. "no attention" is the time of the rest of the model, which no
+cache can reduce."""
 
 COMPARED = (
     ("H2OCache", "DynamicCache", f"{BUDGET:.0%} of the keys"),
     (FEWEST, "DynamicCache", "4% of the bytes"),
     (FEWEST, QUANTIZED, f"4% of the bytes / {QUANTIZED}"),
 )
-"""Ours, the peer, and how the budget is called."""
+"""Our contender, the peer, and the name of the budget"""
 
 AttentionInterface.register(ATTENTION["no attention"], no_attention)
 AttentionMaskInterface.register(ATTENTION["no attention"], no_mask)
 
 
 class Generation:
-    """One way to generate from one prompt; a round is prefill and decode."""
+    """Generation from one prompt with one cache. A round is prefill and decode."""
 
     def __init__(self, name: str, model: Any, ids: Tensor, tokens: int) -> None:
         self.name, self.model, self.ids = name, model, ids
@@ -134,7 +134,7 @@ class Generation:
         return kind(config=self.model.config)
 
     def __call__(self) -> float:
-        """Seconds to the first token; the seconds of each later one go to `decode`."""
+        """Return the seconds to the first token. Appends those per later token to `decode`."""
         self.model.set_attn_implementation(ATTENTION[self.name])
         self.cache = self.make_cache()
         clock = TokenClock()
@@ -152,7 +152,7 @@ class Generation:
         return clock.times[0] - start
 
     def bytes_held(self) -> int:
-        """Of keys, values and what h2o keeps beside them."""
+        """Bytes of keys and values, with h2o's bookkeeping."""
         if self.name in CONFIGS:
             total = self.cache.report().total
             return total.bytes_held + total.bytes_bookkeeping
@@ -161,12 +161,12 @@ class Generation:
         return sum(part.nbytes for x in tensors if x is not None for part in with_memory(x))
 
     def decode_times(self, rounds: int) -> Times:
-        """Of the timed rounds: those before were warm-up."""
+        """Decode times of the timed rounds, without the warm-up before them."""
         return Times(self.name, self.decode[-rounds:])
 
 
 def with_memory(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors of which a quantized one consists; of another itself."""
+    """The tensors that make up a quantized one, or the tensor itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -175,9 +175,9 @@ def with_memory(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class Decoding:
-    """A model's decode after a prompt, each step from the same tensors into the same.
+    """Decode steps of a model after a prompt. Each reads and writes the same tensors.
 
-    compiled: torch.compile takes the step whole.
+    compiled: whether torch.compile compiles the whole step.
     """
 
     def __init__(self, model: Any, ids: Tensor, cache: Any, compiled: bool = False) -> None:
@@ -193,15 +193,16 @@ class Decoding:
             self.token, position_ids=self.position, cache=self.cache, logits_to_keep=1
         )
         self.token.copy_(out.logits[:, -1:].argmax(-1))
-        self.position.add_(1).clamp_(max=self.last)  # it is timed for more steps than there are
+        self.position.add_(1).clamp_(max=self.last)  # more steps are timed than positions exist
 
 
 def generate(options: Options) -> Iterator[Row]:
-    """P8: generate() with DynamicCache under SDPA, with H2OCache at 20% of the keys, and with the
-    calibrated preset at 4% of the bytes; the latter beside transformers' QuantizedCache too."""
+    """P8: generate() with DynamicCache and SDPA, with an H2OCache of 20% of the keys, and with the
+    calibrated preset at 4% of the bytes, which is also compared with transformers'
+    QuantizedCache."""
     names = list(ATTENTION)
     if not is_optimum_quanto_available():
-        print(f"{QUANTIZED}: left out: wants pip install optimum-quanto", file=sys.stderr)
+        print(f"{QUANTIZED}: left out: needs pip install optimum-quanto", file=sys.stderr)
         names.remove(QUANTIZED)
     for dtype, _ in options.wanted("float32", "bfloat16"):
         model, tokenizer = load(dtype)
@@ -231,7 +232,7 @@ def generate(options: Options) -> Iterator[Row]:
 
 
 def check_full_budget(model: Any, ids: Tensor) -> str:
-    """With a budget that never bites h2o must generate what the full cache generates."""
+    """Check that h2o generates the tokens of the full cache if its budget evicts nothing."""
     full = Generation("DynamicCache", model, ids, 8)
     ours = Generation("H2OCache", model, ids, 8)
     ours.make_cache = lambda: h2o.H2OCache(model.config, heavy=1.0, recent=512)  # type: ignore[method-assign]
@@ -245,7 +246,7 @@ def check_full_budget(model: Any, ids: Tensor) -> str:
 def kvpress(options: Options) -> Iterator[Row]:
     """P11: prefill with scores against kvpress' ObservedAttentionPress.
 
-    Both run the model without its head, under a cache that is cut to 20% layer by layer.
+    Both run the model without its head, with a cache that is cut to 20% layer by layer.
     """
     length = min(4096, options.prompts[-1])
     folder = str(models.embedded_folder())

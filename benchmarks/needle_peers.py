@@ -1,13 +1,13 @@
-"""Facts found by kvpress' methods at the bytes of `h2o eval --needle`, of which the trials are.
+"""Count the facts that kvpress' methods find, with the trials and bytes of `h2o eval --needle`.
 
     python -m benchmarks.needle_peers wikitext2_test.txt --facts all --lengths 512
 
-Each text is read and pruned before its question comes. Budgets are parts of what a full cache of
-the text takes. What a press leaves then grows with the question and the answer, where h2o keeps to
-its budget: "cut" lets it have the budget when the text is pruned, and more at the end; "end"
-gives it so much less that it has the budget at the end, where that leaves any. KVzip and AdaKV mask
-keys instead of dropping them, and are counted as if they did. The peers run in an environment of
-their own, which is made under h2o's cache folder.
+Each text is processed and compressed before its question comes. Budgets are shares of the bytes of
+a full cache of the text. A cache that a press has compressed then grows with the question and the
+answer, while h2o keeps to its budget. With "cut" it has the budget when the text is compressed, and
+more at the end. With "end" it is compressed further, so that it has the budget at the end, if that
+leaves any keys. KVzip and AdaKV mask keys instead of dropping them, but are counted as if they
+dropped them. The peers run in a separate environment under h2o's cache folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRESSES = ("KVzip", "SnapKV", "ExpectedAttention", "KeyDiff", "AdaKV")
 
 
 def rows(counts: Sequence[str]) -> list[tuple[str, str, str, float]]:
-    """(name, method, whether the budget is that of the cut or of the end, budget)"""
+    """List (name, method, "cut" or "end", budget)."""
     listed = [("full", "full", "cut", 1.0)]
     for method in PRESSES:
         for count in counts:
@@ -45,7 +45,8 @@ def rows(counts: Sequence[str]) -> list[tuple[str, str, str, float]]:
 
 def asked_of(method: str, count: str, part: float, document: list[int], rest: list[int],
              answer: int) -> dict[str, Any] | None:  # fmt: skip
-    """The peer's request; None where nothing is left to keep. `answer`: tokens of `rest`."""
+    """The peer's request, or None if the budget leaves no keys. `answer` is the number of tokens in
+    `rest` that belong to the answer."""
     kept = int(part * len(document)) - (len(rest) - 1 if count == "end" else 0)
     if kept <= 0:
         return None
@@ -61,8 +62,10 @@ def main() -> None:
     parser.add_argument("--lengths", default="512", help="tokens of the texts (512)")
     parser.add_argument("--facts", default="all", help="kinds of h2o eval --needle (all)")
     parser.add_argument("--count", nargs="+", default=COUNTS, choices=COUNTS,
-                        help="what the budgets are of (both)")  # fmt: skip
-    parser.add_argument("--limit", type=int, default=2, help="of each length, depth and kind (2)")
+                        help="when the budgets apply (both)")  # fmt: skip
+    parser.add_argument(
+        "--limit", type=int, default=2, help="trials of each length, depth and kind (2)"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--output-path", type=Path, default=Path("h2o-eval"))
     options = parser.parse_args()
@@ -108,7 +111,7 @@ def main() -> None:
 def line(
     name: str, found: list[dict[str, Any]], full: list[bool], whole: list[dict[str, Any]]
 ) -> list[str]:
-    """Of a setting that was tried on all trials, or, where some left no keys, on some of them."""
+    """The row of a setting. Its cells are empty if some trials left no keys."""
     if len(found) != len(full):
         return [name, *[""] * 4]
     known = [result for result, is_found in zip(found, full, strict=True) if is_found]

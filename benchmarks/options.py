@@ -1,4 +1,4 @@
-"""What a run of the benchmarks is asked for."""
+"""Command-line options of the benchmarks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from .targets import DEVICES, Cpu
 DTYPES = ("float32", "bfloat16", "float16")
 
 QUICK = {"rounds": 2, "prompts": (40,), "tokens": 2}
-"""What --quick has where nothing else is said."""
+"""Defaults of options with --quick"""
 
 FEWEST_ROUNDS = 5
-"""Fewer repetitions than this are no figure."""
+"""Least number of repetitions for a meaningful figure"""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Attributes:
-    rounds: repetitions of each contender.
-    dtypes: names among DTYPES; a table leaves out what it has no row for.
-    quick: tiny shapes: tries the code, measures nothing.
-    prompts: prompt lengths of the whole-model tables.
-    tokens: decoded tokens in each round of the whole-model tables.
-    device: "cpu", "cuda" or "dry-run", see `add_arguments`.
+    """Options of a run.
+
+    Attributes:
+        rounds: repetitions of each contender.
+        dtypes: names among DTYPES. A table leaves out those that it has no row for.
+        quick: whether shapes are tiny, to try the code without measuring anything.
+        prompts: prompt lengths of the whole-model tables.
+        tokens: decoded tokens in each round of the whole-model tables.
+        device: "cpu", "cuda" or "dry-run", see `add_arguments`.
     """
 
     rounds: int = 7
@@ -43,43 +45,43 @@ class Options:
         return DEVICES[self.device]()
 
     def wanted(self, *names: str) -> list[tuple[str, torch.dtype]]:
-        """(name, torch dtype) of those that were asked for."""
+        """The pairs (name, torch dtype) of those `names` that are among the dtypes of the run."""
         return [(name, getattr(torch, name)) for name in names if name in self.dtypes]
 
 
 def add_arguments(parser: argparse.ArgumentParser, tables: str) -> None:
-    """The arguments of `python -m benchmarks`; `tables` is the help for their names."""
+    """Add the arguments of `python -m benchmarks`. `tables` describes the tables for --help."""
     add = parser.add_argument
-    add("tables", nargs="*", metavar="table", help=f"all of them by default. {tables}")
+    add("tables", nargs="*", metavar="table", help=f"names of tables (default: all). {tables}")
     add("--device", choices=tuple(DEVICES), default="cpu", help="cuda: another list "
-        "of tables, on torch's current CUDA device; dry-run: those on the CPU, in the shapes "
-        "of --quick, to see that they run")  # fmt: skip
+        "of tables, on torch's current CUDA device; dry-run: the tables of cuda, on the CPU in the "
+        "shapes of --quick, to see that they run")  # fmt: skip
     add("--rounds", type=int, help=f"repetitions ({Options.rounds})")
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), metavar="DTYPE",
-        help="among %(choices)s")  # fmt: skip
+        help="some of %(choices)s")  # fmt: skip
     add("--prompts", nargs="+", type=int, metavar="N", help="prompt lengths of the whole-model "
         f"tables ({' '.join(map(str, Options.prompts))})")  # fmt: skip
-    add("--tokens", type=int, help=f"decoded in each round ({Options.tokens})")
+    add("--tokens", type=int, help=f"tokens decoded in each round ({Options.tokens})")
     add("--threads", type=int, help="torch's number of threads")
-    add("--quick", action="store_true", help="tiny shapes, few rounds: tries everything, "
-        "measures nothing")  # fmt: skip
+    add("--quick", action="store_true", help="tiny shapes and few rounds, to try everything "
+        "without measuring")  # fmt: skip
     add("--output", type=Path, default=Path("benchmarks/results"), metavar="FOLDER",
-        help="where results are written (%(default)s)")  # fmt: skip
-    add("--name", help="of the result files (latest; else the device)")
+        help="folder for the results (%(default)s)")  # fmt: skip
+    add("--name", help="name of the result files (latest on the CPU, else the device)")
 
 
 def check(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace,
     names: Callable[[str], list[str]],
 ) -> Options:  # fmt: skip
-    """The options; ends with an error message for those that make no sense.
+    """Convert parsed arguments to options. Exits with an error message for invalid ones.
 
-    names: those of the tables that a device has.
+    names: returns the names of the tables of a device.
     """
     there = names(arguments.device)
     unknown = sorted(set(arguments.tables) - set(there))
     if unknown:
-        parser.error(f"no table {unknown[0]!r}: there are {', '.join(there)}")
+        parser.error(f"no table {unknown[0]!r}: the tables are {', '.join(there)}")
     arguments.quick |= arguments.device == "dry-run"
     arguments.name = arguments.name or ("latest" if arguments.device == "cpu" else arguments.device)
     usual = QUICK if arguments.quick else {name: getattr(Options, name) for name in QUICK}
@@ -87,7 +89,9 @@ def check(
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     if arguments.rounds < FEWEST_ROUNDS and not arguments.quick:
-        parser.error(f"argument --rounds: fewer than {FEWEST_ROUNDS} are no figure")
+        parser.error(
+            f"argument --rounds: a meaningful figure needs at least {FEWEST_ROUNDS}, or use --quick"
+        )
     threads = 1 if arguments.threads is None else arguments.threads
     counts = {"rounds": arguments.rounds, "tokens": arguments.tokens, "threads": threads}
     for name, number in [*counts.items(), *(("prompts", length) for length in arguments.prompts)]:

@@ -1,4 +1,4 @@
-"""G5, G6: models of real sizes with random weights, whose decode step is a CUDA graph."""
+"""G5, G6: models of real sizes with random weights, with the decode step as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def random_model(config: Any, device: Cpu, dtype: torch.dtype) -> Any:
 
 
 def fifth_of_keys(model: Any) -> Any:
-    """An empty cache for a fifth of a prompt's keys."""
+    """An empty cache that keeps a fifth of a prompt's keys."""
     return h2o.H2OCache(model.config, heavy=0.1, recent=0.1)
 
 
 def graph(options: Options) -> Iterator[Row]:
-    """G5: one CUDA graph for all tokens of a generation, against the same called anew."""
+    """G5: one CUDA graph for all tokens of a generation, against steps without a graph."""
     device = options.target()
     n, small = (40, {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
                      "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97,
@@ -69,7 +69,7 @@ def graph(options: Options) -> Iterator[Row]:
 
 
 def set_full(model: Any, decoding: Decoding, n: int) -> None:
-    """The whole cache is as long at each of its steps."""
+    """Prepare a step of the full cache, which has the same length at each step."""
     model.set_attn_implementation("sdpa")
     if decoding.cache.get_seq_length() > n:
         decoding.cache.crop(n - decoding.cache.get_seq_length())
@@ -77,12 +77,15 @@ def set_full(model: Any, decoding: Decoding, n: int) -> None:
 
 
 def check_graph(captured: Decoding, eager: Decoding, device: Cpu) -> tuple[Callable[[], Any], str]:
-    """The captured step, which gives the token that the other gives, and how long it goes on so:
-    libraries may multiply otherwise in a graph, and what follows another token is another text."""
+    """Capture a step and check that it gives the same next token as an eager one.
+
+    Also returns for how many tokens both agree. They may differ later, since libraries may multiply
+    in another way in a graph, and after a different token the texts differ.
+    """
     captured.step()
     eager.step()
     replay = device.captured(captured.step)
-    while int(eager.position[0]) < int(captured.position[0]):  # capturing has warmed up once
+    while int(eager.position[0]) < int(captured.position[0]):  # capturing ran a step to warm up
         eager.step()
     same = []
     for _ in range(4):
@@ -90,7 +93,7 @@ def check_graph(captured: Decoding, eager: Decoding, device: Cpu) -> tuple[Calla
         eager.step()
         same.append(torch.equal(captured.token, eager.token))
     if not same[0]:
-        raise WrongResult("a captured step gives another token than the same called")
+        raise WrongResult("a captured step gives another token than the same step without a graph")
     return replay, f"{sum(same)} of 4 tokens as without a graph"
 
 
@@ -98,7 +101,8 @@ AUTHORS = {"authors' tokens/s on an A100": 995.0, "authors' bytes": 36.4e9}
 
 
 def flexgen(options: Options) -> Iterator[Row]:
-    """G6: the authors' row for FlexGen, OPT-6.7B with 24 texts of 2048 + 2048 tokens at 20%."""
+    """G6: the authors' row for FlexGen, OPT-6.7B with 24 texts of 2048 + 2048 tokens and 20% of the
+    keys."""
     device = options.target()
     B, n, new = (2, 40, 8) if options.quick else (24, 2048, 2048)
     sizes = {"max_position_embeddings": n + new + 2, "attn_implementation": "h2o"}
@@ -109,7 +113,7 @@ def flexgen(options: Options) -> Iterator[Row]:
         sizes |= {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
                   "ffn_dim": 16384, "word_embed_proj_dim": 4096}  # fmt: skip
         if device.describe().get("bytes", 0) < 40e9:
-            raise PeerMissing("OPT-6.7B with 24 texts takes 40 GB of the GPU's memory")
+            raise PeerMissing("OPT-6.7B with 24 texts needs 40 GB of GPU memory")
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     model = random_model(OPTConfig(**sizes), device, dtype)
     ids = torch.randint(5, model.config.vocab_size, (B, n), device=device.type)

@@ -1,4 +1,4 @@
-"""Results for people and machines: a table, a JSON file, a plot."""
+"""Output of results: a table, a JSON file, a plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def seconds(value: float) -> str:
 
 
 def amount(value: float, row: dict[str, Any]) -> str:
-    """A time, or in rows whose unit is bytes a size."""
+    """Format a time, or a size in rows whose unit is bytes."""
     return f"{value / 1e6:.3g} MB" if row["facts"].get("unit") == "bytes" else seconds(value)
 
 
@@ -28,7 +28,7 @@ def rate(value: float | None, bound: str | None) -> str:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """One line of the table."""
+    """The cells of a row of the table."""
     ours, peer = row["ours"], row["peer"]
     ratio = spread = peak = ""
     if peer:
@@ -43,7 +43,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def facts(row: dict[str, Any]) -> str:
-    """The figures beside the times, and how far from the reference h2o is."""
+    """The other figures of a row, and h2o's error against the reference."""
     texts = [
         f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in row["facts"].items()
@@ -54,14 +54,14 @@ def facts(row: dict[str, Any]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The whole result as the table that benchmarks/README.md shows."""
+    """The whole result as a Markdown table."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in result["rows"]]
     return "\n".join(lines)
 
 
 def write_json(result: dict[str, Any], path: Path) -> None:
-    """Rewrites the file at once, so that an interrupted run leaves a whole one."""
+    """Replace the file atomically, so that an interrupted run leaves a complete one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_suffix(".part")
     half.write_text(json.dumps(result, indent=1) + "\n")
@@ -69,7 +69,7 @@ def write_json(result: dict[str, Any], path: Path) -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """What the peer takes by what h2o takes, in each row; whole-model times over prompt lengths."""
+    """Plot the ratio of the peer to h2o for each row, and whole-model times over prompt lengths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -87,8 +87,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes[0].invert_yaxis()
     axes[0].set_xscale("log")
     axes[0].axvline(1, color="black", linewidth=0.8)
-    axes[0].set_xlabel("peer / h2o in time (or bytes): above 1 h2o is better")
-    for axis, phase, unit in zip(axes[1:], ("prefill", "decode"), ("s", "s a token"), strict=True):
+    axes[0].set_xlabel("time (or bytes) of the peer / h2o: h2o is better above 1")
+    for axis, phase, unit in zip(axes[1:], ("prefill", "decode"), ("s", "s/token"), strict=True):
         for label, points in curves.get(phase, {}).items():
             axis.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
         axis.set(title=f"SmolLM2-135M, {phase}", xlabel="prompt tokens", ylabel=unit)
@@ -103,7 +103,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def whole_model_curves(result: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """phase -> name of the curve -> (prompt length, median seconds)."""
+    """Points (prompt length, median seconds) by phase and name of the curve."""
     curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in result["rows"]:
         if row["row"] != "P8":

@@ -1,9 +1,8 @@
-/* roofline.c - what this processor could do at best: two loops that the
- * benchmarks run beside the kernels, on the same threads.
+/* roofline.c - loops that measure the highest rates of this processor. The benchmarks run them in
+ * turn with the kernels, on the same threads.
  *
- * Built by machine.py with the user's compiler for the machine at hand. Each
- * loop has the form that torch_parallel_for calls: it does the share of the
- * threads begin..end-1. */
+ * Built by machine.py with the user's compiler for this machine. Each loop has the signature that
+ * torch_parallel_for calls, and does the work of threads begin..end-1. */
 #include <stdint.h>
 
 #if defined(__AVX512BF16__)
@@ -21,8 +20,8 @@ enum { WIDTH = 16 };
 typedef float floats __attribute__((vector_size(WIDTH), may_alias));
 typedef uint64_t words __attribute__((vector_size(WIDTH), may_alias, aligned(8)));
 
-/* Enough independent chains to cover the latency of a multiply-add (4 to 6
- * cycles) on two pipes, and few enough to stay in registers. */
+/* Enough independent chains to hide the latency of a multiply-add (4 to 6 cycles) on two pipes, and
+ * few enough to stay in registers. */
 #if defined(__AVX512F__)
 enum { CHAINS = 16 };
 #else
@@ -38,7 +37,7 @@ enum { CHAINS = 10 };
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* Floating-point operations in one turn of each loop. */
+/* Floating-point operations in one iteration of each loop. */
 EXPORT const int64_t fma_f32_flops = 2 * CHAINS * (WIDTH / 4);
 EXPORT void fma_f32(int64_t begin, int64_t end, void *context)
 {
@@ -58,9 +57,9 @@ EXPORT void fma_f32(int64_t begin, int64_t end, void *context)
     }
 }
 
-/* Products of bf16 pairs, summed in fp32. A processor without an instruction
- * for that converts to fp32 first, so its peak is that of fp32. A matrix unit has
- * 16 x 16 sums of 16 pairs a turn: where the system lets programs use it (machine.py). */
+/* Products of bf16 pairs, summed in fp32. A processor without such an instruction converts to fp32
+ * first, so its peak is that of fp32. An instruction of the matrix unit computes 16 x 16 sums of 16
+ * pairs. machine.py enables it if the system lets programs use it. */
 #if defined(__AMX_BF16__)
 EXPORT const int64_t fma_bf16_flops = 2 * 4 * 16 * 16 * 32;
 EXPORT void fma_bf16(int64_t begin, int64_t end, void *context)
@@ -72,7 +71,7 @@ EXPORT void fma_bf16(int64_t begin, int64_t end, void *context)
         uint8_t rows[16];
     } shape = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
     for (int64_t t = begin; t < end; t++) {
-        __asm__ volatile("" ::"m"(shape)); /* all of it: to GCC the next line reads but 8 bytes */
+        __asm__ volatile("" ::"m"(shape)); /* GCC believes that the next line reads only 8 bytes */
         _tile_loadconfig(&shape);
         for (int64_t i = 0; i < turns; i++) {
             _tile_dpbf16ps(0, 4, 6);
@@ -111,8 +110,8 @@ EXPORT void fma_bf16(int64_t begin, int64_t end, void *context) { fma_f32(begin,
 typedef struct {
     const void *const *blocks; /* [count] */
     int64_t count;
-    int64_t bytes;   /* of each block */
-    int64_t threads; /* each reads bytes / threads, rounded down to 256, of every block */
+    int64_t bytes;   /* bytes of each block */
+    int64_t threads; /* each reads bytes / threads of every block, rounded down to 256 */
 } read_work;
 
 EXPORT void read_blocks(int64_t begin, int64_t end, void *context)

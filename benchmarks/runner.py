@@ -1,4 +1,4 @@
-"""Runs tables and writes the results: the command line of `python -m benchmarks`."""
+"""The command line of `python -m benchmarks`, which runs tables and writes the results."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .peers.environments import PeerMissing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the tables asked for; returns the exit status."""
+    """Run the tables that the arguments name. Returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Time h2o beside its peers."
+        prog="python -m benchmarks", description="Time h2o and its peers side by side."
     )
     options.add_arguments(parser, catalog.described())
     chosen = parser.parse_args(arguments)
@@ -37,9 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_tables(chosen: argparse.Namespace, checked: options.Options) -> int:
-    """The same of parsed arguments and what `options.check` made of them.
+    """Run tables, given the parsed arguments and the options of `options.check`.
 
-    Raises: UserError.
+    Raises:
+        UserError: the output folder cannot be written, or the device cannot be timed.
     """
     if checked.device == "cuda":
         refuse_without_kernels()
@@ -58,20 +59,21 @@ def run_tables(chosen: argparse.Namespace, checked: options.Options) -> int:
 
 
 def refuse_without_kernels() -> None:
-    """Raises: UserError where a GPU is missing, or served by the torch backend unasked."""
+    """Raise a UserError if there is no GPU, or if h2o's kernels do not run on it and the torch
+    backend was not requested."""
     if not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no CUDA device here")
     backends.serving(torch.empty(0, device="cuda"))
     served = backends.info()["backends"]["cuda"]
     if not backends.forced and not served.startswith("C ("):
         raise UserError(
-            f"--device cuda: h2o's kernels do not serve here: {served}. To time the torch backend "
+            f"--device cuda: h2o's kernels do not run here: {served}. To time the torch backend, "
             "set H2O_BACKEND=torch"
         )
 
 
 def run(names: Sequence[str], checked: options.Options, path: Path) -> dict[str, Any]:
-    """The result of these tables, which is written to `path` after each of them."""
+    """Run tables and return the result, which is also written to `path` after each table."""
     result: dict[str, Any] = {
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "quick": checked.quick,
@@ -100,5 +102,5 @@ def run(names: Sequence[str], checked: options.Options, path: Path) -> dict[str,
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row as it is printed once it is there."""
+    """The text that is printed for a finished row."""
     return " | ".join(cell for cell in [*reporting.cells(row), reporting.facts(row)] if cell)

@@ -1,12 +1,12 @@
-"""What vLLM's caches change: KL divergence of the next token from vLLM with bfloat16 keys and
-values.
+"""Measure how vLLM's and h2o's caches change the next token.
 
     python -m benchmarks.serving_quality wikitext2_test.txt --skip 4 --limit 40
 
-Each window's first tokens are a context, which h2o cuts to its budget; the divergence is that at
-the tokens after it. vLLM's own 8-bit caches keep every token. Of each distribution the likeliest
-tokens come from vLLM, and all others count as one, so the figures are lower bounds, close ones. The
-engines run in an environment of their own, which is made under h2o's cache folder.
+The measure is the KL divergence of the next token's distribution from that of vLLM with bfloat16
+keys and values. The first tokens of each window are a context, which h2o cuts to its budget. The
+divergence is measured at the tokens after it. vLLM's own 8-bit caches keep every token. vLLM
+returns only the most likely tokens of each distribution, and all others count as one, so the
+figures are close lower bounds. The engines run in a separate environment under h2o's cache folder.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from . import text_windows
 from .peers.environments import Peer, PeerMissing
 
 TOP = 256
-"""Likeliest tokens of a distribution"""
+"""Number of most likely tokens of a distribution"""
 
 TOGETHER = 10
-"""Windows that an engine reads at a time"""
+"""Windows that an engine processes at a time"""
 
 
 def by_h2o(**config: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def by_h2o(**config: Any) -> dict[str, Any]:
 
 
 def evicting(preset: str, share: float, kv_dtype: str | None) -> tuple[str, str, dict[str, Any]]:
-    """The engine whose keys have a share of the context's bytes."""
+    """The engine with h2o, whose keys and values take a share of the context's bytes."""
     budget = {"preset": preset, "budget": share, "budget_unit": "bytes", "kv_dtype": kv_dtype}
     return f"h2o, {preset}, {kv_dtype or 'bfloat16'}", f"{share:.0%}", by_h2o(**budget)
 
@@ -54,14 +54,15 @@ ENGINES = [
         for share in (0.5, 0.25, 0.2, 0.1)
     ),
 ]
-"""Each one's name, share of the context's bytes in bfloat16 (for heads of 64 as in SmolLM2,
-bookkeeping of slots included), and options of vLLM's engine"""
+"""Name, share of the context's bytes in bfloat16 (for head dimension 64 as in SmolLM2, including
+bookkeeping of slots), and options of vLLM's engine"""
 
 
 def divergence(exact: dict[str, float], other: dict[str, float]) -> float:
-    """KL divergence of two distributions in nats, from log-probabilities of their likeliest tokens.
+    """KL divergence of two distributions in nats, from the log-probabilities of their most likely
+    tokens.
 
-    Tokens that are not in both count as one, so it is at most the whole divergence.
+    Tokens that are not in both count as one, so the result is at most the true divergence.
     """
     common = exact.keys() & other.keys()
     total = sum(math.exp(exact[token]) * (exact[token] - other[token]) for token in common)
@@ -78,7 +79,7 @@ def likeliest(distribution: dict[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     text_windows.add_arguments(parser, limit=40)
-    parser.add_argument("--context", type=int, default=768, help="of them before the cut (768)")
+    parser.add_argument("--context", type=int, default=768, help="tokens before the cut (768)")
     options = parser.parse_args()
     _, tokenizer = models.load_model(None, dtype="bfloat16", say=models.say)
     parts = text_windows.read(options, tokenizer)

@@ -1,6 +1,6 @@
-"""S1 to S4: vLLM with h2o's pages against the same vLLM with every key, on SmolLM2 with bfloat16
-weights: many requests at once at a fixed number of bytes for keys and values, a step with
-memory for all, and prompts that begin alike."""
+"""S1 to S4: vLLM with h2o against the same vLLM with every key, on SmolLM2 with bfloat16 weights.
+The tables time many requests at once at a fixed number of bytes for keys and values, a decode step
+with memory for all, and prompts that begin alike."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from .timing import Row, Times
 
 REQUESTS = (1, 8, 64, 256)
 SHAPE = (512, 64)
-"""Tokens of a prompt and of its answer."""
+"""Tokens of a prompt and of its answer"""
 
 PROMPTS = (512, 1024, 2048)
 PREFIX, OWN = 1024, 64
-"""S4: tokens of a prompt that all requests have in common, and others."""
+"""S4: tokens of a prompt that all requests share, and further ones"""
 
 ROWS = 16
-"""S3: so many requests at once, by the length of their prompts."""
+"""S3: requests at once, for each prompt length"""
 
 OURS = "vLLM with h2o"
 
 
 def serving(options: Options) -> Iterator[Row]:
-    """S1 (64 MB), S2 (256 MB): all requests arrive together. S3: the last one's tokens, which come
-    when all prompts have been read. S4 (64 MB): with what requests have in common read once by each
-    engine, vLLM's own by its prefix caching."""
+    """S1 (64 MB) and S2 (256 MB): all requests arrive together. S3: the tokens of the last request,
+    which are decoded after all prompts have been prefilled. S4 (64 MB): each engine prefills the
+    shared prefix once, vLLM by its own prefix caching."""
     _, tokenizer = load("bfloat16")
     text = prompt(tokenizer, 8192)[0].tolist()
 
@@ -61,7 +61,7 @@ def serving(options: Options) -> Iterator[Row]:
 
 
 def started(stack: contextlib.ExitStack, work: Work, **options: Any) -> dict[str, Peer]:
-    """Each engine by its name, warm; one that does not start is named and left out."""
+    """Start and warm up each engine. An engine that does not start is reported and left out."""
     entries: dict[str, dict[str, Any]] = {
         OURS: H2O_ENTRY,
         "vLLM": {},
@@ -80,8 +80,12 @@ def started(stack: contextlib.ExitStack, work: Work, **options: Any) -> dict[str
 
 
 def compared(peers: dict[str, Peer], work: Work, measure: str, **arguments: int) -> Iterator[Row]:
-    """Rows of our engine against each other one. measure: "seconds", of all tokens, or "last", a
-    token of the last request. arguments: `vllm_xargs` of each request."""
+    """Yield rows that compare our engine with each other one.
+
+    Args:
+        measure: "seconds" of all tokens, or "last", the time per token of the last request.
+        arguments: `vllm_xargs` of each request.
+    """
     if OURS not in peers:
         return
     new = sum(work.new)
@@ -93,7 +97,7 @@ def compared(peers: dict[str, Peer], work: Work, measure: str, **arguments: int)
         facts[name] = {
             "tokens a second": new / told["seconds"],
             "first token, s": statistics.median(told["each_first_s"]),
-            "ms a token": 1000 * statistics.median(told["each_token_s"]),
+            "ms per token": 1000 * statistics.median(told["each_token_s"]),
             "held": told["held"],
         }
         figures = ", ".join(f"{value:.3g} {fact}" for fact, value in facts[name].items())

@@ -1,4 +1,4 @@
-"""P14 and P16: stores of fewer bits, heads of uneven size."""
+"""P14, P16: stores with fewer bits, and heads with uneven budgets."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from .options import Options
 from .timing import Contender, Row, race
 
 KV_DTYPES = ("int8", "int8-int4")
-"""Those that are not a dtype of torch, fewest bits last."""
+"""Quantized dtypes, the one with the fewest bits last"""
 
 
 def bits(options: Options) -> Iterator[Row]:
-    """P14: the decode step over quantized keys and values against bfloat16 ones, as many of them
-    and as many bytes of them; layers in turn, and a single one that fits into a near cache."""
+    """P14: a decode step over quantized keys and values against bfloat16 ones, with as many keys
+    and with as many bytes; for several layers in turn, and for one that fits into the CPU's caches.
+    """
     B, H, G, D = (2, 4, 2, 64) if options.quick else (1, 32, 8, 128)
     sizes = ((12, 2),) if options.quick else ((512, 1), (8192, 16))
     for (name, dtype), (k, layers) in product(options.wanted("bfloat16"), sizes):
@@ -47,7 +48,7 @@ def bits(options: Options) -> Iterator[Row]:
 
 
 def uneven(options: Options) -> Iterator[Row]:
-    """P16: the decode step over heads of 0.3 to 1.7 times the mean, against even ones."""
+    """P16: a decode step over heads with 0.3 to 1.7 times the mean budget, against even ones."""
     B, H, G, D, k = (1, 4, 2, 64, 24) if options.quick else (1, 32, 8, 128, 1024)
     multiples = torch.linspace(0.3, 1.7, G)
     multiples[-1] = G - multiples[:-1].sum()
@@ -71,7 +72,8 @@ def steps(
     text: Sequence[Tensor], n: int, budget: int | list[int], out: Tensor, layers: int,
     *, kv_dtype: str | None = None,
 ) -> Callable[[], None]:  # fmt: skip
-    """Decode steps of `layers` stores in turn, after a prompt of n tokens with random scores."""
+    """Make a function that runs a decode step on one of `layers` stores in turn, after a prompt of
+    n tokens with random scores."""
     slots = filled(text, n, budget, kv_dtype)
     stores = cycle([slots, *(inputs.copy_slots(slots) for _ in range(layers - 1))])
     tokens = cycle([token(text, i) for i in range(n, n + 32)])
@@ -85,7 +87,7 @@ def steps(
 def filled(
     text: Sequence[Tensor], n: int, budget: int | list[int], kv_dtype: str | None
 ) -> Any:  # fmt: skip
-    """Slots after a prompt of n tokens; `budget`: keys of every head, or of each."""
+    """Make slots after a prompt of n tokens. `budget`: keys of all heads, or of each head."""
     _, keys, values = text
     each = [budget] if isinstance(budget, int) else budget
     slots = h2o.ops.new_slots(
@@ -106,7 +108,7 @@ def check(
     text: Sequence[Tensor], n: int, budget: int | list[int], *,
     kv_dtype: str | None = None,
 ) -> str:  # fmt: skip
-    """Some steps against the reference."""
+    """Check some decode steps against the reference."""
     ours = filled(text, n, budget, kv_dtype)
     truth = inputs.copy_slots(ours)
     error = 0.0

@@ -1,4 +1,4 @@
-"""Where benchmarks run, and whose clock takes the time there."""
+"""The devices that benchmarks run on, and how time is measured there."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .timing import Clock, Contender
 
 
 class Cpu(Clock):
-    """The CPU, where work is done when its call returns.
+    """The CPU, on which work is done when its call returns.
 
     Attributes:
         type: torch's name of the device.
-        tables: which rows a table has here: "cpu" or "cuda".
-        compute: what the rate of `compute_peak` is called in a row.
+        tables: which rows of the tables run here, "cpu" or "cuda".
+        compute: name of the rate of `compute_peak` in a row.
     """
 
     type = "cpu"
@@ -27,24 +27,24 @@ class Cpu(Clock):
     compute = "FMA"
 
     def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """The same work as one CUDA graph, in which the host's time no longer shows."""
+        """The same work as one CUDA graph, so that the host's time is not included."""
         return run
 
     def peak_bytes(self, run: Callable[[], Any]) -> float:
-        """Bytes of the device that a call takes at once, beyond those taken already; 0: unknown."""
+        """Peak of the device's bytes that a call takes in addition to earlier ones. 0: unknown."""
         run()
         return 0.0
 
     def facts(self, run: Callable[[], Any]) -> dict[str, Any]:
-        """Figures of a call beside its time, name -> number."""
+        """Figures of a call other than its time, by name."""
         return {}
 
     def describe(self) -> dict[str, Any]:
-        """For the head of a result file."""
+        """Description of the device for the head of a result file."""
         return {"type": self.type}
 
     def compute_peak(self, dtype: torch.dtype, small: bool) -> Contender | None:
-        """What bounds a computation: a plain loop of multiply-adds; None without a C compiler."""
+        """The roofline of a computation, a plain loop of multiply-adds. None without a compiler."""
         loops = machine.roofline()
         if loops is None:
             return None
@@ -53,7 +53,7 @@ class Cpu(Clock):
 
 
 class DryRun(Cpu):
-    """The CPU in the place of a GPU: its tables in tiny shapes, to see that they run."""
+    """The CPU in place of a GPU. Runs the GPU's tables in tiny shapes, to see that they work."""
 
     tables = "cuda"
     compute = "matmul"
@@ -68,14 +68,14 @@ class DryRun(Cpu):
         return {}
 
     def compute_peak(self, dtype: torch.dtype, small: bool) -> Contender | None:
-        """A matrix product by torch."""
+        """The roofline of a computation: a matrix product by torch."""
         n = 64 if small else 8192
         x = torch.randn(n, n, device=self.type).to(dtype)
         y = torch.empty_like(x)
         return Contender("matmul", lambda: torch.mm(x, x, out=y), work=2.0 * n**3)
 
     def copy_peak(self, small: bool) -> Contender:
-        """What bounds a movement of bytes: a copy by torch, which reads and writes them."""
+        """The roofline of moving bytes: a copy by torch, which reads and writes them."""
         x = torch.zeros((1 << (16 if small else 28)), dtype=torch.uint8, device=self.type)
         y = torch.empty_like(x)
         return Contender("copy", lambda: y.copy_(x), work=2.0 * x.nbytes)
@@ -87,7 +87,7 @@ class Cuda(DryRun):
     type = "cuda"
 
     def seconds(self, run: Callable[[], Any], calls: int) -> tuple[float, Any]:
-        """Between two events of the current stream."""
+        """Seconds between two events of the current stream."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(calls):
@@ -97,7 +97,7 @@ class Cuda(DryRun):
         return start.elapsed_time(end) / 1e3, answer
 
     def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        run()  # libraries make themselves ready in it
+        run()  # initializes libraries
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -113,7 +113,7 @@ class Cuda(DryRun):
         return float(torch.cuda.max_memory_allocated() - before)
 
     def kernels(self, run: Callable[[], Any]) -> dict[str, float]:
-        """By torch's profiler, the median of five calls."""
+        """The median of five calls by torch's profiler."""
         samples: dict[str, list[float]] = {}
         for _ in range(5):
             activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -141,4 +141,4 @@ class Cuda(DryRun):
 
 
 DEVICES: dict[str, type[Cpu]] = {"cpu": Cpu, "cuda": Cuda, "dry-run": DryRun}
-"""--device -> where that is."""
+"""Devices by the value of --device"""

@@ -1,8 +1,8 @@
-"""Whether h2o's threads and torch's get in each other's way.
+"""Whether h2o's threads slow down torch's.
 
-torch's OpenMP threads spin for a while after each operator. A second pool that also
-spins, or that wakes while they do, makes both slow where there are as many threads
-as processors. h2o therefore runs on torch's own threads where it finds them.
+torch's OpenMP threads spin for a while after each operator. If there are as many threads as
+processors, a second pool that also spins, or that wakes while they do, makes both slow. h2o
+therefore uses torch's own threads if it finds them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .timing import Contender, Row, race
 
 
 def threads(options: Options) -> Iterator[Row]:
-    """Time of torch's matrix products alone, and between h2o's or torch's own attention.
+    """Time of torch's matrix products alone, and between calls of h2o's or torch's attention.
 
-    Of each round only the products are timed: those of one SmolLM2 layer (hidden size 576,
-    MLP 1536) for one token. A ratio of 1 means that they do not feel what runs between them.
+    Only the products are timed. They are those of one SmolLM2 layer (hidden size 576, MLP 1536) for
+    one token. A ratio of 1 means that the calls between them do not slow them down.
     """
     sizes = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]
     query, keys, values = inputs.text(1, 9, 3, 1700, 64, torch.float32)
@@ -67,7 +67,7 @@ def threads(options: Options) -> Iterator[Row]:
 def timed(
     products: Callable[[], None], between: Callable[[], object], turns: int
 ) -> Callable[[], float]:
-    """Seconds of the products alone, in the mean over these turns."""
+    """Make a function that returns the mean seconds of the products alone."""
 
     def run() -> float:
         spent = 0.0

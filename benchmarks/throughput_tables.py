@@ -1,9 +1,9 @@
-"""R1 to R3: tokens a second at a fixed number of bytes for keys and values, the paper's claim
+"""R1 to R3: tokens per second at a fixed number of bytes for keys and values, as in the paper
 (Zhang et al., H2O, NeurIPS 2023, section 5.3), on SmolLM2 with bfloat16 weights.
 
-Every engine gets the same prompts, answers each with as many tokens as it is asked for, greedily,
-and may hold as many requests at a time as its keys and values fit into the bytes. Engines that
-evict are judged by what the full model says of their answers.
+Every engine gets the same prompts, and answers each greedily with the requested number of tokens.
+It may hold as many requests at a time as fit into the bytes with their keys and values. Engines
+that evict are judged by the loss of the full model on their answers.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ BUDGET = 256
 CONFIG = h2o.H2OConfig(
     heavy=189, recent=63, sinks=4, score_by="mean", value_weighted=True, kv_dtype="int8-int4"
 )
-"""`H2OConfig.robust(256)`, with keys in eight bits and values in four."""
+"""`H2OConfig.robust(256)`, with keys in eight bits and values in four"""
 
 BLOCK = 32
-"""Tokens in a block of OpenVINO's and vLLM's paged caches."""
+"""Tokens in a block of OpenVINO's and vLLM's paged caches"""
 
 JUDGED = 4
-"""Requests of which the texts are judged."""
+"""Number of requests whose answers are judged"""
 
 SOME = 4
-"""Requests of R1 that an engine gets which has memory for one at a time: another takes as long."""
+"""Requests of R1 for an engine with memory for one at a time. Each further one takes as long."""
 
 SHORT_ROUNDS = 3
-"""Of R2, which takes seconds."""
+"""Rounds of R2, which takes seconds"""
 
 MB = 1_000_000
 
 
 class Work(NamedTuple):
-    """What is to be answered, and in how much memory."""
+    """Requests to answer, and the memory for them."""
 
     row: str
     prompts: list[list[int]]
     new: list[int]
     """tokens of each answer"""
     bytes: int | None
-    """for keys and values; None: without a limit"""
+    """bytes for keys and values; None: no limit"""
 
     @property
     def longest(self) -> int:
@@ -76,7 +76,7 @@ class Work(NamedTuple):
 
 Answers = list[list[int]]
 Engine = Callable[[Work], tuple[float, Answers]]
-"""Seconds for a whole work, and the new tokens of each request."""
+"""Answers all requests. Returns the seconds, and the new tokens of each request."""
 
 
 def _span(numbers: list[int]) -> str:
@@ -84,13 +84,13 @@ def _span(numbers: list[int]) -> str:
 
 
 def passages(text: list[int], count: int, tokens: int) -> list[list[int]]:
-    """As many as wanted, of so many tokens each, which begin at different words."""
+    """Cut `count` passages of `tokens` tokens each, which begin at different words."""
     starts = [(97 * i) % (len(text) - tokens) for i in range(count)]
     return [text[n : n + tokens] for n in starts]
 
 
 def works(tokenizer: Any, quick: bool) -> list[Work]:
-    """Prompts are passages of one text, which begin at different words."""
+    """The works of R1, R2 and R3. Prompts are passages of one text from different words on."""
     text = prompt(tokenizer, 8192)[0].tolist()
     draw = random.Random(0)
 
@@ -110,17 +110,17 @@ def works(tokenizer: Any, quick: bool) -> list[Work]:
 
 
 def throughput(options: Options) -> Iterator[Row]:
-    """R1, R2, R3: the rows of `h2o.generate_all`, and of vLLM with h2o's pages, against engines
-    that keep every key and OpenVINO's own eviction. A work takes minutes: it is timed once, the
-    short one of R2 a few times in turn."""
+    """R1, R2, R3: `h2o.generate_all` and vLLM with h2o, against engines that keep every key and
+    OpenVINO's own eviction. A work takes minutes, so it is timed once. The short one of R2 is timed
+    a few times in turn."""
     model, tokenizer = load("bfloat16")
     for work in works(tokenizer, options.quick):
-        torch._dynamo.reset()  # graphs of another number of rows
+        torch._dynamo.reset()  # discards graphs of another number of rows
         with contextlib.ExitStack() as stack:
             ways = engines(model, work, stack)
-            short = [ids[:8] for ids in work.prompts]  # as many, for what is compiled for so many
+            short = [ids[:8] for ids in work.prompts]  # steps are compiled for this number
             warm_up = work._replace(prompts=short, new=[2] * len(short))
-            for name, engine in list(ways.items()):  # and nothing is loaded beside the first
+            for name, engine in list(ways.items()):  # loads everything before the first is timed
                 try:
                     engine(warm_up)
                 except PeerMissing as problem:
@@ -146,7 +146,7 @@ def throughput(options: Options) -> Iterator[Row]:
                 facts={
                     "tokens a second": 1 / times[OURS].median,
                     "of the peer": 1 / times[name].median,
-                    "nats a token by the full model": nats[OURS],
+                    "nats per token by the full model": nats[OURS],
                     "of the peer's texts": nats[name],
                     "of generate() with an H2OCache": nats["alone"],
                 },
@@ -157,14 +157,15 @@ def throughput(options: Options) -> Iterator[Row]:
 
 OURS = "generate_all"
 COMPILED = "generate_all, compiled"
-"""With frozen weights: laid out once, those of one input as one, as other engines have them."""
+"""With frozen weights. They are packed once, and those with the same input are joined, as in other
+engines."""
 STATIC = "DynamicCache, static batches"
 CONTINUOUS = "transformers' continuous batching"
 ONE_AT_A_TIME = (STATIC, CONTINUOUS, "vLLM", "OpenVINO", "OpenVINO, evicting", "llama.cpp")
 
 
 def engines(model: Any, work: Work, stack: contextlib.ExitStack) -> dict[str, Engine]:
-    """Each by its name; a peer that cannot be had is named and left out."""
+    """The engines by name. A peer that cannot be installed is reported and left out."""
     ways: dict[str, Engine] = {
         OURS: partial(generate_all, model, False),
         COMPILED: partial(generate_all, model, True),
@@ -211,13 +212,14 @@ def generate_all(model: Any, compileable: bool, work: Work) -> tuple[float, Answ
 
 
 def token_bytes(model: Any) -> int:
-    """Of keys and values of a token in 16 bits."""
+    """Bytes of a token's keys and values in 16 bits."""
     config = model.config
     return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
 
 def static_batches(model: Any, work: Work) -> tuple[float, Answers]:
-    """generate() with as many rows as fit at the longest request of a batch, sorted by length."""
+    """generate() on batches of requests sorted by length. A batch has as many rows as fit if all
+    are as long as its longest."""
     model.set_attn_implementation("sdpa")
 
     def fits(batch: list[int]) -> bool:
@@ -239,7 +241,7 @@ def static_batches(model: Any, work: Work) -> tuple[float, Answers]:
 
 
 def answer_batch(model: Any, work: Work, batch: list[int], cache: Any) -> Answers:
-    """Of some of the requests, left-padded, all as many tokens as the longest answer has."""
+    """Answer a left-padded batch of requests. All rows run until the longest answer is complete."""
     width = max(len(work.prompts[i]) for i in batch)
     pads = [width - len(work.prompts[i]) for i in batch]
     out = model.generate(
@@ -252,12 +254,12 @@ def answer_batch(model: Any, work: Work, batch: list[int], cache: Any) -> Answer
 
 
 def _widest(work: Work, batch: list[int]) -> int:
-    """Tokens of each row of a padded batch at its end."""
+    """Row length of a padded batch at its end."""
     return max(len(work.prompts[i]) for i in batch) + max(work.new[i] for i in batch)
 
 
 def continuous_batching(model: Any, work: Work) -> tuple[float, Answers]:
-    """transformers' own, with its paged cache."""
+    """transformers' continuous batching, with its paged cache."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     model.set_attn_implementation("sdpa")
@@ -270,24 +272,24 @@ def continuous_batching(model: Any, work: Work) -> tuple[float, Answers]:
         allow_block_sharing=False,
     )  # fmt: skip
     start = time.perf_counter()
-    with torch.inference_mode(False):  # its thread writes to what it makes here
+    with torch.inference_mode(False):  # its thread writes to tensors that are created here
         done = model.generate_batch(
             work.prompts, generation_config=greedy(max(work.new)), continuous_batching_config=config
         )
     seconds = time.perf_counter() - start
     outs = [done[key].generated_tokens for key in sorted(done, key=lambda x: int(x.split("_")[-1]))]
     if len(outs) < len(work.new) or not all(outs):
-        raise PeerMissing("it answers some requests with nothing")
+        raise PeerMissing("it leaves some requests without an answer")
     return seconds, [ids[:n] for ids, n in zip(outs, work.new, strict=True)]
 
 
 _NAMES = ("heavy", "recent", "sinks", "score_by", "value_weighted", "kv_dtype")
 H2O_ENTRY = {"additional_config": {"h2o": {name: getattr(CONFIG, name) for name in _NAMES}}}
-"""The option of vLLM's engine that makes it h2o's."""
+"""Option of vLLM's engine that enables h2o"""
 
 
 def vllm_peer(stack: contextlib.ExitStack, work: Work, options: dict[str, Any]) -> Peer:
-    """vLLM with room for the requests of a work, and these options of its engine."""
+    """Start vLLM with room for the requests of a work, and with these options of its engine."""
     engine = {
         "max_model_len": work.longest,
         "max_num_batched_tokens": max(2048, work.longest),
@@ -336,7 +338,7 @@ def llama_cpp(stack: contextlib.ExitStack, model: Any) -> Engine:
 
 
 def alone(model: Any, work: Work) -> Answers:
-    """Of the requests that are judged, each by generate() with an H2OCache."""
+    """Answer each of the judged requests by generate() with an H2OCache."""
     model.set_attn_implementation("h2o")
     answers = []
     for ids, new in zip(work.prompts[:JUDGED], work.new, strict=False):
@@ -347,7 +349,7 @@ def alone(model: Any, work: Work) -> Answers:
 
 
 def agreement(answers: Answers, expected: Answers) -> float:
-    """The part of each answer before it first differs, on average by tokens."""
+    """Share of the tokens that come before the first difference in each answer."""
     same = total = 0
     for answer, other in zip(answers, expected, strict=False):
         total += len(other)
@@ -360,7 +362,7 @@ def agreement(answers: Answers, expected: Answers) -> float:
 
 @torch.no_grad()
 def loss(model: Any, work: Work, answers: Answers) -> float:
-    """Nats a token of the answers that are judged, by the model with all keys."""
+    """Loss of the model with all keys on the judged answers, in nats per token."""
     model.set_attn_implementation("sdpa")
     total = 0.0
     count = 0

@@ -1,8 +1,8 @@
-"""How the benchmarks take times: contenders in turn, A B A B, and medians.
+"""How the benchmarks measure time: contenders take turns, A B A B, and medians are compared.
 
-A machine's speed drifts while one measures: its clock, its neighbors, its
-page cache. So no contender is timed in a block of its own; each round times every one
-of them once, and what is compared is always of the same round.
+A machine's speed drifts during a measurement, with its clock, its neighbors and its page cache.
+Contenders are therefore not timed one after the other. Each round times every contender once, and
+only times of the same round are compared.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SAMPLE_SECONDS = 0.02
-"""Short calls are repeated within a round until they fill this time."""
+"""Short calls are repeated within a round until they take this time."""
 
 
 class Clock:
-    """The host's, for work that is done when its call returns; devices have others."""
+    """The host's clock, for work that is done when its call returns. Devices override it."""
 
     def seconds(self, run: Callable[[], Any], calls: int) -> tuple[float, Any]:
-        """Of so many calls, and what the last one returned."""
+        """Run a function `calls` times. Returns the seconds, and the result of the last call."""
         start = time.perf_counter()
         for _ in range(calls):
             answer = run()
@@ -38,11 +38,11 @@ class Contender:
     """One way of doing the work of a row.
 
     Attributes:
-        name: what the table calls it.
+        name: name in the table.
         run: does the work once.
-        before: untimed, before each call of `run`.
+        before: called before each call of `run`, without being timed.
         work: floating-point operations or bytes of one call, for the roofline.
-        own_clock: `run` returns its time in seconds, because it is measured elsewhere (in
+        own_clock: whether `run` returns its time in seconds, because it is measured elsewhere (in
             another process) or only in part.
     """
 
@@ -55,7 +55,7 @@ class Contender:
 
 @dataclass
 class Times:
-    """What a contender took, in seconds per call, one sample for each round."""
+    """Times of a contender in seconds per call, with one sample for each round."""
 
     name: str
     samples: list[float]
@@ -90,7 +90,7 @@ def quartiles(values: list[float]) -> tuple[float, float]:
 
 
 def race(contenders: list[Contender], rounds: int, clock: Clock = HOST) -> dict[str, Times]:
-    """Times of each contender, taken in turn, after one or two untimed calls of each."""
+    """Time contenders in turn, after one or two untimed calls of each."""
     calls = []
     for contender in contenders:
         seconds = sample(contender, 1, clock)
@@ -104,7 +104,7 @@ def race(contenders: list[Contender], rounds: int, clock: Clock = HOST) -> dict[
     gc.disable()
     try:
         for i in range(rounds):
-            first = i % len(contenders)  # what comes after the collection finds colder caches
+            first = i % len(contenders)  # garbage collection leaves cold caches to the first one
             for contender, count in pairs[first:] + pairs[:first]:
                 times[contender.name].samples.append(sample(contender, count, clock))
             gc.collect()
@@ -115,7 +115,7 @@ def race(contenders: list[Contender], rounds: int, clock: Clock = HOST) -> dict[
 
 
 def sample(contender: Contender, calls: int, clock: Clock) -> float:
-    """Seconds per call, over so many calls."""
+    """Mean seconds per call, over `calls` calls."""
     if contender.before:
         contender.before()
     spent, answer = clock.seconds(contender.run, calls)
@@ -130,12 +130,12 @@ class Row:
         row: identifier: "P1", ...
         what: the work, for the reader.
         case: dtype, prompt length and so on, for the reader.
-        command: how to run it again.
-        ours, peer: times; `peer` is None where the figure stands alone.
-        bound: what the roofline figures are: "FMA" or "matmul", "read" or "copy"; None without one.
-        peak: FLOP/s or bytes/s of the plain loop in the same rounds.
-        error: how far it is from the reference, checked before anything was timed.
-        facts: figures beside the times (bytes, fractions), name -> number.
+        command: the command that runs it again.
+        ours, peer: times. `peer` is None if there is nothing to compare with.
+        bound: kind of the roofline: "FMA" or "matmul", "read" or "copy". None without a roofline.
+        peak: times of the plain loop in the same rounds.
+        error: error against the reference, which is checked before anything is timed.
+        facts: other figures (bytes, fractions) by name.
     """
 
     row: str
@@ -150,13 +150,13 @@ class Row:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def ratios(self) -> list[float]:
-        """peer's time / our time, round by round: above 1 h2o is faster."""
+        """The peer's time divided by ours, for each round. Above 1 h2o is faster."""
         if self.peer is None:
             return []
         return [p / o for p, o in zip(self.peer.samples, self.ours.samples, strict=True)]
 
     def fraction(self) -> float | None:
-        """Our rate by the plain loop's."""
+        """Our rate divided by the plain loop's."""
         if self.peak is None or self.ours.work is None:
             return None
         rate, peak = self.ours.rate(), self.peak.rate()

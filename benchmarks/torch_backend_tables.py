@@ -1,7 +1,7 @@
-"""P20: the torch backend on the CPU, so that its cost elsewhere can be judged.
+"""P20: the torch backend on the CPU, which gives an idea of its cost on other devices.
 
 `H2O_BACKEND=torch python -m benchmarks prefill memory decode evict simulate` runs those tables
-over it too.
+with it too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .timing import Contender, Row, race
 
 
 def portable(options: Options) -> Iterator[Row]:
-    """P20: prefill with scores against eager, the decode step against the core's."""
+    """P20: prefill with scores against eager attention, and a decode step against the core's."""
     yield from _prefill(options)
     yield from _step(options)
 

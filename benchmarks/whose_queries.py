@@ -1,13 +1,14 @@
-"""Whose queries should rank keys that several layers attend to (Gemma 3n, Gemma 4 E2B and E4B)?
+"""Compare whose queries should rank keys that several layers attend to (Gemma 3n, Gemma 4).
 
     python -m benchmarks.whose_queries
 
-A small model of each family, with random weights and after some training on the letters of the
-shipped article, reads held-out pieces of it: a prompt, then the rest letter by letter. The layer
-whose keys later layers attend to keeps a few of them, ranked by the attention of its own queries;
-of those of all layers that attend to it; or of these, but in the prompt of the last query of later
-layers alone, which is what generate() has of Gemma 4. The table has the nats a token that each
-loses to the model with all keys (the mean divergence of its distributions from that one's).
+A small model of each family processes held-out pieces of the article that h2o includes: a prompt,
+then the rest letter by letter. It has random weights, or some training on the other letters of the
+article. One layer's keys are reused by later layers. This layer keeps a few of them, ranked by the
+attention of its own queries; of the queries of all layers that attend to the keys; or of all
+layers, but in the prompt with only the last query of later layers, which is what generate() gives
+for Gemma 4. The table has the loss of each in nats per token against the model with all keys (the
+mean divergence of its distributions).
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ QUERIES = {
         own + (later[:, :, -1] if prompt else later.sum(2))
     ),
 }
-"""Of attention [B, G, N] that the layer's own queries gave, and [B, G, Q, N] that later layers'
-did, what is added to the scores."""
+"""The attention that is added to the scores, given that of the layer's own queries, [B, G, N], and
+that of later layers' queries, [B, G, Q, N]"""
 PROMPT, TEXT = 64, 128
 
 
 class Trial:
-    """Attention over what is kept of the keys of one layer."""
+    """Attention over the keys that are kept of one layer."""
 
     def __init__(self, layer: int, later: tuple[int, ...], heavy: int, recent: int) -> None:
         self.layer, self.later, self.budget = layer, later, (heavy, recent)
@@ -73,7 +74,7 @@ class Trial:
         return out.view(B, H, Q, -1).transpose(1, 2), None
 
     def evict(self) -> None:
-        """After a forward pass."""
+        """Update scores and evict keys after a forward pass."""
         heavy, recent = self.budget
         prompt = self.scores is None
         received = self.queries(self.own, torch.stack(self.others).sum(0), prompt)
@@ -120,7 +121,7 @@ def small(model_type: str) -> Any:
 
 
 def trained(model: Any, text: Tensor, steps: int) -> float:
-    """After so many steps on pieces of a text: the last hundred's mean loss."""
+    """Train for `steps` steps on pieces of a text. Returns the mean loss of the last hundred."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(steps):
@@ -137,7 +138,7 @@ def trained(model: Any, text: Tensor, steps: int) -> float:
 
 @torch.no_grad()
 def lost(model: Any, trial: Trial, pieces: Tensor) -> dict[str, float]:
-    """Nats a token by whose queries rank."""
+    """Loss in nats per token for each entry of QUERIES."""
     full = model(pieces, use_cache=False).logits[:, PROMPT:-1].log_softmax(-1)
     results = {}
     for name, queries in QUERIES.items():
@@ -155,7 +156,7 @@ def lost(model: Any, trial: Trial, pieces: Tensor) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300, help="of training")
+    parser.add_argument("--steps", type=int, default=300, help="training steps")
     parser.add_argument("--seeds", type=int, default=2)
     options = parser.parse_args()
     letters = files("h2o").joinpath("data/lighthouse.txt").read_bytes()

@@ -1,11 +1,11 @@
-/* arguments.c - Python objects into the parameters of an operation: see arguments.h. */
+/* arguments.c - turns Python objects into the parameters of an operation: see arguments.h. */
 #include "arguments.h"
 
 #include <stdio.h>
 
 /* ---- Numbers ----------------------------------------------------------- */
 
-/* Replaces the exception of a failed conversion by one that names the argument. */
+/* Replaces the exception of a failed conversion with one that names the argument. */
 static int refuse_scalar(const char *name, const char *wanted, PyObject *object) {
     const bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
     if (overflow || PyErr_ExceptionMatches(PyExc_TypeError)) {
@@ -26,10 +26,10 @@ static int parse_float(const char *name, PyObject *object, float *number) {
 int h2o_parse_int32(const char *name, PyObject *object, int32_t *number) {
     const long long parsed = PyLong_AsLongLong(object);
     if (parsed == -1 && PyErr_Occurred()) {
-        return refuse_scalar(name, "an integer of 32 bits", object);
+        return refuse_scalar(name, "a 32-bit integer", object);
     }
     if (parsed < INT32_MIN || parsed > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError, "%s: is %lld, wanted an integer of 32 bits", name, parsed);
+        PyErr_Format(PyExc_ValueError, "%s: is %lld, wanted a 32-bit integer", name, parsed);
         return -1;
     }
     *number = (int32_t)parsed;
@@ -127,7 +127,7 @@ int h2o_parse_operands(const h2o_operation_row *row, PyObject *const *operands, 
     return status;
 }
 
-/* What the operation needs of them; the tuple keeps the tensors alive. */
+/* Notes the fields that the operation uses. The tuple keeps their tensors alive. */
 static void note_slots(const h2o_operand *operand, PyObject *tuple, h2o_slots *slots,
                        h2o_borrowed *borrowed) {
     for (int i = 0; i < H2O_SLOTS_COUNT; i++) {

@@ -1,4 +1,4 @@
-/* attend.c - a call of attend: its operands in order, and what they must satisfy. */
+/* attend.c - the operation attend: its operands in order, and the checks of a call. */
 #include "operands.h"
 
 static const h2o_operand operands[] = {

@@ -1,5 +1,5 @@
-/* call.c - the stages of one call of an operation (run.h): h2o_validate checks it, h2o_measure asks
- * its kernel for the size of the workspace, h2o_open acquires that, h2o_run runs the kernel and
+/* call.c - the stages of a call (run.h): h2o_validate checks it, h2o_measure gets the size of the
+ * workspace that the kernel needs, h2o_open acquires the workspace, h2o_run runs the kernel and
  * h2o_close releases the memory. */
 #include "devices.h"
 #include "run.h"
@@ -15,11 +15,11 @@ static int get_memory(const char *op, void **memory, size_t bytes, h2o_error *er
 
 static int check_offer(const char *op, const h2o_call *call, size_t bytes, h2o_error *error) {
     if (bytes == H2O_UNSERVED) {
-        return h2o_fail(error, H2O_EBACKEND, "%s: no kernel of device \"%s\" serves such tensors",
+        return h2o_fail(error, H2O_EBACKEND, "%s: no kernel of device \"%s\" supports such tensors",
                         op, call->table->name);
     }
     if (call->offered >= bytes) return H2O_OK;
-    return h2o_fail(error, H2O_EVALUE, "workspace: has %zu bytes, %s wants %zu", call->offered, op,
+    return h2o_fail(error, H2O_EVALUE, "workspace: has %zu bytes, %s needs %zu", call->offered, op,
                     bytes);
 }
 

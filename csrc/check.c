@@ -1,15 +1,15 @@
-/* check.c - what a call's operands must satisfy before a kernel sees them: see operands.h.
+/* check.c - checks a call's operands before a kernel sees them: see operands.h.
  *
- * The rows of an operation state what each tensor must be: the shape in letters,
- * the dtype, whether it is written. Letters get their sizes from the first
- * tensor that has them, and every later one must agree. The numbers in tensors
- * that kernels use as indices or counts are counts.c's.
+ * The rows of an operation state what each tensor must be: its shape in letters, its dtype, and
+ * whether it is written. A letter gets its size from the first tensor that has it, and every
+ * later tensor must agree. counts.c checks the values in tensors that kernels use as indices or
+ * counts.
  *
- * Overlap is found by address ranges: a written tensor's range, from its first
- * to its last byte, may not touch that of any other tensor of the call, unless
- * both step from row to row by the same number of bytes, and their rows share none:
- * so pages may have all fields of a row side by side. This also refuses some that
- * are interleaved without sharing an element.
+ * Overlap is found by address ranges. The range of a written tensor, from its first to its last
+ * byte, must not touch that of any other tensor of the call. There is one exception: two tensors
+ * may step from row to row by the same number of bytes if their rows share none, so that pages
+ * can hold all fields of a row side by side. The check also rejects some tensors that are
+ * interleaved without sharing an element.
  */
 #include "operands.h"
 #include "policy.h"
@@ -22,7 +22,7 @@
 
 /* ---- Rules ------------------------------------------------------------- */
 
-/* An operand's tensor, and what its row of the operation asks of it in this call. */
+/* An operand's tensor, and what its row of the operation requires in this call. */
 typedef struct {
     h2o_view *view;
     char letters[H2O_MAX_DIMS + 1];
@@ -32,7 +32,7 @@ typedef struct {
 
 typedef struct {
     uintptr_t first, last; /* addresses of the first and the last byte */
-    uint64_t step, reach;  /* bytes from row to row, and those that each spans */
+    uint64_t step, reach;  /* bytes from row to row, and bytes that each row spans */
 } range;
 
 static const char *device_text(const h2o_view *view, char text[40]) {
@@ -58,7 +58,8 @@ static const char *shape_text(const h2o_view *view, char text[100]) {
     return text;
 }
 
-/* NULL for what is no letter. T shares the place of S: a store has one of them. */
+/* The size that a letter stands for, NULL for other characters. T and S share an entry, since a
+ * store has only one of them. */
 static int64_t *size_of(h2o_dims *dims, char letter) {
     switch (letter) {
     case 'B':
@@ -85,7 +86,7 @@ static int64_t *size_of(h2o_dims *dims, char letter) {
     }
 }
 
-/* "[B, G, Q, D] with B = 2, Q = 4": what the letters mean so far. */
+/* "[B, G, Q, D] with B = 2, Q = 4": the letters, and the sizes that are known so far. */
 static const char *letters_text(const char *letters, h2o_dims *dims, char text[160]) {
     int used = snprintf(text, 160, "[");
     for (int i = 0; letters[i] != '\0'; i++) {
@@ -117,7 +118,7 @@ static int fail_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
                     shape_text(rule->view, shape), wanted);
 }
 
-/* Sizes are kept within int32 because positions, slots and rows are counted so. */
+/* Sizes must fit into int32, the type of positions, slots and rows. */
 static int check_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
     h2o_view *view = rule->view;
     const bool bytes = rule->flags & H2O_STORED && view->dtype == H2O_U8;
@@ -128,7 +129,7 @@ static int check_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
         const int64_t number = letter == '+' ? dims->G + 1 : letter - '0';
         int64_t *size = size_of(dims, letter);
         if (bytes && i == view->ndim - 1) {
-            size = NULL; /* h2o_check_rows looks at it */
+            size = NULL; /* h2o_check_rows checks it */
         } else if (size == NULL ? got != number : *size != 0 && got != *size) {
             return fail_shape(rule, dims, error);
         }
@@ -151,7 +152,7 @@ static int check_dtype(const rule *rule, h2o_dtype *floating, const char *leader
     if (rule->flags & H2O_STORED && view->dtype == H2O_U8) return H2O_OK;
     if (rule->dtype != H2O_NONE) {
         if (view->dtype == rule->dtype) return H2O_OK;
-        if (rule->dtype == H2O_F64 && narrow) return H2O_OK; /* not every device has f64 */
+        if (rule->dtype == H2O_F64 && narrow) return H2O_OK; /* some devices have no f64 */
         return h2o_fail(error, H2O_ETYPE, "%s: has dtype %s, wanted %s", view->name,
                         h2o_dtype_name(view->dtype), h2o_dtype_name(rule->dtype));
     }
@@ -182,12 +183,12 @@ int h2o_fail_kernels(const h2o_view *leader, h2o_error *error) {
     char device[40];
     return h2o_fail(error, H2O_EBACKEND,
                     "%s: is on %s, for which this build of h2o has no kernels; move the tensors to "
-                    "the CPU, or give tensors of torch",
+                    "the CPU, or pass torch tensors",
                     leader->name, device_text(leader, device));
 }
 
-/* Gives dimensions of size 1, whose stride says nothing, the stride of C order,
- * so that kernels may look at strides alone. */
+/* Gives dimensions of size 1, whose stride means nothing, the stride of C order, so that kernels
+ * need to look at strides only. */
 static void normalize_strides(h2o_view *view) {
     uint64_t inner = 1;
     for (int32_t i = view->ndim - 1; i >= 0; i--) {
@@ -198,7 +199,7 @@ static void normalize_strides(h2o_view *view) {
     }
 }
 
-/* The bytes that a tensor spans; false when they cannot be counted. */
+/* The bytes that a tensor spans. Returns false on overflow. */
 static bool find_range(const h2o_view *view, range *bytes) {
     const int64_t size = h2o_dtype_size(view->dtype);
     int64_t count = size, below = 0, above = size - 1, reach;
@@ -221,8 +222,8 @@ static bool find_range(const h2o_view *view, range *bytes) {
            bytes->last <= (uintptr_t)INTPTR_MAX;
 }
 
-/* Whether no element of the tensor lies in the place of another: from the
- * smallest stride up, each must step over all that the smaller ones reach. */
+/* Whether no two elements of the tensor share memory: from the smallest stride up, each stride must
+ * step over everything that the smaller ones reach. */
 static bool is_injective(const h2o_view *view) {
     bool done[H2O_MAX_DIMS] = {false};
     int64_t reach = 0;
@@ -247,7 +248,7 @@ static int check_layout(const rule *rule, range *bytes, h2o_error *error) {
     normalize_strides(view);
     if (!find_range(view, bytes)) {
         char shape[100];
-        return h2o_fail(error, H2O_EVALUE, "%s: of shape %s is larger than any memory", view->name,
+        return h2o_fail(error, H2O_EVALUE, "%s: shape %s is larger than any memory", view->name,
                         shape_text(view, shape));
     }
     if (rule->flags & H2O_WRITTEN) {
@@ -271,8 +272,9 @@ static int check_layout(const rule *rule, range *bytes, h2o_error *error) {
     return H2O_OK;
 }
 
-/* Whether two tensors share no byte. Where both step from row to row by as many bytes, forwards,
- * rows lie in a period of these: they are apart if those of one end before the other's begin. */
+/* Whether two tensors share no byte. If both step forward from row to row by the same number of
+ * bytes, each row lies within one period, and the tensors are apart if neither's rows reach the
+ * other's within a period. */
 static bool is_apart(const range *a, const range *b) {
     if (a->last < b->first || b->last < a->first) return true;
     if (a->step != b->step || (int64_t)a->step <= 0) return false;
@@ -296,9 +298,9 @@ static int check_overlap(const rule *rules, const range *ranges, int count, h2o_
     return H2O_OK;
 }
 
-/* Checks all tensors of a call and finds the sizes. */
+/* Checks all tensors of a call and fills in dims. */
 static int check_tensors(const rule *all, int count, h2o_dims *dims, h2o_error *error) {
-    rule rules[H2O_MOST_TENSORS]; /* of the tensors that are there */
+    rule rules[H2O_MOST_TENSORS]; /* of the tensors that are given */
     range ranges[H2O_MOST_TENSORS];
     h2o_dtype floating = H2O_NONE;
     int present = 0;
@@ -322,7 +324,7 @@ static int check_tensors(const rule *all, int count, h2o_dims *dims, h2o_error *
     if (dims->H != 0) {
         if (dims->H % dims->G != 0) {
             return h2o_fail(error, H2O_EVALUE,
-                            "%s: has %" PRId64 " heads, which is no multiple of the %" PRId64
+                            "%s: has %" PRId64 " heads, which is not a multiple of the %" PRId64
                             " key/value heads of %s",
                             all[0].view->name, dims->H, dims->G, all[1].view->name);
         }
@@ -336,7 +338,7 @@ static int check_tensors(const rule *all, int count, h2o_dims *dims, h2o_error *
 int h2o_check_logits(float scale, float softcap, h2o_error *error) {
     static const float LARGEST = FLT_MAX / 1.5f;
     if (!(fabsf(scale) <= LARGEST)) {
-        return h2o_fail(error, H2O_EVALUE, "scale: is %g, wanted a number of at most %g either way",
+        return h2o_fail(error, H2O_EVALUE, "scale: is %g, wanted a number of magnitude at most %g",
                         (double)scale, (double)LARGEST);
     }
     if (!(softcap >= 0.0f && softcap <= LARGEST)) {
@@ -351,7 +353,7 @@ int h2o_check_logits(float scale, float softcap, h2o_error *error) {
     return H2O_OK;
 }
 
-/* A number of the policy; names and yes or no are what they must be once parsed. */
+/* A number of the policy. Choices and booleans are valid once they are parsed. */
 static double policy_number(const h2o_policy *policy, const h2o_policy_field *field) {
     const void *const at = (const char *)policy + field->offset;
     switch (field->kind) {
@@ -377,7 +379,7 @@ static int check_policy(const h2o_policy *policy, h2o_error *error) {
     return H2O_OK;
 }
 
-/* "34 (int8) or 20 (int4)": bytes of the quantized rows that there are of D elements. */
+/* "34 (int8) or 20 (int4)": the bytes of each quantized row type that can hold D elements. */
 static const char *rows_text(int64_t D, char text[100]) {
     size_t used = 0;
 #define ROW(name, ...)                                                                             \
@@ -408,9 +410,9 @@ int h2o_check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h2o_
         }
     }
     if ((keys->dtype == H2O_U8) != (values->dtype == H2O_U8)) {
-        return h2o_fail(error, H2O_ETYPE,
-                        "%s: has dtype %s and %s %s, wanted both quantized or none", keys->name,
-                        h2o_dtype_name(keys->dtype), values->name, h2o_dtype_name(values->dtype));
+        return h2o_fail(
+            error, H2O_ETYPE, "%s: has dtype %s and %s has %s, wanted both quantized or neither",
+            keys->name, h2o_dtype_name(keys->dtype), values->name, h2o_dtype_name(values->dtype));
     }
     return H2O_OK;
 }
@@ -438,17 +440,17 @@ int h2o_check_needed(const h2o_slots *slots, const h2o_policy *policy, h2o_error
 
 /* ---- Operands ---------------------------------------------------------- */
 
-/* How the slots of a call lie. */
+/* The layout of a call's slots. */
 typedef struct {
-    bool uneven;   /* heads have numbers of slots of their own */
-    bool numbered; /* the batch has some of their rows */
+    bool uneven;   /* heads have different numbers of slots: starts is given */
+    bool numbered; /* the batch uses some of the rows: rows is given */
 } layout;
 
 static layout layout_of(const h2o_slots *slots) {
     return (layout){h2o_given(&slots->starts), h2o_given(&slots->rows)};
 }
 
-/* The rule of a tensor, with its letters as this call has them. */
+/* The rule of a tensor, with its letters as they are in this call. */
 static rule rule_of(const h2o_operand *operand, h2o_view *view, unsigned flags, layout slots) {
     rule rule = {.view = view, .dtype = operand->dtype, .flags = flags};
     const bool joined = operand->flags & H2O_PER_SLOT && slots.uneven;
@@ -464,13 +466,13 @@ static rule rule_of(const h2o_operand *operand, h2o_view *view, unsigned flags, 
     return rule;
 }
 
-/* What an operation with these flags for its slots asks of a field of theirs. */
+/* The requirements on a field of the slots, given the flags of the operation's slots. */
 static unsigned flags_of(const h2o_operand *slots, const h2o_operand *field) {
     if (!(slots->flags & H2O_ATTENDED) || field->flags & H2O_SCORED) return field->flags;
     return field->flags & ~(unsigned)H2O_WRITTEN;
 }
 
-/* Whether slots that an operation can do without are there. */
+/* Whether the slots are given; only H2O_OPTIONAL ones may be absent. */
 static bool is_present(const h2o_operand *operand, const void *params) {
     if (!(operand->flags & H2O_OPTIONAL)) return true;
     return *(const bool *)((const char *)params + operand->present);

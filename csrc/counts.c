@@ -1,9 +1,10 @@
-/* counts.c - copies the small tensors of a call into h2o_counts, and checks their values: see
+/* counts.c - copies the small tensors of a call into h2o_counts and checks their values: see
  * operands.h.
  *
- * seen_tokens [Z], budget [Z,2] or [Z,G,2], next_slot [Z,G], starts [G+1] or [Z,G+1], rows [B], prompt [B] and mask [B,Q]
- * decide how much a kernel reads and where it writes. Another thread may change them meanwhile, so each
- * number is loaded once, here or in the operation's file; kernels use the copies only.
+ * seen_tokens [Z], budget [Z,2] or [Z,G,2], next_slot [Z,G], starts [G+1] or [Z,G+1], rows [B],
+ * prompt [B] and mask [B,Q] determine how much a kernel reads and where it writes. Another thread
+ * may change them meanwhile, so each number is loaded once, here or in the operation's file, and
+ * kernels use only the copies.
  */
 #include "operands.h"
 #include "policy.h"
@@ -15,7 +16,7 @@
 
 /* ---- Reading ----------------------------------------------------------- */
 
-/* As h2o_load_i32. */
+/* Like h2o_load_i32. */
 static int64_t i64_at(const h2o_view *view, int64_t i) {
     return __atomic_load_n((const int64_t *)h2o_at(view, i, 0, 0), __ATOMIC_RELAXED);
 }
@@ -39,7 +40,7 @@ size_t h2o_counts_bytes(const h2o_dims *dims, const h2o_view *mask) {
     return rows_bytes(dims) + heads_bytes(dims) + taken_bytes(dims) + columns * sizeof(int32_t);
 }
 
-/* In the order of their alignment. */
+/* The parts are in order of decreasing alignment. */
 static h2o_counts_memory divide(void *memory, const h2o_dims *dims) {
     char *const heads = (char *)memory + rows_bytes(dims);
     char *const taken = heads + heads_bytes(dims);
@@ -68,7 +69,7 @@ h2o_counts_memory h2o_count_tokens(void *memory, const h2o_dims *dims, const h2o
 
 /* ---- Checking ---------------------------------------------------------- */
 
-/* "[b]" where a row's heads have one budget, "[b, g]" where each has its own. */
+/* "[b]" if a row's heads share one budget, "[b, g]" if each has its own. */
 static const char *budget_index(const h2o_view *budget, int64_t b, int64_t g, char text[48]) {
     const bool per_head = budget->ndim == 3;
     snprintf(text, 48, per_head ? "[%" PRId64 ", %" PRId64 "]" : "[%" PRId64 "]", b, g);
@@ -94,7 +95,7 @@ int h2o_count_budget(const h2o_view *budget, int64_t b, int64_t g, const h2o_pol
     return H2O_OK;
 }
 
-/* The row of the slots that row b of the batch is. */
+/* Finds the row of the slots that batch row b uses. */
 static int count_place(const h2o_view *rows, const h2o_dims *dims, int64_t b, uint64_t *taken,
                        int64_t *row, h2o_error *error) {
     *row = h2o_given(rows) ? h2o_load_i32(rows, b, 0, 0) : b;
@@ -106,19 +107,20 @@ static int count_place(const h2o_view *rows, const h2o_dims *dims, int64_t b, ui
     const uint64_t bit = (uint64_t)1 << *row % 64;
     if (taken[*row / 64] & bit) {
         return h2o_fail(error, H2O_EVALUE,
-                        "%s[%" PRId64 "]: is %" PRId64 " as of a row before, wanted each once",
+                        "%s[%" PRId64 "]: is %" PRId64
+                        " like an earlier entry, wanted distinct rows",
                         rows->name, b, *row);
     }
     taken[*row / 64] |= bit;
     return H2O_OK;
 }
 
-/* Where the slots of head g of a row begin, or where the last one's end. */
+/* Where the slots of head g of a row begin; for g = G, where those of the last head end. */
 static int64_t start_at(const h2o_view *starts, int64_t row, int64_t g) {
     return starts->ndim == 2 ? h2o_load_i32(starts, row, g, 0) : h2o_load_i32(starts, g, 0, 0);
 }
 
-/* Where the slots of each head of a row lie, among `all` of the axis. */
+/* Finds where the slots of each head of a row lie on an axis of `all` slots. */
 static int count_extents(const h2o_view *starts, int64_t row, const h2o_dims *dims, int64_t all,
                          h2o_head *heads, h2o_error *error) {
     char of_row[24] = "";
@@ -130,12 +132,12 @@ static int count_extents(const h2o_view *starts, int64_t row, const h2o_dims *di
         if (begin < 0 || end <= begin || end > all) {
             return h2o_fail(error, H2O_EVALUE,
                             "%s[%s%" PRId64 "]: slots %" PRId64 "..%" PRId64
-                            ", wanted at least one of 0..%" PRId64,
+                            ", wanted at least one within 0..%" PRId64,
                             starts->name, of_row, g, begin, end - 1, all - 1);
         }
         if (g > 0 && begin < heads[g - 1].offset + heads[g - 1].slots) {
             return h2o_fail(error, H2O_EVALUE,
-                            "%s: heads %" PRId64 " and %" PRId64 " share slots, wanted none",
+                            "%s: heads %" PRId64 " and %" PRId64 " share slots, wanted none shared",
                             starts->name, g - 1, g);
         }
         heads[g].offset = begin;
@@ -165,7 +167,7 @@ static int count_length(const h2o_view *lengths, int64_t b, h2o_row *row, h2o_er
     row->length = i64_at(lengths, b);
     if (row->length < 0 || row->length > INT32_MAX - row->tokens) {
         return h2o_fail(error, H2O_EVALUE,
-                        "%s[%" PRId64 "]: is %" PRId64 ", wanted 0..%d less the new tokens",
+                        "%s[%" PRId64 "]: is %" PRId64 ", wanted 0..%d minus the new tokens",
                         lengths->name, b, row->length, INT32_MAX);
     }
     return H2O_OK;

@@ -1,10 +1,10 @@
-/* dispatch.c - asks the processor for its features and chooses the highest instruction set level of
+/* dispatch.c - detects the processor's features and chooses the highest instruction set level of
  * the CPU kernels that it can run, or the one that H2O_CPU names.
  *
- * The processor is asked once, at import. A feature counts as present when the
- * processor has the instructions and the operating system saves the registers
- * that they use (XGETBV; Intel 64 and IA-32 Architectures Software Developer's
- * Manual, volume 1, sections 13.3 and 15.2). On aarch64 the system is asked.
+ * This happens once, at import. A feature counts as present if the processor has the
+ * instructions and the operating system saves the registers that they use (XGETBV; Intel 64 and
+ * IA-32 Architectures Software Developer's Manual, volume 1, sections 13.3 and 15.2). On
+ * aarch64 the operating system reports the features.
  */
 #include "run.h"
 
@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- Features: bits of present ----------------------------------------- */
+/* ---- Features: bits of the mask `present` -------------------------------- */
 
 #if defined(__x86_64__)
 
@@ -24,7 +24,7 @@ enum { NO_STATE = 0, YMM = 0x6, ZMM = 0xe6, TILES = 0x60000 }; /* bits of XCR0 *
 static const struct {
     const char *name;
     int word, bit;
-    uint32_t state; /* that the operating system has to save */
+    uint32_t state; /* that the operating system must save */
 } features[] = {
     {"sse4.2", LEAF_1_C, 20, NO_STATE}, {"avx2", LEAF_7_B, 5, YMM},
     {"fma", LEAF_1_C, 12, YMM},         {"f16c", LEAF_1_C, 29, YMM},
@@ -36,7 +36,7 @@ static const struct {
 };
 
 static uint32_t saved_state(uint32_t leaf_1_c) {
-    if (!(leaf_1_c >> 27 & 1)) { /* OSXSAVE: xgetbv may be used */
+    if (!(leaf_1_c >> 27 & 1)) { /* no OSXSAVE: xgetbv may not be used */
         return NO_STATE;
     }
     uint32_t low, high;
@@ -44,7 +44,7 @@ static uint32_t saved_state(uint32_t leaf_1_c) {
     return low;
 }
 
-/* The system is not asked for tiles that no level uses. */
+/* Permission to use tiles is requested only if some level uses them. */
 static bool may_use_tiles(void) {
 #if defined(H2O_LEVEL_AMX)
     return h2o_may_use_tiles();
@@ -63,7 +63,7 @@ static uint32_t ask_processor(void) {
         words[LEAF_7_B] = b;
         words[LEAF_7_C] = c;
         words[LEAF_7_D] = d;
-        if (a >= 1) { /* the highest subleaf */
+        if (a >= 1) { /* a: the highest subleaf */
             __cpuid_count(7, 1, a, b, c, d);
             words[LEAF_7_1_A] = a;
         }
@@ -87,7 +87,7 @@ static const struct {
 } features[] = {{"neon"}, {"dotprod"}, {"bf16"}, {"i8mm"}};
 
 static uint32_t ask_processor(void) {
-    uint32_t present = 1; /* every aarch64 has the first */
+    uint32_t present = 1; /* every aarch64 processor has neon */
     for (size_t i = 1; i < sizeof features / sizeof features[0]; i++) {
         present |= (uint32_t)h2o_arm_has(features[i].name) << i;
     }
@@ -108,7 +108,7 @@ enum { FEATURES = sizeof features / sizeof features[0] };
 
 /* ---- Levels ------------------------------------------------------------ */
 
-/* From the lowest. Each needs the features named here and those of all lower levels. */
+/* From lowest to highest. Each level needs its own features and those of all lower levels. */
 static const struct {
     const h2o_ops *ops;
     const char *needs[4];
@@ -133,7 +133,7 @@ static const struct {
 
 enum { LEVELS = sizeof levels / sizeof levels[0] };
 
-/* All written once, by h2o_init. */
+/* Written once, by h2o_init. */
 static const h2o_ops *cpu_ops;
 static const char *level_names[LEVELS + 1];
 static char feature_names[128];
@@ -158,7 +158,7 @@ static int count_levels(uint32_t present) {
     return LEVELS;
 }
 
-/* Appends a name to text [size], after a blank if it is not the first. */
+/* Appends a name to text [size], after a space unless it is the first. */
 static void append_name(char *text, size_t size, const char *name) {
     const size_t length = strlen(text);
     snprintf(text + length, size - length, "%s%s", length ? " " : "", name);

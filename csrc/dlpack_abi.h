@@ -1,8 +1,8 @@
-/* dlpack_abi.h - the part of DLPack that h2o speaks, declared anew.
+/* dlpack_abi.h - declarations of the part of DLPack that h2o uses.
  *
- * DLPack is a stable C ABI (https://dmlc.github.io/dlpack/latest/c_api.html);
- * these structs have the layout of its version 1.3. The asserts at the end keep
- * them that way.
+ * DLPack is a stable C ABI (https://dmlc.github.io/dlpack/latest/c_api.html).
+ * These structs have the layout of version 1.3, which the assertions at the end
+ * check.
  */
 #ifndef H2O_DLPACK_ABI_H
 #define H2O_DLPACK_ABI_H
@@ -26,7 +26,7 @@ typedef struct {
     uint16_t lanes;
 } dl_dtype;
 
-/* The first element lies byte_offset bytes behind data. Strides count elements;
+/* The first element is byte_offset bytes after data. Strides count elements;
  * before version 1.2 they may be NULL, which means C order. */
 typedef struct {
     void *data;
@@ -38,15 +38,15 @@ typedef struct {
     uint64_t byte_offset;
 } dl_tensor;
 
-/* What a capsule named "dltensor" holds. The deleter may be NULL. */
+/* The contents of a capsule named "dltensor". The deleter may be NULL. */
 typedef struct dl_managed {
     dl_tensor tensor;
     void *context;
     void (*deleter)(struct dl_managed *self);
 } dl_managed;
 
-/* What a capsule named "dltensor_versioned" holds. With a foreign major version
- * nothing behind the deleter means what it says here. */
+/* The contents of a capsule named "dltensor_versioned". If the major version is a different one,
+ * the fields after the deleter may have another meaning. */
 typedef struct dl_managed_versioned {
     dl_version version;
     void *context;
@@ -55,10 +55,9 @@ typedef struct dl_managed_versioned {
     dl_tensor tensor;
 } dl_managed_versioned;
 
-/* What the capsule type(x).__dlpack_c_exchange_api__ holds: functions that need
- * no capsule and no Python call. The table lives as long as the process. With a
- * foreign major version only the header may be read; previous leads to tables
- * of older versions. */
+/* The contents of the capsule type(x).__dlpack_c_exchange_api__: functions that need no capsule and
+ * no Python call. The table lives as long as the process. If the major version is a different one,
+ * only the header may be read; previous leads to tables of older versions. */
 typedef struct dl_exchange_header {
     dl_version version;
     struct dl_exchange_header *previous;
@@ -66,13 +65,13 @@ typedef struct dl_exchange_header {
 
 typedef struct {
     dl_exchange_header header;
-    void (*new_tensor)(void); /* signatures of what is not called here are left out */
+    void (*new_tensor)(void); /* functions that h2o does not call have no signature here */
     void (*export_managed)(void);
     void (*import_managed)(void);
-    /* Fills *tensor with what stays the object's; 0, or -1 and a Python
+    /* Fills *tensor with memory that still belongs to the object. Returns 0, or -1 and a Python
      * exception. May be NULL. */
     int (*borrow)(void *object, dl_tensor *tensor);
-    /* Writes the stream that work on a device is queued on; 0, or -1 and a Python exception. */
+    /* Gets the stream on which a device's work is queued; 0, or -1 and a Python exception. */
     int (*current_stream)(int32_t device_type, int32_t device_id, void **stream);
 } dl_exchange_api;
 

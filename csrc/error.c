@@ -1,4 +1,4 @@
-/* error.c - h2o_fail: writes status and message of an error to its record. */
+/* error.c - h2o_fail: writes the status and the message of an error into its record. */
 #include "h2o.h"
 
 #include <stdarg.h>

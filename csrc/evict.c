@@ -1,5 +1,5 @@
-/* evict.c - a call of evict: its operands in order, what they must satisfy, and that the slots suffice for
- * what is kept and hold what seen_tokens and budgets say. */
+/* evict.c - the operation evict: its operands in order, and the checks of a call. The slots must
+ * have space for the keys that are kept, and hold what seen_tokens and budget imply. */
 #include "operands.h"
 #include "policy.h"
 
@@ -26,8 +26,8 @@ static int check_evict(void *parameters, h2o_error *error) {
     return h2o_check_needed(&params->slots, &params->policy, error);
 }
 
-/* Slots 0..held hold what seen_tokens and budget say: otherwise evict would have more
- * keys than are to be kept. */
+/* Checks that the numbers of filled slots match seen_tokens and budget. Otherwise evict could find
+ * more keys than it has memory for. */
 static int check_filled(const h2o_slots *slots, int64_t g, const h2o_head *head, h2o_error *error) {
     const int32_t *const positions =
         h2o_at(&slots->positions, head->row, head->offset, 0); /* [slots] */
@@ -42,8 +42,8 @@ static int check_filled(const h2o_slots *slots, int64_t g, const h2o_head *head,
     }
     return h2o_fail(error, H2O_EVALUE,
                     "%s[%" PRId64 ", %" PRId64 "]: %" PRId64 " of the slots are filled, %" PRId64
-                    " of these among the first %" PRId64
-                    ", but seen_tokens and budget say that %" PRId64 " are",
+                    " of them among the first %" PRId64
+                    ", but seen_tokens and budget require %" PRId64 " there",
                     slots->positions.name, head->row, g, filled, early, held + 1, held);
 }
 
@@ -61,8 +61,8 @@ static int count_evict(void *parameters, void *memory, h2o_error *error) {
                 h2o_policy_held(head->budget, head->held + counted.rows[b].tokens);
             if (keeps > head->slots) {
                 return h2o_fail(error, H2O_EVALUE,
-                                "%s: has %" PRId64 " slots, but row %" PRId64 " is to keep %" PRId64
-                                " tokens; make larger slots",
+                                "%s: has %" PRId64 " slots, but row %" PRId64 " must keep %" PRId64
+                                " tokens; create larger slots",
                                 slots->keys.name, head->slots, head->row, keeps);
             }
             status = check_filled(slots, g, head, error);

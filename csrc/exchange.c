@@ -1,17 +1,17 @@
-/* exchange.c - tensors of any library as h2o_view, without a copy.
+/* exchange.c - views of any library's tensors, without copying.
  *
- * An object lends its memory by the first of three routes that it offers:
+ * An object lends its memory by one of three routes:
  *
- *   table    type(x).__dlpack_c_exchange_api__, DLPack's C functions: tens of
- *            nanoseconds and nothing to give back (torch >= 2.10);
- *   numpy    NumPy's C API, which also knows read-only arrays and says more than
- *            NumPy's DLPack when it has to refuse;
- *   dunder   x.__dlpack__(), for all others: runs Python, and hands over a
+ *   numpy    NumPy's C API, for NumPy arrays. It also supports read-only arrays, and its
+ *            errors say more than those of NumPy's DLPack.
+ *   table    type(x).__dlpack_c_exchange_api__, DLPack's C functions. They take tens of
+ *            nanoseconds, and there is nothing to give back (torch >= 2.10).
+ *   dunder   x.__dlpack__(), for all other objects. It runs Python and hands over a
  *            managed tensor whose deleter must be called exactly once.
  *
- * The dunder route goes first, for all arguments. It may run any code, which
- * could take away memory that another argument has merely shown us; after it
- * no Python runs until the kernel.
+ * The dunder route is taken first, for all arguments that need it. It may run any code, which
+ * could free memory that another argument has merely shown us. After it no Python runs until
+ * the kernel.
  */
 #include <Python.h>
 
@@ -80,12 +80,12 @@ static bool has_elements(const h2o_view *view) {
     return true;
 }
 
-/* What no kernel could read, whatever the operation. */
+/* Rejects memory that no kernel could read, whatever the operation. */
 static int require_memory(const h2o_view *view, PyObject *object) {
     if (view->ndim > H2O_MAX_DIMS || !has_elements(view)) {
-        return 0; /* check.c tells what is wrong with the shape */
+        return 0; /* check.c reports what is wrong with the shape */
     }
-    if (view->data == NULL && view->device_type == H2O_DEVICE_CPU) { /* others are not read */
+    if (view->data == NULL && view->device_type == H2O_DEVICE_CPU) { /* the CPU reads no others */
         PyErr_Format(PyExc_BufferError,
                      "%s: this %s has no memory (a fake, meta or wrapped tensor?)", view->name,
                      h2o_type_name(object).text);
@@ -103,8 +103,8 @@ static int require_memory(const h2o_view *view, PyObject *object) {
 
 /* ---- NumPy ------------------------------------------------------------- */
 
-/* By kind and size, since NumPy has several types of the same: its longlong is an int64 too.
- * Types that others add to NumPy may say any kind. */
+/* Looks up kind and size, not the type number, since NumPy has several types that are alike, such
+ * as longlong and int64. Types that other packages add to NumPy may claim any kind. */
 static h2o_dtype numpy_dtype(PyArrayObject *array) {
     static const struct {
         char kind;
@@ -141,7 +141,7 @@ static int borrow_numpy(PyArrayObject *array, h2o_view *view) {
         view->stride[i] = PyArray_STRIDE(array, i) / size;
         if (view->shape[i] > 1 && PyArray_STRIDE(array, i) % size != 0) {
             PyErr_Format(PyExc_BufferError,
-                         "%s: a stride of %zd bytes is no multiple of the element size %zd; "
+                         "%s: a stride of %zd bytes is not a multiple of the element size %zd; "
                          "pass a copy",
                          view->name, (Py_ssize_t)PyArray_STRIDE(array, i), (Py_ssize_t)size);
             return -1;
@@ -177,7 +177,7 @@ static int read_dltensor(const dl_tensor *tensor, PyObject *object, h2o_view *vi
         return -1;
     }
     if (tensor->ndim < 0 || (tensor->ndim > 0 && tensor->shape == NULL)) {
-        PyErr_Format(PyExc_BufferError, "%s: this %s describes its shape wrongly", view->name,
+        PyErr_Format(PyExc_BufferError, "%s: this %s has an invalid DLPack shape", view->name,
                      h2o_type_name(object).text);
         return -1;
     }
@@ -185,7 +185,7 @@ static int read_dltensor(const dl_tensor *tensor, PyObject *object, h2o_view *vi
     view->device_type = tensor->device_type;
     view->device_id = tensor->device_id;
     if (view->ndim > H2O_MAX_DIMS) return 0;
-    uint64_t inner = 1; /* may wrap around; check.c refuses such shapes */
+    uint64_t inner = 1; /* may wrap around; check.c rejects such shapes */
     for (int32_t i = view->ndim - 1; i >= 0; i--) {
         view->shape[i] = tensor->shape[i];
         view->stride[i] = tensor->strides != NULL ? tensor->strides[i] : (int64_t)inner;
@@ -200,14 +200,14 @@ static int read_dltensor(const dl_tensor *tensor, PyObject *object, h2o_view *vi
 static const char *const capsule_names[2] = {"dltensor", "dltensor_versioned"};
 static const char *const used_names[2] = {"used_dltensor", "used_dltensor_versioned"};
 
-/* From here on the managed tensor is ours to give back: renaming the capsule
- * tells its destructor so. */
+/* Takes ownership of the managed tensor; renaming the capsule tells its destructor. From here on
+ * it must be given back. */
 static int take_capsule(PyObject *capsule, h2o_borrowed_view *entry) {
     const char *const argument = entry->view->name;
     for (int versioned = 0; versioned < 2; versioned++) {
         if (PyCapsule_IsValid(capsule, used_names[versioned])) {
             PyErr_Format(PyExc_BufferError,
-                         "%s: __dlpack__ gave a capsule that has been used before", argument);
+                         "%s: __dlpack__ returned a capsule that has been used before", argument);
             return -1;
         }
         if (PyCapsule_IsValid(capsule, capsule_names[versioned])) {
@@ -219,13 +219,13 @@ static int take_capsule(PyObject *capsule, h2o_borrowed_view *entry) {
         }
     }
     if (!PyCapsule_CheckExact(capsule)) {
-        PyErr_Format(PyExc_TypeError, "%s: __dlpack__ gave a %s, wanted a DLPack capsule", argument,
-                     h2o_type_name(capsule).text);
+        PyErr_Format(PyExc_TypeError, "%s: __dlpack__ returned a %s, wanted a DLPack capsule",
+                     argument, h2o_type_name(capsule).text);
         return -1;
     }
     const char *name = PyCapsule_GetName(capsule);
     PyErr_Format(PyExc_BufferError,
-                 "%s: __dlpack__ gave a capsule named \"%.100s\", wanted \"dltensor\" or "
+                 "%s: __dlpack__ returned a capsule named \"%.100s\", wanted \"dltensor\" or "
                  "\"dltensor_versioned\"",
                  argument, name != NULL ? name : "");
     return -1;
@@ -238,21 +238,21 @@ static int read_managed(h2o_borrowed_view *entry) {
     }
     const dl_managed_versioned *managed = entry->managed;
     if (managed->version.major != DL_MAJOR) {
-        PyErr_Format(PyExc_BufferError, "%s: came as DLPack version %u.%u, h2o reads version %d",
+        PyErr_Format(PyExc_BufferError, "%s: has DLPack version %u.%u, h2o supports version %d",
                      view->name, managed->version.major, managed->version.minor, DL_MAJOR);
         return -1;
     }
-    /* What is written into a producer's private copy would be lost. */
+    /* Whatever is written into a producer's private copy would be lost. */
     view->readonly = managed->flags & (DL_FLAG_READ_ONLY | DL_FLAG_IS_COPIED);
     return read_dltensor(&managed->tensor, entry->object, view);
 }
 
-/* Turns what a producer raised into a BufferError that names the argument, with
- * the original as its cause. Memory errors, and what is no Exception at all
- * (KeyboardInterrupt), stay themselves. */
+/* Turns the producer's exception into a BufferError that names the argument, with the original as
+ * its cause. MemoryError and exceptions that are not an Exception (KeyboardInterrupt) stay as they
+ * are. */
 static void explain_refusal(const h2o_borrowed_view *entry) {
     if (!PyErr_Occurred()) {
-        PyErr_SetString(PyExc_BufferError, "it does not say why");
+        PyErr_SetString(PyExc_BufferError, "no reason was given");
     }
     if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) {
         return;
@@ -269,7 +269,7 @@ static void explain_refusal(const h2o_borrowed_view *entry) {
         PyErr_Clear();
         reason = "";
     }
-    /* torch appends a C++ stack trace: the first line says it all. */
+    /* torch appends a C++ stack trace; the first line is enough. */
     PyObject *line = PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strcspn(reason, "\n"), "replace");
     if (line != NULL) {
         PyErr_Format(PyExc_BufferError, "%s: this %s cannot share its memory: %U",
@@ -287,7 +287,7 @@ static void explain_refusal(const h2o_borrowed_view *entry) {
     Py_XDECREF(traceback);
 }
 
-/* Producers from before DLPack 1.0 do not know max_version. */
+/* Producers older than DLPack 1.0 have no max_version argument. */
 static PyObject *call_dunder(const h2o_exchange *exchange, PyObject *method, bool queued) {
     PyObject *arguments = PyTuple_New(0);
     PyObject *keywords = PyDict_New();
@@ -314,7 +314,7 @@ static int borrow_dunder(const h2o_exchange *exchange, h2o_borrowed_view *entry,
         if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
             PyErr_Clear();
             PyErr_Format(PyExc_TypeError,
-                         "%s: a %s is no tensor; wanted a torch tensor, a NumPy array or "
+                         "%s: a %s is not a tensor; wanted a torch tensor, a NumPy array or "
                          "another object with __dlpack__",
                          entry->view->name, h2o_type_name(entry->object).text);
         }
@@ -340,8 +340,8 @@ static int borrow_from_table(h2o_borrowed_view *entry) {
     return read_dltensor(&tensor, entry->object, entry->view);
 }
 
-/* Finds the newest table of the major version that we know; NULL where the type
- * has none. Returns -1 where asking for it failed. */
+/* Finds the newest table of the supported major version, or NULL if the type has none. Returns -1
+ * and a Python exception if the lookup itself failed. */
 static int usable_table(const h2o_exchange *exchange, PyTypeObject *type,
                         const dl_exchange_api **api) {
     PyObject *capsule = PyObject_GetAttr((PyObject *)type, exchange->names.table);
@@ -349,7 +349,7 @@ static int usable_table(const h2o_exchange *exchange, PyTypeObject *type,
     *api = NULL;
     if (capsule == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
-        PyErr_Clear(); /* the type has other routes */
+        PyErr_Clear(); /* the type has no table */
         return 0;
     }
     if (PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
@@ -364,7 +364,7 @@ static int usable_table(const h2o_exchange *exchange, PyTypeObject *type,
     return 0;
 }
 
-/* The table of a type that has been looked up, or NULL. */
+/* The remembered table of a type, or NULL. */
 static const dl_exchange_api *recall(h2o_exchange *exchange, PyTypeObject *type) {
     const dl_exchange_api *api = NULL;
     LOCK(exchange);
@@ -434,7 +434,7 @@ int h2o_current_stream(const h2o_borrowed *borrowed, void **stream) {
     const h2o_view *view = leader->view;
     if (leader->route != H2O_VIA_TABLE || leader->api->current_stream == NULL) {
         PyErr_Format(PyExc_RuntimeError,
-                     "%s: a %s does not tell its stream by DLPack's exchange table; name one",
+                     "%s: a %s has no current stream in DLPack's exchange table; pass a stream",
                      view->name, h2o_type_name(leader->object).text);
         return -1;
     }

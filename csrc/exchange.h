@@ -1,13 +1,13 @@
-/* exchange.h - Python objects lend their memory as h2o_view for one call.
+/* exchange.h - lends the memory of Python objects as h2o_view for the duration of one call.
  *
  *     h2o_borrowed borrowed = {.count = 0};
- *     h2o_note(&borrowed, "query", object, &params.query);     one line per tensor
+ *     h2o_note(&borrowed, "query", object, &params.query);     one line for each tensor
  *     if (h2o_borrow(exchange, &borrowed) < 0) goto done;       a Python exception is set
  *     ...
  *     done: h2o_give_back(&borrowed);
  *
- * All of it needs the GIL, or, in an interpreter that has none, an attached thread. The
- * objects must outlive what is borrowed of them, as the arguments of a Python call do.
+ * All functions need the GIL or, in an interpreter without one, an attached thread. The objects
+ * must outlive what is borrowed from them, as the arguments of a Python call do.
  */
 #ifndef H2O_EXCHANGE_H
 #define H2O_EXCHANGE_H
@@ -17,9 +17,8 @@
 #include "dlpack_abi.h"
 #include "tables.h"
 
-/* Types whose exchange table has been looked up. Part of the module's state,
- * and the types are kept alive: an address alone could come to mean another
- * type. */
+/* The types whose exchange table has been looked up. They belong to the module's state. The
+ * references keep the types alive, since otherwise another type could get the same address. */
 enum { H2O_PRODUCERS = 4 };
 
 typedef struct {
@@ -30,21 +29,21 @@ typedef struct {
         PyTypeObject *type;
         const dl_exchange_api *api;
     } producers[H2O_PRODUCERS];
-    int next; /* which to forget when a new one comes */
-    struct {  /* what producers are asked for and given, made once; strings are interned */
+    int next; /* the entry that the next new type replaces */
+    struct {  /* objects passed to producers, created once; strings are interned */
         PyObject *table, *dlpack, *max_version, *stream;
-        PyObject *unordered; /* -1, DLPack's word for a stream that nothing has to wait for */
+        PyObject *unordered; /* -1, DLPack's value for "do not synchronize streams" */
         PyObject *version;   /* (major, minor) */
     } names;
 } h2o_exchange;
 
-/* The name of an object's type, for messages: the limited API does not show tp_name. */
+/* The name of an object's type, for messages. The limited API does not expose tp_name. */
 typedef struct {
     char text[100];
 } h2o_name;
 h2o_name h2o_type_name(PyObject *object) __attribute__((cold));
 
-/* Loads NumPy's C API and makes the names; 0, or -1 and a Python exception. */
+/* Loads NumPy's C API and creates the names. Returns 0, or -1 and a Python exception. */
 int h2o_exchange_init(h2o_exchange *exchange);
 int h2o_exchange_traverse(h2o_exchange *exchange, visitproc visit, void *arg);
 void h2o_exchange_clear(h2o_exchange *exchange);
@@ -63,13 +62,13 @@ typedef struct {
 typedef struct {
     h2o_borrowed_view entries[H2O_MOST_TENSORS];
     int count;
-    /* For __dlpack__: what reads the tensors is queued on the stream that their library queues its
-     * own work on, so that they are in order already, and no event has to be recorded. */
+    /* For __dlpack__: the kernels are queued on the stream on which the tensors' library queues its
+     * own work. They are in order already, so no event has to be recorded. */
     bool queued;
 } h2o_borrowed;
 
-/* Notes that object is to fill *view, which is all zeros. None leaves a view that is not given.
- * The name must outlive the view. */
+/* Notes that object is to fill *view, which must be all zeros. None leaves the view not given. The
+ * name must outlive the view. */
 static inline void h2o_note(h2o_borrowed *borrowed, const char *name, PyObject *object,
                             h2o_view *view) {
     view->name = name;
@@ -78,14 +77,14 @@ static inline void h2o_note(h2o_borrowed *borrowed, const char *name, PyObject *
     }
 }
 
-/* Fills all noted views; 0, or -1 and a Python exception. */
+/* Fills all noted views. Returns 0, or -1 and a Python exception. */
 int h2o_borrow(h2o_exchange *exchange, h2o_borrowed *borrowed);
 
-/* The stream that the producer of the first view queues its work on; 0, or -1 and a
+/* Finds the stream on which the producer of the first view queues its work. Returns 0, or -1 and a
  * Python exception. */
 int h2o_current_stream(const h2o_borrowed *borrowed, void **stream);
 
-/* Gives back what was borrowed, if anything; keeps a pending exception. */
+/* Gives back what was borrowed, if anything. A pending exception stays pending. */
 void h2o_give_back(h2o_borrowed *borrowed);
 
 #endif

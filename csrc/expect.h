@@ -1,5 +1,5 @@
-/* expect.h - preconditions: what the callers of a kernel's parts have to see to. Builds with a
- * sanitizer check them (with -DH2O_EXPECT all others too); the rest trust them, at no cost. */
+/* expect.h - preconditions that callers within a kernel must satisfy. Builds with a sanitizer or
+ * with -DH2O_EXPECT check them; in other builds they cost nothing. */
 #ifndef H2O_EXPECT_H
 #define H2O_EXPECT_H
 

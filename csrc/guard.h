@@ -1,8 +1,8 @@
 /* guard.h - gaps between the parts of a workspace, for AddressSanitizer.
  *
- * A workspace is one block of memory, so a sanitizer would not notice a write
- * past one part into the next. Where there is one, each part has a gap behind it
- * that must not be touched; otherwise there are no gaps, and nothing to do. */
+ * A workspace is one block of memory, so AddressSanitizer would not notice a write past the end
+ * of one part into the next. In builds with AddressSanitizer each part is therefore followed by a
+ * gap that must not be touched. Other builds have no gaps. */
 #ifndef H2O_GUARD_H
 #define H2O_GUARD_H
 
@@ -10,7 +10,7 @@
 
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer)
-#define __SANITIZE_ADDRESS__ 1 /* as gcc has it */
+#define __SANITIZE_ADDRESS__ 1 /* as gcc defines it */
 #endif
 #endif
 
@@ -25,12 +25,12 @@ void __asan_unpoison_memory_region(const volatile void *memory, size_t bytes);
 }
 #endif
 
-/* Memory that may be used again, whatever it was part of. */
+/* Makes memory usable again, including the gaps of its earlier parts. */
 static inline void guard_open(void *memory, size_t bytes) {
     __asan_unpoison_memory_region(memory, bytes);
 }
 
-/* The gap behind a part that ends there. */
+/* Forbids access to the gap after a part that ends here. */
 static inline void guard_close(void *end) { __asan_poison_memory_region(end, GUARD_BYTES); }
 #else
 enum { GUARD_BYTES = 0 };

@@ -1,9 +1,9 @@
 /* half.h - scalar conversions between float and the two 16-bit formats.
  *
- * Portable C on bit patterns: the vector layers use them where the processor
- * has no instruction, and scalar code uses them everywhere, but on a GPU
- * (H2O_OWN_F16: whoever includes this has f16_from_float and float_from_f16).
- * Rounding is to nearest even; NaN stays NaN (quiet), overflow becomes infinity. */
+ * Portable C on bit patterns. The vector layers use these where the processor has no
+ * instruction; scalar code uses them everywhere except on a GPU, where the file that includes
+ * this one defines H2O_OWN_F16 and brings its own f16_from_float and float_from_f16.
+ * Conversions round to nearest even. NaN stays NaN (quiet); overflow becomes infinity. */
 #ifndef H2O_HALF_H
 #define H2O_HALF_H
 
@@ -33,9 +33,9 @@ H2O_INLINE uint16_t bf16_from_float(float x) {
 }
 
 #ifndef H2O_OWN_F16
-/* Moves the fraction into place, then fixes the exponent: a normal number by
- * adding the difference of the biases, a subnormal by letting the floating
- * point unit normalize it, infinity and NaN by filling the exponent. */
+/* Moves the fraction into place, then fixes the exponent: of a normal number by adding the
+ * difference of the biases, of a subnormal by letting the floating-point unit normalize it, of
+ * infinity and NaN by filling the exponent with ones. */
 H2O_INLINE float float_from_f16(uint16_t h) {
     const uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
     const uint32_t rest = (uint32_t)(h & 0x7fffu) << 13;
@@ -49,8 +49,8 @@ H2O_INLINE float float_from_f16(uint16_t h) {
     return bits_float(bits | sign);
 }
 
-/* Subnormal results: adding 0.5 makes the unit round at 2^-24, the smallest
- * step of f16, and leaves the fraction in the low bits. */
+/* For subnormal results 0.5 is added: the unit then rounds to multiples of 2^-24, the smallest step
+ * of f16, and leaves the fraction in the low bits. */
 H2O_INLINE uint16_t f16_from_float(float x) {
     const uint32_t bits = float_bits(x);
     const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000u);
@@ -63,7 +63,7 @@ H2O_INLINE uint16_t f16_from_float(float x) {
 }
 #endif
 
-/* The element of f32, f16 or bf16 at p, as a float. */
+/* The f32, f16 or bf16 element at p, as a float. */
 H2O_INLINE float load_scalar(const void *p, h2o_dtype type) {
     uint16_t h;
     float x;

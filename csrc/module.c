@@ -1,8 +1,8 @@
 /* module.c - the Python module h2o._core: calls in, exceptions out.
  *
- * A call parses its numbers first, since that may run Python, then borrows the
- * tensors, has them checked, takes workspace, and runs the kernel without the
- * GIL. h2o/backends is the only caller; h2o/ops.py documents the operations.
+ * A call parses its numbers first, since that may run Python. It then borrows the tensors, checks
+ * them, acquires a workspace, and runs the kernel without the GIL. h2o/backends is the only
+ * caller; h2o/ops.py documents the operations.
  */
 #include <Python.h>
 
@@ -33,7 +33,7 @@ static int raise_error(const h2o_error *error) {
     return -1;
 }
 
-/* What is to be done with a call: see call_doc. */
+/* What to do with a call; see call_doc. */
 typedef enum { RUN, CHECK, MEASURE, LAUNCH, MODES } call_mode;
 
 static const struct {
@@ -55,13 +55,13 @@ typedef struct {
     const h2o_operation_row *row;
     h2o_operation operation;
     call_mode mode;
-    PyObject *stream, *workspace; /* LAUNCH; MEASURE: the stream */
+    PyObject *stream, *workspace; /* LAUNCH: both; MEASURE: the stream */
     h2o_view room;                /* the workspace, borrowed */
-    size_t bytes;                 /* MEASURE: of it */
+    size_t bytes;                 /* MEASURE: bytes of workspace needed */
 } request;
 
-/* The index of a name; the names that callers write are interned, so that it is mostly one of
- * these very objects. -1 and a Python exception where it is none. */
+/* The index of a name, or -1 and a Python exception. Names in callers' sources are interned, so
+ * that comparing pointers usually finds them. */
 static int find_name(const char *argument, PyObject *const *names, int count, PyObject *name) {
     for (int i = 0; i < count; i++) {
         if (names[i] == name) return i;
@@ -74,7 +74,7 @@ static int find_name(const char *argument, PyObject *const *names, int count, Py
     return -1;
 }
 
-/* Of operation, mode, operands and what the mode wants beside them. */
+/* Parses the operation and the mode, and checks the number of arguments. */
 static int read_request(const module_state *state, PyObject *const *args, Py_ssize_t count,
                         request *r) {
     if (count < 2) {
@@ -100,18 +100,18 @@ static int read_request(const module_state *state, PyObject *const *args, Py_ssi
 
 static int check_workspace(const h2o_view *room, const h2o_view *leader) {
     if (room->device_type != leader->device_type || room->device_id != leader->device_id) {
-        PyErr_Format(PyExc_ValueError, "workspace: is on another device than %s", leader->name);
+        PyErr_Format(PyExc_ValueError, "workspace: is on a different device from %s", leader->name);
         return -1;
     }
     const bool bytes = room->dtype == H2O_U8 && room->ndim == 1 && room->stride[0] == 1;
     if (!bytes || (uintptr_t)room->data % 256 != 0) {
-        PyErr_SetString(PyExc_ValueError, "workspace: wanted bytes in a row, at a multiple of 256");
+        PyErr_SetString(PyExc_ValueError, "workspace: wanted contiguous bytes, aligned to 256");
         return -1;
     }
     return 0;
 }
 
-/* What the caller lends a device's kernels. */
+/* Passes on the workspace and stream that the caller provides for a device's kernels. */
 static int equip(const request *r, const h2o_borrowed *borrowed, h2o_call *call) {
     call->queued = r->mode == MEASURE || r->mode == LAUNCH;
     if (r->mode != LAUNCH) return 0;
@@ -125,8 +125,8 @@ static int equip(const request *r, const h2o_borrowed *borrowed, h2o_call *call)
     return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
-/* All that can fail comes before the kernel, which runs without the GIL. Returns a status, or -1
- * with a Python exception. */
+/* Everything that can fail comes before the kernel, which runs without the GIL. Returns a status,
+ * or -1 with a Python exception. */
 static int execute(request *r, void *params, const h2o_borrowed *borrowed, h2o_error *error) {
     h2o_call call = {.operation = r->operation};
     int status = equip(r, borrowed, &call);
@@ -145,14 +145,14 @@ static int execute(request *r, void *params, const h2o_borrowed *borrowed, h2o_e
 
 PyDoc_STRVAR(call_doc,
              "call($module, operation, mode, /, *operands)\n--\n\n"
-             "An operation of h2o.ops; mode says what is done with it:\n"
-             "\"run\": it runs, on the CPU.\n"
-             "\"check\": raises what it would raise, and does nothing else.\n"
-             "\"measure\": the same, for the kernels of the tensors' device; returns the bytes of\n"
-             "workspace that they want for it, None if none of them serves it. Its stream follows\n"
-             "the operands.\n"
-             "\"launch\": queues it on a stream of that device: its handle, or None for the one\n"
-             "that the tensors' library queues work on. Stream and workspace follow the operands.");
+             "Perform an operation of h2o.ops. The mode says what to do with it:\n"
+             "\"run\": run it on the CPU.\n"
+             "\"check\": raise the errors that running it would raise, and do nothing else.\n"
+             "\"measure\": check it for the kernels of the tensors' device. Return the bytes of\n"
+             "workspace that they need, or None if no kernel supports it. The stream follows the\n"
+             "operands.\n"
+             "\"launch\": queue it on a stream of that device. The stream (a handle, or None for\n"
+             "the current stream of the tensors' library) and the workspace follow the operands.");
 
 static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     module_state *const state = PyModule_GetState(module);
@@ -194,8 +194,8 @@ static const h2o_device *find_device(PyObject *name) {
 
 PyDoc_STRVAR(devices_doc,
              "devices($module, name, /)\n--\n\n"
-             "(version of the driver, [(name, major, minor), ...]) of the devices of a kind, as\n"
-             "\"cuda\"; RuntimeError where there is no driver.");
+             "Return (driver version, [(name, major, minor), ...]) for the devices of a kind,\n"
+             "such as \"cuda\". Raise RuntimeError if there is no driver.");
 
 static PyObject *devices(PyObject *module, PyObject *name) {
     (void)module;
@@ -226,8 +226,8 @@ static PyObject *devices(PyObject *module, PyObject *name) {
 }
 
 PyDoc_STRVAR(load_doc, "load($module, name, image, index, /)\n--\n\n"
-                       "Loads the kernels, a file of them in bytes, for a device of a kind, as "
-                       "\"cuda\". The first image stands for all.");
+                       "Load a file of kernels, given as bytes, for a device of a kind, such as "
+                       "\"cuda\". The first image is used for all devices.");
 
 static PyObject *load(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
@@ -294,7 +294,7 @@ static int intern_names(module_state *state) {
     return 0;
 }
 
-/* What call takes as its operation. */
+/* Adds the names that `call` accepts as its operation. */
 static int add_operations(PyObject *module) {
     const module_state *const state = PyModule_GetState(module);
     PyObject *names = PyTuple_New(H2O_OPERATIONS);
@@ -316,8 +316,8 @@ static int execute_module(PyObject *module) {
     return add_operations(module);
 }
 
-/* Of the sources on which kernels and core must agree, as the build has hashed them; a file of
- * kernels ends with the same text. */
+/* Adds the build's hash of the sources on which kernels and core must agree. A file of kernels ends
+ * with the same text. */
 static int add_build_id(PyObject *module) {
     return PyModule_AddStringConstant(module, "KERNELS", H2O_KERNELS);
 }
@@ -339,7 +339,7 @@ static void free_module(void *module) { clear(module); }
 
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, add_build_id},
-    {Py_mod_exec, execute_module}, /* in a second interpreter it fails: NumPy serves one */
+    {Py_mod_exec, execute_module}, /* fails in a second interpreter: NumPy supports only one */
 #ifdef Py_GIL_DISABLED
     {Py_mod_gil, Py_MOD_GIL_NOT_USED},
 #endif

@@ -1,5 +1,5 @@
-/* policy.c - which keys of a prompt or chunk are kept: the part of policy.h that runs once for
- * many of them. */
+/* policy.c - selects the keys of a prompt or chunk that are kept: the part of policy.h that
+ * runs once for many keys. */
 #include "policy.h"
 
 uint32_t h2o_policy_cut(const uint32_t *counts, uint32_t digits, int64_t *nth) {
@@ -10,9 +10,9 @@ uint32_t h2o_policy_cut(const uint32_t *counts, uint32_t digits, int64_t *nth) {
     return digit;
 }
 
-/* The nth highest of n keys, counted from 1; *among is how many of the keys
- * equal to it belong to the nth highest. Radix select: each pass counts the
- * keys that agree with the digits known so far by their next digit. */
+/* The nth highest of n keys, counted from 1. Of the keys that equal it, *among are within the n
+ * highest. Radix select: each pass takes the keys that match the digits known so far and counts
+ * them by their next digit. */
 static uint32_t nth_highest(const uint32_t *keys, int64_t n, int64_t nth, int64_t *among) {
     static const struct {
         int shift;
@@ -36,8 +36,7 @@ static uint32_t nth_highest(const uint32_t *keys, int64_t n, int64_t nth, int64_
     return known;
 }
 
-/* Of the n positions whose key is tied, the highest that is kept when the
- * `among` lowest are. */
+/* The highest position that is kept if the `among` lowest positions with key `tied` are kept. */
 static int32_t last_of_ties(const uint32_t *keys, uint32_t tied, const int32_t *positions,
                             int64_t n, int64_t among, uint32_t *scratch) {
     int64_t count = 0;
@@ -65,7 +64,7 @@ int64_t h2o_policy_select_keys(int64_t n, int64_t budget, const int32_t *positio
         keep[i] = (keys[i] > lowest) | ((keys[i] == lowest) & (positions[i] <= last));
         kept += keep[i];
     }
-    /* Only positions that repeat can tie for more places than there are. */
+    /* More keys than the budget can be left only if positions repeat. */
     for (int64_t i = n - 1; kept > budget; i--) {
         const bool tied = keep[i] && keys[i] == lowest;
         keep[i] = keep[i] && !tied;

@@ -1,23 +1,25 @@
-/* policy.h - H2O itself: which keys of a row are kept and which are evicted.
+/* policy.h - the H2O policy: which keys of a row are kept and which are evicted.
  *
- * Every decision of the project is made here, on plain arrays, for one row and
- * one key/value head at a time:
+ * Every eviction decision is made here, on plain arrays, for one row and one
+ * key/value head at a time:
  *
- *   budget   k = sinks + heavy + recent keys are kept;
- *   spared   the positions below sinks, the recent highest ones, and pinned keys;
- *   score    the attention that a key has received: the sum over queries, or the largest, always
- *            finite or NaN. Infinity is what a caller gives a key to pin it;
- *   rank     of the others the highest ranked are kept: the score, on request per
- *            query that has seen the key and weighted by the norm of its value;
- *   ties     the lower position is kept; NaN ranks below every number.
+ *   budget   k = sinks + heavy + recent keys are kept.
+ *   spared   The first `sinks` positions, the last `recent` positions and pinned keys are never
+ *            evicted.
+ *   score    The attention that a key has received: the sum over queries or the largest. A score
+ *            is finite or NaN; a caller sets it to infinity to pin the key.
+ *   rank     Of the other keys the highest ranked are kept. The rank is the score, optionally
+ *            divided by the number of queries that have seen the key and multiplied by the norm
+ *            of its value.
+ *   ties     The lower position is kept. NaN ranks below every number.
  *
  * Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference
  * of Large Language Models" (NeurIPS 2023), section 4, Algorithm 1.
  *
- * Ranks are compared as order-preserving unsigned integers, never as floats,
- * so that the order is total. What runs once per decoded token is inline: each
- * instruction set level compiles it with its own flags, and the loops are
- * written without branches so that compilers vectorize them.
+ * Ranks are compared as order-preserving unsigned integers, never as floats, so that the
+ * order is total. Functions that run for every decoded token are inline, so that each
+ * instruction set level compiles them with its own flags. Their loops have no branches, so
+ * that compilers vectorize them.
  */
 #ifndef H2O_POLICY_H
 #define H2O_POLICY_H
@@ -27,48 +29,48 @@
 #include <math.h>
 #include <string.h>
 
-/* How the rank follows from the score. */
+/* How the rank is derived from the score. */
 typedef enum { H2O_BY_SCORE, H2O_BY_MEAN, H2O_BY_DECAYED_MEAN } h2o_rank_kind;
 
-/* The policy of one row at one moment. */
+/* The policy of one row at one length. */
 typedef struct {
     int64_t budget;  /* k */
     int32_t first;   /* the lowest position that may be evicted, ... */
-    uint32_t span;   /* ... and how many positions from there on may */
-    int32_t length;  /* tokens seen, the newest included */
-    float log_decay; /* ln(decay) where decay < 1, and */
+    uint32_t span;   /* ... and the number of positions from there on that may be */
+    int32_t length;  /* tokens seen, including the newest */
+    float log_decay; /* if decay < 1: ln(decay), and */
     float all_ages;  /*   1 / (decay - 1), minus the sum over infinitely many ages; else 0 */
     h2o_rank_kind kind;
     bool value_weighted;
     bool largest; /* see h2o_scores_largest */
 } h2o_ranking;
 
-/* Whether a score is the largest attention that any one query gave, rather than the sum. Both fade
- * alike: attention counts decay^age. */
+/* Whether a score is the largest attention from any one query instead of the sum. Both decay in
+ * the same way: attention from `age` queries ago counts decay^age. */
 H2O_INLINE bool h2o_scores_largest(const h2o_policy *policy) {
     return policy->score_by == H2O_SCORE_MAX;
 }
 
-H2O_INLINE float h2o_larger(float a, float b) { return a > b || a != a ? a : b; } /* or NaN */
+H2O_INLINE float h2o_larger(float a, float b) { return a > b || a != a ? a : b; } /* NaN wins */
 
-/* k; 64 bits, since each part may be "unlimited" by itself. */
+/* k. It has 64 bits because each of its parts may be "unlimited". */
 H2O_INLINE int64_t h2o_policy_budget(const h2o_policy *policy, int32_t heavy, int32_t recent) {
     return (int64_t)policy->sinks + heavy + recent;
 }
 
-/* How many keys a row keeps that has seen length tokens. */
+/* The number of keys that a row keeps after it has seen length tokens. */
 H2O_INLINE int64_t h2o_policy_held(int64_t budget, int64_t length) {
     return length < budget ? length : budget;
 }
 
-/* What of a row's policy changes with its length. */
+/* Updates what depends on the row's length. */
 H2O_INLINE void h2o_policy_advance(h2o_ranking *ranking, int32_t recent, int64_t length) {
     const int64_t evictable = length - recent - ranking->first;
     ranking->span = evictable > 0 ? (uint32_t)evictable : 0;
     ranking->length = (int32_t)length;
 }
 
-/* The policy of a row that has seen length tokens, the newest included. */
+/* The policy of a row that has seen length tokens, including the newest. */
 H2O_INLINE h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heavy, int32_t recent,
                                           int64_t length) {
     h2o_ranking ranking = {
@@ -90,27 +92,28 @@ H2O_INLINE h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heav
     return ranking;
 }
 
-/* Of n > 0 candidates in any order sets keep[i] to 1 for the min(n, k) that
- * are kept and to 0 for the others; returns how many are. positions must differ.
+/* Chooses the min(n, k) of n > 0 candidates that are kept: sets their keep[i] to 1, the others' to
+ * 0, and returns their number. Candidates may come in any order; their positions must differ.
  * norms may be NULL unless the policy is value_weighted. O(n).
- * keep [n], keys [2n]: scratch. */
+ * keep [n]; keys [2n]: scratch. */
 int64_t h2o_policy_select(const h2o_ranking *ranking, int64_t n, const float *scores,
                           const int32_t *positions, const float *norms, uint8_t *keep,
                           uint32_t *keys);
 
-/* The same of keys of ranks; keys [2n] has them first, then room. */
+/* The same for keys of ranks that are already computed: the first n of keys [2n]; the rest is
+ * scratch. */
 int64_t h2o_policy_select_keys(int64_t n, int64_t budget, const int32_t *positions, uint8_t *keep,
                                uint32_t *keys);
 
-/* For selection by parts: the digit of the nth highest key, counted from 1, where counts [digits]
- * has how many keys have each; *nth becomes its number among those that have it. The first digit of
- * three are a key's 11 highest bits. */
+/* For selection digit by digit: returns the digit of the nth highest key, counted from 1.
+ * counts [digits] has the number of keys with each digit; *nth becomes the key's rank among the
+ * keys that share the digit. A key has three digits; the first is its 11 highest bits. */
 enum { H2O_POLICY_DIGITS = 1 << 11 };
 H2O_INLINE uint32_t h2o_policy_digit(uint32_t key) { return key >> 21; }
 uint32_t h2o_policy_cut(const uint32_t *counts, uint32_t digits, int64_t *nth);
 
-/* The same order as the floats', as unsigned integers: NaN is 0, below
- * -infinity, and -0 equals +0. */
+/* Maps floats to unsigned integers in the same order. NaN becomes 0, below -infinity, and -0
+ * equals +0. */
 H2O_INLINE uint32_t h2o_policy_key(float rank) {
     const float sum = rank + 0.0f; /* -0 + 0 is +0 */
     uint32_t bits;
@@ -119,9 +122,9 @@ H2O_INLINE uint32_t h2o_policy_key(float rank) {
     return (bits ^ flip) & (0u - (rank == rank));
 }
 
-/* decay^0 + ... + decay^(age-1) = (decay^age - 1) / (decay - 1): how much all
- * the queries that saw the key could have given it. Near decay 1 the power
- * minus 1 must not cancel, so this is expm1: 2^n (e^r - 1) + (2^n - 1). */
+/* decay^0 + ... + decay^(age-1) = (decay^age - 1) / (decay - 1): the most attention that the
+ * queries that saw the key could have given it. If decay is near 1, decay^age - 1 must not
+ * cancel, so it is computed as expm1 is: 2^n (e^r - 1) + (2^n - 1). */
 H2O_INLINE float h2o_policy_decayed_ages(const h2o_ranking *ranking, float age) {
     const float raw = age * ranking->log_decay;
     const float x = raw > -87.0f ? raw : -87.0f;         /* e^-87: still a normal number */
@@ -152,15 +155,15 @@ H2O_INLINE float h2o_policy_rank(const h2o_ranking *ranking, h2o_rank_kind kind,
     return weighted ? rank * norm : rank;
 }
 
-/* Attention never makes such a score: a query adds at most the number of its heads, by which a float
- * stops growing long before infinity. */
+/* Attention alone never makes a score infinite: each new token adds at most the number of query
+ * heads, and a float stops growing by such steps long before infinity. */
 H2O_INLINE bool h2o_policy_is_pinned(float score) { return score == INFINITY; }
 
 H2O_INLINE bool h2o_policy_is_evictable(const h2o_ranking *ranking, int32_t position) {
     return (uint32_t)position - (uint32_t)ranking->first < ranking->span;
 }
 
-/* The key of a rank, the highest one for a key that is spared. */
+/* The key of a rank; the highest key if the slot's key is spared. */
 H2O_INLINE uint32_t h2o_policy_slot_key(const h2o_ranking *ranking, h2o_rank_kind kind,
                                         bool weighted, float score, int32_t position, float norm) {
     const float rank = h2o_policy_rank(ranking, kind, weighted, score, position, norm);
@@ -169,7 +172,7 @@ H2O_INLINE uint32_t h2o_policy_slot_key(const h2o_ranking *ranking, h2o_rank_kin
     return h2o_policy_key(rank) | (0u - spared);
 }
 
-/* Writes the keys of all and returns the lowest. */
+/* Writes all n keys and returns the lowest. */
 H2O_INLINE uint32_t h2o_policy_fill_keys(const h2o_ranking *ranking, h2o_rank_kind kind,
                                          bool weighted, int64_t n, const float *H2O_RESTRICT scores,
                                          const int32_t *H2O_RESTRICT positions,
@@ -205,26 +208,26 @@ H2O_INLINE uint32_t h2o_policy_keys(const h2o_ranking *ranking, int64_t n, const
 #undef FILL
 }
 
-/* Which of some keys would be evicted first. */
+/* The key that would be evicted first from a set. */
 typedef struct {
     uint32_t key;
     uint32_t position;
     int64_t index;
 } h2o_candidate;
 
-/* Which of n > 0 keys in any order is evicted: the lowest rank, of equal ones the
- * highest position. positions must differ. When all are spared, as no consistent
- * state has it, the newest.
+/* Finds which of n > 0 keys, in any order, is evicted: the one with the lowest rank or, among
+ * equal ranks, the highest position. positions must differ. If all keys are spared, which no
+ * consistent state allows, it is the newest.
  * keys [n]: scratch.
  *
- * Three sweeps over memory that is in L1, each a reduction that vectorizes:
- * the lowest key, the highest position with it, the index of that. */
+ * Three sweeps over memory that is in L1, each a reduction that vectorizes: the lowest key, the
+ * highest position with that key, the index of that position. */
 H2O_INLINE h2o_candidate h2o_policy_candidate(const h2o_ranking *ranking, int64_t n,
                                               const float *scores, const int32_t *positions,
                                               const float *norms, uint32_t *H2O_RESTRICT keys) {
     const uint32_t lowest = h2o_policy_keys(ranking, n, scores, positions, norms, keys);
     const int32_t count = (int32_t)n;
-    /* Masks instead of conditions: gcc would turn those into branches. */
+    /* Masks instead of conditions, which gcc would turn into branches. */
     uint32_t newest = 0;
     for (int32_t i = 0; i < count; i++) {
         const uint32_t position = (uint32_t)positions[i] & (0u - (keys[i] == lowest));
@@ -240,7 +243,7 @@ H2O_INLINE h2o_candidate h2o_policy_candidate(const h2o_ranking *ranking, int64_
     return worst;
 }
 
-/* Of the candidates of two sets of keys that of both together. */
+/* Merges the candidates of two sets of keys. */
 H2O_INLINE h2o_candidate h2o_policy_worse(h2o_candidate a, h2o_candidate b) {
     const bool first = a.key < b.key || (a.key == b.key && a.position > b.position);
     return first ? a : b;

@@ -1,12 +1,11 @@
 /* scratch.c - workspace that is kept between calls.
  *
- * A model calls the same few operations once per layer, so the same few sizes
- * come again and again. A fresh mapping each time would cost a page fault for
- * every 4 KiB of it; instead, released blocks wait in one list, the latest
- * first, and a request takes the smallest that is large enough. The list never
- * holds more than KEEP_BYTES in KEEP_BLOCKS blocks: what was unused for longest
- * goes back to the system, so one very long prompt leaves nothing behind. Blocks
- * from MAP_FROM on are mappings of their own: malloc would keep what is freed.
+ * A model calls the same few operations once per layer, so the same few sizes are requested again
+ * and again. A new mapping for each would cost a page fault per 4 KiB. Instead, released blocks
+ * stay in a list, the most recent first, and a request takes the smallest one that is large
+ * enough. The list never holds more than KEEP_BYTES in KEEP_BLOCKS blocks: the blocks that have
+ * been unused longest go back to the system, so that one very long prompt leaves nothing behind.
+ * Blocks of MAP_FROM bytes or more are separate mappings, since malloc would keep freed memory.
  */
 #include "guard.h"
 #include "run.h"
@@ -23,10 +22,10 @@ enum {
 
 static const size_t KEEP_BYTES = (size_t)64 << 20;
 
-/* Stands in front of each block, ALIGNMENT bytes before what the caller gets. */
+/* The header of a block, ALIGNMENT bytes before the memory that the caller gets. */
 typedef struct block {
-    struct block *next; /* in a list */
-    size_t bytes;       /* usable */
+    struct block *next; /* in the list of released blocks */
+    size_t bytes;       /* usable by the caller */
 } block;
 
 _Static_assert(sizeof(block) <= ALIGNMENT, "the header fits in front of the block");
@@ -38,12 +37,12 @@ static block *released;
 static void lock_list(void) { pthread_mutex_lock(&lock); }
 static void unlock_list(void) { pthread_mutex_unlock(&lock); }
 
-/* Were the process to fork while another thread holds the lock, the child
- * would wait for that thread forever. */
+/* If the process forked while another thread holds the lock, the child would wait for that thread
+ * forever. */
 static void survive_fork(void) { h2o_at_fork(lock_list, unlock_list, unlock_list); }
 
-/* Removes and returns the smallest block of at least that size, or NULL. Blocks of more than eight
- * times the size are not taken: they are kept for larger requests. */
+/* Removes and returns the smallest block of at least `bytes`, or NULL. Blocks of more than eight
+ * times that size are left for larger requests. */
 static block *take(size_t bytes) {
     block **best = NULL;
     for (block **at = &released; *at; at = &(*at)->next) {
@@ -60,7 +59,7 @@ static block *take(size_t bytes) {
     return fitting;
 }
 
-/* Cuts off and returns the blocks behind those that may be kept. */
+/* Cuts the list after the blocks that may be kept, and returns the rest. */
 static block *trim(void) {
     size_t bytes = 0;
     int blocks = 0;
@@ -75,13 +74,13 @@ static block *trim(void) {
     return rest;
 }
 
-/* AddressSanitizer finds leaks and late uses of what comes from malloc only. */
+/* AddressSanitizer finds leaks and uses after free only in memory from malloc. */
 static bool is_mapped(size_t total) { return GUARD_BYTES == 0 && total >= MAP_FROM; }
 
 static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-/* Large ones in huge pages, where the system lets programs ask for them: there are more small ones
- * in a prompt's workspace than the processor remembers addresses of. */
+/* Large blocks use huge pages if the system allows it: a prompt's workspace has more small pages
+ * than the TLB has entries. */
 static block *allocate(size_t bytes) {
     const size_t alignment = bytes < HUGE_FROM ? ALIGNMENT : HUGE_PAGE;
     const size_t total = round_up(ALIGNMENT + bytes, alignment);

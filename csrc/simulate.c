@@ -1,5 +1,5 @@
-/* simulate.c - a call of simulate: its operands in order, what they must satisfy, and how many tokens of each
- * row come before the first eviction. */
+/* simulate.c - the operation simulate: its operands in order, the checks of a call, and the number
+ * of tokens of each row before the first eviction. */
 #include "operands.h"
 #include "policy.h"
 
@@ -23,11 +23,11 @@ static const h2o_operand operands[] = {
     H2O_TENSOR(simulate, sink_logits, "H", H2O_F32, H2O_OPTIONAL),
 };
 
-/* Where a text comes without values, its keys are the values too (h2o_share_values). */
+/* If a text has no values, its keys serve as values (h2o_share_values). */
 static int share_text_values(h2o_simulate_params *p, h2o_error *error) {
     if (h2o_given(&p->values)) return H2O_OK;
     if (h2o_given(&p->stored_values)) {
-        return h2o_fail(error, H2O_EVALUE, "%s: is None, which does not go with %s", p->values.name,
+        return h2o_fail(error, H2O_EVALUE, "%s: is None, but %s is given", p->values.name,
                         p->stored_values.name);
     }
     p->stored_values = p->stored_keys;
@@ -45,8 +45,8 @@ static int check_simulate(void *parameters, h2o_error *error) {
     return h2o_check_rows(&params->stored_keys, &params->stored_values, params->dims.D, error);
 }
 
-/* Until the budget of some head is full nothing is evicted, however short the prompt. But in a
- * quantized store (stored) the tokens after the prompt see what is stored. */
+/* Nothing is evicted until the budget of some head is full, however short the prompt is. But with a
+ * quantized store (stored), tokens after the prompt must see the stored keys and values. */
 static int64_t dense_tokens(const h2o_row *row, const h2o_head *heads, int64_t G, int64_t prompt,
                             bool stored) {
     int64_t budget = stored ? 0 : heads[0].budget;

@@ -1,5 +1,5 @@
-/* step.c - a call of step: its operands in order, what they must satisfy, and that each row has a free slot
- * for its new key. */
+/* step.c - the operation step: its operands in order, and the checks of a call. Each row must have
+ * a free slot for its new key. */
 #include "operands.h"
 #include "policy.h"
 
@@ -21,7 +21,7 @@ static const h2o_operand operands[] = {
     H2O_TENSOR(step, sink_logits, "H", H2O_F32, H2O_OPTIONAL),
 };
 
-/* Whether table and ranks come together, and the table's angles fit into a row. */
+/* Checks that table and ranks come together, and that a row has enough elements for the angles. */
 static int check_rotary(const h2o_rotary *rotary, const h2o_dims *dims, h2o_error *error) {
     if (h2o_given(&rotary->table) != h2o_given(&rotary->ranks)) {
         return h2o_fail(error, H2O_EVALUE, "%s: is %s, but %s is %s", rotary->ranks.name,
@@ -30,14 +30,14 @@ static int check_rotary(const h2o_rotary *rotary, const h2o_dims *dims, h2o_erro
     }
     if (2 * dims->F > dims->D) {
         return h2o_fail(error, H2O_EVALUE,
-                        "%s: has %" PRId64 " angles, which turn %" PRId64
-                        " elements of rows that have %" PRId64,
+                        "%s: has %" PRId64 " angles, which rotate %" PRId64
+                        " elements, but rows have %" PRId64,
                         rotary->table.name, dims->F, 2 * dims->F, dims->D);
     }
     return H2O_OK;
 }
 
-/* Whether keys are of a type that the step can rotate. */
+/* Checks that the keys are of a type that the step can rotate. */
 static int check_rotated(const h2o_rotary *rotary, const h2o_view *keys, int64_t D,
                          h2o_error *error) {
     const h2o_dtype stored = h2o_stored_type(keys, D);
@@ -65,7 +65,7 @@ static int check_step(void *parameters, h2o_error *error) {
     return h2o_check_needed(&params->slots, &params->policy, error);
 }
 
-/* The slot that a head's new key takes. */
+/* Reads and checks the slot that a head's new key will fill. */
 static int count_free(const h2o_slots *slots, int64_t g, h2o_head *head, h2o_error *error) {
     const int32_t free_slot = h2o_load_i32(&slots->next_slot, head->row, g, 0);
     head->next_slot = free_slot;
@@ -92,12 +92,12 @@ static int count_step(void *parameters, void *memory, h2o_error *error) {
             if (head->held >= head->slots) {
                 return h2o_fail(error, H2O_EVALUE,
                                 "%s: all %" PRId64 " slots of row %" PRId64
-                                " are taken; make larger slots",
+                                " are taken; create larger slots",
                                 slots->keys.name, head->slots, head->row);
             }
             if (h2o_given(&params->rotary.table) && head->held >= dims->P) {
                 return h2o_fail(error, H2O_EVALUE,
-                                "%s: has angles of %" PRId64 " ranks, but row %" PRId64
+                                "%s: has angles for %" PRId64 " ranks, but row %" PRId64
                                 " holds %" PRId64 " tokens and gets one more",
                                 params->rotary.table.name, dims->P, head->row, head->held);
             }

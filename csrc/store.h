@@ -1,5 +1,5 @@
 /* store.h - the slots of one key/value head of one row: addresses, strides and types of its S rows
- * of keys and values [D], and of its scores, norms and positions [S]. */
+ * of keys and values [D], and its scores, norms and positions [S]. */
 #ifndef H2O_STORE_H
 #define H2O_STORE_H
 
@@ -8,8 +8,8 @@
 /* Keys or values: S rows of D elements. */
 typedef struct {
     char *data;
-    int64_t stride; /* bytes from one to the next */
-    h2o_dtype type; /* of H2O_ROWS */
+    int64_t stride; /* bytes from one row to the next */
+    h2o_dtype type; /* one of H2O_ROWS */
 } slot_rows;
 
 H2O_INLINE char *slot_row(const slot_rows *rows, int64_t slot) {
@@ -24,7 +24,7 @@ typedef struct {
     int64_t slots;         /* S */
 } slot_store;
 
-/* Whether the rows of keys are those of the values too. */
+/* Whether the keys serve as values. */
 H2O_INLINE bool store_is_shared(const slot_store *store) {
     return store->values.data == store->keys.data;
 }

@@ -1,4 +1,4 @@
-/* system.c - what operating systems do differently: see system.h. */
+/* system.c - functions that depend on the operating system: see system.h. */
 #define _GNU_SOURCE /* dl_iterate_phdr, madvise, sched_getaffinity, syscall */
 #include "system.h"
 
@@ -56,7 +56,7 @@ bool h2o_start_thread(void *(*function)(void *)) { return start_detached(functio
 int h2o_processors(void) {
     DWORD_PTR usable = 0, all = 0;
     const BOOL known = GetProcessAffinityMask(GetCurrentProcess(), &usable, &all);
-    const int count = known ? __builtin_popcountll(usable) : 0; /* of one group: at most 64 */
+    const int count = known ? __builtin_popcountll(usable) : 0; /* of one group, at most 64 */
     return count > 0 ? count : 1;
 }
 
@@ -95,7 +95,7 @@ int h2o_processors(void) {
     cpu_set_t processors;
     if (sched_getaffinity(0, sizeof processors, &processors) == 0) count = CPU_COUNT(&processors);
 #elif defined(__APPLE__)
-    size_t size = sizeof count; /* waiting for a slow one would hold up the others */
+    size_t size = sizeof count; /* waiting for a slow processor would hold up the fast ones */
     if (sysctlbyname("hw.perflevel0.logicalcpu", &count, &size, NULL, 0) != 0) count = 0;
 #endif
     if (count < 1) count = (int)sysconf(_SC_NPROCESSORS_ONLN);
@@ -115,7 +115,7 @@ void h2o_at_fork(void (*before)(void), void (*in_parent)(void), void (*in_child)
 
 enum { PATH = 4096 };
 
-/* The two numbers of files in a folder; 0 for those that are not there. */
+/* Reads two positive numbers: from one file of a folder, or one each from two files. */
 static bool read_two(const char *folder, const char *first, const char *second, double x[2]) {
     int found = 0;
     for (int i = 0; i < (second ? 2 : 1); i++) {
@@ -129,13 +129,13 @@ static bool read_two(const char *folder, const char *first, const char *second, 
     return found == (second ? 2 : 1) && x[0] > 0.0 && x[1] > 0.0;
 }
 
-/* Processors that a group and those around it grant: the least of all. */
+/* The processors that a control group and its ancestors grant: the least of their quotas. */
 static double least_quota(const char *mount, const char *group, bool version_2) {
     char folder[PATH];
     double least = INFINITY;
     if (snprintf(folder, sizeof folder, "%s%s", mount, group) >= PATH) return least;
     for (;;) {
-        double x[2]; /* time, and the period for which it is granted */
+        double x[2]; /* processor time, and the period for which it is granted */
         const bool known = version_2 ? read_two(folder, "cpu.max", NULL, x)
                                      : read_two(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us", x);
         if (known) least = fmin(least, x[0] / x[1]);
@@ -145,7 +145,7 @@ static double least_quota(const char *mount, const char *group, bool version_2) 
     }
 }
 
-/* A line of /proc/self/cgroup: number:controllers:path, of version 2 without controllers. */
+/* Parses a line of /proc/self/cgroup, number:controllers:path. Version 2 has no controllers. */
 static double quota_of_line(const char *root, char *line) {
     char mount[PATH];
     char *const controllers = strchr(line, ':');
@@ -185,7 +185,7 @@ int h2o_quota(const char *root) {
 
 /* ---- Features of the processor ------------------------------------------- */
 
-/* Linux saves the tiles of a process that has asked for it: 8 KiB for each thread. */
+/* Linux saves the tiles only for a process that has requested them: 8 KiB per thread. */
 bool h2o_may_use_tiles(void) {
 #if defined(__linux__) && defined(__x86_64__)
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
@@ -199,7 +199,7 @@ bool h2o_may_use_tiles(void) {
 
 static const struct {
     const char *name, *apple;
-    int words, bit; /* AT_HWCAP or AT_HWCAP2 of Linux, and in it */
+    int words, bit; /* 1: AT_HWCAP of Linux, 2: AT_HWCAP2; and the bit in it */
 } arm_features[] = {{"dotprod", "hw.optional.arm.FEAT_DotProd", 1, 20},
                     {"i8mm", "hw.optional.arm.FEAT_I8MM", 2, 13},
                     {"bf16", "hw.optional.arm.FEAT_BF16", 2, 14}};
@@ -266,7 +266,7 @@ uint64_t h2o_library_loads(void) { return _dyld_image_count(); }
 static int count_loads(struct dl_phdr_info *info, size_t size, void *context) {
     (void)size;
     *(uint64_t *)context = info->dlpi_adds;
-    return 1; /* the first knows it too */
+    return 1; /* stop: every library reports the same count */
 }
 
 uint64_t h2o_library_loads(void) {
@@ -279,10 +279,10 @@ uint64_t h2o_library_loads(void) {
 
 typedef struct {
     const char *name;
-    char path[4096]; /* empty where there is none */
+    char path[4096]; /* empty if none is found */
 } search;
 
-/* Notes a library's path if it is the one that is looked for. */
+/* Notes a library's path if its name is the wanted one. */
 static void visit(search *wanted, const char *path) {
     const char *const slash = strrchr(path, '/');
     const char *const file = slash ? slash + 1 : path;
@@ -311,7 +311,7 @@ static int visit_one(struct dl_phdr_info *info, size_t size, void *context) {
     return 0;
 }
 
-/* The loader's lock is held meanwhile, so dlopen has to wait until this has returned. */
+/* The loader's lock is held during the iteration, so dlopen must wait until it has returned. */
 static void visit_all(search *wanted) { dl_iterate_phdr(visit_one, wanted); }
 
 #endif
@@ -335,7 +335,7 @@ static void *address_of(void *library, const char *symbol) { return dlsym(librar
 
 #endif
 
-/* POSIX lets an object pointer carry a function's address where ISO C has no cast. */
+/* POSIX lets an object pointer hold a function's address; ISO C has no cast for that. */
 bool h2o_find_symbol(void *library, const char *symbol, void *function) {
     void *const address = library != NULL ? address_of(library, symbol) : NULL;
     memcpy(function, &address, sizeof address);
@@ -363,7 +363,7 @@ void *h2o_allocate(size_t alignment, size_t bytes) { return aligned_alloc(alignm
 
 void h2o_free(void *memory) { free(memory); }
 
-/* A mapping begins with a page. Of one that is larger by the alignment both ends go back. */
+/* A mapping begins at a page. For larger alignments, maps more and unmaps both ends. */
 void *h2o_map(size_t alignment, size_t bytes) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE), more = alignment > page ? alignment : 0;
     const size_t total = bytes + more;
@@ -382,7 +382,7 @@ void h2o_unmap(void *memory, size_t bytes) { munmap(memory, bytes); }
 
 void h2o_prefer_huge_pages(void *memory, size_t bytes) {
 #if defined(__linux__)
-    madvise(memory, bytes, MADV_HUGEPAGE); /* or not: it is memory all the same */
+    madvise(memory, bytes, MADV_HUGEPAGE); /* only advice: the memory works without it */
 #else
     (void)memory, (void)bytes;
 #endif

@@ -1,5 +1,5 @@
-/* tables.c - the tables of tables.h: the operations' rows, of which each is in its own file, and the fields
- * of the policy and of the slots. */
+/* tables.c - the tables of tables.h: the fields of the policy and of the slots, and the list of the
+ * operations' rows, each of which is defined in the operation's own file. */
 #include "tables.h"
 
 /* ---- Records ----------------------------------------------------------- */
@@ -15,7 +15,7 @@ const h2o_operand h2o_slots_fields[H2O_SLOTS_COUNT] = {H2O_SLOTS_FIELDS(FIELD)};
 
 _Static_assert(sizeof(h2o_slots) == H2O_SLOTS_COUNT * sizeof(h2o_view), "a row for each field");
 
-/* By h2o_score_by. */
+/* Indexed by h2o_score_by. */
 static const char *const rankings[] = {"sum", "mean", "max", NULL};
 
 const h2o_policy_field h2o_policy_fields[H2O_POLICY_COUNT] = {

@@ -8,7 +8,7 @@
 #define H2O_INLINE static inline
 #endif
 
-#ifdef __cplusplus /* kernels are C++ to their compilers, which lacks the word */
+#ifdef __cplusplus /* kernels are compiled as C++, which has no `restrict` */
 #define H2O_RESTRICT __restrict__
 #else
 #define H2O_RESTRICT restrict

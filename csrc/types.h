@@ -1,12 +1,12 @@
 /* types.h - the element types of tensors and the row types of stores, one row of traits each.
  *
- * Two lists as X macros. All else here is generated from them, and elsewhere what exists once for
- * each type: instances of kernels, and the tables from which they are chosen. They are macros and
- * not tables, since device code cannot read tables of the host. (ggml's type_traits, with blck_size
- * and type_size, are the same idea.)
+ * Two lists as X macros. Everything else here is generated from them, and so is whatever exists
+ * once per type elsewhere: instances of kernels, and the tables from which they are chosen. The
+ * lists are macros because device code cannot read tables of the host. (ggml's type_traits, with
+ * blck_size and type_size, follow the same idea.)
  *
- * A new row type is a line in each list, here; what host and devices have to agree on in
- * quantize.h; and how its rows are written and read, in cpu/stored_rows.h and for devices. */
+ * To add a row type, add a line to each list here, the code that host and devices share in
+ * quantize.h, and the code that reads and writes rows in cpu/stored_rows.h and for each device. */
 #ifndef H2O_TYPES_H
 #define H2O_TYPES_H
 
@@ -15,7 +15,7 @@
 
 #include "target.h"
 
-/* X(name, as messages call it, bytes of an element) */
+/* X(name, name in messages, bytes of an element) */
 #define H2O_DTYPES(X)                                                                              \
     X(NONE, "none", 0) /* the optional argument was not given */                                   \
     X(F32, "float32", 4)                                                                           \
@@ -24,28 +24,28 @@
     X(F64, "float64", 8)                                                                           \
     X(I32, "int32", 4)                                                                             \
     X(I64, "int64", 8)                                                                             \
-    X(U8, "bool or uint8", 1) /* masks, 0 is a pad; rows of a quantized store */                   \
-    X(Q8, "int8", 1)          /* not of tensors: rows of D elements in bytes, ... */               \
+    X(U8, "bool or uint8", 1) /* masks, where 0 is padding; rows of a quantized store */           \
+    X(Q8, "int8", 1)          /* not a tensor's dtype: rows of D elements in bytes, ... */         \
     X(Q4, "int4", 1)          /* ... see quantize.h */
 
 /* X(name, elements of a group, bytes of a group, bytes of the row's scale, whether it rotates)
  *
- * A row has whole groups. A group's bytes count its own scale and minimum, if any, also where
- * these lie behind all elements of the row. The scale of a whole row is a f16 at its end, 2 bytes:
- * dot products may be multiplied by it when they are done. Keys can be kept with cache-relative
- * positions (h2o_rotary) where rows of their type rotate. */
+ * A row consists of whole groups. The bytes of a group include its own scale and minimum, if any,
+ * even if these lie behind all elements of the row. The scale of a whole row is an f16 in its last
+ * 2 bytes, and a dot product may be multiplied by it at the end. Keys can be kept with
+ * cache-relative positions (h2o_rotary) if rows of their type rotate. */
 #define H2O_FLOAT_ROWS(X) X(F32, 1, 4, 0, true) X(F16, 1, 2, 0, true) X(BF16, 1, 2, 0, true)
 #define H2O_QUANTIZED_ROWS(X) X(Q8, 1, 1, 2, true) X(Q4, H2O_GROUP, H2O_GROUP / 2 + 4, 0, false)
 #define H2O_ROWS(X) H2O_FLOAT_ROWS(X) H2O_QUANTIZED_ROWS(X)
 
-enum { H2O_GROUP = 32 }; /* elements of a row of Q4 that share scale and minimum */
+enum { H2O_GROUP = 32 }; /* elements of a Q4 row that share a scale and a minimum */
 
 /* H2O_NONE, H2O_F32, ... */
 #define H2O_NAME(name, text, size) H2O_##name,
 typedef enum { H2O_DTYPES(H2O_NAME) } h2o_dtype;
 #undef H2O_NAME
 
-/* Bytes of an element, from a constant with one hexadecimal digit per type, not a host's table. */
+/* Bytes of an element. The sizes are digits of a hexadecimal constant, not a table of the host. */
 H2O_INLINE int64_t h2o_dtype_size(h2o_dtype dtype) {
 #define H2O_DIGIT(name, text, size) | (uint64_t)(size) << 4 * H2O_##name
     const uint64_t sizes = 0 H2O_DTYPES(H2O_DIGIT);
@@ -62,7 +62,7 @@ H2O_INLINE const char *h2o_dtype_name(h2o_dtype dtype) {
     return "unknown";
 }
 
-/* Bytes of a stored row of D elements; 0 if there is no such row. */
+/* Bytes of a stored row of D elements; 0 if no such row exists. */
 H2O_INLINE int64_t h2o_row_bytes(h2o_dtype stored, int64_t D) {
 #define H2O_BYTES(name, group, bytes, scale, rotates)                                              \
     case H2O_##name:                                                                               \
@@ -75,7 +75,7 @@ H2O_INLINE int64_t h2o_row_bytes(h2o_dtype stored, int64_t D) {
 #undef H2O_BYTES
 }
 
-/* Whether a row ends with a scale that all of its elements share. */
+/* Whether a row ends with a scale for all of its elements. */
 H2O_INLINE bool h2o_row_has_scale(h2o_dtype stored) {
 #define H2O_SCALE(name, group, bytes, scale, rotates) || ((scale) > 0 && stored == H2O_##name)
     return false H2O_ROWS(H2O_SCALE);
@@ -94,7 +94,7 @@ H2O_INLINE bool h2o_row_rotates(h2o_dtype stored) {
 #undef H2O_ROTATES
 }
 
-/* The quantized type whose rows of D elements have so many bytes; H2O_NONE if none has. */
+/* The quantized type whose rows of D elements have this many bytes, or H2O_NONE. */
 H2O_INLINE h2o_dtype h2o_row_type(int64_t bytes, int64_t D) {
 #define H2O_HAS(name, group, bytes_, scale, rotates)                                               \
     if (bytes == h2o_row_bytes(H2O_##name, D)) return H2O_##name;

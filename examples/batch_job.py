@@ -1,11 +1,11 @@
-"""Answer a file of prompts, and go on after the process was killed.
+"""Answer a file of prompts, and resume after the process was killed.
 
     python examples/batch_job.py FOLDER --prompts 1000 --kill-after 300
 
 The work is done by `h2o generate --prompts FILE --output FILE`, which writes each answer as soon as
 it is complete and skips prompts that have an answer. This script makes up the prompts, starts the
-command, kills it after so many answers, and starts it again. Without `--kill-after` the command
-runs to its end at once. The answers are the same.
+command, kills it after N answers, and starts it again. Without `--kill-after` the command runs to
+its end without a break. The answers are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMPLAINTS = ("arrived broken", "is the wrong color", "was never delivered", "ma
 
 
 def write_prompts(path: Path, count: int) -> None:
-    """JSON Lines of letters to a shop, each with an id, as the first message of a chat."""
+    """Write letters to a shop as JSON Lines, each with an id and as the first message of a chat."""
     with path.open("w", encoding="utf-8") as file:
         for i in range(count):
             letter = f"My {THINGS[i % 7]}, order {1000 + 37 * i}, {COMPLAINTS[i % 4]}."
@@ -32,12 +32,12 @@ def write_prompts(path: Path, count: int) -> None:
 
 
 def count_answers(path: Path) -> int:
-    """Complete lines so far."""
+    """Number of complete lines in a file that may not exist yet."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def answer(prompts: Path, answers: Path, options: list[str], kill_after: int | None) -> int:
-    """Run the command, and kill it once there are `kill_after` answers. Returns how many are."""
+    """Run the command, and kill it once there are `kill_after` answers. Returns their number."""
     command = [sys.executable, "-m", "h2o", "generate", "--prompts", str(prompts)]
     process = subprocess.Popen([*command, "--output", str(answers), *options])
     while process.poll() is None:
@@ -55,9 +55,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="Other options are those of `h2o generate`."
     )
-    parser.add_argument("folder", type=Path, help="where prompts and answers go")
-    parser.add_argument("--prompts", type=int, default=1000, help="how many (%(default)s)")
-    parser.add_argument("--kill-after", type=int, metavar="N", help="answers before the kill")
+    parser.add_argument("folder", type=Path, help="folder for prompts and answers")
+    parser.add_argument(
+        "--prompts", type=int, default=1000, help="number of prompts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--kill-after", type=int, metavar="N", help="kill the command after N answers"
+    )
     options, more = parser.parse_known_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     prompts, answers = options.folder / "prompts.jsonl", options.folder / "answers.jsonl"

@@ -1,12 +1,12 @@
-"""A library of compressed documents: save the cache of each once, load the one a question is about.
+"""A library of compressed documents. A question loads the saved cache of the one it is about.
 
     python examples/document_library.py build LIBRARY [--documents FOLDER] [--budget 0.15]
     python examples/document_library.py ask LIBRARY "Who founded the observatory of Tarn?"
 
-`build` reads every text file of a folder (by default twenty short chronicles that this script makes
-up), keeps a share of its keys and values and saves them as a file. `ask` picks the document that
-shares the rarest words with the question, loads its cache and answers: the document's text is not
-read again.
+`build` compresses every text file of a folder (by default twenty short chronicles that this script
+makes up) to a share of its keys and values and saves these as a file. `ask` picks the document that
+shares the rarest words with the question, loads its cache and answers. The model does not process
+the document's text again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read(folder: Path) -> dict[str, str]:
 
 
 def around(tokenizer: Any) -> tuple[str, str]:
-    """What the chat template puts before a document, and after the question that follows it."""
+    """The text that the chat template puts before a document, and that after the question."""
     if tokenizer.chat_template is None:
         return "", "\n"
     turn = [{"role": "user", "content": "DOCUMENT"}]
@@ -64,7 +64,7 @@ def around(tokenizer: Any) -> tuple[str, str]:
 
 
 def encode(tokenizer: Any, text: str) -> torch.Tensor:
-    """Token ids [1, n], without those that a tokenizer adds at the ends."""
+    """Token ids [1, n] without special tokens at the ends."""
     return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
 
 
@@ -93,7 +93,8 @@ def words(text: str) -> set[str]:
 
 
 def pick(index: dict[str, Any], question: str) -> str:
-    """The document that shares most with a question, a word counting more the fewer have it."""
+    """The document that shares most with a question. A word counts more if fewer documents have
+    it."""
 
     def rarity(word: str) -> float:
         return math.log((1 + len(index)) / sum(word in other["words"] for other in index.values()))
@@ -103,7 +104,7 @@ def pick(index: dict[str, Any], question: str) -> str:
 
 
 def ask(model: Any, tokenizer: Any, library: Path, question: str, tokens: int) -> None:
-    """Answer from the saved cache of one document, and print what that took."""
+    """Answer from the saved cache of one document, and print size and times."""
     index = json.loads((library / "index.json").read_text("utf-8"))
     name = pick(index, question)
     file = library / f"{name}.safetensors"
@@ -131,11 +132,13 @@ def main() -> None:
     building = commands.add_parser("build", help="compress and save documents")
     building.add_argument("library", type=Path)
     building.add_argument("--documents", type=Path, help="a folder of .txt files")
-    building.add_argument("--budget", type=float, default=0.15, help="share of the bytes to keep")
+    building.add_argument(
+        "--budget", type=float, default=0.15, help="share of a full cache's bytes (%(default)s)"
+    )
     asking = commands.add_parser("ask", help="answer questions from the files")
     asking.add_argument("library", type=Path)
     asking.add_argument("questions", nargs="+")
-    asking.add_argument("--tokens", type=int, default=24, help="of an answer")
+    asking.add_argument("--tokens", type=int, default=24, help="new tokens of an answer, at most")
     options = parser.parse_args()
     model, tokenizer = h2o.load_model(options.model)
     if options.command == "build":

@@ -1,9 +1,9 @@
-"""Talk with a model on one cache of a fixed size, turn after turn.
+"""Chat with a model that has one cache of a fixed size.
 
     python examples/endless_chat.py --keys 512
 
 Each line of standard input is a turn. The cache keeps attention sinks, heavy hitters and recent
-keys of the whole conversation, and cache-relative positions keep every position below the budget:
+keys of the whole conversation. Cache-relative positions keep every position below the budget, so
 the conversation may be longer than the model's context. Ctrl-D ends it.
 """
 
@@ -20,13 +20,14 @@ import h2o
 
 
 class Chat:
-    """A conversation: `reply` yields the pieces of an answer.
+    """A conversation. `reply` yields the pieces of an answer.
 
     Args:
-        system: the first turn, by which the model is to act. Its tokens are evicted like any other
-            unless they are `pinned`, as for an `H2OCache`.
+        system: the system prompt. Its tokens are evicted like any others unless they are `pinned`.
+        pinned: as for an `H2OCache`.
 
-    Raises: ValueError where the tokenizer has no chat template, or one that rewrites earlier turns.
+    Raises:
+        ValueError: the tokenizer has no chat template, or one that rewrites earlier turns.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Chat:
         self.ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
 
     def reply(self, said: str, max_new_tokens: int = 200) -> Iterator[str]:
-        """The model's greedy answer to the next turn."""
+        """Yield the model's greedy answer to the next turn, piece by piece."""
         ids = self.tokenizer(self.turn(said), add_special_tokens=False)["input_ids"]
         answer: list[int] = []
         shown = ""
@@ -65,11 +66,12 @@ class Chat:
         self._next(ids)
 
     def turn(self, said: str) -> str:
-        """The next turn in the words of the template: all of it at first, later what is new."""
+        """The text of the next turn by the chat template. The first one includes the system
+        prompt."""
         user = {"role": "user", "content": said}
         if not self.cache.get_seq_length():
             return self._render([*self.opening, user], add_generation_prompt=True)
-        # The cache no longer has the text of earlier turns. Any two will do.
+        # Earlier turns are no longer available as text. Any two turns can stand in for them.
         before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
         head = self._render(before).rstrip("\n")
         rendered = self._render([*before, user], add_generation_prompt=True)
@@ -82,15 +84,16 @@ class Chat:
 
     @torch.no_grad()
     def _next(self, ids: list[int]) -> int:
-        """The most likely token after these, which the cache then holds."""
+        """Add tokens to the cache and return the most likely next one."""
         text = torch.tensor([ids], device=self.model.device)
-        # The cache counts positions itself: they are the ranks of the keys that it holds.
+        # At position 0 the model rotates nothing. The cache rotates each key by its rank among the
+        # keys that it holds.
         out = self.model(text, cache=self.cache, position_ids=torch.zeros_like(text))
         return int(out.logits[0, -1].argmax())
 
 
 def endless(keys: int) -> h2o.H2OConfig:
-    """A config of so many keys a head, half of them the newest, for texts of any length."""
+    """A config for texts of any length with `keys` keys per head. Half of them are the newest."""
     half = keys // 2
     return h2o.H2OConfig(
         heavy=keys - half - 4, recent=half, sinks=4, score_by="mean",
@@ -101,8 +104,8 @@ def endless(keys: int) -> h2o.H2OConfig:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="default: SmolLM2-135M-Instruct")
-    parser.add_argument("--keys", type=int, default=512, help="budget of each head (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=200, help="of an answer")
+    parser.add_argument("--keys", type=int, default=512, help="keys per head (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=200, help="limit of an answer")
     options = parser.parse_args()
     model, tokenizer = h2o.load_model(options.model)
     chat = Chat(model, tokenizer, endless(options.keys))

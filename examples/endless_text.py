@@ -1,13 +1,13 @@
-"""Read a text without end through caches of a fixed size.
+"""Measure perplexity over a text of unlimited length with caches of a fixed size.
 
     python examples/endless_text.py book.txt --tokens 20000 --chunk 16
     tail -f log.txt | python examples/endless_text.py -
 
-Three caches of 512 keys a head read the same text: heavy hitters ranked by the mean attention that
-each key received, attention sinks with recent keys (StreamingLLM), and a sliding window. Every
-stretch of `--every` tokens becomes one line: the perplexity of that stretch alone with each cache.
-The last lines give each cache's perplexity over all stretches and its bytes. With cache-relative
-positions no position exceeds the budget, so the text may be longer than the model's context.
+Three caches of 512 keys per head process the same text: heavy hitters ranked by the mean attention
+that each key received, attention sinks with recent keys (StreamingLLM), and a sliding window. Each
+line of the output is a stretch of `--every` tokens and has its perplexity with each cache. The last
+lines give each cache's perplexity over all stretches and its bytes. With cache-relative positions
+no position exceeds the budget, so the text may be longer than the model's context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import h2o
 
 
 def configs(tokens: int) -> dict[str, h2o.H2OConfig]:
-    """Caches of equal size, which is `tokens` keys of each KV head."""
+    """Configs of caches of equal size, which is `tokens` keys per KV head."""
     half = tokens // 2
     budgets = {
         "heavy hitters": {"heavy": half, "recent": tokens - half, "sinks": 4, "score_by": "mean"},
@@ -38,22 +38,22 @@ def configs(tokens: int) -> dict[str, h2o.H2OConfig]:
 
 
 class Reader:
-    """A model that reads with one cache and notes how well it predicts each stretch."""
+    """Processes a text with one cache and sums up how well the model predicts each stretch."""
 
     def __init__(self, model: Any, config: h2o.H2OConfig) -> None:
         self.model, self.cache = model, h2o.H2OCache(model, config)
-        self.logits: torch.Tensor | None = None  # [1, vocabulary], of the next token
-        self.loss, self.predicted = 0.0, 0  # of the stretch that is being read
-        self.nats, self.tokens = 0.0, 0  # of all stretches before
+        self.logits: torch.Tensor | None = None  # [1, vocabulary], for the next token
+        self.loss, self.predicted = 0.0, 0  # of the current stretch
+        self.nats, self.tokens = 0.0, 0  # of all earlier stretches
 
     @torch.no_grad()
     def feed(self, ids: list[int]) -> None:
-        """Read the next tokens in one forward pass."""
+        """Process the next tokens in one forward pass."""
         text = torch.tensor([ids], device=self.model.device)
         out = self.model(
             text,
             cache=self.cache,
-            position_ids=torch.zeros_like(text),  # the cache counts: ranks of held keys
+            position_ids=torch.zeros_like(text),  # the cache rotates keys by their ranks itself
         )
         logits = out.logits[0].float()
         predicted = logits[:-1] if self.logits is None else torch.cat([self.logits, logits[:-1]])
@@ -63,7 +63,7 @@ class Reader:
         self.logits = logits[-1:].clone()
 
     def close_stretch(self) -> float:
-        """Perplexity of what was read since the last call."""
+        """End the current stretch and return its perplexity."""
         mean = self.loss / max(self.predicted, 1)
         self.nats, self.tokens = self.nats + self.loss, self.tokens + self.predicted
         self.loss, self.predicted = 0.0, 0
@@ -76,8 +76,8 @@ class Reader:
 
 
 def chunks(file: TextIO, tokenizer: Any, size: int, limit: int) -> Iterator[list[int]]:
-    """Token ids of a text, `size` at a time. A line is encoded when it is complete, so a pipe may
-    stay open."""
+    """Yield the token ids of a text, `size` at a time. Each line is encoded as soon as it is
+    complete, so a pipe may stay open."""
     waiting: list[int] = []
     count = 0
     for line in file:
@@ -95,10 +95,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("text", help="a file, or - for standard input")
     parser.add_argument("--model", help="default: SmolLM2-135M-Instruct")
-    parser.add_argument("--keys", type=int, default=512, help="budget of each head (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=10**9, help="stop after so many")
-    parser.add_argument("--chunk", type=int, default=1, help="tokens of a forward pass")
-    parser.add_argument("--every", type=int, default=500, help="tokens of a stretch (%(default)s)")
+    parser.add_argument("--keys", type=int, default=512, help="keys per head (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=10**9, help="number of tokens to stop after")
+    parser.add_argument("--chunk", type=int, default=1, help="tokens per forward pass")
+    parser.add_argument("--every", type=int, default=500, help="tokens per line (%(default)s)")
     options = parser.parse_args()
     model, tokenizer = h2o.load_model(options.model)
     readers = {name: Reader(model, config) for name, config in configs(options.keys).items()}
@@ -117,7 +117,7 @@ def main() -> None:
                 if since >= options.every:
                     close()
                     since = 0
-        except KeyboardInterrupt:  # a pipe has no end of its own
+        except KeyboardInterrupt:  # the way to end an open pipe
             pass
     if since:
         close()

@@ -1,13 +1,13 @@
-"""Rank keys as H2O does in kvpress: its pipeline, its wrappers and its evaluation take this press.
+"""A press that ranks keys as H2O does, for kvpress's pipeline, wrappers and evaluation.
 
-    pip install kvpress                 # brings a transformers of its own
-    pip install .                       # in the folder of h2o's sources: the core alone
+    pip install kvpress                 # installs the transformers version that it needs
+    pip install .                       # in the folder of h2o's sources: only the core
     python examples/kvpress_press.py --model NAME --context article.txt --question "Who built it?"
 
-`H2OPress(compression_ratio=0.8)` keeps a fifth of a prompt's keys: sinks, the newest, and the keys
-with the most attention. kvpress cuts the prompt only, and keeps everything that is generated
-afterwards. An `H2OCache` keeps to its budget during generation too, and its `budget=` ranks keys by
-what the prompt would look up again, which this press cannot do.
+`H2OPress(compression_ratio=0.8)` keeps a fifth of a prompt's keys: sinks, the newest keys, and the
+keys with the most attention. kvpress compresses only the prompt, and keeps everything that is
+generated afterwards. An `H2OCache` keeps to its budget during generation too. Its `budget=` ranks
+keys by what the prompt would look up again, which this press cannot do.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from h2o import ops
 
 @dataclass
 class H2OPress(ScorerPress):
-    """Attention that each key receives from the whole prompt, beside sinks and recent keys.
+    """Keeps sinks, recent keys, and the keys that receive the most attention from the prompt.
 
-    Attention comes from h2o's kernels, so that any `attn_implementation` will do and no matrix of
-    queries and keys is made.
+    h2o's kernels compute the attention, so any `attn_implementation` works and the matrix of
+    queries by keys is never stored.
 
     Args:
-        recent: the share of the kept keys that are the newest.
-        sinks: first tokens that are always kept.
-        score_by: "sum" (the paper's), "mean" (divided by the number of queries that see the key) or
-            "max".
+        recent: share of the kept keys that are reserved for the newest.
+        sinks: number of first tokens that are always kept.
+        score_by: "sum" (as in the paper), "mean" (per query that sees the key) or "max".
 
-    Raises: ValueError for a prompt with padding, and where sinks and recent keys are more than is
-    kept.
+    Raises:
+        ValueError: the prompt has padding, or there are more sinks and recent keys than are kept.
     """
 
     recent: float = 0.5
@@ -58,7 +57,7 @@ class H2OPress(ScorerPress):
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Ranks [B, G, N] of the keys; infinity for those that are always kept."""
+        """Ranks [B, G, N] of the keys. Keys that are always kept have rank infinity."""
         n = keys.shape[2]
         check_no_padding(kwargs.get("attention_mask"))
         kept = compute_n_kept(n, self.compression_ratio)
@@ -78,21 +77,23 @@ class H2OPress(ScorerPress):
 
 
 def check_no_padding(mask: Tensor | None) -> None:
-    """Raises: ValueError unless the last token sees all tokens of the prompt."""
+    """Raise a ValueError unless the last token sees all tokens of the prompt."""
     if mask is None:
         return
-    last = mask if mask.ndim == 2 else mask[:, 0, -1]  # [B, N]: bool, 1 and 0, or 0 and -inf
+    last = mask if mask.ndim == 2 else mask[:, 0, -1]  # [B, N]: bool, or 1 and 0, or 0 and -inf
     seen = last == 0 if last.is_floating_point() else last != 0
     if not seen.all():
-        raise ValueError("H2OPress would rank this prompt's padding: press one row at a time")
+        raise ValueError("H2OPress does not support padding: compress one prompt at a time")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="a name on the hub, or a folder")
+    parser.add_argument("--model", required=True, help="a name on the Hub, or a folder")
     parser.add_argument("--context", type=Path, required=True, help="a text file")
     parser.add_argument("--question", required=True)
-    parser.add_argument("--ratio", type=float, default=0.8, help="share that goes (%(default)s)")
+    parser.add_argument(
+        "--ratio", type=float, default=0.8, help="share of keys to evict (default: %(default)s)"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=40)
     options = parser.parse_args()
     pipeline = KVPressTextGenerationPipeline(

@@ -1,22 +1,23 @@
-"""Which keys a long answer needs: presets against random eviction, on a model trained here.
+"""Compare presets with random eviction in long answers, on a model that is trained here.
 
     OMP_NUM_THREADS=1 python examples/long_answers.py model.pt
 
-A tiny Llama learns to write down, step by step, who holds what. The prompt has the objects that 16
-people hold, a hundred numbered steps in which one person's object goes to a new person, and eight
-questions. The answer repeats each step with the object in it, which the model has to look up where
-its own text last named the giver. The prompt is pinned, so evictions hit that text alone.
+A tiny Llama learns to write down, step by step, who holds what. The prompt lists the objects that
+16 people hold, a hundred numbered steps in each of which one person's object goes to a new person,
+and eight questions. The answer repeats each step and names its object. To find the object, the
+model has to look up where its own text last named the giver. The prompt is pinned, so only keys of
+the model's own text are evicted.
 
-In texts of the first kind a giver has nothing left, and each fact is needed once. In those of the
-second kind both have it afterwards, and what was often passed on is passed on more often. The table
-has the share of the questions that are answered rightly, by the number of keys for the model's own
-text.
+In texts of the first kind a giver gives the object away, and each fact is needed once. In texts of
+the second kind both people have the object afterwards, and an object that was passed on often is
+passed on even more often. The table shows the share of questions that are answered correctly, by
+the number of keys for the model's own text.
 
-Training saves its state to the file, and goes on with it when started again. On one thread of a
-busy CPU it took 5 minutes, and each line of the table 10 to 50 seconds. Measured on 2026-11-26:
-with 40% of the keys `robust` answers 0.32 and 0.69 of the questions of the two kinds, `authors`
-0.26 and 0.48, random eviction 0.59 and 0.74, a full cache all. The table is in
-docs/reference/results.md.
+Training saves its state to the file, and resumes from it when started again. On one thread of a
+busy CPU training took 5 minutes, and each line of the table 10 to 50 seconds. Measured on
+2026-11-26 with 40% of the keys, as shares of the questions of the two kinds: `robust` answers 0.32
+and 0.69, `authors` 0.26 and 0.48, random eviction 0.59 and 0.74, a full cache all. The whole table
+is in docs/reference/results.md.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ FIRST_NAME = FIRST_OBJECT + OBJECTS
 FIRST_NUMBER = FIRST_NAME + NAMES
 KINDS = ("needed once", "needed often")
 TOKENS, RATE, SAVED = 2000, 1e-3, 25
-"""Training: tokens of a batch, learning rate, updates from one saved state to the next"""
+"""Training: tokens per batch, learning rate, updates between two saved states"""
 WIDTH, HEADS, HEAD = 256, 8, 32
 CLEAR = 0.12
-"""Difference of two shares that is called one: two standard errors or more of 128 answers each"""
+"""Least difference of two shares that counts: at least two standard errors of 128 answers each"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How much happens in a text."""
+    """Size of a text: its number of steps, and what follows from it."""
 
     steps: int
 
@@ -64,7 +65,7 @@ class Size:
 
 
 def text(size: Size, often: bool, rng: random.Random) -> tuple[list[int], list[int]]:
-    """A prompt and its answer, as token ids. Questions are steps whose receiver is ASK."""
+    """Make up a prompt and its answer, as token ids. Questions are steps whose receiver is ASK."""
     names = rng.sample(range(FIRST_NAME, FIRST_NUMBER), size.holders + size.steps)
     objects = rng.sample(range(FIRST_OBJECT, FIRST_NAME), size.holders)
     holds = dict(zip(names, objects, strict=False))
@@ -86,7 +87,8 @@ def text(size: Size, often: bool, rng: random.Random) -> tuple[list[int], list[i
 
 
 def batch(size: Size, rows: int, rng: random.Random) -> tuple[Tensor, int]:
-    """Rows of both kinds in turn, int64 [rows, tokens], and the tokens of a prompt."""
+    """Make up texts of alternating kinds, int64 [rows, tokens]. Also returns the tokens of a
+    prompt."""
     texts = [text(size, bool(row % 2), rng) for row in range(rows)]
     return torch.tensor([prompt + answer for prompt, answer in texts]), len(texts[0][0])
 
@@ -116,16 +118,16 @@ def new_model() -> LlamaForCausalLM:
 
 
 def begin_with_induction(model: LlamaForCausalLM) -> None:
-    """Starts with the heads that training would otherwise have to find first, during a long time
-    without progress: in the first layer those that copy the token one, two or four places
-    before, in the second those that look for a key whose previous token is the current one
-    (induction heads; Olsson et al., 2022)."""
+    """Initialize the heads that training would otherwise have to find first, after a long plateau.
+    Those of the first layer copy the token one, two or four positions before. Those of the second
+    layer look for a key whose previous token is the current one (induction heads; Olsson et al.,
+    2022)."""
     half, std = WIDTH // 2, model.config.initializer_range
     first, second = (layer.self_attn for layer in model.model.layers)
     for name, weight in model.named_parameters():
-        if "proj" in name:  # the MLPs begin as nothing, attention near to it
+        if "proj" in name:  # MLPs begin at zero, attention close to zero
             weight *= 0 if "down" in name else 0.05
-    model.model.embed_tokens.weight[:, half:] = 0  # where copies of previous tokens go
+    model.model.embed_tokens.weight[:, half:] = 0  # room for copies of previous tokens
 
     def rotation() -> Tensor:
         return torch.linalg.qr(torch.randn(half, half))[0]
@@ -154,7 +156,7 @@ def begin_with_induction(model: LlamaForCausalLM) -> None:
 
 
 def train(model: LlamaForCausalLM, path: Path, longest: int, updates: int, least: float) -> None:
-    """Trains on longer and longer texts until the loss of the longest is below `least`."""
+    """Train on longer and longer texts until the loss of the longest is below `least`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98))
     stages = [*(steps for steps in (8, 16, 32, 64) if steps < longest), longest]
     state: dict[str, Any] = {"update": 0, "stage": 0, "loss": 1.0}
@@ -195,7 +197,7 @@ def train(model: LlamaForCausalLM, path: Path, longest: int, updates: int, least
 
 
 def configs(keys: int, prompt: int) -> dict[str, h2o.H2OConfig]:
-    """What is compared, with so many keys of a head for what follows the pinned prompt."""
+    """The configs to compare, with `keys` keys per head for the tokens after the pinned prompt."""
     robust = h2o.H2OConfig.robust(keys)
     made = {
         "authors": h2o.H2OConfig.authors(keys),
@@ -207,7 +209,7 @@ def configs(keys: int, prompt: int) -> dict[str, h2o.H2OConfig]:
 
 
 def right(model: Any, ids: Tensor, n: int, config: h2o.H2OConfig) -> list[float]:
-    """Shares of the questions answered rightly, by kind."""
+    """Shares of the questions that are answered correctly, by kind."""
     cache = h2o.H2OCache(model, config, pinned="prompt")
     with torch.no_grad():
         out = model.generate(
@@ -229,18 +231,19 @@ def right(model: Any, ids: Tensor, n: int, config: h2o.H2OConfig) -> list[float]
 
 
 def answered(tokens: list[int]) -> dict[int, int]:
-    """The objects that an answer says are held, by name: what stands before and after each ASK."""
+    """The objects that an answer gives, by name. Name and object are two tokens before and one
+    after each ASK."""
     return {tokens[i - 2]: tokens[i + 1] for i in range(2, len(tokens) - 1) if tokens[i] == ASK}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path", type=Path, help="the trained model; training goes on with it")
-    parser.add_argument("--steps", type=int, default=100, help="of a text")
-    parser.add_argument("--updates", type=int, default=2000, help="of the weights, at most")
-    parser.add_argument("--loss", type=float, default=0.002, help="that ends the training")
-    parser.add_argument("--texts", type=int, default=32, help="to answer")
-    parser.add_argument("--budgets", default="0.2,0.4,0.6,0.8", help="parts of an answer")
+    parser.add_argument("path", type=Path, help="file of the trained model; training resumes it")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a text")
+    parser.add_argument("--updates", type=int, default=2000, help="limit of training updates")
+    parser.add_argument("--loss", type=float, default=0.002, help="loss that ends the training")
+    parser.add_argument("--texts", type=int, default=32, help="number of texts to answer")
+    parser.add_argument("--budgets", default="0.2,0.4,0.6,0.8", help="shares of the answer's keys")
     options = parser.parse_args()
     model = new_model()
     print(f"{sum(x.numel() for x in model.parameters()):,} parameters")
@@ -264,7 +267,8 @@ def main() -> None:
 
 
 def against_random(results: dict[tuple[str, int], list[float]]) -> list[str]:
-    """What the table shows: a line for each kind with the policies that differ clearly."""
+    """Summarize the table: for each kind, a line with the policies that clearly differ from random
+    eviction."""
     lines = []
     for kind, title in enumerate(KINDS):
         gains = {

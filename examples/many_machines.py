@@ -1,14 +1,14 @@
-"""Answers the prompts of a file on all machines of a Ray cluster, with an evicting cache on each.
+"""Answer the prompts of a file on all machines of a Ray cluster, with an evicting cache on each.
 
     pip install '.[hf]' 'ray[data]'     # in the folder of h2o's sources, on each machine
     ray start --head                    # on one machine
     ray start --address=HEAD:6379       # on each of the others
     python examples/many_machines.py prompts.jsonl answers.jsonl --machines 2
 
-A line of the first file is an object with `id` and `prompt`, one of the second with `id` and
-`text`. Ray Data deals out the prompts, and does what a lost machine was doing again on another one;
-the answers are written here, each when it comes. Started again, the script goes on with what is
-missing.
+Each line of the first file is an object with `id` and `prompt`, each line of the second an object
+with `id` and `text`. Ray Data distributes the prompts, and repeats the work of a lost machine on
+another one. This process writes each answer as soon as it arrives. When the script is started
+again, it answers the prompts that have no answer yet.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import h2o
 from h2o import models
 
 SHARE = 8
-"""Prompts that are dealt out together: what is lost with a machine, at most."""
+"""Prompts that are sent to a process together. Losing it loses at most the work on these."""
 
 
 class Answers:
-    """A model and its rows, kept by one process of a machine."""
+    """A model in one process of a machine. Answers batches of prompts."""
 
     def __init__(self, model: str | None, rows: int, tokens: int) -> None:
         self.model, self.tokenizer = models.load_model(model)
@@ -47,11 +47,11 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("answers", type=Path)
     parser.add_argument("--model", help="default: the embedded SmolLM2-135M")
-    parser.add_argument("--machines", type=int, default=2, help="processes with a model")
-    parser.add_argument("--cpus", type=int, default=1, help="of a process")
-    parser.add_argument("--gpus", type=int, default=0, help="of a process")
-    parser.add_argument("--rows", type=int, default=16, help="prompts at a time of a process")
-    parser.add_argument("--tokens", type=int, default=64, help="new ones, at most")
+    parser.add_argument("--machines", type=int, default=2, help="number of processes with a model")
+    parser.add_argument("--cpus", type=int, default=1, help="CPUs per process")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs per process")
+    parser.add_argument("--rows", type=int, default=16, help="batch rows per process")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt, at most")
     options = parser.parse_args()
 
     prompts = [json.loads(line) for line in lines_of(options.prompts.read_text("utf-8"))]
@@ -79,7 +79,8 @@ def main() -> None:
 
 
 def whole_lines(file: Path) -> list[str]:
-    """The lines of a file, after a last one that a killed run has not finished is taken off."""
+    """The complete lines of a file. A last line that a killed run left unfinished is removed from
+    the file."""
     text = file.read_text("utf-8")
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
@@ -88,7 +89,8 @@ def whole_lines(file: Path) -> list[str]:
 
 
 def lines_of(text: str) -> list[str]:
-    """Not splitlines, which divides at what may stand within JSON, such as U+2028."""
+    """The lines of a text. splitlines would also split at characters that JSON may contain, such as
+    U+2028."""
     return [line for line in text.split("\n") if line.strip()]
 
 

@@ -1,12 +1,12 @@
-"""Keep the instructions of a chat, while hundreds of turns pass through a cache of a fixed size.
+"""Keep the instructions of a chat while hundreds of turns pass through a cache of a fixed size.
 
     python examples/pinned_chat.py --turns 200 --keys 192
 
-Two chats of one model get the same system prompt and the same turns, which a harbor log makes up.
-One chat pins its system prompt, the other leaves it to the budget. With --full a third chat keeps
-every key, which shows what the model itself forgets. From time to time all are asked a question
-that only the system prompt answers. The question goes to a copy of each chat's cache, so that the
-conversation itself does not repeat the answer.
+Two chats with one model get the same system prompt and the same turns, an invented harbor log. One
+chat pins its system prompt, the other lets its keys be evicted like any others. With --full a third
+chat keeps every key, which shows what the model forgets even so. Every --every turns all are asked
+a question that only the system prompt answers. The question goes to a copy of each chat's cache, so
+that the conversation itself does not repeat the answer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ GOODS = ("salt", "timber", "coal", "herring", "barley")
 
 
 def reports(turns: int) -> Iterator[str]:
-    """What the user says, turn after turn."""
+    """Yield what the user says in each turn."""
     for turn in range(turns):
         ship, goods = SHIPS[turn % len(SHIPS)], GOODS[turn % len(GOODS)]
         yield f"Call {turn + 1}: the {ship} brings {3 + 7 * turn % 90} tons of {goods}."
 
 
 def share_held(chat: Chat, tokens: int) -> float:
-    """The share of the system prompt's keys, over all layers and heads, that the cache holds."""
+    """Share of the system prompt's keys that the cache holds, over all layers and heads."""
     held = [
         ((kept.positions >= 0) & (kept.positions < tokens)).sum(-1).float().mean() / tokens
         for kept in map(chat.cache.kept, range(len(chat.cache.layers)))
@@ -45,7 +45,7 @@ def share_held(chat: Chat, tokens: int) -> float:
 
 
 def ask(chat: Chat, question: str, max_new_tokens: int) -> str:
-    """The answer to a question that the conversation itself will not hold."""
+    """Answer a question without adding it to the conversation."""
     conversation, chat.cache = chat.cache, chat.cache.fork()
     answer = " ".join("".join(chat.reply(question, max_new_tokens)).split())
     chat.cache = conversation
@@ -57,8 +57,8 @@ def main() -> None:
     parser.add_argument("--model", help="default: SmolLM2-135M-Instruct")
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--every", type=int, default=50, help="turns between two questions")
-    parser.add_argument("--keys", type=int, default=192, help="budget of each head (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=12, help="of an answer")
+    parser.add_argument("--keys", type=int, default=192, help="keys per head (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=12, help="limit of an answer")
     parser.add_argument("--full", action="store_true", help="add a chat that keeps every key")
     options = parser.parse_args()
     model, tokenizer = h2o.load_model(options.model)
@@ -73,7 +73,7 @@ def main() -> None:
     if options.full:
         every = dataclasses.replace(h2o.H2OConfig.full(), positions="cache_relative")
         chats["every key"] = Chat(model, tokenizer, every, SYSTEM)
-    print(f"{span[1]} tokens of instructions, {options.keys} keys a head. {QUESTION}")
+    print(f"{span[1]} tokens of instructions, {options.keys} keys per head. {QUESTION}")
     for turn, said in enumerate(reports(options.turns), start=1):
         for name, chat in chats.items():
             for _ in chat.reply(said, options.max_new_tokens):

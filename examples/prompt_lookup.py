@@ -1,9 +1,9 @@
-"""Prompt lookup on an H2OCache: forward passes and time for the same text.
+"""Prompt lookup decoding with an H2OCache: number of forward passes and time for the same text.
 
     python examples/prompt_lookup.py [--draft 8] [--tokens 160]
 
-The model is asked to repeat a list, so most of what it says stands in the prompt. Generated
-greedily with and without prompt lookup, in turn, by a budget for all tokens and by a fifth.
+The model is asked to repeat a list, so most of its answer is in the prompt. It generates greedily
+without and with prompt lookup, first with a budget for all tokens and then with a fifth of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIST = "\n".join(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draft", type=int, default=8, help="tokens looked up at a time")
+    parser.add_argument("--draft", type=int, default=8, help="tokens of a draft (%(default)s)")
     parser.add_argument("--tokens", type=int, default=160)
     options = parser.parse_args()
     model, tokenizer = h2o.load_model()
@@ -45,7 +45,7 @@ def main() -> None:
             cache = h2o.H2OCache(model.config, config, prompt_length=n)
             more = {"prompt_lookup_num_tokens": lookup} if lookup else {}
             if lookup:
-                cache.activate_past_recording()  # from transformers 5.16 on generate() does it
+                cache.activate_past_recording()  # since transformers 5.16 generate() does this
             start = time.perf_counter()
             out = model.generate(
                 **inputs,

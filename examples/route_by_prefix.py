@@ -1,4 +1,4 @@
-"""One address in front of several vLLM servers with h2o: requests with one prefix go to one server.
+"""One address for several vLLM servers with h2o. Requests with the same prefix go to one server.
 
     vllm serve MODEL --port 8000 --additional-config '{"h2o": {"heavy": 128, "recent": 128}}'
     vllm serve MODEL --port 8001 --additional-config '{"h2o": {"heavy": 128, "recent": 128}}'
@@ -8,19 +8,19 @@ Clients then use http://127.0.0.1:8100/v1. All nodes must have the same model an
 `h2o`, so that every node gives the same answers. A stored prompt is found again only on the node
 that stored it. The router therefore hashes the first `h2o_prefix` tokens of a prompt, or the whole
 prompt, and each hash has its own order of nodes. When a node fails before its answer begins, the
-next one answers, and prompts of other nodes stay where they are. The router does not balance load:
-a prefix with more requests than one node can answer needs one of the routers below.
+next one answers, and the prompts of other nodes stay where they are. The router does not balance
+load. A prefix with more requests than one node can answer needs one of these routers instead:
 
-- vllm-router of PyPI: `vllm-router --policy consistent_hash --worker-urls http://A:8000
+- vllm-router from PyPI: `vllm-router --policy consistent_hash --worker-urls http://A:8000
   http://B:8000`. Clients name the prefix in the header `x-session-id`.
 - vLLM production stack on Kubernetes. In the chart's values, the arguments of `vllm serve` belong
   in `servingEngineSpec.modelSpec[].vllmConfig.extraArgs`, an image with h2o in `repository` and
   `tag`, and `routerSpec` needs `routingLogic: session` and `sessionKey: x-prefix`. Clients name the
   prefix in the header `x-prefix`. The logic `prefixaware` needs no header, but compares text and
-  takes no prompts of token ids. `kvaware` needs LMCache, which h2o does not support.
+  does not support prompts of token ids. `kvaware` needs LMCache, which h2o does not support.
 - Ray Serve LLM: examples/serve_with_ray.py.
 
-The first and the last ran with h2o. The production stack did not.
+vllm-router and Ray Serve LLM have been tested with h2o, the production stack has not.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ import aiohttp
 from aiohttp import web
 
 FORWARDED = ("Authorization", "Content-Type")
-"""Headers that nodes get."""
+"""Headers of a request that are passed on to nodes."""
 
 LONGEST_BODY = 1 << 26
-"""Bytes of a request."""
+"""Limit of a request in bytes."""
 
 NO_PROMPT = (
     ValueError, TypeError, AttributeError, LookupError, RecursionError, aiohttp.ClientError
@@ -47,13 +47,13 @@ NO_PROMPT = (
 
 
 class Router:
-    """Passes requests on to nodes."""
+    """Forwards requests to nodes."""
 
     def __init__(self, nodes: list[str], session: aiohttp.ClientSession) -> None:
         self.nodes, self.session = nodes, session
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """The answer of the first node that can be reached, part by part as it comes."""
+        """Stream the answer of the first node that can be reached."""
         body = await request.read()
         headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
         for node in self.in_order(await self.prefix(body)):
@@ -75,14 +75,14 @@ class Router:
         return web.json_response({"error": error}, status=503)
 
     def in_order(self, prefix: bytes) -> list[str]:
-        """The nodes, the one of this prefix first (rendezvous hashing)."""
+        """The nodes in the order for this prefix (rendezvous hashing)."""
         return sorted(
             self.nodes, key=lambda node: hashlib.sha256(node.encode() + b"\0" + prefix).digest()
         )
 
     async def prefix(self, body: bytes) -> bytes:
-        """The tokens that requests share. A body that has none stands for itself: a node answers it
-        with the reason."""
+        """The tokens of a request's prefix, as bytes. A body without a readable prompt is its own
+        prefix, and a node answers it with the error."""
         try:
             fields = json.loads(body)
             tokens = fields.get("prompt")
@@ -95,7 +95,7 @@ class Router:
             return body
 
     async def tokenize(self, body: bytes) -> list[int]:
-        """The tokens of a request's text or messages, by the first node that can be reached."""
+        """Let the first node that can be reached tokenize a request's text or messages."""
         for node in self.nodes:
             with contextlib.suppress(aiohttp.ClientConnectionError):
                 headers = {"Content-Type": "application/json"}
@@ -112,7 +112,7 @@ async def serve(nodes: list[str], host: str, port: int) -> None:
     async with aiohttp.ClientSession(timeout=unlimited, connector=connector) as session:
         app = web.Application(client_max_size=LONGEST_BODY)
         app.router.add_route("*", "/{path:health|v1/.*}", Router(nodes, session).handle)
-        # A client that disconnects ends its handler, and so its request on the node.
+        # A client that disconnects cancels its handler, which cancels the request on the node.
         runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
         try:

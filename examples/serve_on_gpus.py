@@ -1,13 +1,13 @@
-"""vLLM with h2o on GPUs, several ranks or machines, against generate() with an H2OCache.
+"""Compare vLLM with h2o, on several GPUs or machines, with generate() and an H2OCache.
 
     pip install '.[vllm,hf]' ray        # in the folder of h2o's sources, on each machine
-    ray start --head                    # on one machine, for ranks on several
+    ray start --head                    # on one machine, if ranks run on several
     ray start --address=HEAD:6379       # on each of the others
     python examples/serve_on_gpus.py --model NAME --ranks 8 --executor ray
 
-All requests come at once. Prints a line of JSON: where it ran, speed, and how many answers are
-those of an H2OCache alone, or from which token on they are not (in 16 bits some part late). Where
-there is no GPU, vLLM's CPU build runs the same with `--executor mp`.
+All requests are sent at once. The script prints a line of JSON: the platform, the speed, how many
+answers equal those of an H2OCache, and for the others the first token that differs (in 16 bits some
+answers diverge late). Without a GPU, vLLM's CPU build runs the same with `--executor mp`.
 """
 
 from __future__ import annotations
@@ -25,32 +25,35 @@ import torch
 
 import h2o
 from h2o import models
-from h2o.compat import with_cache  # vLLM may want a transformers that has another name for it
+from h2o.compat import with_cache  # the argument has another name in some transformers versions
 
 LONGEST = 1200
-"""Tokens of a prompt; they begin at different words of a text."""
+"""Most tokens of a prompt"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="default: the embedded SmolLM2-135M")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--ranks", type=int, default=1, help="tensor parallel ones")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor parallel ranks")
     parser.add_argument("--executor", default="mp", choices=["mp", "ray"])
-    parser.add_argument("--kept", type=int, default=256, help="keys of a head")
-    parser.add_argument("--bytes", type=int, default=10**9, help="for the pages of a rank")
+    parser.add_argument("--kept", type=int, default=256, help="keys per head")
+    parser.add_argument("--bytes", type=int, default=10**9, help="bytes for the pages of a rank")
     parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=24, help="new ones of a request")
-    parser.add_argument("--eager", action="store_true", help="without vLLM's compiling")
+    parser.add_argument("--tokens", type=int, default=24, help="new tokens per request")
+    parser.add_argument("--eager", action="store_true", help="run vLLM without compilation")
     options = parser.parse_args()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from vllm.platforms import current_platform
 
     if options.executor == "ray" and not current_platform.ray_device_key:
-        parser.error(f"vLLM's Ray executor refuses the {current_platform.device_name}: give mp")
+        parser.error(
+            f"vLLM's Ray executor does not support {current_platform.device_name}: "
+            "use --executor mp"
+        )
     name = options.model or str(models.embedded_folder())
     prompts = passages(name, options.requests)
-    # In a process of its own, whose memory is vLLM's afterwards.
+    # In a separate process, so that its memory is free for vLLM afterwards.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         expected = pool.submit(alone, name, options, prompts).result()
@@ -60,7 +63,7 @@ def main() -> None:
 
 
 def passages(name: str, count: int) -> list[list[int]]:
-    """So many prompts of 3 to LONGEST tokens."""
+    """Make `count` prompts of 3 to LONGEST tokens, which begin at different words of a text."""
     from transformers import AutoTokenizer
 
     text = " ".join(f"Station {n} reports {n * n % 97} ships, {n % 13} storms." for n in range(900))
@@ -70,7 +73,7 @@ def passages(name: str, count: int) -> list[list[int]]:
 
 
 def alone(name: str, options: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """The answer to each prompt by generate() with an H2OCache."""
+    """Answer each prompt by generate() with an H2OCache."""
     from transformers import GenerationConfig
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,7 +93,7 @@ def alone(name: str, options: Any, prompts: list[list[int]]) -> list[list[int]]:
 def served(
     name: str, options: Any, prompts: list[list[int]], expected: list[list[int]], on_gpus: bool
 ) -> dict[str, Any]:
-    """What vLLM answers, all requests at once."""
+    """Answer all prompts at once with vLLM. Returns fields of the report."""
     from vllm import LLM, SamplingParams, __version__
 
     llm = LLM(
@@ -126,7 +129,7 @@ def served(
 
 
 def shared(answer: list[int], other: list[int]) -> int:
-    """Tokens before the first that differs."""
+    """Number of tokens before the first that differs."""
     differ = [a != b for a, b in zip(answer, other, strict=True)]
     return differ.index(True) if True in differ else len(differ)
 

@@ -1,14 +1,14 @@
-"""Several vLLM engines with h2o behind one address, by Ray Serve LLM.
+"""Serve several vLLM engines with h2o behind one address, with Ray Serve LLM.
 
     pip install 'ray[serve]==2.60.0'     # where vLLM and h2o are installed
     python examples/serve_with_ray.py --model NAME --replicas 2 --h2o '{"budget": 256}'
 
 Clients then use http://127.0.0.1:8000/v1 and the model's NAME. Ray starts on this machine, or joins
-the cluster that runs here (`ray start`). Requests whose texts begin alike go to the same replica,
-which has stored their prefix, as long as the replicas are about equally busy. Prompts must be text:
-this router of Ray 2.60 raises ZeroDivisionError for token ids. On GPUs add
-`--engine '{"attention_backend": "CUSTOM"}'`. On CPUs, where replicas share a machine, set
-VLLM_CPU_OMP_THREADS_BIND=nobind and OMP_NUM_THREADS to their share of the cores.
+a cluster that already runs on it (`ray start`). Requests whose texts begin alike go to the replica
+that has stored their prefix, as long as the replicas are about equally busy. Prompts must be text:
+for token ids this router of Ray 2.60 raises ZeroDivisionError. On GPUs add
+`--engine '{"attention_backend": "CUSTOM"}'`. If replicas share the CPUs of a machine, set
+VLLM_CPU_OMP_THREADS_BIND=nobind, and OMP_NUM_THREADS to the cores of one replica.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ray.serve.llm import LLMConfig, build_openai_app
 from ray.serve.llm.request_router import PrefixCacheAffinityRouter
 
 NO_CPUS = {"ray_actor_options": {"num_cpus": 0}}
-"""Ray counts a CPU or GPU for each engine, and none for the processes that pass requests on."""
+"""Ray reserves a CPU or GPU for each engine, and none for the processes that forward requests."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="name on the Hub, or folder")
-    parser.add_argument("--name", help="name for clients (that of --model)")
+    parser.add_argument("--model", required=True, help="a name on the Hub, or a folder")
+    parser.add_argument("--name", help="name that clients use (default: that of --model)")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--h2o", default='{"budget": 256}', help="entry of additional_config")
     parser.add_argument("--engine", default="{}", help="other options of vLLM's engine, in JSON")

@@ -1,11 +1,12 @@
-"""Reads a document once, keeps a fifth of its bytes, and answers ten questions: time and bytes.
+"""Process a document once, keep a fifth of its bytes, answer ten questions: time and bytes.
 
     python examples/ten_questions.py [--budget 0.2] [--read] [--tokens 24] [--dtype bfloat16]
 
-Each question is answered in turn by a full cache that reads the document again, by copies of a full
-cache that has read it once, and by forks of an `H2OCache`; then by forks in one batch, and from a
-file. A first question, which is not counted, warms up. With --read the document is read twice
-(`h2o.compress_document`), which at small budgets keeps more of what the questions ask for.
+Each question is answered in three ways in turn: with a full cache that processes the document
+again, with a copy of a full cache that has processed it once, and with a fork of an `H2OCache`.
+Then all are answered by forks in one batch, and from a file. A first question warms up and is not
+counted. With --read the document is processed twice (`h2o.compress_document`), which at small
+budgets keeps more of what the questions ask for.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ QUESTIONS = {
     "Who was sent across the causeway on a horse?": "Lund",
     "When did the last keepers leave?": "1967",
 }
-"""A question, and a word that a right answer has in it."""
+"""Questions, each with a word that a correct answer contains."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=0.2, help="share of a full cache's bytes")
-    parser.add_argument("--read", action="store_true", help="read it twice")
-    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
+    parser.add_argument("--read", action="store_true", help="process the document twice")
+    parser.add_argument("--tokens", type=int, default=24, help="new tokens of each answer")
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     model, tokenizer = h2o.load_model(dtype=options.dtype)
@@ -125,7 +126,7 @@ def main() -> None:
         print(f"{question}  ({word})")
         for name in ("full, copied", "h2o, forked"):
             print(f"    {name:14s} {' '.join(texts[name][row].split())}")
-    print(f"\n{document.shape[1]} tokens, {options.dtype}, {options.tokens} tokens an answer")
+    print(f"\n{document.shape[1]} tokens, {options.dtype}, {options.tokens} tokens per answer")
     print("                   reading   a question      ten     bytes held    right")
     for name, times in seconds.items():
         total = reading[name] + sum(times[1:])
@@ -152,19 +153,19 @@ def main() -> None:
         ]
     assert from_file == texts["h2o, forked"][1:]
     both = zip(right["full, copied"], right["h2o, forked"], strict=True)
-    print(f"right from the file of what the full cache has right: {sum(a and b for a, b in both)} "
-          f"of {sum(right['full, copied'])}")  # fmt: skip
+    print(f"right from the file among those that the full cache has right: "
+          f"{sum(a and b for a, b in both)} of {sum(right['full, copied'])}")  # fmt: skip
 
 
 def timed(do: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, and what it gave."""
+    """Call a function. Returns its seconds and its result."""
     start = time.perf_counter()
     result = do()
     return time.perf_counter() - start, result
 
 
 def bytes_of(cache: Any) -> int:
-    """Of all tensors that one conversation holds."""
+    """Bytes of all tensors that a cache of one conversation holds."""
     if isinstance(cache, h2o.H2OCache):
         total = cache.report().total
         return total.bytes_held + total.bytes_bookkeeping
@@ -172,7 +173,8 @@ def bytes_of(cache: Any) -> int:
 
 
 def batched(asked: list[Tensor], n: int, pad: int) -> tuple[Tensor, Tensor]:
-    """One batch of rows that begin with the same n tokens, with pads between these and the rest."""
+    """Batch rows that begin with the same n tokens. Padding separates these from the rest of a
+    row."""
     longest = max(ids.shape[1] for ids in asked)
     ids = torch.full((len(asked), longest), pad)
     mask = torch.zeros_like(ids)

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by its DevTools protocol through two pipes: no package needed."""
+"""A headless Chromium, driven by its DevTools protocol through two pipes, without any package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = {"Tab": 9, "Enter": 13, "Home": 36, "End": 35, "ArrowLeft": 37, "ArrowUp"
 
 
 def find() -> str | None:
-    """The browser's path, if this machine has one; $BROWSER_PATH goes first."""
+    """Path of a browser, if this machine has one. $BROWSER_PATH comes first."""
     paths = filter(None, [os.environ.get("BROWSER_PATH"), *map(shutil.which, NAMES)])
     return next(iter(paths), None)
 
@@ -31,7 +31,7 @@ class Page:
     def __init__(self, to: Any, back: Any) -> None:
         self._to, self._back, self._number, self._session = to, back, 0, None
         self.problems: list[str] = []
-        """What the page's console and network had to say"""
+        """Errors and messages in the page's console, and attempts to use the network"""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -60,7 +60,7 @@ class Page:
     def _next(self) -> dict[str, Any]:
         raw = bytearray()
         while (byte := self._back.read(1)) != b"\0":
-            assert byte, "the browser has gone"
+            assert byte, "the browser has closed the pipe"
             raw += byte
         message = json.loads(raw)
         if message.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
@@ -78,7 +78,7 @@ class Page:
         self.wait("Page.loadEventFired")
 
     def run(self, expression: str) -> Any:
-        """The value of a JavaScript expression."""
+        """Evaluate a JavaScript expression."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -99,9 +99,10 @@ class Page:
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """A page of a fresh browser that keeps its files in a folder and ends with the block."""
+    """Start a browser that keeps its files in a folder. Yields a page; the browser ends with the
+    block."""
     path = find()
-    assert path, f"none of {NAMES} is here"
+    assert path, f"none of {NAMES} was found"
     to_read, to_write = os.pipe()
     back_read, back_write = os.pipe()
     # The browser reads commands from descriptor 3 and answers on 4.

@@ -1,4 +1,5 @@
-"""Which cases of a product are run by each `make test`, and which by `make test-all` alone."""
+"""Choose which cases of a product of parameters run in `make test`, and which only in `make
+test-all`."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import pytest
 
 
 def pairs(*values: Iterable[Any]) -> list[Any]:
-    """Cases of all values, of three parameters or more. Marked as slow are those without which
-    every two values of two parameters still meet."""
+    """All combinations of the values of three or more parameters. The cases that are not slow
+    suffice for every value to meet every value of each other parameter."""
     columns = [list(column) for column in values]
     shortest = min(map(len, columns))
     cases = itertools.product(*map(enumerate, columns))
@@ -23,15 +24,16 @@ def pairs(*values: Iterable[Any]) -> list[Any]:
 
 
 def checkered(one: Iterable[Any], other: Iterable[Any]) -> list[Any]:
-    """Cases of two parameters that no branch knows both of. As on a chess board every second one is
-    marked as slow, so that each value still meets half of the other parameter's."""
+    """All combinations of the values of two parameters, for code in which no branch depends on
+    both. Every second case is slow, as on a chess board, so that each value still meets half of the
+    other parameter's values."""
     return [
         _case(a, b, is_slow=(i + j) % 2 > 0) for i, a in enumerate(one) for j, b in enumerate(other)
     ]
 
 
 def _case(*values: Any, is_slow: bool) -> Any:
-    """A case of values that may be pytest.param with marks of their own."""
+    """A case whose values may be pytest.param with their own marks."""
     sets = [x if isinstance(x, _PARAM) else pytest.param(x) for x in values]
     marks = [mark for each in sets for mark in each.marks]
     plain = [value for each in sets for value in each.values]

@@ -1,4 +1,4 @@
-"""Settings of the whole suite. No torch here: the tests of the core do without."""
+"""Settings of the whole suite, without importing torch, which the core's tests do not need."""
 
 import gc
 import os
@@ -7,8 +7,8 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Two processes test at a time, on two cores often: threads of torch that wait in a loop for
-# milliseconds keep the other one from running.
+# Two processes run tests at the same time, often on two cores. Without this limit torch's threads
+# would spin for milliseconds while they wait, and keep the other process from running.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 settings.register_profile(
@@ -24,20 +24,21 @@ settings.load_profile("h2o")
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_is_imported_stays():
-    """So that no search for garbage goes through it: a million objects, in half a second each."""
+    """Exclude the objects that imports have created from garbage collection. There are a million of
+    them, and each collection would take half a second."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure():
-    """Thaw: triton, in torch's builds for CUDA, reports as leaked what is frozen at the end."""
+    """Unfreeze, since triton, in torch's builds for CUDA, reports frozen objects as leaks."""
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread(request):
-    """Threads cost tiny models more than they bring. The operations themselves are tested with all
-    there are."""
+    """Run tiny models on one thread, on which they are faster. The operations themselves are tested
+    with all threads."""
     torch = sys.modules.get("torch")
     if torch is None or request.path.parent.name in ("core", "torch"):
         yield

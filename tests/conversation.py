@@ -1,4 +1,4 @@
-"""Feeding a text, piece by piece, to anything with the functions of `h2o.ops`. NumPy only."""
+"""Feed a text in chunks to any module with the functions of `h2o.ops`. Needs NumPy only."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from tests.inputs import Policy, Text, heads, kept
 
 
 class Engine(NamedTuple):
-    """A module with attend, evict, step and simulate, and the tensors that it is given."""
+    """A module with attend, evict, step and simulate, and a way to make tensors for it."""
 
     name: str
     module: Any
     tensor: Callable[[np.ndarray], Any]
-    """from NumPy; texts may change dtype"""
+    """converts a NumPy array; may change the dtype of a text"""
     exact: Callable[[np.ndarray], np.ndarray] = np.asarray
-    """what `tensor` makes of a float32 text, as float32"""
+    """a float32 text after the rounding by `tensor`, as float32 again"""
 
 
 numpy_core = Engine("numpy", ops, np.ascontiguousarray)
 
 
 class Conversation:
-    """A text fed piece by piece to one engine, with what it held after each piece.
+    """Feeds a text in chunks to one engine, and records the keys that it holds after each chunk.
 
-    Pieces of one column go through `step`, longer ones through `attend` and `evict`;
-    `stepwise=False` sends those of one column the long way too, `shared` gives no values, so that
-    the keys stand for them, `place` makes slots of the same rows that lie elsewhere (`Pages`).
-    After each piece the slots must be as `h2o.ops.Slots` promises.
+    Chunks of one column go through `step`, longer ones through `attend` and `evict`. After each
+    chunk the slots are checked against the description of `h2o.ops.Slots`.
+
+    Args:
+        stepwise: if False, chunks of one column go through `attend` and `evict` as well.
+        shared: pass no values, so that the keys are also the values.
+        place: moves the rows of the slots to other memory (`Pages`).
     """
 
     def __init__(
@@ -57,12 +60,12 @@ class Conversation:
         self.mask = None if mask is None else engine.tensor(mask)
         self.logits = {"softcap": softcap}
         if sink_logits is not None:
-            sinks = engine.tensor(sink_logits)  # of torch in the text's dtype
+            sinks = engine.tensor(sink_logits)  # in torch: in the text's dtype
             self.logits["sink_logits"] = sinks.float() if hasattr(sinks, "float") else sinks
         N = self.query.shape[2]
         rows = np.array([[policy.heavy, policy.recent]]) if budget is None else budget
         if capacity is None:
-            most = rows.sum(-1).max(0) + policy.sinks + 1  # of each head where they differ
+            most = rows.sum(-1).max(0) + policy.sinks + 1  # one number per head if they differ
             capacity = np.minimum(most, N).tolist()
         self.slots = ops.new_slots(
             self.keys, capacity, value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
@@ -72,12 +75,12 @@ class Conversation:
         self.slots = place(self.slots)
         self.column = 0
         self.out: list[np.ndarray] = []
-        """[B, Q, H, D] float64 of each piece"""
+        """output of each chunk, [B, Q, H, D] float64"""
         self.kept: list[tuple[np.ndarray, np.ndarray]] = []
-        """positions and scores after each piece"""
+        """positions and scores after each chunk"""
 
     def feed(self, columns: int) -> None:
-        """Goes on with the next columns of the text."""
+        """Feed the next columns of the text as one chunk."""
         new = slice(self.column, self.column + columns)
         self.column += columns
         q, k = (x[:, :, new] for x in (self.query, self.keys))
@@ -101,12 +104,12 @@ class Conversation:
 
     @property
     def answer(self) -> np.ndarray:
-        """[B, N, H, D] of all that was fed."""
+        """Output [B, N, H, D] for all columns that were fed."""
         return np.concatenate(self.out, axis=1)
 
 
 def own_rows(slots: Any) -> Any:
-    """Slots of the rows that these are about, and no others."""
+    """The slots with only those rows that `rows` selects."""
     if slots.rows is None:
         return slots
     rows = slots.rows.tolist()
@@ -115,23 +118,23 @@ def own_rows(slots: Any) -> Any:
 
 
 class Pages:
-    """Rows that lie apart in one memory, uint8 [Z, bytes] of NumPy or torch, each with all its
-    fields side by side; what no row of a batch has is rubbish."""
+    """Rows of slots scattered over a larger memory, uint8 [Z, bytes] of NumPy or torch. All fields
+    of a row are next to each other. The rest of the memory is filled with garbage."""
 
     def __init__(self, memory: Any, numbers: Any) -> None:
-        """`numbers`: [B] int32, the rows of a batch."""
+        """`numbers`: [B] int32, the row of the memory for each batch row."""
         self.memory, self.numbers = memory, numbers
         memory[:] = 0x7F
         self.before = self.others()
 
     @staticmethod
     def bytes_of(slots: Any) -> int:
-        """Of a row, rounded up, so that each begins where elements may."""
+        """Bytes of a row, rounded up so that each row is aligned."""
         fields = (x for name in PER_ROW if (x := getattr(slots, name)) is not None)
         return -(-sum(x[:1].nbytes for x in fields) // 16) * 16
 
     def __call__(self, slots: Any) -> Any:
-        """Slots [Z, ...] in the memory, whose rows of these numbers are those of `slots`."""
+        """Copy `slots` into the rows `numbers` of the memory. Returns slots [Z, ...] there."""
         fields = {name: x for name in PER_ROW if (x := getattr(slots, name)) is not None}
         parts, begin = {}, 0
         for name, x in sorted(fields.items(), key=lambda field: -field[1].dtype.itemsize):
@@ -142,7 +145,7 @@ class Pages:
         return slots._replace(**parts, rows=self.numbers)
 
     def others(self) -> bytes:
-        """What lies in all other rows."""
+        """Contents of all other rows."""
         left = sorted({*range(len(self.memory))} - {*self.numbers.tolist()})
         return np.asarray(self.memory)[left].tobytes()
 
@@ -151,8 +154,8 @@ def check_as_rows_in_sequence(
     engine: Engine, text: Text, policy: Policy, calls: list[int], memory: Any, numbers: Any,
     **settings: Any,
 ) -> None:  # fmt: skip
-    """A text's answers and slots are the same, to the bit, in rows of `Pages`, and no other row of
-    these is touched."""
+    """Check that a text has the same answers and slots, bit for bit, in rows of `Pages`, and that
+    no other row of the pages changes."""
     plain = Conversation(engine, text, policy, **settings)
     placed = Pages(memory(Pages.bytes_of(plain.slots)), numbers)
     numbered = Conversation(engine, text, policy, place=placed, **settings)
@@ -165,12 +168,13 @@ def check_as_rows_in_sequence(
 
 
 def as_float64(tensor: Any) -> np.ndarray:
-    """A copy of a NumPy array or a CPU torch tensor (which NumPy cannot read when bfloat16)."""
+    """A copy of a NumPy array or a CPU torch tensor. (NumPy cannot read bfloat16 tensors.)"""
     return np.array(tensor if isinstance(tensor, np.ndarray) else tensor.double().numpy(), float)
 
 
 def check_slots(slots: Any, sinks: int) -> None:
-    """Held slots are where `h2o.ops.Slots` says, and `next_slot` is the one to fill."""
+    """Check that the filled slots are where `h2o.ops.Slots` says, and `next_slot` is the one to
+    fill next."""
     positions = heads(slots, "positions", -1)
     free, lengths, budget = (
         np.asarray(x) for x in (slots.next_slot, slots.seen_tokens, slots.budget)

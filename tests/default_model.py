@@ -1,4 +1,4 @@
-"""Small stand-ins of the default model, for code whose answers nobody looks at."""
+"""Small stand-ins for the default model, for tests that do not look at the answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from h2o import models
 
 
 def narrow_default_model(layers: int) -> tuple[Any, Any]:
-    """(model, tokenizer): the default model's heads, positions and vocabulary, with random weights.
+    """Make (model, tokenizer) with the default model's heads, positions and vocabulary, and random
+    weights.
 
     A forward pass takes a hundredth of the default model's time. Attention is sharp.
     """
@@ -26,7 +27,8 @@ def narrow_default_model(layers: int) -> tuple[Any, Any]:
 
 
 def random_default_model(**sizes: Any) -> tuple[Any, Any]:
-    """(model, tokenizer): the default model with other sizes of its config, and random weights."""
+    """Make (model, tokenizer) from the default model's config with other sizes, and random
+    weights."""
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     try:

@@ -1,8 +1,8 @@
-"""Tensors of a device that this machine lacks, which have shapes and no numbers.
+"""Tensors on a device that this machine lacks. They have shapes but no values.
 
-Under `elsewhere()` whatever is made is on that device by torch's FakeTensorMode, where nothing can
-be read: `.item()`, `.tolist()`, `bool()`, `int()` and a boolean index raise, and so does an
-operation on tensors of two devices. What runs here never waits for the device.
+Under `elsewhere()` torch's FakeTensorMode creates all tensors on that device. Their values cannot
+be read: `.item()`, `.tolist()`, `bool()`, `int()` and a boolean index raise. An operation on
+tensors of two devices raises as well. Code that runs here therefore never waits for the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["WAITS", "elsewhere", "forget_default_device", "moved"]
 
 WAITS = "aten._local_scalar_dense|aten.nonzero|aten.index|not linked with support"
-"""What the RuntimeError says that is raised where the host would wait for numbers of the device."""
+"""Pattern of the RuntimeError that is raised where the host would wait for values of the device"""
 
 
 @contextlib.contextmanager
@@ -30,8 +30,8 @@ def elsewhere(device: str = "cuda") -> Iterator[None]:
 
 
 def forget_default_device() -> None:
-    """As before any torch.set_default_device(); with torch 2.6 one of None makes
-    torch.get_default_device(), which transformers asks, fail from then on."""
+    """Undo torch.set_default_device(). Setting None is not enough with torch 2.6: afterwards
+    torch.get_default_device(), which transformers calls, would fail."""
     torch.set_default_device(None)
     context = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
     if getattr(context, "device_context", False) is None:
@@ -39,7 +39,7 @@ def forget_default_device() -> None:
 
 
 def moved(model: nn.Module) -> nn.Module:
-    """The model with all its tensors on the device of the context that this is called in."""
+    """Move a model to the device of the current context, in place."""
     for part in model.modules():
         for tensors in (part._parameters, part._buffers):
             for name, x in tensors.items():
@@ -51,7 +51,7 @@ def moved(model: nn.Module) -> nn.Module:
 
 
 class _WithoutDriver(TorchFunctionMode):
-    """By other means what torch does not do for a device that it was built without."""
+    """Replaces functions that torch does not support for a device that it was built without."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,7 +72,7 @@ def _put(x: Tensor, key: Any, value: Any) -> None:
 
 
 def _copy(x: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
-    """There are no numbers, so it is enough that the shapes go together."""
+    """Check only that the shapes are compatible, since there are no values."""
     value.expand(x.shape)
     return x
 

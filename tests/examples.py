@@ -1,4 +1,4 @@
-"""The programs in examples, run in this process, which has imported what they need."""
+"""Run the programs in examples within this process, which has already imported what they need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def run(name: str, *arguments: str | Path) -> str:
-    """Standard output of an example that ends well."""
+    """Run an example. Returns its standard output."""
     path, printed = str(EXAMPLES / name), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.syspath_prepend(str(EXAMPLES))

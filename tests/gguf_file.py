@@ -1,4 +1,4 @@
-"""A tiny model as a .gguf file, made here, without network."""
+"""Write a tiny model as a .gguf file, without network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 
 def write_gguf(path: Path, merges: Sequence[str] = ("a b",)) -> Path:
-    """A Llama with random weights and a tokenizer of single bytes and merged pairs of them."""
+    """Write a Llama with random weights and a tokenizer of single bytes and merged pairs."""
     D, F, H, G = 16, 32, 4, 2
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(128)

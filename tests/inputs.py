@@ -1,6 +1,6 @@
-"""Inputs that every test shares: texts whose heavy set keeps moving, masks, policies, golden data.
+"""Inputs that all tests share: texts whose heavy set keeps changing, masks, policies, golden data.
 
-NumPy only, so that the tests of the core run without torch.
+Needs NumPy only, so that the tests of the core run without torch.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def drifting(
     sharp: float = 1.5,
     sink: bool = False,
 ) -> Text:
-    """A text whose heavy hitters change while it is read.
+    """Make a text whose heavy hitters change as it goes on.
 
-    Queries look along a direction that turns by `turn` radians a token, keys lie near the
-    direction of their own time and matter very unevenly, so that keys which were heavy
-    fade and new ones overtake them. With plain Gaussian inputs the first heavy set is the last.
-    `sharp` scales the logits; `sink` gives token 0 the attention that models give it.
+    Queries point in a direction that turns by `turn` radians per token. Each key points near the
+    direction of its own time, and the lengths of keys vary widely. Keys that were heavy therefore
+    fade, and new ones overtake them. With plain Gaussian inputs the heavy set would never change.
+    `sharp` scales the logits. `sink` gives token 0 as much attention as models give it.
     """
     rng = np.random.default_rng(seed)
     R = H // G
@@ -80,16 +80,19 @@ def drifting(
 
 
 def sink_logits(seed: int, H: int) -> np.ndarray:
-    """[H] float32, learned sinks of the size of a text's logits; of every fifth head none."""
+    """Learned sinks [H] float32, as large as a text's logits. Every fifth head has none."""
     sinks = np.random.default_rng(seed).normal(1.0, 2.0, H)
     sinks[4::5] = -np.inf
     return sinks.astype(np.float32)
 
 
 def swaps(kept: list[np.ndarray], k: int, recent: int) -> int:
-    """How often a decode step dropped a heavy key for the one that left the recent window.
+    """Count how often a decode step evicted a heavy key in favor of the one that left the recent
+    window.
 
-    kept: positions [B, G, K], padded with -1, after each step of one token; recent > 0.
+    Args:
+        kept: positions [B, G, K] after each decode step, padded with -1.
+        k, recent: the whole budget and its recent part, which must be above 0.
     """
     count = 0
     for before, after in itertools.pairwise(kept):
@@ -104,17 +107,18 @@ def swaps(kept: list[np.ndarray], k: int, recent: int) -> int:
 
 
 def left(lengths: list[int], Q: int) -> np.ndarray:
-    """[B, Q] bool: row b has its lengths[b] tokens at the end."""
+    """Mask [B, Q] bool with padding on the left. Row b has its lengths[b] tokens at the end."""
     return np.arange(Q) >= Q - np.asarray(lengths)[:, None]
 
 
 def right(lengths: list[int], Q: int) -> np.ndarray:
-    """[B, Q] bool: row b has its lengths[b] tokens at the beginning."""
+    """Mask [B, Q] bool with padding on the right. Row b has its lengths[b] tokens at the
+    beginning."""
     return np.arange(Q) < np.asarray(lengths)[:, None]
 
 
 def holes(seed: int, lengths: list[int], Q: int) -> np.ndarray:
-    """[B, Q] bool: row b has its lengths[b] tokens anywhere."""
+    """Mask [B, Q] bool with padding anywhere. Row b has its lengths[b] tokens in random columns."""
     rng = np.random.default_rng(seed)
     mask = np.zeros((len(lengths), Q), bool)
     for row, length in zip(mask, lengths, strict=True):
@@ -123,9 +127,9 @@ def holes(seed: int, lengths: list[int], Q: int) -> np.ndarray:
 
 
 def pad(text: Text, mask: np.ndarray) -> Text:
-    """A [B, ., Q, D] text with row b's first tokens where mask is true, NaN and infinity elsewhere.
+    """Pad a text to [B, ., Q, D], with row b's first tokens where the mask is true.
 
-    What stands at a pad must not matter, not even when it is multiplied by 0.
+    Padding is NaN and infinity, since its values must not matter, not even if multiplied by 0.
     """
     padded = []
     for x in text:
@@ -142,7 +146,7 @@ def pad(text: Text, mask: np.ndarray) -> Text:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What `evict` and `step` are told beside the slots. `heavy`, `recent`: of every row."""
+    """The arguments of `evict` and `step` besides the slots, and the budgets of every row."""
 
     heavy: int = 4
     recent: int = 4
@@ -188,13 +192,13 @@ POLICIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """A conversation to try: shapes, the calls that it is fed in, padding and policy."""
+    """A conversation to test: shapes, chunks, padding and policy."""
 
     seed: int
     lengths: list[int]
-    """[B] real tokens of each row's prompt"""
+    """tokens of each row's prompt without padding, [B]"""
     calls: list[int]
-    """columns of each call, the first at least max(lengths)"""
+    """columns of each call; the first is the prompt, with at least max(lengths)"""
     G: int
     R: int
     D: int
@@ -213,13 +217,14 @@ class Scenario:
         return pad(text, self.mask())
 
     def sink_logits(self) -> np.ndarray | None:
-        """[H] float32, some that take much of the attention, some little; None without."""
+        """Learned sinks [H] float32, some with much of the attention and some with little, or
+        None."""
         if not self.learned_sinks:
             return None
         return sink_logits(self.seed, self.G * self.R)
 
     def mask(self) -> np.ndarray:
-        """[B, sum(calls)] bool: pads in the prompt; what follows is all real."""
+        """Mask [B, sum(calls)] bool. Only the prompt has padding."""
         Q = self.calls[0]
         prompt = {
             "left": lambda: left(self.lengths, Q),
@@ -269,8 +274,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 
 class GoldenCache(NamedTuple):
-    """One `d_*.npz`: a batch of one row, query and keys rotated where the case has rotary keys
-    that stay at their original position."""
+    """One `d_*.npz`, a batch of one row. Query and keys are rotated if the case has rotary keys
+    that keep their original positions."""
 
     text: Text
     """[1, H, N, d] each; G = H"""
@@ -278,9 +283,9 @@ class GoldenCache(NamedTuple):
     heavy: int
     recent: int
     kept: list[np.ndarray]
-    """after each call [1, H, K] int64, ascending"""
+    """positions after each call, [1, H, K] int64, ascending"""
     scores: list[np.ndarray]
-    """after each call [1, H, K] float32"""
+    """scores after each call, [1, H, K] float32"""
     out: np.ndarray
     """[1, N, H, d] float32"""
     swaps: int
@@ -314,7 +319,7 @@ def golden_cache(name: str) -> GoldenCache:
 
 
 class GoldenMasks(NamedTuple):
-    """One `bc_*.npz`, with the budgets as fractions [(heavy, recent)] and as tokens."""
+    """One `bc_*.npz`. The budgets (heavy, recent) are given as fractions and as tokens."""
 
     logits: np.ndarray
     """[1, H, S, S] float32"""
@@ -339,7 +344,8 @@ def golden_masks(name: str) -> GoldenMasks:
 
 
 def rotate(x: np.ndarray, base: float = 10000.0) -> np.ndarray:
-    """Rotary embedding of [..., N, d] at positions 0 to N - 1, first half paired with the second.
+    """Apply the rotary embedding to [..., N, d] at positions 0 to N - 1. Pairs the first half of
+    the elements with the second.
 
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, section 3.
     """
@@ -351,7 +357,7 @@ def rotate(x: np.ndarray, base: float = 10000.0) -> np.ndarray:
 
 
 def heads(slots: Any, field: str, empty: float) -> np.ndarray:
-    """[B, G, S]: positions, scores or norms of any store; heads with fewer slots padded."""
+    """Positions, scores or norms of any store as [B, G, S]. Heads with fewer slots are padded."""
     tensor = np.asarray(getattr(slots, field))
     if slots.starts is None:
         return tensor
@@ -367,7 +373,7 @@ def heads(slots: Any, field: str, empty: float) -> np.ndarray:
 def kept(slots: Any) -> tuple[np.ndarray, np.ndarray]:
     """Positions [B, G, K] int64, ascending, and scores [B, G, K], padded with -1 and 0.
 
-    What `cache.kept()` gives, for slots of NumPy arrays or CPU torch tensors.
+    The same as `cache.kept()`, for slots of NumPy arrays or CPU torch tensors.
     """
     positions, scores = heads(slots, "positions", -1).astype(np.int64), heads(slots, "scores", 0)
     K = int((positions >= 0).sum(-1).max())

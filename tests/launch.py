@@ -1,4 +1,4 @@
-"""Programs in several processes, as torchrun starts them."""
+"""Run programs in several processes, as torchrun does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
 def start(arguments, launcher=TORCHRUN, **environment):
-    """python -m launcher arguments, running from the root of the project; both as text."""
+    """Start `python -m launcher arguments` in the root of the project. Its outputs are text."""
     module = [] if not launcher else ["-m", *launcher]
     return subprocess.Popen(
         [sys.executable, *module, *map(str, arguments)],
@@ -31,7 +31,7 @@ def start(arguments, launcher=TORCHRUN, **environment):
 
 
 def launch(arguments, launcher=TORCHRUN, code=0, **environment):
-    """(what the processes have printed, what they have said on standard error)."""
+    """Run a program to its end. Returns its standard output and its standard error."""
     process = start(arguments, launcher, **environment)
     out, error = process.communicate(timeout=420)
     assert process.returncode == code, error[-4000:]

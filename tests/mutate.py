@@ -1,20 +1,21 @@
-"""Do the tests notice? Random edits of csrc, one at a time, and who survives.
+"""Mutation tests: make random edits of csrc, one at a time, and report those that no test notices.
 
     python tests/mutate.py [--edits 200] [--seed 1] [--only csrc/cpu/step.inc] [--log mutants.json]
                            [--again]
 
-An edit changes an operator, a constant or a bound, turns a condition round or deletes a
-statement. The edited core must fail, in this order, to compile, the C tests, the tests in Python
-that judge the core alone, or the C tests under ASan and UBSan. To be quick only what an edit
-touches is compiled again, and all of that is done at the one instruction set level that this
-machine prefers, but for the first C tests, which find most at the level that compiles soonest.
-What survives is printed: it is killed by a new test, or justified beside the code, by a comment on
-that line which says that it "changes no answer" and why (speed, memory, another compiler).
+An edit changes an operator, a constant or a bound, negates a condition or deletes a statement. One
+of these must fail, tried in this order: the compiler, the C tests, the Python tests of the core
+alone, the C tests under ASan and UBSan. For speed only the files that an edit affects are compiled
+again. Tests run at the instruction set level that this machine prefers, except for the first C
+tests, which run at the level that compiles fastest and find most edits. Surviving edits are
+printed. Each needs a new test, or a comment on its line that says that it "changes no answer" and
+why (speed, memory, another compiler).
 
-A run that was interrupted goes on where its log ends. After new tests `--again` judges once more
-what the log says has survived.
+An interrupted run resumes where its log ends. After new tests, `--again` tries again the edits that
+survived according to the log.
 
-Needs `make .venv/core .venv/test`; two hundred edits take two hours or so (with --part, half).
+Needs `make .venv/core .venv/test`. Two hundred edits take about two hours. To use two processes,
+give them --part 0/2 and --part 1/2.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from h2o import ops
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVEL = ops.info()["levels"][-1]
-#: The level whose decode step it takes, and the sources that a step does not need.
+#: The level whose decode step LEVEL uses, and the sources that a step does not need.
 STEPS = "avx512amxint8" if LEVEL == "avx512amx" else LEVEL
 NO_STEPS = ("attend", "evict", "simulate")
 VECTORS = "vec_avx2" if LEVEL == "avx2" else "vec_avx512"
-BORDER = ("module.c", "arguments.c", "exchange.c")  # what needs Python
+BORDER = ("module.c", "arguments.c", "exchange.c")  # the sources that need Python's headers
 FLAGS = ["-std=c11", "-O1", "-Werror=return-type", "-fPIC", "-ffp-contract=fast"]
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-pthread", "-Icsrc"]
 FLAGS += ['-DH2O_VERSION="0"', '-DH2O_KERNELS=""']
@@ -54,21 +55,21 @@ ENDING = ".abi3.so" if LIMITED else sysconfig.get_config_var("EXT_SUFFIX")
 FLAGS += ["-DPy_LIMITED_API=0x030a0000"] if LIMITED else []
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
-#: Of each net of C tests its flags and its level.
+#: Flags and level of each set of C tests.
 NETS = {
     "generic": (["-DH2O_GENERIC_ONLY"], "generic"),
     "plain": ([], LEVEL),
     "asan": (SANITIZE, LEVEL),
 }
 
-#: The tests in Python, those first that find something soonest.
+#: The tests in Python. Those that find errors fastest come first.
 TESTS = [f"tests/core/test_{x}.py" for x in ("exchange", "errors", "hostile", "levels", "ops")]
 TESTS += ["tests/core", *(f"tests/torch/test_{x}.py" for x in ("cache_relative", "heads"))]
 TESTS += ["tests/torch/test_properties.py::test_results_do_not_depend_on_threads"]
 
-#: What changes no answer by its meaning: counts of work for `make balance`, memory asked for early.
+#: Code that cannot change an answer: counts of work for `make balance`, and prefetching.
 HINTS = re.compile(r"COUNT_WORK|H2O_BALANCE|_WORK\b|_RANK\b|prefetch")
-#: What a comment beside a line says where an edit of it can change speed or memory, but no answer.
+#: Text in the comment of a line whose edits can change speed or memory, but no answer.
 JUSTIFIED = "changes no answer"
 
 SWAPS = (
@@ -97,7 +98,7 @@ SWAPS = (
 
 @dataclass
 class Edit:
-    """One edit of one line, and what noticed it ("" for nothing)."""
+    """One edit of one line. `caught` names what noticed it, "" if nothing did."""
 
     path: str
     line: int
@@ -111,12 +112,12 @@ class Edit:
 
     @property
     def is_justified(self) -> bool:
-        """Whether nothing needs to notice it: see HINTS and JUSTIFIED."""
+        """Whether no test needs to notice the edit: see HINTS and JUSTIFIED."""
         return bool(HINTS.search(self.before)) or JUSTIFIED in self.before
 
 
 def code_lines(path: Path) -> list[tuple[int, str]]:
-    """Lines that are code: no comments, preprocessor, declarations of types."""
+    """Lines of code, without comments, preprocessor directives and type declarations."""
     lines, comment = [], False
     for number, line in enumerate(path.read_text().splitlines()):
         text = line.strip()
@@ -129,7 +130,7 @@ def code_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def variants(line: str) -> list[str]:
-    """What one edit can make of a line."""
+    """All versions of a line after one edit."""
     code = line.split("/*")[0]
     quoted = [m.span() for m in re.finditer(r'"[^"]*"', code)]
     edits = []
@@ -161,7 +162,7 @@ def variants(line: str) -> list[str]:
 
 
 def closing(code: str, opening: int) -> int:
-    """Where the bracket that opens there is closed on the same line, or 0."""
+    """Index of the bracket that closes the one at `opening`, or 0 if it is not on this line."""
     depth = 0
     for i in range(opening, len(code)):
         depth += (code[i] == "(") - (code[i] == ")")
@@ -171,7 +172,7 @@ def closing(code: str, opening: int) -> int:
 
 
 def draw(count: int, seed: int, only: str | None) -> list[Edit]:
-    """Edits of random lines; lines of other processors and of other levels are left out."""
+    """Draw edits of random lines, except lines for other processors and levels."""
     paths = [*ROOT.glob("csrc/*.[ch]"), *ROOT.glob("csrc/cpu/*.inc"), *ROOT.glob("csrc/cpu/*.h")]
     others = ("avx2", "avx512", "neon", "bytes_neon", "generic")
     left_out = {f"vec_{x}.h" for x in others} - {f"{VECTORS}.h"}
@@ -196,7 +197,7 @@ def draw(count: int, seed: int, only: str | None) -> list[Edit]:
 
 
 def judged(log: Path | None, again: bool) -> dict[tuple[str, int, str, str], str]:
-    """What noticed the edits of an earlier run; `again` leaves out what nothing noticed."""
+    """Results of an earlier run by edit. With `again`, without the edits that survived."""
     if log is None or not log.exists():
         return {}
     edits = [Edit(**x) for x in json.loads(log.read_text())]
@@ -204,7 +205,7 @@ def judged(log: Path | None, again: bool) -> dict[tuple[str, int, str, str], str
 
 
 class Workshop:
-    """A copy of the sources, objects of all of them as they were, and ways to test an edit."""
+    """A copy of the sources with their unedited objects, in which edits are tested."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -222,11 +223,11 @@ class Workshop:
         for net in NETS:
             for source in self.sources + self.programs:
                 assert self.compile(net, source, "clean"), source
-            assert not self.link_and_test(net, []), "a C test fails without any edit"
-        assert not self.python([]), "a test in Python fails without any edit"
+            assert not self.link_and_test(net, []), "a C test fails without an edit"
+        assert not self.python([]), "a test in Python fails without an edit"
 
     def run(self, command: list[str], seconds: int = 300, **environment: str) -> bool:
-        """Whether a command succeeds in so much of a processor's time, and in memory."""
+        """Whether a command succeeds within a limit of CPU seconds and of memory."""
 
         def limit() -> None:
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
@@ -236,7 +237,7 @@ class Workshop:
         try:
             completed = subprocess.run(
                 command, cwd=self.folder, capture_output=True, preexec_fn=limit,
-                timeout=5 * seconds,  # of what waits for ever, or for a machine with more to do
+                timeout=5 * seconds,  # for a command that hangs, or a busy machine
                 env={**os.environ, **environment},
             )  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -253,7 +254,7 @@ class Workshop:
         return self.run(["gcc", *flags, "-c", source, "-o", out])
 
     def touched(self, edit: Edit, net: str) -> list[str]:
-        """Sources to compile again; of the levels only what is tested."""
+        """Sources to compile again after an edit, only for the levels that are tested."""
         if edit.path.endswith(".c"):
             return [edit.path]
         name, level = Path(edit.path).name, NETS[net][1]
@@ -266,13 +267,13 @@ class Workshop:
         return [x for x in self.sources if "level_" not in x] + levels + self.programs
 
     def link_and_test(self, net: str, touched: list[str]) -> str:
-        """The C test that fails, or ""."""
+        """Link and run the C tests. Returns the name of the first that fails, or ""."""
         flags, level = NETS[net]
         core = [self.object(net, x, "new" if x in touched else "clean")
                 for x in self.sources if not x.endswith(BORDER)]  # fmt: skip
         for program in self.programs:
             if net == "generic" and program.endswith("dispatch.c"):
-                continue  # asks for the levels that are not there
+                continue  # needs levels that this set does not have
             binary = self.object(net, program, "new" if program in touched else "clean")
             out = f"build/{net}/{Path(program).stem}"
             if not self.run(["gcc", *flags, binary, *core, "-o", out, "-pthread", "-lm", "-ldl"]):
@@ -282,7 +283,7 @@ class Workshop:
         return ""
 
     def python(self, touched: list[str]) -> str:
-        """What to say where one of TESTS fails, or ""."""
+        """Link the core and run TESTS. Returns what failed, or ""."""
         objects = [
             self.object("plain", x, "new" if x in touched else "clean") for x in self.sources
         ]
@@ -294,7 +295,7 @@ class Workshop:
         return "" if passed else "python"
 
     def judge(self, edit: Edit) -> str:
-        """What notices an edit first, or ""."""
+        """Return what notices an edit first, or ""."""
         path = self.folder / edit.path
         text = path.read_text()
         lines = text.splitlines(keepends=True)
@@ -324,9 +325,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--edits", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", help="the end of a path")
-    parser.add_argument("--log", type=Path, help="all edits as JSON; what it has is not done again")
-    parser.add_argument("--again", action="store_true", help="but for what survived")
+    parser.add_argument("--only", help="edit only files whose path ends with this")
+    parser.add_argument("--log", type=Path, help="JSON file of results; edits in it are skipped")
+    parser.add_argument("--again", action="store_true", help="retry edits that survived before")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th edit from the i-th on")
     arguments = parser.parse_args()
     part, parts = map(int, arguments.part.split("/"))

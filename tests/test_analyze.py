@@ -110,7 +110,7 @@ def test_mistakes(tiny, tmp_path, capsys, monkeypatch):  # noqa: F811
     page = str(tmp_path / "page.html")
     assert "at least 3" in error("--model", tiny, "--text", str(short), "--output", page, code=1)
     for wrong, said in (
-        (("--compare", "mask-global:0.1+0.1"), "no cache"),
+        (("--compare", "mask-global:0.1+0.1"), "is not a cache"),
         (("--compare", "nonsense"), "unknown"),
         (("--heavy", "1.5"), "heavy"),
         (("--budget", "0.1", "--heavy", "4"), "not both"),
@@ -135,7 +135,7 @@ def test_a_text_that_is_too_long(tiny, tmp_path, capsys, monkeypatch):  # noqa: 
     monkeypatch.setattr("h2o.analysis.page.LONGEST", 299)
     monkeypatch.setattr("h2o.analysis.analyze.analyze", lambda *_: pytest.fail("measured"))
     assert cli.main(arguments) == 1
-    assert "at most 299 tokens, not 300: give --tokens 299" in capsys.readouterr().err
+    assert "at most 299 tokens, not 300: pass --tokens 299" in capsys.readouterr().err
 
 
 def test_a_text_without_repetitions(tiny, tmp_path):  # noqa: F811
@@ -145,7 +145,7 @@ def test_a_text_without_repetitions(tiny, tmp_path):  # noqa: F811
     assert cli.main(["analyze", "--model", tiny, "--text", str(tmp_path / "text"), "--output",
                      str(page), "--compare", "local:0.2"]) == 0  # fmt: skip
     text = page.read_text("utf-8")
-    assert "in all with count none, for each occurrence none" in text
+    assert "total attention with count none, attention per occurrence none" in text
     assert "nan" not in re.sub(r"data:[^\"]*|<script.*?</script>|<style.*?</style>", "", text,
                                flags=re.DOTALL)  # fmt: skip
 

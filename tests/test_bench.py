@@ -107,13 +107,13 @@ def test_caches_take_turns(tiny, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--prompts", "1990"], 1, "more than the 2000 positions"),
+        (["--prompts", "1990"], 1, "exceed the 2000 positions"),
         (["--device", "nowhere"], 1, "--device nowhere: torch finds no such device here"),
         (["--device", "cuda:77"], 1, "--device cuda:77: torch finds no such device here"),
         (["--model", "no/such/model"], 1, "cannot load the model 'no/such/model'"),
         (["--budgets", "1.5"], 2, "1.5"),
         (["--compare", "nonsense"], 2, "setting 'nonsense': unknown"),
-        (["--compare", "mask-local:0.1+0.1"], 2, "mask-local:0.1+0.1: a mask, no cache"),
+        (["--compare", "mask-local:0.1+0.1"], 2, "mask-local:0.1+0.1: a mask, not a cache"),
     ],
 )
 def test_one_line_says_what_is_wrong(tiny, capsys, arguments, code, words):  # noqa: F811
@@ -144,4 +144,4 @@ def test_memory_that_is_not_enough(tiny, capsys, monkeypatch):  # noqa: F811
 
     monkeypatch.setattr("h2o.hf.cache.new_cache.H2OCache", full)
     assert cli.main(["bench", "--model", tiny, *SHORT, "--prompts", "20"]) == 1
-    assert "no memory for a prompt of 20 tokens" in capsys.readouterr().err.splitlines()[-1]
+    assert "not enough memory for a prompt of 20 tokens" in capsys.readouterr().err.splitlines()[-1]

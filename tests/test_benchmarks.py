@@ -122,7 +122,7 @@ def test_a_gpu_that_is_not_there_is_not_timed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(0))
     assert runner.main(command) == 1
-    assert "h2o's kernels do not serve here: torch (" in capsys.readouterr().err
+    assert "h2o's kernels do not run here: torch (" in capsys.readouterr().err
 
 
 def test_pages_hold_what_they_are_made_of():
@@ -247,7 +247,7 @@ def test_a_peer_that_cannot_be_had_is_named(tmp_path, monkeypatch):
 def test_what_is_no_figure_is_refused(command, capsys):
     with pytest.raises(SystemExit):
         runner.main(command)
-    assert "no figure" in capsys.readouterr().err or "no-such-table" in command
+    assert "meaningful figure" in capsys.readouterr().err or "no-such-table" in command
 
 
 def test_each_table_that_help_names_is_there(capsys):

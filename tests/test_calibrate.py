@@ -52,7 +52,7 @@ def test_layers_that_keep_a_window_have_no_share_to_tell():
     ("text", "more", "code", "message"),
     [
         ("no.txt", [], 2, "cannot read"),
-        ("a.txt", ["--output", "profile.txt"], 2, "wanted a name such as profile.json"),
+        ("a.txt", ["--output", "profile.txt"], 2, "profile.txt must end in .json"),
         ("a.txt", ["--window", "200"], 1, "a.txt has 150 tokens, fewer than a window of 200"),
         ("a.txt", ["--window", "60", "--limit", "0"], 2, "--limit: must be at least 1"),
     ],

@@ -135,7 +135,7 @@ def test_info_for_readers(capsys):
 
 def test_info_about_a_model(tiny, tmp_path, capsys):
     assert cli.main(["info", "--model", tiny]) == 0
-    said = "llama: supported, 2 of 2 layers by h2o; in place of H2OConfig.echo: equal budgets"
+    said = "llama: supported, 2 of 2 layers by h2o; instead of H2OConfig.echo: equal budgets"
     assert capsys.readouterr().out.startswith(said)
     (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
     assert cli.main(["info", "--model", str(tmp_path), "--json"]) == 1
@@ -440,7 +440,7 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
     text = capsys.readouterr().out
     lines = text.splitlines()
     names = ["full", "h2o", "budget=0.1", "local"]
-    assert [line.split()[0] for line in lines if " held, read in " in line] == names
+    assert [line.split()[0] for line in lines if " held, prefill " in line] == names
     table = text[text.index("prompt of") :].splitlines()[1:]
     assert table[0].split() == names
     rows = {name: cells for name, *cells in (re.split(r"  +", x) for x in table[2:])}
@@ -463,7 +463,7 @@ def test_settings_beside_which_a_run_is_shown(tiny, capsys):
     assert [run["mode"] for run in runs] in lines
     with pytest.raises(SystemExit, match="2"):
         cli.main(["generate", *options, "--compare", "mask-local:4+4"])
-    assert "a mask, no cache" in capsys.readouterr().err
+    assert "a mask, not a cache" in capsys.readouterr().err
 
 
 def test_answers_about_the_article_for_readers(monkeypatch):
@@ -480,9 +480,9 @@ def test_answers_about_the_article_for_readers(monkeypatch):
         for mode, text in texts.items()
     ]  # fmt: skip
     lines = answers(Result("m", "float32", 190, {}, {}, runs), "Who?", "fact")
-    assert lines[0] == "m, float32, has read 190 tokens. Who?"
+    assert lines[0] == "m, float32, prompt of 190 tokens. Who?"
     assert [line.split()[0] for line in lines if " held, " in line] == list(texts)
-    at = lines.index("budget=0.1    0.0 MB held, read in 2.0 s, then 50 ms a token: lost")
+    at = lines.index("budget=0.1    0.0 MB held, prefill 2.0 s, then 50 ms per token: lost")
     assert lines[at + 1].startswith("            No. word")
     assert all(len(line) <= 80 for line in lines)
     said = " ".join(lines[lines.index("", len(lines) - 4) + 1 :])
@@ -654,11 +654,11 @@ COMMANDS = (
         ("bench --rounds 0", "--rounds: must be at least 1"),
         ("bench --tokens 0", "--tokens: must be at least 1"),
         ("bench --prompts 512 0", "--prompts: must be at least 1"),
-        ("eval --tasks copa --limit 0", "0 is no number of rows"),
-        ("eval --tasks copa --limit=-3", "-3 is no number of rows"),
-        ("eval --tasks copa --limit nan", "nan is no number of rows"),
+        ("eval --tasks copa --limit 0", "0 is neither a number of rows"),
+        ("eval --tasks copa --limit=-3", "-3 is neither a number of rows"),
+        ("eval --tasks copa --limit nan", "nan is neither a number of rows"),
         ("eval --tasks copa --compare ''", "no settings to compare"),
-        ("eval --tasks copa --compare full,foo", "setting 'foo': unknown; there are full"),
+        ("eval --tasks copa --compare full,foo", "setting 'foo': unknown; choose from full"),
         ("generate --compare full,locl:0.2", "setting 'locl:0.2': unknown; did you mean local?"),
         ("generate --compare ful,local:0.2", "setting 'ful': unknown; did you mean full?"),
         ("bench --budgets 0.1,ten", "'ten' is not an amount: write a number of tokens, such as"),
@@ -670,9 +670,9 @@ COMMANDS = (
         *[(f"{command} --model ''", "--model: is empty: name a model") for command in COMMANDS],
         ("eval --tasks copa --model ' '", "is empty: name a model, or leave --model out"),
         (f"calibrate --text {__file__} --output FOLDER.json", "FOLDER.json is a folder"),
-        ("analyze --output FOLDER.json", "FOLDER.json is a folder, wanted a file"),
-        ("analyze --output deep.json --text deep.json", "deep.json is a file that is read"),
-        ("calibrate --output deep.json --text ./deep.json", "deep.json is a file that is read"),
+        ("analyze --output FOLDER.json", "FOLDER.json is a folder, not a file"),
+        ("analyze --output deep.json --text deep.json", "deep.json is an input file"),
+        ("calibrate --output deep.json --text ./deep.json", "deep.json is an input file"),
         ("generate --profile deep.json", "deep.json: is not a profile made"),
     ],
 )

@@ -23,7 +23,7 @@ needs_wheel = pytest.mark.skipif(
 )
 
 SUPPORTED = (
-    "supported, 2 of 2 layers by h2o; in place of H2OConfig.echo: equal budgets for all heads, "
+    "supported, 2 of 2 layers by h2o; instead of H2OConfig.echo: equal budgets for all heads, "
     "because the model has 4 key/value heads with full attention and a shared budget needs 16"
 )
 """What `h2o.supports` says about a tiny model."""
@@ -242,7 +242,7 @@ def build_refused(folder, **environment):
     ],
 )
 def test_a_missing_compiler_is_named(tmp_path, environment, name):
-    assert f"{name!r} is not here: install one" in build_refused(tmp_path, **environment)
+    assert f"{name!r} was not found: install one" in build_refused(tmp_path, **environment)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the compiler is a shell script")

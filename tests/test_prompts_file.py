@@ -214,12 +214,12 @@ def test_prompts_beyond_the_positions_of_the_model(files, capsys):
         ('{"prompt": ""}', "line 1"),
         ('{"prompt": "a", "max_new_tokens": 0}', "at least 1"),
         ("[]", "line 1"),
-        ("no json", "line 1: no JSON (Expecting value): write a text in quotes"),
-        ('{"messages": [5, 6]}', "messages are objects"),
+        ("no json", "line 1: not JSON (Expecting value): write a text in quotes"),
+        ('{"messages": [5, 6]}', "messages must be objects"),
         ("3", "line 1"),
         ('{"prompt": "a", "max_new_tokens": true}', "integers"),
-        ('{"prompt": "a", "id": true}', "id is True, wanted a text or an integer"),
-        ("[" * 100_000, "line 1: lists that are nested too deep"),
+        ('{"prompt": "a", "id": true}', "id must be a text or an integer, not True"),
+        ("[" * 100_000, "line 1: lists are nested too deeply"),
     ],
 )
 def test_files_that_are_refused(files, content, words, capsys):
@@ -286,9 +286,9 @@ def test_an_output_that_is_no_file_of_answers(files, tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link.jsonl").symlink_to(prompts)
     for name, words in (
-        (prompts, "is a file that is read: name another one"),
-        (tmp_path / "link.jsonl", "is a file that is read: name another one"),
-        (tmp_path / "folder", "folder is a folder, wanted a file"),
+        (prompts, "is an input file: name another output"),
+        (tmp_path / "link.jsonl", "is an input file: name another output"),
+        (tmp_path / "folder", "folder is a folder, not a file"),
         ("", "an empty name is a folder"),
     ):
         command[6] = str(name)

@@ -97,7 +97,7 @@ def test_wheels_that_no_release_should_have(dist, tmp_path):
         bad.writestr("tests/test_core.py", "")
     assert list(release.wheel_complaints(other, release.sdist_metadata(sdist))) == [
         "has another License-Expression than the sdist",
-        "holds tests/test_core.py, which is not of the package",
+        "holds tests/test_core.py, which is not part of the package",
         "holds no LICENSE",
     ]
 

@@ -53,9 +53,9 @@ def test_newer_and_older_versions_are_told_apart():
         (
             "!!!! KeyboardInterrupt !!!!\n7 passed in 61.00s",
             [],
-            "7 passed in 61.00s, and the time ended before the last test",
+            "7 passed in 61.00s, and the time was over before the last test",
         ),
-        ("usage: pytest", ["ERROR pytest broke off: usage: pytest"], "usage: pytest"),
+        ("usage: pytest", ["ERROR pytest stopped early: usage: pytest"], "usage: pytest"),
     ],
 )
 def test_what_pytest_prints_is_summarized(output, failures, counts):

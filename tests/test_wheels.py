@@ -43,10 +43,10 @@ def made(folder: Path, name: str, kernels: bytes | None, code: bytes = b"core " 
         (MACOS, None, None),
         ("h2o_kv-1-py3-none-any.whl", None, None),
         (LINUX, None, "holds no h2o/kernels.fatbin"),
-        (MACOS, KERNELS, "nothing there loads"),
-        (LINUX, KERNELS[:-1], "does not end with its word"),
-        (LINUX, lzma.compress(CODE) + OTHER, "of other sources than the core"),
-        (LINUX, lzma.compress(CODE)[:-20], "cut off"),
+        (MACOS, KERNELS, "which only Linux uses"),
+        (LINUX, KERNELS[:-1], "does not end with the hash"),
+        (LINUX, lzma.compress(CODE) + OTHER, "from other sources than the core"),
+        (LINUX, lzma.compress(CODE)[:-20], "truncated"),
         (LINUX, lzma.compress(b"no kernels") + WORD, "no file of kernels"),
         (LINUX, CODE + WORD, "Input format not supported"),  # not compressed, as NVCC writes it
     ],
@@ -64,9 +64,9 @@ def test_sizes_are_limited_with_kernels_and_without(tmp_path):
 
     assert complaints(4_800_000, 1_090_000) == []
     (beside,) = complaints(100, wheel_contents.LARGEST + 1)
-    assert "but for the kernels, wanted at most 1100000" in beside
+    assert "without the kernels, expected at most 1100000" in beside
     (whole,) = complaints(5_500_000, 600_000)
-    assert whole.endswith("wanted at most 6000000")
+    assert whole.endswith("expected at most 6000000")
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,13 @@
-"""Compiles the kernels for NVIDIA GPUs with what PyPI has of CUDA, and packs them into one file.
+"""Compile the kernels for NVIDIA GPUs with CUDA's packages on PyPI, and pack them into one file.
 
     python tools/compile_kernels.py compile sm_80 build/kernels/sm_80.cubin
     python tools/compile_kernels.py compile compute_80 build/kernels/compute_80.ptx
     python tools/compile_kernels.py pack h2o/kernels.fatbin build/kernels/sm_80.cubin ...
 
-CUDA's compiler as a library (nvidia-cuda-nvrtc-cu12) and the one that writes fatbins
-(nvidia-nvfatbin-cu12) are looked for in the packages of the Python that runs this; no C compiler,
-no nvcc and no GPU is needed. What that of CUDA 12 writes, drivers from 525 on take. The fatbin is
-not compressed as CUDA would, which drivers before 550 could not read, but as a whole, to a tenth:
+The Python that runs this must have CUDA's compiler library (nvidia-cuda-nvrtc-cu12) and the library
+that writes fatbins (nvidia-nvfatbin-cu12). No C compiler, nvcc or GPU is needed. Drivers from 525
+on accept the code of CUDA 12's compiler. The fatbin does not use CUDA's own compression, which
+drivers before 550 cannot read. Instead the whole file is compressed, to a tenth of its size, and
 h2o expands it (`h2o.backends.cuda`).
 """
 
@@ -42,12 +42,12 @@ typedef unsigned long uint64_t, uintptr_t;
 """,
     "string.h": "",
 }
-"""What the sources include of the C library, as far as they use it: the compiler has none."""
+"""The C library's headers as far as the sources use them, since the compiler comes without any."""
 
 
 class Library:
-    """A library of CUDA's from PyPI, with the prefix that its functions have. What it refuses ends
-    the program with its words."""
+    """A CUDA library from PyPI whose functions begin with a prefix. If a call fails, the program
+    exits with the library's message."""
 
     def __init__(self, package: str, name: str, prefix: str) -> None:
         places = [Path(x) / "nvidia" / package / "lib" / name for x in site.getsitepackages()]
@@ -64,7 +64,8 @@ class Library:
             sys.exit(f"{explain()}\n{self.prefix}{function}: {text(code).decode()}")
 
     def bytes(self, what: str, handle: ctypes.c_void_p) -> bytes:
-        """What <prefix>Get<what>Size and <prefix>Get<what> say; "" is a fatbin itself."""
+        """The result of <prefix>Get<what>, whose size is that of <prefix>Get<what>Size. "" gets the
+        fatbin itself, whose size function is <prefix>Size."""
         size = ctypes.c_size_t()
         self.call(f"Get{what}Size" if what else "Size", handle, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
@@ -77,7 +78,7 @@ def strings(texts: list[str]) -> Any:
 
 
 def compiled(architecture: str) -> bytes:
-    """The kernels for sm_80 and the like; for compute_80 as PTX."""
+    """Compile the kernels: a cubin for sm_80 and the like, PTX for compute_80 and the like."""
     nvrtc = Library("cuda_nvrtc", "libnvrtc.so.12", "nvrtc")
     program = ctypes.c_void_p()
     names = list(HEADERS)
@@ -94,7 +95,7 @@ def compiled(architecture: str) -> bytes:
 
 
 def packed(files: list[Path]) -> bytes:
-    """One file of cubins and PTX that are called as their architectures."""
+    """Pack cubins and PTX files, which are named after their architectures, into one fatbin."""
     fatbin = Library("nvfatbin", "libnvfatbin.so.12", "nvFatbin")
     handle, options = ctypes.c_void_p(), ["-64", "-cuda", "-host=linux", "-compress=false"]
     fatbin.call("Create", ctypes.byref(handle), strings(options), len(options))

@@ -1,7 +1,7 @@
-"""What the kernels for GPUs are counted on: calls of the operations, and what a launch of each has
-to do. `tools/cuda_counts.py` runs them.
+"""Cases on which `tools/cuda_counts.py` counts the work of the kernels for GPUs: calls of the
+operations, and the amount of work in each.
 
-A case has one head of keys and values, and `heads` heads of queries that share it.
+A case has one key/value head, and `heads` query heads that share it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 KEPT = 0.2
 CHUNK = 256
-"""Tokens that come together after others: a chunk of a prompt, a turn of a chat."""
+"""Tokens that are processed together after earlier ones: a chunk of a prompt, a turn of a chat."""
 STORES = "int8", "int8-int4"
 FLOATS = "float32", "float16", "bfloat16"
 POLICIES: dict[str, dict[str, Any]] = {
@@ -26,21 +26,21 @@ class Case(NamedTuple):
     """A call of an operation."""
 
     operation: str
-    """attend, known (attend where log sums are known), chunk (attend to slots), evict, step or
+    """attend, known (attend with known log sums), chunk (attend to slots), evict, step or
     simulate"""
     tokens: int
-    """of the prompt, or keys held"""
+    """tokens of the prompt, or keys held"""
     dtype: str = "float16"
-    """of queries and new tokens"""
+    """dtype of queries and new tokens"""
     stored: str | None = None
-    """the dtype of the slots, if another"""
+    """dtype of the slots, if it differs"""
     head_dim: int = 128
     heads: int = 4
     policy: str = "sum"
 
     @property
     def kept(self) -> int:
-        """Of a prompt that is evicted from."""
+        """Number of keys that an eviction keeps of the prompt."""
         return int(self.tokens * KEPT)
 
     @property
@@ -48,7 +48,7 @@ class Case(NamedTuple):
         return CHUNK if self.operation == "chunk" else 0
 
     def facts(self) -> dict[str, Any]:
-        """What stands in an object for the case, all by which two of them differ."""
+        """The fields of an output object that identify the case."""
         return {
             "dtype": self.stored or self.dtype,
             "queries": self.dtype,
@@ -60,12 +60,13 @@ class Case(NamedTuple):
         }
 
     def launches(self, kernel: str) -> bool:
-        """Whether the kernel is what the case is about."""
+        """Whether the case is meant to count this kernel."""
         return self.operation not in ("simulate", "known") or self.operation in kernel
 
 
 def cases(prompts: list[int], held: list[int], middle: list[int]) -> list[Case]:
-    """All of them; what is slow to count, or like another, in the `middle` sizes only."""
+    """List all cases. Those that are slow to count, or similar to others, have only the `middle`
+    sizes."""
     both = [None, *STORES]
     listed = [Case("attend", n, dtype) for dtype in FLOATS[1:] for n in prompts]
     listed += [Case("attend", n, "float32") for n in middle]
@@ -93,7 +94,7 @@ def needs_new_products(case: Case) -> bool:
 
 
 def run(case: Case) -> None:
-    """Calls the operation; the slots of a step or a chunk are filled by an `evict` before it."""
+    """Call the case's operation. For a step or a chunk, an `evict` fills the slots first."""
     import torch
 
     from h2o import backends, ops
@@ -143,7 +144,7 @@ def run(case: Case) -> None:
 
 
 def forget() -> None:
-    """Of what has been launched so far no count is kept."""
+    """Discard the counts of all launches so far."""
     import os
     from pathlib import Path
 
@@ -151,14 +152,14 @@ def forget() -> None:
 
 
 def tiles(tokens: int, stored: int) -> int:
-    """64 x 64 tiles that hold a visible key, of one head."""
+    """Number of 64 x 64 tiles of one head that contain a visible key."""
     rows = -(-tokens // 64)
     return rows * (rows + 1) // 2 + rows * -(-stored // 64)
 
 
 def units(kernel: str, case: Case) -> tuple[str, int, int]:
-    """What a kernel's counts are divided by: its name, how many there are, and how many warps of a
-    block do one of them together."""
+    """The unit by which a kernel's counts are divided: its name, the number of units in the case,
+    and the number of warps of a block that work on one unit together."""
     match kernel.removeprefix("h2o_cuda_").split("_")[0]:
         case "forward" | "sums":
             stored = case.tokens if case.chunk else 0

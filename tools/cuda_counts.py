@@ -1,26 +1,35 @@
-"""Counts what the kernels for GPUs do, without a GPU, and models their time: `make cuda-counts`.
+"""Count the work of the kernels for GPUs, without a GPU, and model their time: `make cuda-counts`.
 
-    python tools/cuda_counts.py                 all sizes and devices, a JSON object a line
-    python tools/cuda_counts.py --check         small sizes against tools/cuda_counts.json
-    python tools/cuda_counts.py --write         renews that file
-    python tools/cuda_counts.py --table BEFORE  writes benchmarks/cuda_counts.csv from objects on
-                                                its input, beside those of a file
+    python tools/cuda_counts.py                 print all sizes and devices, one JSON object a line
+    python tools/cuda_counts.py --check         compare small sizes with tools/cuda_counts.json
+    python tools/cuda_counts.py --write         update that file
+    python tools/cuda_counts.py --table BEFORE  write benchmarks/cuda_counts.csv from objects on
+                                                standard input and earlier ones in a file
 
 The operations run with the project's own launch plans on the PTX of CUDA's compiler (tools/ptx), on
-the cases of `cuda_cases.py`: one head of keys and values; the other heads and rows of a batch do
-the same, so that only the model knows of them. In an object:
+the cases of `cuda_cases.py`. A case has one key/value head. Since the other heads and rows of a
+batch do the same, only the model takes them into account. The fields of an object:
 
-    kernel, arch, device, batch; dtype (of the stored keys), queries (their dtype), head_dim, heads
-    (of queries for a head of keys), policy, tokens (of the prompt, or keys held), chunk (its
-    tokens, which see the keys held); issued (issue slots of a warp for a `unit`), unit, kinds (the
-    same by kind), wavefronts (passes of shared memory for a unit), sectors_per_byte (sectors of 32
-    bytes of global memory for each byte used: 1/32 at best), round_trips (to memory, one after the
-    other, of a block for a unit), block_trips (all of the slowest block), blocks_per_sm, waves,
-    model_us, bound (what the model says it waits for), floor_us (of that the part that no schedule
-    saves: its bytes and its products)
+    kernel, arch, device, batch
+    dtype             dtype of the stored keys
+    queries           dtype of the queries
+    head_dim, heads   head dimension, and query heads per key/value head
+    policy, tokens    policy, and tokens of the prompt or keys held
+    chunk             tokens of a chunk, which see the keys held
+    unit              the unit of the following counts: a 64 x 64 tile of logits for forward and
+                      sums, else a moved row, a slot of a step, or a token
+    issued            issue slots of a warp per unit
+    kinds             `issued` by kind of instruction
+    wavefronts        passes of shared memory per unit
+    sectors_per_byte  sectors of 32 bytes of global memory per byte used, 1/32 at best
+    round_trips       successive round trips of a block to memory per unit
+    block_trips       round trips of the slowest block
+    blocks_per_sm, waves
+    model_us, bound   modeled time, and the resource that bounds it
+    floor_us          the part of that time that no schedule can save: bytes and matrix products
 
-`unit`: a 64 x 64 tile of logits for forward and sums, a moved row, a slot of a step, a token. A
-kernel that an operation launches again and again is counted as one, its round trips added up.
+A kernel that an operation launches repeatedly is counted as one launch with the sum of the round
+trips.
 """
 
 from __future__ import annotations
@@ -45,7 +54,7 @@ PACKAGE = ROOT / "build" / "ptx" / "lib"
 COMMITTED = Path(__file__).with_suffix(".json")
 
 KV_HEADS = 8
-"""Heads of keys and values of the layer that the model times."""
+"""Key/value heads of the layer whose time is modeled."""
 BATCHES = 1, 8, 16
 SIZES = [1024, 4096, 8192], [820, 4096], [1024, 4096]
 SMALL, CHECKED = ([256], [256], [256]), "compute_80"
@@ -61,7 +70,8 @@ COLUMNS = (
 
 
 def counted() -> Iterator[dict[str, Any]]:
-    """The launches since the last call, as the machine wrote them down; a kernel's as one."""
+    """Counts of the launches since the last call, as the machine wrote them. Launches of the same
+    kernel are added up."""
     path = Path(os.environ["H2O_PTX_COUNTS"])
     text = path.read_text() if path.exists() else ""
     path.unlink(missing_ok=True)
@@ -79,12 +89,12 @@ def counted() -> Iterator[dict[str, Any]]:
 
 
 def run(listed: list[cases.Case]) -> Iterator[dict[str, Any]]:
-    """Runs the cases on the program that H2O_PTX names; their launches, with what is known of
-    each."""
+    """Run the cases on the program that H2O_PTX names. Yields their launches with facts and units
+    of the case."""
     import torch
 
     for case in listed:
-        torch.manual_seed(0)  # what a case counts does not depend on those before it
+        torch.manual_seed(0)  # counts of a case do not depend on the cases before it
         if "compute_75" in os.environ["H2O_PTX"] and cases.needs_new_products(case):
             continue
         cases.run(case)
@@ -96,7 +106,7 @@ def run(listed: list[cases.Case]) -> Iterator[dict[str, Any]]:
 
 
 def launches(program: Path, sizes: tuple[list[int], ...]) -> list[dict[str, Any]]:
-    """`run` in a process of its own: a machine reads one program."""
+    """`run` in a new process, because a machine loads only one program."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
             "H2O_PTX": str(program), "H2O_PTX_COUNTS": f"{folder}/counts", "H2O_CPU": "generic",
@@ -110,7 +120,7 @@ def launches(program: Path, sizes: tuple[list[int], ...]) -> list[dict[str, Any]
 
 
 def counts(launch: dict[str, Any]) -> dict[str, Any]:
-    """What a launch does for a unit, whatever the device."""
+    """Counts of a launch per unit, which do not depend on the device."""
     n, (most, mean) = launch["units"], launch["trips"]
     warps = n * launch["together"]
     blocks = launch["grid"][0] * launch["grid"][1] * launch["grid"][2]
@@ -128,7 +138,7 @@ def counts(launch: dict[str, Any]) -> dict[str, Any]:
 
 
 def modeled(program: Path, sizes: tuple[list[int], ...]) -> Iterator[dict[str, Any]]:
-    """An object for each launch, device and batch."""
+    """Yield an output object for each launch, device and batch."""
     all_launches = launches(program, sizes)
     for name, device in model.DEVICES.items():
         if ("75" in program.stem) != (device.architecture == 75):
@@ -157,19 +167,19 @@ def modeled(program: Path, sizes: tuple[list[int], ...]) -> Iterator[dict[str, A
 
 
 def key_of(counted: dict[str, Any]) -> tuple[Any, ...]:
-    """By which counts of the same launch find each other, whatever has changed in it."""
+    """Key of a launch. Counts of the same launch before and after a change have the same key."""
     fields = "dtype", "queries", "head_dim", "heads", "policy", "tokens", "chunk"
     return counted["kernel"], *(counted[x] for x in fields)
 
 
 def checked(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[str]:
-    """What has grown by a tenth, in words."""
+    """Messages about counts that have grown by a tenth."""
     known = {key_of(x): x for x in before}
     complaints = []
     for x in now:
         key = key_of(x)
         if key not in known:
-            complaints.append(f"{key} is not in {COMMITTED.name}: --write")
+            complaints.append(f"{key} is not in {COMMITTED.name}: update it with --write")
             continue
         complaints += [
             f"{key}: {field} {known[key][field]} -> {x[field]}"
@@ -180,7 +190,7 @@ def checked(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[str
 
 
 def uncounted(now: list[dict[str, Any]], program: Path) -> list[str]:
-    """Kernels of the program that no case has launched, in words."""
+    """Messages about kernels of the program that no case has launched."""
     with program.open() as file:
         names = {line.split()[1] for line in file if line.startswith("kernel ")}
     return [f"no case launches {name}" for name in sorted(names - {x["kernel"] for x in now})]
@@ -199,7 +209,8 @@ def objects(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def place_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """By which a row of the table finds the one before, whichever kernel its operation then had."""
+    """Key of a row in the table. It finds the earlier row even if the operation has since changed
+    its kernel."""
     kernel, *facts = key_of(row)
     operation = kernel.split("_")[2]
     name = operation if operation in ("forward", "sums", "step") else kernel
@@ -207,7 +218,7 @@ def place_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def write_table(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
-    """Counts of `before` stand beside those of the same launch."""
+    """Write the table, with the earlier counts of the same launch in columns of their own."""
     known = {place_of(x): x for x in before}
     with TABLE.open("w", newline="") as file:
         table = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")

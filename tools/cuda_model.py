@@ -1,9 +1,9 @@
-"""What GPUs can do, how many blocks fit on a multiprocessor, and a model of a launch's time.
+"""Data of GPUs, the number of blocks that fit on a multiprocessor, and a model of a launch's time.
 
-The time is the largest of what resources take by themselves: issue slots, the units of floats, of
-logic and of special functions, tensor cores, L1 with shared memory, L2, memory, and the latency of
-round trips that follow one another. Nothing is added for the launch itself, nor for what does not
-overlap: it is a floor to compare kernels by.
+The modeled time is the largest of the times that each resource takes by itself: issue slots, the
+units for floats, logic and special functions, tensor cores, L1 with shared memory, L2, memory, and
+the latency of successive round trips. The model adds nothing for the launch itself or for work that
+does not overlap. It is a lower bound for comparing kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 class Device(NamedTuple):
-    """Of NVIDIA's data sheets and architecture papers, but for `latency` and `l2`."""
+    """Data of a GPU. Except `latency` and `l2` they are from NVIDIA's data sheets and papers."""
 
     architecture: int
     """10 times the compute capability"""
@@ -24,25 +24,25 @@ class Device(NamedTuple):
     clock: float
     """GHz, the boost clock"""
     tensor: int
-    """products of 16 bits, added up in 32, of a multiprocessor in a clock"""
+    """16-bit products with 32-bit sums, per multiprocessor and clock"""
     floats: int
-    """operations on 32-bit floats of a multiprocessor in a clock"""
+    """operations on 32-bit floats, per multiprocessor and clock"""
     shared: int
-    """KiB of a multiprocessor's shared memory"""
+    """KiB of shared memory per multiprocessor"""
     threads: int
-    """most threads of a multiprocessor"""
+    """most threads on a multiprocessor"""
     blocks: int
-    """most blocks of a multiprocessor"""
+    """most blocks on a multiprocessor"""
     memory: float
-    """GB/s"""
+    """memory bandwidth in GB/s"""
     l2: int | None
-    """bytes a clock of the whole L2; None: no figure that could be cited"""
+    """bytes per clock of the whole L2; None: no figure to cite"""
     latency: int
     """clocks of a load that misses all caches"""
 
     @property
     def cubin(self) -> str:
-        """File of the device's kernels; those for 9.0 have instructions that no others have."""
+        """File name of the device's kernels. Those for 9.0 use instructions that only 9.0 has."""
         return f"sm_{self.architecture}{'a' if self.architecture == 90 else ''}.cubin"
 
 
@@ -55,32 +55,32 @@ DEVICES = {
     "H200": Device(90, 132, 1.83, 2048, 128, 228, 2048, 32, 4800, 5120, 479),
 }
 """`tensor` is the data sheet's rate of dense float16 with float32 sums, divided by multiprocessors
-and clock. `l2` of A100 is of NVIDIA's paper on that architecture, and taken for Hopper too.
-`floats` is of the CUDA C++ Programming Guide, "Arithmetic Instructions", as SPECIAL and LOGIC.
-`latency` is of Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
-Microbenchmarking" (2024), that of 4090 for L4 too; T4 has that of Volta, rounded."""
+and clock. `l2` of the A100 is from NVIDIA's paper on that architecture, and is used for Hopper too.
+`floats` is from the CUDA C++ Programming Guide, "Arithmetic Instructions", as are SPECIAL and
+LOGIC. `latency` is from Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture
+via Microbenchmarking" (2024). The L4 has that of the 4090, the T4 that of Volta, rounded."""
 
 SPECIAL = 16
-"""exponentials of a multiprocessor in a clock, or conversions between integers and floats"""
+"""exponentials, or conversions between integers and floats, per multiprocessor and clock"""
 LOGIC = 64
-"""comparisons, selections, shifts and bits of a multiprocessor in a clock; sums of integers can go
-to the unit of floats"""
+"""comparisons, selections, shifts and bit operations per multiprocessor and clock (the unit for
+floats can add integers)"""
 MMA_ON_HOPPER = 0.63
-"""of the tensor cores' rate, what mma.sync, which these kernels use, reaches there (Luo et al.)"""
+"""share of the tensor cores' rate that mma.sync reaches on Hopper (Luo et al.)"""
 SECTORS = 4
-"""of 32 bytes of global memory that pass a multiprocessor's L1, a part of which is shared memory,
-in a clock"""
+"""sectors of 32 bytes of global memory that pass a multiprocessor's L1 per clock; shared memory is
+part of this L1"""
 PORT = 64
-"""bytes that L2 brings a multiprocessor in a clock at most"""
+"""most bytes per clock from L2 to a multiprocessor"""
 MMA_PRODUCTS = {75: 16 * 8 * 8, 80: 16 * 8 * 16}
-"""of a warp's instruction, by the architecture of the PTX"""
+"""products of one instruction of a warp, by the architecture of the PTX"""
 REGISTERS = 65536
-"""of a multiprocessor; a warp takes multiples of 256"""
+"""registers of a multiprocessor; a warp gets multiples of 256"""
 
 
 def registers(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread of each kernel in a cubin, an ELF file. Its section .nv.info has
-    attributes; number 0x2f is a symbol's index and the registers of that kernel."""
+    """Registers per thread of each kernel in a cubin, which is an ELF file. Its section .nv.info
+    has attributes; attribute 0x2f holds a symbol's index and the registers of that kernel."""
     begin, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)
     sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, begin + i * size) for i in range(count)]
 
@@ -102,23 +102,28 @@ def registers(cubin: bytes) -> dict[str, int]:
 
 
 def blocks_per_sm(device: Device, threads: int, shared: int, registers: int) -> int:
-    """threads and bytes of shared memory of a block, registers of a thread."""
+    """Number of blocks that fit on a multiprocessor.
+
+    Args:
+        threads, shared: threads and bytes of shared memory of a block.
+        registers: registers of a thread.
+    """
     warps = threads // 32
     fitting = REGISTERS // 4 // (math.ceil(registers * 32 / 256) * 256) * 4 // warps
-    system = 1024 if device.architecture >= 80 else 0  # of each block, from compute capability 8.0
+    system = 1024 if device.architecture >= 80 else 0  # reserved by the system in each block
     taken = math.ceil((shared + system) / 256) * 256
     by_shared = device.shared * 1024 // taken if taken else device.blocks
     return min(device.blocks, device.threads // threads, fitting, by_shared)
 
 
 def products(device: Device) -> int:
-    """Of a warp's instruction."""
+    """Products of one matrix instruction of a warp."""
     return MMA_PRODUCTS[75 if device.architecture < 80 else 80]
 
 
 def times(launch: Mapping[str, Any], copies: int, device: Device, blocks: int) -> dict[str, float]:
-    """Microseconds that each resource takes for a counted launch (tools/ptx/machine.cpp), done
-    `copies` times over side by side, with so many blocks on a multiprocessor at once."""
+    """Microseconds that each resource takes for `copies` parallel copies of a counted launch
+    (tools/ptx/machine.cpp), with `blocks` blocks on a multiprocessor at once."""
     grid = math.prod(launch["grid"])
     share = math.ceil(grid * copies / device.multiprocessors) / grid  # of the busiest one
     rounds = math.ceil(grid * copies / (device.multiprocessors * blocks))
@@ -141,7 +146,7 @@ def times(launch: Mapping[str, Any], copies: int, device: Device, blocks: int) -
 
 
 def floor(launch: Mapping[str, Any], copies: int, device: Device) -> float:
-    """Microseconds that no schedule saves: bytes, and products on all tensor cores."""
+    """Microseconds that no schedule can save: memory traffic, or products on all tensor cores."""
     done = launch["kinds"].get("mma", 0) * products(device) * copies
     tensor = done / (device.tensor * device.multiprocessors * device.clock * 1e3)
     return max(tensor, launch["distinct"] * 32 * copies / device.memory / 1e3)

@@ -1,12 +1,12 @@
-"""What each kernel for GPUs takes of a multiprocessor, as compiled; fails if one spills much.
+"""Print the resources of each compiled kernel for GPUs. Fails if a kernel spills much.
 
     python tools/cuda_resources.py h2o/kernels.fatbin
 
-A markdown table: registers of a thread, bytes of local memory (registers that did not fit, and
-arrays that have an address), and the instructions, of which how many are of which kind: products
-of the tensor cores, of floats, special functions, loads and stores of shared and of other memory,
-barriers. That is what the code has, not how often it runs. Needs cuobjdump and nvdisasm: of the
-CUDA toolkit, or `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`.
+Prints a Markdown table: registers per thread, bytes of local memory (spilled registers, and arrays
+that have an address), and the number of instructions, in total and by kind: tensor core products,
+float arithmetic, special functions, loads and stores of shared and of other memory, barriers. These
+are instructions in the code, not executions. Needs cuobjdump and nvdisasm, from the CUDA toolkit or
+by `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Kernel(NamedTuple):
     instructions: Counter[str]
 
 
-#: Bytes of local memory that a kernel may have for more blocks on a multiprocessor. Loops over
-#: tiles read none of it, but for eight bytes in steps over bytes of more than 64 elements, and some
-#: between tiles of keys in prompts on 12.0, which have most.
+#: Bytes of local memory that a kernel may use so that more blocks fit on a multiprocessor. Loops
+#: over tiles do not read it, except for eight bytes in decode steps over rows of more than 64
+#: bytes, and for some between tiles of keys in prompts on 12.0, which use the most.
 LOCAL = 136
 
 #: Kinds of instructions by the first word of their names.
@@ -48,21 +48,21 @@ KINDS = {
 
 
 def cuobjdump() -> str | None:
-    """Its path, or None."""
+    """Path of cuobjdump, or None."""
     places = [Path(x) for x in site.getsitepackages()]
     packaged = (x for place in places for x in place.glob("nvidia/*/bin/cuobjdump"))
     return shutil.which("cuobjdump") or next(map(str, packaged), None)
 
 
 def kernels(fatbin: str, tool: str) -> list[Kernel]:
-    """Every kernel in the file, once for each architecture that it is compiled for."""
+    """List every kernel in the file, once for each architecture."""
 
     code = re.sub(rb"h2o-kernels-[0-9a-f]{16}\Z", b"", Path(fatbin).read_bytes())
     if code.startswith(b"\xfd7zXZ\0"):
         code = lzma.decompress(code)
 
     def dump(option: str) -> str:
-        with tempfile.NamedTemporaryFile(suffix=".fatbin") as file:  # without the Makefile's word
+        with tempfile.NamedTemporaryFile(suffix=".fatbin") as file:  # without the Makefile's hash
             file.write(code)
             file.flush()
             command = [tool, option, file.name]
@@ -83,7 +83,7 @@ def kernels(fatbin: str, tool: str) -> list[Kernel]:
 def main(fatbin: str) -> int:
     tool = cuobjdump()
     if tool is None:
-        print("needs cuobjdump: pip install nvidia-cuda-cuobjdump", file=sys.stderr)
+        print("cuobjdump not found: pip install nvidia-cuda-cuobjdump", file=sys.stderr)
         return 2
     all_kernels = kernels(fatbin, tool)
     heads = ["kernel", "architecture", "registers", "local bytes", "instructions", *KINDS]

@@ -1,11 +1,11 @@
-"""Draws docs/pictures/results.svg, the picture of README.md, from the tables of the documents.
+"""Draw docs/pictures/results.svg, the picture of README.md, from the tables of the documents.
 
     python -m tools.draw_results
 
-Left: the loss of a prompt that is cut to a part of its bytes. Middle: the facts found among decoys
+Left: the loss after a prompt is cut to a share of its bytes. Middle: the facts found among decoys
 (both from docs/reference/results.md). Right: the time per token after a prompt
-(benchmarks/README.md). The figures are read from those tables, and a hash of the figures goes into
-the picture, so that tests/test_documentation.py notices a picture that has fallen behind.
+(benchmarks/README.md). The figures are read from those tables. The picture contains a hash of them,
+so that tests/test_documentation.py notices an outdated picture.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ LABELS = {
     "calibrated": "calibrated",
     "reread": "read twice",
 }
-"""The settings in the order of their colors; all but the authors' in 8 and 4 bits."""
+"""The settings in the order of their colors. All except "authors" store 8 and 4 bits."""
 
 
 class Figures(NamedTuple):
-    """What is drawn.
+    """The figures to draw.
 
     Attributes:
-        bytes_kept: per cent of a full cache's bytes.
-        losses: setting -> (nats a token lost to the full cache, standard error), as `bytes_kept`.
-        found: setting -> share found of the facts that a full cache finds, as `bytes_kept`.
-        prompts: lengths in tokens.
-        token_ms: cache -> ms a decoded token, as `prompts`.
+        bytes_kept: percentages of a full cache's bytes.
+        losses: setting -> (loss in nats per token against the full cache, standard error), for each
+            of `bytes_kept`.
+        found: setting -> share found of the facts that a full cache finds, for each of
+            `bytes_kept`.
+        prompts: prompt lengths in tokens.
+        token_ms: cache -> ms per decoded token, for each of `prompts`.
     """
 
     bytes_kept: list[float]
@@ -49,9 +51,10 @@ class Figures(NamedTuple):
 
 
 def table(path: Path, heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading, without its ruler.
+    """The cells of the first table below a heading, without the line under its header.
 
-    Raises: ValueError where there is none.
+    Raises:
+        ValueError: there is no table below the heading.
     """
     *_, below = re.split(
         rf"^##+ {re.escape(heading)}$", path.read_text("utf-8"), flags=re.MULTILINE
@@ -64,12 +67,12 @@ def table(path: Path, heading: str) -> list[list[str]]:
 
 
 def name_of(cell: str) -> str:
-    """The setting's name, whatever its fractions are of."""
+    """The name of a setting, the same for budgets in keys and in bytes."""
     return cell.strip("`").removesuffix("-bytes")
 
 
 def figures() -> Figures:
-    """Those that stand in the documents today."""
+    """Read the figures from the documents."""
     head, *rows = table(RESULTS, "A prompt, cut once")
     losses = {
         name_of(row[0]): [
@@ -119,12 +122,12 @@ def draw(shown: Figures) -> Any:
     quality.axhline(0, color="grey", linewidth=0.8)
     quality.set(
         title="A prompt cut once: WikiText-2", xlabel="bytes kept, % of a full cache's",
-        ylabel="nats a token lost", xlim=(0, None), xticks=shown.bytes_kept,
+        ylabel="nats lost per token", xlim=(0, None), xticks=shown.bytes_kept,
     )  # fmt: skip
     for cache, times in shown.token_ms.items():
         speed.plot(shown.prompts, times, marker="o", markersize=4, label=cache)
     speed.set(
-        title="Speed: bfloat16, two cores", xlabel="tokens of the prompt", ylabel="ms a token",
+        title="Speed: bfloat16, two cores", xlabel="tokens of the prompt", ylabel="ms per token",
         ylim=(0, None), xticks=shown.prompts,
     )  # fmt: skip
     for axes in figure.axes:

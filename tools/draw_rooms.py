@@ -2,8 +2,8 @@
 
     python -m tools.draw_rooms
 
-The imports are those that tests/test_layering.py checks. An arrow that a longer way implies is left
-out.
+The imports are those that tests/test_layering.py checks. An arrow is left out if a longer path
+implies it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Arrows = dict[str, set[str]]
 
 
 def rooms() -> Arrows:
-    """Each folder and file of the package, and those that it imports."""
+    """Each folder and file of the package with those that it imports."""
     return {name: below for name, below in ROOMS.items() if not name.startswith("__")}
 
 
 def rooms_of_hf() -> Arrows:
-    """The same of the folders of h2o/hf."""
+    """Each folder of h2o/hf with those that it imports."""
     files = {file: file.split("/")[2] for file in IMPORTS if file.startswith("h2o/hf/")}
     folders = {file: part for file, part in files.items() if not part.endswith(".py")}
     arrows: Arrows = {part: set() for part in folders.values()}
@@ -32,12 +32,12 @@ def rooms_of_hf() -> Arrows:
 
 
 def figures(arrows: Arrows) -> dict[str, list[str]]:
-    """The arrows in one order, for the hash of a picture."""
+    """The arrows in a fixed order, for the hash of a picture."""
     return {name: sorted(arrows[name]) for name in sorted(arrows)}
 
 
 def direct(arrows: Arrows) -> Arrows:
-    """The arrows without those that a longer way implies."""
+    """The arrows without those that a longer path implies."""
 
     def reached(name: str) -> set[str]:
         return arrows[name].union(*map(reached, arrows[name]))
@@ -46,7 +46,8 @@ def direct(arrows: Arrows) -> Arrows:
 
 
 def draw(arrows: Arrows) -> Any:
-    """The picture, a `matplotlib.figure.Figure`: a line for each floor, arrows down to imports."""
+    """The picture, a `matplotlib.figure.Figure`, with a line for each floor and arrows down to
+    imports."""
     from matplotlib.figure import Figure
 
     floor = floors(arrows)

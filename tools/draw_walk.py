@@ -2,7 +2,7 @@
 
     python -m tools.draw_walk
 
-`h2o.ops` computes all that is shown. Every query is 1 and a key is a single number, so a reader can
+`h2o.ops` computes all numbers in it. Every query is 1 and a key is a single number, so a reader can
 check each softmax by hand.
 """
 
@@ -22,7 +22,7 @@ LOGITS = {
 }  # fmt: skip
 """Each token and the dot product of its key with any query."""
 PROMPT = 6
-"""Tokens that come at once; each of the others is a decode step."""
+"""Tokens of the prompt. Each later token is a decode step."""
 HEAVY, RECENT = 2, 2
 
 
@@ -31,8 +31,8 @@ class Row(NamedTuple):
 
     Attributes:
         title: the operation.
-        scores: position -> attention received so far, of each key held.
-        evicted: positions of the keys that this operation has evicted.
+        scores: position -> attention received so far, for each key held.
+        evicted: positions of the keys that the operation has evicted.
     """
 
     title: str
@@ -61,7 +61,7 @@ def walk() -> list[Row]:
 
 
 def after(title: str, before: Row, slots: Slots, new: list[int] | None = None) -> Row:
-    """The row that an operation leaves, compared with the row before."""
+    """The row after an operation, given the row before it."""
     pairs = zip(slots.positions[0, 0].tolist(), slots.scores[0, 0].tolist(), strict=True)
     held = {position: score for position, score in sorted(pairs) if position >= 0}
     there = [*before.scores, *(new or [])]
@@ -69,7 +69,8 @@ def after(title: str, before: Row, slots: Slots, new: list[int] | None = None) -
 
 
 def draw(rows: list[Row]) -> Any:
-    """The picture, a `matplotlib.figure.Figure`: a line for each operation, a column a token."""
+    """The picture, a `matplotlib.figure.Figure`, with a line for each operation and a column for
+    each token."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
 

@@ -1,7 +1,7 @@
-"""Save a drawn picture together with a hash of the figures that it shows.
+"""Save pictures together with a hash of the figures that they show.
 
-`tests/test_documentation.py` compares the hash, and so notices a picture that has fallen behind.
-`make pictures` draws all of them again.
+`tests/test_documentation.py` compares the hash, and so notices an outdated picture. `make pictures`
+draws all pictures again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ STYLE = {"svg.hashsalt": "h2o", "font.size": 9, "axes.titlesize": 10}
 
 
 def hash_of(shown: Any) -> str:
-    """A hash of figures that JSON can hold."""
+    """A hash of figures, which must be serializable as JSON."""
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]
 
 
 def save(figure: Any, name: str, shown: Any) -> None:
-    """Write `docs/pictures/<name>.svg`, the same bytes for the same figures."""
+    """Write `docs/pictures/<name>.svg`. The same figures give the same bytes."""
     import matplotlib
 
     path = FOLDER / f"{name}.svg"
@@ -31,5 +31,5 @@ def save(figure: Any, name: str, shown: Any) -> None:
 
 
 def is_up_to_date(name: str, shown: Any) -> bool:
-    """Whether the picture of that name shows these figures."""
+    """Whether the picture `name` shows these figures."""
     return f"figures {hash_of(shown)}" in (FOLDER / f"{name}.svg").read_text("utf-8")

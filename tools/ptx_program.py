@@ -1,19 +1,21 @@
-"""Translates PTX into a program for the machine of tools/ptx, which runs and counts it on the CPU.
+"""Translate PTX into a program for the machine of tools/ptx, which runs and counts it on the CPU.
 
     python tools/ptx_program.py build/kernels/compute_80.ptx build/kernels/compute_80.program
 
-A program is text, a word and its operands a line:
+A program is a text file. Each line is a word followed by its operands:
 
-    kernel NAME BYTES SLOTS   begins a kernel: bytes of its parameters, registers and constants
+    kernel NAME BYTES SLOTS   begins a kernel: bytes of its parameters, number of slots
     const SLOT VALUE          a slot that holds a constant in all lanes
-    special SLOT NAME         one that the launch fills: tid.x, ctaid.x, parameters, ...
+    special SLOT NAME         a slot that the launch fills: tid.x, ctaid.x, parameters, ...
     i NAME KIND COST GUARD RESULTS SPACE OFFSET TARGET OPERAND...   an instruction
 
-Every operand is a slot; the first RESULTS of them are written. GUARD is 0, or a slot + 1, negative
-where the instruction runs if the slot is false. TARGET is the number of the instruction that a
-branch leads to, -1 where there is none.
+Slots are registers and constants. Every operand is a slot, and the instruction writes the first
+RESULTS of them. GUARD is 0 if the instruction always runs. Otherwise it is a slot + 1, negative if
+the instruction runs when the slot is false. TARGET is the number of the instruction to which a
+branch leads, or -1.
 
-COST is what an instruction takes of a warp's issue slots once ptxas has compiled it, see `cost`.
+COST is the number of issue slots of a warp that the instruction takes once ptxas has compiled it,
+see `cost`.
 """
 
 from __future__ import annotations
@@ -27,43 +29,43 @@ SPECIAL = {"%tid.x", "%ntid.x", "%nctaid.x", "%nctaid.y", "%nctaid.z"}
 SPECIAL |= {"%ctaid.x", "%ctaid.y", "%ctaid.z"}
 SPACES = ["generic", "global", "shared", "param"]
 SHARED_AT = 1024
-"""Where the dynamic shared memory begins in its address space."""
+"""Address at which the dynamic shared memory begins"""
 
 MODIFIERS = {"rn", "approx", "ftz", "lo", "uni", "sync", "aligned", "to", "gl", "cg", "ca"}
 SIGNLESS = {"add", "sub", "mul", "mad", "and", "or", "xor", "not", "shl", "selp", "mov", "bfi",
             "neg", "popc", "prmt"}  # fmt: skip
-"""Operations whose result has the same bits for signed and unsigned integers."""
+"""Operations whose result has the same bits for signed and unsigned integers"""
 
 CALLS = {"__internal_accurate_pow": "pow.f64"}
 
 LOGIC = set("setp selp min max and or xor not shl shr prmt bfi popc".split())
-"""What only the unit of integers does, for floats too; sums and products of integers can go to that
-of floats."""
+"""Operations that only the integer unit can do, even on floats. Sums and products of integers can
+also go to the unit for floats."""
 
 CONVERSIONS = r"[us]\d+\.f\d+|f\d+\.[us]\d+|f32\.f64|f64\.f32|.*\.r[nz]i"
-"""Between integers and floats, of 64 bits, and to whole numbers: the unit of special functions has
-them, unlike those between floats of 16 and 32 bits."""
+"""Conversions that the unit for special functions does: between integers and floats, those of 64
+bits, and rounding to whole numbers, but not those between floats of 16 and 32 bits"""
 
 
 class UnknownPTX(ValueError):
-    """A statement that the translation does not know."""
+    """A statement that cannot be translated."""
 
 
 def own_names(block: re.Match[str]) -> str:
-    """A block in braces, whose registers may have names of the kernel's: they get others."""
+    """A block in braces, with its registers renamed, since the kernel may use the same names."""
     declared = re.findall(r"\.reg\s+\.\w+\s+(%\w+)\s*;", block[0])
     return re.sub(r"%\w+", lambda x: x[0] + f"_{block.start()}" * (x[0] in declared), block[0])
 
 
 def statements(body: str) -> Iterator[str]:
-    """Labels with their colon, and statements without the semicolon; braces are left out."""
+    """Yield labels with their colon and statements without the semicolon. Braces are left out."""
     body = re.sub(r"\{[^{}]*\.reg\s[^{}]*\}", own_names, body)
     for text in re.findall(r"\$\w+:|(?!\s)(?:\{[^{};]*\}|[^;{}])+(?=;)", body):
         yield " ".join(text.split())
 
 
 def kernels(ptx: str) -> Iterator[tuple[str, int, str]]:
-    """Name, bytes of the first parameter, body of each kernel."""
+    """Yield the name, the bytes of the first parameter, and the body of each kernel."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", ptx, flags=re.DOTALL)
     pattern = r"\.entry (\w+)\s*\((.*?)\)\s*(?:\.\w+[^\n{]*\s*)*\{"
     for entry in re.finditer(pattern, text, re.DOTALL):
@@ -78,13 +80,14 @@ def kernels(ptx: str) -> Iterator[tuple[str, int, str]]:
 
 
 def split(operands: str) -> list[str]:
-    """At the commas outside of brackets."""
+    """Split operands at the commas outside of brackets."""
     return [x.strip() for x in re.findall(r"(?:\{[^}]*\}|\[[^]]*\]|\([^)]*\)|[^,])+", operands)]
 
 
 def cost(name: str, kind: str) -> int:
-    """Issue slots of a warp. What ptxas folds into another instruction (moves, parameters in the
-    constant bank, logic on predicates) takes none; integers of 64 bits are pairs of registers."""
+    """Issue slots of an instruction. Instructions that ptxas folds into another one (moves,
+    parameters in the constant bank, logic on predicates) take none. Integers of 64 bits are pairs
+    of registers."""
     operation, _, rest = name.partition(".")
     wide = rest.endswith("64") and not rest.endswith("f64")
     if kind in ("move", "param"):
@@ -130,7 +133,7 @@ def kind_of(name: str, space: int) -> str:
 
 
 class Kernel:
-    """One kernel's program; `lines` has it."""
+    """Translates one kernel. `lines` is its program."""
 
     def __init__(self, name: str, size: int, body: str) -> None:
         self.slots: dict[str, int] = {"_": 0}
@@ -153,7 +156,7 @@ class Kernel:
             self.lines.append("i " + " ".join(words))
 
     def slot(self, operand: str) -> int:
-        """Of a register, a constant, a symbol or a special register."""
+        """The slot of a register, a constant, a symbol or a special register."""
         value = operand
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", operand):
             value = f"#{int(operand.rstrip('U'), 0) & (1 << 64) - 1}"
@@ -241,8 +244,8 @@ class Kernel:
             self.emit(".".join([operation, *parts]), guard, operands[:results], values)
 
     def fold(self) -> None:
-        """Additions of a constant to what is an address only cost nothing: the constant becomes
-        the offset of the load, store or copy."""
+        """Set the cost to 0 for adding a constant to a value that is used as an address only, since
+        the constant becomes the offset of the load, store or copy."""
         constants = {words.split()[1] for words in self.begin if words.startswith("const")}
         other: set[str] = set()  # slots that are read as more than an address
         before = -1
@@ -265,7 +268,7 @@ class Kernel:
             words[2] = "0"
 
     def positive(self, operands: list[str], guard: int) -> list[str]:
-        """With the negation of !%p as an instruction of its own."""
+        """The operands with each !%p replaced by the result of a separate negation."""
         for i, x in enumerate(operands):
             if x.startswith("!"):
                 self.emit("not.pred", guard, [f"%not{x[2:]}"], [x[1:]])
@@ -281,7 +284,7 @@ class Kernel:
             operands = operands[::-1]
         base, offset = self.address(operands[1])
         many = split(operands[0][1:-1]) if operands[0].startswith("{") else operands[:1]
-        if re.fullmatch(r"param[01]|retval0", base):  # a call's arguments are registers here
+        if re.fullmatch(r"param[01]|retval0", base):  # arguments of a call are registers here
             results, values = ([base], many) if operation == "st" else (many, [base])
             return self.emit("mov.u64", guard, results, values)
         named = [x for x in parts if x in SPACES]

@@ -1,15 +1,15 @@
-"""Makes a folder that could be uploaded as it is, and says what keeps it from that.
+"""Prepare a folder for upload to PyPI and conda-forge, and report what is wrong with it.
 
     make release-dry-run, or: python tools/release.py [--dist dist] [--out build/release]
 
-Takes the sdist and wheels that `make wheels` has built, and checks that
+Uses the sdist and wheels that `make wheels` has built, and checks that
 
-- all are of one version, which pyproject.toml, CITATION.cff and conda's recipe have too;
+- all have the same version as pyproject.toml, CITATION.cff and conda's recipe;
 - each wheel has the sdist's metadata, the license, and nothing but the package;
-- the sdist has only files that git knows;
+- the sdist contains only files that git tracks;
 - sizes and kernels are right (wheel_contents.py);
-- twine, PyPI's own checker, has nothing against them;
-- conda's recipe makes its outputs on each platform.
+- twine, PyPI's own checker, has no complaints;
+- conda's recipe renders its outputs on each platform.
 
 The folder gets the files, SHA256SUMS, the recipe with the sdist's hash, and the long description as
 PyPI would show it. Nothing is uploaded. Needs twine, readme-renderer[md] and py-rattler-build.
@@ -36,16 +36,16 @@ from wheel_contents import kernel_complaints, size_complaints
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "conda" / "recipe.yaml"
 ZEROS = "0" * 64
-"""Stands in the recipe for the hash of an sdist that is not there yet."""
+"""Placeholder in the recipe for the sdist's hash"""
 BUILT = re.compile(r"PKG-INFO|setup\.cfg|h2o_kv\.egg-info/.*")
-"""Of an sdist's files those that building it makes."""
+"""Files of an sdist that its build generates"""
 CONDA = {
     "linux-64": ["h2o-kv", "h2o-kv-cuda"],
     "linux-aarch64": ["h2o-kv", "h2o-kv-cuda"],
     "osx-64": ["h2o-kv"],
     "osx-arm64": ["h2o-kv"],
 }
-"""Outputs of the recipe by platform, where there is a compiler for CUDA."""
+"""Outputs of the recipe by platform, if there is a compiler for CUDA"""
 VARIANTS = {
     "c_compiler": ["gcc"],
     "cxx_compiler": ["gxx"],
@@ -70,7 +70,7 @@ def wheel_metadata(wheel: Path) -> Message:
 
 
 def version_complaints(version: str) -> Iterator[str]:
-    """Files of the repository that speak of another version."""
+    """Yield files of the repository that name another version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     citation = (ROOT / "CITATION.cff").read_text("utf-8")
     for name, known in {
@@ -85,7 +85,7 @@ def version_complaints(version: str) -> Iterator[str]:
 
 
 def wheel_complaints(wheel: Path, metadata: Message) -> Iterator[str]:
-    """What is wrong with a wheel, beside what tools/wheels.py asks of its core."""
+    """Yield what is wrong with a wheel. tools/wheels.py checks its core."""
     yield from size_complaints(wheel)
     yield from kernel_complaints(wheel)
     own = wheel_metadata(wheel)
@@ -99,7 +99,7 @@ def wheel_complaints(wheel: Path, metadata: Message) -> Iterator[str]:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         if foreign := [x for x in names if not x.startswith(("h2o/", info))]:
-            yield f"holds {', '.join(foreign[:5])}, which is not of the package"
+            yield f"holds {', '.join(foreign[:5])}, which is not part of the package"
         license_file = f"{info}licenses/LICENSE"
         if license_file not in names:
             yield "holds no LICENSE"
@@ -108,7 +108,7 @@ def wheel_complaints(wheel: Path, metadata: Message) -> Iterator[str]:
 
 
 def sdist_complaints(sdist: Path) -> Iterator[str]:
-    """Files of the sdist that are not of the repository, and what a build needs and it lacks."""
+    """Yield files of the sdist that are not in the repository, and files that it lacks."""
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.splitlines()
@@ -116,14 +116,14 @@ def sdist_complaints(sdist: Path) -> Iterator[str]:
     with tarfile.open(sdist) as archive:
         files = {x.name.removeprefix(prefix) for x in archive.getmembers() if x.isfile()}
     if foreign := sorted(x for x in files - set(tracked) if not BUILT.fullmatch(x)):
-        yield f"holds {', '.join(foreign[:5])}, which git does not know"
+        yield f"holds {', '.join(foreign[:5])}, which git does not track"
     needed = {x for x in tracked if x.startswith(("csrc/", "h2o/"))} | {"LICENSE", "setup.py"}
     if missing := sorted(needed - files):
         yield f"lacks {', '.join(missing[:5])}"
 
 
 def twine_complaints(files: list[Path]) -> Iterator[str]:
-    """What twine says against them; as strict as PyPI, warnings included."""
+    """Yield twine's complaints. --strict includes its warnings."""
     command = [sys.executable, "-m", "twine", "check", "--strict", *files]
     checked = subprocess.run(command, capture_output=True, text=True)
     if checked.returncode:
@@ -131,7 +131,7 @@ def twine_complaints(files: list[Path]) -> Iterator[str]:
 
 
 def write_description(metadata: Message, out: Path) -> Iterator[str]:
-    """Write the page that PyPI would make. Links to files of the repository lead nowhere there."""
+    """Write the page that PyPI would show. Links to files of the repository are broken there."""
     from readme_renderer import markdown
 
     text = metadata.get_payload()
@@ -143,8 +143,8 @@ def write_description(metadata: Message, out: Path) -> Iterator[str]:
     (out / "long_description.html").write_text(page, "utf-8")
     relative = [x for x in re.findall(r'(?:href|src)="([^"]+)"', page) if "://" not in x]
     if links := [x for x in relative if not x.startswith("#")]:
-        print(f"note: {len(links)} links of the long description are of the repository "
-              f"({', '.join(links[:3])}, ...) and lead nowhere on PyPI")  # fmt: skip
+        print(f"note: {len(links)} links of the long description point into the repository "
+              f"({', '.join(links[:3])}, ...) and are broken on PyPI")  # fmt: skip
 
 
 def write_recipe(sdist: Path, out: Path) -> Iterator[str]:
@@ -159,7 +159,7 @@ def write_recipe(sdist: Path, out: Path) -> Iterator[str]:
 
     text = RECIPE.read_text("utf-8")
     if text.count(ZEROS) != 1:
-        yield f"{RECIPE.name} has no place for the sdist's hash"
+        yield f"{RECIPE.name} has no placeholder for the sdist's hash"
     recipe = out / "conda" / RECIPE.name
     recipe.parent.mkdir()
     recipe.write_text(text.replace(ZEROS, sha256(sdist)), "utf-8")
@@ -172,7 +172,7 @@ def write_recipe(sdist: Path, out: Path) -> Iterator[str]:
             continue
         names = [one.recipe.package.name for one in rendered]
         if names != wanted:
-            yield f"{RECIPE.name} on {platform} makes {names}, wanted {wanted}"
+            yield f"{RECIPE.name} on {platform} makes {names}, expected {wanted}"
 
 
 def sha256(path: Path) -> str:
@@ -180,10 +180,10 @@ def sha256(path: Path) -> str:
 
 
 def make(dist: Path, out: Path) -> list[str]:
-    """Fill the folder. Returns all complaints."""
+    """Fill the folder `out`. Returns all complaints."""
     sdists, wheels = sorted(dist.glob("*.tar.gz")), sorted(dist.glob("*.whl"))
     if len(sdists) != 1 or not wheels:
-        sys.exit(f"{dist} holds {len(sdists)} sdists and {len(wheels)} wheels: make wheels")
+        sys.exit(f"{dist} holds {len(sdists)} sdists and {len(wheels)} wheels: run make wheels")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     (sdist,) = sdists

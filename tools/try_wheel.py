@@ -1,16 +1,18 @@
-"""Installs a wheel where nothing else is, not even a compiler, and runs the core's tests there.
+"""Install a wheel in an empty environment without a compiler, and run the core's tests there.
 
     python tools/try_wheel.py [OPTIONS] WHEEL [PYTHON ...]   (--help lists the options)
 
-PYTHON is the command of an interpreter, by default this one; that of another machine may run in an
-emulator: qemu-aarch64-static -L ROOT ROOT/usr/bin/python3. What is installed is chosen by this
-interpreter's pip, which must be new enough to know PYTHON (free-threaded: 24.1). Pass an sdist to
-test that too: it is built by that interpreter, in a folder with a space in its name, with the
-compiler that CC names. Linux's wheels hold kernels for GPUs, of the sources that the installed core
-is of. The pure wheel, py3-none-any, is installed with torch and transformers, or finds them
---beside it, in the site-packages of another environment; it passes the tests that
-tests/without_core.txt lists. With --pages a wheel runs README.md and the first pages of docs
-instead, with the default model as a new user has it; that too needs torch and what is --beside.
+PYTHON is the command of an interpreter, by default this one. The interpreter of another machine may
+run in an emulator: qemu-aarch64-static -L ROOT ROOT/usr/bin/python3. The pip of this interpreter
+chooses what to install, so it must be new enough to know PYTHON (24.1 for free-threaded Python).
+
+WHEEL may also be an sdist. It is built by PYTHON with the compiler that CC names, in a folder with
+a space in its name. Wheels for Linux must contain kernels for GPUs that were built from the same
+sources as the installed core. The pure wheel, py3-none-any, is installed together with torch and
+transformers, or finds them in the site-packages of another environment (--beside). It must pass the
+tests that tests/without_core.txt lists. With --pages the examples of README.md and of the first
+pages of docs run instead, with the default model as a new user gets it. This needs torch too, and
+therefore --beside.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from wheel_contents import kernel_complaints, takes_kernels
 ROOT = Path(__file__).resolve().parent.parent
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 BINARIES = "Scripts" if os.name == "nt" else "bin"
-SYSTEM = ("SYSTEMROOT", "TEMP", "TMP")  # without which nothing starts on Windows
+SYSTEM = ("SYSTEMROOT", "TEMP", "TMP")  # without them no process starts on Windows
 FAST = ("-m", "not slow")
 PURE_TESTS = (*FAST, "@tests/without_core.txt")
 CORE_TESTS = (*FAST, "tests/core")
@@ -39,21 +41,23 @@ PAGES = "test_command or ((test_python or shows_what) and (README or start))"
 PAGE_TESTS = ("tests/test_documentation.py", "-k", PAGES)
 
 KERNELS = "from h2o import ops; x = ops.info()['backends']['cuda']; assert 'kernels' not in x, x"
-"""`h2o info` says why none serve: that there is no driver, and nothing about their file."""
+"""Checks that `h2o info` gives the missing driver as the reason, and not the file of kernels."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("--numpy", help="its version; default: the newest")
+    parser.add_argument("--numpy", help="NumPy version (default: the newest)")
     parser.add_argument("--beside", type=Path, help="site-packages that the wheel finds too")
-    parser.add_argument("--pages", action="store_true", help="README and the first pages of docs")
-    parser.add_argument("--briefly", action="store_true", help="golden data alone")
+    parser.add_argument(
+        "--pages", action="store_true", help="run README and the first pages of docs"
+    )
+    parser.add_argument("--briefly", action="store_true", help="run the golden data only")
     parser.add_argument("python", nargs=argparse.REMAINDER, default=[])
     arguments = parser.parse_args()
     command, *rest = arguments.python or [sys.executable]
     *emulator, interpreter = [shutil.which(command) or command, *rest]
-    # What pip --python runs: this environment's pip, which sees nothing else of it.
+    # As pip --python does: run this environment's pip, which sees no other package of it.
     pip = Path(importlib.util.find_spec("pip").origin).with_name("__pip-runner__.py")
     with tempfile.TemporaryDirectory(prefix="h2o wheel ") as name:
         folder = Path(name)
@@ -66,7 +70,7 @@ def main() -> int:
 
         environment = [*emulator, interpreter, "-m", "venv", "--without-pip", folder / "env"]
         subprocess.run(list(map(str, environment)), check=True)
-        if emulator:  # for tests that start another interpreter
+        if emulator:  # tests that start another interpreter need the emulator too
             started = folder / "env/bin/emulated"
             words = shlex.join([*emulator, str(folder / "env/bin/python")])
             started.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
@@ -99,7 +103,7 @@ def main() -> int:
             if complaints := list(kernel_complaints(wheel)):
                 sys.exit("; ".join(complaints))
             python("-c", KERNELS)
-        left_out = ["-k", "not no_memory"] if emulator else []  # qemu has no limit of memory
+        left_out = ["-k", "not no_memory"] if emulator else []  # qemu does not limit memory
         tests = PURE_TESTS if pure else BRIEF_TESTS if arguments.briefly else CORE_TESTS
         if arguments.pages:
             shutil.copy(ROOT / "README.md", folder)

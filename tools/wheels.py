@@ -1,15 +1,17 @@
-"""Builds the sdist and, from it, a wheel for each platform, and looks at what came out.
+"""Build the sdist and, from it, a wheel for each platform, and check them.
 
     python tools/wheels.py [--out dist] [--kernels h2o/kernels.fatbin] [PLATFORM ...]
 
-zig's C compiler, a wheel on PyPI, brings the headers and libraries of every platform, so all
-wheels can be built on Linux. The limited API makes one wheel serve all versions of Python.
-"any" is the pure wheel, without the core, for what has no other (setup.py, H2O_PURE=1). Linux's
-get the kernels for GPUs (`make cuda`); the sdist has their sources.
-Each wheel is judged by auditwheel, or what it links (nothing that the platform lacks), abi3audit
-(uses nothing that Python 3.10 lacks), its size and its kernels (wheel_contents.py). Needs ziglang,
-auditwheel, abi3audit, build, setuptools and numpy (pip must not fetch the last two, it would take
-those of the target); Python itself must not be free-threaded. tools/try_wheel.py tests the result.
+zig's C compiler, a wheel on PyPI, includes the headers and libraries of every platform, so all
+wheels can be built on Linux. Thanks to the limited API one wheel works with all versions of Python.
+"any" is the pure wheel, without the core, for platforms that have no other (setup.py, H2O_PURE=1).
+The wheels for Linux get the kernels for GPUs (`make cuda`). The sdist has the sources of these.
+
+Each wheel is checked for what it links (nothing that the platform lacks; for Linux by auditwheel),
+for what it uses of Python (nothing that 3.10 lacks; by abi3audit), for its size and for its kernels
+(wheel_contents.py). Needs ziglang, auditwheel, abi3audit, build, setuptools and numpy. The last two
+must be installed, since pip would download those of the target platform. Python itself must not be
+free-threaded. tools/try_wheel.py tests the result.
 """
 
 from __future__ import annotations
@@ -39,17 +41,17 @@ ZIG = Path(ziglang.__file__).parent / "zig"
 
 
 class Platform(NamedTuple):
-    """What a wheel is for."""
+    """The platform of a wheel."""
 
     target: str
-    """what zig calls it"""
+    """zig's name of it"""
     host: str
-    """what Python there says of itself"""
+    """the platform name that Python has there"""
     header: str = ""
-    """its pyconfig.h, as far as the limited API goes; "": that of this machine, which on Linux is
-    the same for all processors"""
+    """its pyconfig.h, as far as the limited API needs it; "": that of this machine, since on Linux
+    it is the same for all processors"""
     sizes: tuple[tuple[str, int], ...] = ()
-    """what in NumPy's configuration is another than on Linux: NPY_SIZEOF_..."""
+    """the NPY_SIZEOF_... of NumPy's configuration that differ from Linux"""
 
 
 WIDTHS = """\
@@ -92,8 +94,8 @@ typedef int64_t Py_ssize_t;
 )
 ARM = (("LONGDOUBLE", 8), ("COMPLEX_LONGDOUBLE", 16))
 NARROW = (*ARM, ("LONG", 4), ("WCHAR_T", 2), ("OFF_T", 4))
-# glibc 2.28 is torch's lower limit too. No musllinux: torch has none, no musl Python is at hand to
-# run it, and auditwheel refuses it: zig's x86_64-linux-musl links libc.so, not Alpine's
+# glibc 2.28 is torch's lower limit too. There is no wheel for musllinux: torch has none, and
+# auditwheel rejects ours, because zig's x86_64-linux-musl links libc.so and not Alpine's
 # libc.musl-x86_64.so.1.
 PLATFORMS: dict[str, Platform | None] = {
     "manylinux_2_28_x86_64": Platform("x86_64-linux-gnu.2.28", "manylinux_2_28_x86_64"),
@@ -103,20 +105,22 @@ PLATFORMS: dict[str, Platform | None] = {
     "win_amd64": Platform("x86_64-windows-gnu", "win-amd64", WINDOWS, NARROW),
     "any": None,
 }
-LINKED = {  # beside what auditwheel knows
+LINKED = {  # libraries allowed on the platforms that auditwheel does not check
     "macosx": re.compile(r"/usr/lib/libSystem\.B\.dylib"),
     "win": re.compile(r"(python3|kernel32|ntdll|api-ms-win-crt-[\w-]+)\.dll", re.IGNORECASE),
 }
 
 
 BY_NAME = "SECTIONS { .text : { *(.text) *(SORT_BY_NAME(.text.*)) } } INSERT BEFORE .plt;"
-"""Functions of one name, of all instruction set levels, come side by side: much of them is alike,
-which a wheel's compression finds where it is near: a fifth of the core. Other linkers cannot."""
+"""Linker script that sorts functions by name. The same function of all instruction set levels is
+then in one place. These copies are similar, and a wheel's compression finds similar code only if it
+is close. This saves a fifth of the core. Other linkers cannot sort."""
 
 
 def write_headers(folder: Path, platform: Platform) -> list[Path]:
-    """Folders of Python's and, for other systems than Linux, NumPy's headers with the platform's
-    configuration. Debian's pyconfig.h looks for one of the target machine."""
+    """Write Python's headers and, except for Linux, NumPy's headers with the platform's
+    configuration. Returns their folders. (Debian's own pyconfig.h would include the target
+    machine's.)"""
     import numpy
 
     headers = folder / "include"
@@ -137,7 +141,8 @@ def write_headers(folder: Path, platform: Platform) -> list[Path]:
 
 
 def write_import_library(folder: Path) -> Path:
-    """That of python3.dll: the names of the stable ABI, of which abi3info has the list."""
+    """Write the import library of python3.dll. Its names are those of the stable ABI, which
+    abi3info lists."""
     from abi3info import DATAS, FUNCTIONS
 
     def names(symbols: dict[Any, Any]) -> list[str]:
@@ -153,10 +158,10 @@ def write_import_library(folder: Path) -> Path:
 
 
 def write_compiler(folder: Path, target: str) -> Path:
-    """A command that compiles for the target; distutils takes no arguments in its name.
+    """Write a command that compiles for the target. distutils needs one without arguments.
 
-    For size: inner loops are unrolled by name, and what else clang unrolls for speed makes the
-    kernels a third larger and hardly faster. C unwinds no stack, but Windows wants to be able to.
+    -Os: inner loops are unrolled explicitly. The other unrolling that clang does for speed makes
+    the kernels a third larger and hardly faster. C needs no unwind tables, but Windows does.
     """
     compiler = folder / "cc"
     size = "-Os -ffunction-sections"  # for BY_NAME
@@ -169,7 +174,8 @@ def write_compiler(folder: Path, target: str) -> Path:
 
 
 def linker_arguments(folder: Path, host: str) -> list[str]:
-    """Python itself is found when the core is loaded; Windows wants to know where."""
+    """Command line of the linker. Python's functions are resolved when the core is loaded; only
+    Windows needs an import library for them."""
     if host.startswith("win"):
         return ["-shared", "-s", str(write_import_library(folder))]
     if host.startswith("macosx"):
@@ -180,7 +186,7 @@ def linker_arguments(folder: Path, host: str) -> list[str]:
 
 
 def build_environment(folder: Path, platform: Platform | None) -> dict[str, str]:
-    """What setup.py is to know."""
+    """Environment variables for setup.py."""
     if platform is None:
         return {"H2O_PURE": "1"}
     compiler = write_compiler(folder, platform.target)
@@ -189,13 +195,13 @@ def build_environment(folder: Path, platform: Platform | None) -> dict[str, str]
         "CC": str(compiler),
         "CFLAGS": " ".join(f"-I{path}" for path in write_headers(folder, platform)),
         "LDSHARED": " ".join(linker),
-        "_PYTHON_HOST_PLATFORM": platform.host,  # what the wheel is named for
+        "_PYTHON_HOST_PLATFORM": platform.host,  # goes into the wheel's name
         "H2O_WERROR": "1",
     }
 
 
 def build(sdist: Path, platform: str, out: Path, kernels: Path) -> Path:
-    """The wheel of one platform, in out."""
+    """Build the wheel of one platform into `out`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.unpack_archive(sdist, folder / "source")
@@ -215,13 +221,14 @@ def build(sdist: Path, platform: str, out: Path, kernels: Path) -> Path:
 
 
 def version(platform: str) -> tuple[float, ...]:
-    """What of a manylinux tag has to be the same or lower; endless for what is none."""
+    """The glibc version in a manylinux tag, infinity for other tags. An audited tag must not have a
+    higher version than the wheel's."""
     numbers = re.match(r"manylinux_(\d+)_(\d+)_", platform)
     return tuple(map(int, numbers.groups())) if numbers else (math.inf,)
 
 
 def linux_complaints(wheel: Path, platform: str) -> Iterator[str]:
-    """What auditwheel says against a wheel."""
+    """Yield auditwheel's complaint about a wheel for Linux."""
     command = [sys.executable, "-m", "auditwheel", "show", "--json", wheel]
     shown = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     if version(shown["overall_tag"]) > version(platform):
@@ -229,7 +236,7 @@ def linux_complaints(wheel: Path, platform: str) -> Iterator[str]:
 
 
 def linked_libraries(name: str, binary: bytes) -> list[str]:
-    """What a core for Windows or macOS asks its system for, by the binary's own lists."""
+    """Libraries that a core for Windows or macOS links, from the binary's own list."""
     if name.endswith(".pyd"):
         import pefile
 
@@ -247,12 +254,13 @@ def linked_libraries(name: str, binary: bytes) -> list[str]:
 
 
 def foreign_complaints(wheel: Path, platform: str) -> Iterator[str]:
-    """The same for other systems: what links something that not each of them has."""
+    """Yield what is wrong with the core of a wheel for macOS or Windows: it is missing, or links a
+    library that some systems lack."""
     known = LINKED[platform.partition("_")[0]]
     with zipfile.ZipFile(wheel) as archive:
         names = core_of(archive)
         if len(names) != 1:
-            yield f"holds {names or 'no core'}, wanted one core and nothing beside it"
+            yield f"holds {names or 'no core'}, expected exactly one core"
         for name in names[:1]:
             libraries = linked_libraries(name, archive.read(name))
             if unknown := [x for x in libraries if not known.fullmatch(x)]:
@@ -260,7 +268,7 @@ def foreign_complaints(wheel: Path, platform: str) -> Iterator[str]:
 
 
 def complaints(wheel: Path, platform: str) -> Iterator[str]:
-    """What keeps a wheel from being what its name says."""
+    """Yield everything that is wrong with a wheel."""
     if not wheel.name.endswith(f"-{platform}.whl"):
         yield f"is named {wheel.name}"
     yield from size_complaints(wheel)
@@ -278,17 +286,19 @@ def complaints(wheel: Path, platform: str) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
-    parser.add_argument("--kernels", type=Path, default=ROOT / KERNELS, help="what Linux's hold")
+    parser.add_argument(
+        "--kernels", type=Path, default=ROOT / KERNELS, help="kernels for the wheels for Linux"
+    )
     parser.add_argument("platforms", nargs="*", metavar="PLATFORM", help=", ".join(PLATFORMS))
     arguments = parser.parse_args()
     unknown = set(arguments.platforms) - set(PLATFORMS)
     if unknown:
-        parser.error(f"{', '.join(unknown)}: wanted some of {', '.join(PLATFORMS)}")
+        parser.error(f"unknown platform {', '.join(unknown)}: use {', '.join(PLATFORMS)}")
     platforms = arguments.platforms or list(PLATFORMS)
     if any(map(takes_kernels, platforms)) and not arguments.kernels.is_file():
-        parser.error(f"{arguments.kernels}, which Linux's wheels hold, is not built: make cuda")
+        parser.error(f"wheels for Linux need {arguments.kernels}: run make cuda")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        parser.error("needs a Python with a GIL: the limited API has no other")
+        parser.error("free-threaded Python has no limited API: use a Python with a GIL")
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", name]

@@ -1,1 +1,1 @@
-"""What h2o is measured against: the same work in plain torch, and other packages."""
+"""The peers that h2o is compared with: the same work in plain torch, and other packages."""

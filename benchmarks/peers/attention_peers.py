@@ -1,4 +1,4 @@
-"""Others' attention over the same tensors, each as its own users call it; most are for a GPU."""
+"""Attention of other packages over the same tensors, called as their users do. Most need a GPU."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""Ways of torch's scaled_dot_product_attention, which does not take each of them everywhere."""
+"""Backends of torch's scaled_dot_product_attention. Not all are supported everywhere."""
 
 Run = Callable[[], Any]
 
 
 class Offers:
-    """The peers of a table that can be had, and why the others cannot.
+    """The peers of a table that work here, and why the others do not.
 
     Attributes:
-        runs: by name.
-        missing: name -> reason.
+        runs: functions by name.
+        missing: reasons by name.
     """
 
     def __init__(self, prepared: Callable[[Run], Run] = lambda run: run) -> None:
-        """prepared: what is timed in place of a peer's call (its graph, for example)."""
+        """prepared: converts a peer's call to the function that is timed (a graph, for example)."""
         self.prepared = prepared
         self.runs: dict[str, Run] = {}
         self.missing: dict[str, str] = {}
 
     def offer(self, name: str, make: Callable[[], Run]) -> None:
-        """Takes a peer that works; `make` prepares its call."""
+        """Add a peer if it works. `make` prepares its call."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's reasons against a way of its own
+                warnings.simplefilter("ignore")  # torch explains why a backend is not available
                 run = make()
                 run()
             self.runs[name] = self.prepared(run)
@@ -59,11 +59,12 @@ class Offers:
         return {"left out": self.missing} if self.missing else {}
 
     def sdpa(self, query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> None:
-        """Each way of SDPA, over grouped heads, or over copies for every query head."""
+        """Offer each backend of SDPA, over grouped heads and over copies for every query head."""
         self.in_turn("", query, [(keys, values)], causal)
 
     def decode(self, keys: str, query: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """One query over keys and values, which are called so, of each layer in turn."""
+        """Offer attention of one query over each layer's (keys, values) in turn. `keys` describes
+        them."""
         self.in_turn(f", {keys}", query, pairs, causal=False)
         truth = torch_peers.sdpa(query, *pairs[0], causal=False)["gqa"]()
         self.offer(f"FlashInfer, {keys}", lambda: flashinfer(query, pairs, truth))
@@ -84,7 +85,7 @@ class Offers:
 
 
 def flex(query: Tensor, keys: Tensor, values: Tensor) -> Run:
-    """torch's FlexAttention, causal, compiled where it is for a GPU."""
+    """torch's FlexAttention with a causal mask, compiled on a GPU."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     n = query.shape[2]

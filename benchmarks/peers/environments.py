@@ -1,8 +1,8 @@
-"""Peers that cannot share an environment with h2o: each in a virtual environment of its own.
+"""Virtual environments for peers that cannot share one with h2o.
 
-A peer is a small program that knows nothing of h2o. It reads one JSON request a line, does the
-work, and answers with one line that holds the time it took by its own clock; so its rounds
-can take turns with ours, and while it waits it uses no processor.
+A peer is a small program that knows nothing of h2o. It reads a line with a JSON request, does the
+work, and answers with a line that includes the time by its own clock. Its rounds can therefore take
+turns with ours. While it waits, it uses no processor.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ REQUIREMENTS = {
 }
 
 COMPILED = {"llama_cpp": {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}}
-"""Variables for what pip compiles here: for this very CPU, without what reads pictures."""
+"""Environment variables for packages that pip compiles: for this CPU, without image support"""
 
 UNWANTED = {"vllm": ["torchvision", "torchaudio", "torchcodec"]}
-"""What comes along and does not go with the rest: these are builds for CUDA."""
+"""Dependencies to remove, since they are builds for CUDA"""
 
 WITH_H2O = ("vllm",)
-"""Where h2o itself is wanted too: this checkout."""
+"""Peers whose environment also gets h2o, from this checkout"""
 
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class PeerMissing(RuntimeError):
-    """The peer's environment could not be made, or its program does not start."""
+    """The peer's environment could not be created, or its program does not start."""
 
 
 class Peer:
-    """A running peer; use it in a with statement."""
+    """A running peer, to be used in a with statement."""
 
     def __init__(self, name: str, *arguments: str) -> None:
         python = environment(name)
@@ -64,7 +64,7 @@ class Peer:
         )  # fmt: skip
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """One request and its answer."""
+        """Send a request and return the answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -72,7 +72,7 @@ class Peer:
             self.process.stdin.flush()
             return json.loads(self.process.stdout.readline())
         except (BrokenPipeError, json.JSONDecodeError):
-            raise PeerMissing(f"{self.name} has ended; see {self.log.name}") from None
+            raise PeerMissing(f"{self.name} ended unexpectedly: see {self.log.name}") from None
 
     def __enter__(self) -> Peer:
         return self
@@ -90,14 +90,14 @@ class Peer:
 
 
 def environment(name: str) -> Path:
-    """The Python of the peer's environment, which is made when it is not there yet."""
+    """The Python of the peer's environment, which is created if it does not exist."""
     requirements = REQUIREMENTS[name]
     folder = cache_dir() / name
     python = folder / "bin" / "python"
     done = folder / "installed"
     if done.exists() and done.read_text() == "\n".join(requirements):
         return python
-    print(f"making an environment for {name}: {' '.join(requirements)}", file=sys.stderr)
+    print(f"creating an environment for {name}: {' '.join(requirements)}", file=sys.stderr)
     venv.create(folder, with_pip=True, clear=True)
     pip = [str(python), "-m", "pip", "--quiet"]
     wanted = [requirements]

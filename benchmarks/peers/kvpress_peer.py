@@ -1,9 +1,10 @@
-"""Prefill with kvpress' ObservedAttentionPress, the closest relative of H2O in that package.
+"""Prefill with kvpress' ObservedAttentionPress, the press that is closest to H2O.
 
-Run by peers.Peer with the model's folder, the number of threads and a device. A request is
-{"ids": [...], "dtype": "float32", "ratio": share of the keys that is dropped}; the answer
-{"seconds": ...}. The forward pass is the one of kvpress' own pipeline: the model without its head,
-under the press, with eager attention, which this press needs for its scores.
+Started by peers.Peer with the model's folder, the number of threads and a device. A request is
+{"ids": [...], "dtype": "float32", "ratio": share of the keys that is dropped}; the answer is
+{"seconds": ..., "kept": keys that are left}. The forward pass is that of kvpress' own pipeline: the
+model without its head, under the press, with eager attention, which this press needs for its
+scores.
 """
 
 import json

@@ -1,13 +1,13 @@
-"""Generation with llama.cpp: sequences that share one cache, answered as they find room in it.
+"""Generation with llama.cpp. Sequences share one cache and are answered when there is room in it.
 
-Run by peers.Peer with a GGUF file and the number of threads. A request is {"ids": [[...], ...],
-"tokens": one number a prompt, "cells": tokens that the cache may hold at a time, 0 for as many as
-are wanted}; the answer {"seconds": ..., "ids": the new tokens}. Keys and values are float16,
-without flash attention, which is slower here but where requests share cells.
+Started by peers.Peer with a GGUF file and the number of threads. A request is {"ids": [[...], ...],
+"tokens": one number per prompt, "cells": tokens that the cache may hold at a time, 0 for no limit};
+the answer is {"seconds": ..., "ids": the new tokens}. Keys and values are float16. Flash attention
+is off, since it is slower here, except if requests share cells.
 
-A request is taken up once all its cells are free, the first of those that wait. Each call of
-llama_decode then gets the next token of every running request, and of prompts as many as a batch
-has room for.
+The first waiting request that fits is admitted once all its cells are free. Each call of
+llama_decode gets the next token of every running request, and fills the rest of the batch with
+tokens of prompts.
 """
 
 import json
@@ -19,9 +19,9 @@ import llama_cpp as llama
 import numpy
 
 file, threads = sys.argv[1], int(sys.argv[2])
-PAGE = 256  # llama.cpp's caches hold multiples of it
+PAGE = 256  # sizes of llama.cpp's caches are multiples of it
 BATCH = 2048
-AT_ONCE = 512  # tokens of a batch that it computes at a time
+AT_ONCE = 512  # tokens of a batch that are computed at a time
 
 
 class Running:
@@ -30,13 +30,13 @@ class Running:
     def __init__(self, number, ids, new, sequence):
         self.number, self.new, self.sequence = number, new, sequence
         self.cells = len(ids) + new
-        self.waiting = ids  # tokens that the model has not seen
+        self.waiting = ids  # tokens that the model has not processed
         self.seen = 0
         self.answer = []
 
 
 class Cache:
-    """Room for so many cells, in all or for each of some sequences."""
+    """A cache of `cells` cells, which its sequences share if it is `unified`."""
 
     def __init__(self, cells, sequences, unified):
         wanted = llama.llama_context_default_params()
@@ -46,7 +46,7 @@ class Cache:
         wanted.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
         wanted.type_k = wanted.type_v = llama.GGML_TYPE_F16
         self.context = llama.llama_init_from_model(model, wanted)
-        assert self.context, "llama.cpp makes no such cache"
+        assert self.context, "llama.cpp cannot create this cache"
         assert llama.llama_n_ctx(self.context) == cells
         self.memory = llama.llama_get_memory(self.context)
         self.cells, self.sequences = cells, sequences
@@ -58,7 +58,7 @@ class Cache:
         llama.llama_free(self.context)
 
     def answer(self, prompts, new):
-        """The new tokens of each."""
+        """Answer prompts. Returns the new tokens of each."""
         queue = [(i, ids, n) for i, (ids, n) in enumerate(zip(prompts, new, strict=True))]
         free, cells = list(range(self.sequences)), self.cells
         running, answers = [], [[]] * len(prompts)
@@ -79,7 +79,7 @@ class Cache:
         return answers
 
     def step(self, running):
-        """A batch through the model, and the token that follows whatever it has seen all of."""
+        """Run a batch, and choose the next token of each request whose tokens are all processed."""
         batch, count, last = self.batch, 0, []
         for one in sorted(running, key=lambda one: (len(one.waiting), one.sequence)):
             now = one.waiting[: self.size - count]
@@ -95,7 +95,7 @@ class Cache:
                 last.append((one, count - 1))
         batch.n_tokens = count
         failed = llama.llama_decode(self.context, batch)
-        assert not failed, f"llama_decode answers {failed}"
+        assert not failed, f"llama_decode returned {failed}"
         for one, index in last:
             logits = llama.llama_get_logits_ith(self.context, index)
             one.waiting = [int(numpy.ctypeslib.as_array(logits, (words,)).argmax())]
@@ -107,8 +107,8 @@ def padded(tokens):
 
 
 def cache_of(request):
-    """(cells, sequences, unified) for a request. That requests share cells costs each step the
-    cells of all, so they do where that lets more of them in."""
+    """(cells, sequences, unified) for a request. If requests share cells, each step goes over the
+    cells of all of them, so they share only if that admits more requests at a time."""
     count = len(request["ids"])
     sizes = [len(ids) + n for ids, n in zip(request["ids"], request["tokens"], strict=True)]
     each = padded(max(sizes))
@@ -127,7 +127,7 @@ def quiet(level, text, _):
 llama.llama_log_set(quiet, c_void_p(0))
 llama.llama_backend_init()
 model = llama.llama_model_load_from_file(file.encode(), llama.llama_model_default_params())
-assert model, f"llama.cpp does not load {file}"
+assert model, f"llama.cpp cannot load {file}"
 words = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
 cache = made = None
 for line in sys.stdin:

@@ -1,11 +1,12 @@
-"""Generation with OpenVINO GenAI, with the whole cache and with its own cache eviction.
+"""Generation with OpenVINO GenAI, with the full cache and with its own cache eviction.
 
-Run by peers.Peer with a GGUF file and the number of threads. A request is {"dtype": "f32" or
-"bf16", "kept": tokens of a request that the cache may keep, 0 for all, "tokens": n} and
-    "texts": [...]; the answer {"prefill_s": ..., "token_s": ..., "prompt": tokens of the first
-        text}, the times by OpenVINO's own metrics; or
-    "ids": [[...], ...], where "tokens" has one number each and "blocks" of the cache are shared, 0
-        for as many as are wanted; the answer {"seconds": ..., "ids": the new tokens}.
+Started by peers.Peer with a GGUF file and the number of threads. A request is {"dtype": "f32" or
+"bf16", "kept": tokens of a request that the cache may keep, 0 for all, "tokens": n} with either
+    "texts": [...]. The answer is {"prefill_s": ..., "token_s": ..., "prompt": tokens of the first
+        text}, with times by OpenVINO's own metrics; or
+    "ids": [[...], ...]. Then "tokens" has one number per prompt, and "blocks" is the number of
+        blocks of the cache that requests share, 0 for no limit. The answer is {"seconds": ...,
+        "ids": the new tokens}.
 """
 
 import json
@@ -18,7 +19,7 @@ import openvino
 import openvino_genai as genai
 
 file, threads = sys.argv[1], int(sys.argv[2])
-BLOCK = 32  # tokens in a block of its paged cache; sizes are multiples of it
+BLOCK = 32  # tokens in a block of its paged cache, of which sizes are multiples
 pipelines = {}
 
 
@@ -46,7 +47,8 @@ def load(dtype, kept):
 
 
 def load_batching(dtype, kept, blocks):
-    """Which reads OpenVINO's own format only; that is put beside the GGUF file."""
+    """Load the model for batching, which supports OpenVINO's own format only. The converted model
+    is stored next to the GGUF file."""
     folder = Path(file).parent
     if not (folder / "openvino_model.xml").exists():
         genai.LLMPipeline(file, "CPU", enable_save_ov_model=True)

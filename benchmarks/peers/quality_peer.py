@@ -1,18 +1,19 @@
-"""What a text loses when its prompt is compressed by kvpress or by transformers' QuantizedCache.
+"""Loss of a text whose prompt is compressed by kvpress or by transformers' QuantizedCache.
 
-Run by peers.Peer with the model's folder, the number of threads and the dtype, bfloat16 by default.
-A request is {"ids": [...], "prompt": tokens that are compressed, "method": one of METHODS, "full"
-or "QuantizedCache", "kept": keys that a press keeps of them, all by default, and "bits" of a
-quantized cache, which kvpress' presses may fill too}; the answer
+Started by peers.Peer with the model's folder, the number of threads and the dtype (default:
+bfloat16). A request is {"ids": [...], "prompt": tokens that are compressed, "method": one of
+METHODS, "full" or "QuantizedCache", "kept": keys that a press keeps of the prompt (default: all),
+"bits": bits of a quantized cache, which presses may also fill}. The answer is
 {"loss": [-log p of each token from ids[prompt + 1] on], "bytes": {"cut": after the prompt,
-"end": after the text}}. With "answer", tokens at the end of the ids, it has "found" too, whether
-greedy decoding writes these: what comes before the first of them goes in at once, then each alone.
+"end": after the text}}. With "answer", a number of tokens at the end of the ids, it also has
+"found": whether greedy decoding gives these tokens. The tokens before them are then processed at
+once, and these one by one.
 
-The forward passes are those of kvpress' own pipeline: the prompt without the model's head under the
-press, then the rest without it, at positions that count on. A press does nothing after the prompt,
-and a quantized cache with room left in its residual part takes new tokens as they are, so that the
-rest may go in at once. KVzip is told that the model has no chat template, as these prompts have
-none: it would take their first tokens for that.
+The forward passes are those of kvpress' own pipeline: the prompt under the press and without the
+model's head, then the rest without the press, at the following positions. A press does nothing
+after the prompt, and a quantized cache with room in its residual part stores new tokens unchanged,
+so the rest can be processed at once. KVzip gets a tokenizer without a chat template, since these
+prompts have none. Otherwise it would take their first tokens for the template.
 """
 
 import contextlib
@@ -40,14 +41,14 @@ METHODS = {
     "AdaKV": lambda ratio: AdaKVPress(ExpectedAttentionPress(ratio, epsilon=1e-2)),
     "KVzip": KVzipPress,
 }
-"""As kvpress' own evaluation has them: AdaKV over ExpectedAttention, the others by default."""
+"""The settings of kvpress' own evaluation: AdaKV over ExpectedAttention, the others by default"""
 MASKING = ("AdaKV", "KVzip")
-"""What only masks the keys that it drops, unlike ones in each head: as many are counted as are
-seen."""
+"""Methods that only mask the keys that they drop, which differ between heads. Only visible keys are
+counted."""
 
 
 def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory of which a quantized one consists."""
+    """The plain tensors that make up a quantized one."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -56,7 +57,8 @@ def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def bytes_held(cache: Cache, tokens: int) -> int:
-    """Bytes of keys and values; without quantization of so many tokens, for those in `MASKING`."""
+    """Bytes of keys and values. Without quantization those of `tokens` tokens, since the cache
+    still holds the keys that a method in `MASKING` drops."""
     total = 0
     for layer in cache.layers:
         if isinstance(cache, QuantizedCache):
@@ -81,7 +83,7 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 tokenizer.chat_template = None
 tokenizer.save_pretrained(without_template.name)
 for model in models.values():
-    model.config.name_or_path = without_template.name  # where KVzip looks for a tokenizer
+    model.config.name_or_path = without_template.name  # KVzip loads the tokenizer from here
 for line in sys.stdin:
     request = json.loads(line)
     method, prompt = request["method"], request["prompt"]
@@ -91,14 +93,14 @@ for line in sys.stdin:
     with torch.inference_mode():
         cache = QuantizedCache("quanto", model.config, nbits=bits) if bits else DynamicCache()
         press = contextlib.nullcontext()
-        if kept < prompt:  # most round down; half a key more keeps what is asked for
+        if kept < prompt:  # most presses round down; half a key more gives the requested number
             half = 0.0 if method == "KVzip" else 0.5
             press = METHODS[method](1 - (kept + half) / prompt)(model)
         with press:
             model.model(input_ids=ids[:, :prompt], past_key_values=cache)
         answer = {"bytes": {"cut": bytes_held(cache, kept)}}
         end = ids.shape[1]
-        # The last token is predicted only; with an answer it is not read.
+        # The last token is only predicted. With an answer it is not processed.
         first = end - 1 - alone if "answer" in request else end
         pieces = [(prompt, first), *((i, i + 1) for i in range(first, end - 1))]
         logits = torch.cat([

@@ -1,7 +1,7 @@
-"""The same work in plain torch: what h2o is measured against.
+"""The same work in plain torch, with which h2o is compared.
 
-Each is written the way its own users write it, at its best setting; where torch
-offers two ways, `fastest` takes the better one.
+Each function is written as users of torch write it, with its best settings. If torch offers several
+ways, `fastest` chooses one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def fastest(choices: dict[str, Callable[[], Any]]) -> tuple[str, Callable[[], Any]]:
-    """The name and the function that took least time in its better one of two calls."""
+    """Name and function of the choice whose best time over three calls is the shortest."""
     times = {}
     for name, run in choices.items():
         times[name] = float("inf")
@@ -31,8 +31,8 @@ def fastest(choices: dict[str, Callable[[], Any]]) -> tuple[str, Callable[[], An
 def sdpa(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> dict[str, Callable]:
     """torch's fused attention of query [B,H,Q,D] over keys, values [B,G,S,D], without scores.
 
-    "gqa" lets torch map query heads to key heads; "expanded" hands it a copy of keys and values
-    for every query head, made here and not timed.
+    "gqa" lets torch map query heads to key heads. "expanded" passes a copy of keys and values for
+    every query head. The copies are made here and not timed.
     """
     R = query.shape[1] // keys.shape[1]
     wide = [x.repeat_interleave(R, dim=1) for x in (keys, values)] if R > 1 else [keys, values]
@@ -47,7 +47,8 @@ def sdpa(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> dict[str,
 
 
 def eager_with_sums(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention by the n x n matrix, as transformers' eager attention, and its column sums.
+    """Causal attention with the n x n matrix, as in transformers' eager attention, and the matrix's
+    column sums.
 
     Returns:
         (out [B,H,n,D], scores [B,G,n] float32)
@@ -63,9 +64,9 @@ def eager_with_sums(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor
 
 
 class TopkGather:
-    """Prompt eviction as most cache-compression code does it: topk, sort, gather.
+    """Prompt eviction as in most cache-compression code: topk, sort, gather.
 
-    Writes into its own tensors, so that no page is touched for the first time within a call.
+    Writes to preallocated tensors, so that no call touches a page for the first time.
     """
 
     def __init__(self, keys: Tensor, heavy: int, recent: int) -> None:
@@ -89,9 +90,9 @@ class TopkGather:
 def authors_simulation(
     query: Tensor, keys: Tensor, values: Tensor, heavy: int, recent: int
 ) -> Tensor:
-    """The authors' evaluation for lm-eval (FMInference/H2O, h2o_hf/utils_hh): for every query head,
-    a Python loop over rows takes the softmax of a row and the topk of the accumulated scores and
-    scatters them into an n x n mask, to which a band of recent keys is added; then attention.
+    """The authors' evaluation for lm-eval (FMInference/H2O, h2o_hf/utils_hh). For every query head,
+    a Python loop over rows computes the softmax of a row and the topk of the accumulated scores,
+    and scatters them into an n x n mask. A band of recent keys is added before attention.
 
     Returns:
         out [B,H,n,D]
@@ -118,11 +119,12 @@ def authors_simulation(
 def masked_simulation(
     query: Tensor, keys: Tensor, values: Tensor, heavy: int, recent: int
 ) -> tuple[Tensor, Tensor]:
-    """What `h2o.ops.simulate` computes, by a Python loop over rows that fills an n x n mask, and
-    attention under it.
+    """The computation of `h2o.ops.simulate` by a Python loop over rows, which fills an n x n mask,
+    and attention under it.
 
-    Each row is a softmax over the keys that are still kept, added to the scores of its group; then
-    of the keys outside the recent window the lowest is evicted: less work than a topk.
+    Each row computes a softmax over the keys that are still kept, and adds it to the scores of its
+    group. Then the lowest of the keys outside the recent window is evicted, which is less work than
+    a topk.
 
     Returns:
         (out [B,H,n,D], mask [B,G,n,n] bool)

@@ -1,4 +1,4 @@
-"""The default model's weights as peers read them, in 16 bits: its own GGUF file has four."""
+"""The default model's weights in 16 bits for peers, since its own GGUF file has four."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..machine import cache_dir
 __all__ = ["unquantized_weights"]
 
 KINDS = {"float16": "F16", "bfloat16": "BF16"}
-"""What gguf calls them."""
+"""gguf's names of the dtypes"""
 
 
 def unquantized_weights(dtype: str) -> Path:
-    """A GGUF file with the same metadata, in a folder of its own, made when it is not there yet."""
-    import gguf  # which tables of other engines want, and no table of a GPU
+    """A GGUF file with the same metadata in a separate folder, written if it does not exist."""
+    import gguf  # only tables of other engines need it, none for a GPU
 
     target = cache_dir() / dtype / "model.gguf"
     if target.exists():

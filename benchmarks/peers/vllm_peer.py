@@ -1,17 +1,23 @@
-"""Generation with vLLM's CPU build in bfloat16, with its whole cache or with h2o's pages.
+"""Generation with vLLM's CPU build in bfloat16, with its full cache or with h2o.
 
-Run by peers.Peer with the model's folder, the number of threads and, where the defaults do not do,
-options of vLLM's engine in JSON; `{"additional_config": {"h2o": {...}}}` is h2o's entry. A request
-is {"ids": [[...], ...], "tokens": n or one number a prompt, "arguments": `vllm_xargs`, if any}; the
-answer {"prefill_s": ...,
-"token_s": ..., "seconds": of the whole call, "prompt": tokens of the first prompt, "ids": the new
-tokens, "each_first_s" and "each_token_s": of each request, from its arrival, "held": the most
-requests at a time}. The first two are of the first prompt's request, all times but the whole call's
-vLLM's own.
+Started by peers.Peer with the model's folder, the number of threads and, if needed, options of
+vLLM's engine in JSON. `{"additional_config": {"h2o": {...}}}` is h2o's entry.
 
-A request {"ids": [[...], ...], "context": n, "top": k, "arguments": ...} is answered with
-{"logprobs": of each prompt and each of its tokens from n + 1 on the k likeliest ones, as
-{token: log-probability}}.
+A request is {"ids": [[...], ...], "tokens": n or one number per prompt, "arguments": `vllm_xargs`,
+if any}. The answer has
+
+    prefill_s, token_s          times of the first prompt's request
+    each_first_s, each_token_s  the same of each request, from its arrival
+    seconds                     time of the whole call
+    prompt                      tokens of the first prompt
+    ids                         the new tokens
+    held                        the most requests at a time
+
+All times except `seconds` are vLLM's own.
+
+The answer to a request {"ids": [[...], ...], "context": n, "top": k, "arguments": ...} is
+{"logprobs": ...}: for each prompt, and for each of its tokens from n + 1 on, the k most likely
+tokens as {token: log-probability}.
 """
 
 import json
@@ -21,10 +27,10 @@ import time
 
 folder, threads, *rest = sys.argv[1:]
 answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what vLLM prints
+os.dup2(2, 1)  # vLLM prints to standard output
 os.environ |= {
     "OMP_NUM_THREADS": threads,
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else one core is kept free
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM leaves one core unused
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -37,7 +43,7 @@ defaults = {
     "max_num_batched_tokens": 8192,
     "enable_prefix_caching": False,
     "disable_log_stats": False,
-    "kv_cache_memory_bytes": 2_000_000_000,  # VLLM_CPU_KVCACHE_SPACE would overrule options
+    "kv_cache_memory_bytes": 2_000_000_000,  # VLLM_CPU_KVCACHE_SPACE would override options
 }
 model = LLM(folder, **defaults | json.loads(*rest or ["{}"]))
 

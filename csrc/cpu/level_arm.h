@@ -1,4 +1,4 @@
-/* level_arm.h - what levels for newer aarch64 processors include first: see level_target.h. */
+/* level_arm.h - included first by levels for newer aarch64 processors: see level_target.h. */
 #ifndef H2O_LEVEL_ARM_H
 #define H2O_LEVEL_ARM_H
 

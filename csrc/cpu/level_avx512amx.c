@@ -1,5 +1,5 @@
 /* level_avx512amx.c - the CPU kernels (table.inc) compiled for AVX-512 with AMX, a matrix unit for
- * bf16: Sapphire Rapids and later. The decode step is that of level_avx512amxint8.c. */
+ * bf16: Sapphire Rapids and later. The decode step comes from level_avx512amxint8.c. */
 #include "../run.h"
 
 #if defined(H2O_LEVEL_AMX)

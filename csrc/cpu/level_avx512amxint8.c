@@ -1,5 +1,5 @@
-/* level_avx512amxint8.c - the decode step (table.inc) compiled for AVX-512 with AMX, a matrix unit for
- * bytes: Sapphire Rapids and later. All else is that of level_avx512bf16.c. */
+/* level_avx512amxint8.c - the decode step (table.inc) compiled for AVX-512 with AMX, a matrix unit
+ * for bytes: Sapphire Rapids and later. Everything else comes from level_avx512bf16.c. */
 #include "../run.h"
 
 #if defined(H2O_LEVEL_AMX)

@@ -1,5 +1,5 @@
 /* level_avx512bf16.c - the CPU kernels (table.inc) compiled for AVX-512 with dot products of bf16
- * pairs, and of bytes: Cooper Lake, Zen 4 and later. */
+ * pairs and of bytes: Cooper Lake, Zen 4 and later. */
 #if defined(__x86_64__)
 #include "level_x86.h"
 

@@ -1,5 +1,5 @@
-/* level_neonbf16.c - the CPU kernels (table.inc) compiled for aarch64 with dot products of bf16 pairs
- * (FEAT_BF16), and with products of bytes by matrices (FEAT_I8MM): Neoverse V1 and N2, Apple M2 and
+/* level_neonbf16.c - the CPU kernels (table.inc) compiled for aarch64 with dot products of bf16
+ * pairs (FEAT_BF16) and matrix products of bytes (FEAT_I8MM): Neoverse V1 and N2, Apple M2 and
  * later. */
 #include "../run.h"
 

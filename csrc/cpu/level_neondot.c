@@ -1,5 +1,6 @@
 /* level_neondot.c - the decode step (table.inc) compiled for aarch64 with dot products of bytes
- * (FEAT_DotProd): Cortex-A75, Neoverse N1, Apple A11 and later. All else is that of level_neon.c. */
+ * (FEAT_DotProd): Cortex-A75, Neoverse N1, Apple A11 and later. Everything else comes from
+ * level_neon.c. */
 #include "../run.h"
 
 #if defined(H2O_LEVELS_ARM_DOT)

@@ -1,6 +1,6 @@
-/* level_target.h - what each level for a part of the processors of a family includes first, by way of
- * level_x86.h or level_arm.h: macros around the part of a source file that is compiled for some
- * features of the processor, and the system headers, which have to stand before that part. */
+/* level_target.h - included first, through level_x86.h or level_arm.h, by levels that not every
+ * processor of their family supports: macros around the part of a source file that is compiled for
+ * some features of the processor, and the system headers, which must precede that part. */
 #ifndef H2O_LEVEL_TARGET_H
 #define H2O_LEVEL_TARGET_H
 
@@ -10,7 +10,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
-/* features: a string of the compilers' names, separated by commas. */
+/* features: the compilers' names of the features, in one string, separated by commas. */
 #define H2O_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define H2O_TARGET_BEGIN(features)                                                                 \

@@ -1,4 +1,4 @@
-/* level_x86.h - what each level for x86-64 includes first: see level_target.h. */
+/* level_x86.h - included first by levels for x86-64: see level_target.h. */
 #ifndef H2O_LEVEL_X86_H
 #define H2O_LEVEL_X86_H
 

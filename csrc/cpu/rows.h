@@ -1,7 +1,7 @@
-/* rows.h - single rows of D elements, wherever they lie: copies, norms and what is not finite.
+/* rows.h - single rows of D elements, wherever they are: copies, norms and checks for finiteness.
  *
- * A row is a token's key, value or query: of a caller's tensor, at any stride, or of a store
- * (stored_rows.h), whose rows may be quantized. */
+ * A row is a token's key, value or query. It belongs to a caller's tensor, at any stride, or to a
+ * store (stored_rows.h), whose rows may be quantized. */
 #ifndef H2O_ROWS_H
 #define H2O_ROWS_H
 
@@ -12,8 +12,8 @@
 
 typedef struct {
     const char *data; /* element 0 */
-    h2o_dtype type;   /* of a tensor's element, or of a store's row */
-    int64_t stride;   /* elements from one to the next; 1 if quantized */
+    h2o_dtype type;   /* of an element of a tensor, or of a row of a store */
+    int64_t stride;   /* elements from one element to the next; 1 if quantized */
 } row_ref;
 
 /* Row [a, b, c] of a tensor [.., .., .., D]. */
@@ -40,7 +40,7 @@ static inline void row_copy(char *to, row_ref from, int64_t D) {
     }
 }
 
-/* VL elements of a row of floats from i on, 0 from D on. */
+/* VL elements of a row of floats from i on; 0 from D on. */
 VEC vf row_load(row_ref row, int64_t i, int64_t D) {
     const int64_t size = h2o_dtype_size(row.type);
     const int n = D - i < VL ? (int)(D - i) : VL;
@@ -62,7 +62,7 @@ static inline float row_norm(row_ref row, int64_t D) {
     return sqrtf(vf_hsum(sum));
 }
 
-/* 0 where all of what was added up is finite, else NaN. */
+/* Adds 0 if x is finite, else NaN. A sum of 0 means that everything added was finite. */
 VEC vf add_unfinite(vf sum, vf x) { return vf_add(sum, vf_sub(x, x)); }
 
 #endif

@@ -1,5 +1,6 @@
 /* slots.h - writes to a layer's slots that several operations share: key and value [D] of a new
- * token, the next free slot (next_slot [B,G]) and the tokens that each row has seen (seen_tokens [B]). */
+ * token, the next free slot (next_slot [B,G]) and the number of tokens seen by each row
+ * (seen_tokens [B]). */
 #ifndef H2O_SLOTS_H
 #define H2O_SLOTS_H
 
@@ -7,7 +8,7 @@
 #include "../store.h"
 #include "stored_rows.h"
 
-/* Writes key and value of the new token at axis Q index `column` to a slot. */
+/* Writes the key and value of the new token at index `column` of axis Q to a slot. */
 static inline void store_token(const slot_store *store, int64_t slot, const h2o_view *keys,
                                const h2o_view *values, int64_t b, int64_t g, int64_t column,
                                int64_t D) {
@@ -17,13 +18,13 @@ static inline void store_token(const slot_store *store, int64_t slot, const h2o_
               D);
 }
 
-/* Atomic, as is advance_seen_tokens: a call in another thread may be reading both. */
+/* Atomic, like advance_seen_tokens: a call in another thread may be reading both. */
 static inline void set_free(const h2o_slots *slots, int64_t row, int64_t g, int64_t slot) {
     __atomic_store_n((int32_t *)h2o_at(&slots->next_slot, row, g, 0), (int32_t)slot,
                      __ATOMIC_RELAXED);
 }
 
-/* To be called once all heads of a row are done, since all of them read its old length. */
+/* Call only when all heads of a row are done, since all of them read its old length. */
 static inline void advance_seen_tokens(const h2o_slots *slots, const h2o_counts *counts,
                                        const h2o_dims *dims) {
     for (int64_t b = 0; b < dims->B; b++) {

@@ -1,15 +1,15 @@
 /* stored_rows.h - a store's rows by their type: written from elements, read as vectors of floats.
  *
- * The one place of the CPU's kernels that knows what a type's rows are made of (csrc/types.h
- * lists the types, csrc/quantize.h says what quantized rows hold). Each type has here
+ * This is the only file of the CPU kernels that knows the layout of each row type (csrc/types.h
+ * lists the types, csrc/quantize.h describes quantized rows). For each type it defines
  *
- *   load_T(row, d, n, D)                    n <= VL elements from d on, 0 behind them, without
+ *   load_T(row, d, n, D)                    n <= VL elements from d on, followed by zeros, without
  *                                           the scale that a whole row has (row_scale)
- *   write_T(row, from, D)                   of quantized types: a row from elements
+ *   write_T(row, from, D)                   for quantized types: writes a row from elements
  *
- * and the functions below that take a type choose among them. Where the type is a constant, as in
- * the kernels' instances (one for each type, made with the list H2O_ROWS), nothing is left of the
- * choice. */
+ * and the functions below that take a type choose among these. If the type is a constant, as in
+ * the kernels' instances (one for each type, generated from the list H2O_ROWS), the choice is made
+ * at compile time. */
 #ifndef H2O_STORED_ROWS_H
 #define H2O_STORED_ROWS_H
 
@@ -20,7 +20,7 @@
 
 static inline void store_f16(char *p, uint16_t h) { memcpy(p, &h, sizeof h); }
 
-/* The whole numbers from `low` to `high` that stand for x, as `quantize` has them. */
+/* The integers from `low` to `high` that represent x, as in quantized() of quantize.h. */
 VEC vf quantize(vf x, vf scale, vf minimum, float low, float high) {
     const vf least = vf_set1(low), most = vf_set1(high);
     vf fraction;
@@ -133,28 +133,28 @@ VEC vf load_unscaled(const char *row, h2o_dtype type, int64_t d, int n, int64_t 
     return vf_zero();
 }
 
-/* Where the scale of a whole row is. */
+/* The address of the scale of a whole row. */
 VEC const char *scale_at(const char *row, h2o_dtype type, int64_t D) {
     return row + h2o_row_bytes(type, D) - 2;
 }
 
-/* That scale; 1 for types without one. */
+/* The scale of a whole row; 1 for types without one. */
 VEC float row_scale(const char *row, h2o_dtype type, int64_t D) {
     return h2o_row_has_scale(type) ? load_scalar(scale_at(row, type, D), H2O_F16) : 1.0f;
 }
 
-/* The same with the scale applied. */
+/* Like load_unscaled, with the scale applied. */
 VEC vf load_scaled(const char *row, h2o_dtype type, int64_t d, int n, int64_t D) {
     const vf x = load_unscaled(row, type, d, n, D);
     return h2o_row_has_scale(type) ? vf_mul(x, vf_set1_f16(scale_at(row, type, D))) : x;
 }
 
-/* VL elements from d on, 0 from D on. */
+/* VL elements from d on, scaled; 0 from D on. */
 VEC vf row_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
     return load_scaled(row, type, d, D - d < VL ? (int)(D - d) : VL, D);
 }
 
-/* load_columns for a row that is known to be quantized. */
+/* row_floats for a row that is known to be quantized. */
 VEC vf quantized_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
 #define LOAD(name, ...)                                                                            \
     if (type == H2O_##name) return row_floats(row, H2O_##name, d, D);
@@ -175,7 +175,7 @@ VEC void load_each(const char *row, h2o_dtype type, int64_t d, int vectors, int 
     }
 }
 
-/* The H2O_GROUP elements from d on: scale and minimum once for all of them. */
+/* Loads the H2O_GROUP elements from d on, with one load of scale and minimum for all of them. */
 VEC void load_q4_group(const char *row, int64_t d, int64_t D, vf x[H2O_GROUP / VL]) {
     enum { HALF = H2O_GROUP / VL / 2 };
     const char *const at = row + q4_scale(d, D);
@@ -186,7 +186,7 @@ VEC void load_q4_group(const char *row, int64_t d, int64_t D, vf x[H2O_GROUP / V
     }
 }
 
-/* x [vectors] from element d on, scaled, the last of n elements. */
+/* Loads x [vectors] from element d on, scaled; the last vector has n elements. */
 VEC void load_columns(const char *row, h2o_dtype type, int64_t d, int vectors, int n, int64_t D,
                       vf *x) {
     if (type != H2O_Q4 || vectors * VL % H2O_GROUP != 0) {

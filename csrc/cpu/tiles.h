@@ -1,8 +1,10 @@
-/* tiles.h - the registers of AMX, a matrix unit of Intel's: eight tiles of up to 16 rows of 64 bytes.
- * (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.)
+/* tiles.h - the registers of AMX, a matrix unit of Intel processors: eight tiles of up to 16 rows
+ * of 64 bytes. (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1,
+ * chapter 18.)
  *
- * To compilers loads and stores of tiles are no accesses to memory. So whoever writes what a tile
- * loads, or reads what a tile has stored, settles memory in between. */
+ * Compilers do not treat loads and stores of tiles as memory accesses. So call settle_memory
+ * between writing memory and loading a tile from it, and between storing a tile and reading what
+ * it stored. */
 #ifndef H2O_TILES_H
 #define H2O_TILES_H
 
@@ -12,7 +14,7 @@ enum { TILES_COUNT = 8 };
 
 VEC void settle_memory(void) { __asm__ volatile("" ::: "memory"); }
 
-/* Opens the unit: tile i has so many rows, of so many bytes each. Until tiles_close. */
+/* Opens the unit until tiles_close: tile i has rows[i] rows of bytes[i] bytes each. */
 VEC void tiles_open(const uint8_t rows[TILES_COUNT], const uint8_t bytes[TILES_COUNT]) {
     struct __attribute__((packed)) {
         uint8_t palette, start, unused[14];
@@ -24,7 +26,7 @@ VEC void tiles_open(const uint8_t rows[TILES_COUNT], const uint8_t bytes[TILES_C
         shape.rows[i] = rows[i];
     }
     __asm__ volatile("" ::"m"(shape)
-                     : "memory"); /* all of it: to GCC the next line reads 8 bytes */
+                     : "memory"); /* all of shape: GCC thinks that the next line reads 8 bytes */
     _tile_loadconfig(&shape);
 }
 

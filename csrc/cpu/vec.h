@@ -1,23 +1,23 @@
 /* vec.h - the vector layer over which every kernel body is written once.
  *
  * A level_<name>.c switches the compiler to its instruction set, defines one
- * of H2O_VEC_GENERIC, _AVX2, _AVX512, _NEON (and H2O_DOT_BF16 where dpbf16
- * exists, H2O_TILE_BF16 where gemm.inc has a matrix unit too), then includes
- * this file and the bodies. Everything here is static and always inlined, so
- * each level gets its own copies.
+ * of H2O_VEC_GENERIC, _AVX2, _AVX512, _NEON (and H2O_DOT_BF16 if it has dpbf16,
+ * H2O_TILE_BF16 if gemm.inc can use a matrix unit too), then includes this file
+ * and the bodies. Everything here is static and always inlined, so each level
+ * gets its own copies.
  *
- * The level's own header gives, with n any int (n <= 0: no lane, n >= VL: all):
+ * The level's own header defines, with n any int (n <= 0: no lane, n >= VL: all):
  *
- *   vf, VL, REGISTERS       VL floats; how many of them the machine has
+ *   vf, VL, REGISTERS       a vector of VL floats; the number of such registers
  *   TILE_ROWS TILE_VECTORS  shape of the register tile of matrix products, at most 6 x 4
  *   vf_set1 vf_zero
  *   vf_load vf_store        from and to any address
- *   vf_load_n vf_store_n    the first n lanes; the others read as 0, touch nothing
- *   vf_fma(a, b, c)         a * b + c, fused where the machine can
- *   vf_max(a, b)            b where either is NaN
+ *   vf_load_n vf_store_n    the first n lanes; other lanes are loaded as 0 and not stored
+ *   vf_fma(a, b, c)         a * b + c, fused if the machine can
+ *   vf_max(a, b)            b if either is NaN
  *   vf_abs vf_copysign(magnitude, sign)
  *   vf_less(a, b, yes, no)  per lane a < b ? yes : no; NaN gives no
- *   vf_any_greater(a, b)    is a > b in any lane; NaN is not
+ *   vf_any_greater(a, b)    whether a > b in any lane; false for NaN
  *   vf_first_n(n, a, b)     lanes below n from a, the others from b
  *   vf_hsum vf_hmax         over all lanes, in a fixed order
  *   vf_exp2_parts(x, *f)    x = i + f with |f| <= 1/2, returns i as a float
@@ -25,22 +25,22 @@
  *   vf_load_f16 _bf16, vf_store_f16 _bf16, and with _n: conversions
  *   vf_set1_f16(p)          the f16 at p in all lanes
  *   vf_load_i8(p)           VL signed bytes
- *   vf_store_bytes(p, x)    whole numbers from -128 to 255 as a byte each
+ *   vf_store_bytes(p, x)    integers from -128 to 255 as one byte each
  *   vf_load_u4(p, high)     the high or the low halves of VL bytes
- *   vf_load_u4_as(p, scale, minimum, *low, *high)  both, as minimum + scale * q, as vf_fma has it
+ *   vf_load_u4_as(p, scale, minimum, *low, *high)  both halves, as vf_fma(q, scale, minimum)
  *   vf_transpose(v)         v[VL] as a VL x VL matrix, in place
  *   vf_hsums(v)             lane i is the sum over the lanes of v[i], i < VL
  *
- * and with H2O_DOT_BF16, where a vf may carry 2 * VL bf16 as bits, each lane a
- * pair whose low half is the first:
+ * and with H2O_DOT_BF16, where a vf may carry 2 * VL bf16 as bits, each lane being a pair whose low
+ * half is the first element:
  *
  *   vf_dot_bf16(a, b, c)    c + a.first * b.first + a.second * b.second per lane
  *   vf_pair_bf16(a, b)      2 * VL floats rounded to bf16: a's in the low half
  *   vf_zip_bf16(a, b, *lo, *hi)  rows of bf16 to pairs: lo holds the pairs
  *                           (a0 b0) (a1 b1) ..., hi those from a[VL] on
- *   vf_set1_two(p)          the two floats at p, in turn
+ *   vf_set1_two(p)          the two floats at p, alternating
  *   vf_zip(a, b, *lo, *hi)  lo holds a0 b0 a1 b1 ..., hi those from a[VL / 2] on
- *   vf_add_zipped(lo, hi)   a + b of what vf_zip has made of these
+ *   vf_add_zipped(lo, hi)   a + b, given the results of vf_zip
  */
 #ifndef H2O_VEC_H
 #define H2O_VEC_H
@@ -50,8 +50,8 @@
 
 #define VEC static inline __attribute__((always_inline))
 
-/* Before a loop of constant length over vectors: unrolled completely, so that
- * arrays of vectors become registers. ROLLED: never, where it would take these. */
+/* UNROLL stands before a loop of constant length over vectors and unrolls it completely, so that
+ * arrays of vectors become registers. ROLLED prevents unrolling where it would need too many. */
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("nounroll")
@@ -77,8 +77,8 @@ VEC vf vf_sub(vf a, vf b) { return a - b; }
 VEC vf vf_mul(vf a, vf b) { return a * b; }
 VEC vf vf_div(vf a, vf b) { return a / b; }
 
-/* Whether this level multiplies bf16 without widening it. Where it does not, the functions for that
- * are there for compilers only: what would call them is behind a condition with PAIRS. */
+/* Whether this level multiplies bf16 without widening it. If it does not, the functions for this
+ * exist only to satisfy the compiler: their calls depend on PAIRS. */
 #ifdef H2O_DOT_BF16
 enum { PAIRS = 1 };
 #else
@@ -97,7 +97,7 @@ VEC void vf_load_u4_as(const void *p, vf scale, vf minimum, vf *low, vf *high) {
 
 /* ---- Elements of any dtype --------------------------------------------- */
 
-/* With a constant type the switch folds away. p points at the element. */
+/* p points at the element. If the type is a constant, the choice is made at compile time. */
 VEC vf vf_load_as(const void *p, h2o_dtype type) {
     if (type == H2O_F32) return vf_load(p);
     return type == H2O_F16 ? vf_load_f16(p) : vf_load_bf16(p);
@@ -119,10 +119,10 @@ VEC void vf_store_as_n(void *p, h2o_dtype type, vf x, int n) {
 
 /* ---- Functions --------------------------------------------------------- */
 
-/* 2^x for x <= 127; NaN stays NaN. Below -125 (-infinity too) exactly 0, so that
- * no subnormal is ever made; 2^0 is exactly 1.
- * A polynomial of degree 5 on [-1/2, 1/2], fitted for the smallest relative
- * error with the constant term fixed at 1: 9e-8, 1.7e-7 with rounding. */
+/* 2^x for x <= 127; NaN stays NaN. Below -125, and for -infinity, exactly 0, so that the result is
+ * never subnormal; 2^0 is exactly 1.
+ * A polynomial of degree 5 on [-1/2, 1/2], fitted for the smallest relative error with the constant
+ * term fixed at 1. The error is 9e-8, with rounding 1.7e-7. */
 VEC vf vf_exp2(vf x) {
     vf f;
     const vf integer = vf_exp2_parts(x, &f);
@@ -135,9 +135,8 @@ VEC vf vf_exp2(vf x) {
     return vf_less(x, vf_set1(-125.0f), vf_zero(), vf_scale2(p, integer));
 }
 
-/* tanh(x) to about 2e-7 relative: an odd polynomial near 0, where the formula
- * with the exponential would cancel, and (1 - t) / (1 + t), t = e^(-2|x|),
- * elsewhere. */
+/* tanh(x) with a relative error of about 2e-7: an odd polynomial near 0, where the formula with the
+ * exponential would cancel; elsewhere (1 - t) / (1 + t) with t = e^(-2|x|). */
 VEC vf vf_tanh(vf x) {
     const vf size = vf_abs(x), z = vf_mul(x, x);
     vf p = vf_set1(-5.70499e-3f);

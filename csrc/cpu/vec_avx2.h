@@ -67,7 +67,7 @@ VEC vf vf_scale2(vf x, vf i) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), shift));
 }
 
-/* Eight 16-bit values of which the first n are read. */
+/* Loads the first n of eight 16-bit values; the others are 0. */
 VEC __m128i half_n(const void *p, int n) {
     uint16_t h[VL] = {0};
     memcpy(h, p, 2 * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
@@ -129,7 +129,7 @@ VEC void vf_store_bf16(void *p, vf x) { _mm_storeu_si128(p, narrow_bf16(x)); }
 VEC void vf_store_f16_n(void *p, vf x, int n) { half_store_n(p, narrow_f16(x), n); }
 VEC void vf_store_bf16_n(void *p, vf x, int n) { half_store_n(p, narrow_bf16(x), n); }
 
-/* Three rounds, each exchanging the halves of blocks of 1, 2 and 4 lanes. */
+/* Three rounds, which exchange the halves of blocks of 1, 2 and 4 lanes. */
 VEC void vf_transpose(vf v[VL]) {
     vf a[VL];
     UNROLL
@@ -152,8 +152,8 @@ VEC void vf_transpose(vf v[VL]) {
     }
 }
 
-/* The rounds of a transposition, each followed by the additions that it
- * allows, so that half as many vectors go on. */
+/* The rounds of a transposition, each followed by the additions that it makes possible, which
+ * halve the number of vectors. */
 VEC vf vf_hsums(const vf v[VL]) {
     vf a[VL / 2], b[VL / 4];
     UNROLL

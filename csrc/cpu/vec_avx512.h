@@ -89,12 +89,12 @@ VEC vf vf_load_u4(const void *p, bool high) {
     return _mm512_cvtepi32_ps(high ? _mm512_srli_epi32(bytes, 4) : low);
 }
 
-/* q has sixteen values, and a vector as many lanes: the elements are looked up in it. */
+/* q has sixteen possible values and a vector sixteen lanes, so values are looked up in a vector. */
 VEC void vf_load_u4_as(const void *p, vf scale, vf minimum, vf *low, vf *high) {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p));
     const vf q = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const vf values = vf_fma(q, scale, minimum);
-    *low = _mm512_permutexvar_ps(bytes, values); /* by the low halves of the lanes' bytes */
+    *low = _mm512_permutexvar_ps(bytes, values); /* uses the low halves of the lanes' bytes */
     *high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values);
 }
 VEC void vf_store_f16(void *p, vf x) { _mm256_storeu_si256(p, narrow_f16(x)); }
@@ -108,7 +108,7 @@ VEC void vf_store_bf16_n(void *p, vf x, int n) {
     _mm256_mask_storeu_epi16(p, lanes_below(n), narrow_bf16(x));
 }
 
-/* Four rounds, each exchanging the halves of blocks of 1, 2, 4 and 8 lanes. */
+/* Four rounds, which exchange the halves of blocks of 1, 2, 4 and 8 lanes. */
 VEC void vf_transpose(vf v[VL]) {
     vf a[VL], b[VL];
     UNROLL
@@ -136,8 +136,8 @@ VEC void vf_transpose(vf v[VL]) {
     }
 }
 
-/* The rounds of a transposition, each followed by the additions that it
- * allows, so that half as many vectors go on. */
+/* The rounds of a transposition, each followed by the additions that it makes possible, which
+ * halve the number of vectors. */
 VEC vf vf_hsums(const vf v[VL]) {
     vf a[VL / 2], b[VL / 4], c[VL / 8];
     UNROLL

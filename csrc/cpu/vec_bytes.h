@@ -1,56 +1,58 @@
-/* vec_bytes.h - products of bytes as they are stored, where the level has them (H2O_DOT_BYTES):
- * AVX-512 VNNI, and aarch64 with FEAT_DotProd. A vb carries 4 * VL bytes, or VL whole numbers of 32
- * bits, whose sums wrap.
+/* vec_bytes.h - products of bytes as they are stored, at levels that have them (H2O_DOT_BYTES):
+ * AVX-512 VNNI, and aarch64 with FEAT_DotProd. A vb holds 4 * VL bytes or VL 32-bit integers, whose
+ * sums wrap around.
  *
- *   vb_zero vb_load         and vb_set1(word), a word's four bytes in all lanes
- *   vb_held(x)              x in a register: gcc would load it for each product that it enters, and
- *                           copy sums, for which there are not enough registers
- *   KEY_BIAS vb_key(x)      signed bytes plus this, which is what vb_dot_key takes
- *   vb_dot_key(c, k, s)     c + the sum of four products of such bytes and signed ones per lane
+ *   vb_zero vb_load         and vb_set1(word), the four bytes of a word in all lanes
+ *   vb_held(x)              x, forced into a register: otherwise gcc loads it again for each
+ *                           product and copies sums, for which there are not enough registers
+ *   KEY_BIAS vb_key(x)      signed bytes plus KEY_BIAS, as vb_dot_key expects them
+ *   vb_dot_key(c, k, s)     per lane c + the sum of four products of such bytes and signed ones
  *   VALUE_BIAS              what vb_interleave adds to signed bytes
- *   vb_dot_value(c, l, i, v)  c + the sum of four products of the unsigned bytes of word l[i] and
- *                           bytes of vb_interleave or vb_interleave_u4 per lane; l: two words
- *   vb_add vb_high(x)       x / 256 toward -infinity
+ *   vb_dot_value(c, l, i, v)  per lane c + the sum of four products of the unsigned bytes of word
+ *                           l[i] of two and the bytes of vb_interleave or vb_interleave_u4
+ *   vb_add vb_high(x)       x / 256, rounded toward -infinity
  *   vb_number(hi, lo)       256 * hi + lo
- *   vb_zip(a, b, *lo, *hi)  words of two rows in turn, some in lo and the others in hi
- *   vb_hsum_pairs(a, b)     of sums of two such pairs of rows those of four, in turn
- *   vb_hsum_quarters(v)     of four such sums those of sixteen rows; with VL 4 of one those of four
- *   vb_rounded(x) vb_floats(x)       floats to nearest whole numbers, and whole numbers as floats
- *   vb_store_bytes(p, x)    the low bytes of the VL numbers
- *   vb_store_limbs(p, x, y) numbers of 16 bits: of four lanes a word of the high bytes of x, one of
- *                           its low ones, then y's; and so on
+ *   vb_zip(a, b, *lo, *hi)  words of two rows, alternating; some in lo, the others in hi
+ *   vb_hsum_pairs(a, b)     turns sums of two such pairs of rows into those of four, alternating
+ *   vb_hsum_quarters(v)     turns four such vectors into the sums of sixteen rows; with VL 4, one
+ *                           into the sums of four
+ *   vb_rounded(x) vb_floats(x)       floats to nearest integers, and integers to floats
+ *   vb_store_bytes(p, x)    the low bytes of VL integers
+ *   vb_store_limbs(p, x, y) 16-bit integers: for every four lanes a word with the high bytes of x,
+ *                           one with its low bytes, then the same for y
  *   vb_interleave(p, o)     four rows of 4 * VL bytes from p[] on: each lane of o[4] has the four
  *                           rows' bytes of a column, in an order of columns that vb_columns undoes
- *   vb_interleave_u4(p, o)  the same of four rows of 2 * VL bytes of groups in halves of bytes: o[0]
- *                           has the low halves of VL bytes, o[1] their high ones, and so on; in
- *                           their order
- *   vb_columns(x)           x[4] sums of lanes of vb_interleave: x[j] the columns from VL * j on
- *   vf_from_f16(h)          VL halves in variables as floats
- *   vf_load_pairs(p)        of VL / 4 rows scale and minimum of two groups, f16, as floats: a row's
- *                           in four lanes side by side
+ *   vb_interleave_u4(p, o)  the same for four rows of 2 * VL bytes that hold groups of 4-bit
+ *                           elements: o[0] has the low halves of VL bytes, o[1] their high halves,
+ *                           and so on, in order
+ *   vb_columns(x)           x[4], sums of lanes of vb_interleave: x[j] gets the columns from VL * j
+ *                           on
+ *   vf_from_f16(h)          VL f16 in variables as floats
+ *   vf_load_pairs(p)        scales and minima of two groups in VL / 4 rows, f16, as floats: four
+ *                           adjacent lanes for each row
  *   vf_transpose_pairs(x)   x[4] of VL rows become the scales of the first group, its minima, and
- *                           those of the second
+ *                           the scales and minima of the second
  *
- * with H2O_TILE_BYTES, where a matrix unit multiplies them (step_bytes_tiles.inc):
+ * with H2O_TILE_BYTES, if a matrix unit multiplies bytes (step_bytes_tiles.inc):
  *
  *   vb_even_quarters(a, b)  the first and third quarter of the lanes of each; and vb_odd_quarters
- *   vb_transpose(x)         x[4], lanes i of quarters k in x[j] become lanes 4 * j + k of x[i]
+ *   vb_transpose(x)         x[4]: lane i of quarter k in x[j] becomes lane 4 * j + k of x[i]
  *
- * and with H2O_MATRIX_BYTES, where two rows of eight bytes are multiplied by two others at once, so
+ * and with H2O_MATRIX_BYTES, if two rows of eight bytes are multiplied by two others at once, so
  * that both limbs of a query are one factor:
  *
- *   vb_zip(a, b, *lo, *hi)  eights of bytes instead of words
- *   vb_dot_key(c, k, s)     c + products of each row of k with each of s: those of the first come
- *                           first
- *   vb_numbers(a, b)        of two such sums, where s is the high limbs and then the low ones, the
- *                           numbers of the four rows
+ *   vb_zip(a, b, *lo, *hi)  eight bytes at a time instead of words
+ *   vb_dot_key(c, k, s)     c + products of each row of k with each row of s; those of the first
+ *                           row of k come first
+ *   vb_numbers(a, b)        the numbers of four rows, given two such sums in which s is the high
+ *                           limbs and then the low ones
  */
 #ifndef H2O_VEC_BYTES_H
 #define H2O_VEC_BYTES_H
 
 #include "vec.h"
 
-/* How many vectors the limbs of a query are that products are summed with apart. */
+/* Number of vectors of a query's limbs with which products are summed separately. */
 #ifdef H2O_MATRIX_BYTES
 enum { LIMB_SUMS = 1 };
 #else
@@ -65,7 +67,7 @@ enum { LIMB_SUMS = 2 };
 #endif
 
 #ifndef H2O_MATRIX_BYTES
-VEC vb vb_numbers(vb a, vb b) { return (void)b, a; } /* for compilers only */
+VEC vb vb_numbers(vb a, vb b) { return (void)b, a; } /* only satisfies the compiler */
 #endif
 #endif
 #endif

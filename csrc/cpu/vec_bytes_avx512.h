@@ -1,4 +1,4 @@
-/* vec_bytes_avx512.h - products of bytes (vec_bytes.h) by AVX-512 VNNI. */
+/* vec_bytes_avx512.h - products of bytes (vec_bytes.h) with AVX-512 VNNI. */
 #ifndef H2O_VEC_BYTES_AVX512_H
 #define H2O_VEC_BYTES_AVX512_H
 
@@ -14,7 +14,7 @@ VEC vb vb_zero(void) { return _mm512_setzero_si512(); }
 VEC vb vb_load(const void *p) { return _mm512_loadu_si512(p); }
 VEC vb vb_add(vb a, vb b) { return _mm512_add_epi32(a, b); }
 VEC vb vb_set1(int32_t word) { return _mm512_set1_epi32(word); }
-/* Products are of unsigned bytes and signed ones. */
+/* The instruction multiplies unsigned bytes by signed ones. */
 VEC vb vb_key(vb x) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)0x80)); }
 VEC vb vb_dot_key(vb c, vb k, vb s) { return _mm512_dpbusd_epi32(c, k, s); }
 VEC vb vb_dot_value(vb c, const uint32_t limbs[2], int limb, vb v) {
@@ -59,7 +59,7 @@ VEC vb vb_hsum_quarters(const vb v[4]) {
     return vb_add(vb_even_quarters(half[0], half[1]), vb_odd_quarters(half[0], half[1]));
 }
 
-/* Within quarters, and then these by words. */
+/* Transposes within quarters, and then the quarters by words. */
 VEC void vb_transpose(vb x[4]) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]),
@@ -70,7 +70,7 @@ VEC void vb_transpose(vb x[4]) {
     x[3] = _mm512_permutexvar_epi32(order, _mm512_unpackhi_epi64(b, d));
 }
 
-/* o[j] has, in the n-th quarter of its lanes, the columns 16 n + 4 j and the three behind. */
+/* The n-th quarter of the lanes of o[j] has columns 16 n + 4 j to 16 n + 4 j + 3. */
 VEC void vb_interleave(const char *const p[4], vb o[4]) {
     const __m512i r[4] = {vb_load(p[0]), vb_load(p[1]), vb_load(p[2]), vb_load(p[3])};
     const __m512i a = _mm512_unpacklo_epi8(r[0], r[1]), b = _mm512_unpackhi_epi8(r[0], r[1]),
@@ -81,7 +81,7 @@ VEC void vb_interleave(const char *const p[4], vb o[4]) {
     o[3] = _mm512_unpackhi_epi16(b, d);
 }
 
-/* A group's four rows fill a vector: their words are transposed, and then the bytes of four. */
+/* Four rows of a group fill a vector: its words are transposed, then the bytes of four words. */
 VEC void vb_interleave_u4(const char *const p[4], vb o[4]) {
     const __m512i words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
                   bytes = _mm512_broadcast_i32x4(
@@ -111,7 +111,7 @@ VEC void vb_columns(vb x[4]) {
     x[3] = _mm512_shuffle_i32x4(b, d, 0xdd);
 }
 
-/* From registers: halves stored one by one and then loaded as a vector would be waited for. */
+/* From registers: loading a vector from f16 that were just stored one by one would stall. */
 VEC vf vf_from_f16(const uint16_t h[VL]) {
 #define FOUR(i) (short)h[i], (short)h[i + 1], (short)h[i + 2], (short)h[i + 3]
     return _mm512_cvtph_ps(_mm256_setr_epi16(FOUR(0), FOUR(4), FOUR(8), FOUR(12)));
@@ -126,7 +126,7 @@ VEC vf vf_load_pairs(const char *const p[4]) {
     return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1));
 }
 
-/* Within quarters, and then these by words. */
+/* Transposes within quarters, and then the quarters by words. */
 VEC void vf_transpose_pairs(vf x[4]) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const vf a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]),

@@ -1,5 +1,5 @@
-/* vec_bytes_neon.h - products of bytes (vec_bytes.h) by aarch64's FEAT_DotProd: SDOT and UDOT; with
- * H2O_MATRIX_BYTES also by FEAT_I8MM: SMMLA, and SUDOT, which needs no bias. */
+/* vec_bytes_neon.h - products of bytes (vec_bytes.h) with aarch64's FEAT_DotProd (SDOT and UDOT);
+ * with H2O_MATRIX_BYTES also with FEAT_I8MM (SMMLA, and SUDOT, which needs no bias). */
 #ifndef H2O_VEC_BYTES_NEON_H
 #define H2O_VEC_BYTES_NEON_H
 
@@ -83,7 +83,7 @@ VEC vb vb_hsum_pairs(vb a, vb b) {
 
 VEC vb vb_hsum_quarters(const vb v[4]) { return v[0]; }
 
-/* Bytes of four rows in turn, from two vectors with those of two in turn. */
+/* The bytes of four rows, alternating, from two vectors with those of two rows. */
 VEC vb zip_low(uint8x16_t a, uint8x16_t b) {
     return vreinterpretq_s32_u16(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
 }
@@ -91,7 +91,7 @@ VEC vb zip_high(uint8x16_t a, uint8x16_t b) {
     return vreinterpretq_s32_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
 }
 
-/* In the order of columns. */
+/* Columns stay in order. */
 VEC void vb_interleave(const char *const p[4], vb o[4]) {
     uint8x16_t r[4];
     UNROLL

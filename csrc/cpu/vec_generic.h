@@ -1,5 +1,5 @@
-/* vec_generic.h - the vector layer (vec.h) with vectors of four floats, by the compilers' vector
- * extension: SSE2 on x86-64, elsewhere whatever a compiler makes of it. */
+/* vec_generic.h - the vector layer (vec.h) with vectors of four floats in the compilers' vector
+ * extension: SSE2 on x86-64, elsewhere whatever the compiler generates. */
 #ifndef H2O_VEC_GENERIC_H
 #define H2O_VEC_GENERIC_H
 
@@ -76,7 +76,7 @@ VEC vf vf_exp2_parts(vf x, vf *f) {
     return integer;
 }
 
-/* The same sum has the integer in its lowest bits; a NaN has anything there. */
+/* The same sum has the integer in its lowest bits; for NaN these bits may be anything. */
 VEC vf vf_scale2(vf x, vf i) {
     const vu bits = (vu)(i + 12582912.0f) << 23;
     return (vf)((vu)x + (bits & (vu)(i == i)));
@@ -106,8 +106,8 @@ VEC vu load_bytes(const void *p) {
 #endif
 }
 
-/* float_from_f16 of half.h, all three cases at once: numbers get the other
- * bias, infinities and NaN all exponent bits, subnormals are fraction * 2^-24. */
+/* float_from_f16 of half.h, all three cases at once: numbers get the other bias, infinities and NaN
+ * all exponent bits; subnormals are fraction * 2^-24. */
 VEC vf vf_load_f16(const void *p) {
     const vu h = load_half(p), rest = (h & 0x7fff0000u) >> 3;
     const vf tiny = __builtin_convertvector((vi)(rest >> 13), vf) * 0x1p-24f;

@@ -31,7 +31,7 @@ VEC void vf_store_n(void *p, vf x, int n) {
 }
 
 VEC vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
-/* Not vmaxq_f32, which gives NaN where either is NaN. */
+/* Not vmaxq_f32, which returns NaN if either is NaN. */
 VEC vf vf_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 VEC vf vf_abs(vf x) { return vabsq_f32(x); }
 

@@ -1,16 +1,17 @@
-/* attend.cuh - attention of Q new queries over stored keys and the new ones up to their own, with
- * the attention that each key received.
+/* attend.cuh - attention of Q new queries over the stored keys and the new keys up to their own,
+ * and the attention that each key receives.
  *
- * Three kernels in this order, each instantiated for head dimensions up to 64, 128 and 256:
+ * Three kernels in this order; the last two are instantiated for head dimensions up to 64, 128 and
+ * 256:
  *
  *   prepare   columns of each row's tokens, and the decay weights of the queries
- *   forward   outputs [B,Q,H,D], row max and factor of each query: forward.cuh, or
- *             matrix_forward.cuh; known, where another attention has made the outputs and what each
- *             softmax divides by
- *   sums      scores of keys from column sums: sums.cuh, or matrix_sums.cuh
+ *   forward   outputs [B,Q,H,D], and the row max and factor of each query: forward.cuh or
+ *             matrix_forward.cuh. If another attention has computed the outputs and log sums, the
+ *             kernel `known` runs instead.
+ *   sums      scores of keys from column sums: sums.cuh or matrix_sums.cuh
  *
- * The matrix_ variants use tensor cores, which want all of queries, keys and values in the same
- * 16-bit format, or quantized in slots; plan.c decides. */
+ * The matrix_ variants use tensor cores. They need queries, keys and values in the same 16-bit
+ * format, or quantized in slots. plan.c chooses. */
 #ifndef H2O_CUDA_ATTEND_CUH
 #define H2O_CUDA_ATTEND_CUH
 
@@ -27,7 +28,7 @@ KERNEL(h2o_cuda_prepare, h2o_attend_params) {
 }
 EXPORT_KERNEL(h2o_cuda_prepare, h2o_attend_params)
 
-/* Grid: tiles of tokens, H, B. For a query whose softmax was NaN flash attention says +infinity. */
+/* Grid: tiles of tokens, H, B. flash attention gives +infinity for a query whose softmax is NaN. */
 KERNEL(h2o_cuda_known, h2o_attend_params) {
     const int64_t token = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     const int64_t h = blockIdx.y, b = blockIdx.z;
@@ -41,7 +42,7 @@ KERNEL(h2o_cuda_known, h2o_attend_params) {
 }
 EXPORT_KERNEL(h2o_cuda_known, h2o_attend_params)
 
-/* Any floats, and any rows of slots. */
+/* For any floats, and any rows of slots. */
 #define DEFINE_ATTEND(depth)                                                                       \
     KERNEL(h2o_cuda_forward_##depth, h2o_attend_params) {                                          \
         DYN_SHARED(shared);                                                                        \
@@ -58,8 +59,9 @@ DEFINE_ATTEND(64)
 DEFINE_ATTEND(128)
 DEFINE_ATTEND(256)
 
-/* Tensor cores, with registers for so many blocks of forward and of sums on a multiprocessor: the
- * most that its shared memory has room for, and for which no loop needs local memory. */
+/* With tensor cores. Registers are limited so that this many blocks of forward and of sums fit on a
+ * multiprocessor: as many as its shared memory has room for, unless loops then need local
+ * memory. */
 #define FORWARD_64 (CAPABILITY < 100 ? 3 : 2)
 #define SUMS_64 (CAPABILITY == 75 ? 3 : 4)
 #define SUMS_128 (CAPABILITY == 80 || CAPABILITY == 90 ? 3 : 2)

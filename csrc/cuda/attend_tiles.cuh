@@ -1,14 +1,14 @@
-/* attend_tiles.cuh - what attend's kernels share: which keys and queries there are, and tiles in
+/* attend_tiles.cuh - shared by attend's kernels: which keys and queries there are, and tiles in
  * shared memory with their products.
  *
- * A block works on one tile of logits at a time: ATTEND_TILE rows that stay in shared memory
- * (forward.cuh: queries [tile, D]; sums.cuh: keys [tile, D]) times columns of which one tile after
- * the other is loaded (forward: keys, then their values; sums: queries). A thread computes
+ * A block computes one tile of logits at a time: ATTEND_TILE rows that stay in shared memory
+ * (forward.cuh: queries [tile, D]; sums.cuh: keys [tile, D]) times columns that are loaded one tile
+ * after another (forward: keys, then their values; sums: queries). A thread computes
  * THREAD_ROWS x THREAD_COLUMNS logits; the ROW_THREADS threads of a row are neighbors in a warp.
  *
- * A tile of keys is either of stored keys, which every query sees, or of new ones, which queries
- * see up to their own. Among exponentials -1 stands for a key that is masked: its value is not
- * read at all, since 0 times what an empty slot holds may be NaN. */
+ * A tile has either stored keys, which every query sees, or new keys, which queries see up to their
+ * own. Among exponentials -1 marks a masked key. The value of a masked key is not used at all,
+ * since 0 times the content of an empty slot may be NaN. */
 #ifndef H2O_CUDA_ATTEND_TILES_CUH
 #define H2O_CUDA_ATTEND_TILES_CUH
 
@@ -16,15 +16,15 @@
 #include "select.cuh"
 
 enum {
-    THREAD_ROWS = 2, /* of a tile of logits, that a thread computes, ... */
+    THREAD_ROWS = 2, /* rows of a tile of logits that a thread computes, ... */
     THREAD_COLUMNS = 4,
-    ROW_THREADS = ATTEND_TILE / THREAD_COLUMNS /* ... and how many threads share a row */
+    ROW_THREADS = ATTEND_TILE / THREAD_COLUMNS /* ... and number of threads that share a row */
 };
 
-/* One key/value head of one row of the batch. */
+/* One key/value head of one batch row. */
 typedef struct {
     const h2o_attend_params *p;
-    int64_t b, g, slots; /* slots: 0 where nothing is stored */
+    int64_t b, g, slots; /* slots: 0 if nothing is stored */
     slot_store store;
     int64_t tokens;
     const int32_t *columns;   /* [tokens] */
@@ -53,7 +53,7 @@ DEVICE attend_item open_attend(const h2o_attend_params *p, char *workspace, int6
     return item;
 }
 
-/* Whether each of `count` slots, or new tokens, from `first` on has a key; returns whether any has. */
+/* Sets is_key for `count` slots or new tokens from `first` on. Returns whether any has a key. */
 DEVICE bool load_presence(const attend_item *item, bool stored, int64_t first, int count,
                           uint32_t *is_key) {
     bool any = false;
@@ -65,9 +65,9 @@ DEVICE bool load_presence(const attend_item *item, bool stored, int64_t first, i
     return block_any(any);
 }
 
-/* Of a query's softmax, what the sums need: they take exp(logit - row max) * factor, with tensor
- * cores in the units of dots_to_exponents and a row max that may be a little low. Row max and
- * row sum stay apart, since large logits would swallow the logarithm of the sum. */
+/* Stores what the sums need of a query's softmax: they compute exp(logit - row max) * factor; with
+ * tensor cores in the units of dots_to_exponents and with a row max that may be slightly low. Row
+ * max and row sum stay separate, since large logits would swallow the logarithm of the sum. */
 DEVICE void write_softmax(const attend_item *item, int64_t h, int64_t token, float row_max,
                           float row_sum) {
     const int64_t at = h * item->p->dims.Q + token;
@@ -77,7 +77,7 @@ DEVICE void write_softmax(const attend_item *item, int64_t h, int64_t token, flo
 
 /* ---- Outputs and scores ----------------------------------------------------- */
 
-/* Sets the outputs of pads among these columns to 0. */
+/* Sets the outputs of padding among these columns to 0. */
 DEVICE void clear_pads(const h2o_attend_params *p, int64_t b, int64_t h, int64_t first,
                        int64_t columns) {
     const int64_t D = p->dims.D, count = lower(columns, p->dims.Q - first);
@@ -88,7 +88,7 @@ DEVICE void clear_pads(const h2o_attend_params *p, int64_t b, int64_t h, int64_t
     }
 }
 
-/* The same of their scores; at most as many columns as threads. */
+/* Sets the scores of padding to 0, for at most as many columns as there are threads. */
 DEVICE void clear_pad_scores(const h2o_attend_params *p, int64_t b, int64_t g, int64_t first,
                              unsigned columns) {
     const int64_t q = first + threadIdx.x;
@@ -97,13 +97,13 @@ DEVICE void clear_pad_scores(const h2o_attend_params *p, int64_t b, int64_t g, i
     }
 }
 
-/* The decay weight of a query after which so many have come. */
+/* The decay weight of a query that is followed by `rows` others. */
 DEVICE float decay_after(float decay, int64_t rows) {
     return decay < 1.0f ? (float)pow((double)decay, (double)rows) : 1.0f;
 }
 
-/* The score of a key from its column sum, which is the column's maximum where scores are the
- * largest attention: a new key's is the sum, a stored one's decays first. */
+/* Writes the score of a key, given its column sum (the column's maximum if scores are the largest
+ * attention). The score of a new key is the sum; a stored key's score decays first. */
 DEVICE void write_score(const attend_item *item, bool stored, int64_t i, float sum) {
     const h2o_attend_params *const p = item->p;
     TAKEN(score_of_stored, stored);
@@ -119,8 +119,8 @@ DEVICE void write_score(const attend_item *item, bool stored, int64_t i, float s
 
 /* ---- prepare ------------------------------------------------------------- */
 
-/* Lists the columns of a row's tokens, and the decay weights of the first `limit` of them, which
- * are those attended to; S as in cuda_attend_layout. */
+/* Lists the columns of a row's tokens, and the decay weights of the first `limit` tokens, to which
+ * this call attends; S as in cuda_attend_layout. */
 DEVICE void prepare_row(const h2o_view *mask, const h2o_dims *d, float decay, int64_t b,
                         int64_t limit, int64_t S, char *workspace, select_buffer *buffer) {
     const attend_layout at = cuda_attend_layout(d, S);
@@ -145,16 +145,16 @@ template <int DEPTH> struct tile_buffer {
     enum { PITCH = DEPTH + 4 };
     float rows[ATTEND_TILE][PITCH];              /* forward: queries; sums: keys */
     float columns[ATTEND_TILE][PITCH];           /* forward: keys, then values; sums: queries */
-    float weights[ATTEND_TILE][ATTEND_TILE + 4]; /* forward: exponentials, -1: masked */
+    float weights[ATTEND_TILE][ATTEND_TILE + 4]; /* forward: exponentials; -1: masked */
     uint32_t is_key[ATTEND_TILE];                /* see load_presence */
 };
 
 /* A token's row of a tensor [B,.,Q,D]; data is NULL past the last token. Tokens are counted without
- * pads, so that no result depends on where pads are. */
+ * padding, so results do not depend on where padding is. */
 DEVICE element_ref token_row(const attend_item *item, const h2o_view *from, int64_t h,
                              int64_t token) {
     if (token >= item->tokens) return element_ref{NULL, from->dtype, 1};
-    /* without pads a token's index is its column, and `columns` need not be read */
+    /* without padding a token's index is its column, and `columns` need not be read */
     const bool pads = h2o_given(&item->p->mask);
     return row_of(from, item->b, h, pads ? item->columns[token] : token);
 }
@@ -163,7 +163,7 @@ DEVICE element_ref stored_row(const attend_item *item, const slot_rows *rows, in
     return element_ref{slot < item->slots ? slot_row(rows, slot) : NULL, rows->type, 1};
 }
 
-/* The row of a stored or new key; also of an empty slot, which is masked. */
+/* The row of a stored or new key. Empty slots have rows too; their keys are masked. */
 DEVICE element_ref key_row(const attend_item *item, bool stored, int64_t i) {
     return stored ? stored_row(item, &item->store.keys, i)
                   : token_row(item, &item->p->keys, item->g, i);
@@ -174,7 +174,7 @@ DEVICE element_ref value_row(const attend_item *item, bool stored, int64_t i) {
                   : token_row(item, &item->p->values, item->g, i);
 }
 
-/* Loads the tile whose rows are row(i); zeros where data is NULL, and from D on. */
+/* Loads a tile whose rows are row(i); zeros if data is NULL, and from D on. */
 template <int DEPTH, typename ROW>
 DEVICE void load_tile(float (*tile)[DEPTH + 4], int64_t D, ROW row) {
     const int runs = DEPTH / RUN;
@@ -221,14 +221,14 @@ DEVICE void tile_dots(const float (*rows)[DEPTH + 4], const float (*columns)[DEP
     add_tile_dots<DEPTH>(rows, columns, row, column, sum);
 }
 
-/* Over the threads that share a row. */
+/* The maximum over the threads that share a row. */
 DEVICE float row_threads_max(float x) {
     UNROLL
     for (int offset = ROW_THREADS / 2; offset > 0; offset /= 2) x = fmaxf(x, shfl_xor(x, offset));
     return x;
 }
 
-/* The largest column sum of so many lanes in a row, or NaN. */
+/* The largest column sum of LANES adjacent lanes, or NaN. */
 template <int LANES> DEVICE float largest_of_lanes(float x) {
     UNROLL
     for (int offset = LANES / 2; offset > 0; offset /= 2) x = h2o_larger(x, shfl_xor(x, offset));

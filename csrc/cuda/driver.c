@@ -1,8 +1,8 @@
-/* driver.c - calls of NVIDIA's driver API by its entries' names: opens the library, keeps primary
- * contexts, loads the kernels once for each context, queues memsets and launches.
+/* driver.c - calls NVIDIA's driver API by the names of its entries: opens the library, retains
+ * primary contexts, loads the kernels once per context, queues memsets and launches.
  *
- * Types and entries are as cuda.h of CUDA 12 declares them; the names behind which the library
- * keeps later versions of an entry end in _v2. */
+ * Types and entries are declared as in cuda.h of CUDA 12. Names that end in _v2 are those under
+ * which the library exports later versions of an entry. */
 #include "driver.h"
 
 #include "../system.h"
@@ -56,34 +56,34 @@ enum {
                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,      \
                        CUstream stream, void **params, void **extra))                              \
     X(cuMemsetD8Async, (void *memory, unsigned char value, size_t bytes, CUstream stream))         \
-    X(cuFuncLoad, (CUfunction function)) /* as of 12.4; before, cuModuleGetFunction does its work */
+    X(cuFuncLoad, (CUfunction function)) /* since 12.4; before, cuModuleGetFunction loads */
 
 #define DECLARE(name, parameters) static CUresult(*name) parameters;
 ENTRIES(DECLARE)
 
 static const struct {
     const char *name;
-    void *entry; /* where its address goes */
+    void *entry; /* the pointer that gets its address */
 } entries[] = {
 #define LIST(name, parameters) {#name, &name},
     ENTRIES(LIST)};
 
-/* What is known of a context; the newest stands first. An id is never given to another context,
- * as a pointer may be. */
+/* The kernels of a context; the newest entry comes first. Contexts are identified by their id,
+ * since an id, unlike a pointer, is never reused. */
 typedef struct cuda_loaded {
     struct cuda_loaded *next;
     unsigned long long context;
-    CUfunction functions[CUDA_KERNELS]; /* as cuda_kernel_names; NULL: not for this device */
+    CUfunction functions[CUDA_KERNELS]; /* as cuda_kernel_names; NULL if not for this device */
 } cuda_loaded;
 
-/* Writers hold the lock; readers take none. A fork waits for a writer, which may be loading kernels:
- * the child would wait for that thread, which it does not have, for ever. */
+/* Writers hold the lock; readers need none. A fork waits for a writer, which may be loading
+ * kernels: the child would wait forever for a thread that it does not have. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool ready;
 static void *image;
 static _Atomic(cuda_loaded *) all_loaded;
 static _Atomic(CUcontext) primary[MOST_DEVICES];
-static atomic_int capabilities[MOST_DEVICES], shared_memory[MOST_DEVICES]; /* 0: not asked yet */
+static atomic_int capabilities[MOST_DEVICES], shared_memory[MOST_DEVICES]; /* 0: not yet known */
 
 static void hold_lock(void) { pthread_mutex_lock(&lock); }
 static void drop_lock(void) { pthread_mutex_unlock(&lock); }
@@ -100,10 +100,10 @@ static int fail_entry(h2o_error *error, const char *entry, const char *about, CU
     cuGetErrorName(code, &name);
     cuGetErrorString(code, &text);
     return h2o_fail(error, status, "%s%s%s: CUDA error %d (%s): %s", entry, *about ? " of " : "",
-                    about, code, name ? name : "unknown", text ? text : "it does not say why");
+                    about, code, name ? name : "unknown", text ? text : "no description");
 }
 
-/* Calls an entry, and returns from the function where it fails. */
+/* Calls an entry, and returns from the enclosing function if it fails. */
 #define TRY(entry, about, ...)                                                                     \
     do {                                                                                           \
         const CUresult code = entry(__VA_ARGS__);                                                  \
@@ -163,7 +163,7 @@ int cuda_describe(int device, h2o_device_facts *facts, h2o_error *error) {
     return H2O_OK;
 }
 
-/* Threads that meet here ask twice, for the same numbers. */
+/* Threads that get here at the same time both ask, and get the same numbers. */
 static int ask_limits(int ordinal, h2o_error *error) {
     CUdevice device;
     int major, minor, shared;
@@ -208,8 +208,8 @@ static cuda_loaded *find_loaded(unsigned long long context) {
     return loaded;
 }
 
-/* Each kernel may use all the shared memory that a block of the device can have, and is there
- * before it is launched: to load it later would break the capture of a graph. */
+/* Each kernel may use all the shared memory that a block of the device can have. It is loaded here,
+ * since loading it at its first launch would break the capture of a graph. */
 static int find_kernels(CUmodule module, cuda_loaded *to, h2o_error *error) {
     CUdevice device;
     int shared;
@@ -252,8 +252,8 @@ static int load_image(cuda_loaded *to, h2o_error *error) {
     return status;
 }
 
-/* Into the current context. What a graph's capture forbids, loading included, is allowed
- * meanwhile: it has nothing to do with what is captured. */
+/* Loads the kernels into the current context. Meanwhile calls that the capture of a graph forbids,
+ * such as loading, are allowed, since they do not affect what is captured. */
 static int load_kernels(unsigned long long context, h2o_error *error) {
     cuda_loaded *const made = calloc(1, sizeof *made);
     int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -284,15 +284,15 @@ static int require_kernels(cuda_scope *scope, h2o_error *error) {
     return status;
 }
 
-/* The device's primary context, which torch and the CUDA runtime use, current from here on. */
+/* Makes the device's primary context, which torch and the CUDA runtime use, the current one. */
 static int push_primary(int ordinal, CUdevice device, cuda_scope *scope, h2o_error *error) {
     CUcontext context = NULL;
     if (ordinal >= MOST_DEVICES) {
-        return h2o_fail(error, H2O_EBACKEND, "CUDA device %d: h2o serves the first %d", ordinal,
+        return h2o_fail(error, H2O_EBACKEND, "CUDA device %d: h2o supports the first %d", ordinal,
                         MOST_DEVICES);
     }
     context = atomic_load_explicit(&primary[ordinal], memory_order_acquire);
-    if (context == NULL) { /* two threads that meet here retain it twice, which does no harm */
+    if (context == NULL) { /* two threads here at the same time retain it twice: harmless */
         TRY(cuDevicePrimaryCtxRetain, "", &context, device);
         atomic_store_explicit(&primary[ordinal], context, memory_order_release);
     }

@@ -1,7 +1,6 @@
-/* elements.cuh - elements of a row [D] of a tensor or a store, f32, f16 or bf16 at any stride, as
- * floats, and loads of several of them by one instruction where alignment allows.
- *
- * Sums and maxima over the lanes of a warp are here too. */
+/* elements.cuh - elements of a row [D] of a tensor or a store (f32, f16 or bf16, at any stride) as
+ * floats, and loads of several elements by one instruction if alignment allows. Also sums and
+ * maxima over the lanes of a warp. */
 #ifndef H2O_CUDA_ELEMENTS_CUH
 #define H2O_CUDA_ELEMENTS_CUH
 
@@ -19,7 +18,7 @@ DEVICE element_ref row_of(const h2o_view *view, int64_t a, int64_t b, int64_t c)
     return element_ref{(const char *)h2o_at(view, a, b, c), view->dtype, view->stride[3]};
 }
 
-/* A float at an address that is a multiple of its size, as scales in quantized rows are not. */
+/* Loads a float that is aligned to its size; scales in quantized rows are not. */
 DEVICE float load_float(const char *p, h2o_dtype type) {
     if (type == H2O_F32) return *(const float *)p;
     const uint16_t h = *(const uint16_t *)p;
@@ -30,8 +29,8 @@ DEVICE float element_of(element_ref row, int64_t d) {
     return load_float(row.data + d * row.stride * h2o_dtype_size(row.type), row.type);
 }
 
-/* A lane's elements of a row of at most DEPTH in registers: x[i] is element 32 i + lane, 0 from D
- * on; as they are, or as floats. */
+/* A lane's elements of a row of at most DEPTH elements, in registers: x[i] is element 32 i + lane,
+ * 0 from D on; as stored, or as floats. */
 template <int DEPTH> struct lane_bits {
     uint32_t x[DEPTH / 32];
 };
@@ -39,7 +38,7 @@ template <int DEPTH> struct lane_elements {
     float x[DEPTH / 32];
 };
 
-/* All are loaded before the first is used. */
+/* Loads all elements before the first is used. */
 template <int DEPTH> DEVICE lane_bits<DEPTH> load_bits(element_ref row, int64_t D) {
     const int lane = threadIdx.x % 32, size = (int)h2o_dtype_size(row.type);
     const char *p = row.data + lane * row.stride * size;
@@ -108,7 +107,7 @@ DEVICE void unpack(uint32_t word, h2o_dtype type, float *x) {
     }
 }
 
-/* Eight numbers of 16 bits, at any address that such have. */
+/* Loads eight 16-bit numbers at any address that is a multiple of 2. */
 DEVICE vec16 load_eight(const char *p) {
     if (is_aligned(p)) return load16(p);
     const uint16_t *const half = (const uint16_t *)p;
@@ -118,7 +117,7 @@ DEVICE vec16 load_eight(const char *p) {
     return x;
 }
 
-/* RUN float elements of each of N rows, from addresses that are multiples of 16. */
+/* Loads RUN float elements of each of N rows, from addresses that are multiples of 16. */
 template <int N> DEVICE void load_vectors(const char *const p[N], h2o_dtype type, float x[N][RUN]) {
     vec16 first[N], second[N];
     UNROLL
@@ -137,7 +136,7 @@ template <int N> DEVICE void load_vectors(const char *const p[N], h2o_dtype type
     }
 }
 
-/* The bits of N addresses together: all are multiples of a power of two if these are. */
+/* The bits of N addresses ORed: all are multiples of a power of two if the result is. */
 template <int N> DEVICE uintptr_t all_bits(const char *const p[N]) {
     uintptr_t bits = 0;
     UNROLL
@@ -147,8 +146,8 @@ template <int N> DEVICE uintptr_t all_bits(const char *const p[N]) {
 
 enum { WORDS = RUN / 4 };
 
-/* RUN bytes of each of N rows, four in a word, by the widest loads that all of them allow:
- * quantized rows have odd addresses. */
+/* Loads RUN bytes of each of N rows, four in a word, by the widest loads that all addresses allow:
+ * quantized rows may have odd addresses. */
 template <int N> DEVICE void load_bytes(const char *const p[N], uint32_t word[N][WORDS]) {
     const uintptr_t bits = all_bits<N>(p);
     if (bits % 4 == 0) {
@@ -172,7 +171,7 @@ template <int N> DEVICE void load_bytes(const char *const p[N], uint32_t word[N]
     }
 }
 
-/* A byte of a word as the float 2^23 + byte, which takes no conversion. */
+/* A byte of a word as the float 2^23 + byte, without a conversion. */
 DEVICE float float_of_byte(uint32_t word, int i) {
     return bits_float(permute(word, 0x4b000000, 0x7540 | (uint32_t)i));
 }
@@ -189,7 +188,7 @@ DEVICE void halves_of(uint32_t word, float x[4]) {
     for (int i = 0; i < 4; i++) x[i] = float_of_byte(word & 0x0f0f0f0f, i) - 8388608.0f;
 }
 
-/* COUNT numbers of 16 bits at each of N addresses, likewise. */
+/* Loads COUNT 16-bit numbers at each of N addresses in the same way. */
 template <int N, int COUNT>
 DEVICE void load_halves(const char *const p[N], uint16_t half[N][COUNT]) {
     if (all_bits<N>(p) % 2 == 0) {

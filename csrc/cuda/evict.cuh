@@ -1,14 +1,14 @@
 /* evict.cuh - takes Q new keys of each head into its slots and evicts what exceeds the budget k.
- * One block for each of the B * G heads; rows of a long prompt are moved by more, in a launch of
- * their own.
+ * One block works on each of the B * G heads. The rows of a long prompt are moved by more blocks,
+ * in a separate launch.
  *
  *   1. Selection among stored and new keys (evict_list.cuh).
- *   2. Scores of evicted keys are added to evicted_score [B,G].
- *   3. Moves: a kept key in slots 0..k-1 remains there; kept new keys, then kept ones of slots
- *      from k on, fill the other slots of 0..k-1. No slot is both read and written by this.
+ *   2. The scores of evicted keys are added to evicted_score [B,G].
+ *   3. Moves: a kept key in slots 0..k-1 stays there. Kept new keys, then kept keys in slots from k
+ *      on, fill the other slots of 0..k-1. No slot is both read and written by this.
  *   4. Slots from k on are emptied; slot k is the next free one.
  *
- * The last head of a row to finish advances seen_tokens [B], which all of them read at first. */
+ * The last head of a row to finish advances seen_tokens [B], which all heads read at first. */
 #ifndef H2O_CUDA_EVICT_CUH
 #define H2O_CUDA_EVICT_CUH
 
@@ -17,8 +17,8 @@
 
 /* ---- Moving -------------------------------------------------------------- */
 
-/* Lists the slots below `kept` that are to be filled, and the candidates that fill them; returns
- * how many. */
+/* Lists the slots below `kept` that must be filled, and the candidates that fill them. Returns
+ * their number. */
 DEVICE int64_t list_moves(const evict_item *item, int64_t kept, select_buffer *buffer) {
     const int64_t slots = item->head.slots;
     const int64_t vacant = compact(
@@ -36,7 +36,7 @@ DEVICE int64_t list_moves(const evict_item *item, int64_t kept, select_buffer *b
     return lower(vacant, count);
 }
 
-/* Moves of keys, or of values. */
+/* The moves of keys or of values. */
 DEVICE row_moves moves_of(const evict_item *item, bool values, int64_t count) {
     const h2o_view *const tensor = values ? item->values : item->keys;
     row_moves moves = {};
@@ -51,7 +51,7 @@ DEVICE row_moves moves_of(const evict_item *item, bool values, int64_t count) {
     return moves;
 }
 
-/* Everything of a key but its rows. */
+/* Moves everything that belongs to a key except its rows. */
 DEVICE void move_records(const evict_item *item, int64_t moves) {
     const slot_store *const store = &item->store;
     NO_UNROLL
@@ -106,7 +106,7 @@ DEVICE double lost_scores(const evict_item *item) {
     return block_sum(lost, item->buffer);
 }
 
-/* Steps 1 to 4 for a head; returns the number of new tokens. */
+/* Does steps 1 to 4 for a head. Returns the number of new tokens. */
 DEVICE int64_t evict_head(const evict_item *item) {
     select_buffer *const buffer = item->buffer;
     const int64_t tokens = index_tokens(item, buffer);
@@ -142,8 +142,8 @@ KERNEL(h2o_cuda_evict, h2o_evict_params) {
 }
 EXPORT_KERNEL(h2o_cuda_evict, h2o_evict_params)
 
-/* The rows, where evict has left them to this. Grid: twice the blocks that share a head's moves, of
- * which the second half moves values, G, B. */
+/* Moves the rows if evict has left them to this kernel. Grid: twice the number of blocks that share
+ * a head's moves (the second half moves values), G, B. */
 KERNEL(h2o_cuda_move, h2o_evict_params) {
     const h2o_evict_params *const p = &params;
     const int64_t blocks = gridDim.x / 2, index = blockIdx.x % blocks;

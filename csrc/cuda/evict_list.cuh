@@ -1,12 +1,12 @@
 /* evict_list.cuh - the candidates of a head, and which of them the policy keeps.
  *
- * A head has slots + Q candidates: number i < slots is the key stored in slot i, number slots + q
- * the new key in column q. A mark for each says whether it is empty (no key, or a pad), evicted
- * or kept. Selection is a block's work:
+ * A head has slots + Q candidates: candidate i < slots is the key stored in slot i, candidate
+ * slots + q the new key in column q. A mark for each says whether it is empty (no key, or padding),
+ * evicted or kept. Selection is the work of one block:
  *
- *   1. index_tokens: positions of the new keys, which do not count pads;
- *   2. list_candidates: ranks as unsigned integers that have the ranks' order (policy.h);
- *   3. choose: the budget's highest ranks are kept, ties by the lower position. */
+ *   1. index_tokens: positions of the new keys, not counting padding;
+ *   2. list_candidates: ranks as unsigned integers in the same order (policy.h);
+ *   3. choose: the highest ranks are kept, as many as the budget; ties by the lower position. */
 #ifndef H2O_CUDA_EVICT_LIST_CUH
 #define H2O_CUDA_EVICT_LIST_CUH
 
@@ -19,16 +19,16 @@ typedef struct {
     const h2o_policy *policy;
     const h2o_view *keys, *values, *scores, *mask;
     int64_t b, g, Q, D;
-    int64_t length, tokens; /* seen before; how many new ones count, the row's first */
+    int64_t length, tokens; /* seen before; number of new ones that count, the row's first */
     h2o_head head;
     slot_store store;
     double *evicted_score;
     int32_t *free_slot;
-    uint32_t *rank_keys; /* see evict_layout, from here on */
+    uint32_t *rank_keys; /* from here on see evict_layout */
     uint8_t *marks;
     int32_t *token_index, *destinations, *sources, *moves;
     float *norms;
-    bool rows_wait;        /* for the kernel that moves them, if there is one */
+    bool rows_wait;        /* for the kernel that moves them, if it is launched */
     select_buffer *buffer; /* in shared memory */
 } evict_item;
 
@@ -46,7 +46,7 @@ DEVICE void lay_out_workspace(evict_item *item, const evict_layout *at, char *wo
     item->moves = (int32_t *)(workspace + at->moves) + head_index;
 }
 
-/* What moving rows has to know. */
+/* Fills in what is needed to move rows. */
 DEVICE evict_item open_rows(const h2o_evict_params *p, char *workspace, int64_t b, int64_t g) {
     const evict_layout at = cuda_evict_call(p);
     evict_item item = {};
@@ -84,19 +84,19 @@ DEVICE int64_t candidates(const evict_item *item) { return item->head.slots + it
 DEVICE bool is_new(const evict_item *item, int64_t i) { return i >= item->head.slots; }
 DEVICE int64_t column_of(const evict_item *item, int64_t i) { return i - item->head.slots; }
 
-/* Each reads one address, whatever i is: a branch would keep loads of several candidates apart. */
+/* These functions read one address, whatever i is: a branch would keep several loads apart. */
 DEVICE float score_of(const evict_item *item, int64_t i) {
     const int64_t q = is_new(item, i) ? column_of(item, i) : 0;
     const void *const new_score = h2o_at(item->scores, item->b, item->g, q);
     return *(is_new(item, i) ? (const float *)new_score : item->store.scores + i);
 }
 
-/* token_index of a new candidate, the position of a stored one; -1: there is no key. */
+/* token_index of a new candidate, position of a stored one; -1: there is no key. */
 DEVICE int32_t index_of(const evict_item *item, int64_t i) {
     return *(is_new(item, i) ? item->token_index + column_of(item, i) : item->store.positions + i);
 }
 
-/* What index_of says as a position. */
+/* Turns the result of index_of into a position. */
 DEVICE int32_t position_by(const evict_item *item, int64_t i, int32_t index) {
     return index + (is_new(item, i) ? (int32_t)item->length : 0);
 }
@@ -109,7 +109,7 @@ DEVICE float norm_of_candidate(const evict_item *item, int64_t i) {
     return *(is_new(item, i) ? item->norms + column_of(item, i) : item->store.norms + i);
 }
 
-/* token_index of each column, -1 for pads; returns the number of new tokens. */
+/* Sets token_index of each column, -1 for padding. Returns the number of new tokens. */
 DEVICE int64_t index_tokens(const evict_item *item, select_buffer *buffer) {
     NO_UNROLL
     for (int64_t q = threadIdx.x; q < item->Q; q += blockDim.x) item->token_index[q] = -1;
@@ -132,7 +132,7 @@ DEVICE void new_norms(const evict_item *item) {
     }
 }
 
-/* A candidate, as read before it is used. */
+/* What is read of a candidate before it is used. */
 typedef struct {
     float score, norm;
     int32_t index; /* see index_of */
@@ -140,7 +140,7 @@ typedef struct {
     uint32_t rank_key;
 } candidate_read;
 
-/* Marks every candidate as EMPTY or EVICTED, with a rank key; returns how many are not EMPTY. */
+/* Marks every candidate as EMPTY or EVICTED, with a rank key. Returns how many are not EMPTY. */
 DEVICE int64_t list_candidates(const evict_item *item, const h2o_ranking *ranking,
                                select_buffer *buffer) {
     const bool weighted = ranking->value_weighted;
@@ -159,13 +159,13 @@ DEVICE int64_t list_candidates(const evict_item *item, const h2o_ranking *rankin
             const uint32_t key = h2o_policy_slot_key(ranking, ranking->kind, weighted, x.score,
                                                      position_by(item, i, x.index), x.norm);
             item->marks[i] = empty ? EMPTY : EVICTED;
-            item->rank_keys[i] = empty ? 0 : key; /* which is read with the others, and not used */
+            item->rank_keys[i] = empty ? 0 : key; /* 0 is read with the others and ignored */
             count += !empty;
         });
     return (int64_t)block_sum(count, buffer);
 }
 
-/* Marks `budget` of n candidates as KEPT, or all if they are fewer; returns how many. */
+/* Marks `budget` of n candidates as KEPT, or all if there are fewer. Returns their number. */
 DEVICE int64_t choose(const evict_item *item, int64_t n, int64_t budget, select_buffer *buffer) {
     const auto read = [&](int64_t i) {
         candidate_read x = {};

@@ -1,14 +1,14 @@
-/* forward.cuh - outputs [B,Q,H,D] of attend, and row max and factor of each query [B,H,Q].
+/* forward.cuh - outputs [B,Q,H,D] of attend, and the row max and factor of each query [B,H,Q].
  *
  * FlashAttention with an online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). A block
- * has ATTEND_TILE queries of one head and goes through the keys they see, a tile at a time:
+ * has ATTEND_TILE queries of one head and goes through the keys that they see, a tile at a time:
  *
  *   1. S = Q K^T for the tile, scaled and capped; masked keys are left out;
  *   2. running row max m; P = exp(S - m); row sum l and accumulated outputs O are rescaled by
  *      exp(old m - m);
  *   3. O += P V, with P in shared memory.
  *
- * At the end the outputs are O / l; from m and the factor decay weight / l sums.cuh computes the
+ * At the end the outputs are O / l. From m and the factor, decay weight / l, sums.cuh computes the
  * column sums. matrix_forward.cuh does the same with tensor cores. */
 #ifndef H2O_CUDA_FORWARD_CUH
 #define H2O_CUDA_FORWARD_CUH
@@ -16,13 +16,13 @@
 #include "attend_tiles.cuh"
 
 /* A thread's part of the running softmax of THREAD_ROWS queries: row max m, its share of the row
- * sum l, and of the accumulated P V four neighboring elements of every 32. */
+ * sum l and, of the accumulated P V, four neighboring elements of every 32. */
 template <int DEPTH> struct running_softmax {
     float row_max[THREAD_ROWS], row_sum[THREAD_ROWS];
     float output[THREAD_ROWS][DEPTH / ROW_THREADS];
 };
 
-/* Steps 1 and 2: dot products to exponentials in buffer->weights, and the rescaling. */
+/* Steps 1 and 2: turns dot products into exponentials in buffer->weights, and rescales. */
 template <int DEPTH>
 DEVICE void update_softmax(const attend_item *item, bool stored, int64_t first, int64_t query,
                            int row, int column, const float dots[THREAD_ROWS][THREAD_COLUMNS],
@@ -67,7 +67,7 @@ DEVICE void accumulate_values(int row, int column, const float (*weights)[ATTEND
             const vec16 value = load16(&values[j][k * ROW_THREADS + column * 4]);
             UNROLL
             for (int i = 0; i < THREAD_ROWS; i++) {
-                if (weight[i] < 0.0f) continue; /* masked; NaN is not */
+                if (weight[i] < 0.0f) continue; /* masked; NaN does not count as masked */
                 UNROLL
                 for (int e = 0; e < 4; e++) {
                     softmax->output[i][k + e] =
@@ -78,7 +78,7 @@ DEVICE void accumulate_values(int row, int column, const float (*weights)[ATTEND
     }
 }
 
-/* One tile of keys, whose values then take its place in shared memory. */
+/* Processes one tile of keys, whose values then replace them in shared memory. */
 template <int DEPTH>
 DEVICE void forward_tile(const attend_item *item, bool stored, int64_t first, int64_t query,
                          tile_buffer<DEPTH> *buffer, running_softmax<DEPTH> *softmax) {
@@ -99,7 +99,7 @@ DEVICE void forward_tile(const attend_item *item, bool stored, int64_t first, in
     sync_block();
 }
 
-/* O / l, m and the factor. */
+/* Writes O / l, m and the factor. */
 template <int DEPTH>
 DEVICE void write_outputs(const attend_item *item, int64_t h, int64_t query,
                           const running_softmax<DEPTH> *softmax) {

@@ -1,8 +1,8 @@
-/* hopper_sums.cuh - matrix_sums.cuh with the products of a warpgroup, which devices of compute
- * capability 9.0 have: all four warps of a block multiply their keys with a whole tile of queries,
- * which stays in shared memory. Of each warp's 32 keys 16 are multiplied at a time.
+/* hopper_sums.cuh - matrix_sums.cuh with warpgroup products, for devices of compute capability 9.0:
+ * all four warps of a block multiply their keys by a whole tile of queries, which stays in shared
+ * memory. Each warp multiplies 16 of its 32 keys at a time.
  *
- * Other devices, and rows of more than 128 elements, whose keys registers do not keep, have the
+ * Other devices, and rows of more than 128 elements, whose keys do not fit into registers, use the
  * loop of matrix_sums.cuh. */
 #ifndef H2O_CUDA_HOPPER_SUMS_CUH
 #define H2O_CUDA_HOPPER_SUMS_CUH
@@ -18,7 +18,7 @@ DEVICE void multiply_group(float c[8][4], const uint32_t a[4], uint32_t b, bool 
     multiply_group_f16(c, a, b, add);
 }
 
-/* Starts the products of each warp's ith 16 keys with a tile of queries, whose first panel is b. */
+/* Starts the products of each warp's i-th 16 keys with a tile of queries; b is its first panel. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void start_products(const key_matrices<DEPTH> *keys, int i, uint32_t b, float c[8][4]) {
     open_products();
@@ -30,7 +30,7 @@ DEVICE void start_products(const key_matrices<DEPTH> *keys, int i, uint32_t b, f
     close_products();
 }
 
-/* Adds up the tiles of queries from one on, which is being fetched. */
+/* Adds up tiles of queries, beginning with `tile`, which is already being fetched. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void sum_by_groups(const sums_of_keys *of, const query_source *source, query_tile tile,
                           const key_matrices<DEPTH> *keys, sums_buffer<DEPTH> *buffer,
@@ -43,7 +43,7 @@ DEVICE void sum_by_groups(const sums_of_keys *of, const query_source *source, qu
         advance(&tile, of->share->parts);
         wait_copies<0>();
         share_with_products();
-        turn.far = await_queries<DEPTH>(of->item, stage, buffer); /* the previous has been used */
+        turn.far = await_queries<DEPTH>(of->item, stage, buffer); /* all are done with the last */
         if (is_tile(&tile)) fetch_queries<DEPTH>(of, source, &tile, 1 - stage, buffer);
         UNROLL
         for (int i = 0; i < 2; i++) {

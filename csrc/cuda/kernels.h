@@ -1,9 +1,9 @@
-/* kernels.h - what host and device code share: threads of a block, sizes of tiles, bytes of
- * shared memory, and the layout of each operation's workspace.
+/* kernels.h - shared by host and device code: threads of a block, sizes of tiles, bytes of shared
+ * memory, and the layout of each operation's workspace.
  *
- * A *_layout holds byte offsets into the workspace, computed alike by plan.c, which asks for
- * the memory, and by the kernels. It follows from shapes alone, since no tensor is read before
- * a launch. Block sizes and splits do not depend on B, so that a row's results do not either.
+ * A *_layout holds byte offsets into the workspace. plan.c, which reports its size, and the kernels
+ * compute it in the same way, from shapes alone, since no tensor is read before a launch. Block
+ * sizes and splits do not depend on B, so neither does the result of a row.
  *
  * Shape letters as in h2o.h: B rows, G key/value heads, R query heads of each, Q new tokens,
  * S slots of a head, D head dimension. */
@@ -13,42 +13,42 @@
 #include "../operations.h"
 
 enum {
-    CUDA_DEPTH = 256,   /* the largest head dimension, but see CUDA_WIDE, and ... */
+    CUDA_DEPTH = 256,   /* the largest head dimension (but see CUDA_WIDE), and ... */
     CUDA_GROUP = 1024,  /* ... number of query heads of a key/value head */
     STEP_THREADS = 128, /* of a block */
     STEP_SLOTS = 128,   /* slots of a part of a head, ... */
-    STEP_PARTS = 64,    /* ... of which a head has at most so many */
+    STEP_PARTS = 64,    /* ... and number of parts of a head, at most */
 #ifdef H2O_SMALL_BLOCKS /* for ThreadSanitizer, whose number of threads is limited, and tests */
     EVICT_THREADS = 128,
     STEP_BLOCKS = 4,
     STEP_QUANTIZED_BLOCKS = 4,
 #else
     EVICT_THREADS = 256,
-    STEP_BLOCKS = 1536,          /* of a step, before they have several parts each, ... */
-    STEP_QUANTIZED_BLOCKS = 384, /* ... and of one over quantized rows */
+    STEP_BLOCKS = 1536,          /* blocks of a step, before they get several parts each, ... */
+    STEP_QUANTIZED_BLOCKS = 384, /* ... and of a step over quantized rows */
 #endif
     MOVE_THREADS = 128,
-    MOVE_ROWS = 32, /* keys, or values, for each block that moves them */
+    MOVE_ROWS = 32, /* keys, or values, per block that moves them */
     ATTEND_THREADS = 128,
-    ATTEND_TILE = 32,    /* queries, and keys, of a tile of logits; */
+    ATTEND_TILE = 32,    /* queries, and keys, of a tile of logits */
     MATRIX_ROWS = 64,    /* with tensor cores: rows of such a tile, see CUDA_MATRIX_COLUMNS */
-    SUMS_BLOCKS = 1024,  /* of 128 keys of a row, where there is work for so many, ... */
-    SUMS_PARTS = 8,      /* ... at most so many for a tile of keys, ... */
-    SUMS_TILES = 32,     /* ... of so many tiles of queries each: see cuda_sums_parts */
-    STEP_HEADS = 4,      /* query heads for which a key is loaded once; */
+    SUMS_BLOCKS = 1024,  /* desired blocks of sums for a row, of 128 keys each, ... */
+    SUMS_PARTS = 8,      /* ... parts of the queries of a tile of keys, at most, ... */
+    SUMS_TILES = 32,     /* ... and tiles of queries of a part: see cuda_sums_parts */
+    STEP_HEADS = 4,      /* query heads for which a key is loaded once */
     STEP_COLUMNS = 8,    /* with tensor cores: such heads, columns of a matrix, ... */
     STEP_ROWS = 16,      /* ... and slots that a warp multiplies at a time */
     STEP_LOADS = 4,      /* slots whose rows a thread loads before it uses the first */
-    SCORES_LOADED = 8,   /* slots whose logits and scores a thread loads likewise at the end, ... */
+    SCORES_LOADED = 8,   /* at the end: slots whose logits and scores it loads likewise, ... */
     STEP_PARTS_READ = 8, /* ... and parts */
     TEAM = 8,            /* threads that compute a dot product together */
     STEP_TEAMS = STEP_THREADS / TEAM,
     STEP_WARPS = STEP_THREADS / 32,
     RUN = 8,                        /* elements of a row that a thread reads at a time */
-    CUDA_SLOTS = 1 << 25,           /* of a head at most */
-    CUDA_WIDE = STEP_THREADS * RUN, /* elements of the rows that a step and pruning can do with */
-    STEP_FLOATS = STEP_THREADS * STEP_HEADS * RUN, /* shared: queries, partial sums, factors; */
-    STEP_KEPT = 1024, /* bytes: to reduce in, and for what a block keeps to the end of a step */
+    CUDA_SLOTS = 1 << 25,           /* limit of the slots of a head */
+    CUDA_WIDE = STEP_THREADS * RUN, /* largest row, in elements, for a step and for pruning */
+    STEP_FLOATS = STEP_THREADS * STEP_HEADS * RUN, /* shared: queries, partial sums, factors */
+    STEP_KEPT = 1024, /* bytes for reductions, and for what a block keeps to the end of a step */
 };
 
 H2O_INLINE int64_t cuda_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -62,8 +62,8 @@ H2O_INLINE size_t cuda_take(size_t *used, int64_t count, size_t size) {
     return at;
 }
 
-/* Bytes of counters [B][n] u32, at the beginning of a workspace. They are 0 before the first kernel
- * of a call: the blocks that share a row or a head count themselves as they finish. */
+/* Bytes of counters [B][n] u32 at the beginning of a workspace. They are 0 before the first kernel
+ * of a call; blocks that share a row or a head increment them as they finish. */
 H2O_INLINE size_t cuda_counters(const h2o_dims *d, int64_t n) {
     return (size_t)(d->B * n) * sizeof(uint32_t);
 }
@@ -71,7 +71,7 @@ H2O_INLINE size_t cuda_counters(const h2o_dims *d, int64_t n) {
 /* D rounded up to whole runs. */
 H2O_INLINE int64_t cuda_depth(int64_t D) { return cuda_ceil(D, RUN) * RUN; }
 
-/* Slots of a head, or of all heads of a row where heads differ in their number (starts). */
+/* Slots of a head, or of all heads of a row if heads have different numbers (starts). */
 H2O_INLINE int64_t cuda_slots(const h2o_slots *slots) {
     return slots->keys.shape[slots->keys.ndim - 2];
 }
@@ -89,8 +89,8 @@ typedef struct {
     size_t bytes;
 } step_layout;
 
-/* Parts of so many slots. For each of their R heads shared memory has to have a factor of each part
- * and two numbers more at the end. */
+/* The number of parts of a head's slots. Shared memory must have room, for each of the R heads, for
+ * a factor per part and two more numbers at the end. */
 H2O_INLINE int64_t cuda_step_parts(int64_t slots, int64_t R) {
     const int64_t wanted = cuda_ceil(slots, STEP_SLOTS), fitting = STEP_FLOATS / (uint32_t)R - 2;
     const int64_t most = fitting < STEP_PARTS ? fitting : STEP_PARTS;
@@ -113,7 +113,7 @@ H2O_INLINE step_layout cuda_step_layout(const h2o_step_params *p) {
     return at;
 }
 
-/* Sizes of a warp's warp_outputs<depth> and float_ring<depth>; halves of the latter. */
+/* Bytes of a warp's warp_outputs<depth> and float_ring<depth>; number of halves of the latter. */
 #define CUDA_STEP_OUTPUTS(depth) (STEP_COLUMNS / 2 * 4 * (2 * (depth) + 4) + 8 * STEP_COLUMNS)
 #define CUDA_STEP_HALVES(depth) ((depth) > 128 ? 2 : 3)
 #define CUDA_STEP_RING(depth) (CUDA_STEP_HALVES(depth) * STEP_ROWS * 2 * (depth))
@@ -126,8 +126,8 @@ H2O_INLINE unsigned cuda_step_shared(int depth, bool bytes) {
     return (of_warps > floats ? of_warps : floats) + STEP_KEPT;
 }
 
-/* Blocks for the parts of each of so many heads: one for each part as long as they are few, else one
- * for several parts in sequence, which begins and ends once. What they compute is the same. */
+/* Number of blocks for the parts of each of `heads` heads: one per part as long as they are few,
+ * else one for several parts in sequence, with one beginning and one end. Results are the same. */
 H2O_INLINE int64_t cuda_step_blocks(int64_t parts, int64_t heads, bool bytes) {
     const int64_t blocks = bytes ? STEP_QUANTIZED_BLOCKS : STEP_BLOCKS;
     const int64_t most = heads < blocks ? blocks / heads : 1;
@@ -136,15 +136,15 @@ H2O_INLINE int64_t cuda_step_blocks(int64_t parts, int64_t heads, bool bytes) {
 
 /* ---- attend -------------------------------------------------------------- */
 
-/* Keys of a block of sums with tensor cores: as many as registers have room for, 32 in each warp. Of
- * longer rows they have none. */
+/* Keys of a block of sums with tensor cores: as many as fit into registers, 32 per warp. Keys of
+ * longer rows do not fit. */
 #define CUDA_SUMS_ROWS(depth) ((depth) > 128 ? 64 : 128)
 
 typedef struct {
     size_t counted;    /* bytes of counters [B][G][tiles of keys]: finished parts, if several */
-    size_t row_tokens; /* [B] i32: tokens of a row, pads not counted, ... */
-    size_t tokens;     /* [B] i32: ... of which the first so many are attended to in this call */
-    size_t columns;    /* [B][Q] i32: where each token of a row stands on axis Q */
+    size_t row_tokens; /* [B] i32: tokens of a row without padding, ... */
+    size_t tokens;     /* [B] i32: ... and the number of them to which this call attends */
+    size_t columns;    /* [B][Q] i32: the column of each token of a row on axis Q */
     size_t decays;     /* [B][Q] f32: decay weight of a query, decay^(number of later queries) */
     size_t row_max;    /* [B][H][Q] f32: of a query's logits */
     size_t factors;    /* [B][H][Q] f32: decay weight / sum of exp(logit - row max) */
@@ -152,21 +152,22 @@ typedef struct {
     size_t bytes;
 } attend_layout;
 
-/* Blocks of sums, of a head whose slots are so many tiles: one for each, and one for two of new
- * keys, see each_key_tile. */
+/* Blocks of sums for a head: one for each tile of stored keys, and one for two tiles of new keys;
+ * see each_key_tile. */
 H2O_INLINE int64_t cuda_sums_blocks(int64_t stored_tiles, int64_t tiles) {
     return stored_tiles + cuda_ceil(tiles, 2);
 }
 
-/* Parts of a group's queries, whose column sums a block each adds up: where there would be fewer
- * than SUMS_BLOCKS, as many as make them so many, up to SUMS_PARTS and to one for SUMS_TILES tiles
- * of queries, or for each query head. A device works on some hundred blocks at a time: where there
- * are several times as many, the last ones leave little of it without work. */
+/* The number of parts into which a group's queries are divided; a block adds up the column sums of
+ * one part. There is one part if that makes SUMS_BLOCKS blocks. Otherwise there are as many as make
+ * SUMS_BLOCKS, but no more than SUMS_PARTS, nor more than one per SUMS_TILES tiles of queries or
+ * one per query head, whichever is more. A device works on some hundred blocks at a time; with
+ * several times as many blocks, little of it idles while the last ones run. */
 H2O_INLINE int cuda_sums_parts(const h2o_dims *d, int64_t S) {
     const int64_t rows = CUDA_SUMS_ROWS(d->D), R = d->R;
     const int64_t blocks = d->G * cuda_sums_blocks(cuda_ceil(S, rows), cuda_ceil(d->Q, rows));
     const uint32_t all =
-        SUMS_BLOCKS * 128 / (uint32_t)rows; /* those of 64 keys have half the work */
+        SUMS_BLOCKS * 128 / (uint32_t)rows; /* blocks of 64 keys have half the work */
     const uint32_t shared = blocks < all ? (uint32_t)blocks : all;
     const int64_t wanted = shared > 0 ? (all + shared - 1) / shared : 1;
     const int64_t tiles = R * cuda_ceil(d->Q, MATRIX_ROWS) / SUMS_TILES;
@@ -174,7 +175,7 @@ H2O_INLINE int cuda_sums_parts(const h2o_dims *d, int64_t S) {
     return parts > SUMS_PARTS ? SUMS_PARTS : parts > 1 ? (int)parts : 1;
 }
 
-/* Tiles of ATTEND_TILE keys before those of slot, or new key, `first`; S as below. */
+/* Number of tiles of ATTEND_TILE keys before that of slot or new key `first`; S as below. */
 H2O_INLINE int64_t cuda_key_tile(int64_t S, bool stored, int64_t first) {
     return (stored ? 0 : cuda_ceil(S, ATTEND_TILE)) + first / ATTEND_TILE;
 }
@@ -182,7 +183,7 @@ H2O_INLINE int64_t cuda_key_tiles(const h2o_dims *d, int64_t S) {
     return cuda_key_tile(S, false, d->Q + ATTEND_TILE - 1);
 }
 
-/* S: slots of a head at most, 0 where nothing is stored. */
+/* S: slots of a head at most; 0 if nothing is stored. */
 H2O_INLINE attend_layout cuda_attend_layout(const h2o_dims *d, int64_t S) {
     attend_layout at = {};
     const int64_t parts = cuda_sums_parts(d, S);
@@ -205,8 +206,8 @@ H2O_INLINE int64_t cuda_attend_slots(const h2o_attend_params *p) {
 
 H2O_INLINE bool cuda_is_half(h2o_dtype type) { return type == H2O_F16 || type == H2O_BF16; }
 
-/* Whether all numbers are of the same 16 bits, as the tensor cores want them, or are stored as
- * matrix_tiles.cuh makes such of them. */
+/* Whether tensor cores can be used: all numbers have the same 16-bit format, or are stored in a
+ * format that matrix_tiles.cuh converts to it. */
 H2O_INLINE bool cuda_fits_matrices(const h2o_attend_params *p) {
     const h2o_dtype type = p->query.dtype;
     if (!cuda_is_half(type)) return false;
@@ -217,14 +218,14 @@ H2O_INLINE bool cuda_fits_matrices(const h2o_attend_params *p) {
            (values == type || h2o_row_is_quantized(values));
 }
 
-/* Bytes of a block's shared memory where it selects: see select_buffer. */
+/* Bytes of shared memory of a block that selects: see select_buffer. */
 H2O_INLINE unsigned cuda_select_shared(void) { return 4096; }
 
-/* Columns of a tile of logits that the tensor cores compute, MATRIX_ROWS x so many. */
+/* Columns of a tile of logits that tensor cores compute, with MATRIX_ROWS rows. */
 #define CUDA_MATRIX_COLUMNS(depth) ((depth) > 128 ? 32 : 64)
 
 /* Sizes of tile_buffer<depth>, matrix_buffer<depth> and sums_buffer<depth>, for the host's
- * compiler, which knows no templates. */
+ * compiler, which has no templates. */
 #define CUDA_ATTEND_SHARED(depth) (4 * ATTEND_TILE * (2 * ((depth) + 4) + (ATTEND_TILE + 4) + 1))
 #define CUDA_MATRIX_SHARED(depth)                                                                  \
     (2 * (MATRIX_ROWS + 2 * CUDA_MATRIX_COLUMNS(depth)) * (depth) + 4 * 2 * MATRIX_ROWS)
@@ -242,7 +243,7 @@ typedef struct {
     size_t moves;        /* [B][G] i32: moves listed, see destinations */
     size_t rank_keys;    /* [B][G][slots + Q] u32: ranks as ordered integers, see policy.h */
     size_t marks;        /* [B][G][slots + Q] u8: see evict_list.cuh */
-    size_t token_index;  /* [B][G][Q] i32: tokens before a column, -1: a pad */
+    size_t token_index;  /* [B][G][Q] i32: number of tokens before a column; -1: padding */
     size_t norms;        /* [B][G][Q] f32: of new values; if the policy is value-weighted */
     size_t destinations; /* [B][G][slots] i32: slots that are written, ... */
     size_t sources;      /* [B][G][slots + Q] i32: ... and the candidate moved into each */
@@ -271,8 +272,8 @@ H2O_INLINE evict_layout cuda_evict_call(const h2o_evict_params *p) {
     return cuda_evict_layout(&p->dims, cuda_slots(&p->slots), &p->policy);
 }
 
-/* Blocks that share the keys that move into a head's slots, and so many again for the values.
- * 0: the head's own block moves both, where few can move. */
+/* Number of blocks that share the keys moving into a head's slots, and of blocks for the values. 0
+ * if few can move: then the head's own block moves both. */
 H2O_INLINE int64_t cuda_move_blocks(const h2o_evict_params *p) {
     const int64_t axis = cuda_slots(&p->slots), Q = p->dims.Q;
     const int64_t slots = h2o_given(&p->slots.starts) ? cuda_ceil(axis, p->dims.G) : axis;

@@ -1,54 +1,54 @@
-/* kernels_simulate.h - what kernels.h has of the other operations, of simulate. */
+/* kernels_simulate.h - what kernels.h has for the other operations, for simulate. */
 #ifndef H2O_CUDA_KERNELS_SIMULATE_H
 #define H2O_CUDA_KERNELS_SIMULATE_H
 
 #include "kernels.h"
 
 enum {
-#ifdef H2O_SMALL_BLOCKS /* for ThreadSanitizer, and for tests of what finds no room */
+#ifdef H2O_SMALL_BLOCKS /* for ThreadSanitizer, and for tests of cells that do not fit */
     WINDOW_THREADS = 128,
     WINDOW_CACHED = 10 << 10,
 #else
     WINDOW_THREADS = 256,     /* of a block that goes through a window of a text, and ... */
-    WINDOW_CACHED = 56 << 10, /* ... bytes of its shared memory, of which window_buffer has ... */
+    WINDOW_CACHED = 56 << 10, /* ... bytes of its shared memory, including ... */
 #endif
-    WINDOW_KEPT = 8192,   /* ... so many */
-    WINDOW_QUERIES = 128, /* of a window, of all R heads, at most; its tokens are at most ... */
+    WINDOW_KEPT = 8192,   /* ... those of window_buffer */
+    WINDOW_QUERIES = 128, /* queries of a window of all R heads, at most; tokens: at most ... */
     WINDOW_MOST = 64,
     WINDOW_LEAST = 8,   /* ... and at least */
-    WINDOW_BLOCKS = 64, /* of a head, that compute the logits of a window, at most */
+    WINDOW_BLOCKS = 64, /* blocks of a head that compute the logits of a window, at most */
     VALUES_PARTS = 8,   /* blocks that share the cells of a window's values */
     LOGITS_DEPTH = 64,  /* elements of keys, and ... */
     VALUES_DEPTH = 32,  /* ... of values that a block has in shared memory at a time, and ... */
-    VALUES_CELLS = 128, /* ... so many of such values; bytes of both in turn: */
+    VALUES_CELLS = 128, /* ... number of such values; bytes of both in turn: */
     WINDOW_SHARED = 4 * VALUES_CELLS * (ATTEND_TILE + VALUES_DEPTH + 8),
-    WINDOW_DEPTH = 64, /* the same of both with tensor cores; rows that a thread loads of them: */
+    WINDOW_DEPTH = 64, /* elements of both with tensor cores; rows of them per thread: */
     WINDOW_FETCHED = MATRIX_ROWS * WINDOW_DEPTH / RUN / ATTEND_THREADS
 };
 
-/* Tokens of a window. */
+/* Number of tokens of a window. */
 H2O_INLINE int64_t cuda_window(int64_t R) {
     const int64_t tokens = R > 0 ? WINDOW_QUERIES / R : 0;
     return tokens > WINDOW_MOST ? WINDOW_MOST : tokens < WINDOW_LEAST ? WINDOW_LEAST : tokens;
 }
 
-/* Workspaces of attend and of evict; then what each head knows of the keys that it holds, for all
- * tokens of a text and one more, and about its window of W tokens (window.cuh). */
+/* The workspaces of attend and of evict, then the state of each head: its held keys, for all tokens
+ * of a text and one more, and its window of W tokens (window.cuh). */
 typedef struct {
     int64_t slots, window;           /* W */
     int64_t pitch;                   /* slots, rounded up to multiples of 16 bytes */
     size_t evict;                    /* begin of evict's workspace; attend's is at 0 */
     size_t scores, positions, norms; /* [B][G][slots] */
     size_t evicted_score, next_slot; /* [B][G] f64, i32 */
-    size_t windows;                  /* [B][G] i32: windows that are over */
-    size_t tokens;                   /* [2][B][G][slots] i32: of odd and even windows */
+    size_t windows;                  /* [B][G] i32: windows that are done */
+    size_t tokens;                   /* [2][B][G][slots] i32: for odd and for even windows */
     size_t new_cells;                /* [B][G][W] i32 */
     size_t logits;                   /* [B][G][W][R][pitch] f32, then exponentials */
     size_t inverse;                  /* [B][G][W][R] f32: 1 / sum of the exponentials */
     int64_t depth;                   /* D, rounded up to whole parts of a block */
     size_t products;                 /* [B][G][VALUES_PARTS][W][R][depth] f32: weights by values */
     size_t parts_done;               /* [B][G][tiles] u32: finished blocks of a tile of products */
-    int64_t tiles;                   /* at most */
+    int64_t tiles;                   /* of products, at most */
     size_t bytes;
 } simulate_layout;
 
@@ -77,8 +77,8 @@ H2O_INLINE simulate_layout cuda_simulate_layout(const h2o_simulate_params *p) {
     return at;
 }
 
-/* Of window_rows: window_buffer, and for each head its own softmax and those of the warps; in the
- * rest what is known of the cells and a row of logits, where these fit. */
+/* Shared memory of window_rows: window_buffer and, for each query head, its own softmax and those
+ * of the warps. The rest caches the state of the cells and a row of logits if they fit. */
 H2O_INLINE unsigned cuda_window_kept(int64_t R) {
     return WINDOW_KEPT + (unsigned)(R * (WINDOW_THREADS / 32 + 1) * 8);
 }

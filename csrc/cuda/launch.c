@@ -1,7 +1,7 @@
-/* launch.c - the operations on CUDA devices: each is a plan (plan.h) that the driver is handed.
+/* launch.c - the operations on CUDA devices: each is a plan (plan.h) that is passed to the driver.
  *
- * Nothing waits for the device, nothing is allocated, and no tensor is read; so a graph can
- * capture all of it. */
+ * Nothing waits for the device, nothing is allocated, and no tensor is read, so a graph can capture
+ * every call. */
 #include "launch.h"
 
 #include <string.h>
@@ -9,7 +9,7 @@
 #include "../tables.h"
 #include "driver.h"
 
-/* Opens the driver and loads all kernels for a device; else its first call would do so. */
+/* Opens the driver and loads all kernels for a device; otherwise the first call would do so. */
 static int load(const void *image, size_t size, int32_t device, h2o_error *error) {
     cuda_scope scope;
     int status = cuda_take_image(image, size, error);
@@ -18,9 +18,9 @@ static int load(const void *image, size_t size, int32_t device, h2o_error *error
     return status;
 }
 
-enum { MOST_BLOCKS = 65535 }; /* along y and z */
+enum { MOST_BLOCKS = 65535 }; /* along y and z of a grid */
 
-/* A tensor that is narrower than it should be where a device has no float64. */
+/* Whether evicted_score is not float64, which is allowed for devices that have no float64. */
 static bool has_narrow_sums(const h2o_operation_row *row, const void *params) {
     for (int i = 0; i < row->operand_count; i++) {
         const h2o_operand *const operand = &row->operands[i];
@@ -32,7 +32,7 @@ static bool has_narrow_sums(const h2o_operation_row *row, const void *params) {
     return false;
 }
 
-/* Kernels know these sizes only, and no log_sums; a fake tensor has no memory. */
+/* Whether kernels support these sizes. They compute no log_sums; a fake tensor has no memory. */
 static bool is_served(const h2o_operation_row *row, const void *params) {
     const h2o_attend_params *const attend = params;
     if (row == h2o_operations[H2O_ATTEND] && h2o_given(&attend->log_sums)) return false;
@@ -72,7 +72,7 @@ static int run(h2o_operation operation, const void *params, const h2o_exec *exec
     h2o_params copy;
     cuda_plan plan;
     memcpy(&copy, params, row->size);
-    memset((char *)&copy + row->counts, 0, sizeof(h2o_counts)); /* the host cannot know them */
+    memset((char *)&copy + row->counts, 0, sizeof(h2o_counts)); /* the host does not know them */
     cuda_plan_call(operation, &copy, &plan);
     return launch(&plan, h2o_leader(row, params)->device_id, exec, error);
 }

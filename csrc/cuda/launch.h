@@ -1,4 +1,4 @@
-/* launch.h - the entry of CUDA devices for the list of devices (devices.c). */
+/* launch.h - the record of CUDA devices for the list of devices (devices.c). */
 #ifndef H2O_CUDA_LAUNCH_H
 #define H2O_CUDA_LAUNCH_H
 

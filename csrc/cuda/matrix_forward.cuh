@@ -1,15 +1,15 @@
 /* matrix_forward.cuh - forward.cuh with tensor cores.
  *
- * A block has MATRIX_ROWS queries of one head, a warp 16 of them, and goes through the tiles of
+ * A block has MATRIX_ROWS queries of one head, each warp 16 of them, and goes through the tiles of
  * keys that they see:
  *
  *   1. S = Q K^T in registers, while the tile's values are being copied to shared memory;
  *   2. running row max m, P = exp(S - m) in place, row sum l, rescaling of O: matrix_softmax.cuh;
  *   3. O += P V, with P as 16-bit matrices, while the next tile's keys are being copied.
  *
- * The matrix product turns 0 * infinity into NaN, where a key is masked, or has a weight that is 0
- * in float16 but not in 32 bits. So a block whose outputs have a NaN does all once more, and then
- * a tile whose values are not all finite takes a slow way for step 3. */
+ * The matrix product turns 0 * infinity into NaN if a key is masked, or if its weight is 0 in
+ * float16 but not in 32 bits. So a block with a NaN among its outputs repeats everything, and then
+ * does step 3 in a slower way for tiles whose values are not all finite. */
 #ifndef H2O_CUDA_MATRIX_FORWARD_CUH
 #define H2O_CUDA_MATRIX_FORWARD_CUH
 
@@ -53,8 +53,8 @@ DEVICE void accumulate_matrix_values(const matrix_buffer<DEPTH> *buffer,
     }
 }
 
-/* The same, one key after the other, where a value is not finite: values of masked keys are left
- * out. P goes through shared memory, in the place of the keys, 32 columns at a time. */
+/* The same one key at a time, for tiles with a value that is not finite: values of masked keys are
+ * left out. P goes through shared memory, in place of the keys, 32 columns at a time. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void accumulate_nonfinite(matrix_buffer<DEPTH> *buffer,
                                  const float c[matrix_buffer<DEPTH>::COLUMNS / 8][4],
@@ -89,15 +89,15 @@ DEVICE void accumulate_nonfinite(matrix_buffer<DEPTH> *buffer,
     }
 }
 
-/* Advances `at` to the next tile that holds a key, and starts the copy of its keys, if they are not
- * quantized. Returns false where there is none. */
+/* Advances `at` to the next tile that holds a key, and starts the copy of its keys unless they are
+ * quantized. Returns false if there is no such tile. */
 template <int DEPTH>
 DEVICE bool fetch_keys(const attend_item *item, key_tile *at, matrix_buffer<DEPTH> *buffer) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
     for (;; at->first += columns) {
         if (at->stored && at->first >= item->slots) open_keys(item, false, at);
         if (!at->stored && at->first >= at->end) return false;
-        if (!at->stored) break; /* there is one, and nobody asks which of them are keys */
+        if (!at->stored) break; /* a tile of new keys always has one, and is_key is not needed */
         if (load_presence(item, true, at->first, columns, buffer->is_key)) break;
     }
     if (!h2o_row_is_quantized(at->keys.type)) {
@@ -108,7 +108,7 @@ DEVICE bool fetch_keys(const attend_item *item, key_tile *at, matrix_buffer<DEPT
     return true;
 }
 
-/* Starts the copy of the tile's values; zeros for those of no key. */
+/* Starts the copy of the tile's values; zeros where there is no key. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void fetch_values(const attend_item *item, const key_tile *at,
                          matrix_buffer<DEPTH> *buffer) {
@@ -123,8 +123,9 @@ DEVICE void fetch_values(const attend_item *item, const key_tile *at,
     close_copies();
 }
 
-/* Steps 1 to 3 for all tiles. Copies overlap with products: values with those of their keys, the
- * next tile's keys with those of the values. careful: values may be infinite. */
+/* Steps 1 to 3 for all tiles. Copies overlap with products: those of values with the products of
+ * their keys, those of the next tile's keys with the products of the values. careful: values may be
+ * infinite. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void forward_keys(const attend_item *item, int64_t query, bool careful,
                          matrix_buffer<DEPTH> *buffer, matrix_softmax<DEPTH> *softmax) {
@@ -141,7 +142,7 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, bool careful,
             load_numbers<DEPTH, TYPE, columns>(buffer->columns[0], item, &at.keys, at.first,
                                                buffer->is_key, buffer->scales);
         wait_copies<0>();
-        sync_block(); /* the previous values have been used */
+        sync_block(); /* all threads are done with the previous values */
         fetch_values<DEPTH, TYPE>(item, &at, buffer);
         matrix_dots<DEPTH, TYPE>(buffer, buffer->columns[0], c);
         if (numbers) {
@@ -162,7 +163,7 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, bool careful,
             update_matrix_softmax<DEPTH, SEES_PAST>(&at, query, unit, buffer, c, softmax);
         }
         wait_copies<0>();
-        sync_block(); /* the keys have been used */
+        sync_block(); /* all threads are done with the keys */
         const bool slow =
             careful && block_any(!finite_part<DEPTH, TYPE, columns>(buffer->columns[1]));
         TAKEN(matrix_forward_nonfinite, slow);
@@ -178,7 +179,7 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, bool careful,
     }
 }
 
-/* Whether there is a NaN among the block's outputs. */
+/* Whether any of the block's outputs is NaN. */
 template <int DEPTH> DEVICE bool any_nan(const matrix_softmax<DEPTH> *softmax) {
     bool any = false;
     UNROLL
@@ -189,7 +190,7 @@ template <int DEPTH> DEVICE bool any_nan(const matrix_softmax<DEPTH> *softmax) {
     return block_any(any);
 }
 
-/* O / l, m and the factor. */
+/* Writes O / l, m and the factor. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void write_matrix_outputs(const attend_item *item, int64_t h, int64_t query,
                                  const matrix_softmax<DEPTH> *softmax) {
@@ -203,7 +204,7 @@ DEVICE void write_matrix_outputs(const attend_item *item, int64_t h, int64_t que
         const float inverse = 1.0f / (row_sum * weight_unit<TYPE>(GROWTH));
         if (token >= item->tokens) continue;
         element_ref out = row_of(&p->out, item->b, item->columns[token], h);
-        out.type = TYPE; /* which it is, and the compiler then knows */
+        out.type = TYPE; /* it is TYPE already; this tells the compiler */
         UNROLL
         for (int k = 0; k < DEPTH / 4; k++) {
             const int64_t d = k / 2 * 8 + lane_column() + k % 2;

@@ -1,5 +1,5 @@
-/* matrix_keys.cuh - what matrix_sums.cuh and hopper_sums.cuh share: tiles of keys and of queries,
- * and what their products give to the sums of keys. */
+/* matrix_keys.cuh - shared by matrix_sums.cuh and hopper_sums.cuh: tiles of keys and of queries,
+ * and what their products add to the sums of keys. */
 #ifndef H2O_CUDA_MATRIX_KEYS_CUH
 #define H2O_CUDA_MATRIX_KEYS_CUH
 
@@ -7,8 +7,8 @@
 #include "sums.cuh"
 
 enum {
-    LANE_KEYS = 4, /* that a lane sums for, 8 rows apart */
-    PANEL = 64     /* elements of a row that the products of hopper_sums.cuh want in sequence */
+    LANE_KEYS = 4, /* keys for which a lane computes sums, 8 rows apart */
+    PANEL = 64     /* adjacent elements of a row that the products of hopper_sums.cuh need */
 };
 
 template <int DEPTH> struct sums_buffer {
@@ -16,12 +16,12 @@ template <int DEPTH> struct sums_buffer {
         COLUMNS = CUDA_MATRIX_COLUMNS(DEPTH),
         STAGES = CUDA_SUMS_STAGES(DEPTH),
         ROWS = CUDA_SUMS_ROWS(DEPTH),
-        SHARING = ATTEND_THREADS / ROWS, /* warps that have the same keys */
+        SHARING = ATTEND_THREADS / ROWS, /* number of warps with the same keys */
         TURN = COLUMNS / SHARING < 32 ? COLUMNS / SHARING : 32,
         BY_GROUPS = WARPGROUPS && DEPTH <= 128, /* see hopper_sums.cuh: ... */
-        WIDTH = BY_GROUPS ? PANEL : DEPTH       /* ... elements that a query has in sequence */
+        WIDTH = BY_GROUPS ? PANEL : DEPTH       /* ... adjacent elements of a query */
     };
-    uint16_t columns[STAGES][COLUMNS][DEPTH]; /* two of queries, keys in the last */
+    uint16_t columns[STAGES][COLUMNS][DEPTH]; /* two stages of queries; keys in the last ones */
     float row_max[2][COLUMNS];                /* of these queries; ... */
     float softmax[2][COLUMNS][2];             /* ... as an exponent of 2, and their factors */
     uint32_t is_key[ROWS];                    /* as in matrix_buffer, ... */
@@ -29,11 +29,11 @@ template <int DEPTH> struct sums_buffer {
     float sums[SHARING][ROWS];                /* over the columns of each of these warps */
 };
 
-/* A warp's keys, whose rows are in shared memory: 16 elements of 16 keys are a matrix a of mma. Of
- * rows of more than 128 elements registers have no room for all. */
+/* A warp's keys, whose rows are in shared memory. 16 elements of 16 keys are a matrix a of mma.
+ * Registers keep all of them only if rows have at most 128 elements. */
 template <int DEPTH> struct key_matrices {
     enum { KEPT = DEPTH <= 128 };
-    uint32_t present; /* bits of the warp's keys that are there */
+    uint32_t present; /* a bit for each of the warp's keys that exists */
     uint16_t (*rows)[DEPTH];
     uint32_t a[KEPT ? DEPTH / 16 : 1][2][4];
 };
@@ -46,13 +46,13 @@ template <int DEPTH> DEVICE int column_share() {
     return threadIdx.x / 32 % sums_buffer<DEPTH>::SHARING;
 }
 
-/* The sums of a tile of keys: from `first` on, over the queries from `begin` on. */
+/* The sums of a tile of keys, from `first` on, over the queries from `begin` on. */
 typedef struct {
     const attend_item *item;
     const sums_share *share;
     bool stored;
     int first, begin;
-    bool plain; /* products are logits in a unit (dots_to_exponents), and scores are sums */
+    bool plain; /* products are logits up to a unit (dots_to_exponents), and scores are sums */
 } sums_of_keys;
 
 DEVICE sums_of_keys open_sums(const attend_item *item, const sums_share *share, bool stored,
@@ -65,12 +65,12 @@ DEVICE sums_of_keys open_sums(const attend_item *item, const sums_share *share, 
     return sums_of_keys{item, share, stored, (int)first, begin, plain};
 }
 
-/* Where a thread finds what it copies of the first tile of queries of the first head, and how many
- * bytes further it is in the next tile, or head. */
+/* Addresses of what a thread copies of the first head's first tile of queries, and the distances in
+ * bytes to the next tile and to the next head. */
 typedef struct {
     const char *run, *row_max, *factor;
     int32_t tile, head;
-    bool plain; /* runs can be copied, and tokens are columns */
+    bool plain; /* runs can be copied, and token indices are columns */
 } query_source;
 
 template <int DEPTH> DEVICE query_source open_queries(const sums_of_keys *of) {
@@ -93,7 +93,7 @@ template <int DEPTH> DEVICE query_source open_queries(const sums_of_keys *of) {
     return source;
 }
 
-/* Starts the copy of a tile of queries with their row max and factors. */
+/* Starts the copy of a tile of queries with their row maxima and factors. */
 template <int DEPTH>
 DEVICE void fetch_queries(const sums_of_keys *of, const query_source *source,
                           const query_tile *tile, int stage, sums_buffer<DEPTH> *buffer) {
@@ -127,13 +127,13 @@ DEVICE void fetch_queries(const sums_of_keys *of, const query_source *source,
             copy_async<4>(row_max, source->row_max + past);
             copy_async<4>(&buffer->softmax[stage][threadIdx.x][1], source->factor + past);
         } else {
-            *row_max = 0.0f; /* which is not far */
+            *row_max = 0.0f; /* any value that is not far */
         }
     }
     close_copies();
 }
 
-/* Waits for a tile of queries, and for all threads. Returns whether a row max is so large that its
+/* Waits for a tile of queries and for all threads. Returns whether a row max is so large that its
  * exponent would be too coarse. */
 template <int DEPTH>
 DEVICE bool await_queries(const attend_item *item, int stage, sums_buffer<DEPTH> *buffer) {
@@ -148,12 +148,12 @@ DEVICE bool await_queries(const attend_item *item, int stage, sums_buffer<DEPTH>
     return block_any(far);
 }
 
-/* Loads a tile of keys. Those that registers keep were in the place of the second stage. */
+/* Loads a tile of keys; those that registers keep go through the memory of the second stage. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void load_keys(const attend_item *item, bool stored, int64_t first,
                       sums_buffer<DEPTH> *buffer, key_matrices<DEPTH> *keys) {
     const int rows = sums_buffer<DEPTH>::ROWS;
-    const int stages = rows / sums_buffer<DEPTH>::COLUMNS; /* as large as a tile of keys */
+    const int stages = rows / sums_buffer<DEPTH>::COLUMNS; /* that a tile of keys takes */
     const row_source source = key_source(item, stored);
     keys->rows = (uint16_t (*)[DEPTH])buffer->columns[sums_buffer<DEPTH>::STAGES - stages];
     if (h2o_row_is_quantized(source.type)) {
@@ -179,8 +179,8 @@ template <int DEPTH> DEVICE uint32_t present_keys(const uint32_t *is_key) {
     return warp_ballot(is_key[first_key<DEPTH>() + threadIdx.x % 32] != 0);
 }
 
-/* Columns `at` on of a tile of queries, by keys of the warp: 8 * KEYS from its `key` on, of which a
- * lane has KEYS. Of the `count` queries of the tile new keys are so far `ahead`. */
+/* Columns of a tile of queries from `at` on, and 8 * KEYS of the warp's keys from `key` on, KEYS
+ * for each lane. The tile has `count` queries; new keys are `ahead` columns ahead of them. */
 template <int KEYS, int WIDTH> struct key_turn {
     enum { FRAGMENTS = KEYS * WIDTH / 16 };
     int key, at, stage, count, ahead;
@@ -195,13 +195,13 @@ DEVICE key_turn<KEYS, WIDTH> open_turn(const sums_of_keys *of, const query_tile 
     return {0, 0, stage, count, ahead, of->stored, of->plain, false};
 }
 
-/* The highest 8 * KEYS bits: which of the keys are there. */
+/* The highest 8 * KEYS bits: which of the keys exist. */
 template <int DEPTH, int KEYS, int WIDTH>
 DEVICE uint32_t present_in(const key_turn<KEYS, WIDTH> *turn, const key_matrices<DEPTH> *keys) {
     return keys->present >> turn->key << (32 - 8 * KEYS);
 }
 
-/* Whether no query sees a key. */
+/* Whether no query sees any of the keys. */
 template <int DEPTH, int KEYS, int WIDTH>
 DEVICE bool is_unseen(const key_turn<KEYS, WIDTH> *turn, const key_matrices<DEPTH> *keys) {
     const bool later = first_key<DEPTH>() + turn->key + turn->ahead >= turn->at + WIDTH;
@@ -220,8 +220,8 @@ DEVICE bool is_unmasked(const key_turn<KEYS, WIDTH> *turn, const key_matrices<DE
     return unmasked;
 }
 
-/* Adds what a turn gives to a lane's keys. c has its logits in a unit (dots_to_exponents).
- * LARGEST: maxima instead of sums. */
+/* Adds the exponentials of a turn to the sums of a lane's keys. c has the logits in a unit
+ * (dots_to_exponents). LARGEST: maxima instead of sums. */
 template <bool LARGEST, int DEPTH, int KEYS, int WIDTH>
 DEVICE void add_exponentials(const key_turn<KEYS, WIDTH> *turn, const sums_buffer<DEPTH> *buffer,
                              const float (*c)[4], float unit, float *sum) {
@@ -242,7 +242,7 @@ DEVICE void add_exponentials(const key_turn<KEYS, WIDTH> *turn, const sums_buffe
     }
 }
 
-/* The same where every query sees every key, and no row max is far. */
+/* The same if every query sees every key and no row max is far. */
 template <bool LARGEST, int DEPTH, int KEYS, int WIDTH>
 DEVICE void add_all_exponentials(const key_turn<KEYS, WIDTH> *turn,
                                  const sums_buffer<DEPTH> *buffer, const float (*c)[4], float unit,
@@ -262,7 +262,7 @@ DEVICE void add_all_exponentials(const key_turn<KEYS, WIDTH> *turn,
     }
 }
 
-/* The same of a turn of whose columns c has the products with keys. */
+/* The same, given a turn's products with keys in c. */
 template <int DEPTH, int KEYS, int WIDTH>
 DEVICE void add_turn(const key_turn<KEYS, WIDTH> *turn, const attend_item *item,
                      const key_matrices<DEPTH> *keys, const sums_buffer<DEPTH> *buffer,

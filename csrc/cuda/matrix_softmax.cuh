@@ -1,18 +1,19 @@
 /* matrix_softmax.cuh - step 2 of matrix_forward.cuh: the running softmax of a tile of logits.
  *
- * m, and with it O, stays as it is until a logit is above it by more than GROWTH, as few tiles but
- * the first have one: P is then up to 2^GROWTH, which 16 bits hold (as in FlashAttention-4, where GROWTH is 8). */
+ * m, and with it O, stays as it is until a logit exceeds it by more than GROWTH, which rarely
+ * happens after the first tile. P is then at most 2^GROWTH, which fits into 16 bits (as in
+ * FlashAttention-4, where GROWTH is 8). */
 #ifndef H2O_CUDA_MATRIX_SOFTMAX_CUH
 #define H2O_CUDA_MATRIX_SOFTMAX_CUH
 
 #include "matrix_tiles.cuh"
 
-/* A tile of keys: stored ones first, then new ones up to the last query's own. */
+/* A tile of keys: first stored keys, then new keys up to the last query's own. */
 typedef struct {
     bool stored;
     int32_t first;
-    int32_t end;  /* of the new keys, ... */
-    int32_t past; /* ... and of those that every query sees */
+    int32_t end;  /* of the new keys */
+    int32_t past; /* end of the new keys that every query sees */
     row_source keys, values;
 } key_tile;
 
@@ -21,23 +22,23 @@ DEVICE bool is_past(const key_tile *at, int columns) {
     return !at->stored && at->first + columns <= at->past;
 }
 
-/* An exponent of 2. */
+/* As an exponent of 2. */
 #define GROWTH 4
 
 /* A lane's part of the running softmax of two queries, 8 rows apart: m, its share of the row sum l,
- * accumulated P V. Logits and m are in a unit, see dots_to_exponents. */
+ * and of the accumulated P V. Logits and m are in a unit; see dots_to_exponents. */
 template <int DEPTH> struct matrix_softmax {
     float row_max[2], row_sum[2];
     float output[DEPTH / 8][4];
 };
 
-/* Since m is rounded in its unit, exponents of a row are those of S - m and so much. */
+/* m is rounded in its unit, so the exponents of a row exceed those of S - m by this much. */
 DEVICE float excess(float row_max, float unit) {
     const float less = subtrahend(row_max), exponent = less * unit;
     return fabsf(exponent) < FAR ? fmaf(less, unit, -exponent) : 0.0f;
 }
 
-/* m of the ith query and the rescaling, from the largest of the lane's logits. */
+/* Raises m of the i-th query and rescales, given the largest of the lane's logits. */
 template <int DEPTH>
 DEVICE void raise_row_max(int i, float largest, float unit, matrix_softmax<DEPTH> *softmax) {
     const float before = softmax->row_max[i];
@@ -45,7 +46,7 @@ DEVICE void raise_row_max(int i, float largest, float unit, matrix_softmax<DEPTH
     TAKEN(matrix_forward_not_raised, !grown);
     if (warp_all(!grown)) return;
     const float row_max = quad_max(largest);
-    const bool raised = (row_max - before) * unit > (float)GROWTH; /* whatever other rows do */
+    const bool raised = (row_max - before) * unit > (float)GROWTH; /* independent of other rows */
     const float exponent = fmaf(before - row_max, unit, excess(row_max, unit));
     const float rescale = raised ? fast_exp2(exponent - excess(before, unit)) : 1.0f;
     softmax->row_max[i] = raised ? row_max : before;
@@ -54,14 +55,14 @@ DEVICE void raise_row_max(int i, float largest, float unit, matrix_softmax<DEPTH
     for (int k = 0; k < DEPTH / 4; k++) softmax->output[k / 2][2 * i + k % 2] *= rescale;
 }
 
-/* Step 2: c from logits to exponentials, -1 where the key is masked. */
+/* Step 2: turns logits c into exponentials; -1 if the key is masked. */
 template <int DEPTH, tile_sight SIGHT>
 DEVICE void update_matrix_softmax(const key_tile *at, int64_t query, float unit,
                                   const matrix_buffer<DEPTH> *buffer,
                                   float c[matrix_buffer<DEPTH>::COLUMNS / 8][4],
                                   matrix_softmax<DEPTH> *softmax) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
-    const int ahead = at->first - (int)query; /* new keys, of the queries */
+    const int ahead = at->first - (int)query; /* by how much new keys are ahead of the queries */
     UNROLL
     for (int i = 0; i < 2; i++) {
         const int row = warp_row() + lane_row() + 8 * i;
@@ -96,10 +97,10 @@ DEVICE void update_matrix_softmax(const key_tile *at, int64_t query, float unit,
     }
 }
 
-/* As add_sink, for m in a unit. */
+/* Like add_sink, for m in a unit. */
 DEVICE void add_matrix_sink(float sink, float unit, float *row_max, float *row_sum) {
     if (sink == -INFINITY) return;
-    const bool empty = *row_max == -INFINITY; /* all weights are to be 0 */
+    const bool empty = *row_max == -INFINITY; /* then all weights must be 0 */
     if (empty) *row_max = 0.0f;
     *row_sum += empty ? 1.0f : fast_exp2(fmaf(sink, LOG2_E, -*row_max * unit));
 }

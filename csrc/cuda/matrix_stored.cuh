@@ -1,10 +1,10 @@
-/* matrix_stored.cuh - quantized rows of slots into the tiles of matrix_tiles.cuh, which says how. */
+/* matrix_stored.cuh - loads quantized rows of slots into the tiles of matrix_tiles.cuh. */
 #ifndef H2O_CUDA_MATRIX_STORED_CUH
 #define H2O_CUDA_MATRIX_STORED_CUH
 
 #include "matrix_tiles.cuh"
 
-/* What float16 cannot hold, by its largest number. A run is all NaN or has none. */
+/* Clips values that float16 cannot hold to its largest number. A run is all NaN or has none. */
 template <h2o_dtype TYPE> DEVICE void clip_run(float x[RUN]) {
     const float largest = 65504.0f;
     float most = 0.0f;
@@ -17,9 +17,9 @@ template <h2o_dtype TYPE> DEVICE void clip_run(float x[RUN]) {
     for (int i = 0; i < RUN; i++) x[i] = fminf(fmaxf(x[i], -largest), largest);
 }
 
-/* Loads the tile of quantized rows from slot `first` on, zeros where is_key says that there
- * is no key. load(row, d, D, x) reads elements d..d+RUN-1 of N rows at once: neighbors, so that
- * all lanes find the same alignment, as not every row of Q8 is aligned to words. */
+/* Loads a tile of quantized rows from slot `first` on, zeros where is_key is 0.
+ * load(row, d, D, x) reads elements d..d+RUN-1 of N adjacent rows at once, so that all lanes have
+ * the same alignment; not every Q8 row is aligned to words. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS, int N, typename LOAD>
 DEVICE void load_quantized(uint16_t (*tile)[DEPTH], const attend_item *item,
                            const row_source *source, int64_t first, const uint32_t *is_key,
@@ -51,7 +51,7 @@ DEVICE void load_quantized(uint16_t (*tile)[DEPTH], const attend_item *item,
     }
 }
 
-/* The numbers of keys of Q8, and their scales. */
+/* Loads the integers of Q8 keys, and their scales. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS>
 DEVICE void load_numbers(uint16_t (*tile)[DEPTH], const attend_item *item, const row_source *source,
                          int64_t first, const uint32_t *is_key, float *scales) {
@@ -67,7 +67,7 @@ DEVICE void load_numbers(uint16_t (*tile)[DEPTH], const attend_item *item, const
     }
 }
 
-/* Values of Q8 or Q4, rounded. */
+/* Loads Q8 or Q4 values, rounded. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS>
 DEVICE void load_rounded(uint16_t (*tile)[DEPTH], const attend_item *item, const row_source *source,
                          int64_t first, const uint32_t *is_key) {

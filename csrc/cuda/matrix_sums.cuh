@@ -1,16 +1,16 @@
-/* matrix_sums.cuh - sums.cuh with tensor cores: the attention that each key received.
+/* matrix_sums.cuh - sums.cuh with tensor cores: the attention that each key receives.
  *
  * A block has 128 keys, 32 of them in the registers of each warp, which computes their logits for a
- * tile of queries, some columns at a time. Where rows have more than 128 elements, a block has 64
- * keys, and two warps share their columns. Queries come in tiles through two stages of shared
- * memory: while one tile's logits and exponentials are computed, the next one is being copied. */
+ * tile of queries, some columns at a time. If rows have more than 128 elements, a block has 64
+ * keys, and two warps with the same keys divide the columns. Tiles of queries come through two
+ * stages of shared memory: while one tile is processed, the next one is being copied. */
 #ifndef H2O_CUDA_MATRIX_SUMS_CUH
 #define H2O_CUDA_MATRIX_SUMS_CUH
 
 #include "hopper_sums.cuh"
 
-/* The dot products of a warp's keys with a turn of columns: of 16 keys with all of them, then of the
- * other 16. */
+/* The dot products of a warp's keys with a turn of columns: first those of 16 keys with all
+ * columns, then those of the other 16 keys. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void key_dots(key_matrices<DEPTH> *keys, const uint16_t (*tile)[DEPTH],
                      float c[sums_buffer<DEPTH>::TURN / 4][4]) {
@@ -52,7 +52,7 @@ DEVICE void add_matrix_column_sums(key_turn<LANE_KEYS, sums_buffer<DEPTH>::TURN>
     }
 }
 
-/* Adds up the tiles of queries from one on, which is being fetched. */
+/* Adds up tiles of queries, beginning with `tile`, which is already being fetched. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void sum_by_warps(const sums_of_keys *of, const query_source *source, query_tile tile,
                          key_matrices<DEPTH> *keys, sums_buffer<DEPTH> *buffer,
@@ -62,13 +62,13 @@ DEVICE void sum_by_warps(const sums_of_keys *of, const query_source *source, que
         TAKEN(matrix_sums_second_tile_of_queries, tile.index > 0);
         TAKEN(matrix_sums_second_head, tile.h > tile.end - (int)of->item->p->dims.R);
         advance(&tile, of->share->parts);
-        turn.far = await_queries<DEPTH>(of->item, stage, buffer); /* the previous has been used */
+        turn.far = await_queries<DEPTH>(of->item, stage, buffer); /* all are done with the last */
         if (is_tile(&tile)) fetch_queries<DEPTH>(of, source, &tile, 1 - stage, buffer);
         add_matrix_column_sums<DEPTH, TYPE>(&turn, of->item, keys, buffer, sum);
     }
 }
 
-/* The column sums of a tile of keys, over the block's tiles of the queries that see them. */
+/* Computes the column sums of a tile of keys over the block's tiles of queries that see them. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void sum_over_queries(const sums_of_keys *of, sums_buffer<DEPTH> *buffer,
                              float sum[LANE_KEYS]) {
@@ -89,7 +89,7 @@ DEVICE void sum_over_queries(const sums_of_keys *of, sums_buffer<DEPTH> *buffer,
         sum_by_warps<DEPTH, TYPE>(of, &source, tile, &keys, buffer, sum);
 }
 
-/* Writes the column sums of a tile of keys, from the columns of all warps. */
+/* Writes the column sums of a tile of keys, combining the columns of all warps. */
 template <int DEPTH>
 DEVICE void write_column_sums(const attend_item *item, const sums_share *share, bool stored,
                               int64_t first, sums_buffer<DEPTH> *buffer,

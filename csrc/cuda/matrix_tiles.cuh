@@ -1,17 +1,17 @@
 /* matrix_tiles.cuh - attend with tensor cores: tiles of 16-bit elements in shared memory, and their
  * matrix products.
  *
- * A tile of logits has MATRIX_ROWS rows, which stay where they are, and COLUMNS columns, of which
- * one tile after the other is copied in asynchronously. Each of the four warps computes 16 rows of
- * it (matrix_sums.cuh: 32 rows of half the columns) by mma.m16n8k16: of each 16 x 8 product lane i
- * has in c[0..1] elements 2 (i % 4) and the next of row i / 4, in c[2..3] the same of row
+ * A tile of logits has MATRIX_ROWS rows, which stay in place, and COLUMNS columns, which are copied
+ * in asynchronously, one tile after another. Each of the four warps computes 16 rows of it
+ * (matrix_sums.cuh: 32 rows of half the columns) by mma.m16n8k16: of each 16 x 8 product lane i
+ * has, in c[0..1], elements 2 (i % 4) and the next of row i / 4, and in c[2..3] the same of row
  * i / 4 + 8. So four lanes share a row.
  *
- * Quantized rows of slots become such elements as they are loaded. Of keys these are the whole
- * numbers of Q8, which 16 bits hold exactly; their scale comes after the product, so that logits
- * and scores are as exact as those of floats. Values are rounded to the format of the queries, by
- * a share u of them at most (2^-9 in bfloat16, 2^-12 in float16), as those of new tokens were
- * before they came: an output is off by u sum p |v| for that, as much as for the rounding of p. */
+ * Quantized rows of slots are converted to 16 bits as they are loaded. Keys become the integers of
+ * Q8, which 16 bits hold exactly; their scale is applied after the product, so logits and scores
+ * are as exact as with floats. Values are rounded to the format of the queries, with a relative
+ * error u of at most 2^-9 in bfloat16 and 2^-12 in float16, as those of new tokens were. The error
+ * of an output is u sum p |v|, as much as the rounding of p causes. */
 #ifndef H2O_CUDA_MATRIX_TILES_CUH
 #define H2O_CUDA_MATRIX_TILES_CUH
 
@@ -19,11 +19,11 @@
 
 enum {
     NUMBERS_LOADED = 4, /* quantized keys that a thread loads before it uses the first, ... */
-    VALUES_LOADED = 2   /* ... and values; of more of both registers become scarce */
+    VALUES_LOADED = 2   /* ... and values; with more of either, registers run out */
 };
 
-/* What queries see of a tile of keys: all of them; new keys up to their own; stored keys, where
- * there is one. Queries past the last token may see what is no key: nothing is made of them. */
+/* Which keys of a tile queries see: all; new keys up to their own; stored keys that exist. Queries
+ * past the last token may see what is no key, since their results are not used. */
 typedef enum { SEES_ALL, SEES_PAST, SEES_STORED } tile_sight;
 
 template <int DEPTH> struct matrix_buffer {
@@ -34,8 +34,8 @@ template <int DEPTH> struct matrix_buffer {
     float scales[MATRIX_ROWS];           /* of quantized keys */
 };
 
-/* Where element d of a tile's row is. The runs of RUN elements are swizzled: their numbers are
- * XORed with the row's, so that of eight rows in sequence the same run lies in different banks. */
+/* Where element d of a tile's row is. The runs of RUN elements are swizzled: their indices are
+ * XORed with the row's, so that the same run of eight adjacent rows is in different banks. */
 template <typename ROW> DEVICE auto *tile_at(ROW *tile, int row, int d) {
     return &tile[row][d ^ row % 8 * RUN];
 }
@@ -44,7 +44,7 @@ DEVICE int lane_row() { return threadIdx.x % 32 / 4; }
 DEVICE int lane_column() { return threadIdx.x % 4 * 2; }
 DEVICE int warp_row() { return threadIdx.x / 32 * 16; }
 
-/* Over the four lanes that share a row. */
+/* The maximum over the four lanes that share a row. */
 DEVICE float quad_max(float x) {
     x = fmaxf(x, shfl_xor(x, 1));
     return fmaxf(x, shfl_xor(x, 2));
@@ -57,7 +57,7 @@ DEVICE float quad_sum(float x) {
 
 /* ---- Tiles --------------------------------------------------------------- */
 
-/* Elements d..d+RUN-1 of 16 bits at any stride and alignment, 0 from D on. */
+/* Loads 16-bit elements d..d+RUN-1 at any stride and alignment; 0 from D on. */
 DEVICE vec16 load_halves(element_ref row, int64_t d, int64_t D) {
     const char *const p = row.data + 2 * d * row.stride;
     vec16 x = {};
@@ -70,11 +70,11 @@ DEVICE vec16 load_halves(element_ref row, int64_t d, int64_t D) {
     return x;
 }
 
-/* Where rows are, looked up once: number i is at data + i * pitch. */
+/* Where rows are, looked up once: row i is at data + i * pitch. */
 typedef struct {
     const char *data;
     int64_t pitch;  /* bytes */
-    int32_t stride; /* of elements; 0: 1, and runs are at multiples of their size */
+    int32_t stride; /* of elements; 0: 1, and runs are aligned to their size */
     h2o_dtype type; /* of rows in slots */
 } row_source;
 
@@ -83,14 +83,14 @@ DEVICE row_source open_rows(const char *data, int64_t pitch, int64_t stride) {
     return row_source{data, pitch, aligned ? 0 : (int32_t)stride, H2O_NONE};
 }
 
-/* Of slots. */
+/* Rows of slots. */
 DEVICE row_source stored_source(const slot_rows *rows) {
     row_source source = open_rows(rows->data, rows->stride, 1);
     source.type = rows->type;
     return source;
 }
 
-/* Of a tensor [B,.,Q,D]. */
+/* Rows of a tensor [B,.,Q,D]. */
 DEVICE row_source token_source(const attend_item *item, const h2o_view *from, int64_t h) {
     const element_ref row = row_of(from, item->b, h, 0);
     return open_rows(row.data, 2 * from->stride[2], row.stride);
@@ -105,18 +105,18 @@ DEVICE row_source value_source(const attend_item *item, bool stored) {
                   : token_source(item, &item->p->values, item->g);
 }
 
-/* Loads the tile of slots, or of tokens, from `first` on, zeros where there is none, or where
- * is_key, if that is given, says that there is no key: aligned runs by copies that the caller
- * waits for, others at once. It has elements `begin` on of their rows. */
+/* Loads a tile of slots or of tokens from `first` on, elements `begin` on of their rows. Rows that
+ * do not exist, or whose is_key (if given) is 0, are zeros. Aligned runs are copied asynchronously,
+ * and the caller waits for them; others are loaded at once. */
 template <int DEPTH, int ROWS>
 DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH], const attend_item *item, const row_source *source,
                          bool stored, int64_t first, const uint32_t *is_key, int begin = 0) {
     const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs, each = ROWS / step;
     const int top = threadIdx.x / runs, d = threadIdx.x % runs * RUN;
-    /* Devices whose copies wait hold the rows of a turn in registers, and have few left. */
+    /* Without asynchronous copies, registers hold the rows of a turn, and few are left. */
     const int turn = CAPABILITY < 80 && DEPTH > 128 ? 1 : each;
     const int64_t D = item->p->dims.D - begin, count = stored ? item->slots : item->tokens;
-    /* without pads a token's index is its column, and `columns` need not be read */
+    /* without padding a token's index is its column, and `columns` need not be read */
     const bool listed = !stored && h2o_given(&item->p->mask);
     const int64_t stride = source->stride != 0 ? source->stride : 1;
     const char *const rows = source->data + 2 * begin * stride, *from = rows + 2 * d;
@@ -167,9 +167,9 @@ template <h2o_dtype TYPE> DEVICE uint32_t pack(float low, float high) {
     return pack_f16(low, high);
 }
 
-/* What weights of at most 2^most are multiplied by before they are rounded, and sums of their
- * products with values divided by in the end. float16 has all of its digits from 2^-14 on only, and
- * none below 2^-24: keys beside a sink have weights below that. */
+/* The factor by which weights of at most 2^most are multiplied before they are rounded, and by
+ * which sums of their products with values are divided at the end. float16 has full precision only
+ * from 2^-14 on and is 0 below 2^-24; keys next to a sink have smaller weights. */
 template <h2o_dtype TYPE> DEVICE float weight_unit(int most) {
     return TYPE == H2O_F16 ? (float)(1 << (15 - most)) : 1.0f;
 }
@@ -180,8 +180,8 @@ template <h2o_dtype TYPE> DEVICE uint32_t pack_weights(float low, float high, in
 
 /* ---- Elements of a tile -------------------------------------------------- */
 
-/* Whether this thread's share of a tile's elements is finite. Where an exponent is all ones, one
- * more in its last place carries into the sign, which is left out before. */
+/* Whether this thread's share of a tile's elements is finite. If an exponent is all ones, adding
+ * one to its last place carries into the sign bit, which is cleared before. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS>
 DEVICE bool finite_part(const uint16_t (*tile)[DEPTH]) {
     const uint32_t exponents = TYPE == H2O_BF16 ? 0x7f807f80 : 0x7c007c00;
@@ -206,9 +206,9 @@ DEVICE void multiply(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     multiply_f16(c, a, b);
 }
 
-/* How load_matrices finds what tile_at(tile, first + row, d + shift) is, where first is a multiple
- * of 8 and d one of 16, both known when compiled: rows begin at multiples of 128 bytes, so that of
- * the lane's address only the bits of a run change, and the rest is a number in the instruction. */
+/* How load_matrices finds tile_at(tile, first + row, d + shift), if first is a multiple of 8 and d
+ * one of 16, both constants. Rows begin at multiples of 128 bytes, so only the bits of a run change
+ * in the lane's address; the rest is a constant in the instruction. */
 DEVICE uint32_t flip_of(int row, int shift, int d) {
     return 2 * (uint32_t)(row % 8 * RUN ^ shift ^ d % 64);
 }
@@ -216,21 +216,21 @@ template <int DEPTH> DEVICE uint32_t past_of(int first, int d) {
     return 2 * (uint32_t)(first * DEPTH + d / 64 * 64);
 }
 
-/* Elements d..d+15 of 16 columns, as two matrices b of mma. */
+/* Loads elements d..d+15 of 16 columns, as two matrices b of mma. */
 template <int DEPTH>
 DEVICE void load_columns(uint32_t b[4], const uint16_t (*tile)[DEPTH], int first, int d) {
     const int lane = threadIdx.x % 32, row = lane % 8 + lane / 16 * 8, shift = lane / 8 % 2 * 8;
     load_matrices(b, tile[row], flip_of(row, shift, d), past_of<DEPTH>(first, d));
 }
 
-/* The same of 16 rows, as a matrix a. */
+/* The same for 16 rows, as a matrix a. */
 template <int DEPTH>
 DEVICE void load_rows(uint32_t a[4], const uint16_t (*tile)[DEPTH], int first, int d) {
     const int lane = threadIdx.x % 32, row = lane % 16, shift = lane / 16 * 8;
     load_matrices(a, tile[row], flip_of(row, shift, d), past_of<DEPTH>(first, d));
 }
 
-/* The same elements of 16 rows as two matrices b. */
+/* The same elements of 16 rows, as two matrices b. */
 template <int DEPTH>
 DEVICE void load_values(uint32_t b[4], const uint16_t (*tile)[DEPTH], int first, int d) {
     const int lane = threadIdx.x % 32, row = lane % 16, shift = lane / 16 * 8;
@@ -263,14 +263,14 @@ DEVICE void matrix_dots(const matrix_buffer<DEPTH> *buffer, const uint16_t (*til
     add_matrix_dots<DEPTH, TYPE>(buffer, tile, c);
 }
 
-/* Products with the numbers of quantized keys to those with the keys; of element i of c the key's
- * scale is scale(i). */
+/* Turns products with the integers of quantized keys into those with the keys. scale(i) is the
+ * scale of the key of element i of c. */
 template <int TILES, typename SCALE> DEVICE void scale_dots(float c[TILES][4], SCALE scale) {
     UNROLL
     for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] *= scale(i);
 }
 
-/* Products with keys to logits. */
+/* Turns products with keys into logits. */
 template <int TILES> DEVICE void dots_to_logits(float c[TILES][4], float scale, float softcap) {
     UNROLL
     for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] *= scale;
@@ -279,13 +279,13 @@ template <int TILES> DEVICE void dots_to_logits(float c[TILES][4], float scale, 
     const float inverse = inverse_cap(softcap);
     UNROLL
     for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] = capped_small(c[i / 4][i % 4], inverse);
-    sync_warp(); /* keeps the compiler from taking both steps at once */
+    sync_warp(); /* keeps the compiler from merging the two steps */
     UNROLL
     for (int i = 0; i < TILES * 4; i++)
         c[i / 4][i % 4] = capped_large(c[i / 4][i % 4], softcap, inverse);
 }
 
-/* Where there is no cap, logits stay products: what one of these is as a logit, ... */
+/* Without a cap, logits are kept as products. The value of 1 as a logit, ... */
 DEVICE float logit_unit(float scale, float softcap) {
     return softcap > 0.0f || !(scale > 0.0f) ? 1.0f : scale;
 }

@@ -1,8 +1,9 @@
-/* move_rows.cuh - moves keys, or values, of a head into its slots, as evict has listed them.
+/* move_rows.cuh - moves keys or values of a head into its slots, as listed by evict.
  *
- * Rows of bytes are copied by the widest words that every address of the call allows, found once;
- * as many threads as a row has words copy it, and each has COPY_LOADS rows on their way before
- * it writes the first. Rows that have to be quantized or gathered are stored by a warp each.
+ * Rows are copied by the widest words that every address of the call allows, which is found out
+ * once. A row is copied by as many threads as it has words, and each thread loads words of
+ * COPY_LOADS rows before it writes the first. Rows that must be quantized or gathered are stored by
+ * one warp each.
  *
  * No slot is both read and written by a list of moves, so neither their order nor the number of
  * blocks that share them matters. */
@@ -13,12 +14,12 @@
 
 enum { COPY_LOADS = 4 };
 
-/* Move m takes candidate sources[m] (a slot, or slots + the column of a new token) to slot
+/* Move m copies candidate sources[m] (a slot, or slots + the column of a new token) to slot
  * destinations[m]. */
 typedef struct {
     slot_rows rows;
     element_ref first; /* the first new row, ... */
-    int64_t pitch;     /* ... and bytes from one to the next */
+    int64_t pitch;     /* ... and bytes from one new row to the next */
     int64_t slots, D, count;
     const int32_t *sources, *destinations;
 } row_moves;
@@ -33,12 +34,12 @@ DEVICE const char *source_of(const row_moves *moves, int64_t i) {
                             : moves->first.data + (i - moves->slots) * moves->pitch;
 }
 
-/* Whether a new row has the bytes that its slot will have. */
+/* Whether new rows have the same bytes in their slots. */
 DEVICE bool is_copied(const row_moves *moves) {
     return moves->rows.type == moves->first.type && moves->first.stride == 1;
 }
 
-/* Calls use(word) with a word as wide as all addresses and strides allow, whose bits `bits` has. */
+/* Calls use(word) with the widest word that all addresses and strides, ORed into `bits`, allow. */
 template <typename USE> DEVICE void by_words(uint64_t bits, USE use) {
     if (bits % 16 == 0) {
         use(vec16{});
@@ -67,7 +68,7 @@ DEVICE void copy_row(char *to, const char *from, int64_t bytes) {
     });
 }
 
-/* Threads that copy a row of so many words: a power of two. */
+/* Number of threads that copy a row of `words` words: a power of two. */
 DEVICE int copiers(int64_t words) {
     int threads = 32;
     while (threads / 2 >= words && threads > 1) threads /= 2;
@@ -114,7 +115,7 @@ template <typename WORD> DEVICE void copy_moves(const row_moves *moves, block_sh
     }
 }
 
-/* By a warp for each row. MANY: registers are there for all of one. */
+/* Moves each row by one warp. MANY: there are enough registers for a whole row. */
 template <bool MANY> DEVICE void store_moves(const row_moves *moves, block_share share) {
     const int64_t warps = blockDim.x / 32;
     NO_UNROLL
@@ -135,7 +136,7 @@ template <bool MANY> DEVICE void store_moves(const row_moves *moves, block_share
     }
 }
 
-/* A block's share of the moves. */
+/* Makes a block's share of the moves. */
 template <bool MANY> DEVICE void move_rows(const row_moves *moves, block_share share) {
     TAKEN(moves_by_block, share.index > 0);
     TAKEN(moves_converted, !is_copied(moves));

@@ -1,9 +1,9 @@
-/* plan.c - which kernels an operation launches: see plan.h. */
+/* plan.c - chooses the kernels that an operation launches: see plan.h. */
 #include "plan.h"
 
 #include "../policy.h"
 
-enum { KINDS = 3, SIZES = 3 }; /* any floats, float16, bfloat16; head dimensions */
+enum { KINDS = 3, SIZES = 3 }; /* any floats, float16, bfloat16; sizes of head dimensions */
 enum {
     PREPARE,
     EVICT,
@@ -23,8 +23,8 @@ enum {
     STEP_BYTES = STEP_MATRICES + (KINDS - 1) * SIZES
 };
 
-/* The instances of a kernel: for each kind of numbers, for each head dimension, and for each kind
- * (without floats: HALF_SIZES) each head dimension. */
+/* The instances of a kernel: for each kind of numbers; for each size of head dimensions; and for
+ * each kind (HALF_SIZES: without floats) each size. */
 #define EACH_KIND(name) name, name "_f16", name "_bf16"
 #define EACH_SIZE(name) name "_64", name "_128", name "_256"
 #define HALF_SIZES(name) EACH_SIZE(name "_f16"), EACH_SIZE(name "_bf16")
@@ -54,17 +54,17 @@ static void add_launch(cuda_plan *plan, int kernel, const void *params, size_t s
         (cuda_launch){kernel, params, size, {(unsigned)x, (unsigned)y, (unsigned)z}, block, shared};
 }
 
-/* The index of the smallest depth of kernels that has room for a head dimension, and that depth. */
+/* The index of the smallest kernel depth that has room for a head dimension, and that depth. */
 static int size_of(int64_t D) { return D <= 64 ? 0 : D <= 128 ? 1 : 2; }
 static int depth_of(int64_t D) { return 64 << size_of(D); }
 
-/* Of KINDS, for numbers of a dtype. */
+/* The index of KINDS for numbers of a dtype. */
 static int kind_of(h2o_dtype type, bool matrices) {
     return !matrices ? 0 : type == H2O_F16 ? 1 : 2;
 }
 
-/* forward, or what stands for it where the log sums are known, and sums, after a kernel has prepared
- * the rows. */
+/* Adds forward (or known, if the log sums are known) and sums; a prepare kernel must come
+ * before. */
 static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
     const h2o_dims *const d = &params->dims;
     const bool matrices = cuda_fits_matrices(params);
@@ -113,7 +113,7 @@ static void plan_evict(const h2o_evict_params *params, cuda_plan *plan) {
                MOVE_THREADS, 0);
 }
 
-/* Whether all rows [D] of a tensor begin at multiples of so many bytes, and lie near each other. */
+/* Whether all rows [D] of a tensor are aligned to this many bytes, and are not too far apart. */
 static bool has_aligned_rows(const h2o_view *rows, unsigned bytes) {
     uint64_t bits = (uintptr_t)rows->data;
     for (int i = 0; i < rows->ndim - 1; i++)
@@ -122,7 +122,7 @@ static bool has_aligned_rows(const h2o_view *rows, unsigned bytes) {
            rows->stride[rows->ndim - 2] < INT32_MAX / (STEP_ROWS * 4);
 }
 
-/* Whether a step is for the tensor cores: rows as step_rows.cuh reads them. */
+/* Whether a step can use tensor cores: its rows must be as step_rows.cuh reads them. */
 static bool is_step_of_matrices(const h2o_step_params *p) {
     const h2o_dtype type = p->query.dtype;
     const h2o_view *const keys = &p->slots.keys, *const values = &p->slots.values;
@@ -144,7 +144,7 @@ static void plan_step(const h2o_step_params *params, cuda_plan *plan) {
     const bool matrices = is_step_of_matrices(params);
     const h2o_dtype type = params->query.dtype;
     const bool floats = h2o_stored_type(&params->slots.keys, d->D) == type;
-    const int kind = kind_of(type, true) - 1; /* among those of matrices */
+    const int kind = kind_of(type, true) - 1; /* among the kinds of matrices */
     const int first = (floats ? STEP_MATRICES : STEP_BYTES) + kind * SIZES;
     *plan = (cuda_plan){.workspace = at.bytes, .counted = at.counted, .depth = CUDA_WIDE};
     const int64_t blocks = matrices ? cuda_step_blocks(at.parts, d->B * d->G, !floats) : at.parts;
@@ -152,7 +152,7 @@ static void plan_step(const h2o_step_params *params, cuda_plan *plan) {
                d->B, STEP_THREADS, cuda_step_shared(matrices ? depth_of(d->D) : 0, !floats));
 }
 
-/* The tokens after the dense part, a window after the other. At least one token is in that part. */
+/* Adds the windows over the tokens after the dense part, which has at least one token. */
 static void add_windows(cuda_plan *plan, const h2o_simulate_params *params) {
     const h2o_dims *const d = &params->dims;
     const bool matrices = cuda_fits_matrices(&plan->dense) && !h2o_given(&params->stored_keys);

@@ -1,7 +1,7 @@
-/* select.cuh - algorithms of a block over lists: stream compaction that keeps the order, the
- * nth highest of n integers by radix select, and sums of doubles in a fixed order.
+/* select.cuh - algorithms on lists, run by a block: order-preserving stream compaction, the nth
+ * highest of n integers by radix select, and sums of doubles in a fixed order.
  *
- * All threads of a block call these together, with a select_buffer in shared memory. */
+ * All threads of a block call these functions together, with a select_buffer in shared memory. */
 #ifndef H2O_CUDA_SELECT_CUH
 #define H2O_CUDA_SELECT_CUH
 
@@ -9,18 +9,18 @@
 
 enum { SELECT_BINS = 256, SELECT_LOADS = 8 /* integers that a thread reads at a time */ };
 
-/* Shared memory for one of these at a time. */
+/* Shared memory for one of these functions at a time. */
 typedef struct {
     uint32_t bins[SELECT_BINS]; /* of a digit */
-    int32_t warps[32];          /* picked in each warp */
+    int32_t warps[32];          /* number picked in each warp */
     double sums[EVICT_THREADS];
     uint32_t known; /* the digits found so far */
-    int32_t nth;    /* counted among those with these digits */
+    int32_t nth;    /* counted among the integers with these digits */
 } select_buffer;
 
-/* Calls use(i, read(i)) for each i < n of this thread, in order. Of many, SELECT_LOADS are read
- * before the first is used: `read` loads, without branches, and leaves the rest to `use`. In the
- * place of those past the end its first is read again, which no other thread writes. */
+/* Calls use(i, read(i)) for each i < n of this thread, in order. If there are many, SELECT_LOADS
+ * are read before the first is used: `read` must only load, without branches, and leave the rest to
+ * `use`. Past the end it reads the thread's first i again, which no other thread writes. */
 template <typename READ, typename USE> DEVICE void each_read(int64_t n, READ read, USE use) {
     const int64_t stride = blockDim.x;
     int64_t first = threadIdx.x;
@@ -43,8 +43,8 @@ template <typename READ, typename USE> DEVICE void each_read(int64_t n, READ rea
 }
 
 /* Calls emit(i, index) for each i < n with picks(read(i)), where index counts them in order from
- * `first` on; returns first + their number. A warp has SELECT_LOADS runs of 32 at a time; nothing
- * that emit writes is read. */
+ * `first` on. Returns first + their number. A warp has SELECT_LOADS runs of 32 at a time; emit must
+ * not write anything that is read. */
 template <typename READ, typename PICKS, typename EMIT>
 DEVICE int64_t compact(int64_t n, int64_t first, select_buffer *buffer, READ read, PICKS picks,
                        EMIT emit) {
@@ -84,8 +84,8 @@ DEVICE int64_t compact(int64_t n, int64_t first, select_buffer *buffer, READ rea
     return first;
 }
 
-/* Calls emit(q, index) for each column q of row b that is a token, where index counts these; returns
- * their number. */
+/* Calls emit(q, index) for each column q of row b that is a token, where index counts the tokens.
+ * Returns their number. */
 template <typename EMIT>
 DEVICE int64_t each_token(const h2o_view *mask, int64_t b, int64_t Q, select_buffer *buffer,
                           EMIT emit) {
@@ -100,9 +100,9 @@ DEVICE int64_t each_token(const h2o_view *mask, int64_t b, int64_t Q, select_buf
     return Q;
 }
 
-/* The next digit of the nth highest, where bins[] counts digits, and which of those with it that
- * is; by a warp. Lane 0 has the 8 highest bins, lane 1 the next, and so on: shuffles sum up those
- * of the lanes before, and the lane whose bins reach n looks at each. */
+/* Finds the next digit of the nth highest, given bins[] that count digits, and its rank among those
+ * with this digit; called by one warp. Lane 0 has the 8 highest bins, lane 1 the next 8, and so on:
+ * shuffles sum up those of earlier lanes, and the lane whose bins reach n looks at each of them. */
 DEVICE void find_digit(select_buffer *buffer, int shift) {
     enum { BINS = SELECT_BINS / 32 };
     const int lane = threadIdx.x % 32, highest = SELECT_BINS - 1 - BINS * lane;
@@ -121,7 +121,7 @@ DEVICE void find_digit(select_buffer *buffer, int shift) {
         all += others;
     }
     const uint32_t reached = warp_ballot(n <= before + lane_sum);
-    sync_warp(); /* all lanes have read what changes below */
+    sync_warp(); /* all lanes have read what is changed below */
     const int first = reached ? popcount((reached & (0u - reached)) - 1) : 31;
     if (lane != first) return;
     int digit = highest;
@@ -137,9 +137,9 @@ DEVICE void find_digit(select_buffer *buffer, int shift) {
     buffer->known |= (uint32_t)digit << shift;
 }
 
-/* The nth highest, counted from 1, of key(i, read(i)) for those i < n with picks(read(i)), of which
- * there are at least nth; *among is how many of those equal to it belong to the nth highest. Radix
- * select: each pass counts those that agree with the digits known so far by their next digit. */
+/* The nth highest, counted from 1, of key(i, read(i)) over all i < n with picks(read(i)), of which
+ * there must be at least nth. Of those that equal it, *among are within the nth highest. Radix
+ * select: each pass counts those that match the digits known so far by their next digit. */
 template <typename READ, typename PICKS, typename KEY>
 DEVICE uint32_t nth_highest(int64_t n, int64_t nth, int64_t *among, select_buffer *buffer,
                             READ read, PICKS picks, KEY key) {

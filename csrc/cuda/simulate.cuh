@@ -1,10 +1,10 @@
 /* simulate.cuh - a whole text of Q tokens through a cache that evicts after every token: outputs
  * [B,Q,H,D], final scores [B,G,Q], and when each key was evicted, evicted_at [B,G,Q].
  *
- *   1. Dense part: the prompt, and the tokens after it until the budget of some head is full,
- *      by the kernels of attend (attend.cuh) for all heads together.
- *   2. One block for each head prunes the prompt to the budget, as evict does it (evict.cuh).
- *   3. The rest goes by windows (window.cuh). */
+ *   1. Dense part: the prompt, and the tokens after it until the budget of some head is full, are
+ *      processed by the kernels of attend (attend.cuh) for all heads together.
+ *   2. One block for each head prunes the prompt to the budget, as evict does (evict.cuh).
+ *   3. The rest is processed in windows (window.cuh). */
 #ifndef H2O_CUDA_SIMULATE_CUH
 #define H2O_CUDA_SIMULATE_CUH
 
@@ -35,8 +35,8 @@ BOUNDED_KERNEL(h2o_cuda_simulate_rows, h2o_simulate_params, WINDOW_THREADS, 1) {
 }
 EXPORT_KERNEL(h2o_cuda_simulate_rows, h2o_simulate_params)
 
-/* Logits, grid: blocks that share the tiles of a head, G, B. Values, grid: tiles times parts of the
- * cells, G, B. */
+/* Grid of logits: blocks that share the tiles of a head, G, B. Grid of values: tiles times parts of
+ * the cells, G, B. */
 #define DEFINE_WINDOW(kind, buffer, logits, values)                                                \
     KERNEL(h2o_cuda_simulate_logits##kind, h2o_simulate_params) {                                  \
         DYN_SHARED(shared);                                                                        \

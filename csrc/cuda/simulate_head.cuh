@@ -1,13 +1,14 @@
-/* simulate_head.cuh - one key/value head of a simulated text: the tokens of its dense part, what it
- * keeps of them, and the outputs evicted_at and scores [B,G,Q]. */
+/* simulate_head.cuh - one key/value head of a simulated text: the tokens of its dense part, which
+ * of them it keeps, and the outputs evicted_at and scores [B,G,Q]. */
 #ifndef H2O_CUDA_SIMULATE_HEAD_CUH
 #define H2O_CUDA_SIMULATE_HEAD_CUH
 
 #include "evict.cuh"
 #include "kernels_simulate.h"
 
-/* Tokens of row b that the dense part covers: at least the prompt, and all before the first
- * eviction. In a quantized store only the prompt, since later tokens attend to quantized rows. */
+/* Number of tokens of row b in the dense part: at least the prompt, and all before the first
+ * eviction. With a quantized store it is only the prompt, since later tokens attend to quantized
+ * rows. */
 DEVICE int64_t dense_tokens(const h2o_simulate_params *p, int64_t b) {
     int64_t budget = h2o_given(&p->stored_keys) ? 0 : INT32_MAX;
     for (int64_t g = 0; g < p->dims.G; g++) {
@@ -29,7 +30,7 @@ typedef struct {
     int32_t *free_slot;
 } simulate_head;
 
-/* Its store has no rows: keys and values are read where the tensors have them. */
+/* The head's store has no rows: keys and values are read from the tensors. */
 DEVICE simulate_head open_head(const h2o_simulate_params *p, const simulate_layout *at,
                                char *workspace, int64_t b, int64_t g) {
     const attend_layout attend = cuda_attend_layout(&p->dims, 0);
@@ -62,14 +63,14 @@ DEVICE float *final_score(const simulate_head *h, int64_t column) {
     return (float *)h2o_at(&h->p->scores, h->b, h->g, column);
 }
 
-/* The key at position `evicted` is evicted after the token at another. */
+/* Records that a key is evicted after the token at position `after`. */
 DEVICE void record_eviction(const simulate_head *h, h2o_eviction evicted, int64_t after) {
     const int64_t column = h->columns[evicted.position];
     *final_score(h, column) = evicted.score;
     *evicted_at(h, column) = h->columns[after] + 1;
 }
 
-/* The scores of the keys that are kept to the end. */
+/* Writes the scores of the keys that are kept to the end. */
 DEVICE void record_kept(const simulate_head *h) {
     NO_UNROLL
     for (int64_t s = threadIdx.x; s < h->head.slots; s += blockDim.x) {
@@ -94,7 +95,7 @@ DEVICE void clear_head(const simulate_head *h) {
     sync_block();
 }
 
-/* Selects among the keys of the dense part; those that are not kept then were evicted. */
+/* Selects among the keys of the dense part. Keys that are not kept are evicted at its end. */
 DEVICE void prune_prompt(const simulate_head *h, const simulate_layout *at, char *workspace,
                          select_buffer *buffer) {
     const h2o_simulate_params *const p = h->p;
@@ -119,7 +120,7 @@ DEVICE void prune_prompt(const simulate_head *h, const simulate_layout *at, char
     item.buffer = buffer;
     lay_out_workspace(&item, &evict, workspace + at->evict, h->index);
     evict_head(&item);
-    const int32_t first_row = h->columns[h->dense - 1] + 1; /* without them */
+    const int32_t first_row = h->columns[h->dense - 1] + 1; /* the first that does not see them */
     TAKEN(simulate_after_dense, h->dense < h->tokens);
     NO_UNROLL
     for (int64_t i = threadIdx.x; i < h->dense; i += blockDim.x) {

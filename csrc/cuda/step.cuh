@@ -1,16 +1,17 @@
 /* step.cuh - one decode step in one launch: attention of one new token [B,H,1,D] over the slots of
- * its head, scores [B,G,S], and the eviction of one key where the budget is exceeded.
+ * its head, scores [B,G,S], and the eviction of one key if the budget is exceeded.
  *
  * The slots of a head are split among several blocks, as in Flash-Decoding (Dao et al., 2023):
  *
- *   1. every block: logits of a part, their row max, row sum of the exponentials relative to it,
- *      and products of these with the values (step_part.cuh, step_matrix.cuh); of several parts in
- *      sequence where there are many heads;
- *   2. the last block of a head to finish: factors exp(part's max - max) / row sum and outputs,
- *      always in the order of the parts, so that results do not depend on which block that is;
- *   3. scores = decay * scores + softmax weights of the R heads, or the largest of these; the
- *      lowest rank is evicted, its score goes to evicted_score [B,G];
- *   4. the last head of a row to finish advances seen_tokens [B], which all of them read at first.
+ *   1. Every block computes the logits of a part, their row max, the row sum of the exponentials
+ *      relative to it, and the products of these with the values (step_part.cuh, step_matrix.cuh).
+ *      If there are many heads, it does so for several parts in sequence.
+ *   2. The last block of a head to finish computes the factors exp(part's max - max) / row sum and
+ *      the outputs, always in the order of the parts, so that results do not depend on which block
+ *      that is.
+ *   3. scores = decay * scores + softmax weights of the R heads, or the largest of these. The key
+ *      with the lowest rank is evicted, and its score is added to evicted_score [B,G].
+ *   4. The last head of a row to finish advances seen_tokens [B], which all heads read at first.
  *
  * Finished blocks are counted in the workspace: see step_layout. */
 #ifndef H2O_CUDA_STEP_CUH
@@ -21,7 +22,8 @@
 
 /* ---- The kernel ---------------------------------------------------------- */
 
-/* Behind the shared memory of a step's parts: where blocks reduce, what they keep to the end. */
+/* Follows the shared memory of a step's parts: memory for reductions, and what a block keeps to the
+ * end. */
 typedef struct {
     char reduction[512];
     step_item item;
@@ -29,7 +31,7 @@ typedef struct {
 
 static_assert(sizeof(step_kept) <= STEP_KEPT, "a step's item fits");
 
-/* The outputs of a pad. */
+/* Sets the outputs of padding to 0. */
 DEVICE void clear_outputs(const h2o_step_params *p, int64_t b, int64_t g) {
     const int64_t R = p->dims.R, D = p->dims.D;
     NO_UNROLL
@@ -37,8 +39,8 @@ DEVICE void clear_outputs(const h2o_step_params *p, int64_t b, int64_t g) {
         set_element(row_of(&p->out, b, 0, g * R + i / D), i % D, 0.0f);
 }
 
-/* What one thread has found: the others need not look for it, and what only the end wants takes no
- * registers before. */
+/* The item that one thread has opened. Other threads need not open it again, and fields that only
+ * the end uses occupy no registers before. */
 DEVICE step_item item_of(const h2o_step_params *p, const step_kept *kept) {
     step_item item = kept->item;
     item.policy = &p->policy;
@@ -46,8 +48,7 @@ DEVICE step_item item_of(const h2o_step_params *p, const step_kept *kept) {
     return item;
 }
 
-/* attend(item, part, last) does what step 1 says of parts part..last-1. Grid: cuda_step_blocks, G,
- * B. */
+/* attend(item, part, last) must do step 1 for parts part..last-1. Grid: cuda_step_blocks, G, B. */
 template <typename ATTEND>
 DEVICE void step_block(const h2o_step_params *p, char *workspace, unsigned char *shared,
                        step_kept *kept, ATTEND attend) {
@@ -74,7 +75,7 @@ DEVICE step_kept *kept_in(unsigned char *shared, int depth, bool bytes) {
     return (step_kept *)(shared + cuda_step_shared(depth, bytes) - STEP_KEPT);
 }
 
-/* Any rows. */
+/* For any rows. */
 DEVICE void step_any(const h2o_step_params *p, char *workspace, unsigned char *shared, int depth,
                      bool bytes) {
     step_block(
@@ -88,7 +89,7 @@ BOUNDED_KERNEL(h2o_cuda_step, h2o_step_params, STEP_THREADS, 3) {
 }
 EXPORT_KERNEL(h2o_cuda_step, h2o_step_params)
 
-/* Those that tensor cores multiply; of bfloat16 there are none before 8.0. */
+/* For rows that tensor cores can multiply; before 8.0 they cannot multiply bfloat16. */
 template <int DEPTH, h2o_dtype TYPE, bool BYTES>
 DEVICE void step_matrices(const h2o_step_params *p, char *workspace, unsigned char *shared) {
     if constexpr (CAPABILITY < 80 && TYPE == H2O_BF16) {
@@ -115,8 +116,8 @@ DEFINE_STEP(bf16, H2O_BF16, 64, false, 3)
 DEFINE_STEP(bf16, H2O_BF16, 128, false, 3)
 DEFINE_STEP(bf16, H2O_BF16, 256, false, 2)
 
-/* Rows of bytes take fewer registers: one more block fits on a multiprocessor, to load while others
- * convert, where shared memory has room for four, as on all devices from 8.0 on. */
+/* Rows of bytes need fewer registers, so one more block fits on a multiprocessor and can load while
+ * others convert, if shared memory has room for four blocks, as on all devices from 8.0 on. */
 enum { STEP_BYTES_BLOCKS = CAPABILITY < 80 ? 3 : 4 };
 DEFINE_STEP(bytes_f16, H2O_F16, 64, true, STEP_BYTES_BLOCKS)
 DEFINE_STEP(bytes_f16, H2O_F16, 128, true, STEP_BYTES_BLOCKS)

@@ -1,5 +1,5 @@
-/* step_finish.cuh - the end of a decode step, by the last block of a head: from what each part of
- * the slots has left in the workspace to outputs and scores, and the eviction of a key. */
+/* step_finish.cuh - the end of a decode step, by the last block of a head: computes outputs and
+ * scores from what each part of the slots has left in the workspace, and evicts a key. */
 #ifndef H2O_CUDA_STEP_FINISH_CUH
 #define H2O_CUDA_STEP_FINISH_CUH
 
@@ -8,18 +8,18 @@
 
 /* ---- Combining the parts ------------------------------------------------- */
 
-/* What turns a head's logits into softmax weights: exp(logit - max) * inverse. */
+/* Turns a head's logits into softmax weights: exp(logit - max) * inverse. */
 typedef struct {
     float max, inverse;
 } softmax_row;
 
-/* In shared memory. */
+/* Pointers into shared memory. */
 typedef struct {
     softmax_row *rows; /* [R] */
-    float *factors;    /* [parts][R]: of a part's products with the values */
+    float *factors;    /* [parts][R]: for a part's products with the values */
 } step_softmax;
 
-/* By a warp for each head, two parts a lane. All threads have it after the next barrier. */
+/* One warp per head, two parts per lane. All threads can read the result after the next barrier. */
 DEVICE step_softmax combine_parts(const step_item *item, float *shared) {
     enum { EACH = STEP_PARTS / 32 };
     const step_softmax softmax = {(softmax_row *)shared, shared + 2 * item->R};
@@ -54,7 +54,7 @@ DEVICE step_softmax combine_parts(const step_item *item, float *shared) {
     return softmax;
 }
 
-/* x as element d of head r of the group. */
+/* Writes x as element d of head r of the group. */
 DEVICE void write_output(const step_item *item, int64_t r, int64_t d, float x) {
     element_ref row = item->out;
     row.data += r * item->out_stride;
@@ -62,7 +62,7 @@ DEVICE void write_output(const step_item *item, int64_t r, int64_t d, float x) {
 }
 
 /* out [R, D] = sum of the parts' products with the values, rescaled. A thread reads OUTPUTS
- * elements of STEP_PARTS_READ parts at a time; parts that hold no slots are left out. */
+ * elements of STEP_PARTS_READ parts at a time. Parts without slots are left out. */
 template <int OUTPUTS> DEVICE void step_outputs(const step_item *item, const float *factors) {
     const uint32_t R = (uint32_t)item->R, D = (uint32_t)item->D, size = R * D;
     const uint32_t parts = (uint32_t)cuda_ceil(item->slots, item->part_slots);
@@ -102,20 +102,20 @@ template <int OUTPUTS> DEVICE void step_outputs(const step_item *item, const flo
     }
 }
 
-/* The worst candidate of LANES neighboring lanes. */
+/* The worst candidate of LANES adjacent lanes. */
 template <int LANES> DEVICE h2o_candidate worst_of_lanes(h2o_candidate worst) {
     UNROLL
     for (int offset = LANES / 2; offset > 0; offset /= 2) {
         const h2o_candidate other = {shfl_xor(worst.key, offset), shfl_xor(worst.position, offset),
                                      shfl_xor(worst.index, offset)};
-        /* both lanes compare the two in the same order, so that ties end alike */
+        /* both lanes compare the two in the same order, so that they agree about ties */
         worst = threadIdx.x % (2 * offset) < (unsigned)offset ? h2o_policy_worse(worst, other)
                                                               : h2o_policy_worse(other, worst);
     }
     return worst;
 }
 
-/* The worst candidate of all threads of a block. warps: shared, one for each warp. */
+/* The worst candidate of all threads of a block. warps: shared memory, one entry per warp. */
 template <int THREADS>
 DEVICE h2o_candidate block_candidate(h2o_candidate worst, h2o_candidate *warps) {
     worst = worst_of_lanes<32>(worst);
@@ -126,13 +126,13 @@ DEVICE h2o_candidate block_candidate(h2o_candidate worst, h2o_candidate *warps) 
     return worst;
 }
 
-/* What a key receives from some heads and one more, whose weight is e * factor. */
+/* Adds to what a key has received from some heads one more head, whose weight is e * factor. */
 DEVICE float received_with(const h2o_policy *policy, float received, float e, float factor) {
     return h2o_scores_largest(policy) ? h2o_larger(received, e * factor)
                                       : fmaf(e, factor, received);
 }
 
-/* Softmax weights of some slots, from r of the group on, added to sum or the largest with it. */
+/* Adds to sum the softmax weights of slots, for heads from r of the group on; or takes maxima. */
 template <int LOADS>
 DEVICE void add_weights(const step_item *item, const softmax_row *rows, const int32_t slot[LOADS],
                         int64_t r, float sum[LOADS]) {
@@ -155,10 +155,10 @@ DEVICE void add_weights(const step_item *item, const softmax_row *rows, const in
     }
 }
 
-/* scores = decay * scores + weights of the R heads, or the largest of these; returns the candidate
- * with the lowest rank. A thread reads all there is to know of LOADS slots before it writes: its
- * first slot again in the place of those past the end. Empty slots are the last to be chosen.
- * add(slot, position, r, sum) adds the weights of STEP_HEADS heads from r of the group on. */
+/* scores = decay * scores + weights of the R heads, or the largest of these. Returns the candidate
+ * with the lowest rank; empty slots are chosen last. A thread reads everything about LOADS slots
+ * before it writes; past the end it reads its first slot again. add(slot, position, r, sum) must
+ * add the weights of STEP_HEADS heads from r of the group on. */
 template <int THREADS, int LOADS, typename ADD>
 DEVICE h2o_candidate step_scores(const step_item *item, const h2o_ranking *ranking,
                                  h2o_candidate *warps, ADD add) {
@@ -198,7 +198,7 @@ DEVICE h2o_candidate step_scores(const step_item *item, const h2o_ranking *ranki
 }
 
 /* Empties the slot if the head exceeds its budget, and makes it the free one. Returns the evicted
- * key, position -1 where none is. */
+ * key; position -1 if there is none. */
 DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking, int64_t slot) {
     const slot_store *const store = &item->store;
     const bool evicts = item->head.held >= ranking->budget;
@@ -206,7 +206,7 @@ DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking
     if (evicts) eviction = h2o_eviction{store->positions[slot], store->scores[slot]};
     TAKEN(step_evicts_none, !evicts);
     const int32_t rank = evicts && item->ranks ? item->ranks[slot] : 0;
-    sync_block(); /* all threads have read what changes below */
+    sync_block(); /* all threads have read what is changed below */
     NO_UNROLL
     for (int64_t s = threadIdx.x; evicts && item->ranks && s < item->slots; s += STEP_THREADS) {
         TAKEN(step_lowers_ranks, s != slot && item->ranks[s] > rank);
@@ -228,9 +228,9 @@ DEVICE h2o_ranking ranking_of(const step_item *item) {
     return h2o_policy_ranking(item->policy, item->head.heavy, item->head.recent, item->length + 1);
 }
 
-/* Steps 2 and 3 of step.cuh, when all parts are there. open() reads the item from shared memory:
- * once more for the end, so that what only that wants takes no registers before. reduction: shared
- * memory too. */
+/* Steps 2 and 3 of step.cuh, when all parts are done. open() reads the item from shared memory; it
+ * is called again for the end, so that fields that only the end uses occupy no registers before.
+ * reduction: shared memory too. */
 template <typename OPEN> DEVICE void step_finish(OPEN open, float *shared, char *reduction) {
     h2o_candidate worst;
     {

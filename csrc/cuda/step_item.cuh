@@ -1,14 +1,14 @@
 /* step_item.cuh - the work item of a decode step: one key/value head of one row and its new token.
  *
- * open_step collects its pointers and sizes from the call's parameters, with all that is read
- * from tensors clamped (counts.cuh); store_token writes the token's key and value [D] to the free
- * slot, as the store's dtype has them. */
+ * open_step collects its pointers and sizes from the call's parameters; everything that is read
+ * from tensors is clamped (counts.cuh). store_token writes the token's key and value [D] to the
+ * free slot, in the store's dtype. */
 #ifndef H2O_CUDA_STEP_ITEM_CUH
 #define H2O_CUDA_STEP_ITEM_CUH
 
 #include "team.cuh"
 
-/* One key/value head of one row at a step. */
+/* One key/value head of one row in a step. */
 typedef struct {
     const h2o_policy *policy;
     const h2o_rotary *rotary; /* NULL: keys are stored with their rotary embedding */
@@ -17,12 +17,12 @@ typedef struct {
     const h2o_view *sink_logits;
     int64_t first_head;                 /* of the group */
     element_ref query, key, value, out; /* query, out: of the group's first head, ... */
-    int64_t query_stride, out_stride;   /* ... and bytes from head to head */
+    int64_t query_stride, out_stride;   /* ... and bytes from one head to the next */
     int32_t *ranks;
     h2o_head head;
     slot_store store;
     int64_t length, slots;                       /* tokens before this one; slots in use with it */
-    int64_t parts, part_slots;                   /* of each but the last ones */
+    int64_t parts, part_slots;                   /* slots of each part but the last ones */
     float *logits, *row_max, *row_sum, *outputs; /* see step_layout; logits [R, head.slots] */
     double *evicted_score;
     int32_t *free_slot;
@@ -30,8 +30,8 @@ typedef struct {
 
 /* ---- Opening ------------------------------------------------------------- */
 
-/* What does not depend on the token, nor on where a head's keys are: of step's parameters, or of
- * simulate's. */
+/* Fills in what depends neither on the token nor on where a head's keys are. PARAMS: those of step
+ * or of simulate. */
 template <typename PARAMS> DEVICE step_item open_group(const PARAMS *p, int64_t g) {
     step_item item = {};
     item.policy = &p->policy;
@@ -80,19 +80,19 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
     return item;
 }
 
-/* The first slot of a part, and the one after its last. */
+/* The first slot of a part, which is the end of the part before it. */
 DEVICE int part_begin(const step_item *item, int64_t part) {
     const int begin = (int)part * (int)item->part_slots, slots = (int)item->slots;
     return begin < slots ? begin : slots;
 }
 
-/* Whether a part of the slots, begin..end-1, is that of the new token. */
+/* Whether the new token's slot is among begin..end-1. */
 DEVICE bool has_token(const step_item *item, int64_t begin, int64_t end) {
     return begin <= item->head.next_slot && item->head.next_slot < end;
 }
 
-/* Stores the new token in the free slot, with a score of 0; a warp for each part of it. Rows are of
- * at most DEPTH elements, which are loaded at once; 0: of any number. */
+/* Stores the new token in the free slot, with a score of 0, each part of it by one warp. DEPTH: a
+ * row has at most so many elements, which are loaded at once; 0: any number. */
 template <int DEPTH> DEVICE void store_token(const step_item *item) {
     const slot_store *const store = &item->store;
     const int64_t slot = item->head.next_slot;

@@ -1,11 +1,11 @@
 /* step_logits.cuh - logits of a decode step: q.k of R query heads with the slots of one part.
  *
- * STEP_HEADS queries at a time lie in shared memory as floats [STEP_HEADS, D]; each team of
+ * STEP_HEADS queries at a time are in shared memory as floats [STEP_HEADS, D]. Each team of
  * threads reads a slot's key once for all of them (STEP_LOADS slots at a time, to hide latency)
  * and writes the logits [R, slots] to the workspace.
  *
- * With cache-relative positions, keys are stored without their rotary embedding: query and keys
- * are rotated as they are read, by their rank among the keys held. */
+ * With cache-relative positions, keys are stored without their rotary embedding. Queries and keys
+ * are rotated as they are read, by their rank among the held keys. */
 #ifndef H2O_CUDA_STEP_LOGITS_CUH
 #define H2O_CUDA_STEP_LOGITS_CUH
 
@@ -14,8 +14,8 @@
 
 /* ---- Rotary embedding ---------------------------------------------------- */
 
-/* Elements d..d+RUN-1 of a row with the rotary embedding of a rank, where row(i) is element i of it
- * without. Elements i < F and F + i are a pair that rotates by angle i. */
+/* Loads elements d..d+RUN-1 of a row with the rotary embedding of a rank. row(i) is element i
+ * without it. Elements i < F and F + i are a pair that is rotated by angle i. */
 template <typename ROW>
 DEVICE void load_rotated(const ROW &row, const h2o_rotary *rotary, int64_t rank, int64_t d,
                          int64_t D, float x[RUN]) {
@@ -46,7 +46,7 @@ struct strided_elements {
 
 /* ---- Queries and logits -------------------------------------------------- */
 
-/* STEP_HEADS query heads from r of the group on as floats, 0 beyond the last. */
+/* Loads STEP_HEADS query heads from r of the group on as floats; 0 past the last head. */
 DEVICE void load_queries(const step_item *item, int64_t r, float *query) {
     const int64_t depth = cuda_depth(item->D), runs = depth / RUN;
     NO_UNROLL
@@ -66,8 +66,8 @@ DEVICE void load_queries(const step_item *item, int64_t r, float *query) {
     }
 }
 
-/* The logits of a slot for heads r.. of the group: thread i of a team writes that of head r + i. No
- * variable index into sum, which would put it into local memory. */
+/* Writes the logits of a slot for heads r.. of the group: thread i of a team writes that of head
+ * r + i. A variable index into sum would put it into local memory. */
 DEVICE void write_logit(const step_item *item, int64_t r, int64_t slot,
                         const float sum[STEP_HEADS]) {
     const int head = index_in_team();
@@ -80,9 +80,9 @@ DEVICE void write_logit(const step_item *item, int64_t r, int64_t slot,
     }
 }
 
-/* Logits of slots begin..end-1 for heads r.. of the group; a team computes N slots at a time by
- * dots(slots, sums). Since all threads of a warp take part, the last slot stands in for those past
- * the end. */
+/* Computes logits of slots begin..end-1 for heads r.. of the group; a team computes N slots at a
+ * time by dots(slots, sums). All threads of a warp must take part, so the last slot replaces those
+ * past the end. */
 template <int N, typename DOTS>
 DEVICE void logits_by(const step_item *item, int64_t r, int64_t begin, int64_t end, DOTS dots) {
     for (int64_t base = begin + team_of_thread(); base - team_of_thread() < end;
@@ -99,7 +99,7 @@ DEVICE void logits_by(const step_item *item, int64_t r, int64_t begin, int64_t e
     }
 }
 
-/* Logits of slots begin..end-1 for heads r.. of the group, whose queries are in shared memory. */
+/* Computes logits of slots begin..end-1 for heads r.. of the group. query: their queries. */
 DEVICE void part_logits(const step_item *item, int64_t r, int64_t begin, int64_t end,
                         const float *query) {
     const slot_rows *const keys = &item->store.keys;

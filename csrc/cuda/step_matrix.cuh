@@ -1,19 +1,20 @@
-/* step_matrix.cuh - step_part.cuh with tensor cores: a block's parts of a decode step where queries
- * and rows are of the same 16 bits, or the rows quantized. plan.c says which steps these are.
+/* step_matrix.cuh - step_part.cuh with tensor cores: a block's parts of a decode step if queries
+ * and rows have the same 16-bit format, or if the rows are quantized. plan.c decides for which
+ * steps.
  *
- * A warp has STEP_ROWS slots at a time, a tile, and STEP_COLUMNS query heads, of which each lane
+ * A warp processes a tile of STEP_ROWS slots at a time for STEP_COLUMNS query heads. Each lane
  * computes
  *
- *   1. S of head lane_row() with slots lane_column(), the next one, and those 8 further on: the
- *      product of matrices [heads, D] and [D, slots]. D may be taken in any order, so a lane's
+ *   1. S of head lane_row() with slot lane_column(), the next one, and those 8 further on: the
+ *      product of matrices [heads, D] and [D, slots]. The order of D does not matter, so a lane's
  *      elements of both are whole runs;
  *   2. running row max m, P = exp(S - m), row sum l, and the rescaling of O;
- *   3. O += P V as [D, slots] x [slots, heads]; P lies in the registers as step 1 has left it.
+ *   3. O += P V as [D, slots] x [slots, heads]; P stays in the registers where step 1 has left it.
  *
- * Floats come through shared memory ahead of their use (step_ring.cuh), quantized rows straight to
- * registers (step_numbers.cuh). After each part the warps' O, m and l are combined in order. As in a
- * prompt, products are exact and sums those of floats, but for P, which is rounded to 16 bits
- * (pack_weights). */
+ * Floats come through shared memory ahead of their use (step_ring.cuh); quantized rows go directly
+ * to registers (step_numbers.cuh). After each part the O, m and l of the warps are combined in
+ * order. As in a prompt, products are exact and sums are those of floats, except that P is rounded
+ * to 16 bits (pack_weights). */
 #ifndef H2O_CUDA_STEP_MATRIX_CUH
 #define H2O_CUDA_STEP_MATRIX_CUH
 
@@ -21,18 +22,18 @@
 #include "step_numbers.cuh"
 #include "step_ring.cuh"
 
-/* A warp's softmax over the slots so far: of head lane_row() the row max and the lane's share of
- * the row sum; of heads lane_column() and the next O, of the elements that output_of names. */
+/* A warp's softmax over the slots so far: the row max of head lane_row() and the lane's share of
+ * its row sum; of O, the elements that output_of names, for heads lane_column() and the next. */
 template <int DEPTH> struct step_state {
     float row_max, row_sum;
     float output[DEPTH / 16][4];
-    float *logits; /* of head lane_row(), if that is_head: of the tile's slot lane_column() */
+    float *logits; /* of head lane_row(), if is_head, for the tile's slot lane_column() */
     bool is_head;
 };
 
 /* ---- Queries ------------------------------------------------------------- */
 
-/* Head lane_row() from r of the group on, 0 past the last. */
+/* Loads head lane_row(), counted from head r of the group; 0 past the last head. */
 template <int DEPTH, typename KEYS>
 DEVICE void load_heads(const step_item *item, int r, vec16 query[DEPTH / 32]) {
     const int head = r + lane_row();
@@ -47,7 +48,7 @@ DEVICE void load_heads(const step_item *item, int r, vec16 query[DEPTH / 32]) {
 
 /* ---- A tile -------------------------------------------------------------- */
 
-/* The dot products of heads with the slots of a tile: of the lane's head with its four slots. */
+/* Dot products of heads with the slots of a tile; a lane gets those of its head and four slots. */
 template <int DEPTH, h2o_dtype TYPE, typename KEYS>
 DEVICE void head_dots(const vec16 query[DEPTH / 32], const KEYS *keys, float x[4]) {
     UNROLL
@@ -66,8 +67,8 @@ DEVICE void head_dots(const vec16 query[DEPTH / 32], const KEYS *keys, float x[4
     }
 }
 
-/* Logits from dot products x, of the lane's head, to where the state has those of a tile, which it
- * then has of the warp's next one; -infinity: of no key. */
+/* Turns dot products x of the lane's head into logits, and writes them to state->logits, which then
+ * advances to the warp's next tile. -infinity if there is no key. */
 template <int DEPTH>
 DEVICE void write_logits(const step_item *item, int count, float x[4], step_state<DEPTH> *state) {
     UNROLL
@@ -80,7 +81,7 @@ DEVICE void write_logits(const step_item *item, int count, float x[4], step_stat
     state->logits += STEP_WARPS * STEP_ROWS;
 }
 
-/* Logits x to exponentials, in step 2. */
+/* Turns logits x into exponentials: step 2. */
 template <int DEPTH> DEVICE void update_softmax(float x[4], step_state<DEPTH> *state) {
     const float row_max =
         fmaxf(state->row_max, quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))));
@@ -91,7 +92,7 @@ template <int DEPTH> DEVICE void update_softmax(float x[4], step_state<DEPTH> *s
         x[k] = exponential(x[k], row_max);
         row_sum += x[k];
     }
-    /* O is 0 as long as there is no row max */
+    /* O is 0 until there is a row max */
     const bool grown = state->row_max != row_max && state->row_max != -INFINITY;
     state->row_max = row_max;
     state->row_sum = fmaf(state->row_sum, rescale, row_sum);
@@ -102,7 +103,7 @@ template <int DEPTH> DEVICE void update_softmax(float x[4], step_state<DEPTH> *s
     for (int i = 0; i < DEPTH / 16 * 4; i++) state->output[i / 4][i % 4] *= factors[i % 2];
 }
 
-/* Steps 1 to 3 for slots first.. of those before `end`. */
+/* Steps 1 to 3 for a tile of slots from `first` on, which ends before slot `end`. */
 template <int DEPTH, h2o_dtype TYPE, typename ROWS>
 DEVICE void step_tile(const step_item *item, int first, int end, const vec16 query[DEPTH / 32],
                       ROWS *rows, step_state<DEPTH> *state) {
@@ -125,9 +126,9 @@ DEVICE void step_tile(const step_item *item, int first, int end, const vec16 que
 
 /* ---- The warps of a block ------------------------------------------------ */
 
-/* What a warp leaves for the others in shared memory. */
+/* What a warp leaves in shared memory for the others. */
 template <int DEPTH> struct warp_outputs {
-    float pairs[STEP_COLUMNS / 2][2 * DEPTH + 4]; /* O of two heads, one beside the other */
+    float pairs[STEP_COLUMNS / 2][2 * DEPTH + 4]; /* O of two heads, interleaved */
     float row_max[STEP_COLUMNS], row_sum[STEP_COLUMNS];
 };
 
@@ -147,9 +148,9 @@ DEVICE void leave_outputs(const step_state<DEPTH> *state, warp_outputs<DEPTH> *l
     }
 }
 
-/* Of elements d and d + 1 of O of so many heads from r on, as combine_warps has just written them,
- * what matrices have made NaN: maybe of 0 * infinity, where a weight is 0 in float16 but not in 32
- * bits. */
+/* Recomputes NaN among elements d and d + 1 of O, which combine_warps has just written for `heads`
+ * heads from r on. The matrix products may have made them NaN by 0 * infinity, if a weight is 0 in
+ * float16 but not in 32 bits. */
 DEVICE void mend_outputs(const step_item *item, int r, int d, int part, int heads) {
     const int64_t begin = part_begin(item, part), end = part_begin(item, part + 1);
     const slot_rows *const values = &item->store.values;
@@ -171,8 +172,8 @@ DEVICE void mend_outputs(const step_item *item, int r, int d, int part, int head
     }
 }
 
-/* Row max, row sum and O of the part, for heads r.. of the group: of two heads two elements by a
- * thread, as they lie together. */
+/* Computes row max, row sum and O of the part for heads r.. of the group. A thread computes two
+ * elements of two heads, which are adjacent. */
 template <int DEPTH>
 DEVICE void combine_warps(const step_item *item, int r, int part, const warp_outputs<DEPTH> *left) {
     const int more = (int)item->R - r, D = (int)item->D;
@@ -216,7 +217,7 @@ DEVICE void combine_warps(const step_item *item, int r, int part, const warp_out
     }
 }
 
-/* Of a block: what each warp leaves, and where its rows are on their way. */
+/* A block's shared memory: what each warp leaves, and the rows that are being copied for it. */
 template <int DEPTH, typename ROWS> struct step_shared {
     warp_outputs<DEPTH> left[STEP_WARPS];
     typename ROWS::shared rows[STEP_WARPS];
@@ -250,7 +251,7 @@ DEVICE void parts_by_tiles(const step_item *item, int part, int last, unsigned c
             NO_UNROLL
             for (int first = own; first < end; first += STEP_WARPS * STEP_ROWS)
                 step_tile<DEPTH, TYPE>(item, first, end, query, &rows, &state);
-            sync_block(); /* outputs before these have been read */
+            sync_block(); /* all threads have read the previous outputs */
             leave_outputs<DEPTH, TYPE, decltype(rows.values)>(&state, &shared->left[warp]);
             sync_block();
             combine_warps<DEPTH>(item, r, part, shared->left);
@@ -258,7 +259,7 @@ DEVICE void parts_by_tiles(const step_item *item, int part, int last, unsigned c
     }
 }
 
-/* All that a block does with parts part..last-1 of the slots. BYTES: rows are quantized. */
+/* Does all of a block's work on parts part..last-1 of the slots. BYTES: rows are quantized. */
 template <int DEPTH, h2o_dtype TYPE, bool BYTES>
 DEVICE void matrix_parts(const step_item *item, int part, int last, unsigned char *shared) {
     static_assert(sizeof(warp_outputs<DEPTH>) == CUDA_STEP_OUTPUTS(DEPTH));

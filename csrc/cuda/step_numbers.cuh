@@ -1,21 +1,21 @@
-/* step_numbers.cuh - step_rows.cuh for quantized rows: a lane has so many bytes in sequence.
+/* step_numbers.cuh - step_rows.cuh for quantized rows: each lane has adjacent bytes.
  *
- * Since rows of Q8 begin at multiples of 2 bytes only, their words begin two elements late where
- * they have to, and are put together from two. The numbers of keys become 16-bit elements as they
- * are. Values are rounded, as in matrix_stored.cuh, but those of Q8 in bfloat16, which is as wide:
- * these stay numbers, too. */
+ * Rows of Q8 begin at multiples of 2 bytes only. If a row does not begin at a word, its words are
+ * read from two elements later on, and each is put together from two. The integers of keys become
+ * 16-bit elements unchanged. Values are rounded, as in matrix_stored.cuh, except those of Q8 in
+ * bfloat16, which has as many bits: these remain integers too. */
 #ifndef H2O_CUDA_STEP_NUMBERS_CUH
 #define H2O_CUDA_STEP_NUMBERS_CUH
 
 #include "step_rows.cuh"
 
-/* Bytes 2 i and 2 i + 1 of a word, from 0 to 255, as float16 holds them above 1024. */
+/* Bytes 2 i and 2 i + 1 of a word, from 0 to 255, plus 1024, as float16. */
 DEVICE uint32_t bytes_above_1024(uint32_t word, int i) {
     return permute(word, 0x64646464, i == 0 ? 0x5140 : 0x5342);
 }
 
-/* The same from -128 to 127, exactly. In bfloat16, which has 8 bits, a byte's low seven stand above
- * 128, and its sign says whether 128 or 256 are to be taken away. */
+/* The same from -128 to 127, exactly. bfloat16 has 8 bits, so the low seven bits of a byte are
+ * added to 128, and its sign bit decides whether 128 or 256 is subtracted. */
 template <h2o_dtype TYPE> DEVICE uint32_t pack_signed(uint32_t word, int i) {
 #if CAPABILITY >= 80
     if (TYPE == H2O_BF16) {
@@ -26,17 +26,18 @@ template <h2o_dtype TYPE> DEVICE uint32_t pack_signed(uint32_t word, int i) {
     return subtract_f16(bytes_above_1024(word ^ 0x80808080, i), 0x64806480);
 }
 
-/* Two scales for float16. They are rounded up: of one above `largest`, of which the largest numbers
- * are beyond float16 though no element was, the next lower one does; NaN stays NaN. */
+/* Packs two scales for float16. Scales were rounded up, so with a scale above `largest` the largest
+ * integers may exceed float16 though no element did. The next lower scale is used instead. NaN
+ * stays NaN. */
 DEVICE uint32_t fitting_pair(uint32_t first, uint32_t second, uint16_t largest) {
     const uint32_t both = permute(first, second, 0x5410);
-    const uint32_t to_sign = 0x7fffu - largest; /* carries what is larger into the sign */
+    const uint32_t to_sign = 0x7fffu - largest; /* makes larger ones carry into the sign bit */
     return both - ((both + (to_sign | to_sign << 16)) >> 15 & 0x00010001);
 }
 
 /* ---- Q8 ------------------------------------------------------------------ */
 
-/* How the words of a row become those that its numbers begin with, see q8_bytes. */
+/* Selectors that turn the words of a row into those that its integers begin with; see q8_bytes. */
 struct q8_lateness {
     uint32_t head, tail;
 };
@@ -45,12 +46,12 @@ DEVICE q8_lateness lateness_of(bool is_late) {
     return q8_lateness{is_late ? 0x5410u : 0x7654u, is_late ? 0x5432u : 0x7654u};
 }
 
-/* Of each 64 bytes of a row so many in sequence, and its scale. */
+/* BYTES adjacent bytes of each 64 bytes of a row, and its scale. */
 template <int DEPTH, int BYTES> struct q8_bytes {
     uint32_t word[DEPTH / 64][BYTES / 4 + 1];
     uint16_t scale;
 
-    /* From d on, without what is past `bounds.depth()`; nothing, if no such row is to be read. */
+    /* Loads from d on, but nothing past bounds.depth() and nothing of rows outside the bounds. */
     template <typename BOUNDS>
     DEVICE_METHOD void load(const tile_rows *rows, BOUNDS bounds, int row, int d, bool is_late) {
         const int left = bounds.left(row, d);
@@ -80,15 +81,15 @@ template <int DEPTH, int BYTES> struct q8_bytes {
         }
     }
 
-    /* The jth four bytes of the ith 64. */
+    /* The j-th four bytes of the i-th 64. */
     DEVICE_METHOD uint32_t four(int i, int j, q8_lateness late) const {
         return permute(word[i][j], word[i][j + 1], j == 0 ? late.head : late.tail);
     }
 };
 
-/* A lane's keys are 16 bytes of each 64, so that four lanes read what lies together. */
+/* A lane's keys are 16 bytes of each 64, so that four lanes read adjacent bytes. */
 template <int DEPTH, h2o_dtype TYPE> struct q8_keys {
-    q8_bytes<DEPTH, 16> bytes[2]; /* rows 8 apart: both begin a word, or none */
+    q8_bytes<DEPTH, 16> bytes[2]; /* rows 8 apart: both begin at a word, or neither */
     q8_lateness late;
 
     DEVICE_METHOD static int query_run(int i) {
@@ -112,7 +113,7 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_keys {
         b[1] = pack_signed<TYPE>(four, 1);
     }
 
-    /* The lanes of slot 8 n + row are 4 row and the next three. */
+    /* The lanes of slot 8 n + row are 4 * row and the next three. */
     DEVICE_METHOD float scale(int k) const {
         return f16_to_float(
             (uint16_t)shfl((uint32_t)bytes[k / 2].scale, 4 * (lane_column() + k % 2)));
@@ -124,7 +125,7 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_values {
     enum { APART = 1 };
     q8_bytes<DEPTH, RUN> bytes[4];
     q8_lateness late[2];
-    uint32_t scales[2]; /* float16: of two slots each */
+    uint32_t scales[2]; /* float16: scales of two slots each */
 
     DEVICE_METHOD static int output_of(int i) { return run_output(i); }
 
@@ -140,9 +141,9 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_values {
         });
     }
 
-    /* Numbers of bfloat16 are exact, so that weights have the scale. */
+    /* The integers are exact in bfloat16, so the weights are multiplied by the scale. */
     DEVICE_METHOD void weigh(float x[4]) {
-        const uint16_t largest = 0x6007; /* 127 of it are below the largest float16 */
+        const uint16_t largest = 0x6007; /* 127 times it is below the largest float16 */
         UNROLL
         for (int k = 0; k < 4; k++) {
             if (TYPE != H2O_F16) x[k] *= f16_to_float(bytes[k].scale);
@@ -168,13 +169,13 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_values {
 
 /* ---- Q4 ------------------------------------------------------------------ */
 
-/* Rows begin at multiples of 4 bytes. A word has four elements of a group, and the four that come
- * 16 later in it; all words of a lane are of one group. */
+/* Rows begin at multiples of 4 bytes. A word has four elements of a group and the four that are 16
+ * later in it. All words of a lane belong to one group. */
 template <int DEPTH, h2o_dtype TYPE> struct q4_values {
     enum { EACH = DEPTH / 64, APART = 1 };
     uint32_t word[4][EACH], scale_minimum[4];
     uint32_t scales[2], minima[2]; /* float16: of two slots each */
-    float scale[4], minimum[4];    /* bfloat16: of numbers 1 + q / 16 */
+    float scale[4], minimum[4];    /* bfloat16: for numbers 1 + q / 16 */
 
     DEVICE_METHOD static int output_of(int i) {
         const int w = lane_row() * EACH + i / 4;
@@ -199,7 +200,7 @@ template <int DEPTH, h2o_dtype TYPE> struct q4_values {
     }
 
     DEVICE_METHOD void weigh(float *) {
-        const uint16_t largest = 0x6c00; /* 15 of it, and a minimum, may be too large */
+        const uint16_t largest = 0x6c00; /* 15 times it, plus a minimum, may be too large */
         UNROLL
         for (int k = 0; k < 4; k += 2) {
             const uint32_t first = scale_minimum[k], second = scale_minimum[k + 1];
@@ -213,7 +214,7 @@ template <int DEPTH, h2o_dtype TYPE> struct q4_values {
         }
     }
 
-    /* Of slots k and k + 1 elements 2 j and the next one of the ith word's low halves, or high. */
+    /* Elements 2 j and 2 j + 1 of the i-th word's low or high halves, for slots k and k + 1. */
     DEVICE_METHOD void pairs_of_f16(int k, int i, int j, bool high, uint32_t a[2]) const {
         const int shift = high ? 4 : 0;
         const uint32_t two =
@@ -226,7 +227,7 @@ template <int DEPTH, h2o_dtype TYPE> struct q4_values {
         }
     }
 
-    /* The same: float 1 + q / 16 is a byte of 128 + 8 q below that of the exponent. */
+    /* The same. The float 1 + q / 16 has the byte 128 + 8 q below the byte of the exponent. */
     DEVICE_METHOD void pairs_of_bf16(int k, int i, int j, bool high, uint32_t a[2]) const {
         float x[2][2];
         UNROLL
@@ -256,8 +257,8 @@ template <int DEPTH, h2o_dtype TYPE> struct q4_values {
 
 /* ---- Both ---------------------------------------------------------------- */
 
-/* A warp's rows straight to registers, which have room for keys and values at once of at most 128
- * elements. */
+/* Loads a warp's rows directly to registers, which hold keys and values at once only if these have
+ * at most 128 elements. */
 template <int DEPTH, typename KEYS, typename VALUES> struct direct_rows {
     struct shared {};
     KEYS keys;

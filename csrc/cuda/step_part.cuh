@@ -1,20 +1,20 @@
 /* step_part.cuh - one block's part of a decode step: attention of R query heads over some slots of
- * their key/value head, not yet normalized. For any rows; step_matrix.cuh does the same by tensor
+ * their key/value head, not yet normalized, for any rows. step_matrix.cuh does the same with tensor
  * cores.
  *
- *   1. The block whose part holds the free slot stores the new token there (step_item.cuh).
+ *   1. The block whose part has the free slot stores the new token there (step_item.cuh).
  *   2. S = Q K^T for the part's slots (step_logits.cuh).
  *   3. Row max m of the part, row sum l of P = exp(S - m).
  *   4. O = P V.
  *
- * S [R, slots], m and l [R] and O [R, D] go to the workspace (step_layout), where step.cuh
+ * S [R, slots], m and l [R] and O [R, D] are written to the workspace (step_layout), and step.cuh
  * combines the parts. */
 #ifndef H2O_CUDA_STEP_PART_CUH
 #define H2O_CUDA_STEP_PART_CUH
 
 #include "step_logits.cuh"
 
-/* Calls use(logit) for every 32nd slot from `first` on, in order: STEP_LOADS logits of a head are
+/* Calls use(logit) for every 32nd slot from `first` on, in order. STEP_LOADS logits of a head are
  * read before the first is used. */
 template <typename USE>
 DEVICE void each_logit(const float *logits, int64_t first, int64_t end, USE use) {
@@ -30,7 +30,7 @@ DEVICE void each_logit(const float *logits, int64_t first, int64_t end, USE use)
     }
 }
 
-/* Row max and row sum of a part; a warp for each query head. */
+/* Computes row max and row sum of a part; one warp per query head. */
 DEVICE void part_softmax(const step_item *item, int64_t part, int64_t begin, int64_t end) {
     const int lane = threadIdx.x % 32;
     NO_UNROLL
@@ -48,9 +48,9 @@ DEVICE void part_softmax(const step_item *item, int64_t part, int64_t begin, int
     }
 }
 
-/* The part's exponentials times values, for heads r.. of the group. A thread has one run of
- * elements and every `rows`-th slot; then threads with the same run are added up in order. Heads
- * past the last repeat it, and go nowhere. */
+/* Computes the part's exponentials times values for heads r.. of the group. A thread has one run of
+ * elements and every `rows`-th slot; threads with the same run are then added up in order. Past the
+ * last head the last one is computed again and not written. */
 DEVICE void accumulate_part(const step_item *item, int64_t r, int64_t part, int64_t begin,
                             int64_t end, float *sums) {
     const int64_t runs = cuda_depth(item->D) / RUN, rows = STEP_THREADS / runs;
@@ -89,7 +89,7 @@ DEVICE void accumulate_part(const step_item *item, int64_t r, int64_t part, int6
             }
         }
     }
-    sync_block(); /* the queries have been read */
+    sync_block(); /* all threads have read the queries */
     UNROLL
     for (int i = 0; i < STEP_HEADS; i++) {
         UNROLL
@@ -109,7 +109,7 @@ DEVICE void accumulate_part(const step_item *item, int64_t r, int64_t part, int6
     sync_block();
 }
 
-/* All that a block does with its part of the slots. */
+/* Does all of a block's work on its part of the slots. */
 DEVICE void step_part(const step_item *item, int64_t part, float *shared) {
     const int64_t begin = part_begin(item, part), end = part_begin(item, part + 1);
     if (has_token(item, begin, end)) {
@@ -121,7 +121,7 @@ DEVICE void step_part(const step_item *item, int64_t part, float *shared) {
     }
     for (int64_t r = 0; r < item->R; r += STEP_HEADS) {
         load_queries(item, r, shared);
-        sync_block(); /* the token is stored, too */
+        sync_block(); /* now the token is stored, too */
         part_logits(item, r, begin, end, shared);
         TAKEN(step_of_many_heads, r > 0);
         TAKEN(step_without_slots, begin == end);

@@ -1,10 +1,10 @@
-/* step_ring.cuh - floats for step_matrix.cuh: keys and values of a warp's tiles, which come to shared
+/* step_ring.cuh - floats for step_matrix.cuh: keys and values of a warp's tiles, copied to shared
  * memory ahead of their use.
  *
  * Half a tile is the keys of its slots, or their values. A warp's halves follow one another through
- * a ring of CUDA_STEP_HALVES: when one has been used, the next is fetched into its place, also of the
- * block's next part. Lanes read what other lanes of their warp have copied, which only the warp
- * waits for. */
+ * a ring of CUDA_STEP_HALVES: when one has been used, the next is fetched into its place, which may
+ * belong to the block's next part. Lanes read what other lanes of their warp have copied, and only
+ * the warp waits for it. */
 #ifndef H2O_CUDA_STEP_RING_CUH
 #define H2O_CUDA_STEP_RING_CUH
 
@@ -14,8 +14,8 @@ template <int DEPTH> struct alignas(128) float_ring {
     uint16_t halves[CUDA_STEP_HALVES(DEPTH)][STEP_ROWS][DEPTH];
 };
 
-/* Half a tile of keys. The runs that eight lanes read at once are four each of two rows in sequence:
- * those of every other row are swapped by four, so that all lie in different banks. */
+/* Half a tile of keys. The runs that eight lanes read at once are four each of two adjacent rows.
+ * In every other row they are swapped by four, so that all are in different banks. */
 template <int DEPTH> struct float_keys {
     uint16_t (*half)[DEPTH];
 
@@ -55,7 +55,7 @@ template <int DEPTH> struct float_values {
     }
 };
 
-/* Starts to copy rows to where ROWS has them; zeros stand for those past the last, and past D. */
+/* Starts to copy rows to where ROWS expects them; zeros past the last row and past D. */
 template <int DEPTH, typename ROWS>
 DEVICE void fetch_half(const tile_rows *rows, uint16_t (*half)[DEPTH]) {
     const int runs = DEPTH / RUN, step = 32 / runs, lane = threadIdx.x % 32;
@@ -74,18 +74,18 @@ DEVICE void fetch_half(const tile_rows *rows, uint16_t (*half)[DEPTH]) {
     });
 }
 
-/* A warp's rows by way of its ring. */
+/* A warp's rows, which come through its ring. */
 template <int DEPTH> struct ring_rows {
     enum { HALVES = CUDA_STEP_HALVES(DEPTH) };
     typedef float_ring<DEPTH> shared;
     float_keys<DEPTH> keys;
     float_values<DEPTH> values;
     shared *ring;
-    tile_walk walk;    /* of the half that is fetched next, ... */
+    tile_walk walk;    /* the tile whose half is fetched next, ... */
     bool wants_values; /* ... which half that is, ... */
-    int place;         /* ... and where it goes: where the oldest one is */
+    int place;         /* ... and where it goes: to the place of the oldest half */
 
-    /* Starts to copy the next half to the place of the oldest, which all lanes have used. */
+    /* Starts to copy the next half over the oldest one, with which all lanes must be done. */
     DEVICE_METHOD void fetch(const step_item *item) {
         uint16_t (*const half)[DEPTH] = ring->halves[place];
         place = place + 1 < HALVES ? place + 1 : 0;
@@ -101,7 +101,7 @@ template <int DEPTH> struct ring_rows {
         close_copies();
     }
 
-    /* The oldest half, when all lanes have copied their part of it. */
+    /* The oldest half, once all lanes have copied their share of it. */
     DEVICE_METHOD uint16_t (*oldest()) [DEPTH] {
         wait_copies<HALVES - 1>();
         sync_warp();
@@ -121,7 +121,7 @@ template <int DEPTH> struct ring_rows {
     DEVICE_METHOD void load_keys(const step_item *, int, int) { keys.half = oldest(); }
 
     DEVICE_METHOD void load_values(const step_item *item, int, int) {
-        sync_warp(); /* all lanes have used the keys */
+        sync_warp(); /* all lanes are done with the keys */
         fetch(item);
         values.half = oldest();
     }

@@ -1,35 +1,34 @@
-/* step_rows.cuh - where the rows of a decode step's tiles are: for step_matrix.cuh, which has them from
+/* step_rows.cuh - where the rows of a decode step's tiles are. step_matrix.cuh gets the rows from
  * step_ring.cuh (floats) or step_numbers.cuh (quantized).
  *
- * Both have structs with the same functions, for keys and for values:
+ * Both define structs with the same functions, for keys and for values:
  *
- *   of keys     pairs(n, i, b) are elements query_run(i / 2) + i % 2 * 4 and the next three of slot
- *               8 n + lane_row(); scale(k) is what a dot product with the lane's kth slot is to be
- *               multiplied by;
- *   of values   pairs(i, a) are elements output_of(i), in a[0] and a[2], and the one APART from it of
- *               the lane's four slots, two in a pair; weigh(x) comes first: it multiplies the
- *               weights of these slots by what `pairs` leaves out;
- *   of both     open, before the first tile; load_keys and load_values of each tile, before its pairs;
- *               leave, after them.
+ *   keys     pairs(n, i, b): elements query_run(i / 2) + i % 2 * 4 and the next three of slot
+ *            8 n + lane_row(). scale(k): factor for a dot product with the lane's k-th slot.
+ *   values   pairs(i, a): elements output_of(i), in a[0] and a[2], and output_of(i) + APART, of the
+ *            lane's four slots, two in a pair. weigh(x) is called first: it multiplies the weights
+ *            of these slots by factors that `pairs` leaves out.
+ *   both     open: before the first tile. load_keys and load_values: for each tile, before its
+ *            pairs. leave: after them.
  *
- * Which elements these are may be chosen at will, so that a lane's follow one another. */
+ * The choice of elements is free, so that those of a lane can be adjacent. */
 #ifndef H2O_CUDA_STEP_ROWS_CUH
 #define H2O_CUDA_STEP_ROWS_CUH
 
 #include "matrix_tiles.cuh"
 #include "step_item.cuh"
 
-/* The kth of the four slots of a tile that a lane has the logits of. */
+/* The k-th of the four slots of a tile for which a lane has the logits. */
 DEVICE int lane_slot(int k) { return k / 2 * 8 + lane_column() + k % 2; }
 
-/* Where a warp's tiles are, in sequence: those of each of a block's parts, for STEP_COLUMNS query
- * heads after the other. */
+/* Goes through a warp's tiles in order: those of each of the block's parts, once for every
+ * STEP_COLUMNS query heads. */
 struct tile_walk {
-    int part, last; /* of the block's parts; the one after these */
+    int part, last; /* of the block's parts; the end of these */
     int heads;      /* the first of STEP_COLUMNS */
     int first, end; /* slots of the tile, and of the part */
 
-    /* Goes to the first tile of the part, or of one after it. */
+    /* Goes to the first tile of the part, or of the next part that has one. */
     DEVICE_METHOD void open(const step_item *item) {
         for (; part < last; part++) {
             first = part_begin(item, part) + (int)threadIdx.x / 32 * STEP_ROWS;
@@ -50,7 +49,7 @@ struct tile_walk {
     }
 };
 
-/* The rows of a tile's slots: byte d of each of those that a lane has. */
+/* The rows of a tile's slots: the address of byte d of a row. */
 struct tile_rows {
     const char *first;
     int pitch, count, D;
@@ -60,24 +59,24 @@ struct tile_rows {
     }
     DEVICE_METHOD const char *value(int k, int d) const { return at(lane_slot(k), d); }
 
-    /* Of rows at multiples of 2 bytes: whether it begins between two words. */
+    /* For rows at multiples of 2 bytes: whether a row begins in the middle of a word. */
     DEVICE_METHOD bool is_late(int row) const {
         return (((uint32_t)(uintptr_t)first + (uint32_t)(row * pitch)) & 2) != 0;
     }
 };
 
-/* Which of them may be read. WHOLE: all. */
+/* Which rows and elements may be read. WHOLE: all. */
 template <int DEPTH, bool WHOLE> struct tile_bounds {
     int count, D;
 
     DEVICE_METHOD int depth() const { return WHOLE ? DEPTH : D; }
 
-    /* Elements of a row from d on. */
+    /* Number of elements of a row from d on. */
     DEVICE_METHOD int left(int row, int d) const { return WHOLE ? DEPTH : row < count ? D - d : 0; }
     DEVICE_METHOD int left_of_value(int k, int d) const { return left(lane_slot(k), d); }
 };
 
-/* Calls read(bounds) for a tile of rows. */
+/* Calls read(bounds) with the bounds of a tile of rows. */
 template <int DEPTH, typename READ> DEVICE void read_tile(const tile_rows *rows, READ read) {
     if (rows->count == STEP_ROWS && rows->D == DEPTH) {
         read(tile_bounds<DEPTH, true>{});
@@ -86,7 +85,7 @@ template <int DEPTH, typename READ> DEVICE void read_tile(const tile_rows *rows,
     }
 }
 
-/* The rows of slots first.. of those before `end`. */
+/* The rows of a tile of slots from `first` on, which ends before slot `end`. */
 DEVICE tile_rows rows_of_tile(const step_item *item, const slot_rows *rows, int first, int end) {
     const int count = end - first < STEP_ROWS ? end - first : STEP_ROWS;
     const int pitch = (int)rows->stride;
@@ -101,7 +100,7 @@ DEVICE tile_rows values_of_tile(const step_item *item, int first, int end) {
     return rows_of_tile(item, &item->store.values, first, end);
 }
 
-/* Where a lane's values are RUN in sequence of each 64: the first of the ith two. */
+/* If a lane's values are RUN adjacent ones of each 64: the first of the i-th two. */
 DEVICE int run_output(int i) { return i / 4 * 64 + lane_row() * RUN + i % 4 * 2; }
 
 #endif

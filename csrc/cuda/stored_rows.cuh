@@ -1,19 +1,19 @@
-/* stored_rows.cuh - rows [D] of keys and values as a store holds them: read as floats by a thread,
- * in runs of RUN elements, and written by a warp.
+/* stored_rows.cuh - rows [D] of keys and values in a store: read as floats by a thread, in runs of
+ * RUN elements, and written by a warp.
  *
- * Elements are f32, f16 or bf16, or quantized as Q8 or Q4 (quantize.h). A struct for each kind of
- * row has the same functions:
+ * Elements are f32, f16 or bf16, or quantized as Q8 or Q4 (quantize.h). There is a struct for each
+ * kind of row, with the same functions:
  *
  *   load<N>(row, d, D, x)     elements d..d+RUN-1 of each of N rows, 0 from D on; d is a multiple
  *                             of RUN; the loads of one row do not depend on another's
  *   ROTATES                   whether keys may be stored without their rotary embedding, which is
  *                             then applied to single elements as they are read:
- *   element(row, d, D)        element d; if it rotates
- *   store(row, from, D)       a token's key or value as the row of a slot; from has the store's
- *                             dtype if that is one of floats
+ *   element(row, d, D)        element d; only if ROTATES
+ *   store(row, from, D)       writes a token's key or value to the row of a slot; `from` has the
+ *                             store's dtype if that is a float
  *
- * by_stored_dtype chooses among the structs, and nothing else does: a new stored dtype is a struct
- * here and a line there. */
+ * Only by_stored_dtype chooses among the structs: to add a stored dtype, add a struct and a line
+ * there. */
 #ifndef H2O_CUDA_STORED_ROWS_CUH
 #define H2O_CUDA_STORED_ROWS_CUH
 
@@ -74,7 +74,7 @@ struct q8_rows {
         return load_scalar(row + D, H2O_F16);
     }
 
-    /* The whole numbers that stand for elements d..d+RUN-1. */
+    /* The integers of elements d..d+RUN-1. */
     template <int N>
     DEVICE_METHOD void numbers(const char *const row[N], int64_t d, int64_t D,
                                float x[N][RUN]) const {
@@ -119,7 +119,7 @@ struct q8_rows {
         return scale(row, D) * (float)(int8_t)row[d];
     }
 
-    /* ROW: an element_ref, or lane_elements. */
+    /* ROW: an element_ref or lane_elements. */
     template <typename ROW> DEVICE_METHOD void store(char *row, ROW from, int64_t D) const {
         float high = 0.0f;
         bool finite = true;
@@ -134,7 +134,7 @@ struct q8_rows {
     }
 };
 
-/* Rows of D half bytes, and a scale and a minimum for each group; D is a multiple of a group. */
+/* Rows of D half bytes, with a scale and a minimum for each group; D is a multiple of a group. */
 struct q4_rows {
     enum { ROTATES = false };
 
@@ -182,7 +182,7 @@ struct q4_rows {
     }
 };
 
-/* FLOATS: whether the rows may be of floats. */
+/* FLOATS: whether rows may be floats. */
 template <bool FLOATS = true, typename USE> DEVICE auto by_stored_dtype(h2o_dtype stored, USE use) {
     if (stored == H2O_Q4) return use(q4_rows{});
     if constexpr (FLOATS) {
@@ -208,12 +208,12 @@ DEVICE float stored_element(const char *row, h2o_dtype type, int64_t d, int64_t 
         if constexpr (decltype(rows)::ROTATES != 0) {
             return rows.element(row, d, D);
         } else {
-            return 0.0f; /* no call comes here: check.c refuses it */
+            return 0.0f; /* never called: check.c rejects such a call */
         }
     });
 }
 
-/* Elements d..d+RUN-1 of a tensor's row, at any stride. */
+/* Loads elements d..d+RUN-1 of a tensor's row, at any stride. */
 DEVICE void load_strided(element_ref row, int64_t d, int64_t D, float x[RUN]) {
     if (row.stride == 1) {
         load_stored(row.data, row.type, d, D, x);
@@ -227,7 +227,7 @@ DEVICE void store_row(char *row, h2o_dtype stored, element_ref from, int64_t D) 
     by_stored_dtype(stored, [&](auto rows) { rows.store(row, from, D); });
 }
 
-/* The same of at most DEPTH elements, all of which are loaded before the first is stored. */
+/* The same for at most DEPTH elements, all of which are loaded before the first is stored. */
 template <int DEPTH>
 DEVICE void store_loaded(char *row, h2o_dtype stored, element_ref from, int64_t D) {
     if (h2o_row_is_quantized(stored)) {
@@ -244,7 +244,7 @@ DEVICE void store_loaded(char *row, h2o_dtype stored, element_ref from, int64_t 
     }
 }
 
-/* The L2 norm of a row, an element_ref or lane_elements, the same for all lanes. */
+/* The L2 norm of a row (an element_ref or lane_elements), the same in all lanes. */
 template <typename ROW> DEVICE float norm_of(ROW row, int64_t D) {
     float sum = 0.0f;
     each_element(row, D, [&](int64_t, float x) { sum = fmaf(x, x, sum); });

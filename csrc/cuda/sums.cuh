@@ -1,4 +1,4 @@
-/* sums.cuh - the attention that each key received: column sums of the softmax, [B,G,Q] for new keys
+/* sums.cuh - the attention that each key receives: column sums of the softmax, [B,G,Q] for new keys
  * and [B,G,S] for stored ones.
  *
  * A softmax weight is known only after the last key of its row, so forward.cuh cannot add up
@@ -7,18 +7,18 @@
  *     sum of key j = sum over queries i of exp(logit(i, j) - row max(i)) * factor(i)
  *     factor(i) = decay weight(i) / row sum(i)
  *
- * Where scores are the largest attention, it takes the maximum instead of the sum over queries.
+ * If scores are the largest attention, it takes the maximum over queries instead of the sum.
  *
- * A block has a tile of ATTEND_TILE keys at a time, which stay in shared memory, and loads one tile
- * of the queries that see them after the other, of all R heads of the group. Where there would be
- * few blocks, several take turns at the tiles of queries, and the last to finish adds up all parts.
- * The order of additions is fixed. matrix_sums.cuh does the same with tensor cores. */
+ * A block has a tile of ATTEND_TILE keys at a time, which stay in shared memory, and loads the
+ * queries that see them, of all R heads of the group, one tile after another. If there would be few
+ * blocks, several blocks divide the tiles of queries, and the last to finish adds up all parts. The
+ * order of additions is fixed. matrix_sums.cuh does the same with tensor cores. */
 #ifndef H2O_CUDA_SUMS_CUH
 #define H2O_CUDA_SUMS_CUH
 
 #include "attend_tiles.cuh"
 
-/* Adds what a tile of queries of one head gives to a thread's THREAD_ROWS keys. */
+/* Adds what a thread's THREAD_ROWS keys receive from a tile of queries of one head. */
 template <int DEPTH, bool LARGEST>
 DEVICE void add_column_sums(const attend_item *item, bool stored, int64_t first, int64_t h,
                             int64_t query, const tile_buffer<DEPTH> *buffer,
@@ -43,7 +43,7 @@ DEVICE void add_column_sums(const attend_item *item, bool stored, int64_t first,
     }
 }
 
-/* Of the blocks that share a group's queries: how many, and which of them this is. */
+/* The number of blocks that share a group's queries, and which of them this one is. */
 typedef struct {
     unsigned parts, part;
 } sums_share;
@@ -53,7 +53,7 @@ DEVICE sums_share open_share(const h2o_dims *d) {
     return sums_share{parts, blockIdx.y % parts};
 }
 
-/* A tile of queries: number `index` of the `tiles` of a query head that see a tile of keys. */
+/* A tile of queries: tile `index` of the `tiles` of a query head that see a tile of keys. */
 typedef struct {
     int h, end; /* of the group's heads */
     int index, tiles;
@@ -61,13 +61,13 @@ typedef struct {
 
 DEVICE bool is_tile(const query_tile *tile) { return tile->h < tile->end; }
 
-/* Goes on by so many tiles, those of all heads in a row. */
+/* Advances by `by` tiles, counting those of all heads in sequence. */
 DEVICE void advance(query_tile *tile, unsigned by) {
     for (tile->index += (int)by; tile->index >= tile->tiles && is_tile(tile); tile->h++)
         tile->index -= tile->tiles;
 }
 
-/* A block's first; tiles > 0. It has every parts-th from there on. */
+/* A block's first tile; tiles must be > 0. The block has every parts-th tile from there on. */
 DEVICE query_tile first_query_tile(const attend_item *item, const sums_share *share, int tiles) {
     const int R = (int)item->p->dims.R, h = (int)item->g * R;
     query_tile tile = {h, h + R, 0, tiles};
@@ -75,7 +75,7 @@ DEVICE query_tile first_query_tile(const attend_item *item, const sums_share *sh
     return tile;
 }
 
-/* Where a part of the column sums is, from those of slots, or of new keys, `first` on. */
+/* The address of a part's column sums, from that of slot or new key `first` on. */
 DEVICE float *column_sums(const attend_item *item, const sums_share *share, unsigned part,
                           bool stored, int64_t first) {
     h2o_dims d = item->p->dims;
@@ -86,8 +86,8 @@ DEVICE float *column_sums(const attend_item *item, const sums_share *share, unsi
     return sums + row * (S + d.Q) + (stored ? first : S + first);
 }
 
-/* Writes the scores of a tile of at most as many keys as threads, once all parts of their column
- * sums are there. */
+/* Writes the scores of a tile, once all parts of its column sums are done. A tile has at most as
+ * many keys as there are threads. */
 DEVICE void write_scores(const attend_item *item, const sums_share *share, bool stored,
                          int64_t first, unsigned rows, const uint32_t *is_key) {
     const h2o_attend_params *const p = item->p;
@@ -105,10 +105,10 @@ DEVICE void write_scores(const attend_item *item, const sums_share *share, bool 
     write_score(item, stored, first + threadIdx.x, sum);
 }
 
-/* A block's tiles of ROWS keys: one of slots, or of new keys the first and the last, or the second
- * and the last but one, and so on, since the earlier a key the more queries see it.
- * use(stored, first, any) gets whether the tile has a key that a query sees, and writes its part of
- * the column sums. */
+/* Goes through a block's tiles of ROWS keys: one tile of slots, or two of new keys: the first and
+ * the last, the second and the last but one, and so on, since earlier keys are seen by more
+ * queries. use(stored, first, any) is told whether any query sees a key of the tile, and must write
+ * its part of the column sums. */
 template <int ROWS, typename USE>
 DEVICE void each_key_tile(const attend_item *item, const sums_share *share, uint32_t *is_key,
                           USE use) {
@@ -125,7 +125,7 @@ DEVICE void each_key_tile(const attend_item *item, const sums_share *share, uint
         use(stored, first, any && item->tokens > 0);
         write_scores(item, share, stored, first, ROWS, is_key);
         if (tile == late) return;
-        sync_block(); /* what is known of the first tile has been read */
+        sync_block(); /* all threads are done with the first tile */
     }
 }
 
@@ -143,7 +143,7 @@ DEVICE void sum_tile(const attend_item *item, const sums_share *share, bool stor
     for (; is_tile(&tile); advance(&tile, share->parts)) {
         const int64_t query = begin + (int64_t)tile.index * ATTEND_TILE;
         TAKEN(sums_second_tile_of_queries, tile.index > 0);
-        sync_block(); /* the previous tile has been read */
+        sync_block(); /* all threads are done with the previous tile */
         load_tile<DEPTH>(buffer->columns, p->dims.D,
                          [&](int i) { return token_row(item, &p->query, tile.h, query + i); });
         sync_block();

@@ -1,7 +1,7 @@
 /* team.cuh - dot products of stored rows [D] with vectors in shared memory.
  *
- * A team is TEAM neighboring threads of a warp that compute dot products of one row together:
- * each reads every TEAM-th run of the row, and shuffles add up what they have. */
+ * A team is TEAM adjacent threads of a warp that compute dot products of one row together: each
+ * reads every TEAM-th run of the row, and shuffles add up the partial sums. */
 #ifndef H2O_CUDA_TEAM_CUH
 #define H2O_CUDA_TEAM_CUH
 
@@ -16,7 +16,8 @@ DEVICE float team_sum(float x) {
     return x;
 }
 
-/* Adds the products of run x, from element d on, with COUNT vectors, `pitch` floats apart. */
+/* Adds the products of run x, from element d on, with COUNT vectors that are `pitch` floats
+ * apart. */
 template <int COUNT>
 DEVICE void add_products(const float x[RUN], const float *vectors, int64_t pitch, int64_t d,
                          float sum[COUNT]) {
@@ -28,8 +29,8 @@ DEVICE void add_products(const float x[RUN], const float *vectors, int64_t pitch
     }
 }
 
-/* The dot products of N rows with COUNT vectors, the same for all threads of a team. load(d, x)
- * reads elements d..d+RUN-1 of each row. All threads of a warp take part. */
+/* The dot products of N rows with COUNT vectors, the same in all threads of a team. load(d, x) must
+ * read elements d..d+RUN-1 of each row. All threads of a warp must take part. */
 template <int N, int COUNT, typename LOAD>
 DEVICE void row_dots(int64_t D, const float *vectors, int64_t pitch, LOAD load,
                      float (*sum)[COUNT]) {

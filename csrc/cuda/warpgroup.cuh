@@ -1,15 +1,15 @@
-/* warpgroup.cuh - a part of common.cuh: products of a warpgroup, which compute capability 9.0 has.
+/* warpgroup.cuh - a part of common.cuh: warpgroup products, for compute capability 9.0.
  *
- *     c [64][64] += a [64][16] b [16][64], or = where not `add`
+ *     c [64][64] += a [64][16] b [16][64], or = if not `add`
  *
- * A warpgroup is four warps, each of which has 16 rows of a and of c as in multiply_bf16. b has 16
- * elements each of 64 rows of 64, which are in shared memory from a multiple of 1024 bytes on,
- * swizzled as by tile_at: group_matrix(rows) is b of the first 16; of those `e` elements further on
- * it is e / 8 more.
+ * A warpgroup is four warps, each of which has 16 rows of a and of c in the layout of
+ * multiply_bf16. b is 16 elements of each of 64 rows of 64 elements in shared memory, which begin
+ * at a multiple of 1024 bytes and are swizzled as by tile_at. group_matrix(rows) is b for the first
+ * 16 elements; for those from element e on add e / 8.
  *
- * What follows open_products up to close_products is computed while the threads go on. Once
- * wait_products has waited for all of it, c can be used. Shared memory that threads have written,
- * by copies too, each passes on with share_with_products, before a barrier. */
+ * Products between open_products and close_products are computed while the threads continue.
+ * wait_products waits for all of them; then c can be used. A thread that has written to shared
+ * memory, also by copies, must call share_with_products before a barrier. */
 #ifndef H2O_CUDA_WARPGROUP_CUH
 #define H2O_CUDA_WARPGROUP_CUH
 
@@ -47,7 +47,7 @@ DEVICE void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" :
 
 DEVICE void wait_products(float c[8][4]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    asm volatile("" : ALL_OF(c)::"memory"); /* read no sooner */
+    asm volatile("" : ALL_OF(c)::"memory"); /* c must not be read before */
 }
 
 DEVICE void share_with_products() {

@@ -1,22 +1,22 @@
 /* window.cuh - one key/value head of a text after its dense part, in windows of W tokens.
  *
- * From there on a query sees the keys that are kept and its own, and which key is evicted after it
- * decides on what the next one sees. But the queries of a window can only see the keys kept at its
- * start and its own W. So each window takes three kernels, the next one as many again:
+ * After the dense part a query sees the kept keys and its own, and the key that is evicted after it
+ * determines what the next query sees. But the queries of a window can see only the keys that are
+ * kept at its start and its own W keys. So each window takes three kernels:
  *
- *   logits   of all its queries over these keys, many blocks for a head (window_tiles.cuh);
- *   rows     one block for a head goes token by token: softmax over the keys that are still held,
- *            scores, and the key to evict, on logits that are there already (window_rows.cuh);
- *   values   the weights times the values, many blocks again.
+ *   logits   of all its queries over these keys, by many blocks per head (window_tiles.cuh);
+ *   rows     one block per head goes token by token: softmax over the keys that are still held,
+ *            scores, and the key to evict, using the logits (window_rows.cuh);
+ *   values   the weights times the values, again by many blocks.
  *
- * Keys lie in cells: a slot of a store without rows, since a cell's key and value are read where
- * the tensors have them, by the number of its token. The window's new keys get empty cells; a cell
- * that is emptied stays so until the next window. `tokens` says which token was in a cell during a
- * window, `positions` who is held at the moment, -1: none. Logits, then weights, are rows [W, R]
- * of cells; the weight of a key that is not held is -1, as in attend_tiles.cuh.
+ * Each key is in a cell, which is a slot of a store without rows, since a cell's key and value are
+ * read from the tensors by the index of its token. The window's new keys get empty cells; a cell
+ * that is emptied stays empty until the next window. `tokens` has the token that was in a cell
+ * during a window, `positions` the token that is held now; -1: none. Logits, and later weights, are
+ * rows [W, R] of cells; the weight of a key that is not held is -1, as in attend_tiles.cuh.
  *
- * The number of windows that are over is counted in the workspace: every launch of a kernel has
- * the same parameters. */
+ * The number of windows that are done is counted in the workspace, since every launch of a kernel
+ * has the same parameters. */
 #ifndef H2O_CUDA_WINDOW_CUH
 #define H2O_CUDA_WINDOW_CUH
 
@@ -24,16 +24,16 @@
 
 typedef struct {
     simulate_head head;
-    int64_t number, first, count; /* of the window; its first token, and how many */
-    int64_t ld; /* floats from row to row of logits, at most 3 of which are of no cell */
+    int64_t number, first, count; /* of the window; its first token, and its number of tokens */
+    int64_t ld; /* floats from row to row of logits; at most 3 of them belong to no cell */
     int32_t *windows, *tokens, *next_tokens, *new_cells; /* see simulate_layout */
     float *logits, *inverse, *products;
     int64_t pitch; /* floats from row to row of products */
     uint32_t *parts_done;
-    float *cache; /* of a row of logits, in shared memory; NULL: there is no room */
+    float *cache; /* of a row of logits, in shared memory; NULL if there is no room */
 } text_window;
 
-/* The window that comes next, or where over is 1 the one before it. */
+/* Opens the next window, or the one before it if `over` is 1. */
 DEVICE text_window open_window(const h2o_simulate_params *p, char *workspace, int64_t b, int64_t g,
                                int64_t over) {
     const simulate_layout at = cuda_simulate_layout(p);
@@ -58,8 +58,8 @@ DEVICE text_window open_window(const h2o_simulate_params *p, char *workspace, in
     return w;
 }
 
-/* Gives the tokens from `first` on, of the window after the present one, their cells; where there
- * are none the text is over. */
+/* Chooses the cells of the next window's tokens, which begin at `first`. If there are none, the
+ * text is over. */
 DEVICE void choose_cells(const simulate_head *h, int64_t first, int64_t W, int32_t *tokens,
                          int32_t *new_cells, select_buffer *buffer) {
     const h2o_simulate_params *const p = h->p;
@@ -91,7 +91,7 @@ DEVICE void choose_cells(const simulate_head *h, int64_t first, int64_t W, int32
     }
 }
 
-/* Before the first window: prunes the prompt. */
+/* Prunes the prompt before the first window. */
 DEVICE void open_windows(const h2o_simulate_params *p, char *workspace, select_buffer *buffer) {
     const simulate_layout at = cuda_simulate_layout(p);
     const simulate_head h = open_head(p, &at, workspace, blockIdx.y, blockIdx.x);

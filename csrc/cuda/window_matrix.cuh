@@ -1,8 +1,9 @@
-/* window_matrix.cuh - window_tiles.cuh with tensor cores, where all numbers are of the same 16 bits.
+/* window_matrix.cuh - window_tiles.cuh with tensor cores, if all numbers have the same 16-bit
+ * format.
  *
- * Tiles have MATRIX_ROWS rows and as many cells, and of keys and values WINDOW_DEPTH elements at a
- * time. Weights become 16-bit matrices, as in matrix_forward.cuh, whose slow way is taken wherever
- * not all values of a tile are finite: almost every tile has keys that some row does not see. */
+ * Tiles have MATRIX_ROWS rows and as many cells, and WINDOW_DEPTH elements of keys and values at a
+ * time. Weights become 16-bit matrices, as in matrix_forward.cuh, whose slow way is used whenever
+ * some value of a tile is not finite: almost every tile has keys that some row does not see. */
 #ifndef H2O_CUDA_WINDOW_MATRIX_CUH
 #define H2O_CUDA_WINDOW_MATRIX_CUH
 
@@ -13,9 +14,9 @@ typedef matrix_buffer<WINDOW_DEPTH> window_matrices;
 
 /* ---- Tiles --------------------------------------------------------------- */
 
-/* Loads elements d.. of a tile's rows, where at(k, step, row) sets WINDOW_FETCHED of them, from
- * number k on, `step` apart; zeros where data is NULL: aligned runs by copies that the caller waits
- * for. */
+/* Loads elements d.. of a tile's rows. at(k, step, row) must set WINDOW_FETCHED rows, from row k
+ * on, `step` apart; rows whose data is NULL become zeros. Aligned runs are copied asynchronously,
+ * and the caller waits for them. */
 template <int DEPTH, typename AT>
 DEVICE void fetch_rows(uint16_t (*tile)[DEPTH], int64_t d, int64_t D, AT at) {
     const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs;
@@ -61,7 +62,7 @@ DEVICE void logits_matrix(const text_window *w, const token_rows *keys, int64_t 
     const int64_t rows = window_rows_of(w), D = p->dims.D;
     float c[window_matrices::COLUMNS / 8][4] = {};
     for (int64_t d = 0; d < D; d += WINDOW_DEPTH) {
-        sync_block(); /* the previous tile has been used */
+        sync_block(); /* all threads are done with the previous tile */
         fetch_rows<WINDOW_DEPTH>(buffer->rows, d, D, [&](int top, int step, element_ref *row) {
             UNROLL
             for (int k = 0; k < WINDOW_FETCHED; k++)
@@ -93,7 +94,7 @@ DEVICE void window_logits_matrix(const h2o_simulate_params *p, char *workspace,
 
 /* ---- Values -------------------------------------------------------------- */
 
-/* A lane's weights of two rows for a tile of cells, -1 where there is no row or no cell. */
+/* Loads a lane's weights of two rows for a tile of cells; -1 if there is no such row or cell. */
 DEVICE void read_weights(const text_window *w, int64_t first_row, int64_t first,
                          float c[window_matrices::COLUMNS / 8][4]) {
     const int64_t rows = window_rows_of(w), cells = w->head.head.slots;
@@ -122,7 +123,7 @@ DEVICE void values_matrix(const text_window *w, int64_t first_row, int64_t d, in
     matrix_softmax<WINDOW_DEPTH> sums = {};
     for (int64_t first = begin; first < end; first += window_matrices::COLUMNS) {
         float c[window_matrices::COLUMNS / 8][4];
-        sync_block(); /* the previous tile has been used */
+        sync_block(); /* all threads are done with the previous tile */
         fetch_cells<WINDOW_DEPTH>(buffer->columns[1], w, &values, first, d);
         read_weights(w, first_row, first, c);
         wait_copies<0>();

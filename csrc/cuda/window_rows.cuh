@@ -1,24 +1,24 @@
-/* window_rows.cuh - a window (window.cuh) token by token, by one block for a head. What is known of
- * the cells is in shared memory meanwhile, if that has room, and each row of logits is read once. */
+/* window_rows.cuh - a window (window.cuh) token by token, by one block per head. The state of the
+ * cells is in shared memory meanwhile, if that has room, and each row of logits is read once. */
 #ifndef H2O_CUDA_WINDOW_ROWS_CUH
 #define H2O_CUDA_WINDOW_ROWS_CUH
 
 #include "step_finish.cuh"
 #include "window.cuh"
 
-/* Exponentials of some logits: relative to which, and their sum, or 1 / the sum. */
+/* The maximum to which exponentials of some logits are relative, and their sum, or 1 / the sum. */
 typedef struct {
     float max, sum;
 } softmax_part;
 
 enum { WINDOW_WARPS = WINDOW_THREADS / 32 };
 
-/* In shared memory; then a softmax_part for each of R heads, and one of each warp for each. */
+/* Shared memory, followed by a softmax_part for each of R heads, then for each head and warp. */
 typedef struct {
     h2o_candidate candidates[WINDOW_WARPS];
     h2o_eviction evictions[WINDOW_MOST];
     int32_t cells[WINDOW_MOST];
-    double evicted_score; /* of no interest */
+    double evicted_score; /* not used */
     int32_t free_slot;
     select_buffer select;
 } window_buffer;
@@ -29,8 +29,8 @@ DEVICE softmax_part *softmax_of(window_buffer *buffer) {
     return (softmax_part *)((char *)buffer + WINDOW_KEPT);
 }
 
-/* Keeps what is known of the cells in shared memory, if that has room. Returns where a row of logits
- * has room behind it, or NULL. */
+/* Copies the state of the cells to shared memory if that has room. Returns where a row of logits
+ * fits after it, or NULL. */
 DEVICE float *cache_cells(text_window *w, window_buffer *buffer) {
     slot_store *const store = &w->head.store;
     const int64_t cells = w->head.head.slots, R = w->head.p->dims.R;
@@ -50,7 +50,7 @@ DEVICE float *cache_cells(text_window *w, window_buffer *buffer) {
     return (arrays + R) * cells > room ? NULL : cache + arrays * cells;
 }
 
-/* Brings it back; norms have not changed. */
+/* Copies the state back; norms have not changed. */
 DEVICE void uncache_cells(const slot_store *store, const simulate_head *h) {
     NO_UNROLL
     for (int64_t s = threadIdx.x; store->scores != h->store.scores && s < h->head.slots;
@@ -61,7 +61,7 @@ DEVICE void uncache_cells(const slot_store *store, const simulate_head *h) {
     sync_block();
 }
 
-/* What a sum relative to one maximum is relative to a higher one. */
+/* Rescales a sum, which is relative to one maximum, to a higher one. */
 DEVICE float rescaled(softmax_part part, float max) {
     return part.max == max ? part.sum : part.sum * exponential(part.max, max);
 }
@@ -115,8 +115,7 @@ DEVICE void thread_softmax(const text_window *w, const float *x, int64_t r,
     }
 }
 
-/* The softmax of row i of the window over the keys that are held, for each head; as `sum` it has
- * 1 / the sum. */
+/* The softmax of row i of the window over the held keys, for each head; `sum` is 1 / the sum. */
 DEVICE void row_softmax(const text_window *w, int64_t i, const float *x, softmax_part *softmax) {
     const h2o_simulate_params *const p = w->head.p;
     const int64_t R = p->dims.R;
@@ -148,8 +147,8 @@ DEVICE void row_softmax(const text_window *w, int64_t i, const float *x, softmax
     sync_block();
 }
 
-/* Logits of some cells to exponentials in place, -1 where no key is held, for STEP_HEADS heads from r
- * of the group on; what the softmax gives the keys is added to sum, or the largest with it. */
+/* Turns logits of some cells into exponentials in place, -1 if no key is held, for STEP_HEADS heads
+ * from r of the group on. Adds to sum the softmax weights of the keys, or takes the maximum. */
 DEVICE void weigh_cells(const text_window *w, float *x, const softmax_part *softmax,
                         const int32_t cell[STEP_LOADS], const int32_t position[STEP_LOADS],
                         int64_t r, float sum[STEP_LOADS]) {
@@ -180,7 +179,7 @@ DEVICE void weigh_cells(const text_window *w, float *x, const softmax_part *soft
     }
 }
 
-/* What step_scores and step_evict ask of a head. */
+/* Fills in what step_scores and step_evict need of a head. */
 DEVICE step_item open_rows(const text_window *w, window_buffer *buffer) {
     step_item item = open_group(w->head.p, w->head.g);
     item.head = w->head.head;
@@ -191,14 +190,14 @@ DEVICE step_item open_rows(const text_window *w, window_buffer *buffer) {
     return item;
 }
 
-/* A key takes its cell; by one thread. */
+/* Puts the key of token i into its cell; called by one thread. */
 DEVICE void hold_key(const text_window *w, const window_buffer *buffer, int64_t i) {
     if (i >= w->count) return;
     w->head.store.positions[buffer->cells[i]] = (int32_t)(w->first + i);
     w->head.store.scores[buffer->cells[i]] = 0.0f;
 }
 
-/* One token, whose key has its cell: softmax, scores, and one key is evicted. */
+/* Processes one token, whose key is in its cell: softmax, scores, and the eviction of one key. */
 DEVICE void window_row(const text_window *w, step_item *item, h2o_ranking *ranking, int64_t i,
                        window_buffer *buffer) {
     const int64_t position = w->first + i;

@@ -1,5 +1,5 @@
-/* window_tiles.cuh - the matrix products of a window (window.cuh): logits of its queries, and weights
- * times values. A row is a query of one head, number token * R + head of the window. */
+/* window_tiles.cuh - the matrix products of a window (window.cuh): logits of its queries, and
+ * weights times values. Row token * R + head of the window is a query of one head. */
 #ifndef H2O_CUDA_WINDOW_TILES_CUH
 #define H2O_CUDA_WINDOW_TILES_CUH
 
@@ -24,12 +24,12 @@ static_assert(sizeof(window_buffers) == WINDOW_SHARED);
 
 /* Where the keys, or values, of all tokens are. */
 typedef struct {
-    element_ref row; /* of the first, ... */
-    int64_t pitch;   /* ... and bytes to the next */
-    bool by_column;  /* not by the number of the token */
+    element_ref row; /* of the first token, ... */
+    int64_t pitch;   /* ... and bytes from one row to the next */
+    bool by_column;  /* rows are indexed by column, not by token */
 } token_rows;
 
-/* Of a tensor, or as a quantized store has them. */
+/* The rows of a tensor or, if given, those of a quantized store. */
 DEVICE token_rows open_tokens(const text_window *w, const h2o_view *tensor,
                               const h2o_view *stored) {
     const simulate_head *const h = &w->head;
@@ -46,8 +46,8 @@ DEVICE token_rows open_tokens(const text_window *w, const h2o_view *tensor,
     return rows;
 }
 
-/* The tokens of N cells from `first` on, `step` apart, -1 where there is none, and their rows, or any
- * other. */
+/* Finds the tokens of N cells from `first` on, `step` apart, and their rows. If a cell has no
+ * token, this is -1, and the row is any other. */
 template <int N>
 DEVICE void find_cells(const text_window *w, const token_rows *rows, int64_t first, int step,
                        int64_t token[N], const char *row[N]) {
@@ -65,8 +65,8 @@ DEVICE void find_cells(const text_window *w, const token_rows *rows, int64_t fir
     }
 }
 
-/* Loads elements d.. of the rows of ROWS cells from `first` on, zeros where there is none, and past
- * the last element. */
+/* Loads elements d.. of the rows of ROWS cells from `first` on; zeros for cells without a token,
+ * and past the last element. */
 template <int DEPTH, int ROWS>
 DEVICE void load_cells(float (*tile)[DEPTH + 4], const text_window *w, const token_rows *rows,
                        int64_t first, int64_t d) {
@@ -93,7 +93,7 @@ DEVICE void load_cells(float (*tile)[DEPTH + 4], const text_window *w, const tok
 
 /* ---- Logits -------------------------------------------------------------- */
 
-/* Column and head of a row of the window. */
+/* The column and the query head of a row of the window. */
 DEVICE int64_t column_of_row(const text_window *w, uint32_t row) {
     return w->head.columns[w->first + row / (uint32_t)w->head.p->dims.R];
 }
@@ -104,7 +104,7 @@ DEVICE int64_t head_of_row(const text_window *w, uint32_t row) {
 
 DEVICE int64_t window_rows_of(const text_window *w) { return w->count * w->head.p->dims.R; }
 
-/* Elements d.. of a query; data is NULL past the last row. */
+/* A query from element d on; data is NULL past the last row. */
 DEVICE element_ref query_row(const text_window *w, int64_t row, int64_t d) {
     const h2o_view *const from = &w->head.p->query;
     const uint32_t at = (uint32_t)lower(row, window_rows_of(w) - 1);
@@ -114,7 +114,7 @@ DEVICE element_ref query_row(const text_window *w, int64_t row, int64_t d) {
     return query;
 }
 
-/* The logits of a tile of rows over a tile of cells. */
+/* Computes the logits of a tile of rows over a tile of cells. */
 DEVICE void logits_tile(const text_window *w, const token_rows *keys, int64_t first_row,
                         int64_t first, window_buffers *buffer) {
     const h2o_simulate_params *const p = w->head.p;
@@ -122,7 +122,7 @@ DEVICE void logits_tile(const text_window *w, const token_rows *keys, int64_t fi
     const int64_t D = p->dims.D;
     float dots[THREAD_ROWS][THREAD_COLUMNS] = {};
     for (int64_t d = 0; d < D; d += LOGITS_DEPTH) {
-        sync_block(); /* the previous tile has been used */
+        sync_block(); /* all threads are done with the previous tile */
         load_tile<LOGITS_DEPTH>(buffer->logits.rows, D - d,
                                 [&](int i) { return query_row(w, first_row + i, d); });
         load_cells<LOGITS_DEPTH, ATTEND_TILE>(buffer->logits.columns, w, keys, first, d);
@@ -160,10 +160,10 @@ DEVICE void window_logits(const h2o_simulate_params *p, char *workspace, window_
 
 /* ---- Values -------------------------------------------------------------- */
 
-/* A block has one of the tiles [ROWS, DEPTH] of the outputs, and of the cells one of VALUES_PARTS:
- * sum(window, row, d, begin, end, products) writes weights times values of cells begin..end-1 to
- * products [rows, pitch]. The last block of a tile adds them up in order, and divides by the row
- * sum. */
+/* A block has one tile [ROWS, DEPTH] of the outputs, and one of VALUES_PARTS parts of the cells.
+ * sum(window, row, d, begin, end, products) must write the weights times the values of cells
+ * begin..end-1 to products [rows, pitch]. The last block of a tile adds these up in order and
+ * divides by the row sum. */
 template <int ROWS, int DEPTH, typename SUM>
 DEVICE void values_block(const h2o_simulate_params *p, char *workspace, SUM sum) {
     const text_window w = open_window(p, workspace, blockIdx.z, blockIdx.y, 1);
@@ -199,7 +199,7 @@ DEVICE void values_block(const h2o_simulate_params *p, char *workspace, SUM sum)
     }
 }
 
-/* The weights of ATTEND_TILE rows for VALUES_CELLS cells, -1 where there is no row or no cell. */
+/* Loads the weights of ATTEND_TILE rows for VALUES_CELLS cells; -1 past the last row or cell. */
 DEVICE void load_weights(const text_window *w, int64_t first_row, int64_t first,
                          window_buffers *buffer) {
     const int runs = VALUES_CELLS / 4, N = ATTEND_TILE * runs / ATTEND_THREADS;
@@ -232,7 +232,7 @@ DEVICE void window_values(const h2o_simulate_params *p, char *workspace, window_
             const token_rows values = open_tokens(w, &p->values, &p->stored_values);
             running_softmax<VALUES_DEPTH> sums = {};
             for (int64_t first = begin; first < end; first += VALUES_CELLS) {
-                sync_block(); /* the previous tile has been used */
+                sync_block(); /* all threads are done with the previous tile */
                 load_weights(w, first_row, first, buffer);
                 load_cells<VALUES_DEPTH, VALUES_CELLS>(buffer->sums.values, w, &values, first, d);
                 sync_block();

@@ -1,4 +1,4 @@
-"""`h2o.analyze`: what a model attends to in a text, measured."""
+"""`h2o.analyze`: measures what a model attends to in a text."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ def analyze(
     Runs two forward passes: one of the model as it is, one with an `H2OCache` of this config.
     Memory is linear in the text's length. Methods of the result that need another pass (`sparsity`
     with another threshold, `retained_mass` of another config, `tokens` at a step, `removal`) run
-    the model again, so do not change the model before.
+    the model again, so do not change the model in between.
 
     Args:
         model: a causal language model that `H2OCache` supports. Layers with a sliding window are
             left out.
-        input_ids: int64 [1, n] or [n], n >= 3: one text.
-        attention_mask: the same shape. Padding is left out before anything else.
-        h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`, ...
-            Fractions are of the text. `heavy` is also the number of heavy hitters.
-        prompt_length: tokens before the first eviction. 1 evicts from the very beginning.
+        input_ids: int64 [1, n] or [n], n >= 3, one text.
+        attention_mask: the same shape. Padding is removed before anything else.
+        h2o_config: an `H2OConfig`. Its fields can be passed as keywords instead: `heavy`,
+            `recent`, ... Fractions are of the text. `heavy` is also the number of heavy hitters.
+        prompt_length: number of tokens before the first eviction. 1 evicts from the very beginning.
 
     Raises:
         UnsupportedError: h2o does not support the model.
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is wrong.
     """
-    parameters.pop("token_type_ids", None)  # some tokenizers make them, decoders do without
+    parameters.pop("token_type_ids", None)  # some tokenizers return them, decoders ignore them
     config = one_config(h2o_config, parameters).for_model(model)
     ids = _one_text(input_ids, attention_mask)
     if not full_layers(model):
         raise ValueError("every layer has a sliding window: there is nothing for h2o to analyze")
     if (part := tensor_parallel.part_of_heads(model)) != tensor_parallel.WHOLE:
         raise ValueError(
-            "analyze() shows all heads of a model, and this is "
+            "analyze() shows all heads of a model, but this is "
             f"{tensor_parallel.describe_part(part)}: load the "
             "model whole, in one process without tp_plan or distributed_config"
         )
@@ -79,10 +79,10 @@ def analyze(
 
 
 def _one_text(input_ids: Any, mask: Any) -> Tensor:
-    """int64 [n] without pads."""
+    """The text as int64 [n], without padding."""
     if not isinstance(input_ids, Tensor):
         raise TypeError(
-            f"input_ids: is a {type(input_ids).__name__}, wanted a torch tensor [1, n]: "
+            f"input_ids must be a torch tensor [1, n], not a {type(input_ids).__name__}: call "
             'h2o.analyze(model, **tokenizer(text, return_tensors="pt"))'
         )
     if input_ids.ndim == 1:
@@ -90,16 +90,16 @@ def _one_text(input_ids: Any, mask: Any) -> Tensor:
         mask = mask[None] if isinstance(mask, Tensor) and mask.ndim == 1 else mask
     if input_ids.ndim != 2 or len(input_ids) != 1:
         raise ValueError(
-            f"input_ids: has shape {list(input_ids.shape)}, wanted [1, n]: one text at a time"
+            f"input_ids has shape {list(input_ids.shape)}, expected [1, n]: pass one text at a time"
         )
     ids = input_ids[0]
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
             raise ValueError(
-                f"attention_mask: has shape {list(getattr(mask, 'shape', []))}, wanted that of "
+                f"attention_mask has shape {list(getattr(mask, 'shape', []))}, expected that of "
                 f"input_ids, {list(input_ids.shape)}"
             )
         ids = ids[mask[0].bool().to(ids.device)]
     if len(ids) < 3:
-        raise ValueError(f"input_ids: has {len(ids)} tokens, wanted at least 3")
+        raise ValueError(f"input_ids has {len(ids)} tokens, expected at least 3")
     return ids

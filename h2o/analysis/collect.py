@@ -1,7 +1,7 @@
-"""One forward pass of a model, in which queries, keys and scores of each layer are measured.
+"""Run one forward pass of a model, and measure the queries, keys and scores of each layer.
 
-Everything that grows with the text is one number per key or per query: column sums come from
-`h2o.ops.attend`, which makes no matrix, and what needs single entries goes by blocks of rows.
+Memory grows by one number per key or query. Column sums come from `h2o.ops.attend`, which builds no
+attention matrix. Measurements that need single entries work on blocks of rows.
 
 Shape letters: H query heads, G key/value heads (H = G * R), n tokens, D head dimension.
 """
@@ -40,7 +40,7 @@ class Attention:
     values: Tensor
     """[G, n, D]"""
     scale: float | None
-    """factor of q.k; None: 1 / sqrt(D)"""
+    """Factor of q.k, or None for 1 / sqrt(D)"""
     softcap: float
     sink_logits: Tensor | None = None
     """[H] float32, see `h2o.ops.attend`"""
@@ -58,14 +58,14 @@ def full_layers(model: Any) -> list[int]:
     """
     if latent_row(model.config) is not None:
         raise UnsupportedError(
-            f"neither analysis nor calibration measures {model.config.model_type}: all heads of a "
+            f"analysis and calibration do not support {model.config.model_type}: all heads of a "
             "layer share its latents (multi-head latent attention)"
         )
     return [i for i, x in enumerate(transformers_layers(model.config)) if kind_of(x) == "h2o"]
 
 
 def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Tensor | None:
-    """Run a model over a text, with `visit` for the attention of its full layers.
+    """Run a model on a text. `visit` computes the attention of its full layers.
 
     Args:
         ids: [n], without padding.
@@ -84,8 +84,8 @@ def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Ten
 def measure_layers(
     model: Any, ids: Tensor, measure: Callable[[Attention], tuple[Tensor, Result]]
 ) -> dict[int, Result]:
-    """Run a model over a text, and `measure` each full layer: its attention output [n, H, D], and a
-    result, which this returns by layer."""
+    """Run a model on a text, and `measure` each full layer. `measure` returns the layer's attention
+    output [n, H, D] and a result. The results are returned by layer."""
     results: dict[int, Result] = {}
 
     def visit(layer: int, seen: Attention) -> Tensor:
@@ -97,17 +97,17 @@ def measure_layers(
 
 
 def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor | None:
-    """Run a model over a text [n]. Returns the logits [n, vocabulary] if they are wanted."""
+    """Run a model on a text [n]. Returns the logits [n, vocabulary] if `logits` is true."""
     arguments = {}
     if not logits and compat.accepts(model.forward, "logits_to_keep"):
-        arguments["logits_to_keep"] = 1  # those of a whole text may need more than all the rest
+        arguments["logits_to_keep"] = 1  # all logits may need more memory than everything else
     with torch.no_grad():
         out = model(ids[None].to(input_device(model)), use_cache=False, **arguments)
     return out.logits[0] if logits else None
 
 
 def attend(seen: Attention) -> tuple[Tensor, Tensor]:
-    """The model's causal attention, with the score of every key by query head.
+    """Compute the model's causal attention, and the score of every key for each query head.
 
     The kernel adds up the heads of a group, so it gets one query head of each group at a time.
 
@@ -131,7 +131,7 @@ def attend(seen: Attention) -> tuple[Tensor, Tensor]:
 
 
 def sparsity(seen: Attention, threshold: float) -> Tensor:
-    """Share of the causal attention entries below a share of their row's maximum.
+    """Share of the causal attention entries below `threshold` times their row's maximum.
 
     Returns:
         [H] float64. Entry (i, j), j <= i, counts where p(i, j) < threshold * max of p(i, .);
@@ -143,6 +143,6 @@ def sparsity(seen: Attention, threshold: float) -> Tensor:
         rows = logits.shape[1]
         # A ratio of probabilities is a difference of logits: no exponential is needed.
         least = logits.amax(-1, keepdim=True) + math.log(threshold)
-        future = rows * (rows - 1) // 2  # -inf above the diagonal
+        future = rows * (rows - 1) // 2  # entries above the diagonal, which are -inf
         below += (logits < least).sum((-1, -2)) - future
     return below / (n * (n + 1) / 2)

@@ -1,7 +1,7 @@
 """Draw the figures of an analysis with matplotlib.
 
-Every function draws an `h2o.analysis.result.Analysis` on the axes it is given. Its docstring begins
-with the figure's caption on the page of `h2o analyze`.
+Every function draws an `h2o.analysis.result.Analysis` on given axes. The first line of its
+docstring is the figure's caption on the page of `h2o analyze`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def carriers(a: Any, ax: Any) -> None:
 
 
 def overlap(a: Any, ax: Any) -> None:
-    """Common heavy hitters of each two layers (Jaccard), as a heat map."""
+    """Heavy hitters that two layers have in common (Jaccard), as a heat map."""
     image = ax.imshow(a.overlap("layer"), vmin=0, vmax=1, cmap="magma")
     ticks = range(0, len(a.layers), max(len(a.layers) // 6, 1))
     names = [a.layers[i] for i in ticks]
@@ -91,7 +91,7 @@ def frequency(a: Any, ax: Any) -> None:
 
 
 def removal(a: Any, ax: Any, **options: Any) -> None:
-    """Perplexity without the heaviest, random and newest keys."""
+    """Perplexity without the heaviest, random or newest keys."""
     table = a.removal(**options)
     ax.axhline(table.pop("full")[0.0], color="grey", linestyle="--", label="nothing removed")
     for kind, by_share in table.items():
@@ -172,4 +172,4 @@ FIGURES: dict[str, Callable[..., None]] = {
         scores,
     )
 }
-"""The figures, by the names for `Analysis.plot`."""
+"""The figures, by their names in `Analysis.plot`"""

@@ -1,6 +1,6 @@
-"""Numbers about attention, from the scores of keys: plain NumPy, nothing of a model.
+"""Statistics of attention from the scores of keys, in plain NumPy and without a model.
 
-Letters: n keys; leading axes of score arrays may be anything.
+Shape letters: n keys. Arrays of scores may have any leading axes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 
 @dataclasses.dataclass(frozen=True)
 class PowerLaw:
-    """Distribution of attention over keys: arrays over the leading axes of the scores."""
+    """Distribution of attention over keys. Arrays have the leading axes of the scores."""
 
     slope: np.ndarray
-    """Log score against log rank: -1 is Zipf's law"""
+    """Slope of log score against log rank: -1 is Zipf's law"""
     r2: np.ndarray
     """R2 of this straight line: 1 is a power law"""
     exponential_r2: np.ndarray
@@ -29,13 +29,13 @@ class PowerLaw:
 def power_law(scores: np.ndarray, shares: tuple[float, ...] = SHARES) -> PowerLaw:
     """Fit sorted scores [..., n], n >= 3, by least squares.
 
-    The ranks are evenly spread on a logarithmic scale, so that the many small scores do not
-    outweigh the few great ones. Both laws are fitted to the same points. Scores of 0 count as the
-    least positive score.
+    The ranks are evenly spaced on a logarithmic scale, so that the many small scores do not
+    outweigh the few large ones. Both laws are fitted to the same points. Scores of 0 count as the
+    smallest positive score.
     """
     n = scores.shape[-1]
     if n < 3:
-        raise ValueError(f"a power law needs at least 3 keys, here are {n}")
+        raise ValueError(f"a power law needs at least 3 keys, not {n}")
     falling = -np.sort(-scores.astype(np.float64), axis=-1)
     ranks = np.unique(np.geomspace(1, n, min(n, 60)).round().astype(int))
     tiny = np.min(falling, where=falling > 0, initial=np.inf, axis=-1, keepdims=True)
@@ -55,16 +55,16 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def carriers(scores: np.ndarray, shares: tuple[float, ...] = SHARES) -> dict[float, np.ndarray]:
-    """Number of highest scores [..., n] that add up to each share of their sum: int arrays."""
+    """Number of highest scores [..., n] that add up to each share of their sum, as int arrays."""
     falling = -np.sort(-scores.astype(np.float64), axis=-1)
     sums = falling.cumsum(-1)
-    # A share of equal numbers may come out a rounding error too small.
+    # The sum of equal scores may miss its share by a rounding error.
     wanted = {share: share * sums[..., -1:] * (1 - 1e-12) for share in shares}
     return {share: (sums < least).sum(-1) + 1 for share, least in wanted.items()}
 
 
 def top(scores: np.ndarray, k: int) -> np.ndarray:
-    """Mark the k highest of scores [..., n]: bool. Among equal ones the first come first."""
+    """Mark the k highest of scores [..., n] in a bool array. The first of equal ones are taken."""
     chosen = np.zeros(scores.shape, dtype=bool)
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :k]
     np.put_along_axis(chosen, order, True, axis=-1)
@@ -72,17 +72,15 @@ def top(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def jaccard(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Common members over all members, for each set of a [x, n] and each of b [y, n]: [x, y].
-
-    Two empty sets have 1.
-    """
+    """Jaccard index [x, y] of each set in a [x, n] with each set in b [y, n]: the number of common
+    members over the number of all members. It is 1 for two empty sets."""
     common = a.astype(np.float64) @ b.astype(np.float64).T
     either = a.sum(-1)[:, None] + b.sum(-1) - common
     return np.where(either > 0, common / np.where(either > 0, either, 1), 1.0)
 
 
 def per_type(ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Counts [t] and summed scores [..., t] of the t kinds of token, by ascending id."""
+    """Counts [t] and summed scores [..., t] of the t distinct tokens, by ascending id."""
     types, which, counts = np.unique(ids, return_inverse=True, return_counts=True)
     sums = np.zeros((*scores.shape[:-1], len(types)))
     np.add.at(sums, (..., which), scores)
@@ -90,7 +88,7 @@ def per_type(ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:
-    """Rank correlation. Equal values share the mean of their ranks. NaN if an input is constant."""
+    """Rank correlation. Equal values get the mean of their ranks. NaN if an input is constant."""
     a, b = (_ranks(np.asarray(values)) for values in (x, y))
     a, b = a - a.mean(), b - b.mean()
     size = np.sqrt((a @ a) * (b @ b))

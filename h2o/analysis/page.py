@@ -1,4 +1,4 @@
-"""An analysis as one HTML file that needs nothing else: no network, no other file."""
+"""Write an analysis as one HTML file, which needs no network and no other file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from h2o.analysis.result import Analysis
 
 LONGEST = 65535
-"""Tokens of a page, whose positions have 16 bits"""
+"""Maximum number of tokens on a page, since positions have 16 bits"""
 
 
 def write(
@@ -34,12 +34,12 @@ def write(
     configs: Configs,
     removal: dict[str, Any] | None = None,
 ) -> None:
-    """Write the page of an analysis. A layer and token take about 2 (H + G) bytes and a third.
+    """Write the page of an analysis. It needs about 8/3 (H + G) bytes per layer and token.
 
     Args:
-        model, source, budget: names of the model, of the text, and of the config.
-        configs: caches whose retained attention is drawn.
-        removal: options of `a.removal`. None leaves the removal of keys out.
+        model, source, budget: names of the model, the text and the config.
+        configs: configs of the caches whose retained attention is drawn.
+        removal: arguments of `a.removal`, or None to leave the removal of keys out.
     """
     jinja2 = need("jinja2")
     environment = jinja2.Environment(
@@ -50,7 +50,7 @@ def write(
         lstrip_blocks=True,
     )
     environment.filters["number"] = _format
-    pictures = list(_pictures(a, configs, removal))  # which measure what is not measured yet
+    pictures = list(_pictures(a, configs, removal))  # first, since figures add measurements to `a`
     text = environment.get_template("page.html").render(
         a=a,
         model=model,
@@ -67,7 +67,7 @@ def write(
 def _pictures(
     a: Analysis, configs: Configs, removal: dict[str, Any] | None
 ) -> Iterator[tuple[str, str]]:
-    """Each figure's caption and PNG, as a data URL."""
+    """Yield each figure's caption, and its PNG as a data URL."""
     options: dict[str, Any] = {
         "removal": removal,
         "retained_mass": {"configs": configs},
@@ -106,7 +106,7 @@ def _base64(raw: bytes) -> str:
 
 
 def _format(value: float, form: str = ".4g") -> str:
-    """A number, or "none": a text may be too short to have one."""
+    """Format a number, or "none" for one that a short text does not have."""
     return format(float(value), form) if math.isfinite(value) else "none"
 
 
@@ -143,5 +143,5 @@ def _observations(a: Analysis) -> dict[str, Any]:
 
 
 def _chance(k: int, n: int) -> float:
-    """About the Jaccard of two sets of k out of n that have nothing to do with each other."""
+    """Approximate Jaccard index of two independent random sets of k out of n."""
     return k * k / n / (2 * k - k * k / n)

@@ -1,8 +1,8 @@
-"""Measure what it costs to remove keys: the heaviest, as many at random, as many of the newest.
+"""Measure the cost of removing keys: the heaviest, as many random ones, or as many of the newest.
 
-A row loses the same number of keys whichever kind is removed: a share of the keys that were there
-when its block of rows began. The heaviest keys are those of the rows before the block, as in a
-cache, never of the future. A token never loses its own key.
+A row loses the same number of keys for each kind: a share of the keys before its block of rows. The
+heaviest keys are those by the attention of the rows before the block, as in a cache, never of later
+rows. A token never loses its own key.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: i
 
     Args:
         kind: "heavy", "random" or "recent".
-        share: from 0, the model as it is, to 1.
+        share: from 0, the unchanged model, to 1.
         seed: seed of "random". Each layer and key/value head draws its own keys.
     """
     if kind not in KINDS:
@@ -44,7 +44,7 @@ def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: i
 
 
 def attend_without(seen: Attention, kind: str, share: float, chance: Tensor) -> Tensor:
-    """Attention [n, H, D] without the removed keys. `chance` [G, n] orders those of "random"."""
+    """Attention [n, H, D] without the removed keys. `chance` [G, n] ranks the keys for "random"."""
     (H, n, _), G, device = seen.query.shape, len(seen.keys), seen.query.device
     received = torch.zeros(G, n, dtype=torch.float32, device=device)
     sinks = None if seen.sink_logits is None else seen.sink_logits[:, None, None]

@@ -1,5 +1,5 @@
-"""`Analysis`, the result of `h2o.analyze`: measurements of one text, and the questions that they
-answer."""
+"""`Analysis`, the result of `h2o.analyze`: measurements of one text, and methods that evaluate
+them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from h2o.config.fields import ConfigFields
 
 THRESHOLD = 0.01
-"""The paper's: an entry below this share of its row's maximum is called negligible."""
+"""The paper's threshold: an entry below this share of its row's maximum is negligible."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One layer of the model as it is."""
+    """Measurements of one layer of the model, with nothing evicted."""
 
     groups: int
     """G"""
@@ -41,12 +41,12 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Cached:
-    """One layer with a cache of some config."""
+    """Measurements of one layer with a cache."""
 
     evicted_at: np.ndarray
-    """[G, n] int32: the first token that no longer sees the key, n if none"""
+    """[G, n] int32, the first token that no longer sees the key, n if none"""
     retained: np.ndarray
-    """[H, n] float32: the share of a full cache's attention that each token keeps"""
+    """[H, n] float32, the share of a full cache's attention that each token keeps"""
 
 
 class Token(NamedTuple):
@@ -57,15 +57,15 @@ class Token(NamedTuple):
     score: float
     """Attention received, with nothing evicted"""
     held: float
-    """Whether a cache still holds the key: 1 or 0, or the share of the heads whose caches do"""
+    """1 if a cache still holds the key, else 0; for a whole layer the share of heads that do"""
 
 
 class Analysis:
-    """The measurements of `h2o.analyze` in a text. Arrays are NumPy's.
+    """The measurements of `h2o.analyze` on one text. Arrays are NumPy arrays.
 
-    Letters: L analyzed layers, H query heads, G key/value heads, n tokens. `layer` is the model's
-    number. `per` says whose scores: "kv" (a key/value head, whose query heads are added up, as a
-    cache does), "query" (a query head) or "layer" (all of a layer); `head` is a number of these.
+    Shape letters: L analyzed layers, H query heads, G key/value heads, n tokens. `layer` is the
+    layer's number in the model. `per` selects scores: "kv" (of a key/value head, summed over its
+    query heads as in a cache), "query" (of a query head) or "layer". `head` is a number of these.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Analysis:
         self.layers = sorted(measured)
         """Numbers of the layers with full attention"""
         self.ids: np.ndarray = ids.cpu().numpy()
-        """int64 [n]: the text without pads"""
+        """int64 [n], the text without padding"""
         self.groups = measured[self.layers[0]].groups
         """G"""
         self.heads = len(measured[self.layers[0]].scores)
@@ -92,10 +92,10 @@ class Analysis:
         self.caches: dict[H2OConfig, dict[int, Cached]] = {}
         """Results of `simulate_cache` so far, by config and layer"""
         self.removals: dict[tuple[str, float, int, int], float] = {}
-        """Perplexity by (kind, share, tokens, seed): results of `removal` so far"""
+        """Results of `removal` so far: perplexity by (kind, share, tokens, seed)"""
 
     def __len__(self) -> int:
-        """n"""
+        """Number of tokens."""
         return len(self.ids)
 
     def __repr__(self) -> str:
@@ -105,10 +105,10 @@ class Analysis:
     # ---- scores, and the keys with the highest ---------------------------------------------------
 
     def scores(self, layer: int, per: str = "kv", *, at: int | None = None) -> np.ndarray:
-        """float32 [G, n], [H, n] or [n]: attention that each key receives, with nothing evicted.
+        """Attention that each key receives, with nothing evicted: float32 [G, n], [H, n] or [n].
 
-        With `at` only the tokens up to that one count, [..., at + 1]. The sum is the number of
-        queries times that of query heads.
+        With `at` only the tokens up to `at` count, and the last axis is at + 1. All scores of a
+        layer add up to the number of queries times the number of query heads.
         """
         return self._sum_heads(self._scores_up_to(at)[self._check_layer(layer)], per)
 
@@ -118,11 +118,11 @@ class Analysis:
         plan = LayerPlan.of(self.config, self._check_layer(layer), layers)
         number, _ = plan.tokens(len(self))
         if not number:
-            raise ValueError("this config has no heavy hitters: give heavy more than 0")
+            raise ValueError("this config has no heavy hitters: set heavy above 0")
         return min(number, len(self))
 
     def evicted_at(self, layer: int) -> np.ndarray:
-        """int32 [G, n]: the first token that would no longer see the key, n if none."""
+        """The first token that would no longer see each key, n if none: int32 [G, n]."""
         return self.simulate_cache()[self._check_layer(layer)].evicted_at
 
     def tokens(
@@ -134,12 +134,12 @@ class Analysis:
         per: str = "kv",
         at: int | None = None,
     ) -> list[Token]:
-        """All keys of a layer, evicted ones included, by falling score.
+        """All keys of a layer, evicted ones included, by decreasing score.
 
         Args:
-            head: of `per`; all of the layer by default.
-            at: as token `at` saw them: scores of the tokens up to it, and `held` if a cache would
-                have had the key (or it is this token's own). The last token by default.
+            head: number of a head of kind `per`. By default the whole layer is used.
+            at: the token that sees the keys, by default the last one. Scores count the tokens up to
+                it, and `held` says whether a cache would have the key or it is the token's own.
         """
         at = self._check_step(at)
         if head is None:
@@ -148,7 +148,8 @@ class Analysis:
             scores = self.scores(layer, per, at=at)
             if per == "layer" or not 0 <= head < len(scores):
                 raise ValueError(
-                    f"no head {head} per {per}: kv has {self.groups}, query {self.heads}"
+                    f'there is no head {head} with per="{per}": kv has {self.groups} heads, query '
+                    f"{self.heads}"
                 )
             scores = scores[head]
         held = (self.evicted_at(layer)[:, : at + 1] > at).astype(float)
@@ -165,10 +166,10 @@ class Analysis:
     # ---- the paper's observations --------------------------------------------------------------
 
     def sparsity(self, threshold: float = THRESHOLD) -> np.ndarray:
-        """float64 [L, H]: share of attention entries below a share of their row's maximum.
+        """Share of attention entries below `threshold` times their row's maximum: float64 [L, H].
 
-        A head has n (n + 1) / 2 causal entries. Paper: figure 2a. A threshold other than 0.01
-        takes another forward pass.
+        A head has n (n + 1) / 2 causal entries. See figure 2a of the paper. A threshold other than
+        0.01 takes another forward pass.
         """
         if not 0 < threshold <= 1:
             raise ValueError(f"threshold must be above 0 and at most 1, not {threshold!r}")
@@ -181,24 +182,25 @@ class Analysis:
         return np.stack([self._small[threshold][layer] for layer in self.layers])
 
     def power_law(self, per: str = "layer") -> measures.PowerLaw:
-        """Fall of the scores with rank, and number of keys that carry most of the attention.
+        """Decrease of the scores with rank, and number of keys that carry most of the attention.
 
-        Arrays [L], or [L, G], [L, H] `per` head. Paper: figure 2b.
+        Arrays are [L], or [L, G] or [L, H] with `per` "kv" or "query". See figure 2b of the paper.
         """
         return measures.power_law(self._all_scores(per))
 
     def overlap(self, by: str = "layer", per: str = "kv") -> np.ndarray:
-        """Jaccard index of two sets of heavy hitters: the common ones over all.
+        """Jaccard index of pairs of sets of heavy hitters: the common ones over all.
 
         Args:
-            by: "layer": each two layers, heads added up, [L, L]. "head": each two heads of
-                a layer, [L, G, G] or [L, H, H]. "half": among the keys of the text's first half,
-                by its own queries and by those of the second half, [L, G] or [L, H].
+            by: "layer" compares each pair of layers, with heads added up: [L, L]. "head" compares
+                each pair of heads of a layer: [L, G, G] or [L, H, H]. "half" compares two choices
+                among the keys of the text's first half, by the queries of the first half and of
+                the second half: [L, G] or [L, H].
         """
         if by not in ("layer", "head", "half"):
             raise ValueError(f"by must be layer, head or half, not {by!r}")
         if by == "head" and per == "layer":
-            raise ValueError('overlap(by="head") is between heads: per is "kv" or "query"')
+            raise ValueError('overlap(by="head") compares heads: per must be "kv" or "query"')
         if by == "half":
             return np.stack([self._overlap_of_halves(layer, per) for layer in self.layers])
         per = "layer" if by == "layer" else per
@@ -219,9 +221,9 @@ class Analysis:
     def frequency(self) -> dict[str, np.ndarray]:
         """Spearman's rank correlation of attention with a token's count in the text, each [L].
 
-        A kind of token is one observation, whose attention is that of all its occurrences
-        ("sum") or of one ("mean"). Paper: figure 2c, which shows sums; of two kinds that receive
-        the same at each occurrence the frequent one has the higher sum.
+        Each distinct token is one observation. Its attention is that of all its occurrences
+        ("sum") or the mean per occurrence ("mean"). Figure 2c of the paper shows sums. Of two
+        tokens with equal means the more frequent one has the higher sum.
         """
         counts, sums = measures.per_type(self.ids, self._all_scores("layer"))
         attention = {"sum": sums, "mean": sums / counts}
@@ -237,14 +239,14 @@ class Analysis:
         limit: int | None = None,
         seed: int = 0,
     ) -> dict[str, dict[float, float]]:
-        """Perplexity without the heaviest keys, without random and without the newest ones.
+        """Perplexity without the heaviest keys, without random keys and without the newest keys.
 
-        `h2o.analysis.removal` says how they are removed. Three forward passes a share, by blocks
-        of rows. Paper: figure 2d.
+        `h2o.analysis.removal` says how they are removed. Each share takes three forward passes, in
+        blocks of rows. See figure 2d of the paper.
 
         Args:
             shares: shares of the keys before each token.
-            limit: number of tokens to use, from the first.
+            limit: use only the first `limit` tokens.
             seed: seed of the random keys.
 
         Returns:
@@ -275,10 +277,10 @@ class Analysis:
         h2o_config: H2OConfig | None = None,
         **parameters: Unpack[ConfigFields],
     ) -> np.ndarray:
-        """float32 [H] or, with `per_token`, [H, n]: share of a full cache's attention that is kept.
+        """Share of a full cache's attention that is kept: float32 [H], with `per_token` [H, n].
 
-        For a token this is the softmax over all keys before, summed over those that a cache of
-        the config would hold when the token comes. Another config, as for `analyze`, takes
+        For a token this is the softmax over all keys, summed over those that a cache with the
+        config would hold when the token comes. Another config, passed as to `analyze`, takes
         another forward pass.
         """
         chosen = one_config(h2o_config, parameters) if h2o_config or parameters else None
@@ -336,9 +338,9 @@ class Analysis:
     def table(self, by: str = "layer") -> dict[str, np.ndarray]:
         """Numbers of each layer or query head, as columns: `pandas.DataFrame(a.table("head"))`.
 
-        `sparsity`, `slope`, `r2`, `exponential_r2`, the keys that carry shares of the attention
-        (`keys_50` ...), `half_overlap` (a head has its group's), `retained_mass`, and for layers
-        the correlations with frequency.
+        The columns are `sparsity`, `slope`, `r2`, `exponential_r2`, the numbers of keys that carry
+        shares of the attention (`keys_50` ...), `half_overlap` (a query head has the value of its
+        group), `retained_mass`, and for layers the correlations with frequency.
         """
         if by not in ("layer", "head"):
             raise ValueError(f"by must be layer or head, not {by!r}")
@@ -363,7 +365,7 @@ class Analysis:
 
     def _check_layer(self, layer: int) -> int:
         if layer not in self._measured:
-            raise ValueError(f"layer {layer} was not analyzed; there are {self.layers}")
+            raise ValueError(f"layer {layer} was not analyzed; choose from {self.layers}")
         return layer
 
     def _check_step(self, at: int | None) -> int:

@@ -1,18 +1,19 @@
-"""The command line `h2o`, also as `python -m h2o`: its commands are those of COMMANDS.
+"""The command line `h2o`, also run as `python -m h2o`. COMMANDS lists its commands.
 
-Each command is a module that is imported when the command is asked for. It has
+Each command is a module that is imported only when that command is called. It defines
 
-    add_arguments(parser)           its options, of which none but the standard library is needed
-    check(parser, options)          if there is one: ends by `parser.error`, OSError, TypeError or
-                                    ValueError for options that do not go together, before a
+    add_arguments(parser)           add the command's options; needs only the standard library
+    check(parser, options)          optional: reject options that do not go together, by
+                                    `parser.error`, OSError, TypeError or ValueError, before any
                                     library is imported
-    run(parser, options) -> int     the command, and its exit code; UserError or UnsupportedError
-                                    (`h2o.errors`) for what the user can put right
+    run(parser, options) -> int     run the command and return its exit code; raise UserError or
+                                    UnsupportedError (`h2o.errors`) for problems that the user can
+                                    fix
 
-Only the standard library is imported until a command runs, so that --help and
-mistakes in the arguments are answered at once.
+Only the standard library is imported until a command runs, so --help and wrong
+arguments are answered at once.
 
-Exit codes: 0 done, 1 it could not be done, 2 wrong arguments, 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 wrong arguments, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -30,34 +31,35 @@ class Command(NamedTuple):
     module: str
     help: str
     loads_model: bool = True
-    """Whether other libraries must be silenced first, which takes a second"""
+    """Whether the command loads a model. If so, other libraries are silenced first, which takes a
+    second."""
 
 
 COMMANDS = (
-    Command("info", "h2o.cli.info_command", "print versions, backends and what fits", False),
-    Command("generate", "h2o.cli.generate_command", "generate with an H2O cache"),
+    Command("info", "h2o.cli.info_command", "print versions and backends, check a model", False),
+    Command("generate", "h2o.cli.generate_command", "generate text with an H2O cache"),
     Command("eval", "h2o.cli.eval_command", "measure what eviction costs in accuracy"),
-    Command("analyze", "h2o.cli.analyze_command", "draw what a model attends to, as a page"),
-    Command("calibrate", "h2o.cli.calibrate_command", "measure which heads need more of a cache"),
+    Command("analyze", "h2o.cli.analyze_command", "write a page of what a model attends to"),
+    Command("calibrate", "h2o.cli.calibrate_command", "measure which heads need a larger budget"),
     Command("bench", "h2o.cli.bench_command", "time a model with the full cache and with h2o"),
 )
 
 
 SPIN_COUNT = "10000"
-"""Rounds that an idle thread of torch waits for work before it sleeps. libgomp's default is thirty
-times as many, milliseconds in which a busy machine runs nothing else on that core."""
+"""Rounds that an idle torch thread spins before it sleeps. libgomp's default is thirty times as
+many: milliseconds during which a busy machine runs nothing else on that core."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with its errors on one line."""
+    """An ArgumentParser that prints errors on one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; `arguments` are those of the process by default."""
-    if sys.stderr is None:  # closed: what would be said there is said nowhere
+    """Run one command. `arguments` defaults to the arguments of the process."""
+    if sys.stderr is None:  # closed: discard messages
         sys.stderr = open(os.devnull, "w")
     if sys.stdout is None:
         print("h2o: error: standard output is closed", file=sys.stderr)
@@ -72,10 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # what read our output, `head` for one, has ended
+    except BrokenPipeError:  # the reader of the output, such as `head`, has exited
         drop_output()
         return 1
-    except OSError as error:  # a full disk, for one
+    except OSError as error:  # such as a full disk
         drop_output()
         return report_error(parser, error)
     except ImportError as error:
@@ -88,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of the command that is asked for, with its `entry`, `module` and `parser`."""
+    """Parse the arguments. The options include the command's `entry`, `module` and `parser`."""
     from h2o.packages import version
 
     shown = f"h2o-kv {version('h2o-kv')}"
@@ -99,19 +101,19 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     for entry in COMMANDS:
         subparser = commands.add_parser(entry.name, help=entry.help, description=entry.help)
-        if entry.name == asked:  # the arguments of others may need packages that take long
+        if entry.name == asked:  # importing the other commands' modules would take time
             module = importlib.import_module(entry.module)
             module.add_arguments(subparser)
             subparser.set_defaults(entry=entry, module=module, parser=subparser)
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command != "eval":
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    options.rest = rest  # of h2o eval: for lm-eval
+    options.rest = rest  # h2o eval passes these on to lm-eval
     return options
 
 
 def parser_of(entry: Command) -> Parser:
-    """The parser of one command, for what lists options."""
+    """Build the parser of one command. Tools that list options call it."""
     parser = Parser(prog=f"h2o {entry.name}", description=entry.help)
     importlib.import_module(entry.module).add_arguments(parser)
     return parser
@@ -143,13 +145,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def report_error(parser: Parser, error: Exception | str) -> int:
-    """Print an error in one line, and return the exit code."""
+    """Print an error on one line and return the exit code."""
     print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return 1
 
 
 def drop_output() -> None:
-    """Discard the rest of the output, so that nothing tries to write it when the process ends."""
+    """Discard the rest of the output, so that Python does not try to write it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

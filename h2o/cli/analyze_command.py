@@ -1,4 +1,4 @@
-"""The command line `h2o analyze`: a page, pictures and numbers of one text."""
+"""The command `h2o analyze`: a page with pictures and numbers about one text."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from h2o.cli.cache_options import (
 )
 
 DESCRIPTION = """\
-What a model attends to in a text, and what an H2O cache would keep of it: the H2O paper's
-observations as a page for a browser, with the text shaded by score.
+Shows what a model attends to in a text, and which tokens an H2O cache would keep. Writes a page for
+a browser with the H2O paper's observations and the text shaded by score.
 
   h2o analyze
   h2o analyze --model Qwen/Qwen3-0.6B --text chapter.txt --output chapter.html
 """
 CACHE_FIELDS = tuple(name for name in OPTIONS if name != "positions")
-"""Fields of a simulated cache: keys have one position in a single forward pass."""
+"""Options of a simulated cache. There is no --positions, since a simulation is one forward pass, in
+which a key cannot change its position."""
 
 COMPARE = "h2o:0.05,h2o:0.1,h2o:0.2,h2o:0.4,robust:0.2,sink:4+0.2,local:0.2"
 
@@ -37,15 +38,15 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_model(add)
     add("--text", metavar="FILE", help="plain text, - for stdin; default: the shipped article")
     add("--output", type=Path, default=Path("h2o-analysis.html"), metavar="PAGE.html",
-        help="(%(default)s)")  # fmt: skip
-    add("--tokens", type=parse_count, metavar="N", help="read this many tokens of the "
-        "text at most; default: as many as the model has positions")  # fmt: skip
+        help="the page to write (%(default)s)")  # fmt: skip
+    add("--tokens", type=parse_count, metavar="N", help="use at most this many tokens of the "
+        "text; default: as many as the model has positions")  # fmt: skip
     add_cache_options(p, CACHE_FIELDS)
     add("--prompt-length", type=parse_count, default=1, metavar="N",
         help="tokens before the first eviction (%(default)s)")  # fmt: skip
-    add_compare(add, COMPARE, ", whose retained attention is drawn too; none for no others")
-    add("--removal-tokens", type=int, default=1024, metavar="N", help="measure removal on "
-        "this many tokens, from the first; 0 for no such measurement (%(default)s)")  # fmt: skip
+    add_compare(add, COMPARE, ", whose retained attention is plotted too; none: no other settings")
+    add("--removal-tokens", type=int, default=1024, metavar="N", help="measure the effect of "
+        "removing keys on the first N tokens; 0: skip this (%(default)s)")  # fmt: skip
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -60,7 +61,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     options.settings = [] if compare == "none" else parse_all(compare)
     for setting in options.settings:
         if setting.variant != "h2o":
-            parser.error(f"argument --compare: {setting.name} is no cache; {COMPARE} are")
+            parser.error(f"argument --compare: {setting.name} is not a cache; {COMPARE} are")
     options.content = None
     if options.text is not None:
         options.content = texts.read(parser, "--text", options.text)
@@ -86,7 +87,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Load the model, measure and write the page, with progress on stderr."""
+    """Load the model, measure, and write the page. Progress goes to stderr."""
     from h2o import models
     from h2o.analysis.analyze import analyze
     from h2o.analysis.figures import OWN
@@ -104,9 +105,9 @@ def measure(options: argparse.Namespace) -> None:
     ids = ids[:, : min(filter(None, (options.tokens, positions, total)))]
     if ids.shape[1] > LONGEST:
         raise ValueError(
-            f"a page shows at most {LONGEST} tokens, not {ids.shape[1]}: give --tokens {LONGEST}"
+            f"a page shows at most {LONGEST} tokens, not {ids.shape[1]}: pass --tokens {LONGEST}"
         )
-    say(f"reading {ids.shape[1]} of {total} tokens, in full and with the cache")
+    say(f"running {ids.shape[1]} of {total} tokens, with full attention and with the cache")
     a = analyze(model, ids, h2o_config=config, prompt_length=options.prompt_length)
     for setting in settings:
         say(f"cache {setting.name}")

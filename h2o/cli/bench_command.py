@@ -1,4 +1,4 @@
-"""The command line `h2o bench`: a model on this machine, with the full cache and with h2o's."""
+"""The command `h2o bench`: times a model on this machine with the full cache and with h2o."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ COMPARE = "authors"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Times are medians over rounds in which the caches take turns. The project's own tables, "
-        "of kernels and models beside other packages, are run from a checkout: "
+        "Times are medians over rounds in which the caches take turns. To compare kernels and "
+        "models with other packages, run the project's benchmarks from a checkout: "
         "python -m benchmarks."
     )
     add = parser.add_argument_group("what to time").add_argument
     add_model(add)
     add("--prompts", nargs="+", type=parse_count, default=[512, 2048, 4096], metavar="N",
         help="prompt lengths in tokens (512 2048 4096)")  # fmt: skip
-    add = parser.add_argument_group("beside the full cache").add_argument
-    add("--budgets", nargs="+", default=["0.1", "0.2"], metavar="B", help="what h2o keeps: a "
-        "number with a point is a fraction of the prompt, one without counts tokens "
+    add = parser.add_argument_group("settings to compare with the full cache").add_argument
+    add("--budgets", nargs="+", default=["0.1", "0.2"], metavar="B", help="how much h2o keeps: a "
+        "number with a point is a fraction of the prompt, one without is a number of tokens "
         "(0.1 0.2)")  # fmt: skip
-    add_compare(add, COMPARE, "; a name without a budget has each of --budgets")
-    add_cache_options(parser.add_argument_group("or beside it one cache"), min_tokens=0)
-    add = parser.add_argument_group("how").add_argument
+    add_compare(add, COMPARE, "; a setting without a budget is run with each of --budgets")
+    add_cache_options(parser.add_argument_group("or a single cache"), min_tokens=0)
+    add = parser.add_argument_group("how to measure").add_argument
     add(
         "--tokens",
         type=parse_count,
         default=16,
         metavar="N",
-        help="decoded in each round (%(default)s)",
+        help="tokens decoded in each round (%(default)s)",
     )
-    add("--rounds", type=parse_count, default=5, metavar="N", help="(%(default)s)")
-    add("--json", action="store_true", help="for machines: one object, nothing else")
+    add("--rounds", type=parse_count, default=5, metavar="N", help="number of rounds (%(default)s)")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Add the `settings` to time to the options. End by `parser.error` for options that do not fit
-    together."""
+    """Add the `settings` to time to the options. Options that do not go together end in
+    `parser.error`."""
     from h2o.evaluation import setting
 
     settings = make_settings(options, COMPARE, ",".join(options.budgets))
@@ -76,7 +76,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """The figures for a reader: each cache's, and how they compare with the full one's."""
+    """Format the results as a table: each cache's figures, and their ratio to the full cache's."""
     from h2o.evaluation.text_table import table
 
     machine = result["machine"]
@@ -97,7 +97,7 @@ def format_result(result: dict[str, Any]) -> str:
                 f"{one['bytes_held'] / 1e6:.1f}", ratios[2],
             )
         )  # fmt: skip
-    header = ("cache", "prompt", "prefill s", "", "ms a token", "tokens/s", "", "cache MB", "")
+    header = ("cache", "prompt", "prefill s", "", "ms per token", "tokens/s", "", "cache MB", "")
     title = f"{result['model']}, {result['dtype']}, on {name}; medians of {result['rounds']} rounds"
-    note = "x: times as fast as the full cache; %: of its bytes"
+    note = "x: speed relative to the full cache; %: bytes relative to the full cache"
     return "\n".join([title, "", table(header, rows), "", note])

@@ -1,8 +1,8 @@
-"""Options that several commands have: the model, its dtype and device, what a cache keeps, and
-lists of settings to compare.
+"""Options that several commands share: the model, its dtype and device, the config of the cache,
+and lists of settings to compare.
 
-What a cache keeps is a preset or the fields of H2OConfig. Those of the policy come from
-`h2o.policy.FIELDS`, so a new field of the policy is an option too.
+A cache is described by a preset or by the fields of H2OConfig. The options of the policy come from
+`h2o.policy.FIELDS`, so a new field of the policy becomes an option without further changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from h2o.spans import parse_spans
 
 
 def parse_by(parse: Callable[[str], Any], text: str) -> Any:
-    """Parse an option's text by a function whose ValueError argparse is to show."""
+    """Parse the text of an option, and have argparse show the message of a ValueError."""
     try:
         return parse(text)
     except ValueError as error:
@@ -36,32 +36,34 @@ PINS = partial(parse_by, parse_spans)
 OPTIONS: dict[str, Field] = {
     "heavy": Field(
         AMOUNT, None, "K",
-        "keys kept for their score: an integer counts tokens, a number with a point is a fraction "
-        "of the prompt or text (%(default)s)",
+        "keys kept for their scores: an integer is a number of tokens, a number with a point a "
+        "fraction of the prompt or text (%(default)s)",
     ),
-    "recent": Field(AMOUNT, None, "K", "newest keys (%(default)s)"),
+    "recent": Field(AMOUNT, None, "K", "newest keys that are kept (%(default)s)"),
     "budget_unit": Field(
         str, ("keys", "bytes"), None,
-        "unit of fractions: keys of the text, or bytes of a full cache (%(default)s)",
+        "what fractions are taken of: the keys of the text, or the bytes of a full cache "
+        "(%(default)s)",
     ),
     **FIELDS,
     "positions": Field(
         str, ("original", "cache_relative"), None,
-        "position of a key: that of its token in the text, or its rank in the cache (%(default)s)",
+        "position of a key: of its token in the text, or its rank within the cache (%(default)s)",
     ),
     "kv_dtype": Field(
         str, ("auto", *QUANTIZED), None,
-        "store keys in eight bits, and values in eight or four; auto: values in four bits where "
-        "the model's head dimension allows",
+        "store keys in eight bits, and values in eight or four; auto: values in four bits if the "
+        "model's head dimension allows it",
     ),
     "head_shares": Field(
         str, None, "FILE",
-        "share the budget among heads as `h2o calibrate` found it; shipped: the profile that "
-        "comes with h2o for the model; echo: by the echo of each prompt, with --score-by mean-echo",
+        "divide the budget among heads by a profile from `h2o calibrate`; shipped: by the profile "
+        "that comes with h2o for the model; echo: by the echo of each prompt, with --score-by "
+        "mean-echo",
     ),
     "min_tokens": Field(
         int, None, "N",
-        "keys that each head keeps at least where an amount is a fraction; 0: no such limit "
+        "minimum number of keys for each head if the budget is a fraction; 0: no minimum "
         "(%(default)s)",
     ),
 }  # fmt: skip
@@ -70,17 +72,17 @@ OPTIONS: dict[str, Field] = {
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(H2OConfig)}
 
 FIFTH = 0.2
-"""The budget of a preset that is given none."""
+"""Default budget of a preset."""
 
 
 def option_name(field: str) -> str:
-    """The option of a field, such as --score-by of score_by."""
+    """The name of a field's option, such as --score-by for score_by."""
     return "--profile" if field == "head_shares" else f"--{field.replace('_', '-')}"
 
 
 def add_model(add: Callable[..., Any], more: str = "") -> None:
-    """Add --model, --dtype and --device. `add` is the add_argument of a parser or group, `more` is
-    added to the help of --dtype."""
+    """Add --model, --dtype and --device. `add` is the `add_argument` of a parser or group. `more`
+    is appended to the help of --dtype."""
     add(
         "--model",
         type=parse_name,
@@ -92,15 +94,15 @@ def add_model(add: Callable[..., Any], more: str = "") -> None:
 
 
 def parse_name(text: str) -> str:
-    """Parse the name of a model. An empty one, such as that of a variable of the shell which is not
-    set, does not stand for the default model."""
+    """Parse the name of a model. An empty name, as from an unset shell variable, is an error rather
+    than the default model."""
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty: name a model, or leave --model out")
     return text
 
 
 def add_dtype(add: Callable[..., Any], more: str = "") -> None:
-    """Add --dtype, with the dtypes that h2o computes in. `more` is added to the help."""
+    """Add --dtype, with the dtypes that h2o computes in. `more` is appended to the help."""
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
@@ -117,9 +119,9 @@ def add_device(add: Callable[..., Any]) -> None:
 
 def add_pin(add: Callable[..., Any]) -> None:
     """Add --pin and --system."""
-    add("--system", metavar="TEXT", help="text of a chat's system message (with --chat)")
-    add("--pin", type=PINS, metavar="WHAT", help="keys that are never evicted and count in "
-        "the budget: system, for a chat's system turn; prompt, for all of the prompt; or spans of "
+    add("--system", metavar="TEXT", help="text of the chat's system message (with --chat)")
+    add("--pin", type=PINS, metavar="WHAT", help="keys that are never evicted; they count "
+        "toward the budget. system: the chat's system turn; prompt: the whole prompt; or spans of "
         "its tokens, such as 0:40,100:120")  # fmt: skip
 
 
@@ -135,27 +137,27 @@ def parse_count(text: str) -> int:
 
 
 def add_compare(add: Callable[..., Any], default: str | None = None, more: str = "") -> None:
-    """Add --compare, a list of settings for `make_settings`. `more` is added to its help."""
+    """Add --compare, a list of settings for `make_settings`. `more` is appended to its help."""
     shown = "" if default is None else f" ({default})"
-    add("--compare", metavar="SETTINGS", help="settings separated by commas, as "
-        f"h2o eval --help lists them{more}{shown}")  # fmt: skip
+    add("--compare", metavar="SETTINGS", help="settings separated by commas (h2o eval --help "
+        f"lists them){more}{shown}")  # fmt: skip
 
 
 def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defaults: Any) -> None:
-    """Add presets and the options of these fields to a parser or a group of one.
+    """Add --preset, --budget and the options of the fields `names` to a parser or group.
 
-    An option that is left out is None. `make_config` then takes the value of `defaults`, or else
-    H2OConfig's default.
+    An option that is left out is None. `make_config` then uses the value in `defaults` if there is
+    one, and H2OConfig's default otherwise.
     """
     group.set_defaults(cache_fields=tuple(names), cache_defaults=defaults)
     group.add_argument(
-        "--preset", choices=PRESETS, help="a config by name, instead of --heavy and --recent"
+        "--preset", choices=PRESETS, help="a named config, instead of --heavy and --recent"
     )
     group.add_argument(
         "--budget", type=AMOUNT, metavar="B",
-        help="alone: for the recommended policy, a number of tokens or a share of a full cache's "
-        "bytes; with --preset: a number of tokens or a fraction of the keys (of the bytes with "
-        f"--budget-unit bytes; {FIFTH})",
+        help="alone: budget of the recommended policy, a number of tokens or a fraction of a full "
+        "cache's bytes; with --preset: a number of tokens or a fraction of the keys (of the bytes "
+        f"with --budget-unit bytes; default {FIFTH})",
     )  # fmt: skip
     for name in names:
         field = OPTIONS[name]
@@ -167,15 +169,15 @@ def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defau
 
 
 def make_config(options: argparse.Namespace) -> H2OConfig:
-    """The config that the options of a command describe. Raises: as `make_setting`."""
+    """The config that a command's options describe. Raises the errors of `make_setting`."""
     return make_setting(options).config
 
 
 def make_setting(options: argparse.Namespace) -> Setting:
-    """The config of the options, with a name for tables.
+    """The config that a command's options describe, with a name for tables.
 
-    Raises: TypeError and ValueError for what H2OConfig does not take and for options that do not
-    go together, OSError for a profile that cannot be read.
+    Raises: TypeError and ValueError for values that H2OConfig does not accept and for options that
+    do not go together, OSError for a profile that cannot be read.
     """
     given = get_given(options, options.cache_fields)
     fields = options.cache_defaults | given
@@ -185,16 +187,16 @@ def make_setting(options: argparse.Namespace) -> Setting:
         return from_config(H2OConfig(**fields))
     for name in ("heavy", "recent"):
         if name in fields:
-            raise ValueError(f"give a --budget or {option_name(name)}, not both")
+            raise ValueError(f"pass either a budget or {option_name(name)}, not both")
     if options.preset is None:
         if "budget_unit" in fields:
-            raise ValueError("--budget-unit goes with --preset, or with --heavy and --recent")
+            raise ValueError("--budget-unit requires --preset, or --heavy and --recent")
         return from_config(H2OConfig(budget=options.budget, **fields))
     profile = None
     if fields.get("head_shares") != "echo":
         profile = fields.pop("head_shares", None)
     elif options.preset == "calibrated":
-        raise ValueError("--preset calibrated shares by a profile, not by --profile echo")
+        raise ValueError("--preset calibrated needs a profile: --profile FILE or shipped, not echo")
     unit = fields.pop("budget_unit", "keys")
     budget = FIFTH if options.budget is None else options.budget
     config = H2OConfig.preset(options.preset, budget, unit, profile)
@@ -206,10 +208,14 @@ def make_setting(options: argparse.Namespace) -> Setting:
 def make_settings(
     options: argparse.Namespace, default: str = "", budgets: str | None = None
 ) -> list[Setting]:
-    """The settings of --compare, with `budgets` for those that have none, and after them the
-    preset. Without --compare the one that options describe, or else those of `default`.
+    """The settings to compare.
 
-    Raises: as `make_setting`, and ValueError for options of one cache beside --compare.
+    With --compare these are its settings, with `budgets` for those that have none, followed by the
+    setting of --preset or --budget. Without --compare it is the one setting that the other options
+    describe, or the settings of `default` if there are no such options.
+
+    Raises: the errors of `make_setting`, and ValueError for options of a single cache together with
+    --compare.
     """
     given = get_given(options, options.cache_fields)
     if options.compare is None:
@@ -217,7 +223,7 @@ def make_settings(
         return [make_setting(options)] if is_one else parse_all(default, budgets)
     settings = parse_all(options.compare, budgets)
     profile = None if options.head_shares is None else load_shares(options.head_shares)
-    if isinstance(profile, Profile):  # for all calibrated settings
+    if isinstance(profile, Profile):  # applies to all calibrated settings
         options = argparse.Namespace(**vars(options) | {"head_shares": None})
         del given["head_shares"]
     if has_budget(options):
@@ -231,9 +237,9 @@ def make_settings(
 def load_model(
     options: argparse.Namespace, settings: Iterable[Setting], say: Callable[[str], None]
 ) -> tuple[Any, Any]:
-    """The model of --model and its tokenizer. `say` gets a line before each part.
+    """Load the model of --model and its tokenizer. `say` is called with a line before each part.
 
-    Raises: UserError for a model that cannot be loaded or does not go with one of the settings.
+    Raises: UserError for a model that cannot be loaded or does not support one of the settings.
     """
     from h2o import models
     from h2o.evaluation.model_fit import check_fit
@@ -249,11 +255,11 @@ def load_model(
 
 
 def has_budget(options: argparse.Namespace) -> bool:
-    """Whether one number is the budget: of a preset, or of the recommended one."""
+    """Whether a single number is the budget: of --preset, or of the recommended policy."""
     return options.preset is not None or options.budget is not None
 
 
 def get_given(options: argparse.Namespace, names: Sequence[str] = tuple(OPTIONS)) -> dict[str, Any]:
-    """The options that have a value, by name."""
+    """The options that were given, by name."""
     values = {name: getattr(options, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The command line `h2o calibrate`: a profile of a model from texts."""
+"""The command `h2o calibrate`: measures the profile of a model on texts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from h2o.cli import texts
 from h2o.cli.cache_options import add_model, load_model, parse_count
 
 DESCRIPTION = """\
-Measures which heads of a model need more of a cache than others, on texts of your choice, and
-writes a profile for H2OConfig(head_shares=...): a small JSON file.
+Measures on texts of your choice which heads of a model need a larger part of the budget, and writes
+a profile for H2OConfig(head_shares=...): a small JSON file.
 
   h2o calibrate --text news.txt code.py --output profile.json
   h2o calibrate --model Qwen/Qwen3-0.6B --text chapter.txt --output profile.json
 """
 EPILOG = """\
-30000 tokens of text like the text that the model will read are enough. Several kinds of text are
-better than one. An interrupted run leaves a file beside the profile, from which the next run
-continues.
+30000 tokens are enough. Use texts like those that the model will process; several kinds are better
+than one. An interrupted run leaves a file next to the profile, from which the next run continues.
 """
 
 
@@ -31,10 +30,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--text", required=True, nargs="+", metavar="FILE", help="plain texts, - for stdin")
     add("--output", required=True, type=Path, metavar="PROFILE.json")
     add("--window", type=int, default=1024, metavar="N",
-        help="tokens of a window of text (%(default)s)")  # fmt: skip
+        help="length of a window of text, in tokens (%(default)s)")  # fmt: skip
     add("--limit", type=parse_count, metavar="N",
         help="number of windows, spread over the texts (default: all)")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N", help="for the random draws (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed (%(default)s)")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -45,11 +44,11 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
     refuse_several("h2o calibrate")
     if options.output.suffix != ".json":
-        parser.error(f"argument --output: wanted a name such as profile.json, not {options.output}")
+        parser.error(f"argument --output: {options.output} must end in .json, as profile.json does")
     texts.check_output(parser, "--output", options.output, options.text)
     names = [name if name == "-" else Path(name).name for name in options.text]
     if len(set(names)) < len(names):
-        parser.error("argument --text: two files of the same name")
+        parser.error("argument --text: two files have the same name; rename one")
     contents = [texts.read(parser, "--text", name) for name in options.text]
     try:
         make_writable(options.output.parent)
@@ -60,7 +59,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
-    """Load the model, calibrate and write the profile, with progress on stderr."""
+    """Load the model, calibrate, and write the profile. Progress goes to stderr."""
     from h2o.calibration.calibrate import calibrate
     from h2o.config import H2OConfig
     from h2o.evaluation.setting import from_config
@@ -92,7 +91,7 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
 
 
 def extremes(table: Sequence[Sequence[float]], layers: Sequence[str]) -> Iterator[str]:
-    """Lines about the heads with the largest and the smallest shares, in layers that evict."""
+    """Yield lines about the heads with the largest and smallest shares, in layers that evict."""
     heads = sorted(
         (share, layer, head)
         for layer, row in enumerate(table)

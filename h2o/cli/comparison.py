@@ -1,4 +1,4 @@
-"""Print the runs of `h2o generate`: answers one below the other, and a table of figures."""
+"""Format the runs of `h2o generate`: their answers one below the other, and a table of figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """All runs of a command. `asdict` of it is the output of --json."""
+    """All runs of a command. --json prints its `asdict`."""
 
     model: str
     dtype: str
@@ -27,15 +27,15 @@ class Result:
 
 
 def answers(result: Result, question: str = "", fact: str = "") -> list[str]:
-    """Lines with the texts of all runs, and which of them have the fact that was asked for."""
+    """Format the texts of all runs as lines, and say which contain `fact`, the expected answer."""
     width = max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
-    heading = f"{result.model}, {result.dtype}, has read {result.prompt_tokens} tokens. {question}"
+    heading = f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens. {question}"
     lines, indent = [heading.strip(), ""], " " * 12
     for run in result.runs:
         outcome = (": found" if fact in run.text else ": lost") if fact else ""
         lines.append(
             f"{run.mode:<12}{run.kv_bytes_held / 1e6:5.1f} MB held, "
-            f"read in {run.prefill_seconds:.1f} s, then {milliseconds(run)}{outcome}"
+            f"prefill {run.prefill_seconds:.1f} s, then {milliseconds(run)}{outcome}"
         )
         for paragraph in run.text.strip().splitlines():
             how = {"initial_indent": indent, "subsequent_indent": indent}
@@ -45,7 +45,7 @@ def answers(result: Result, question: str = "", fact: str = "") -> list[str]:
 
 
 def conclusion(runs: list[Run], fact: str) -> str:
-    """Which runs found the fact, and which have lost it."""
+    """Say which runs found the fact and which lost it."""
     found = [run.mode for run in runs if fact in run.text]
     lost = [run.mode for run in runs if fact not in run.text]
     return (
@@ -56,11 +56,11 @@ def conclusion(runs: list[Run], fact: str) -> str:
 
 def milliseconds(run: Run) -> str:
     steps = run.new_tokens - 1
-    return f"{1000 * run.decode_seconds / steps:.0f} ms a token" if steps else "no more tokens"
+    return f"{1000 * run.decode_seconds / steps:.0f} ms per token" if steps else "no more tokens"
 
 
 def figures(result: Result) -> list[str]:
-    """The figures of the runs, a column for each."""
+    """Format the figures of the runs as a table with one column for each run."""
     values: dict[str, Callable[[Run], str]] = {
         "prefill, tokens/s": lambda run: f"{run.prefill_tokens_per_second:.0f}",
         "decode, tokens/s": lambda run: f"{run.decode_tokens_per_second:.1f}",

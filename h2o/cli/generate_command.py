@@ -1,4 +1,4 @@
-"""The command line `h2o generate`: one prompt, one model, one cache or four."""
+"""The command `h2o generate`: generates from a prompt with an H2O cache, or with several caches."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from h2o.evaluation.generation import Run
 
 QUESTION = "What was the name of the coal ship that was wrecked in 1911?"
-"""Follows the shipped article when the user gives no prompt."""
+"""Appended to the shipped article if the user gives no prompt."""
 FACT = "Sabrina"
-"""The answer to QUESTION, which stands in the article before its newest fifth."""
+"""The answer to QUESTION. The article mentions it before its last fifth."""
 
 USUAL = "usual"
-"""--compare without settings."""
+"""Value of --compare without settings"""
 TENTH = 0.1
-"""The smaller budget of a comparison."""
+"""The smaller budget of `usual_caches`"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,19 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(add)
     add("--prompt", metavar="TEXT", help="the prompt; the text of --prompt-file follows it")
     add("--prompt-file", metavar="FILE", help="a text file, - for standard input; without either "
-        "option a shipped article of 2100 tokens with a question about it")  # fmt: skip
+        "option: a shipped article of 2100 tokens and a question about it")  # fmt: skip
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     add_pin(add)
     add_cache_options(parser.add_argument_group("what the cache keeps"))
-    add = parser.add_argument_group("how").add_argument
-    add("--max-new-tokens", type=parse_count, default=120, metavar="N", help="(%(default)s)")
-    add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="answer with the "
-        "full cache and these settings too, as h2o eval --help lists them; without SETTINGS with "
-        "budget=0.1 and `local`, a sliding window of as many bytes, or of as many keys where the "
-        "budget counts keys")  # fmt: skip
-    add("--compile", action="store_true", help="compile the decode step first (not the full "
-        "cache's), which takes a minute or two and a C++ compiler")  # fmt: skip
-    add("--json", action="store_true", help="for machines: one object, nothing else")
+    add = parser.add_argument_group("how to generate").add_argument
+    add("--max-new-tokens", type=parse_count, default=120, metavar="N",
+        help="maximum number of new tokens (%(default)s)")  # fmt: skip
+    add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="also answer with the "
+        "full cache and with these settings (h2o eval --help lists them). Without SETTINGS: with "
+        "budget=0.1 and `local`, a sliding window of the same number of bytes, or of keys if the "
+        "budget is a number of keys")  # fmt: skip
+    add("--compile", action="store_true", help="compile the decode step first (except the full "
+        "cache's), which takes a minute or two and needs a C++ compiler")  # fmt: skip
+    add("--json", action="store_true", help="print one JSON object and nothing else")
     prompts_file.add_arguments(parser)
 
 
@@ -67,9 +68,9 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         if not setting.is_cache:
             parser.error(f"argument --compare: {setting.why_no_cache}")
     if options.system is not None and not options.chat:
-        parser.error("argument --system: goes with --chat")
+        parser.error("argument --system: requires --chat")
     if options.pin == "system" and options.system is None and options.prompts is None:
-        parser.error("argument --pin: system wants --chat and --system TEXT")
+        parser.error("argument --pin: system requires --chat and --system TEXT")
     options.document = None
     prompts_file.check(parser, options)
     if options.prompt_file is not None:
@@ -137,10 +138,7 @@ def generate(options: argparse.Namespace) -> Result:
 
 
 def prompt_parts(options: argparse.Namespace) -> list[str]:
-    """The parts of the prompt, in the order in which the model reads them.
-
-    Raises: UserError for an empty prompt.
-    """
+    """The parts of the prompt in their order. Raises: UserError for an empty prompt."""
     shipped = is_shipped(options)
     parts = [texts.article(), QUESTION] if shipped else [options.prompt, options.document]
     parts = [part.strip() for part in parts if part and part.strip()]
@@ -150,7 +148,7 @@ def prompt_parts(options: argparse.Namespace) -> list[str]:
 
 
 def find_pins(options: argparse.Namespace, tokenizer: Any, parts: list[str], ids: Any) -> Any:
-    """`pinned` of the cache, as --pin says. Raises: UserError if there is no system turn."""
+    """The cache's argument `pinned` for --pin. Raises: UserError if there is no system turn."""
     from h2o import models
     from h2o.hf.batching.system_turn import system_span
 
@@ -166,7 +164,7 @@ def find_pins(options: argparse.Namespace, tokenizer: Any, parts: list[str], ids
 def choose_caches(
     options: argparse.Namespace, model: Any, prompt_tokens: int
 ) -> dict[str, H2OConfig | None]:
-    """The caches to generate with, by the names that are shown; None is transformers' own."""
+    """The caches to generate with, by their displayed names. None is the cache of transformers."""
     if options.compare is None:
         return {"h2o": options.config}
     if options.compare == USUAL:
@@ -176,16 +174,17 @@ def choose_caches(
 
 
 def is_shipped(options: argparse.Namespace) -> bool:
-    """Whether the prompt is the shipped article, since the user gives none."""
+    """Whether the user gives no prompt, so that the shipped article is used."""
     return options.prompt is None and options.document is None
 
 
 def usual_caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OConfig | None]:
-    """The caches of --compare without settings, by the names that are shown.
+    """The caches of --compare without settings, by their displayed names.
 
-    "full" comes first, since the others are compared with it. Then `config`, by its budget or as
-    "h2o"; `budget=0.1`, unless that is it; and "local", the newest keys in the model's dtype: in as
-    many bytes where `config` has a share of the bytes as its budget, else as many keys.
+    "full" comes first, since the others are compared with it. Then follow `config`, named by its
+    budget or "h2o"; `budget=0.1`, unless `config` is the same; and "local", the newest keys in the
+    model's dtype. If the budget of `config` is a fraction of the bytes, "local" has the same number
+    of bytes, otherwise the same number of keys.
     """
     fitted = config.for_model(model)
     newest = sum(fitted.tokens(prompt_tokens)) if config.budget is None else config.budget

@@ -1,5 +1,5 @@
-"""The command line `h2o info`: what runs here, for bug reports; how h2o supports a model, and how
-many requests fit in memory."""
+"""The command `h2o info`: describes the installation for bug reports, says whether h2o supports a
+model, and how many of its requests fit in memory."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="say whether and how h2o supports this model",
     )
-    add("--check", action="store_true", help="run the kernels of every CUDA device against torch")
-    add("--json", action="store_true", help="for machines")
-    group = parser.add_argument_group("requests that fit, with --model")
-    group.add_argument("--memory", type=parse_bytes, metavar="B", help="for the caches of all "
-                       "requests, such as 40GB")  # fmt: skip
+    add("--check", action="store_true", help="check the kernels on every CUDA device against torch")
+    add("--json", action="store_true", help="print JSON")
+    group = parser.add_argument_group("number of requests that fit in memory, with --model")
+    group.add_argument("--memory", type=parse_bytes, metavar="B", help="memory for the caches of "
+                       "all requests, such as 40GB")  # fmt: skip
     group.add_argument("--prompt", type=parse_count, default=2048, metavar="N",
-                       help="tokens of a prompt (%(default)s)")  # fmt: skip
+                       help="tokens per prompt (%(default)s)")  # fmt: skip
     group.add_argument(
-        "--new", type=parse_count, default=256, metavar="N", help="new tokens (%(default)s)"
-    )
+        "--new", type=parse_count, default=256, metavar="N",
+        help="new tokens per request (%(default)s)",
+    )  # fmt: skip
     add_dtype(group.add_argument)
     add_compare(group.add_argument, COMPARE)
-    add_cache_options(parser.add_argument_group("or one cache"), min_tokens=0)
+    add_cache_options(parser.add_argument_group("or a single cache"), min_tokens=0)
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -53,7 +54,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.memory is None:
         return
     if options.model is None:
-        parser.error("argument --memory: goes with --model, such as --model Qwen/Qwen3-0.6B")
+        parser.error("argument --memory: requires --model, such as --model Qwen/Qwen3-0.6B")
     options.settings = make_settings(options, COMPARE)
     for one in options.settings:
         if one.is_mask:
@@ -61,7 +62,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Run the command. The exit code is 0 if the answer is a good one. Raises: UserError."""
+    """Run the command. The exit code is 0 unless the model is not supported or a kernel is wrong.
+    Raises: UserError."""
     if options.model:
         from h2o.models import quiet_libraries
 
@@ -71,7 +73,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return print_support(options.model, options.json)
     if options.check:
         return print_check(options.json)
-    # The core borrows torch's threads where torch is loaded, as it is when a model runs.
+    # If torch is loaded, as it is when a model runs, the core uses torch's threads.
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401
     from h2o import ops, packages
@@ -94,7 +96,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def print_support(name: str, as_json: bool) -> int:
-    """Print how h2o supports a model, by its config alone. The exit code is 0 if it does."""
+    """Print whether and how h2o supports a model, judging by its config. The exit code is 0 if h2o
+    supports it."""
     from h2o import models
     from h2o.hf.support import supports
 
@@ -104,7 +107,7 @@ def print_support(name: str, as_json: bool) -> int:
 
 
 def print_requests(options: argparse.Namespace) -> int:
-    """Print how many requests of a model fit in memory, by setting. The exit code is 0."""
+    """Print how many requests of a model fit in memory with each setting. The exit code is 0."""
     from h2o import models
     from h2o.evaluation.cache_bytes import request_bytes
     from h2o.evaluation.model_fit import check_fit
@@ -130,7 +133,7 @@ def print_requests(options: argparse.Namespace) -> int:
 
 
 def print_check(as_json: bool) -> int:
-    """Print what the kernels of CUDA devices get wrong. The exit code is 0 if that is nothing."""
+    """Print the mistakes of the kernels on CUDA devices. The exit code is 0 if there are none."""
     from h2o import backends
     from h2o.errors import UserError
 
@@ -148,7 +151,7 @@ def print_check(as_json: bool) -> int:
 
 
 def format_value(value: Any) -> str:
-    """A value as text for readers."""
+    """Format a value as text."""
     if value is None:
         return "not installed"
     if isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""`h2o generate --prompts FILE --output FILE`: the prompts of a file of JSON Lines, many at a time.
+"""`h2o generate --prompts FILE --output FILE`: answers the prompts of a JSON Lines file in batches.
 
-A line of the file is a text, a list of messages (a chat), or an object with `prompt` or `messages`
-and, as it likes, `id`, `max_new_tokens`, `seed` and `pinned` (spans [[start, stop], ...],
-"prompt" or "system"). A line of the output is an object with `id` (by
-default the number of the line, from 0), `text`, `finish_reason` and numbers, in the order in which
-answers are complete. A second run goes on where the first one was killed: an id that has its line
-is not answered again. A line carries digests of its prompt and of the settings; an answer to
-another prompt than the file has now is an error.
+A line of the input is a text, a list of messages (a chat), or an object with `prompt` or `messages`
+and optionally `id`, `max_new_tokens`, `seed` and `pinned` (spans [[start, stop], ...], "prompt" or
+"system"). A line of the output is an object with `id` (by default the number of the input line,
+from 0), `text`, `finish_reason` and numbers. Answers are written in the order in which they are
+completed. If a run is killed, the next run continues: prompts whose id is in the output are
+skipped. Each line of the output has digests of its prompt and of the settings. An answer to a
+prompt that has changed since is an error.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 FIELDS = {"id", "prompt", "messages", "max_new_tokens", "seed", "pinned"}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 ROWS = 16
-"""Prompts at a time, unless --rows or --bytes says how many."""
+"""Default of --rows, without --bytes"""
 SETTINGS = ("model", "dtype", "max_new_tokens", "chat", "system", "pin")
-"""Options that answers depend on, beside those of the cache."""
+"""Options that answers depend on, in addition to those of the cache"""
 
 
 class Line(NamedTuple):
@@ -49,7 +49,7 @@ class Line(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Digest of what the answer depends on beside the settings."""
+        """Digest of everything in the line that the answer depends on."""
         return fingerprint(self._asdict() | {"id": None})
 
 
@@ -58,10 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompts", metavar="FILE", help="JSON Lines: texts, lists of messages, or objects with "
         "prompt or messages, id, max_new_tokens, seed, pinned")  # fmt: skip
     add("--output", metavar="FILE", help="answers as JSON Lines, in the order in which they "
-        "are complete; prompts that FILE answers already are skipped")  # fmt: skip
-    add("--rows", type=parse_count, metavar="N", help=f"prompts at a time ({ROWS})")
-    add("--bytes", type=parse_bytes, metavar="B", help="instead of --rows: the memory for the "
-        "keys and values of all rows, such as 64MB")  # fmt: skip
+        "are completed; prompts with an answer in FILE are skipped")  # fmt: skip
+    add("--rows", type=parse_count, metavar="N", help=f"prompts to run at a time ({ROWS})")
+    add("--bytes", type=parse_bytes, metavar="B", help="instead of --rows: memory for the keys "
+        "and values of all rows, such as 64MB")  # fmt: skip
 
 
 def parse_bytes(text: str) -> int:
@@ -73,7 +73,7 @@ def parse_bytes(text: str) -> int:
     except (KeyError, ValueError, OverflowError):
         size = 0
     if size <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, such as 64MB or 2GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 64MB or 2GB")
     return size
 
 
@@ -82,15 +82,15 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     others = ("output", "rows", "bytes")
     if options.prompts is None:
         if asked := [name for name in others if getattr(options, name) is not None]:
-            parser.error(f"argument --{asked[0]}: goes with --prompts")
+            parser.error(f"argument --{asked[0]}: requires --prompts")
         return
     if options.output is None:
-        parser.error("argument --prompts: needs --output, where the answers go")
+        parser.error("argument --prompts: requires --output FILE for the answers")
     for name in ("prompt", "prompt_file", "compare", "json"):
         if getattr(options, name):
-            parser.error(f"argument --{name.replace('_', '-')}: does not go with --prompts")
+            parser.error(f"argument --{name.replace('_', '-')}: cannot be combined with --prompts")
     if options.rows is not None and options.bytes is not None:
-        parser.error("argument --bytes: instead of --rows")
+        parser.error("argument --bytes: cannot be combined with --rows")
     texts.check_output(parser, "--output", options.output, [options.prompts])
     try:
         options.lines = list(_lines(Path(options.prompts)))
@@ -101,7 +101,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer the prompts. The exit code is 1 if a prompt could not be read. Raises: UserError."""
+    """Answer the prompts. The exit code is 1 if a prompt failed. Raises: UserError."""
     output = Path(options.output)
     make_writable(output.parent)
     try:
@@ -122,7 +122,7 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
     numbered = enumerate(options.lines)
     lines = {number: line for number, line in numbered if line.id not in done}
     if done:
-        progress.say(f"{len(done)} of {len(options.lines)} answers are there")
+        progress.say(f"{len(done)} of {len(options.lines)} prompts have an answer already")
     if not lines:
         return 0
     model, tokenizer = load_model(options, [from_config(options.config)], progress.say)
@@ -154,7 +154,7 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
             progress.update(f"{count} of {len(lines)} prompts")
     progress.update("")
     if failed:
-        progress.say(f"{failed} prompts could not be read: see error in {output}")
+        progress.say(f"{failed} prompts failed: see the errors in {output}")
     return 1 if failed else 0
 
 
@@ -172,11 +172,11 @@ def _request(line: Line, number: int, options: argparse.Namespace) -> Request:
 
 
 def _tokenized(request: Request, tokenizer: Any, pin: Any) -> Request:
-    """The request with its token ids for a prompt, but where the pins are of the chat itself."""
+    """The request with its prompt tokenized, unless its pins refer to the chat's system turn."""
     from h2o.hf.batching.request import tokenize
 
     if "system" not in (request.pinned, pin):
-        with contextlib.suppress(Exception):  # of a prompt that generate_all reports
+        with contextlib.suppress(Exception):  # generate_all reports errors of prompts
             return replace(request, prompt=list(tokenize(request.prompt, tokenizer)))
     return request
 
@@ -184,13 +184,13 @@ def _tokenized(request: Request, tokenizer: Any, pin: Any) -> Request:
 def _too_long(
     requests: dict[int, Request], model: Any, tokenizer: Any, max_new_tokens: int
 ) -> Iterator[tuple[int, Result]]:
-    """The requests that leave the positions of the model, as their results."""
+    """Yield the results of requests that are longer than the model's positions."""
     from h2o import models
     from h2o.hf.batching.request import Result, tokenize
 
     for number, request in requests.items():
         tokens, limit = 0, request.max_new_tokens or max_new_tokens
-        with contextlib.suppress(Exception):  # of a prompt that generate_all reports
+        with contextlib.suppress(Exception):  # generate_all reports errors of prompts
             tokens = len(tokenize(request.prompt, tokenizer))
         try:
             models.check_length(model, tokens, limit)
@@ -199,9 +199,9 @@ def _too_long(
 
 
 def _lines(path: Path) -> Iterator[Line]:
-    """The prompts of a file.
+    """Yield the prompts of a file.
 
-    Raises: ValueError for a line that is no prompt, and for an id that comes twice.
+    Raises: ValueError for a line that is not a prompt, and for an id that occurs twice.
     """
     seen: set[str | int] = set()
     for number, text in enumerate(path.read_text("utf-8-sig").split("\n")):
@@ -211,15 +211,15 @@ def _lines(path: Path) -> Iterator[Line]:
             line = _line(number, json.loads(text))
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"{path}, line {number + 1}: no JSON ({error.msg}): write a text in quotes, a list "
-                "of messages, or an object with prompt or messages"
+                f"{path}, line {number + 1}: not JSON ({error.msg}): write a text in quotes, a "
+                "list of messages, or an object with prompt or messages"
             ) from None
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number + 1}: {error}") from None
         except RecursionError:
-            raise ValueError(f"{path}, line {number + 1}: lists that are nested too deep") from None
+            raise ValueError(f"{path}, line {number + 1}: lists are nested too deeply") from None
         if line.id in seen:
-            raise ValueError(f"{path}, line {number + 1}: the id {line.id!r} is there already")
+            raise ValueError(f"{path}, line {number + 1}: the id {line.id!r} is already taken")
         seen.add(line.id)
         yield line
 
@@ -228,30 +228,30 @@ def _line(number: int, content: Any) -> Line:
     if not isinstance(content, dict):
         content = {"prompt" if isinstance(content, str) else "messages": content}
     if unknown := set(content) - FIELDS:
-        raise ValueError(f"{', '.join(sorted(unknown))}: known are {', '.join(sorted(FIELDS))}")
+        raise ValueError(f"{', '.join(sorted(unknown))}: unknown; use {', '.join(sorted(FIELDS))}")
     if ("prompt" in content) == ("messages" in content):
-        raise ValueError("wanted a text, or an object with either prompt or messages")
+        raise ValueError("expected a text, or an object with either prompt or messages")
     prompt = content.get("prompt", content.get("messages"))
     if not isinstance(prompt, str if "prompt" in content else list) or not prompt:
-        raise ValueError("prompt is a text and messages are a list, neither of them empty")
+        raise ValueError("prompt must be a text and messages a list, and not empty")
     if "messages" in content and not all(isinstance(message, dict) for message in prompt):
-        raise ValueError('messages are objects such as {"role": "user", "content": "..."}')
+        raise ValueError('messages must be objects such as {"role": "user", "content": "..."}')
     name, limit, seed = (content.get(key) for key in ("id", "max_new_tokens", "seed"))
     if not (isinstance(name, str) or _is_integer_or_none(name)):
-        raise ValueError(f"id is {name!r}, wanted a text or an integer")
+        raise ValueError(f"id must be a text or an integer, not {name!r}")
     if not all(map(_is_integer_or_none, (limit, seed))) or (limit is not None and limit < 1):
-        raise ValueError("max_new_tokens and seed are integers, the first at least 1")
+        raise ValueError("max_new_tokens and seed must be integers, the first at least 1")
     return Line(number if name is None else name, prompt, limit, seed, content.get("pinned"))
 
 
 def _is_integer_or_none(value: Any) -> bool:
-    """Whether JSON has null or a number without a point. Its true is 1 to Python."""
+    """Whether a JSON value is null or an integer. A bool is not, although Python's is an int."""
     return isinstance(value, int | None) and not isinstance(value, bool)
 
 
 def _digest(options: argparse.Namespace) -> str:
-    """Digest of what answers depend on beside their prompt, with the model's files, since another
-    model may be at the same path."""
+    """Digest of the settings that answers depend on. It includes the model's files, since another
+    model may be stored at the same path later."""
     files = files_fingerprint([options.model]) if options.model else ""
     facts = {x: getattr(options, x) for x in SETTINGS}
     return fingerprint({**facts, "config": asdict(options.config), "files": files})
@@ -273,12 +273,12 @@ def _answer(line: Line, result: Result, settings: str) -> dict[str, Any]:
 
 def _as_line(answer: dict[str, Any]) -> str:
     text = json.dumps(answer, ensure_ascii=False)
-    # Lone surrogates become escapes, as JSON has them.
+    # Write lone surrogates as JSON escapes.
     return text.encode("utf-8", "backslashreplace").decode() + "\n"
 
 
 def _is_begun_answer(line: str) -> bool:
-    """Whether a line without an end may be an answer of which a killed run wrote a part."""
+    """Whether an unterminated line may be the part of an answer that a killed run has written."""
     before, after = '{"id": ', ', "text": '
     if not _begin_alike(line, before):
         return False
@@ -294,13 +294,16 @@ def _begin_alike(text: str, other: str) -> bool:
 
 
 def _done(output: Path, settings: str, prompts: dict[str | int, str]) -> set[str | int]:
-    """The ids that have an answer. What a killed run wrote of its last line is cut off; a prompt
-    that could not be read is tried again.
+    """The ids that have an answer in the output file.
+
+    Removes from the file an unfinished last line, which a killed run may leave, and the lines of
+    prompts that failed, so that they are tried again.
 
     Args:
-        prompts: digests by id.
+        prompts: the digest of each prompt, by id.
 
-    Raises: UserError for a file of other settings or prompts, or of another kind.
+    Raises: UserError if the file has answers with other settings or to other prompts, or is no
+        output of this command.
     """
     if not output.exists():
         return set()
@@ -310,22 +313,22 @@ def _done(output: Path, settings: str, prompts: dict[str | int, str]) -> set[str
     answers = []
     try:
         if not _is_begun_answer(begun_line):
-            raise ValueError(f"no answer: {begun_line}")
+            raise ValueError(f"not an answer: {begun_line}")
         answers = [json.loads(line) for line in complete_lines.decode().split("\n") if line]
         others = {answer["settings"] for answer in answers} - {settings}
         done = {x["id"]: x["prompt"] for x in answers if x["finish_reason"] != "error"}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(f"{output} holds no answers of `h2o generate --prompts`") from error
+        raise UserError(f"{output} is not an output of `h2o generate --prompts`") from error
     if others:
         raise UserError(
             f"{output} has answers of another model, config or length: name another --output, or "
-            "remove it"
+            "remove the file"
         )
     if changed := [name for name in done if prompts.get(name, done[name]) != done[name]]:
         ids = ", ".join(map(repr, changed[:5])) + ", ..." * (len(changed) > 5)
         raise UserError(
             f"{output} has answers to other prompts under the ids {ids}: name another --output, or "
-            "give prompts that have changed ids of their own"
+            "give the changed prompts new ids"
         )
     good = [answer for answer in answers if answer["finish_reason"] != "error"]
     if len(complete_lines) < len(content) or len(good) < len(answers):

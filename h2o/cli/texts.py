@@ -1,4 +1,4 @@
-"""Texts that a command reads: files, standard input, arguments, and the shipped article."""
+"""Text input of commands: files, standard input, arguments, and the shipped article."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from pathlib import Path
 from h2o.utils.filesystem import explain_unreadable
 
 ARTICLE = "lighthouse.txt"
-"""A file of h2o/data: 2100 tokens about an invented lighthouse, so that no model has seen it."""
+"""A file in h2o/data: 2100 tokens about an invented lighthouse, which no model has seen."""
 
 
 def article() -> str:
-    """The shipped article."""
+    """Read the shipped article."""
     return resources.files("h2o").joinpath(f"data/{ARTICLE}").read_text("utf-8")
 
 
 def read(parser: argparse.ArgumentParser, argument: str, name: str) -> str:
-    """The text of a file in UTF-8, "-" for standard input; ends with an error without one."""
+    """Read a file in UTF-8, or standard input if the name is "-". Ends with an error if there is no
+    such text."""
     try:
         if name != "-":
             content = Path(name).read_bytes()
@@ -28,7 +29,7 @@ def read(parser: argparse.ArgumentParser, argument: str, name: str) -> str:
             parser.error(f"argument {argument}: standard input is closed")
         else:
             content = sys.stdin.buffer.read()
-        text = content.decode("utf-8-sig")  # without the mark that some editors put first
+        text = content.decode("utf-8-sig")  # drops the byte order mark that some editors write
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"argument {argument}: {explain_unreadable(name, error)}")
     return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -40,17 +41,17 @@ def check_output(
     name: str | Path,
     inputs: Iterable[str | None] = (),
 ) -> None:
-    """End with an error for an output that is a folder, or one of the files that are read, before
-    the work for it."""
+    """End with an error, before any work is done, if the output is a folder or one of the input
+    files."""
     path = Path(name)
     if path.is_dir():
-        parser.error(f"argument {argument}: {name or 'an empty name'} is a folder, wanted a file")
+        parser.error(f"argument {argument}: {name or 'an empty name'} is a folder, not a file")
     if any(x and path.resolve() == Path(x).resolve() for x in inputs):
-        parser.error(f"argument {argument}: {name} is a file that is read: name another one")
+        parser.error(f"argument {argument}: {name} is an input file: name another output")
 
 
 def check_encoding(parser: argparse.ArgumentParser, argument: str, text: str | None) -> None:
-    """End with an error for an argument with bytes that are no UTF-8."""
+    """End with an error for an argument that is not valid UTF-8."""
     try:
         (text or "").encode()
     except UnicodeEncodeError:

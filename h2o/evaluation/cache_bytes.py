@@ -1,4 +1,5 @@
-"""Bytes of caches from a model's config alone: a setting's share of a full cache, and a request."""
+"""Bytes of caches, from a model's config alone: a setting's share of a full cache, and the bytes of
+one request."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from h2o.model_identity import describe, key_size, latent_row
 
 
 def bytes_share(setting: Setting, model: Any, kept: int, seen: int, texts: int = 1) -> float | None:
-    """Percentage of a full cache's bytes that a setting needs, with scores and free slots.
+    """Percentage of a full cache's bytes that a setting needs, including scores and free slots.
 
     Args:
-        kept, seen: keys, summed over so many texts, each with a cache of its own.
+        kept, seen: numbers of keys, summed over `texts` texts, each with its own cache.
 
     Returns:
-        None for a model whose config does not say how large a key is.
+        The percentage, or None if the model's config does not say how large a key is.
     """
     if setting.variant == "full" or not seen:
         return 100.0
@@ -30,8 +31,8 @@ def bytes_share(setting: Setting, model: Any, kept: int, seen: int, texts: int =
 
 
 def request_bytes(model_config: Any, setting: Setting, prompt: int, tokens: int) -> int:
-    """Bytes of one request's keys and values, with what h2o notes of them, when it has seen
-    `tokens` tokens after a prompt of `prompt` was cut. States of hybrid models are not counted.
+    """Bytes of one request's keys and values, including h2o's bookkeeping, after `tokens` tokens of
+    which the first `prompt` are the prompt. States of hybrid models are not counted.
 
     Raises: UserError for a model that h2o does not support, or whose config has no head dimension.
     """
@@ -56,7 +57,7 @@ def _head_bytes(
 ) -> tuple[int, int]:
     """(bytes of a full cache, bytes of the setting's cache) of one key/value head.
 
-    Raises: ValueError for a model whose config does not say how large a key is.
+    Raises: ValueError if the model's config does not say how large a key is.
     """
     config = setting.answering_config.for_model(model)
     size = key_size(getattr(model, "config", model))

@@ -1,4 +1,4 @@
-"""Facts that `h2o eval --needle` hides in a text, kind by kind, and what it asks about them."""
+"""The kinds of facts that `h2o eval --needle` hides in a text, and the questions about them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """A sentence to hide and a question to it."""
+    """A sentence to hide, and a question about it."""
 
     sentence: str
     question: str
     """The question, up to where the answer begins."""
     answer: str
-    """Begins with a space."""
+    """The answer, which begins with a space."""
     kind: str = ""
     """One of `KINDS`."""
     depth: float = 0.0
-    """Where in the text the sentence stands."""
+    """Position of the sentence in the text, 0 to 1."""
 
 
 TOWNS = (
@@ -75,7 +75,7 @@ def gate(draw: random.Random) -> Fact:
 
 
 def pairs(draw: random.Random) -> Fact:
-    """Ten at once, one of which is asked for."""
+    """Ten entries in one sentence, and a question about one of them."""
     names, numbers = draw.sample(NAMES, 10), draw.sample(range(100, 1000), 10)
     entries = [f"{name} {digits}" for name, digits in zip(names, numbers, strict=True)]
     name, digits = draw.choice(entries).split()
@@ -84,7 +84,7 @@ def pairs(draw: random.Random) -> Fact:
 
 
 def paraphrase(draw: random.Random) -> Fact:
-    """A question that repeats little of the sentence but a name."""
+    """A question that repeats little more than a name from the sentence."""
     name, digits = draw.choice(NAMES), str(draw.randint(1000, 9999))
     question = ask(f"What must I dial to reach {name}?", f"To reach {name}, dial")
     return Fact(f"Call {name} on the telephone number {digits}.", question, f" {digits}")

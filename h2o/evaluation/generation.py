@@ -1,8 +1,8 @@
-"""One prompt, one model, one cache: timed greedy generation, for `h2o generate` and `h2o bench`.
+"""Timed greedy generation from one prompt with one cache, for `h2o generate` and `h2o bench`.
 
-Every run goes through the model's own generate(), with the cache and the attention implementation
-that users have. The full cache is transformers' DynamicCache under sdpa. A streamer takes the
-times. The time to the first new token is the prefill.
+Every run calls the model's own generate(), with the cache and the attention implementation that
+users get. The full cache is transformers' DynamicCache with sdpa. A streamer takes the times. The
+prefill time is the time to the first new token.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Run:
     prefill_tokens_per_second: float
     decode_seconds: float
     decode_tokens_per_second: float
-    """Rate of the tokens after the first, which the prefill gives. 0 if there are none."""
+    """Rate of the tokens after the first, which comes from the prefill. 0 if there are none."""
     kv_bytes_held: int
     """Bytes of keys and values."""
     kv_bytes_full: int
     """Bytes that a full cache would hold."""
     tokens_seen: int
     tokens_held: int
-    """Keys in each layer and key/value head; the mean where they differ."""
+    """Number of keys in each layer and key/value head, or the mean if the numbers differ."""
     tokens_evicted: int
     mass_evicted: float
     """Share of all attention that evicted keys had received, 0 to 1."""
@@ -64,10 +64,10 @@ class Times(NamedTuple):
 
 
 class Streamer(TextStreamer):
-    """A streamer for generate() that takes the time of each token and hands on the text.
+    """A streamer for generate() that takes the time of each token and passes the text on.
 
     Args:
-        show: called with (new text, tokens so far) for text that is complete, if given.
+        show: if given, called with (new text, tokens so far) for each complete piece of text.
     """
 
     def __init__(self, tokenizer: Any, show: Show | None, device: Any) -> None:
@@ -100,7 +100,7 @@ def time_tokens(
     show: Show | None = None,
     **how: Any,
 ) -> Times:
-    """Generate greedily from ids [1, n] with a cache. `how`: further arguments of generate()."""
+    """Generate greedily from ids [1, n] with a cache. `how` has further arguments of generate()."""
     streamer = Streamer(tokenizer, show, model.device)
     mask = torch.ones_like(ids)
     how |= {"do_sample": False, "streamer": streamer, **with_cache(cache)}
@@ -111,8 +111,8 @@ def time_tokens(
 
 
 def without_plans(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Keep sdpa from cuDNN's attention on CUDA, which plans anew for each number of keys. On an
-    H200 that takes a full cache 40 ms and more of the host's time for each token."""
+    """Keep sdpa on CUDA from using cuDNN's attention, which makes a new plan for each number of
+    keys. On an H200 this costs a full cache at least 40 ms of host time per token."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     others = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
@@ -186,7 +186,7 @@ def generate(
 
 @contextlib.contextmanager
 def _name_option(option: str, refusal: type[ValueError]) -> Iterator[None]:
-    """Turn a refusal of what an option asks for into a UserError that names the option."""
+    """Turn an error about an option's value into a UserError that names the option."""
     try:
         yield
     except refusal as error:
@@ -194,14 +194,14 @@ def _name_option(option: str, refusal: type[ValueError]) -> Iterator[None]:
 
 
 def compiling() -> dict[str, Any]:
-    """Arguments that make the model's generate() compile, also on a CPU."""
+    """Arguments for the model's generate() that make it compile, also on a CPU."""
     config = CompileConfig(fullgraph=True, mode="default")
     compile_everywhere(config)
     return {"compile_config": config}
 
 
 def warm_up(model: Any, ids: Any) -> None:
-    """Read the weights from the disk, which the first run would wait for otherwise."""
+    """Load the weights from disk, so that the first run does not have to wait for them."""
     with torch.no_grad():
         model(ids[:, :8], use_cache=False)
 
@@ -216,7 +216,7 @@ def _holdings(cache: Any) -> dict[str, Any]:
         report = cache.report()
         total, layers = report.total, sum(layer.kind == "h2o" for layer in report.layers)
         kv, full, mass = total.bytes_held, total.bytes_full, total.share_evicted
-        if layers:  # otherwise all have a sliding window of their own
+        if layers:  # otherwise every layer has its own sliding window
             seen, held = total.seen[0] // layers, total.kept[0] // layers
     return {
         "kv_bytes_held": kv,
@@ -229,6 +229,6 @@ def _holdings(cache: Any) -> dict[str, Any]:
 
 
 def leading_agreement(tokens: list[int], others: list[int]) -> int:
-    """Number of leading tokens that are equal in both."""
+    """Number of leading tokens that are equal in both lists."""
     pairs = list(zip(tokens, others, strict=False))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))

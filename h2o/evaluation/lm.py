@@ -1,9 +1,9 @@
 """The lm-eval model "h2o": log-likelihoods and texts of a model with an evicting cache.
 
-lm-eval's own Hugging Face model (`HFLM`) loads, tokenizes and generates. Log-likelihoods are
-computed by one of the protocols of `h2o.evaluation.protocols`. No logits are reused between
-requests, so results do not depend on batches. lm-eval: Gao et al., "A framework
-for few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-harness.
+lm-eval's own Hugging Face model (`HFLM`) does the loading, tokenization and generation.
+Log-likelihoods are computed by one of the protocols of `h2o.evaluation.protocols`. No logits are
+reused between requests, so results do not depend on batches. lm-eval: Gao et al., "A framework for
+few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-harness.
 """
 
 from __future__ import annotations
@@ -60,18 +60,19 @@ log = logging.getLogger(__name__)
 
 @register_model("h2o")
 class H2OLM(HFLM):
-    """lm-eval's model "h2o", with these arguments beside those of HFLM.
+    """lm-eval's model "h2o", with these arguments in addition to those of HFLM.
 
     Args:
         pretrained: a name or folder, by default the embedded SmolLM2-135M-Instruct.
-        device: a device of torch. "cuda", lm-eval's default, becomes "cpu" if torch has none.
+        device: a torch device. "cuda", lm-eval's default, becomes "cpu" if torch has no GPU.
         batch_size: "auto" is 8 on the CPU.
         protocol: "simulate", "drop" or "read".
         variant: "h2o" (default), "full", or in simulation "local", "global", "flexgen".
         heavy, recent, and every other field of `H2OConfig`; or, from Python, an `h2o_config`.
-        prompt_length: "simulate" only: tokens before the first eviction.
+        prompt_length: number of tokens before the first eviction ("simulate" only).
 
-    Fractions are of the text in simulation, and else of the prompt: the context, or its document.
+    In simulation, fractions are of the text. Otherwise they are of the prompt: the context, or the
+    document in it.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class H2OLM(HFLM):
         policy = {name: kwargs.pop(name) for name in POLICY if name in kwargs}
         if h2o_config is not None:
             if wrong := sorted(policy):
-                raise ValueError(f"give h2o_config or {wrong[0]}, not both")
+                raise ValueError(f"pass h2o_config or {wrong[0]}, not both")
             setting = from_config(h2o_config)
         else:
             setting = from_options(**policy)
@@ -94,21 +95,21 @@ class H2OLM(HFLM):
             pretrained = str(models.embedded_folder(log.info))
         elif isinstance(pretrained, str) and models.is_gguf(pretrained):
             pretrained, kwargs["gguf_file"] = os.path.split(os.path.abspath(pretrained))
-        kwargs["logits_cache"] = False  # it would lend one request's logits to another
-        # lm-eval's commands say "cuda:0" unless told otherwise, whatever there is.
+        kwargs["logits_cache"] = False  # it would reuse one request's logits for another
+        # lm-eval's commands pass "cuda:0" by default, even if there is no GPU.
         device = str(kwargs.get("device") or "cuda")
         if device.startswith("cuda") and not torch.cuda.is_available():
-            log.info("device=%s: torch has none here; cpu", device)
+            log.info("device=%s: not available to torch, using cpu", device)
             device = "cpu"
         kwargs["device"] = str(models.torch_device(device))
         if world_size() > 1 and isinstance(pretrained, str) and kwargs["device"] == "cpu":
-            PartialState(cpu=True)  # or accelerate would take another device where there is one
+            PartialState(cpu=True)  # otherwise accelerate would choose another device
         super().__init__(pretrained, **kwargs)
-        if self._device.type == "meta":  # all is offloaded; accelerate takes inputs along
+        if self._device.type == "meta":  # all weights are offloaded; accelerate moves the inputs
             self._device = torch.device("cpu")
         if (accelerator := getattr(self, "accelerator", None)) is not None:
-            # HFLM deals out rows on machines with two GPUs or more only, and by the process's
-            # number on its own machine.
+            # HFLM distributes rows only on machines with two or more GPUs, and by the process's
+            # rank on its own machine.
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
         if self.backend != "causal":
             raise ValueError(f"h2o evaluates decoders; {pretrained!r} is an encoder-decoder")
@@ -124,7 +125,7 @@ class H2OLM(HFLM):
     ) -> None:
         """Evaluate with this setting from now on, without loading the model again.
 
-        Raises: ValueError for a setting that does not go with the protocol or the model.
+        Raises: ValueError for a setting that the protocol or the model does not support.
         """
         check(setting, protocol, prompt_length)
         if protocol != "simulate":
@@ -170,8 +171,8 @@ class H2OLM(HFLM):
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         if self.is_counting:
             return answers
-        # Longest first, as in HFLM: a batch that is too large fails at once, and the time left
-        # is never understated.
+        # Longest first, as in HFLM: a batch that is too large fails at once, and the estimate of
+        # the remaining time is never too low.
         order = sorted(
             range(len(requests)),
             key=lambda i: (-len(requests[i][1]) - len(requests[i][2]), *requests[i][1:]),
@@ -189,21 +190,21 @@ class H2OLM(HFLM):
         return answers
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[Any]:
-        """Answers lm-eval's requests, and the requests of `h2o.evaluation.text_tasks`."""
+        """Answer lm-eval's requests, and the requests of `h2o.evaluation.text_tasks`."""
         others = [x for x in requests if not is_text_request(x)]
         known = iter(super().loglikelihood(others, disable_tqdm) if others else ())
         of_texts = text_tasks.answer_requests(self, filter(is_text_request, requests))
         return [next(of_texts if is_text_request(x) else known) for x in requests]
 
     def count(self, kind: str, arguments: Sequence[tuple[Any, ...]]) -> Tally:
-        """The tally of requests of a kind, without running the model.
+        """Tally requests of a kind without running the model.
 
         Args:
-            kind: lm-eval's: "loglikelihood", "loglikelihood_rolling" or "generate_until".
+            kind: "loglikelihood", "loglikelihood_rolling" or "generate_until", as in lm-eval.
             arguments: arguments of each request.
         """
         before = self.tally, self.cache_hook, self._world_size
-        # No answer is stored, and other processes, which do not count, are not waited for.
+        # Store no answers, and do not wait for other processes, which do not count.
         self.tally, self.cache_hook, self._world_size = Tally(), CacheHook(None), 1
         self.is_counting = True
         try:
@@ -215,7 +216,7 @@ class H2OLM(HFLM):
             self.is_counting = False
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate as HFLM does, with the caches of the setting."""
+        """Generate as HFLM does, with caches of the setting."""
         lengths = []
         for context, how in (request.args for request in requests):
             new = normalize_gen_kwargs(how, self.max_gen_toks)["max_gen_toks"]
@@ -237,9 +238,9 @@ class H2OLM(HFLM):
         return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))
 
     def _batches(self, order: list[int], lengths: list[int], size: int) -> list[list[int]]:
-        """Indices of texts of these lengths in batches of at most `size`. A text whose length
-        decides about rotary angles is a batch alone, and so is each text where padding before the
-        questions would count as text."""
+        """Divide the indices in `order` into batches of at most `size`. A text whose length
+        determines the rotary angles is a batch by itself. So is every text if the model would count
+        padding before the questions as text."""
         if self.protocol == "read" and counts_padding(transformers_layers(self.model.config)):
             return [[i] for i in order]
         batches = [[i] for i in order if any(self.angles.regime(lengths[i]))]
@@ -257,21 +258,21 @@ class H2OLM(HFLM):
         return super()._detect_batch_size(*args, **kwargs)
 
     def _fit(self, context: list[int], continuation: list[int]) -> list[int]:
-        """Cut a text from the left to the length that the model supports, as HFLM does."""
+        """Truncate a text from the left to the length that the model supports, as HFLM does."""
         return (context + continuation)[-(self.max_length + 1) :]
 
     def _count(self, context: list[int], continuation: list[int]) -> None:
         if not context or not 0 < len(continuation) <= self.max_length:
             raise ValueError(
                 f"a request has {len(context)} context and {len(continuation)} continuation "
-                f"tokens: both must have some, and the model takes {self.max_length}"
+                f"tokens: both must be above 0, and the continuation at most {self.max_length}"
             )
         text = self._fit(context, continuation)
         cut = len(context) + len(continuation) - len(text)
         if cut and not self.tally.truncated:
             log.warning(
-                "a request of %d tokens exceeds the model's %d: its first %d tokens are cut, and "
-                "further ones likewise (their number is in the result file)",
+                "a request of %d tokens exceeds the model's %d: its first %d tokens are dropped. "
+                "Later requests are truncated likewise (the result file has their number)",
                 len(context) + len(continuation), self.max_length, cut,
             )  # fmt: skip
         self._hold(text[:-1] if self.protocol == "simulate" else text[: -len(continuation)])
@@ -279,7 +280,7 @@ class H2OLM(HFLM):
         self.tally.truncated += cut > 0
 
     def _hold(self, text: list[int]) -> None:
-        """Count the keys that are kept of a simulated text, or of a prompt."""
+        """Count the keys that are kept of a simulated text or of a prompt."""
         self.add(len(self._parts(text)[0]))
 
     def add(self, seen: int) -> None:
@@ -315,8 +316,8 @@ class H2OLM(HFLM):
         return prompt[: len(prompt) - n], prompt[len(prompt) - n :]
 
     def _prompts(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor, H2OCache]:
-        """Ids and mask [B, n] of prompts, and their cache, which is empty or, with protocol "read",
-        holds the documents, the first padded columns."""
+        """Ids and mask [B, n] of prompts, and their cache. It is empty, except with protocol
+        "read": then it holds the documents, which are the first padded columns."""
         parts = list(zip(*map(self._parts, texts), strict=True))
         document, question = (protocols.pad_rows(x, pad=self.tokenizer.pad_token_id) for x in parts)
         ids, mask = (torch.cat(x, dim=1) for x in zip(document, question, strict=True))
@@ -326,19 +327,19 @@ class H2OLM(HFLM):
         return ids, mask, H2OCache(self.model.config, self.setting.config.for_model(self.model))
 
     def _forward(self, *arguments: Any, **more: Any) -> Tensor:
-        """`protocols.run_forward` in the precision that lm-eval was told."""
+        """Call `protocols.run_forward` in lm-eval's mixed precision."""
         with self.begin_forward():
             return protocols.run_forward(self.model, *arguments, **more)
 
     def begin_forward(self) -> torch.autocast:
-        """The block for a forward pass in the precision that lm-eval was told, at rotary angles
-        that no earlier text has chosen."""
+        """Context for a forward pass in lm-eval's mixed precision, with rotary angles that do not
+        depend on earlier texts."""
         self.angles.forget()
         mixed = self.mixed_precision_dtype
         return torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None)
 
     def _answer(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
-        """(log-likelihood, whether greedy decoding writes it) from logits [tokens, vocabulary]."""
+        """(log-likelihood, whether it is the greedy answer) from logits [tokens, vocabulary]."""
         target = torch.tensor(continuation, dtype=torch.long, device=logits.device)
         logprobs = logits.log_softmax(-1, dtype=self.softmax_dtype)
         chosen = logprobs.gather(-1, target[:, None]).sum()

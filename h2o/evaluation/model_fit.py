@@ -1,4 +1,4 @@
-"""Check that settings go with a model, before anything that takes long."""
+"""Check that a model supports some settings, before anything slow is started."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from h2o.model_identity import describe, latent_row
 
 
 def check_fit(settings: Iterable[Setting], *, full_cache: bool = False) -> Callable[[Any], None]:
-    """A check that `h2o.models.load_model` calls with a model's config and then with the model.
+    """Make a check that `h2o.models.load_model` calls with a model's config, then with the model.
 
     Args:
         settings: the settings to check, in this order.
         full_cache: whether "full" is an `H2OCache` too, instead of transformers' own cache.
 
     Returns:
-        a function of a model or its config, which raises UserError with the name of the first
-        setting that does not fit.
+        A function of a model or its config, which raises UserError with the name of the first
+        setting that the model does not support.
     """
     tried = [(x.name, x.config) for x in settings if full_cache or x.variant != "full"]
 
@@ -36,11 +36,11 @@ def check_fit(settings: Iterable[Setting], *, full_cache: bool = False) -> Calla
 
 
 def try_on(model: Any, h2o_config: H2OConfig) -> None:
-    """Check that a cache of this config fits a model, or a model of this config.
+    """Check that a model supports a cache with this config. `model` may be the model's own config.
 
     Raises: `UnsupportedError` for a model that h2o does not support, at all or with this config;
-    ValueError for a profile of another model, or a `kv_dtype` that its head dimension does not fit;
-    TypeError for a model in float64.
+    ValueError for a profile of another model, or a `kv_dtype` that does not fit the model's head
+    dimension; TypeError for a model in float64.
     """
     from h2o import compat
     from h2o.hf.cache.cache import H2OCache

@@ -2,11 +2,11 @@
 
 A sentence (`h2o.evaluation.facts`) is hidden in a piece of a text. The piece is the prompt of a
 real `H2OCache`, which is cut to its budget before the question is known. The question follows, and
-the answer counts if greedy decoding writes it token by token. Keys that no token attends to during
-the prefill have to survive the cut, which is the hard case of every eviction (compare Kamradt,
+the answer counts if greedy decoding produces it token by token. Keys that no token attends to
+during the prefill must survive the cut, which is the hard case for any eviction (compare Kamradt,
 "Needle in a haystack", 2023). With decoys a text has several facts of each of two kinds, which
-differ in their subjects alone. Each fact is asked for from the same cut cache, so a cache that
-keeps only one of a kind does not pass.
+differ only in their subjects. All questions use the same cut cache, so a cache that keeps only one
+fact of a kind does not pass.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from h2o.evaluation.task_rows import rows, text_of, tokenizer_of
 
 LENGTHS = (256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Where in the text the sentence stands: at 0 it is the second one, at 1 the last."""
+"""Positions of the sentence in the text. At 0 it is the second sentence, at 1 the last."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One text with its sentences, each of which is asked for after the text alone."""
+    """One text with its facts. Each question follows the text alone, without the others."""
 
     length: int
     document: str
@@ -49,7 +49,7 @@ class Trial:
 
 
 Asked = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Token ids [1, n] of the question and the answer of each fact."""
+"""Token ids [1, n] of the question and the answer for each fact"""
 
 
 def dataset(
@@ -62,20 +62,20 @@ def dataset(
     pretrained: str | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """The task's rows, from what lm-eval's --metadata says.
+    """Make the task's rows from lm-eval's --metadata.
 
     Args:
         file: plain text, UTF-8, to hide facts in.
-        lengths: tokens of the texts, as a list or with commas.
-        facts: kinds of facts with commas, names of `h2o.evaluation.facts.KINDS`, or "all".
-        decoys: further facts of the kind that is asked for, and of another one, in each text.
-        each: texts of every length, depth and kind.
+        lengths: lengths of the texts in tokens, as a list or separated by commas.
+        facts: kinds of facts from `h2o.evaluation.facts.KINDS`, separated by commas, or "all".
+        decoys: unless 0, each text has `decoys + 1` facts of each of two kinds.
+        each: number of texts for every length, depth and kind.
         tokenizer, pretrained: name or folder of the model's tokenizer.
     """
     if decoys < 0:
-        raise UserError(f"--decoys {decoys}: at least 0")
+        raise UserError(f"--decoys {decoys}: must be at least 0")
     if each < 1 or each % 1:
-        raise UserError(f"--limit {each:g}: a number of texts, at least 1")
+        raise UserError(f"--limit {each:g}: must be a number of texts, at least 1")
     text, tokens = text_of(file, "h2o_needles"), tokenizer_of(tokenizer, pretrained)
     return rows(
         [
@@ -94,23 +94,23 @@ def dataset(
 
 
 def parse_lengths(lengths: int | str | Sequence[int]) -> list[int]:
-    """Lengths of texts in tokens. Raises: UserError for anything but numbers from 1 on."""
+    """Parse lengths of texts in tokens. Raises: UserError unless all are at least 1."""
     parts = [lengths] if isinstance(lengths, int) else lengths
     try:
         numbers = [int(x) for x in (parts.split(",") if isinstance(parts, str) else parts)]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise UserError(f"--lengths {lengths}: numbers of tokens, such as 256,512")
+        raise UserError(f"--lengths {lengths}: must be numbers of tokens, such as 256,512")
     return numbers
 
 
 def parse_kinds(facts: str | Sequence[str]) -> list[str]:
-    """The kinds of facts that are asked for. Raises: UserError for a name that is none."""
+    """Parse the kinds of facts. Raises: UserError for an unknown kind."""
     names = facts.split(",") if isinstance(facts, str) else facts
     chosen = list(KINDS) if facts == "all" else [name.strip() for name in names]
     if unknown := [name for name in chosen if name not in KINDS]:
-        raise UserError(f"--facts {unknown[0]}: there are all, {', '.join(KINDS)}")
+        raise UserError(f"--facts {unknown[0]}: unknown; choose from all, {', '.join(KINDS)}")
     return chosen
 
 
@@ -120,7 +120,7 @@ def results(doc: dict[str, Any], answers: Sequence[list[bool]]) -> dict[str, Any
 
 
 def share(texts: Sequence[Sequence[bool]]) -> float:
-    """The share of the facts of all texts that were found."""
+    """The share of facts that were found, over all texts."""
     return statistics.fmean(itertools.chain(*texts))
 
 
@@ -128,19 +128,18 @@ def make_trials(
     text: str, tokenizer: Any, lengths: Sequence[int], each: int,
     kinds: Sequence[str] = ("number",), decoys: int = 0,
 ) -> list[Trial]:  # fmt: skip
-    """Make `each` trials of every length, and of every depth and kind of the asked fact, the same
-    ones in every call.
+    """Make `each` trials for every length, depth and kind of fact. Every call makes the same ones.
 
-    Pieces of the text are taken one after the other, from its start again where it ends; a
-    length counts the piece's tokens, to which those of the sentences come. With `decoys` a text
-    has so many facts more of the kind and of the next one, all asked for.
+    Trials use consecutive pieces of the text, starting over at its end. A length is the number of
+    tokens of a piece without the hidden sentences. With `decoys` a text has `decoys + 1` facts of
+    the kind and as many of the next kind, at random depths, and all of them are asked about.
 
     Raises: UserError for a text with fewer tokens than a length, or without sentences.
     """
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) < max(lengths):
         raise UserError(
-            f"the text has {len(ids)} tokens, a length is {max(lengths)}: lower --lengths"
+            f"the text has {len(ids)} tokens, but a length is {max(lengths)}: lower --lengths"
         )
     draw = random.Random(0)
     chosen, start = [], 0
@@ -175,7 +174,7 @@ def hide(piece: str, facts: Sequence[Fact]) -> str:
     ends = [match.end() for match in re.finditer(r"[.!?;]\s+|\n+", piece)]
     if not ends:
         raise UserError("a piece of the text has no end of a sentence: nowhere to hide a fact")
-    for one in sorted(facts, key=lambda one: -one.depth):  # places before it stay what they are
+    for one in sorted(facts, key=lambda one: -one.depth):  # earlier positions stay valid
         at = ends[round(one.depth * (len(ends) - 1))]
         piece = f"{piece[:at]}{one.sentence} {piece[at:]}"
     return piece
@@ -184,15 +183,15 @@ def hide(piece: str, facts: Sequence[Fact]) -> str:
 def answer(lm: Any, document: str, facts: Sequence[tuple[str, str]]) -> list[bool]:
     """Whether an `h2o.evaluation.lm.H2OLM` finds each fact, a pair of question and answer.
 
-    Raises: ValueError for a document that does not go with the model or the protocol.
+    Raises: ValueError for a document that is too long for the model, and for a simulation.
     """
     if lm.protocol == "simulate":
-        raise ValueError("facts are asked of a real cache: use --protocol drop")
+        raise ValueError("needles need a real cache: use --protocol drop")
     ids, asked = encode(lm.tokenizer, document, facts)
     tokens = ids.shape[1] + max(question.shape[1] + x.shape[1] for question, x in asked)
     if tokens > lm.max_length:
         raise ValueError(
-            f"a text of {ids.shape[1]} tokens and its question are more than the model's "
+            f"a text of {ids.shape[1]} tokens and its question exceed the model's "
             f"{lm.max_length} positions: lower --lengths"
         )
     lm.add(ids.shape[1])
@@ -222,9 +221,14 @@ def find_facts(
     asked: Asked,
     tokenizer: Any = None,
 ) -> list[bool]:
-    """Whether greedy decoding would write each answer: as long as it does, feeding the answer is
-    the same as feeding what was decoded. Each question goes to a cache that has read the document
-    alone. `tokenizer`: for a second reading."""
+    """Whether greedy decoding would produce each answer.
+
+    The answer's own tokens are fed. As long as each is the greedy choice, this is the same as
+    decoding. Each question is asked with a cache that holds the document only.
+
+    Args:
+        tokenizer: needed for a second reading of the document.
+    """
     read = protocols.read_documents(
         forward, model, setting, document, torch.ones_like(document), tokenizer
     )

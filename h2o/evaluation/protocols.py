@@ -2,13 +2,13 @@
 
 - "simulate": one forward pass over context and continuation, in which every row sees the keys that
   a cache would have kept (`h2o.simulated`). Eviction starts with the first token.
-- "drop": prefill of the context with an `H2OCache`, then the continuation token by token. The first
-  token of the continuation is predicted from the full prompt, before anything is evicted. No budget
-  can change answers of one token; `Tally` counts them.
+- "drop": prefill of the context with an `H2OCache`, then the continuation one token at a time. The
+  first token of the continuation is predicted from the full prompt, before anything is evicted. No
+  budget can change answers of one token; `Tally` counts them.
 - "read": as "drop", but the cache is cut before the question of the prompt
-  (`h2o.evaluation.questions`), as if the document was there before anybody asked.
+  (`h2o.evaluation.questions`), as if the document had been prefilled before anyone asked.
 
-Rows are padded with a mask and have budgets of their own, so results do not depend on batches.
+Rows are padded with a mask and have their own budgets, so results do not depend on batches.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ columns"""
 
 @dataclasses.dataclass
 class Tally:
-    """Counts of requests and tokens since `H2OLM.use`; part of every result file."""
+    """Counts of requests and tokens since `H2OLM.use`, which are part of every result file."""
 
     requests: int = 0
     one_token_answers: int = 0
     truncated: int = 0
     tokens_seen: int = 0
     tokens_kept: int = 0
-    """Sum over requests, like `tokens_seen`, at the end of the text ("simulate"), of the prompt
-    ("drop") or of the document ("read")."""
+    """Number of keys kept at the end of the text ("simulate"), of the prompt ("drop") or of the
+    document ("read"), summed over requests like `tokens_seen`"""
 
     def __add__(self, other: Tally) -> Tally:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -53,17 +53,17 @@ class Tally:
 
 
 def check(setting: Setting, protocol: str, prompt_length: int) -> None:
-    """Raise ValueError for a setting, a protocol and a prompt length that do not go together."""
+    """Raise ValueError for a setting, protocol and prompt length that cannot be combined."""
     if protocol not in PROTOCOLS:
-        raise ValueError(f"protocol is simulate, drop or read, not {protocol!r}")
+        raise ValueError(f"protocol must be simulate, drop or read, not {protocol!r}")
     if setting.reads_twice and protocol != "read":
         raise ValueError(f"{setting.why_no_cache}; use protocol=read")
     if protocol != "simulate":
         if setting.is_mask:
-            raise ValueError(f"{setting.why_no_cache}; it goes with protocol=simulate only")
+            raise ValueError(f"{setting.why_no_cache}; use protocol=simulate")
         if prompt_length != 1:
             raise ValueError(
-                f"protocol={protocol} takes the context as prompt: prompt_length is for "
+                f"protocol={protocol} uses the context as the prompt: prompt_length requires "
                 "protocol=simulate"
             )
     else:
@@ -79,10 +79,10 @@ def one_token_note(answers: int, requests: int) -> str:
 
 @torch.no_grad()
 def run_forward(model: Any, last: int, ids: Tensor, mask: Tensor, **more: Any) -> Tensor:
-    """Logits [B, last, vocabulary] of the last columns; with a model a `Forward`."""
+    """Compute logits [B, last, vocabulary] of the last columns. Bound to a model, a `Forward`."""
     device = input_device(model)
     if accepts(model.forward, "logits_to_keep"):
-        more["logits_to_keep"] = last  # the vocabulary is the largest matrix of small models
+        more["logits_to_keep"] = last  # the output matrix is the largest one of a small model
     if (positions := more.get("position_ids")) is not None:
         more["position_ids"] = positions.to(device)
     return model(ids.to(device), attention_mask=mask.to(device), **more).logits[:, -last:]
@@ -94,8 +94,8 @@ def simulate(
     """Run one forward pass over the whole texts, right-padded.
 
     Args:
-        tails: tokens at the end of each text that are to be predicted.
-        how: the rest of `h2o.simulated`'s arguments.
+        tails: number of tokens to predict at the end of each text.
+        how: further arguments of `h2o.simulated`.
 
     Returns:
         The logits [tail, vocabulary] of each text.
@@ -126,7 +126,7 @@ def pad_rows(rows: Sequence[list[int]], left: bool = True, pad: int = 0) -> tupl
 def read_documents(
     forward: Forward, model: Any, setting: Setting, ids: Tensor, mask: Tensor, tokenizer: Any
 ) -> H2OCache:
-    """Read left-padded documents [B, n] with a new cache, and cut the cache to its budget."""
+    """Prefill left-padded documents [B, n] with a new cache, and cut the cache to its budget."""
     if setting.reads_twice:
         mask = mask.to(model.device)
         return compress_document(
@@ -149,7 +149,7 @@ def by_cache(
     continuations: Sequence[list[int]],
     cache: H2OCache,
 ) -> list[Tensor]:
-    """Read what is left of left-padded prompts, then all continuations token by token.
+    """Prefill the rest of left-padded prompts, then feed all continuations one token at a time.
 
     Args:
         prompts: ids and mask [B, n]. The cache may hold the first padded columns already.

@@ -1,4 +1,4 @@
-"""The masks that the authors of H2O measured accuracy with: which keys each row of a text sees.
+"""The masks with which the authors of H2O measured accuracy: which keys each row of a text sees.
 
 The authors (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large
 Language Models", NeurIPS 2023; code at github.com/FMInference/H2O) ran one forward pass over the
@@ -78,9 +78,9 @@ def attend(
     return out, torch.from_numpy(evicted_at).to(out.device)
 
 
-# A rule returns a function (first row, logits) that completes evicted_at for these rows, before
-# they are attended. It is called on all blocks in order. Choosing is one row after the other on
-# a few thousand numbers, which NumPy does at a fraction of torch's cost per call.
+# A rule returns a function (first row, logits) that completes evicted_at for these rows before
+# their attention is computed. It is called on all blocks in order. Keys are chosen row by row from
+# a few thousand numbers, for which NumPy's calls cost a fraction of torch's.
 Choose = Callable[[int, Tensor], None]
 Blocks = Callable[[], Iterator[tuple[int, Tensor]]]
 
@@ -93,17 +93,17 @@ def _window_ends(n: int, recent: int) -> np.ndarray:
 def _local(
     blocks: Blocks, evicted_at: np.ndarray, G: int, heavy: int, recent: int, prompt_length: int
 ) -> Choose:
-    """Rows from `heavy` on drop the lowest of the heavy keys before they join them.
+    """Each row from `heavy` on drops the lowest of the heavy keys before its own key joins them.
 
-    The window is or-ed on top, so a key is seen until it is in neither.
+    A key is seen as long as it is among the heavy keys or in the window.
     """
     H, n = evicted_at.shape
     window = _window_ends(n, recent)
     if heavy == 0:
         evicted_at[:] = window
         return lambda first, logits: None
-    # Keys lie in descending order, so that argmin, which takes the first of equals, takes the
-    # highest position. +inf marks keys that are not in competition.
+    # Keys are in descending order of position, so that argmin, which returns the first of equal
+    # values, returns the highest position. +inf marks keys that do not compete.
     score = np.full((H, n), np.inf, dtype=np.float32)
     every = np.arange(H)
 
@@ -125,7 +125,7 @@ def _local(
 def _global(
     blocks: Blocks, evicted_at: np.ndarray, G: int, heavy: int, recent: int, prompt_length: int
 ) -> Choose:
-    """A fixed set for all rows, from the column sums of the whole text. It knows the future."""
+    """One set of keys for all rows, from the column sums of the whole text, future included."""
     H, n = evicted_at.shape
     received = torch.zeros(H, n, dtype=torch.float32, device="cpu")
     for _, logits in blocks():
@@ -139,7 +139,7 @@ def _global(
 def _flexgen(
     blocks: Blocks, evicted_at: np.ndarray, G: int, heavy: int, recent: int, prompt_length: int
 ) -> Choose:
-    """The key next to the window replaces the lowest of the heavy ones, unconditionally."""
+    """The key that leaves the window always replaces the lowest of the heavy keys."""
     H, n = evicted_at.shape
     shared = evicted_at.reshape(G, H // G, n)
     score = np.full((G, n), np.inf, dtype=np.float32)  # descending and +inf as in _local
@@ -172,8 +172,8 @@ def _flexgen(
 
 @dataclasses.dataclass(frozen=True)
 class PublishedMasks:
-    """One of the masks as `h2o.simulated(masks=...)` takes it. The arguments of `attend_rows` are
-    those of `h2o.hf.simulation.masks.Masks`."""
+    """One of the masks, for `h2o.simulated(masks=...)`. The arguments of `attend_rows` are those of
+    `h2o.hf.simulation.masks.Masks`."""
 
     name: str
     has_prompt: bool
@@ -188,7 +188,7 @@ class PublishedMasks:
         budgets: list[tuple[int, int]],
         scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        """Attention of each row of a padded batch."""
+        """Compute attention of each row of a padded batch."""
         B, H, N, D = query.shape
         out = query.new_zeros(B, N, H, D)
         evicted_at = torch.zeros(B, H, N, dtype=torch.int32, device=query.device)
@@ -196,7 +196,7 @@ class PublishedMasks:
             row = query[b, :, columns], keys[b, :, columns], values[b, :, columns]
             how = {"prompt_length": prompts[b], "scale": scale}
             out[b, columns], left = attend(self.name, *row, *budgets[b], **how)
-            # The row that is the first not to see a key stands right after the last that does.
+            # The first row that does not see a key comes right after the last row that does.
             after = torch.cat([columns[:1], columns[:-1] + 1, columns.new_tensor([N])])
             evicted_at[b, :, columns] = after[left.long()].int()
         return out, evicted_at

@@ -1,4 +1,4 @@
-"""Where the question of a request begins: what stands before it is a document."""
+"""Find the question at the end of a request. The text before it is the document."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ QUESTION = re.compile(r"^[ \t]*(?:Question|Q)\b.*", re.MULTILINE)
 
 
 def question_start(text: str) -> int:
-    """The index in a request at which its question begins: the last line that begins with
-    "Question" or "Q", or else the last line of all. 0 where that is the only line."""
+    """The index at which the question of a request begins: the last line that begins with
+    "Question" or "Q", or the last line if there is none. 0 if the request has only one line."""
     starts = [match.start() for match in QUESTION.finditer(text)]
     return starts[-1] if starts else text.rstrip().rfind("\n") + 1
 
@@ -19,21 +19,21 @@ def question_start(text: str) -> int:
 def question_tokens(tokens: list[int], tokenizer: Any) -> int:
     """Number of tokens of the question at the end of a request, from `question_start` on.
 
-    In a request of a single line the question is the last token.
+    In a request of one line the question is the last token.
 
     Args:
         tokens: the tokens of the request, at least two.
 
     Returns:
-        A number from 1 to one less than there are tokens.
+        A number from 1 to `len(tokens) - 1`.
 
     Raises:
-        ValueError: fewer tokens.
+        ValueError: there are fewer than two tokens.
     """
     if len(tokens) < 2:
         raise ValueError(
-            "protocol=read cuts before the question, and a request of one token has nothing before "
-            "it: use protocol=drop"
+            "protocol=read evicts before the question, but a request of one token has nothing "
+            "before it: use protocol=drop"
         )
 
     def text(last: int) -> str:

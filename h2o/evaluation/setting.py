@@ -1,4 +1,4 @@
-"""Settings to compare: "full", "h2o:0.1+0.1", "local:0.2", "sink:4+0.2" and their like."""
+"""Settings of comparisons, such as "full", "h2o:0.1+0.1", "local:0.2" and "sink:4+0.2"."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from h2o.policy import FIELDS
 from h2o.result_cells import fingerprint
 
 OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "head_shares", "min_tokens")
-"""Fields of H2OConfig that may follow after slashes. Budgets stand before the slashes, and the kind
-of a setting says whether it has a profile."""
+"""Fields of H2OConfig that may follow after slashes. Budgets come before the slashes, and the kind
+of a setting determines whether it has a profile."""
 
 VARIANTS = ("local", "global", "flexgen")
-"""The published masks (`h2o.evaluation.published_masks`), by name."""
+"""Names of the published masks (`h2o.evaluation.published_masks`)"""
 
 GRAMMAR = f"""\
 full                    every key is kept
-budget:BUDGET           H2OConfig(budget=BUDGET), the preset that is recommended for the model
+budget:BUDGET           H2OConfig(budget=BUDGET), the preset recommended for the model
 h2o:HEAVY+RECENT        heavy hitters and recent keys; h2o:0.2+0 is heavy hitters only
-h2o:BUDGET              the same with half of the budget each
-local:RECENT            the recent keys only, a sliding window
+h2o:BUDGET              the same, with half of the budget for each
+local:RECENT            only the recent keys, a sliding window
 sink:SINKS+RECENT       the first keys and the recent ones (StreamingLLM)
 authors:BUDGET          H2OConfig.authors(BUDGET)
 robust:BUDGET           H2OConfig.robust(BUDGET)
 echo:BUDGET             H2OConfig.echo(BUDGET)
 calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one that comes with h2o
 reread:BUDGET           H2OConfig.robust(BUDGET) after two readings of the document (needles, tasks)
-random:BUDGET           sinks and recent keys of robust, the others drawn at random: a baseline
-authors-bytes:BUDGET    H2OConfig.authors(BUDGET, budget_unit="bytes"); so with each preset, reread
-                        and random
+random:BUDGET           sinks and recent keys as in robust, the others at random: a baseline
+authors-bytes:BUDGET    H2OConfig.authors(BUDGET, budget_unit="bytes"); likewise for each preset,
+                        reread and random
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
-mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only); a mask's BUDGET alone is
-                        half of each
+mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only); for each mask a single
+                        BUDGET is divided in halves
 A number with a point is a fraction of the text, one without is a number of tokens. Options
 follow after slashes, as in h2o:0.1+0.1/sinks=4/score_by=mean/value_weighted=true; there are
 {", ".join(OPTIONS)}.
-Only real caches can have positions=cache_relative. head_shares is echo, with score_by=mean-echo.
-min_tokens is 0 unless it is given."""
+Only real caches can have positions=cache_relative. head_shares must be echo, and needs
+score_by=mean-echo. min_tokens is 0 by default."""
 
 KINDS = (
     "full",
@@ -56,7 +56,7 @@ KINDS = (
     *(f"mask-{x}" for x in VARIANTS),
 )
 LISTED = ", ".join(kind for kind in KINDS if not kind.endswith("-bytes"))
-"""The kinds that errors name. -bytes is left out."""
+"""The kinds that errors list: all except those in bytes"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Setting:
 
     @property
     def is_cache(self) -> bool:
-        """Whether a cache that reads the text once does it."""
+        """Whether the setting is a cache that reads the text once."""
         return self.variant in ("full", "h2o")
 
     @property
@@ -82,7 +82,7 @@ class Setting:
 
     @property
     def is_mask(self) -> bool:
-        """Whether only a simulation does it."""
+        """Whether the setting is a mask, which only a simulation can apply."""
         return self.variant in VARIANTS
 
     @property
@@ -92,18 +92,18 @@ class Setting:
 
     @property
     def why_no_cache(self) -> str:
-        """Text of an error where `is_cache` is needed."""
-        why = "two readings, for needles and tasks" if self.reads_twice else "a mask, no cache"
+        """Error text for commands that need `is_cache`."""
+        why = "reads twice, for needles and tasks" if self.reads_twice else "a mask, not a cache"
         return f"{self.name}: {why}"
 
     @property
     def sees_future(self) -> bool:
-        """Whether rows see which tokens will matter later, as no cache can. The numbers are then
-        too good, and tables mark them."""
+        """Whether rows see which tokens will matter later, which no cache can. Tables mark the
+        numbers, since they are too good."""
         return self.variant == "global"
 
     def describe(self) -> dict[str, Any]:
-        """The setting for result files, in plain values."""
+        """The setting as plain values, for result files."""
         budget = {} if self.variant == "full" else dataclasses.asdict(self.config)
         if isinstance(self.config.head_shares, Profile):
             budget["head_shares"] = fingerprint(self.config.head_shares.as_dict())
@@ -112,10 +112,10 @@ class Setting:
 
 
 def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
-    """The settings of a comma-separated list.
+    """Parse a comma-separated list of settings.
 
-    With `budgets` ("0.04,0.1,0.2"), a name without numbers (h2o, local, sink, ...) stands for
-    itself at each of these.
+    A name without numbers (h2o, local, sink, ...) stands for one setting at each of `budgets`
+    ("0.04,0.1,0.2").
     """
     amounts = [parse_amount(part) for part in (budgets or "").split(",") if part.strip()]
     settings: dict[str, Setting] = {}
@@ -132,7 +132,7 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
         for name in names:
             settings[name] = parse(name)
     if not settings:
-        raise ValueError(f"no settings to compare: there are {LISTED}")
+        raise ValueError(f"no settings to compare: choose from {LISTED}")
     return list(settings.values())
 
 
@@ -147,12 +147,12 @@ def with_profile(settings: Iterable[Setting], profile: Profile) -> list[Setting]
         for setting in settings
     ]
     if not any(setting.config.head_shares is profile for setting in chosen):
-        raise ValueError("--profile goes with calibrated settings in --compare")
+        raise ValueError("--profile requires a calibrated setting in --compare")
     return chosen
 
 
 def parse(text: str) -> Setting:
-    """One setting; ValueError with the whole grammar if it is none."""
+    """Parse one setting. Raises: ValueError for any other text."""
     head, *options = text.strip().split("/")
     kind, colon, numbers = head.partition(":")
     try:
@@ -172,7 +172,7 @@ def parse(text: str) -> Setting:
 
 
 def load_shares(text: str) -> str | Profile:
-    """`H2OConfig.head_shares` from an option: a name, or the path of a profile.
+    """Convert an option's text, a name or the path of a profile, to `H2OConfig.head_shares`.
 
     Raises: OSError and ValueError for a profile that cannot be read.
     """
@@ -180,40 +180,41 @@ def load_shares(text: str) -> str | Profile:
 
 
 def from_options(variant: str = "h2o", **policy: Any) -> Setting:
-    """The setting of a variant and fields of H2OConfig; `head_shares` as for `load_shares`."""
+    """The setting of a variant and fields of H2OConfig. A text for `head_shares` is converted by
+    `load_shares`."""
     if variant == "full":
         if policy:
             raise ValueError(f"variant full keeps every key: {next(iter(policy))} has no meaning")
         return parse("full")
     if variant not in ("h2o", *VARIANTS):
-        raise ValueError(f"variant is full, h2o, {', '.join(VARIANTS)}, not {variant!r}")
+        raise ValueError(f"variant must be full, h2o, {', '.join(VARIANTS)}, not {variant!r}")
     if isinstance(policy.get("head_shares"), str):
         policy["head_shares"] = load_shares(policy["head_shares"])
     return from_config(H2OConfig(**{"min_tokens": 0} | policy), variant)
 
 
 def from_config(config: H2OConfig, variant: str = "h2o") -> Setting:
-    """The setting of a config as it is; TypeError for another thing."""
+    """The setting of a config, unchanged. Raises: TypeError for anything but an H2OConfig."""
     if not isinstance(config, H2OConfig):
         raise TypeError(f"expected an H2OConfig, not {config!r}")
     plain = dataclasses.asdict(H2OConfig(budget=config.budget, min_tokens=0))
     fields = dataclasses.asdict(config)
     if not config.shares_by_echo:
         fields["head_shares"] = plain["head_shares"]
-    if not config.needs_prompt_length:  # min_tokens has no meaning
+    if not config.needs_prompt_length:  # min_tokens has no effect
         fields["min_tokens"] = 0
     options = "".join(f"/{name}={fields[name]}" for name in OPTIONS if fields[name] != plain[name])
     kind = "h2o" if variant == "h2o" else f"mask-{variant}"
     amounts = f"{config.heavy}+{config.recent}"
     if config.budget is not None:
         if variant != "h2o":
-            raise ValueError(f"variant {variant} takes heavy and recent, not a budget")
+            raise ValueError(f"variant {variant} needs heavy and recent, not a budget")
         kind, amounts = "budget", f"{config.budget}"
     return Setting(f"{kind}:{amounts}{options}", variant, config)
 
 
 def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
-    """Config and variant of a kind, with the `min_tokens` of H2OConfig."""
+    """Config and variant of a kind. `min_tokens` is H2OConfig's default."""
     name, variant = kind.removesuffix("-bytes"), kind.removeprefix("mask-")
     unit: BudgetUnit = "bytes" if kind.endswith("-bytes") else "keys"
     match kind, amounts:
@@ -237,21 +238,21 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
     if kind not in KINDS:
         raise ValueError(explain_unknown(kind))
     takes = [line.split()[0] for line in GRAMMAR.splitlines() if line.startswith(f"{name}:")]
-    raise ValueError(f"not the numbers that it takes: {' or '.join(takes) or kind}")
+    raise ValueError(f"wrong numbers: write {' or '.join(takes) or kind}")
 
 
 def explain_unknown(kind: str) -> str:
     """Say what is wrong with a kind that does not exist, for an error."""
     close = difflib.get_close_matches(kind, KINDS, 1)
-    return f"unknown; did you mean {close[0]}?" if close else f"unknown; there are {LISTED}"
+    return f"unknown; did you mean {close[0]}?" if close else f"unknown; choose from {LISTED}"
 
 
 def _parse_option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if name not in OPTIONS:
-        raise ValueError(f"no option {name!r}: {', '.join(OPTIONS)}")
+        raise ValueError(f"unknown option {name!r}: choose from {', '.join(OPTIONS)}")
     if name == "head_shares" and value != "echo":
-        raise ValueError(f"head_shares is echo here, not {value!r}")
+        raise ValueError(f"head_shares must be echo here, not {value!r}")
     if name not in (*FIELDS, "min_tokens"):
         return name, value
     try:

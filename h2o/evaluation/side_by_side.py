@@ -1,4 +1,4 @@
-"""`h2o eval`: lm-eval's own command line, and settings side by side on its tasks."""
+"""`h2o eval`: runs lm-eval's own command, or compares several settings on lm-eval's tasks."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ OF_ALL_SETTINGS = (
     "tasks", "num_fewshot", "limit", "samples", "gen_kwargs", "write_out", "system_instruction",
     "apply_chat_template", "confirm_run_unsafe_code",
 )  # fmt: skip
-"""Options of lm-eval that `simple_evaluate` takes as they are."""
+"""lm-eval's options that are passed to `simple_evaluate` unchanged"""
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 
 OF_ONE_SETTING = ("predict_only", "show_config", "check_integrity", "wandb_args", "trackio_args")
-"""Options of lm-eval that a table of several settings has no place for."""
+"""lm-eval's options that cannot be used with several settings"""
 
 Measured = dict[str, Any]
-"""lm-eval's results of one setting, with the model's "tally"."""
+"""lm-eval's results for one setting, including the model's tally."""
 
 
 def run(arguments: Sequence[str]) -> None:
-    """lm-eval's `run` with these arguments; the model "h2o" is registered."""
+    """Run lm-eval's command `run` with these arguments. The model "h2o" is registered."""
     with lm_eval_arguments(arguments), readable_errors():
         cli_evaluate()
 
@@ -66,17 +66,17 @@ def compare(
     prompt_length: int = 1,
     as_json: bool = False,
 ) -> str:
-    """Each setting on each task; the model is loaded once.
+    """Measure each setting on each task. The model is loaded once.
 
     Args:
-        arguments: lm-eval's, without those that say what the cache does.
-        settings: what to compare.
-        output: folder of lm-eval's files, one folder a setting, and of the answers, which a run of
-            the same model, setting, protocol and versions does not ask for again.
-        as_json: return lm-eval's results of each setting.
+        arguments: lm-eval's arguments, without those for the cache.
+        settings: the settings to compare.
+        output: folder for lm-eval's files, with a folder for each setting, and for answers. A later
+            run with the same model, setting, protocol and versions reuses the answers.
+        as_json: return lm-eval's results for each setting as JSON.
 
     Returns:
-        the table, as text; "" for processes that only help the first one.
+        The table as text, or "" in all but the first of several processes.
     """
     arguments = [*arguments, "--output_path", str(output)]
     with lm_eval_arguments(arguments), readable_errors():
@@ -91,7 +91,7 @@ def compare(
         raise UserError(
             f"--model_args {sorted(of_cache)[0]}: settings of the cache go into --compare"
         )
-    for setting in settings:  # before anything long is started
+    for setting in settings:  # before anything slow is started
         check(setting, protocol, prompt_length)
     make_writable(output)
     common = {"batch_size": config.batch_size, "device": config.device}
@@ -108,7 +108,7 @@ def compare(
     measured: dict[Setting, Measured] = {}
     for setting in settings:
         lm.use(setting, protocol, prompt_length=prompt_length)
-        with readable_errors(), redirect_stdout(sys.stderr):  # to which lm-eval would print
+        with readable_errors(), redirect_stdout(sys.stderr):  # lm-eval prints to stdout
             results = measure(lm, tasks, config, manager, output, origin)
         if results is not None:
             measured[setting] = results
@@ -127,7 +127,7 @@ def compare(
 
 
 def metadata(config: EvaluatorConfig) -> dict[str, Any]:
-    """Metadata for tasks, with the folder of the tokenizer for tasks that are made for it."""
+    """Metadata for tasks, including the tokenizer's folder for tasks that need it."""
     name = config.model_args.get("pretrained")
     folder = None
     if name in (None, "", DEFAULT_MODEL):
@@ -139,8 +139,8 @@ def metadata(config: EvaluatorConfig) -> dict[str, Any]:
 
 
 def task_manager(config: EvaluatorConfig) -> TaskManager:
-    """A manager of the tasks in `config.tasks`. The tasks of h2o and of --include_path come first,
-    since lm-eval needs ten seconds to list its own."""
+    """A manager of the tasks in `config.tasks`. The tasks of h2o and of --include_path are tried
+    first, since lm-eval needs ten seconds to list its own."""
     folders = [str(TASKS), *([config.include_path] if config.include_path else [])]
     manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata(config))
     if isinstance(config.tasks, list) and set(config.tasks) <= set(manager.all_tasks):
@@ -160,16 +160,16 @@ def measure(
     """Measure all tasks with the setting in use, and write lm-eval's files.
 
     Args:
-        origin: what answers depend on beside the setting.
+        origin: everything that answers depend on besides the setting.
 
     Returns:
-        None in all but the first of several processes.
+        lm-eval's results, or None in all but the first of several processes.
     """
     how = {x: y for x, y in lm.describe().items() if x not in vars(lm.tally)}
     where = {"output_path": str(output / re.sub(r"[^\w.+=,-]", "_", lm.setting.name))}
     answers = output / "answers" / fingerprint(origin | how)
     tracker = EvaluationTracker(**config.hf_hub_log_args | where)
-    # Where processes share each request, one would wait for others that know an answer already.
+    # If processes share each request, one would wait for others that have its answer stored.
     is_cut = world_size() > 1 and config.model_args.get("tp_plan") is not None
     results = simple_evaluate(
         model=lm,
@@ -187,12 +187,12 @@ def measure(
         return None
     samples = results.pop("samples")
     for logged in samples.values():
-        logged.sort(key=lambda sample: sample["doc_id"])  # several processes have them by turns
+        logged.sort(key=lambda sample: sample["doc_id"])  # several processes take turns
     tally = sum((count_requests(lm, tasks[task], x) for task, x in samples.items()), Tally())
     units = {name: getattr(task, "UNIT", lm.ratio_of) for name, task in tasks.items()}
     results["config"]["model_args"] = config.model_args
     results["config"]["h2o"] = how | vars(tally) | {"fractions_of": units, "provenance": origin}
-    tracked = tracker.general_config_tracker  # to which a loaded model has no name
+    tracked = tracker.general_config_tracker  # which has no name for a loaded model
     tracked.model_name = origin["model"]
     tracked.model_name_sanitized = sanitize_model_name(origin["model"])
     tracker.save_results_aggregated(results=results, samples=samples)
@@ -203,14 +203,14 @@ def measure(
 
 
 def count_requests(lm: H2OLM, task: Any, samples: Samples) -> Any:
-    """The tally of the logged requests of a task, with those answered in an earlier run."""
+    """Tally the logged requests of a task, including those answered in an earlier run."""
     kind = "loglikelihood" if task.OUTPUT_TYPE == "multiple_choice" else task.OUTPUT_TYPE
-    once = [x for x in samples if x["filter"] == samples[0]["filter"]]  # logged for each filter
+    once = [x for x in samples if x["filter"] == samples[0]["filter"]]  # each filter logs them all
     return lm.count(kind, [tuple(x) for sample in once for x in sample["arguments"]])
 
 
 def as_table(measured: dict[Setting, Measured], tasks: dict[str, Any], model: Any) -> str:
-    """Settings down, tasks across."""
+    """Format the results as a table with a row for each setting and columns for the tasks."""
     full = next((x["samples"] for setting, x in measured.items() if setting.name == "full"), {})
     rows = []
     for setting, results in measured.items():
@@ -236,12 +236,12 @@ def as_table(measured: dict[Setting, Measured], tasks: dict[str, Any], model: An
 
 
 def format_metrics(metrics: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, value and standard error) of the main metric. For ROUGE all three metrics are main
-    ones, and accuracy comes with that by length-normalized likelihood."""
+    """(name, value and standard error) of the main metric. ROUGE has all of its three metrics, and
+    accuracy is followed by the accuracy with length-normalized likelihoods."""
     values: dict[str, str] = {}
     for key, value in metrics.items():
         name, _, filtered = key.partition(",")
-        # RULER's tasks have a metric for each length, -1 for one without texts.
+        # RULER's tasks have a metric for each length, which is -1 if there are no texts of it.
         is_missing = name.isdecimal() and value == -1
         if not filtered or name.endswith("_stderr") or is_missing or isinstance(value, str):
             continue
@@ -255,7 +255,7 @@ def format_metrics(metrics: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def lm_eval_arguments(arguments: Sequence[str]) -> Iterator[None]:
-    """Set the command line, which lm-eval reads itself."""
+    """Set the command line of the process, which lm-eval parses itself."""
     before = sys.argv
     sys.argv = ["h2o eval", "run", *arguments]
     try:
@@ -276,8 +276,8 @@ def readable_errors() -> Iterator[None]:
         ValueError,
     ) as error:  # fmt: skip
         reason = f"{error}"
-        if reason.startswith("malformed node"):  # lm-eval takes what it cannot place for Python
-            reason = "doc_to_choice is no field of its rows, no template and no list"
+        if reason.startswith("malformed node"):  # lm-eval parses unknown values as Python
+            reason = "doc_to_choice is neither a field of the rows nor a template nor a list"
         elif not isinstance(error, OSError | ValueError):
             reason = f"{type(error).__name__}: {reason}"
         raise UserError(reason) from error

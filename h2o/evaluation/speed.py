@@ -1,7 +1,7 @@
-"""Measure how fast a model is with the full cache and with h2o's, on this machine.
+"""Measure the speed of a model on this machine with the full cache and with h2o's.
 
 For each prompt length every cache generates from the same prompt, in turn (A B C, B C A, ...). The
-speed of a machine drifts, so ratios are of runs in the same round.
+speed of a machine drifts, so ratios compare runs of the same round.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from h2o.evaluation.setting import Setting
 PACKAGES = ("h2o-kv", "torch", "transformers", "numpy")
 
 Report = Callable[[str], None]
-"""Gets a line before each part."""
+"""Function that is called with a line before each part"""
 
 
 class Contender:
-    """One cache, which generates from one prompt round by round."""
+    """One cache, which generates from the same prompt in every round."""
 
     def __init__(self, setting: Setting, model: Any, tokenizer: Any, ids: Any, tokens: int) -> None:
         self.setting, self.model, self.tokenizer = setting, model, tokenizer
@@ -36,7 +36,7 @@ class Contender:
         self.bytes_held = 0
 
     def run(self) -> None:
-        """Run one round. Raises: UserError for a model or a length that the cache cannot serve."""
+        """Run one round. Raises: UserError for a length or model that the cache cannot support."""
         import torch
         from transformers import GenerationConfig
 
@@ -54,8 +54,8 @@ class Contender:
             )
         except torch.OutOfMemoryError:
             raise UserError(
-                f"{self.setting.name}: {self.model.device} has no memory for a prompt of "
-                f"{length} tokens: name shorter --prompts"
+                f"{self.setting.name}: {self.model.device} has not enough memory for a prompt of "
+                f"{length} tokens: pass shorter --prompts"
             ) from None
         except (UnsupportedError, ValueError) as error:
             raise UserError(f"{self.setting.name}: {error}") from error
@@ -68,10 +68,10 @@ class Contender:
             self.bytes_held = total.bytes_held + total.bytes_bookkeeping
 
     def summarize(self, full: Contender) -> dict[str, Any]:
-        """The figures, as medians over rounds, with their ratios to those of the full cache.
+        """The figures as medians over rounds, and their ratios to those of the full cache.
 
-        A speedup is the full cache's time over this one's. Bytes are those of keys, values, and
-        h2o's bookkeeping, at the end.
+        A speedup is the full cache's time divided by this cache's. Bytes are those of keys, values
+        and h2o's bookkeeping at the end.
         """
         token = statistics.median(self.token)
         return {
@@ -103,17 +103,17 @@ def measure(
 
     Args:
         settings: the caches, "full" first.
-        prompts: lengths, in tokens.
-        tokens: tokens decoded after the first one, in each round.
-        rounds: number of timed rounds, which follow an untimed one.
+        prompts: lengths in tokens.
+        tokens: number of tokens decoded after the first one, in each round.
+        rounds: number of timed rounds. An untimed round comes first.
 
-    Raises: UserError for a model or a length that a cache cannot serve.
+    Raises: UserError for a model or a length that a cache does not support.
     """
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit and max(prompts) + tokens + 1 > limit:
         raise UserError(
-            f"a prompt of {max(prompts)} tokens and {tokens + 1} new ones are more "
-            f"than the {limit} positions of the model: name shorter --prompts"
+            f"a prompt of {max(prompts)} tokens and {tokens + 1} new ones exceed "
+            f"the {limit} positions of the model: pass shorter --prompts"
         )
     measurements = []
     for length in prompts:
@@ -132,7 +132,7 @@ def measure(
 
 
 def take_turns(contenders: list[Contender], rounds: int, say: Report) -> None:
-    """Run each once untimed, in which libraries make themselves ready, then the rounds."""
+    """Run each contender once untimed to warm up libraries, then in the timed rounds."""
     say("warming up")
     for contender in contenders:
         contender.run()
@@ -161,7 +161,7 @@ def median_ratio(numerators: list[float], denominators: list[float]) -> float:
 
 
 def describe_machine(device: Any) -> dict[str, Any]:
-    """The machine that the figures are from."""
+    """Describe the machine."""
     import torch
 
     from h2o import ops
@@ -180,7 +180,7 @@ def describe_machine(device: Any) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The CPU's name, from Linux where there is one."""
+    """The CPU's name, from Linux's /proc/cpuinfo if there is one."""
     try:
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             if line.startswith("model name"):

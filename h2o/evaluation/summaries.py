@@ -20,16 +20,16 @@ TEMPLATE = "###\nArticle: {article}\n\n" + INSTRUCTION + " in {sentences}.\n"
 
 
 def dataset(file: str | None = None, **_: Any) -> dict[str, Any]:
-    """The task's rows, prompt and reference of each article in a file of JSON lines.
+    """Make the task's rows: prompt and reference of each article in a JSON Lines file.
 
-    Two forms are known: requests as in HELM (`article`, `summary_gt` or `summary`) and articles as
-    in CNN/DailyMail (`article`, `highlights`). An article without an instruction gets one, for one
-    sentence or, with `highlights`, three.
+    Two formats are supported: requests as in HELM (`article`, `summary_gt` or `summary`) and
+    articles as in CNN/DailyMail (`article`, `highlights`). An article without an instruction gets
+    one. It asks for one sentence, or for three with `highlights`.
 
     Raises: UserError that names file, line and field.
     """
     listed = []
-    # Not splitlines, which divides at what may stand within JSON, such as U+2028.
+    # Not splitlines, which also splits at characters that JSON strings may contain, as U+2028.
     for number, line in enumerate(text_of(file, "h2o_summaries").split("\n"), 1):
         if line.strip():
             listed.append(row_of(line, f"{file}, line {number}"))
@@ -39,11 +39,11 @@ def dataset(file: str | None = None, **_: Any) -> dict[str, Any]:
 
 
 def row_of(line: str, where: str) -> dict[str, str]:
-    """The row of one line; `where` begins the messages of errors."""
+    """The row of one line. Error messages begin with `where`."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: no JSON: {error}") from error
+        raise UserError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise UserError(f"{where}: expected an object with article and summary")
     known = [name for name in ("summary_gt", "summary", "highlights") if name in record]
@@ -59,12 +59,12 @@ def row_of(line: str, where: str) -> dict[str, str]:
 def _text(record: dict[str, Any], field: str, where: str) -> str:
     text = record.get(field)
     if not isinstance(text, str) or not text.strip():
-        raise UserError(f"{where}: {field} is missing, empty or no text")
+        raise UserError(f"{where}: {field} is missing, empty or not a text")
     return text
 
 
 def results(doc: dict[str, str], answers: Sequence[str]) -> dict[str, float]:
-    """ROUGE of a summary."""
+    """The ROUGE scores of a summary."""
     scores = _scorer().score(doc["reference"], answers[0].strip())
     return {name: scores[name].fmeasure for name in ROUGE}
 

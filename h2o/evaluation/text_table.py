@@ -7,7 +7,7 @@ from typing import Any
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Plain text in columns; all but the first are aligned to the right."""
+    """Format rows in columns of plain text. All columns but the first are right-aligned."""
     cells = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []

@@ -1,8 +1,8 @@
-"""Tasks of lm-eval whose requests only the model "h2o" can answer: windows of a text, and facts to
+"""lm-eval tasks whose requests only the model "h2o" can answer: windows of a text, and facts to
 find in a text.
 
-Such a request is of lm-eval's kind "loglikelihood", so lm-eval distributes it, caches its answer
-and logs it. The arguments are a text, and a dictionary in place of a continuation.
+Such a request has lm-eval's type "loglikelihood", so lm-eval distributes it, caches its answer and
+logs it. The arguments are a text and, in place of a continuation, a dictionary.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Samples = list[dict[str, Any]]
 
 
 def is_text_request(request: Instance) -> bool:
-    """Whether a request is one of these tasks."""
+    """Whether a request belongs to one of these tasks."""
     return isinstance(request.args[1], dict)
 
 
 def answer_requests(lm: Any, requests: Iterable[Instance]) -> Iterator[Any]:
-    """Answer requests of these tasks by an `h2o.evaluation.lm.H2OLM`, which caches each answer at
+    """Answer requests of these tasks with an `h2o.evaluation.lm.H2OLM`. Each answer is cached at
     once."""
     hide = lm.is_counting or lm.rank > 0
     for request in tqdm(list(requests), disable=hide, desc=lm.setting.name):
@@ -48,31 +48,31 @@ class FileTask(ConfigurableTask):
         super().__init__(config={x: y for x, y in config.items() if x != "class"})
 
     def build_all_requests(self, *, cache_requests: bool = False, **kwargs: Any) -> None:
-        """Build the requests without --cache_requests, which knows tasks by name alone and would
-        take one file's requests for another's."""
+        """Build the requests, ignoring --cache_requests. It identifies tasks by name only, and
+        would reuse the requests of another file."""
         super().build_all_requests(**kwargs)
 
 
 class TextTask(FileTask):
-    """A task whose rows have a "text", and in "asked" what is asked of the text."""
+    """A task whose rows have a "text", and in "asked" the arguments for questions about it."""
 
     UNIT: str
     """The text that fractional budgets refer to"""
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> Instance:
-        """Construct one request a row, without examples and chat template."""
+        """Construct one request per row, without few-shot examples and chat template."""
         arguments = doc["text"], doc["asked"]
         return Instance("loglikelihood", doc, arguments, 0, metadata=kwargs["metadata"])
 
     @staticmethod
     def columns(samples: Samples, full: Samples | None) -> dict[str, str]:
-        """Cells of a table of settings, by title. `full`: the same rows with the full cache."""
+        """Cells of a table of settings, by title. `full` has the same rows with the full cache."""
         raise NotImplementedError
 
 
 class Perplexity(TextTask):
-    """Windows of a text (`h2o.evaluation.windows`), each answered by the loss and the number of the
-    tokens that count."""
+    """Windows of a text (`h2o.evaluation.windows`). The answer to each is the total loss and the
+    number of the scored tokens."""
 
     UNIT = "window"
 
@@ -89,7 +89,7 @@ class Perplexity(TextTask):
 
 
 def _mean(each: Sequence[tuple[float, int]]) -> float:
-    """The mean over tokens of (sum, tokens) of each window."""
+    """The mean per token, from (sum, number of tokens) of each window."""
     return sum(total for total, _ in each) / sum(tokens for _, tokens in each)
 
 
@@ -100,14 +100,14 @@ def _error(each: Sequence[tuple[float, int]]) -> float:
 
 
 class Needles(TextTask):
-    """Texts with facts (`h2o.evaluation.needles`), each answered by which of them are found."""
+    """Texts with facts (`h2o.evaluation.needles`). The answer to each is which facts are found."""
 
     UNIT = "text"
 
     @staticmethod
     def columns(samples: Samples, full: Samples | None) -> dict[str, str]:
-        """Shares found of all facts, of those that the full cache finds, and by length, depth and
-        kind. Facts that the model cannot find at all say nothing about a cache."""
+        """Shares of facts found: of all facts, of those that the full cache finds, and by length,
+        depth and kind. Facts that the model cannot find at all say nothing about a cache."""
         facts = [fact for sample in samples for fact in _facts(sample)]
         cells = {"found": _share([x["found"] for x in facts])}
         whole = [x["found"] for sample in full or () for x in _facts(sample)]
@@ -129,7 +129,7 @@ PARTS = {"length": "{} tokens", "depth": "depth {:.2g}", "kind": "{}"}
 
 
 def _facts(sample: dict[str, Any]) -> list[dict[str, Any]]:
-    """Whether each fact of a text is found, and what a table divides facts by."""
+    """For each fact of a text, whether it is found and its properties in `PARTS`."""
     doc = sample["doc"]
     each = zip(sample["found"], doc["depths"], doc["kinds"], strict=True)
     names = "found", "depth", "kind"

@@ -1,10 +1,10 @@
 """The task h2o_perplexity: how well a model predicts a long text with an evicting cache.
 
-The text is cut into windows that know nothing of each other. In each window the model predicts
-every token but the first, and eviction starts with the first token. With a prompt, which is read
-whole and then cut, only the tokens count whose prediction the cut can change. Those are all after
-the first token that follows the prompt. Two protocols give the same numbers: the simulation, with
-one forward pass a window, and the real cache, token by token.
+The text is divided into independent windows. In each window the model predicts every token but the
+first, and eviction starts with the first token. With a prompt, which is prefilled whole and then
+cut, only tokens whose prediction the cut can change are scored: all after the first token that
+follows the prompt. Two protocols give the same numbers: the simulation, with one forward pass per
+window, and the real cache, with one token at a time.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ def dataset(
     pretrained: str | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """The task's rows, from what lm-eval's --metadata says.
+    """Make the task's rows from lm-eval's --metadata.
 
     Args:
         file: plain text, UTF-8.
-        window: tokens of a window; the last one may be shorter.
-        prompt_length: tokens of each window before the first eviction; see `count_scored`.
+        window: number of tokens per window. The last window may be shorter.
+        prompt_length: number of tokens before the first eviction in each window, see
+            `count_scored`.
         tokenizer, pretrained: name or folder of the model's tokenizer.
     """
     text, tokens = text_of(file, "h2o_perplexity"), tokenizer_of(tokenizer, pretrained)
@@ -59,9 +60,9 @@ def dataset(
 def cut_windows(ids: list[int], window: int, prompt_length: int = 1) -> list[list[int]]:
     """Cut a text into windows that have tokens to score. Raises: UserError if there are none."""
     if len(ids) < 2:
-        raise UserError(f"{len(ids)} tokens: nothing to predict")
+        raise UserError(f"a text of {len(ids)} tokens has nothing to predict")
     if window < 2:
-        raise UserError(f"a window of {window} tokens: use at least --window 2")
+        raise UserError(f"a window of {window} tokens is too short: use at least --window 2")
     windows = [ids[start : start + window] for start in range(0, len(ids), window)]
     if count_scored(len(windows[0]), prompt_length) < 1:
         raise UserError(
@@ -83,21 +84,21 @@ def count_scored(tokens: int, prompt_length: int) -> int:
 
 
 def results(doc: dict[str, Any], answers: Sequence[tuple[float, int]]) -> dict[str, Any]:
-    """Metrics of a window: for lm-eval's weighted perplexity, and the mean loss of a token."""
+    """Metrics of a window: those for lm-eval's weighted perplexity, and the mean loss per token."""
     ((loss, tokens),) = answers
     return {"perplexity": (-loss, tokens), "nats": loss / tokens}
 
 
 def answer(lm: Any, window: list[int], prompt_length: int) -> tuple[float, int]:
-    """Loss and number of the tokens of a window that count. `lm`: an `h2o.evaluation.lm.H2OLM`.
+    """Total loss and number of a window's scored tokens. `lm` is an `h2o.evaluation.lm.H2OLM`.
 
-    Raises: ValueError for a window that does not go with the model or the protocol.
+    Raises: ValueError for a window that is too long for the model, and for protocol "read".
     """
     if lm.protocol == "read":
         raise ValueError("protocol=read: a plain text has no question to cut before")
     if len(window) > lm.max_length:
         raise ValueError(
-            f"--window {len(window)}: use from 2 to the model's {lm.max_length} positions"
+            f"--window {len(window)}: use a number from 2 to the model's {lm.max_length} positions"
         )
     lm.add(len(window))
     if lm.is_counting:
@@ -111,7 +112,7 @@ def answer(lm: Any, window: list[int], prompt_length: int) -> tuple[float, int]:
 
 
 def by_simulation(model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1) -> Tensor:
-    """Loss of tokens 1 to n-1 of ids [1, n], from one forward."""
+    """Loss of tokens 1 to n-1 of ids [1, n], from one forward pass."""
     how = {"masks": MASKS.get(setting.variant), "prompt_length": prompt_length}
     is_full = setting.variant == "full"
     with nullcontext() if is_full else simulated(model, setting.config, **how), torch.no_grad():
@@ -119,8 +120,8 @@ def by_simulation(model: Any, ids: Tensor, setting: Setting, prompt_length: int 
 
 
 def by_cache(model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1) -> Tensor:
-    """Loss of tokens `prompt_length` to n-1 of ids [1, n], token by token after the prompt. The
-    model runs the attention "h2o"."""
+    """Loss of tokens `prompt_length` to n-1 of ids [1, n], with one token at a time after the
+    prompt. The model must run the attention "h2o"."""
     cache = H2OCache(model.config, setting.config.for_model(model), prompt_length=ids.shape[1])
     prompt, rest = ids[:, :prompt_length].cpu(), ids[0, prompt_length:]
     forward = functools.partial(protocols.run_forward, model)

@@ -1,7 +1,8 @@
 """`h2o.patched`, `h2o.enable`: H2O for code that only calls generate(), model(...) or a pipeline.
 
 Patching a model changes its attention implementation, replaces two methods of `generate()`, and
-adds a hook that gives direct forward passes a cache. When its last patch ends, all is undone.
+adds a hook that gives direct forward passes a cache. The model's last patch undoes all of this when
+it ends.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from h2o.hf.families.wrappers import check_pins, unwrap
 from h2o.hf.layers.cache_relative import at_zero
 
 SCORED = 8
-"""Number of texts scored in a single forward pass each, after which `patched` warns that no budget
+"""Number of texts, each scored in a single forward pass, after which `patched` warns that no budget
 affects their logits"""
 _UNAFFECTED = (
-    f"{SCORED} texts were read in h2o.patched() by one forward pass each. Eviction starts after a "
+    f"h2o.patched() scored {SCORED} texts by one forward pass each. Eviction starts only after a "
     "prompt, so their logits are those of a full cache, whatever the budget. To score texts use "
     "h2o.simulated(), or h2o eval (lm-eval's model h2o in h2o.evaluation.lm) instead of HFLM"
 )
@@ -42,7 +43,7 @@ _UNAFFECTED = (
 _ATTRIBUTE = "_h2o_patches"
 
 _entered: ContextVar[tuple[weakref.ref[Patch], ...]] = ContextVar("h2o_patched", default=())
-"""Blocks that this context has entered, of all models, the latest last; some may have ended."""
+"""Blocks of all models that this context has entered, the latest last. Some may have ended."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,7 +51,7 @@ class Patch:
     """One `enable` of a model, or one block of `patched`.
 
     `cache` is the latest cache that was made, for `print(patch.cache.report())`. A copy of a
-    patched model (deepcopy, pickle, torch.save) is enabled, with patches of its own.
+    patched model (deepcopy, pickle, torch.save) is enabled and has its own patches.
     """
 
     model: Any
@@ -75,7 +76,7 @@ class Patch:
         """Make a fresh cache for the model."""
         config = self.model.config
         cache = H2OCache(config, self.config, prompt_length=prompt_length, **self.options)
-        self.cache = cache  # which another thread's call may replace at any time
+        self.cache = cache  # another thread's call may replace the attribute at any time
         return cache
 
     def make_pass_cache(self) -> H2OCache:
@@ -89,14 +90,14 @@ class Patch:
         return cache
 
     def apply(self) -> None:
-        """Patch the model. Raises as `enable`, and then leaves the model as it was."""
+        """Patch the model. Raises what `enable` raises, and then leaves the model as it was."""
         with CHANGING:
             for other in _patches_of(self.model):
                 elsewhere = other.switch.elsewhere()
                 if elsewhere and other.settings != self.settings:
                     raise RuntimeError(
                         f"this model is patched by another {elsewhere} with other settings. Give "
-                        f"all {elsewhere}s the same settings, or each a model of its own"
+                        f"all {elsewhere}s the same settings, or each its own model"
                     )
             self.switch.apply(self.model)
             try:
@@ -111,17 +112,17 @@ class Patch:
             _entered.set((*entered, weakref.ref(self)))
 
     def undo(self) -> None:
-        """Undo this patch, and none of the model's others. Raises RuntimeError if it is undone."""
+        """Undo this patch, but no other of the model. Raises RuntimeError if it is not active."""
         with CHANGING:
             if not self.is_active:
-                raise RuntimeError("this patch is undone already")
+                raise RuntimeError("this patch has already been undone")
             attributes = vars(self.model)
             stack = attributes[_ATTRIBUTE]
             stack.patches.remove(self)
             if not stack.patches:
                 stack.hook.remove()
                 for name in (*stack.before, _ATTRIBUTE):
-                    attributes.pop(name, None)  # somebody else may have removed it
+                    attributes.pop(name, None)  # other code may have removed it
                 attributes.update({name: x for name, x in stack.before.items() if x is not None})
             if not stack.patches or self.switch.is_in_force():
                 self.switch.undo()
@@ -131,7 +132,7 @@ class Patch:
 
 
 class PatchStack:
-    """A patched model's patches, the latest last, and what replaces the model's own methods."""
+    """The patches of a model, the latest last, and the methods that replace the model's own."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -145,8 +146,8 @@ class PatchStack:
         )
 
     def serving(self) -> Patch | None:
-        """The patch that serves a call of this context."""
-        patches = list(self.patches)  # another thread may end one
+        """The patch that gives a call in this context its cache."""
+        patches = list(self.patches)  # copied: another thread may end a patch
         blocks = [patch for entered in _entered.get() if (patch := entered()) in patches]
         enabled = [patch for patch in patches if not patch.is_block]
         return next(reversed(blocks or enabled or patches), None)
@@ -166,7 +167,7 @@ class PatchStack:
         if assisted or generation_config.prefill_chunk_size is not None:
             cache = patch.make_cache(compat.known_prompt_length(generation_config, model_kwargs))
         else:
-            cache = patch.make_cache()  # which learns the prompt's length from its one pass
+            cache = patch.make_cache()  # the prompt's only forward pass tells it the length
             cache.guard.allow_rereading()
         if assisted:
             cache.activate_past_recording()  # transformers does so itself from 5.16 on
@@ -186,7 +187,7 @@ class PatchStack:
         return processors
 
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give a forward pass that would make a cache of its own one of ours."""
+        """Give a forward pass an `H2OCache` where it would make another cache itself."""
         has_cache = compat.cache_in(kwargs) is not None or len(args) > self.cache_index
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
@@ -211,9 +212,9 @@ def enable(
 ) -> Patch:
     """Give every generate() and forward pass of a model a fresh `H2OCache` from now on.
 
-    A cache that the caller gives is used instead, and `use_cache=False` is respected. Calls of all
-    threads are served, each with a cache of its own. With `guidance_scale` the text without the
-    prompt keeps a full cache. `disable` undoes the latest `enable`.
+    A cache that the caller passes is used instead, and `use_cache=False` is respected. Calls may
+    come from several threads; each call has its own cache. With `guidance_scale` the text without
+    the prompt keeps a full cache. `disable` undoes the latest `enable`.
 
     Args:
         model: a causal language model of transformers, or a PEFT model around one.
@@ -221,7 +222,7 @@ def enable(
 
     Raises:
         UnsupportedError: (a ValueError) h2o does not support the model. generate() raises it for
-            `cache_implementation="static"` and other caches that are not H2O.
+            `cache_implementation="static"` and other kinds of cache.
         RuntimeError: another thread or task has the model patched with other settings, or the
             model is simulated.
     """
@@ -258,10 +259,10 @@ def patched(
         print(patch.cache.report())
     ```
 
-    A call is served by the latest block that its thread or asyncio task has entered, else by the
-    latest `enable`, else by the latest block (a thread that streams has entered none). Blocks of
-    several threads and tasks may overlap, as in a server, if all ask for the same settings. After
-    the last block, also after an error, the model is as before.
+    A call uses the latest block that its own thread or asyncio task has entered. If there is none,
+    it uses the latest `enable`, or else the latest block of any thread, since a thread that streams
+    has entered none. Blocks of several threads and tasks may overlap, as in a server, if all have
+    the same settings. After the last block, also after an error, the model is as before.
     """
     config, options = one_config(h2o_config, parameters), {"pinned": pinned, "trace": trace}
     patch = _apply(model, config, options, is_block=True)
@@ -275,7 +276,7 @@ def patched(
 def _apply(model: Any, config: H2OConfig, options: dict[str, Any], is_block: bool) -> Patch:
     base = unwrap(model)  # inside PEFT and torch.compile, where generate() makes the cache
     if not hasattr(base, PREPARE_CACHE):
-        hint = "; a pipeline has it as .model" if hasattr(base, "model") else ""
+        hint = "; for a pipeline pass its .model" if hasattr(base, "model") else ""
         name = type(model).__name__
         raise TypeError(f"expected a model of transformers with generate(), not {name}{hint}")
     check_pins(model, options["pinned"])
@@ -302,18 +303,18 @@ def _warn_without_cache(model: Any) -> None:
 
 
 def _refuse(generation_config: Any, wants_cache: bool) -> None:
-    """Raise for drafts, before early exit takes layers off the config, and for other caches."""
+    """Raise for drafts, before early exit removes layers from the config, and for other caches."""
     early = getattr(generation_config, "assistant_early_exit", None) is not None
     if early or getattr(generation_config, "is_assistant", False):
         raise UnsupportedError(
             f"{'assistant_early_exit' if early else 'a draft model'} inside h2o.patched(): drafts "
-            "take back several forward passes, which an H2OCache cannot. Leave the draft model "
+            "roll back several forward passes, which an H2OCache cannot do. Leave the draft model "
             "outside of patched(), or use prompt_lookup_num_tokens"
         )
     implementation = generation_config.cache_implementation
     if wants_cache and implementation not in (None, "dynamic"):
         raise UnsupportedError(
             f"cache_implementation={implementation!r} inside h2o.patched() would replace the "
-            "H2OCache by one that keeps every key. Drop the argument, or call generate() outside "
-            "of patched()"
+            "H2OCache with a cache that keeps every key. Drop the argument, or call generate() "
+            "outside of patched()"
         )

@@ -1,8 +1,8 @@
 """Which models h2o supports, with which layers and settings, and why it does not support others.
 
 Users call `supports(config)`. The answer depends on the model's config, on the layers of
-transformers' own cache for that config, and on the model's class. No weights are needed. All
-reasons are in `not_supported_reasons`, which `supports` and every `H2OCache` use.
+transformers' own cache for that config, and on the model's class, but not on weights. All reasons
+are in `not_supported_reasons`, which `supports` and every `H2OCache` use.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from h2o.hf.rotary import model_rotary
 from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import latent_row
 
-_PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
+_PATTERN = "it gives its own attention pattern as a 4-D mask"
 
 _BIAS = "it adds a bias to the attention logits that depends on positions"
 
-_LOOPS = "it runs its layers several times for each token, with a cache for each time"
+_LOOPS = "it runs its layers several times for each token, with a separate cache for each run"
 
 _UNSERVED_TYPES = {
     "diffusion_gemma": "its attention is bidirectional within a block (block diffusion)",
@@ -44,8 +44,8 @@ _UNSERVED_TYPES = {
     "inkling2_loop_text": _LOOPS,
     "inkling2_text": _BIAS,
     "inkling_text": _BIAS,
-    "jetmoe": "it repeats all heads of its keys between cache and attention",
-    "minimax": "it accepts no cache but one of a class of its own",
+    "jetmoe": "it repeats all KV heads between cache and attention",
+    "minimax": "it accepts only its own class of cache",
     "paligemma": "its attention is bidirectional within the prompt (a prefix language model)",
     "xlstm": "it has a state instead of keys",
 }
@@ -59,16 +59,16 @@ class Support:
     model_type: str
     supported: bool
     reason: str
-    """Why not; empty if it is."""
+    """Why the model is not supported; empty if it is."""
     layers: tuple[str, ...]
     """Kind of each layer (`h2o.hf.families.layer_kinds`): "h2o", "sliding", "states", "cross" or
-    "none"; empty if not supported."""
+    "none"; empty if the model is not supported."""
     not_cache_relative: str = ""
-    """Why not with positions="cache_relative"; empty if supported with that too, or not at all."""
+    """Why positions="cache_relative" is not supported, if the rest is; empty otherwise."""
     not_images: str = ""
-    """Why not with images, for a model that reads them, and what to do; empty otherwise."""
+    """Why the model's images are not supported, and what to do instead; empty otherwise."""
     not_echo: str = ""
-    """The replacement of `H2OConfig.echo` for the model, and why; empty if it gets echo."""
+    """What replaces `H2OConfig.echo` for the model, and why; empty if the model can use echo."""
 
     def __bool__(self) -> bool:
         return self.supported
@@ -85,9 +85,9 @@ class Support:
         ]
         parts += [] if full else [", so that nothing is evicted"]
         reasons = {
-            'positions="cache_relative": not, ': self.not_cache_relative,
-            "images: not, ": self.not_images,
-            "in place of H2OConfig.echo: ": self.not_echo,
+            'positions="cache_relative" is not supported: ': self.not_cache_relative,
+            "images are not supported: ": self.not_images,
+            "instead of H2OConfig.echo: ": self.not_echo,
         }
         return "".join(parts + [f"; {what}{why}" for what, why in reasons.items() if why])
 
@@ -103,9 +103,9 @@ _REST = {
 def supports(model: Any) -> Support:
     """Whether and how h2o supports the causal language model that a config describes.
 
-    The answer depends on the config and the model's class and needs no weights. A reason that only
-    a forward pass can show (a model that alters keys after the cache) raises in that pass. For a
-    model that also reads images or sound, the layers are those of its language model.
+    The answer depends on the config and the model's class and needs no weights. A problem that only
+    a forward pass can reveal (the model alters keys after the cache) raises an error in that pass.
+    For a model that also reads images or sound, `layers` are those of its language model.
 
     Args:
         model: a model of transformers, or its config.
@@ -116,8 +116,8 @@ def supports(model: Any) -> Support:
         return Support(model_type, False, reasons[0].partition(": ")[2], ())
     classes = _model_classes(config)
     if not classes:
-        return Support(model_type, False, "transformers has no causal language model of it", ())
-    if not compat.can_set_attention(classes[-1]):  # of a part, where that is the language
+        return Support(model_type, False, "transformers has no causal language model for it", ())
+    if not compat.can_set_attention(classes[-1]):  # the language model, also if it is a part
         return Support(
             model_type, False, "it has attention code of its own instead of AttentionInterface", ()
         )
@@ -136,11 +136,11 @@ class Traits(NamedTuple):
     kinds: tuple[str, ...]
     """Kinds of the layers"""
     latent: int
-    """Elements of a latent; 0: the model has keys"""
+    """Elements of a latent; 0 if the model caches keys and values"""
     reused_by: dict[int, tuple[int, ...]]
     """Later layers that attend to a layer's keys (`h2o.hf.families.shared_keys`)"""
     not_cache_relative: str
-    """Why keys cannot have cache-relative positions; empty: they can"""
+    """Why keys cannot have cache-relative positions; empty if they can"""
 
     @classmethod
     def of(cls, config: Any) -> Traits:
@@ -157,14 +157,14 @@ class Traits(NamedTuple):
 
 
 def not_supported_reasons(model: Any, h2o_config: H2OConfig | None = None) -> list[str]:
-    """Why h2o does not support a model, or an `H2OConfig` with it. Empty if it does.
+    """Reasons why h2o does not support a model, or an `H2OConfig` with it; empty if it does.
 
     Args:
         model: a model of transformers, or its config.
         h2o_config: for this model (`H2OConfig.for_model`).
 
     Raises:
-        TypeError: a thing that is neither.
+        TypeError: `model` is neither a model nor a config.
     """
     config = getattr(model, "config", model)
     if not hasattr(config, "get_text_config"):
@@ -180,21 +180,21 @@ def not_supported_reasons(model: Any, h2o_config: H2OConfig | None = None) -> li
 def setting_reasons(
     traits: Traits, h2o_config: H2OConfig, *, trace: bool = False, compileable: bool = False
 ) -> list[str]:
-    """Why settings of an `H2OCache` cannot be combined with a model, or with each other."""
+    """Reasons why settings of an `H2OCache` cannot be combined with a model or with each other."""
     relative, compiled = 'positions="cache_relative"', "compileable=True"
     latents, shared = "multi-head latent attention", "layers that attend to others' keys"
     drawn = 'score_by="random", a baseline,'
     has_latents, has_shared = bool(traits.latent), bool(traits.reused_by)
     is_relative = h2o_config.positions == "cache_relative"
     is_drawn, kv_dtype = h2o_config.score_by == "random", h2o_config.kv_dtype
-    one_row = f'kv_dtype="{kv_dtype}": keys and values are one row there; use "int8"'
+    one_row = f'kv_dtype="{kv_dtype}": keys and values share one row; use "int8"'
     windows, images = "sliding" in traits.kinds, "cross" in traits.kinds
     pairs = (
         (latents, one_row, has_latents and len(set(stored_bytes(kv_dtype, 32) or ())) > 1),
         (latents, f"{relative}: only a part of a row is rotated", has_latents and is_relative),
-        (compiled, "layers with a sliding window, which grow as they go", compileable and windows),
-        (compiled, "layers for images, whose keys are transformers' own", compileable and images),
-        (compiled, f"{relative}, whose angles are looked up anew", compileable and is_relative),
+        (compiled, "layers with a sliding window, whose tensors grow", compileable and windows),
+        (compiled, "layers for images, whose keys transformers stores", compileable and images),
+        (compiled, f"{relative}, which looks angles up in each step", compileable and is_relative),
         (compiled, "trace=True, whose record grows", compileable and trace),
         (compiled, latents, compileable and has_latents),
         (compiled, shared, compileable and has_shared),
@@ -203,7 +203,7 @@ def setting_reasons(
         (drawn, relative, is_drawn and is_relative),
         (drawn, compiled, is_drawn and compileable),
     )
-    reasons = [f"{what} does not go with {other}" for what, other, holds in pairs if holds]
+    reasons = [f"{what} cannot be combined with {other}" for what, other, holds in pairs if holds]
     if is_relative and traits.not_cache_relative:
         reasons.append(
             f"{relative} does not support {traits.model_type}: {traits.not_cache_relative}"
@@ -212,8 +212,8 @@ def setting_reasons(
 
 
 def _model_classes(config: Any) -> list[Any]:
-    """The class that generates with this config, and the class of its language model if that is a
-    part. Empty where no class of transformers generates with it."""
+    """The class of transformers that generates with this config, and the class of its language
+    model if that is a part of it. Empty if no class generates with this config."""
     autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText,
              transformers.AutoModelForMultimodalLM)  # fmt: skip
     generating = _first_class(config, *autos)
@@ -225,7 +225,7 @@ def _model_classes(config: Any) -> list[Any]:
 
 
 def _first_class(config: Any, *autos: Any) -> Any:
-    """The first of the Auto classes' models for this config; None if there is none."""
+    """The model class of the first Auto class that knows this config; None if none does."""
     return next(filter(None, (compat.model_class(auto, config) for auto in autos)), None)
 
 
@@ -239,7 +239,7 @@ def text_config_of(model: Any) -> Any:
         name = compat.attention_name(config.get_text_config(decoder=True))
         if not str(name).startswith("h2o"):
             warnings.warn(
-                f'an H2OCache needs attn_implementation="h2o", and this model runs {name!r}: call '
+                f'an H2OCache needs attn_implementation="h2o", but this model runs {name!r}: call '
                 'model.set_attn_implementation("h2o") before its next forward pass',
                 stacklevel=3,
             )
@@ -250,7 +250,7 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
     """The layers of transformers' own cache for a model that h2o supports.
 
     Raises:
-        TypeError: `config` is no config.
+        TypeError: `config` is not a config of transformers.
         UnsupportedError: h2o does not support the model.
     """
     if reasons := not_supported_reasons(config):
@@ -259,9 +259,9 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
 
 
 def rereads_after(config: Any) -> float | None:
-    """Number of tokens after which `generate()` drops the cache and reads the text again, because
-    the rotary angles of all earlier tokens change (Phi-3 with longrope). Infinity where the angles
-    do not change. None for a model that always keeps its cache."""
+    """Number of tokens after which `generate()` drops the cache and prefills the whole text again,
+    because the rotary angles of all earlier tokens change (Phi-3 with longrope). Infinity if the
+    angles do not change. None for a model that always keeps its cache."""
     classes = _model_classes(config)
     if not classes or not compat.drops_cache(classes[0]):
         return None
@@ -271,12 +271,12 @@ def rereads_after(config: Any) -> float | None:
 
 
 def _config_reason(config: Any) -> str | None:
-    """Why h2o does not support a model, as far as its config shows; or None."""
+    """Why h2o does not support a model, as far as its config shows, or None."""
     text = config.get_text_config(decoder=True)
     if not isinstance(getattr(text, "num_hidden_layers", None), int):
-        return "its config has no num_hidden_layers: it is no stack of decoder layers"
+        return "its config has no num_hidden_layers: it is not a stack of decoder layers"
     if getattr(config, "is_encoder_decoder", False):
-        return "encoder-decoder models attend to a second text; h2o is for decoders alone"
+        return "encoder-decoder models attend to a second text; h2o is for decoder-only models"
     if getattr(text, "is_causal", True) is False:
         return "its attention is not causal"
     if getattr(text, "is_decoder", True) is False and hasattr(text, "add_cross_attention"):
@@ -293,7 +293,7 @@ def _config_reason(config: Any) -> str | None:
         if reason := _latent_refusal(config):
             return reason
     elif _has_other_values(text):
-        return "its values have another size than its keys"
+        return "its keys and values differ in size"
     if getattr(text, "num_kv_shared_layers", None):
         if reason := shared_keys.shared_keys_refusal(text):
             return reason
@@ -304,11 +304,11 @@ def _config_reason(config: Any) -> str | None:
 
 
 def _layers_reason(config: Any) -> str | None:
-    """Why h2o does not support a model, by the layers of transformers' own cache; or None."""
+    """Why h2o does not support a model, by the layers of transformers' own cache, or None."""
     layers = layers_of(config.get_text_config(decoder=True))
     kinds = [kind_of(layer) for layer in layers]
     if not layers:  # Gemma 4 without shared layers in transformers 5.10
-        return "transformers caches no layer of it"
+        return "transformers caches none of its layers"
     if None in kinds:
         index = kinds.index(None)
         return (
@@ -319,30 +319,30 @@ def _layers_reason(config: Any) -> str | None:
         if latent_row(config) is not None:
             return "one of its layers has both states and latents"
         if reusing(config):
-            return "it has both states and keys that later layers reuse in one layer"
+            return "one of its layers has both states and keys that later layers reuse"
     if "states" in kinds and "h2o" not in kinds:
         return f"none of its {len(kinds)} layers has full attention, so there is nothing to evict"
     return None
 
 
 def _latent_refusal(config: Any) -> str | None:
-    """Why h2o does not support a model with multi-head latent attention; or None."""
+    """Why h2o does not support a model with multi-head latent attention, or None."""
     if not isinstance(_attribute(config.get_text_config(decoder=True), "kv_lora_rank"), int):
         return "its layers differ in their latent attention"
     if not any(map(latent_attention.expands_after_cache, _model_classes(config))):
-        return "its multi-head latent attention caches no latents; newer models of transformers do"
+        return "its multi-head latent attention does not cache latents; newer models do"
     return latent_attention.latent_refusal(config.get_text_config(decoder=True))
 
 
 def _has_other_values(text: Any) -> bool:
-    """Whether the size of values is not that of keys, or differs among layers."""
+    """Whether keys and values differ in size, or the size of values differs between layers."""
     value = _attribute(text, "v_head_dim")
     return value is not None and value != _attribute(text, "head_dim")
 
 
 def _attribute(config: Any, name: str) -> Any:
-    """An attribute of a config; None if it has none, the name if its layers have different ones."""
+    """An attribute of a config. None if there is none; its name if the layers' values differ."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # transformers: layers differ in it, so some have it
+    except RuntimeError:  # transformers raises this if the layers' values differ
         return name

@@ -1,10 +1,10 @@
-"""H2O inside vLLM: a plugin that serves a model's attention from pages of fixed size.
+"""H2O in vLLM: a plugin that runs a model's attention on pages of fixed size.
 
-vLLM calls `register` in each of its processes, as the entry point `h2o` of
-`vllm.general_plugins` says, and asks `Requests`, the entry point `h2o` of
-`vllm.logits_processors`, whether a request is valid. Nothing changes where `--additional-config`
-has no entry `h2o`. `plugin` has the attention, `connector` and `scheduler` the requests and the
-prompts that these share, `validation` what is refused; only these know vLLM.
+vLLM calls `register` in each of its processes (entry point `h2o` of `vllm.general_plugins`) and
+lets `Requests` validate each request (entry point `h2o` of `vllm.logits_processors`). Without an
+entry `h2o` in `--additional-config` nothing changes. `plugin` has the attention, `connector` and
+`scheduler` handle requests and the prompts that they share, `validation` rejects what h2o does not
+support. Only these four modules depend on vLLM when they are imported.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from h2o.vllm.versions import TESTED, is_tested
 
 
 def register() -> None:
-    """Tells vLLM of h2o's attention, in the place of the CPU's and as the backend CUSTOM. The other
-    backends, and those of another vLLM than `TESTED`, only learn who refuses to serve, so that an
-    entry `h2o` is never passed over in silence."""
+    """Register h2o's attention as vLLM's backend for the CPU and as the backend CUSTOM.
+
+    The other backends, and the CPU's in a vLLM that is not in `TESTED`, are replaced by stand-ins
+    that raise an error if the config has an entry `h2o`, so that the entry is never silently
+    ignored.
+    """
     from vllm.version import __version__ as version
 
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-    except ImportError:  # nobody there who could refuse
+    except ImportError:  # no backend can be replaced by one that raises an error
         logging.getLogger("vllm.h2o").warning(
-            "h2o knows vLLM %s, not %s: an entry h2o of --additional-config is passed over",
+            "h2o supports vLLM %s, not %s: an entry h2o in --additional-config is ignored",
             *(", ".join(TESTED), version),
         )
         return
@@ -37,7 +40,7 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, "h2o.vllm.plugin.H2OCustomBackend")
     for backend in AttentionBackendEnum:
         on_cpu = backend.name.startswith(("CPU_", "AMX_"))
-        by_path = backend.name == "ROCM_AITER_FA"  # vLLM imports its module
+        by_path = backend.name == "ROCM_AITER_FA"  # vLLM imports this backend's module directly
         if backend.value and not (on_cpu or by_path or backend.is_overridden()):
             register_backend(backend, f"h2o.vllm.refusing_backends.{backend.name}")
     if tested:
@@ -47,8 +50,8 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`Requests`; of a vLLM that was not tested a class that does nothing, since vLLM ends where
-    the entry point cannot be loaded."""
+    """Return `Requests`. For an untested vLLM it is a class that does nothing, since vLLM exits if
+    it cannot load the entry point."""
     if name != "Requests":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.version import __version__ as version

@@ -1,9 +1,9 @@
-"""Prompts in common: what vLLM's scheduler and workers are told of stored prompts.
+"""Shared prompts: how vLLM's scheduler and workers learn of stored prompts.
 
-A KV connector, vLLM's way to say that some tokens of a prompt need not be read, keeps the prompts
-in pages of the pool. Such a page counts as free (`BlockPool.unpin_blocks`) until vLLM gives it to a
-request, those first that nobody has asked for the longest. Where nothing is stored the connector
-still tells workers what requests ask for, and which have left.
+A KV connector is vLLM's interface for prompt tokens that need no prefill. h2o's connector keeps
+stored prompts in pages of vLLM's pool. Such a page counts as free (`BlockPool.unpin_blocks`) until
+vLLM gives it to a request; the least recently used page goes first. Even if no prompts are stored,
+the connector tells workers the arguments of new requests and which requests have left.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from h2o.vllm.validation import CONNECTOR, has_windows, read_request
 
 
 def set_up(vllm_config: VllmConfig) -> None:
-    """Gives vLLM h2o's scheduler and KV connector, in the place of its own prefix caching. To be
-    called in the scheduler's process and the workers', before they have a connector."""
+    """Put h2o's scheduler and KV connector into vLLM's config, and turn off vLLM's own prefix
+    caching. Must be called in the processes of the scheduler and of the workers before they create
+    a connector."""
     scheduling, cache = vllm_config.scheduler_config, vllm_config.cache_config
     scheduling.scheduler_cls = PrefixAsyncScheduler if (
         scheduling.async_scheduling
     ) else PrefixScheduler  # fmt: skip
     if vllm_config.kv_transfer_config is None:
-        # Beside sliding windows nothing is stored, since the keys of these are vLLM's own.
+        # With sliding windows nothing is stored, since vLLM itself holds the keys of those layers.
         is_shared = bool(cache.enable_prefix_caching) and not has_windows(vllm_config)
         vllm_config.kv_transfer_config = KVTransferConfig(
             kv_connector=CONNECTOR,
@@ -55,7 +56,7 @@ def impls_of(vllm_config: VllmConfig, layers: list[str]) -> list[Any]:
 
 
 def stores_of(impls: list[Any]) -> list[PageStore]:
-    """The pages of the layers that have some by now; those of layers that share them once."""
+    """The stores of the layers that have pages by now. A store that layers share is listed once."""
     return [*dict.fromkeys(impl.paged.store for impl in impls if impl.paged is not None)]
 
 
@@ -64,25 +65,26 @@ def stores_of(impls: list[Any]) -> list[PageStore]:
 
 @dataclasses.dataclass
 class Plan(KVConnectorMetadata):
-    """Instructions to workers: who has come and left before a pass, and what to do with stored
-    prompts beside it."""
+    """Instructions to workers for one pass: which requests have begun and left, and what to do with
+    stored prompts."""
 
     left: set[int] = dataclasses.field(default_factory=set)
-    """pages of requests that have ended, or are read anew"""
+    """Pages of requests that have ended or start over"""
     requests: dict[int, tuple[int, dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    """(tokens of the prompt, `vllm_xargs`) of those that have begun since, by page"""
+    """(tokens of the prompt, `vllm_xargs`) of requests that begin, by page"""
     begins: list[Begin] = dataclasses.field(default_factory=list)
     dropped: list[int] = dataclasses.field(default_factory=list)
-    """pages of stored prompts that vLLM has given to requests"""
+    """Pages whose stored prompts are gone, for example because vLLM gave the pages to requests"""
     stores: list[Store] = dataclasses.field(default_factory=list)
 
 
 class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
-    """In the scheduler's process it finds and keeps stored prompts, in a worker's it copies pages.
+    """The KV connector. In the scheduler's process it finds and keeps stored prompts; in a worker
+    it copies pages.
 
-    A pass goes: requests begin with copies, tokens are read, what is new is stored. All passes go
-    through a worker in the order in which the scheduler has planned them, so what a plan stores is
-    there for the next one.
+    In each pass stored prompts are first copied to the pages of new requests, then the tokens are
+    processed, and then new prompts are stored. Workers run the passes in the order in which the
+    scheduler has planned them, so a prompt that one plan stores is available to the next.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any):
@@ -97,15 +99,15 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
             for i, group in enumerate(kv_cache_config.kv_cache_groups)
             if isinstance(group.kv_cache_spec, CircularBufferSpec)
         }
-        """The groups of layers whose pages are h2o's; one where prompts are stored"""
+        """The groups of layers with h2o's pages. There is one group if prompts are stored"""
         self.found: dict[str, tuple[int, int, bool]] = {}
         """The stored prompt of each request that waits for a page"""
         self.asked: dict[str, Asked] = {}
-        """Hashes of each request, which are asked for in every pass while it waits"""
+        """Hashes of each request, cached because a waiting request needs them in every pass"""
 
     requires_kv_delivery = False
 
-    # ---- As the scheduler asks -------------------------------------------------------------------
+    # ---- Scheduler side --------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self.pool = gpu_block_pool
@@ -113,8 +115,8 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens of a request are read, and that these are there at once; None: somebody
-        reads them at the moment."""
+        """Return the number of tokens that a stored prompt provides, and False, since they are
+        loaded synchronously. The number is None while another request is prefilling them."""
         wanted = self._asked(request)
         self.found.pop(request.request_id, None)
         if wanted is None:
@@ -126,21 +128,21 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         return (None if self.prompts.is_read(request.request_id, wanted) else 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """A request has a page, and begins to be read; or a session goes on, of which nothing is
-        stored."""
+        """Note that a request has its page and its prefill begins. If a session continues instead,
+        nothing of it will be stored."""
         pages = self._pages(blocks.get_block_ids())
         asked = request.num_prompt_tokens, arguments_of(request)
         self.plan.requests |= dict.fromkeys(pages, asked)
         if request.num_computed_tokens:
             return
         name, page, whole = request.request_id, pages[0], False
-        self._leave([name])  # where it is read anew since it was preempted
+        self._leave([name])  # it may start over after a preemption
         found = self.found.pop(name, None)
         if num_external_tokens:
             assert found is not None
             stored, tokens, whole = found
             self.plan.begins.append(Begin(stored, page, tokens, whole))
-            if stored != page:  # else it was the last that was free
+            if stored != page:  # if equal, the stored prompt's page was the last free one
                 self._keep(self.pool.blocks[stored], again=True)
         if not whole:
             wanted = self._asked(request)
@@ -151,7 +153,8 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
         preempted = {*(scheduler_output.preempted_req_ids or ())}
-        self._leave(preempted - {*scheduler_output.num_scheduled_tokens})  # else it is here again
+        # A preempted request with scheduled tokens has already started over.
+        self._leave(preempted - {*scheduler_output.num_scheduled_tokens})
         plan, self.plan = self.plan, Plan()
         for page, key in self.prompts.advance(scheduler_output.num_scheduled_tokens):
             if key in self.prompts.pages or not self.pool.get_num_free_blocks():
@@ -164,24 +167,24 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         return plan
 
     def _asked(self, request: Any) -> Asked | None:
-        """The hashes by which a request may share a prompt; None: it shares nothing."""
+        """The hashes by which a request may share a prompt, or None if it shares nothing."""
         if not (self.is_shared and _may_share(request)):
             return None
         known = self.asked.get(request.request_id)
-        if known is None or known.tokens != request.num_prompt_tokens:  # a session grows
+        if known is None or known.tokens != request.num_prompt_tokens:  # a session's prompt grows
             said = request.prompt_token_ids, asked_prefix(request), arguments_of(request)
             known = self.asked[request.request_id] = identify(*said, request.cache_salt)
         return known
 
     def _pages(self, blocks: Any) -> list[int]:
-        """The pages among the blocks of a request in each group."""
+        """The page of a request in each group, from its blocks in all groups."""
         return [blocks[i][0] for i in self.groups if i < len(blocks) and blocks[i]]
 
     def _leave(self, requests: Iterable[str]) -> None:
         self.plan.left |= self.prompts.leave(requests)
 
     def _keep(self, block: Any, *, again: bool = False) -> None:
-        """Makes a page of a stored prompt the last of the free ones."""
+        """Put the page of a stored prompt at the end of the free pages."""
         if again:
             self.pool.touch([block])
         self.pool.unpin_blocks([block], self._reused)
@@ -197,14 +200,14 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def reset_cache(self) -> bool:
-        """Forgets all prompts, as after a change of the model's weights."""
+        """Drop all stored prompts, for example after a change of the model's weights."""
         self.plan.dropped += self.prompts.clear()
         return True
 
-    # ---- As a worker asks ------------------------------------------------------------------------
+    # ---- Worker side -----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """The layers whose pages are h2o's, and what they have in common."""
+        """Look up the layers with h2o's pages and the state that they share."""
         names = [name for group in self.groups.values() for name in group.layer_names]
         self.impls = impls_of(self._vllm_config, names)
         self.engine, self.forks = self.impls[0].engine, self.impls[0].engine.forks
@@ -212,7 +215,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         self.keys = one_key(heads, size, self._vllm_config.model_config.dtype)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Called before every pass."""
+        """Update the active requests. vLLM calls this before every pass."""
         self.forks.leave(kv_connector_metadata.left)
         for page in kv_connector_metadata.left:
             self.engine.requests.pop(page, None)
@@ -228,10 +231,10 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         self.forks.drop(plan.dropped)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: pages are there before the pass."""
+        """Do nothing: pages are copied before the pass."""
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: pages are stored after the pass."""
+        """Do nothing: pages are stored after the pass."""
 
     def wait_for_save(self) -> None:
         plan: Any = self._get_connector_metadata()
@@ -241,7 +244,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _may_share(request: Any) -> bool:
-    """Whether the keys of a request follow from its tokens, and there are none of an answer yet."""
+    """Whether a request's keys are determined by its prompt's tokens, with no answer begun."""
     return not (
         request.prompt_token_ids is None
         or request.mm_features

@@ -1,7 +1,8 @@
-"""`score_by="mean-echo"` and `head_shares="echo"` in vLLM, by the code that scores the first pass
+"""`score_by="mean-echo"` and `head_shares="echo"` in vLLM, with the code that scores the first pass
 of an `H2OCache`.
 
-The only module here that imports h2o.hf. vLLM's layers hand over queries and keys that are rotated.
+Only this module of `h2o.vllm` imports `h2o.hf`. vLLM's layers pass queries and keys that are
+rotated already.
 
 Shape letters: H query heads, G key/value heads, Q tokens of a prompt, D head dimension.
 """
@@ -17,7 +18,7 @@ from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, Recipient
 from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.hf.prompt.prompt_echo import PromptEcho, rotary_for
-from h2o.hf.prompt.prompt_echo import not_dealt as not_dealt  # for validation, which asks here
+from h2o.hf.prompt.prompt_echo import not_dealt as not_dealt  # validation imports it from here
 from h2o.hf.store.slot_layout import Budgets
 from h2o.vllm.paged_rows import Cut, PromptScores
 
@@ -26,12 +27,13 @@ class PromptEchoes:
     """The scores of prompts in the layers of a model."""
 
     def __init__(self, model: Any, config: H2OConfig) -> None:
-        """`model`: its config, of transformers."""
+        """`model` is the model's transformers config."""
         self.config = config
         self.rotary = rotary_for(model, config)
 
     def of_layer(self, layer: int, scale: float, softcap: float) -> PromptScores | None:
-        """None where prompts keep the scores that attention gives them: `rotary_for`."""
+        """The scoring function of a layer, or None if prompts keep the scores that attention gives
+        (`rotary_for`)."""
         if self.rotary is None:
             return None
         echo = PromptEcho(self.rotary, layer, self.config.policy)
@@ -45,17 +47,17 @@ class PromptEchoes:
 
 
 class Dealer:
-    """Deals the places of each prompt over all layers, as `H2OCache` does, once the last of them
-    has read it. Until then a copy of each layer's part is held."""
+    """Divides the budget of each prompt across all layers, as `H2OCache` does, once the last layer
+    has processed the prompt. Until then it holds a copy of each layer's part."""
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
         self._waiting: dict[int, list[Cut]] = {}
 
     def take(self, page: int, layer: int, cut: Cut) -> list[Cut]:
-        """Take a layer's part of the prompt of a page. With the last layer all parts are returned,
-        with the budgets that each head has been dealt; else none."""
-        if layer == 0:  # what a pass that broke off has left is forgotten
+        """Add a layer's part of a page's prompt. For the last layer return all parts, with the
+        budgets that each head has received; otherwise return an empty list."""
+        if layer == 0:  # discards what an interrupted pass has left
             self._waiting[page] = []
         parts = self._waiting[page]
         own = {name: getattr(cut, name).clone() for name in ("keys", "values", "scores")}
@@ -66,7 +68,7 @@ class Dealer:
         cross_head = CrossHeadBudget({i: part.plan for i, part in enumerate(parts)}, alike=False)
         dealt: list[Cut] = []
 
-        def note(prompt: Prompt, by_row: Budgets) -> None:  # from the first layer to the last
+        def note(prompt: Prompt, by_row: Budgets) -> None:  # called for the layers in order
             dealt.append(parts[len(dealt)]._replace(budgets=by_row[0]))
 
         for i, part in enumerate(parts):

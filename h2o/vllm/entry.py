@@ -1,4 +1,4 @@
-"""The entry `h2o` of `--additional-config`: what all requests keep, and how prompts are cut."""
+"""The entry `h2o` in `--additional-config`: which keys requests keep, and how prompts are cut."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from h2o.config import PARAMETERS, H2OConfig, one_config
 from h2o.config.profile import Profile
 
 PLACES = 2
-"""Prompts that are kept whole at a time. vLLM reads one prompt in chunks after the other, unless
-`--long-prefill-token-threshold` says otherwise."""
+"""Default number of prompts that are kept whole at a time. vLLM prefills one prompt in chunks after
+another, unless `--long-prefill-token-threshold` is set."""
 
 
 def served_budget_config(
     entry: Any, model: Any = None, *, can_deal: Callable[[], bool] = lambda: False
 ) -> H2OConfig:
-    """The config that the entry `h2o` of `--additional-config` says: fields of `H2OConfig`, or
-    {"preset": "robust", "budget": 256}, with "budget_unit" if wanted, and other fields; beside
-    what `entry_places` reads. {"budget": 0.2} alone is what is recommended for the model.
+    """The config that the entry `h2o` in `--additional-config` describes.
+
+    The entry has fields of `H2OConfig`, or a preset such as {"preset": "robust", "budget": 256},
+    optionally with "budget_unit" and other fields. {"budget": 0.2} alone is the policy recommended
+    for the model. The entry may also have the keys of `entry_places`.
 
     Args:
-        model: a config of transformers, for whose model it is.
-        can_deal: tells whether the places of a prompt can be dealt over all layers, whose pages are
-            then one; asked where the entry wants that.
+        model: the model's transformers config.
+        can_deal: returns whether the budget of a prompt can be divided across all layers, which
+            then share one page. Called only if the entry asks for it.
 
-    Raises: TypeError, ValueError for what is no such thing, or is not served here.
+    Raises: TypeError, ValueError for an entry that is malformed or not supported in vLLM.
     """
     if not isinstance(entry, Mapping):
         raise TypeError(
@@ -42,18 +44,18 @@ def served_budget_config(
         'positions="cache_relative"': (config.positions == "cache_relative", "keys come rotated"),
         'score_by="mean-echo" with prompts that are cut after each chunk': (
             config.score_by == "mean-echo" and places == 0,
-            'a prompt\'s echo is known at its end; give score_by="mean"',
+            'a prompt\'s echo is known only at its end; use score_by="mean"',
         ),
-        'score_by="random"': (config.score_by == "random", "it is a baseline of h2o eval"),
+        'score_by="random"': (config.score_by == "random", "it is a baseline for h2o eval"),
     }
     for what, (present, reason) in refused.items():
         if present:
-            raise ValueError(f"{what} is not served by h2o in vLLM: {reason}")
+            raise ValueError(f"{what} is not supported by h2o in vLLM: {reason}")
     return config
 
 
 def _config(entry: Mapping[str, Any]) -> H2OConfig:
-    """The config of an entry, before anything is refused."""
+    """The config of an entry, not yet checked for vLLM."""
     fields = {name: x for name, x in entry.items() if name not in ("cut", "whole_prompts")}
     if "preset" not in fields:
         return one_config(None, fields)
@@ -67,9 +69,9 @@ def _config(entry: Mapping[str, Any]) -> H2OConfig:
 def _of_pages(
     config: H2OConfig, model: Any, can_deal: Callable[[], bool], places: int
 ) -> H2OConfig:
-    """The config as pages can serve it. Where each layer has its own, equal for all, places cannot
-    be dealt over these: heads share as the model's shipped profile says, or alike, and echo ranks
-    within a head."""
+    """The config adapted to what pages support. If each layer has its own page, budgets cannot be
+    divided across layers. Heads then share by the model's shipped profile, or equally without one,
+    and echo ranks within a head."""
     if config.head_shares != "echo" or (places and can_deal()):
         return config
     score_by = "mean-echo" if places else "mean"
@@ -77,20 +79,22 @@ def _of_pages(
 
 
 def entry_places(entry: Mapping[str, Any]) -> int:
-    """How many prompts that are read in chunks are kept whole at a time until their end, where they
-    are cut to their budget ("whole_prompts"); 0 for "cut": "chunk". Then nothing but pages is held,
-    and each chunk is cut to the budget; but what is evicted depends on where vLLM cuts a prompt,
-    hence on other requests.
+    """Number of prompts that are kept whole at a time while they are prefilled in chunks
+    ("whole_prompts"). At its end each is cut to its budget.
 
-    Raises: ValueError for other values.
+    The number is 0 for "cut": "chunk". Then each chunk is cut to the budget, and no memory is
+    needed besides the pages, but evictions depend on where vLLM divides a prompt, and so on other
+    requests.
+
+    Raises: ValueError for other values of "cut" and "whole_prompts".
     """
     cut = entry.get("cut", "prompt")
     if cut not in ("prompt", "chunk"):
-        raise ValueError(f'cut is "prompt" or "chunk", not {json.dumps(cut, default=str)}')
+        raise ValueError(f'cut must be "prompt" or "chunk", not {json.dumps(cut, default=str)}')
     places = entry.get("whole_prompts", PLACES)
     if isinstance(places, bool) or not isinstance(places, int) or places < 1:
         raise ValueError(
-            f"whole_prompts is {json.dumps(places, default=str)}, wanted a number from 1 on; "
-            '"cut": "chunk" keeps none whole'
+            f"whole_prompts must be an integer of at least 1, not {json.dumps(places, default=str)}"
+            '; "cut": "chunk" keeps no prompt whole'
         )
     return 0 if cut == "chunk" else places

@@ -1,9 +1,10 @@
-"""Prompts that stay stored when they have been read, each in a page of its own, and the requests
-that begin with one: the part of a process that holds pages.
+"""Stored prompts, each in its own page, and the requests that begin with one. This is the side of a
+process that holds pages; the scheduler's side is `stored_prompts`.
 
-A request that repeats a whole prompt has its last token computed again, since the first token of
-the answer is drawn from that. Its keys are in the stored page by then, and others are not that it
-has attended to, so each layer gives it the attention that it had.
+If a request repeats a whole prompt, vLLM computes the prompt's last token again, since the first
+token of the answer is sampled from it. By then the stored page already has that token's key, and
+lacks other keys that the token attended to. Each layer therefore returns the attention output that
+it has stored for the token.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from torch import Tensor
 from h2o.vllm.page_store import PageStore
 
 Outputs = dict[int, Tensor]
-"""Attention [H, D] of a prompt's last token, by layer"""
+"""Attention outputs [H, D] of a prompt's last token, by layer"""
 
 
 class Forks:
-    """Stored prompts by page, and the requests of the coming pass that begin with one."""
+    """Stored prompts by page, and the requests of the next pass that begin with one."""
 
     def __init__(self) -> None:
         self.partial: list[dict[int, Any]] = []
-        """Chunks of the prompts that are kept whole, by page; one of each group of layers"""
+        """Chunks of the prompts that are kept whole, by page; one dict for each group of layers"""
         self.replayed: dict[int, Outputs] = {}
-        """Attention for requests that repeat a whole prompt, in this pass"""
+        """Outputs for requests of this pass that repeat a whole prompt, by page"""
         self.stored: dict[int, Outputs] = {}
-        """Attention by the pages that hold prompts"""
+        """Outputs of the stored prompts, by page"""
         self.requests = 0
-        """that have begun with a stored prompt so far"""
+        """Number of requests that have begun with a stored prompt so far"""
         self.tokens = 0
-        """that these did not have to read"""
+        """Number of tokens that these requests did not have to prefill"""
         self._last: dict[int, Outputs] = {}
 
     def begin(
         self, stores: Iterable[PageStore], page: int, other: int, tokens: int, *, whole: bool
     ) -> None:
-        """The request of another page begins with what a page holds, `tokens` read tokens."""
+        """Begin the request of page `other` with the `tokens` tokens that `page` has stored."""
         self.leave([other])
         if page != other:
             _copy(stores, page, other)
@@ -48,35 +49,35 @@ class Forks:
         self.tokens += tokens
 
     def leave(self, pages: Iterable[int]) -> None:
-        """Forget the prompts of pages whose requests have ended, or have not begun to be read."""
+        """Forget the unfinished prompts of pages whose requests have ended or are starting."""
         for page in pages:
             for chunks in self.partial:
                 chunks.pop(page, None)
 
     def attention(self, page: int, layer: int) -> Tensor:
-        """The attention of the last token of a prompt that a request repeats."""
+        """The stored attention output for a request that repeats a whole prompt."""
         return self.replayed[page][layer]
 
     def note(self, page: int, layer: int, out: Tensor) -> None:
-        """The attention of the last token of a prompt, or of its prefix, which has been read."""
+        """Note the attention output of the last token of a prompt, or of its prefix."""
         self._last.setdefault(page, {})[layer] = out.clone()
 
     def store(self, stores: Iterable[PageStore], page: int, other: int) -> None:
-        """Keeps what a page holds in another page: a prompt, or the prefix of one."""
+        """Store the prompt or prefix that `page` holds in page `other`."""
         self.stored[other] = self._last[page]
         _copy(stores, page, other)
 
     def outputs_bytes(self) -> int:
-        """Bytes of the attention that is kept beside the pages; for any thread."""
+        """Bytes of the stored attention outputs, which are outside the pages. Thread-safe."""
         return sum(out.nbytes for outs in [*self.stored.values()] for out in outs.values())
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Forget pages that other requests have got."""
+        """Forget the stored prompts of pages that were given to requests."""
         for page in pages:
             self.stored.pop(page, None)
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         self.replayed.clear()
         self._last.clear()
 

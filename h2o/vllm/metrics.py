@@ -1,11 +1,11 @@
-"""The numbers of h2o in a server's `/metrics`.
+"""h2o's metrics in a server's `/metrics`.
 
-vLLM carries numbers of a KV connector from its workers to the process that answers `/metrics` only
-where the config of that process names the connector, and h2o's is named when an engine starts, in
-a process of its own. So each process that holds pages leaves its numbers in a file, seconds after a
-step at the latest, and a collector of prometheus_client in the server's first process, which names
-the folder to the others by their environment, reads them when asked. Where the config has no entry
-`h2o` there is no file.
+vLLM forwards the metrics of a KV connector from its workers to the process that answers `/metrics`
+only if the config of that process names the connector. h2o's connector is set when an engine
+starts, in another process. Therefore each process that holds pages writes its metrics to a file, at
+most a few seconds after a step. A collector of prometheus_client in the server's first process
+reads the files on request. That process passes the folder to the others in an environment variable.
+Without an entry `h2o` in the config there are no files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing.util import Finalize  # at the exit of this process, never of a fork
+from multiprocessing.util import Finalize  # runs at the exit of this process, never of a fork
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,48 +29,48 @@ from h2o.vllm.forks import Forks
 from h2o.vllm.page_store import PageStore
 
 FOLDER = "H2O_VLLM_METRICS"
-"""The variable of the environment that names the folder of the numbers."""
+"""The environment variable that names the folder of the metrics files"""
 
 SECONDS = 5.0
-"""From a step to its numbers, at most."""
+"""Longest delay from a step to its metrics"""
 
 GAUGES = {
-    "h2o:request_bytes": "KV bytes that a request takes in the layers of this rank",
-    "h2o:requests_that_fit": "Requests that have room at once",
-    "h2o:share_held": "Share of the attention paid that went to keys which are still kept, 0 to 1",
-    "h2o:stored_prompts": "Prompts and prefixes that requests to come can begin with",
-    "h2o:stored_prompt_bytes": "Bytes of these, in pages that no request has at the moment",
+    "h2o:request_bytes": "KV bytes per request in the layers of this rank",
+    "h2o:requests_that_fit": "Requests that fit in memory at the same time",
+    "h2o:share_held": "Share of all attention that went to keys that are still kept, 0 to 1",
+    "h2o:stored_prompts": "Stored prompts and prefixes, with which later requests can begin",
+    "h2o:stored_prompt_bytes": "Bytes of stored prompts, in pages that no request has at present",
 }
 COUNTERS = {
     "h2o:evicted_keys": "Keys evicted, over all layers and heads of this rank",
     "h2o:forked_requests": "Requests that began with a stored prompt",
-    "h2o:forked_tokens": "Tokens that these did not have to read",
+    "h2o:forked_tokens": "Tokens that these requests did not have to prefill",
 }
 
 
 class Place(NamedTuple):
-    """The labels of a process' numbers."""
+    """The labels of a process's metrics."""
 
     model_name: str
     engine: str
-    """data parallel rank"""
+    """Data parallel rank"""
     rank: str
-    """tensor parallel rank"""
+    """Tensor parallel rank"""
 
 
 class Collector:
-    """Reads what the processes of a server have left in a folder."""
+    """Reads the metrics that the processes of a server have written to a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def collect(self) -> Iterator[Any]:
-        """The metrics with their labels, for prometheus_client."""
+        """Yield the metrics with their labels, for prometheus_client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         left = []
         for file in sorted(self.folder.glob("*.json")):
-            with contextlib.suppress(OSError, ValueError):  # of a process that is just ending
+            with contextlib.suppress(OSError, ValueError):  # its process may just be ending
                 left.append(json.loads(file.read_text()))
         families = [(GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)]
         for family, names in families:
@@ -85,25 +85,25 @@ class Collector:
 
 @functools.cache
 def publish() -> None:
-    """Has this process answer with the numbers of all those that it starts."""
+    """Make this process report the metrics of all processes that it starts."""
     if multiprocessing.parent_process() is not None:
         return
     from prometheus_client import REGISTRY
 
     folder = Path(tempfile.gettempdir(), f"h2o-metrics-{secrets.token_hex(8)}")
     os.environ[FOLDER] = str(folder)
-    Finalize(None, _remove, (folder,), exitpriority=-1)  # after the processes that it has started
+    Finalize(None, _remove, (folder,), exitpriority=-1)  # runs after the child processes have ended
     REGISTRY.register(Collector(folder))
 
 
 def _remove(folder: Path) -> None:
-    """For good: a meter of this process may still wait to write."""
+    """Remove the folder. A meter of this process that is still waiting to write will not write."""
     os.environ.pop(FOLDER, None)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 class Meter:
-    """Leaves the numbers of a process that holds pages."""
+    """Writes the metrics of a process that holds pages."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Meter:
         stores: Callable[[], list[PageStore]],
         forks: Forks,
     ) -> None:
-        """`stores` asks for the pages of the layers that have some by now."""
+        """`stores` returns the stores of the layers that have pages by now."""
         self.place = place
         self.fixed = {"h2o:request_bytes": request_bytes, "h2o:requests_that_fit": requests}
         self.stores, self.forks = stores, forks
@@ -122,12 +122,12 @@ class Meter:
 
     @property
     def file(self) -> Path | None:
-        """Where the numbers go; None: nobody reads them."""
+        """The file for the metrics, or None if nobody reads them."""
         folder = os.environ.get(FOLDER)
         return Path(folder, f"{self.place.engine}-{self.place.rank}.json") if folder else None
 
     def stepped(self) -> None:
-        """Write the numbers in a moment, together with those of the steps until then."""
+        """Schedule a write of the metrics, which will include the steps until then."""
         if self._waits or self.file is None:
             return
         self._waits = True
@@ -136,7 +136,7 @@ class Meter:
         timer.start()
 
     def write(self) -> None:
-        """Writes them now. A folder that takes none costs the numbers only: a warning."""
+        """Write the metrics now. An error in writing is only a warning."""
         self._waits = False
         if (file := self.file) is None:
             return
@@ -147,7 +147,7 @@ class Meter:
                 written.write_text(json.dumps([self.place, self.numbers()]))
                 written.replace(file)
         except OSError as error:
-            warnings.warn(f"h2o: /metrics lacks numbers: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"h2o: /metrics is incomplete: {error}", RuntimeWarning, stacklevel=2)
 
     def numbers(self) -> dict[str, float | None]:
         evictions = [store.eviction() for store in self.stores()]

@@ -1,9 +1,9 @@
 """Contents of a page: the budgets of a request in each layer, and the slots that they need.
 
-vLLM has pages of one size. A request's page is as large as the widest layer needs for the longest
-request; within it requests have budgets of their own. Where places are dealt over all layers
-(`head_shares="echo"`) those of all layers are one page, as large as equal budgets of heads would
-need.
+All of vLLM's pages have the same size. A page is as large as the largest layer needs for the
+longest request. Within a page, requests can have their own budgets. If budgets are divided across
+all layers (`head_shares="echo"`), the layers of a request share one page. It has the size that
+equal budgets for all heads would need.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from h2o.vllm.page_store import ALIGNMENT, page_bytes
 
 
 def one_key(heads: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """[1, G, 1, D] that stands for the keys of a layer."""
+    """A tensor [1, G, 1, D] with the shape and dtype of a layer's keys."""
     return torch.empty(1, heads, 1, size, dtype=dtype, device="cpu")
 
 
 def _fit(heavy: int, recent: int, room: int, pins: int) -> tuple[int, int]:
-    """(heavy, recent) for which there is room, with so many pinned keys among the heavy ones."""
+    """Reduce (heavy, recent) to `room` keys, of which at least `pins` are heavy."""
     recent = min(recent, room)
     heavy = min(heavy, room - recent)
     return (heavy, recent) if heavy >= pins else (pins, min(recent, room - pins))
@@ -35,20 +35,20 @@ def _fit(heavy: int, recent: int, room: int, pins: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class PageBudget:
-    """The budgets of requests in each layer of a model, or of a tensor parallel rank's part."""
+    """The budgets of requests in each layer of a model, or in a tensor parallel rank's part."""
 
     config: H2OConfig
     layers: int
     longest: int
-    """Tokens that a request may have, prompt and answer"""
+    """Maximum number of tokens of a request, prompt and answer together"""
     places: int = PLACES
-    """Prompts that are kept whole at a time, see `entry_places`"""
+    """Number of prompts that are kept whole at a time, see `entry_places`"""
     part: tuple[int, int] = (0, 1)
-    """(i, n): the i-th of n equal parts of each layer's key/value heads is here"""
+    """(i, n): this rank has the i-th of n equal parts of each layer's key/value heads"""
 
     @property
     def together(self) -> bool:
-        """Whether the pages that a request has in all layers are one."""
+        """Whether all layers of a request share one page."""
         return self.config.shares_by_echo
 
     def by_head(
@@ -59,16 +59,16 @@ class PageBudget:
         config: H2OConfig | None = None,
         pinned: Row | None = None,
     ) -> list[tuple[int, int]]:
-        """(heavy, recent) of each head of a layer, or one for all; never more than a page holds.
-        Where pinned keys do not fit beside recent ones, fewer are recent.
+        """(heavy, recent) of each head of a layer, or one pair for all; never more than a page
+        holds. If pinned and recent keys do not fit together, fewer recent keys are kept.
 
         Args:
-            keys: like [B, G, any, D].
-            prompt: tokens of the request's prompt.
-            config: of the request, by default the server's.
-            pinned: of the request, for which there is room (`check_room`).
+            keys: tensor [B, G, any, D] like the keys of the layer.
+            prompt: number of tokens of the request's prompt.
+            config: the request's config, by default the server's.
+            pinned: the request's pinned spans, for which there is room (`check_room`).
 
-        Raises: ValueError for another number of layers or heads.
+        Raises: ValueError for a config of another number of layers or heads.
         """
         pins = count(pinned or [], self.config.sinks)
         kept = self._kept(layer, keys)
@@ -79,16 +79,16 @@ class PageBudget:
         return [_fit(*x, room, pins) for x, room in zip(budgets, rooms, strict=True)]
 
     def check_room(self, keys: torch.Tensor, pinned: Row) -> None:
-        """Raises ValueError where a page of some rank has no room for so many pinned keys and a
-        newest one."""
+        """Raise ValueError unless a page has room for the pinned keys and one recent key, on every
+        rank."""
         pins = count(pinned, self.config.sinks)
         layers = range(self.layers)
         least = min(k for part in self._parts() for i in layers for k in part._kept(i, keys))
         if pinned and self.config.sinks + pins >= least:
             raise ValueError(
-                f"{pins} pinned keys do not fit in a page, of which a head holds {least} keys, "
-                f"{self.config.sinks} sinks among them: pin fewer tokens, or give the server a "
-                f"budget of {self.config.sinks + pins + 1} or more"
+                f"{pins} pinned keys do not fit in a page, where a head has {least} keys including "
+                f"{self.config.sinks} sinks: pin fewer tokens, or give the server a budget of "
+                f"{self.config.sinks + pins + 1} or more"
             )
 
     def _by_head(
@@ -98,23 +98,23 @@ class PageBudget:
         return expand_to_heads([plan.head_tokens(prompt)], keys.shape[1], self.part)[0]
 
     def layer_plan(self, config: H2OConfig, layer: int, keys: torch.Tensor) -> LayerPlan:
-        """The budgets of a layer for keys like these."""
+        """The plan of a layer with keys of this shape and dtype."""
         plan = LayerPlan.of(config, layer, self.layers)
         return plan.for_keys(keys.shape[-1], keys.element_size())
 
     def _kept(self, layer: int, keys: torch.Tensor) -> list[int]:
-        """Keys of each head, or of all, that a page holds."""
+        """Number of keys that a page holds for each head, or one number for all heads."""
         budgets = self._by_head(self.config, layer, keys, self.longest)
         return [self.config.sinks + sum(budget) for budget in budgets]
 
     def empty_page(self, layer: int, keys: torch.Tensor) -> ops.Slots:
-        """Slots of one row for what the longest request keeps in a layer, and its next token."""
+        """Slots of one row, for the keys of the longest request in a layer and its next token."""
         sizes = [self.slots(k) for k in self._kept(layer, keys)]
         return self._new_slots(keys[:1], sizes[0] if len(sizes) == 1 else sizes)
 
     def empty_pages(self, keys: torch.Tensor) -> ops.Slots:
-        """An empty page of all layers: their heads one after the other on one axis, with
-        seen_tokens [1, L] and starts [1, L * G + 1]."""
+        """An empty page for all layers. The heads of all layers are on one axis; seen_tokens is
+        [1, L] and starts is [1, L * G + 1]."""
         sizes: list[int] = []
         for layer in range(self.layers):
             each = [self.slots(k) for k in self._kept(layer, keys)]
@@ -125,7 +125,7 @@ class PageBudget:
         return slots._replace(seen_tokens=lengths, starts=slots.starts[None])
 
     def slots(self, budget: int) -> int:
-        """Slots of a head that keeps so many keys, of any request, and its next token."""
+        """Number of slots for a head that keeps `budget` keys, including one for the next token."""
         return min(budget, self.longest) + 1
 
     def _new_slots(self, keys: torch.Tensor, sizes: int | list[int]) -> ops.Slots:
@@ -135,13 +135,13 @@ class PageBudget:
         )
 
     def whole(self, keys: torch.Tensor) -> ops.Slots:
-        """Slots without a budget, of one layer, for as many of the longest prompts as are kept
-        whole."""
+        """Slots of one layer for the prompts that are kept whole: `places` rows of the longest
+        length, without a budget."""
         keys = keys.new_empty(self.places, *keys.shape[1:])
         return ops.new_slots(keys, self.longest, value_weighted=self.config.value_weighted)
 
     def whole_bytes(self, keys: torch.Tensor, heads: int) -> int:
-        """Bytes of these, with the queries of so many heads where prompts are ranked by echo."""
+        """Bytes of `whole`, and of the queries of `heads` heads if prompts are ranked by echo."""
         if self.places == 0:
             return 0
         slots = sum(x.nbytes for x in self.whole(keys.to("meta")) if x is not None)
@@ -149,8 +149,9 @@ class PageBudget:
         return slots + (self.config.score_by == "mean-echo") * self.places * self.longest * row
 
     def page_bytes(self, keys: torch.Tensor) -> int:
-        """Bytes of a page: what the widest layer needs on any rank, since vLLM has all the same; or
-        a layer's part of what all need together."""
+        """Bytes of a layer's page. All pages have the size that the largest layer needs on any
+        rank, since vLLM requires equal sizes. If layers share a page, the result is one layer's
+        part of that page."""
         if self.together:
             part = -(-page_bytes(self.empty_pages(keys)) // self.layers)
             return -(-part // ALIGNMENT) * ALIGNMENT
@@ -158,6 +159,6 @@ class PageBudget:
         return max(page_bytes(x.empty_page(i, keys)) for x in self._parts() for i in layers)
 
     def _parts(self) -> list[PageBudget]:
-        """The budgets of each rank, for what all must have alike."""
+        """The budgets of each rank, for values that must be the same on all ranks."""
         ranks = self.part[1]
         return [dataclasses.replace(self, part=(rank, ranks)) for rank in range(ranks)]

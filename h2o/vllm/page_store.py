@@ -1,9 +1,10 @@
-"""The pages of requests, which are rows of one `Slots`: of a layer, or of all layers at once.
+"""The pages of requests. They are the rows of one `Slots`, for one layer or for all layers at once.
 
-vLLM gives one piece of memory for all pages of a layer. In each page the fields of the slots lie
-one after the other: each is a tensor [pages, ...] whose rows are a page apart, and `h2o.ops` finds
-the rows of a batch by number. Where the places of a request are dealt over its layers, the pages
-that it has in all of them are one: the layers' slots lie on one axis, wherever there is room.
+vLLM allocates the memory for all pages of a layer at once. Within a page the fields of the slots
+follow one another, so each field is a tensor [pages, ...] with a stride of one page. `h2o.ops`
+finds the rows of a batch by number. If the budget of a request is divided across layers, its pages
+in all layers are one page: the slots of all layers are on one axis, and a layer can start anywhere
+on it.
 
 Shape letters: L layers of a store, G key/value heads of each.
 """
@@ -26,13 +27,13 @@ ALIGNMENT = 16
 
 
 def page_bytes(page: ops.Slots) -> int:
-    """Bytes of a page that has the fields of slots of one row, rounded up, so that vectors of the
-    next one begin where those of this one do."""
+    """Bytes of a page with the fields of `page`, slots of one row. Rounded up to `ALIGNMENT`, so
+    that the fields of all pages are aligned alike."""
     return -(-sum(field.nbytes for _, field in _fields(page)) // ALIGNMENT) * ALIGNMENT
 
 
 def _fields(page: ops.Slots) -> list[tuple[str, torch.Tensor]]:
-    """The fields of a page, those of large elements first: so each begins at a multiple of them."""
+    """The fields of a page by decreasing size of their elements, so that each is aligned."""
     names = PER_ROW if page.starts is None or page.starts.ndim == 1 else (*PER_ROW, "starts")
     fields = [(name, getattr(page, name)) for name in names if getattr(page, name) is not None]
     return sorted(fields, key=lambda field: -field[1].element_size())
@@ -42,34 +43,35 @@ class Eviction(NamedTuple):
     """Totals of evicted and kept keys."""
 
     keys: int
-    """evicted so far, over all heads"""
+    """Number of keys evicted so far, over all heads"""
     lost: float
-    """attention that those had received"""
+    """Attention that the evicted keys had received"""
     kept: float
-    """attention that the others have received, but for pinned keys"""
+    """Attention that the kept keys have received, without pinned keys"""
 
 
 def _countable(x: torch.Tensor) -> Any:
-    """On the CPU in NumPy, for which no second team of threads is started where another thread
-    asks; elsewhere on the device."""
+    """A CPU tensor as a NumPy array, any other tensor unchanged. With NumPy a thread that counts
+    does not start a second thread pool."""
     return x.numpy() if x.is_cpu else x
 
 
 class PageStore:
-    """The slots of all pages of a layer, or of several, in memory that is given."""
+    """The slots of all pages of one or several layers, in memory that the caller provides."""
 
     def __init__(
         self, memory: torch.Tensor, page: ops.Slots, layers: int = 1, *, alone: bool = True
     ) -> None:
-        """Empties all pages.
+        """Empty all pages.
 
         Args:
-            memory: [pages, bytes] of a dtype of one byte, each at an address that `ALIGNMENT`
-                divides; at least `page_bytes` of each.
-            page: slots of one row, empty; those of several layers as of one with all their heads,
-                but seen_tokens [1, L] and starts [1, L * G + 1].
-            alone: False: while no request of this store has a page others may write to it. Then
-                none is emptied before a request has it, and nothing is counted.
+            memory: [pages, bytes] of a one-byte dtype. Each page has at least `page_bytes` bytes
+                and an address that is a multiple of `ALIGNMENT`.
+            page: empty slots of one row. For several layers they have the heads of all layers,
+                seen_tokens [1, L] and starts [1, L * G + 1].
+            alone: whether only this store writes to the memory. If False, others may write to a
+                page while no request of this store has it. A page is then emptied only when a
+                request gets it, and evictions are not counted.
         """
         self.alone = alone
         self._memory = memory
@@ -82,15 +84,19 @@ class PageStore:
         self.pages = page._replace(**parts)
         self._layers = [self.pages] if layers == 1 else _by_layer(self.pages, layers)
         self.lock = threading.Lock()
-        """Held by who writes to pages, and by who counts while another thread may write"""
+        """Held while pages are written, and while keys are counted if another thread may write"""
         self.evicted: Any = 0
-        """Keys, by requests whose pages have been taken by others since; a number of the device"""
+        """Number of keys evicted by requests whose pages now belong to others, on the device"""
 
     def empty(
         self, page: int, budgets: Sequence[tuple[int, int]], sizes: Sequence[int] | None = None
     ) -> None:
-        """Makes a page that of a new request, with (heavy, recent) for all heads or for each; and
-        the slots of each where pages differ in these."""
+        """Empty a page for a new request.
+
+        Args:
+            budgets: (heavy, recent) of each head, or one pair for all.
+            sizes: number of slots of each head, if it differs between pages.
+        """
         if self.alone:
             self.evicted += self._evicted(slice(page, page + 1))
         empty_row(self.pages, page)
@@ -100,24 +106,23 @@ class PageStore:
             _write(self.pages.starts[page], list(itertools.accumulate(sizes, initial=0)))
 
     def copy(self, page: int, other: int) -> None:
-        """Makes another page what a page is. What that has evicted counts once, as before."""
+        """Copy a page to page `other`. The evictions of `page` are still counted only once."""
         self.evicted += self._evicted(slice(other, other + 1))
         self.evicted -= self._evicted(slice(page, page + 1))
         self._memory[other].copy_(self._memory[page])
 
     def _evicted(self, part: slice) -> Any:
-        """Keys evicted by the requests that have some pages now, or had them last: a number of the
-        device, which nothing waits for here."""
+        """Number of keys evicted by the requests that have these pages now, or had them last. It
+        stays on the device, so that the host does not wait."""
         lengths, positions = (
             _countable(x)[part] for x in (self.pages.seen_tokens, self.pages.positions)
         )
-        heads = self.pages.next_slot.numel() // self.pages.seen_tokens.numel()  # of a layer
+        heads = self.pages.next_slot.numel() // self.pages.seen_tokens.numel()  # heads per layer
         return lengths.sum() * heads - (positions >= 0).sum()
 
     def eviction(self) -> Eviction:
-        """Totals of all requests so far; attention of those whose pages no others have taken since.
-
-        The store's pages must be its alone.
+        """Totals of all requests so far. The attention is only that of requests whose pages have
+        not been given to others since. The store must be `alone`.
         """
         pages = self.pages
         library: Any = np if pages.scores.is_cpu else torch
@@ -131,12 +136,12 @@ class PageStore:
             return Eviction(int(keys), float(lost.sum()), float(kept))
 
     def rows(self, numbers: torch.Tensor, layer: int = 0) -> ops.Slots:
-        """The slots of the pages of these numbers, [n] int32, of one of the store's layers."""
+        """The slots of one of the store's layers in the pages `numbers`, [n] int32."""
         return self._layers[layer]._replace(rows=numbers)
 
 
 def _by_layer(pages: ops.Slots, layers: int) -> list[ops.Slots]:
-    """Views of each layer's heads."""
+    """The slots of each layer, as views of its heads."""
     G = pages.next_slot.shape[1] // layers
     assert pages.starts is not None
     views = []
@@ -153,6 +158,6 @@ def _by_layer(pages: ops.Slots, layers: int) -> list[ops.Slots]:
 
 
 def _write(row: torch.Tensor, numbers: Sequence[Any]) -> None:
-    """Numbers of the host into a row of the device, for which the host need not wait."""
+    """Write numbers to a row on the device, without making the host wait."""
     new = torch.tensor(numbers, dtype=row.dtype, device="cpu")
     row.copy_(new.view_as(row), non_blocking=True)

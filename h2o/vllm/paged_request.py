@@ -1,7 +1,7 @@
-"""A request: the length of its prompt, and what its `vllm_xargs` ask of h2o.
+"""A request: the length of its prompt, and the arguments for h2o in its `vllm_xargs`.
 
-The front end checks the arguments of each request before it accepts it; workers and the scheduler
-read them again.
+The front end checks these arguments before it accepts a request. Workers and the scheduler parse
+them again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ PINS = "h2o_pinned"
 """Argument in `vllm_xargs`: spans as text, 0:40,100:120, or as pairs of numbers; or "prompt" """
 
 PREFIX = "h2o_prefix"
-"""Argument in `vllm_xargs`: tokens of a prefix that is read and cut by itself, and held
-in common with other requests that say so"""
+"""Argument in `vllm_xargs`: number of tokens of a prefix that is prefilled and cut separately, and
+shared with other requests that have the same prefix and argument"""
 
 CONTEXT = "h2o_context"
-"""Argument in `vllm_xargs`: tokens of a context, after which the prompt is read token by token, so
-that its log-likelihoods are those of the kept keys"""
+"""Argument in `vllm_xargs`: number of tokens after which the prompt is cut and continued one token
+at a time, so that its log-likelihoods are those with the kept keys"""
 
 OF_REQUESTS = ("h2o_heavy", "h2o_recent", PINS, PREFIX, CONTEXT)
 
@@ -33,28 +33,29 @@ class Request(NamedTuple):
     """A request without its tokens."""
 
     prompt: int
-    """tokens of the prompt"""
+    """Number of tokens of the prompt"""
     config: H2OConfig | None = None
-    """its own, where the request says one"""
+    """The request's own config, if it has one"""
     pinned: Row = []  # noqa: RUF012 - never changed
-    """within what is read first"""
+    """Pinned spans, within the `first` tokens"""
     prefix: int = 0
-    """tokens of a prefix that is cut before the rest of the prompt is read; 0: there is none"""
+    """Number of tokens of a prefix that is cut before the rest of the prompt, 0 if there is none"""
 
     @property
     def first(self) -> int:
-        """Tokens of what is read first, then cut to its budget, which may be a fraction of it."""
+        """Number of tokens that are prefilled first and then cut to the budget. A budget that is a
+        fraction is a fraction of these."""
         return self.prefix or self.prompt
 
 
 def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | None:
-    """A config with the budget that a request's `vllm_xargs` say; None: they say none.
+    """The config with the budget in a request's `vllm_xargs`, or None if they have none.
 
-    Raises: TypeError, ValueError for a wrong one, which name what is wrong.
+    Raises: TypeError, ValueError that name a wrong budget or an unknown argument.
     """
     wanted = {name: x for name, x in arguments.items() if name.startswith("h2o_")}
     if unknown := sorted({*wanted} - {*OF_REQUESTS}):
-        raise ValueError(f"{unknown[0]}: a request has {', '.join(OF_REQUESTS)}")
+        raise ValueError(f"{unknown[0]}: unknown; a request can have {', '.join(OF_REQUESTS)}")
     for name in (PINS, PREFIX, CONTEXT):
         wanted.pop(name, None)
     if not wanted:
@@ -64,14 +65,14 @@ def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | Non
 
 
 def prefix_tokens(arguments: Mapping[str, Any], prompt: int) -> int:
-    """The tokens of a prompt's prefix, `h2o_prefix` or `h2o_context` of a request's `vllm_xargs`; 0
-    where none is said, and where it is all of a prompt of so many tokens.
+    """Number of tokens of a prompt's prefix: `h2o_prefix` or `h2o_context` in a request's
+    `vllm_xargs`. 0 if there is neither, or if the whole prompt of `prompt` tokens is not longer.
 
-    Raises: ValueError for what is no number of tokens, and for both.
+    Raises: ValueError for a value that is not a number of tokens, and if both are given.
     """
     said = {name: arguments[name] for name in (PREFIX, CONTEXT) if arguments.get(name) is not None}
     if len(said) > 1:
-        raise ValueError(f"{PREFIX} and {CONTEXT} both say where a prompt is cut: give one")
+        raise ValueError(f"{PREFIX} and {CONTEXT} both say where a prompt is cut: pass only one")
     for name, prefix in said.items():
         if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 1:
             raise ValueError(
@@ -82,48 +83,50 @@ def prefix_tokens(arguments: Mapping[str, Any], prompt: int) -> int:
 
 
 def arguments_of(request: Any) -> dict[str, Any]:
-    """The `vllm_xargs` of a request of vLLM's scheduler."""
+    """The `vllm_xargs` of a request in vLLM's scheduler."""
     params = request.sampling_params
     return (params and params.extra_args) or {}
 
 
 def asked_prefix(request: Any) -> int:
-    """Tokens of the prefix that a request of vLLM's scheduler wants to be cut by itself."""
+    """Number of tokens of the prefix that a request in vLLM's scheduler asks to cut separately."""
     return prefix_tokens(arguments_of(request), request.num_prompt_tokens)
 
 
 def reads_by_token(arguments: Mapping[str, Any]) -> bool:
-    """Whether what follows the prefix is read token by token."""
+    """Whether the prompt continues one token at a time after its prefix."""
     return arguments.get(CONTEXT) is not None
 
 
 def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None = None) -> Row:
-    """The spans that a request's `vllm_xargs` pin, `h2o_pinned`, of a prompt of so many tokens, if
-    that is known, or of its prefix.
+    """The spans that a request pins by `h2o_pinned` in its `vllm_xargs`.
 
-    Raises: TypeError, ValueError for a wrong one, which name what is wrong.
+    Args:
+        prompt: number of tokens of the prompt, or of its prefix, if known.
+
+    Raises: TypeError, ValueError that say what is wrong with the spans.
     """
     pinned = arguments.get(PINS)
     if pinned is None:
         return []
     if config.decay < 1:
-        raise ValueError(f"{PINS}: of the server's scores nothing may fade, give decay=1")
+        raise ValueError(f"{PINS}: the server's scores must not decay; start it with decay=1")
     pinned = parse_spans(pinned) if isinstance(pinned, str) else _merge_pairs(pinned)
     if pinned == "system":
         raise ValueError(
-            f"{PINS}: this process does not see chats, so give the system turn as a span, such as "
-            "0:40, which h2o.system_span(tokenizer, messages) finds"
+            f"{PINS}: this process does not see chats, so pass the system turn as a span such as "
+            "0:40, which h2o.system_span(tokenizer, messages) returns"
         )
     if pinned == "prompt":
         return [(0, prompt)] if prompt else []
     if pinned and prompt is not None and pinned[-1][1] > prompt:
         part = "prefix" if prefix_tokens(arguments, prompt + 1) else "prompt"
-        raise ValueError(f"{PINS} ends at token {pinned[-1][1]}, and the {part} has {prompt}")
+        raise ValueError(f"{PINS} ends at token {pinned[-1][1]}, but the {part} has {prompt}")
     return pinned
 
 
 def _merge_pairs(pinned: Any) -> Row:
-    """The spans that pairs of numbers say. Raises ValueError for anything else."""
+    """Convert pairs of numbers to spans. Raises: ValueError for anything else."""
     try:
         pairs = [(index(start), index(stop)) for start, stop in pinned]
         if any(isinstance(x, bool) for pair in pinned for x in pair):

@@ -1,12 +1,12 @@
-"""A batch of requests through a layer: prompts, chunks of prompts and decode steps at once.
+"""One layer's work for a batch of requests: prompts, chunks of prompts and decode steps together.
 
 `plan` sorts the rows of the batch once for each forward pass, and `PagedLayer` runs them in each
-layer. A page holds all that one request keeps. A prompt that comes in chunks is kept whole until
-its end, then cut to its budget, so that what a request keeps does not depend on how vLLM cut it,
-hence not on other requests. There is room for so many at a time (`PartialPrompts`), and the
-scheduler begins no more.
+layer. A page holds all keys and values that one request keeps. A prompt that comes in chunks is
+kept whole until its end and then cut to its budget, so the keys that a request keeps do not depend
+on how vLLM divides the prompt, nor on other requests. The number of prompts that can be kept whole
+is limited (`PartialPrompts`), and the scheduler does not begin more.
 
-Letters: n tokens of the batch, H query heads, G key/value heads, D head dimension.
+Shape letters: n tokens of the batch, H query heads, G key/value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from h2o.vllm.page_store import PageStore
 from h2o.vllm.paged_request import Request
 
 PromptScores = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Scores and echo, [1, G, Q] each, of a prompt from its query [1, H, Q, D], key and value
-[1, G, Q, D], and the attention [1, G, Q] that its keys have received."""
+"""Function that returns a prompt's scores and echo, [1, G, Q] each, given its query [1, H, Q, D],
+its key and value [1, G, Q, D], and the attention [1, G, Q] that its keys have received."""
 
 
 class Cut(NamedTuple):
-    """A prompt of a layer that is to be cut to its budget."""
+    """A prompt in one layer, to be cut to its budget."""
 
     keys: Tensor
     """[1, G, Q, D]"""
@@ -40,79 +40,79 @@ class Cut(NamedTuple):
     scores: Tensor
     """[1, G, Q] float32"""
     echo: Tensor | None
-    """[1, G, Q] float32; None: the prompt is not ranked by it"""
+    """[1, G, Q] float32, or None if the prompt is not ranked by echo"""
     budgets: list[tuple[int, int]]
-    """(heavy, recent) of each head, or one for all"""
+    """(heavy, recent) of each head, or one pair for all"""
     pinned: int
-    """keys of these, beyond the sinks, that every head keeps"""
+    """Number of pinned keys besides the sinks, which every head keeps"""
     plan: LayerPlan
-    """the layer's budgets, of the request"""
+    """The plan of the layer for this request"""
 
 
 class Deals(Protocol):
-    """An object that deals the places of prompts over all layers."""
+    """An object that divides the budgets of prompts across all layers."""
 
     def take(self, page: int, layer: int, cut: Cut) -> list[Cut]:
-        """Takes each layer's part of the prompt of a page; with the last one gives all of them,
-        with other budgets."""
+        """Add a layer's part of a page's prompt. For the last layer return all parts, with their
+        new budgets; otherwise return an empty list."""
 
 
 class Chunk(NamedTuple):
-    """Tokens of one request that come together: a prompt, or a part of one."""
+    """Consecutive tokens of one request: a prompt, or a part of one."""
 
     begin: int
     end: int
     page: int
     length: int
-    """tokens of the request with these"""
+    """Number of tokens of the request, including this chunk"""
     request: Request
     opens: bool
-    """whether the prompt begins here"""
+    """Whether the prompt begins with this chunk"""
     ends: bool
-    """whether it is cut to its budget now"""
+    """Whether the prompt is cut to its budget after this chunk"""
     place: int | None
-    """where the prompt is kept whole; None: it is not"""
+    """Row in which the prompt is kept whole, or None if it is not"""
 
 
 class Steps(NamedTuple):
     """Requests with one new token each."""
 
     tokens: Tensor | slice
-    """[rows] int64: which tokens of the batch; a slice where they follow one another"""
+    """[rows] int64, indices of the tokens in the batch; a slice if they are consecutive"""
     pages: Tensor
     """[rows] int32"""
 
 
 class Batch(NamedTuple):
-    """The work of one forward pass in every layer, in this order."""
+    """The work of one forward pass in every layer, in the order of the fields."""
 
     chunks: list[Chunk]
     steps: Steps | None
     replayed: Sequence[tuple[int, int]] = ()
-    """(page, token): prompts that were stored, whose last token has the attention that it had"""
+    """(page, token) of stored prompts that come again. The token gets its stored attention"""
 
 
 class PartialPrompts:
-    """The prompts of which chunks have come, and where each is kept whole beside the pages."""
+    """Prompts that are being prefilled in chunks, and the row in which each is kept whole."""
 
     def __init__(self, places: int) -> None:
-        """`places`: how many there is room for; 0: none is kept whole."""
+        """`places` is the number of rows, 0 if no prompt is kept whole."""
         self.places = places
         self.chunks: dict[int, Chunk] = {}
-        """The last chunk of each, by page"""
+        """The last chunk of each prompt, by page"""
 
     def place(self) -> int:
-        """A place that is free.
+        """A free row.
 
-        Raises: RuntimeError where there is none.
+        Raises: RuntimeError if there is none.
         """
         taken = {chunk.place for chunk in self.chunks.values()}
         for place in range(self.places):
             if place not in taken:
                 return place
         raise RuntimeError(
-            f"h2o: vLLM reads more than {self.places} prompts in chunks at once: the scheduler is "
-            "not h2o's"
+            f"h2o: vLLM prefills more than {self.places} prompts in chunks at once: the scheduler "
+            "is not h2o's"
         )
 
 
@@ -128,15 +128,15 @@ def plan(
     """Sort the rows of a batch into prompts, chunks and decode steps.
 
     Args:
-        starts: where each row's tokens begin in the batch, and where the last one's end.
-        lengths: tokens of each row with the new ones.
-        requests: by page, where they are known.
-        begun: kept up to date.
-        device: where the tokens and pages are.
-        replayed: pages of requests whose whole prompt was stored, and comes again.
+        starts: index of each row's first token in the batch, then the end of the last row.
+        lengths: number of tokens of each row, including the new ones.
+        requests: the known requests, by page.
+        begun: the prompts that are being prefilled in chunks. Updated.
+        device: device of the tensors in the result.
+        replayed: pages of requests that repeat a whole stored prompt.
 
-    Raises: RuntimeError for what h2o's scheduler never plans: tokens of a prefix and of what
-        follows it in one row, and more prompts in chunks than there are places.
+    Raises: RuntimeError for batches that h2o's scheduler never plans: a row with tokens of a prefix
+        and of the rest of the prompt, and more prompts in chunks than can be kept whole.
     """
     later, opening, single, again = [], [], [], []
     for row, (length, page) in enumerate(zip(lengths, pages, strict=True)):
@@ -148,23 +148,23 @@ def plan(
             continue
         opens = length == end - begin
         if opens:
-            begun.chunks.pop(page, None)  # of another request
+            begun.chunks.pop(page, None)  # left by another request
         elif end - begin == 1 and page not in begun.chunks:
             single.append((page, begin))
             continue
         request = requests.get(page) or Request(length)
-        # What has been cut before its end goes on so.
+        # A prompt that was cut before its end is cut again after each further chunk.
         place = begun.chunks[page].place if page in begun.chunks else None
         is_first = opens or page in begun.chunks
         ends = length >= request.first or not is_first or begun.places == 0
         if is_first and length > request.first and request.prefix:
             raise RuntimeError(
-                f"h2o: vLLM reads the tokens up to {length} of a prompt at once, whose prefix of "
-                f"{request.prefix} is to be cut before: the scheduler is not h2o's"
+                f"h2o: vLLM prefills a prompt up to token {length} at once, but its prefix of "
+                f"{request.prefix} tokens must be cut first: the scheduler is not h2o's"
             )
         chunk = Chunk(begin, end, page, length, request, opens, ends, place)
         (opening if opens else later).append(chunk)
-    for chunk in later:  # first, so that those that end make room
+    for chunk in later:  # before `opening`, so that chunks that end make room
         if chunk.ends:
             begun.chunks.pop(chunk.page, None)
         else:
@@ -180,18 +180,18 @@ def _steps(rows: list[tuple[int, int]], device: torch.device | str) -> Steps | N
         return None
     pages, tokens = zip(*rows, strict=True)
     numbers = torch.tensor(pages, dtype=torch.int32, device=device)
-    if tokens[-1] - tokens[0] == len(tokens) - 1:  # they ascend
+    if tokens[-1] - tokens[0] == len(tokens) - 1:  # tokens ascend, so they are consecutive
         return Steps(slice(tokens[0], tokens[-1] + 1), numbers)
     return Steps(torch.tensor(tokens, dtype=torch.long, device=device), numbers)
 
 
 def _number(row: int, like: Tensor) -> Tensor:
-    """[1] on the device of a tensor, for which the host need not wait."""
+    """`row` as a tensor [1] on the device of `like`, without making the host wait."""
     return torch.full((1,), row, dtype=torch.int32, device=like.device)
 
 
 def _with_pins(chunk: Chunk, scores: Tensor) -> Tensor:
-    """Scores [1, G, Q] of the last Q tokens of a chunk, with those of pinned keys."""
+    """Set the scores of pinned keys among the scores [1, G, Q] of a chunk's last Q tokens."""
     if not chunk.request.pinned:
         return scores
     scores, begin = scores.clone(), chunk.length - scores.shape[2]
@@ -201,7 +201,7 @@ def _with_pins(chunk: Chunk, scores: Tensor) -> Tensor:
 
 
 class PagedLayer:
-    """One layer: its pages, and beside them the prompts that are kept whole."""
+    """One layer: its pages, and the prompts that are kept whole outside the pages."""
 
     def __init__(
         self, store: PageStore, budget: PageBudget, layer: int, scale: float, softcap: float,
@@ -210,11 +210,11 @@ class PagedLayer:
     ) -> None:  # fmt: skip
         """
         Args:
-            store: of this layer, or of all layers where `deals` is given.
-            prompt_scores: what the keys of a prompt are ranked by when it is cut, where that is not
-                the attention that they have received.
-            deals: of all layers, where a request's places are dealt over these.
-            forks: of all layers, where prompts are stored for requests to come.
+            store: the pages of this layer, or of all layers if `deals` is given.
+            prompt_scores: computes the scores by which a prompt is cut. By default these are the
+                attention that its keys have received.
+            deals: shared by all layers, divides a request's budget across them.
+            forks: shared by all layers, has the prompts that are stored for later requests.
         """
         self.store = store
         self.budget = budget
@@ -225,17 +225,17 @@ class PagedLayer:
         self.deals = deals
         self.forks = forks
         self.whole: ops.Slots | None = None
-        """[places, ...], without a budget, in order of positions"""
+        """[places, ...], the prompts that are kept whole: without a budget, ordered by position"""
         self.queries: Tensor | None = None
-        """[places, H, tokens, D] of these, where scores of prompts want them"""
+        """[places, H, tokens, D], the queries of these prompts if `prompt_scores` needs them"""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, out: Tensor) -> None:
-        """Attention of a batch's tokens, and eviction.
+        """Compute the attention of a batch's tokens, and evict.
 
         Args:
             query: [n, H, D].
             key, value: [n, G, D].
-            out: [n, H, D], contiguous, written.
+            out: [n, H, D], contiguous. Receives the output.
         """
         with self.store.lock:
             for chunk in batch.chunks:
@@ -255,13 +255,13 @@ class PagedLayer:
                 forks.note(chunk.page, self.layer, out[chunk.end - 1])
 
     def _chunk(self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        """Tokens of one request: query [1, H, Q, D], key, value [1, G, Q, D], out [1, Q, H, D]."""
+        """Run a chunk: query [1, H, Q, D], key and value [1, G, Q, D], out [1, Q, H, D]."""
         tokens = query, key, value
         if chunk.place is not None:
             self._keep_whole(chunk, tokens, out)
         elif chunk.opens:
             self._put(chunk, *tokens, self._attend(tokens, None, out))
-        else:  # of a prompt that has been cut
+        else:  # the prompt has been cut already
             page = self._rows(_number(chunk.page, key))
             scores = _with_pins(chunk, self._attend(tokens, page, out))
             ops.evict(key, value, scores, page, policy=self.policy)
@@ -283,7 +283,7 @@ class PagedLayer:
             self._cut(chunk)
 
     def _make_room(self, query: Tensor, key: Tensor) -> ops.Slots:
-        """For the longest prompts. Most of it is not touched before one is there."""
+        """Allocate rows for the longest prompts. Shorter prompts leave the rest untouched."""
         places, longest = self.budget.places, self.budget.longest
         if self.prompt_scores is not None:
             self.queries = query.new_zeros(places, query.shape[1], longest, query.shape[3])
@@ -297,14 +297,14 @@ class PagedLayer:
         return scores
 
     def _rows(self, numbers: Tensor) -> ops.Slots:
-        """This layer's slots of the pages of these numbers."""
+        """This layer's slots in the pages `numbers`."""
         return self.store.rows(numbers, 0 if self.deals is None else self.layer)
 
     def _put(
         self, chunk: Chunk, query: Tensor | None, keys: Tensor, values: Tensor, scores: Tensor
     ) -> None:
-        """Puts what the budget keeps of a prompt into its page; where places are dealt over all
-        layers that of all of them, with the last."""
+        """Write the part of a prompt that the budget keeps to its page. If budgets are divided
+        across layers, the call for the last layer writes all layers."""
         request, echo = chunk.request, None
         if self.prompt_scores is not None:
             assert query is not None
@@ -330,7 +330,7 @@ class PagedLayer:
                 ops.evict(part.keys, part.values, part.scores, page, policy=self.policy)
 
     def _cut(self, chunk: Chunk) -> None:
-        """Puts what the budget keeps of a prompt that was kept whole into its page."""
+        """Cut a prompt that was kept whole to its budget, and write it to its page."""
         assert self.whole is not None
         place, n = chunk.place, chunk.length
         keys, values, scores = (
@@ -340,7 +340,7 @@ class PagedLayer:
         self._put(chunk, query, keys, values, scores)
 
     def _step(self, steps: Steps, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        """One token of each request."""
+        """Run a decode step of each request."""
         q, k, v = (x[steps.tokens].unsqueeze(2) for x in (query, key, value))
         slots, in_place = self._rows(steps.pages), isinstance(steps.tokens, slice)
         answer = ops.step(

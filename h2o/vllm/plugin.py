@@ -1,13 +1,13 @@
-"""vLLM's view of h2o: an attention backend and the size of its pages.
+"""h2o's attention backend for vLLM, and the size of its pages.
 
-It knows vLLM by the internals of the tested versions. On the CPU platform vLLM always takes the
-backend CPU_ATTN, so h2o's stands in its place, and is vLLM's own wherever the config has no entry
-"h2o". On a GPU it is the backend CUSTOM, for which a user asks.
+This module depends on internals of the tested versions of vLLM. On the CPU platform vLLM always
+uses the backend CPU_ATTN, so h2o's backend replaces it. Without an entry "h2o" in the config the
+replacement behaves as vLLM's own backend. On a GPU h2o's backend is CUSTOM, which the user chooses.
 
-A request has one page for life (vLLM's CircularBufferSpec), which holds its slots; tokens are not
-in blocks, so vLLM's slot mapping is not used, and what requests have in common is copied. Of a
-model with sliding windows in some layers these stay vLLM's own, and all blocks are as large as a
-page.
+A request has one page for its whole life (vLLM's CircularBufferSpec). The page holds the slots of
+the request. Tokens are not divided into blocks, so vLLM's slot mapping is not used, and prompts
+that requests share are copied. If only some layers of a model have a sliding window, these layers
+use vLLM's own attention, and their blocks have the size of a page.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, plan
 from h2o.vllm.validation import Requests, entry_of, has_windows, logger, page_budget
 
 BLOCK = 1 << 20
-"""Tokens of a vLLM block: more than a request has, so that one block is all that it takes."""
+"""Tokens in a vLLM block. No request has as many, so each needs one block only."""
 
 
 # ---- Pages -----------------------------------------------------------------------------------
@@ -55,32 +55,33 @@ BLOCK = 1 << 20
     manager_class=CircularBufferManager, uniform_type_base_spec=CircularBufferSpec
 )
 class PageSpec(CircularBufferSpec):
-    """A page of `PageStore` for each request. Frozen, without fields of its own."""
+    """One page of a `PageStore` per request. Adds no fields to its frozen base class."""
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        # In the process of the scheduler, before that is made.
+        # vLLM calls this in the scheduler's process before it creates the scheduler.
         set_up(vllm_config)
         return super().max_memory_usage_bytes(vllm_config)
 
 
 def page_spec(spec: AttentionSpec, engine: Engine) -> PageSpec:
-    """The page of a layer whose keys and values vLLM describes by `spec`.
+    """The page of a layer. `spec` is vLLM's description of the layer's keys and values.
 
-    Raises: ValueError for attention in which a query does not see all keys before it, or other ones
-    too.
+    Raises: ValueError unless a query sees exactly the keys up to its own, and for values of another
+    size than the keys.
     """
     if type(spec) is not FullAttentionSpec:
         raise ValueError(
-            f"h2o serves full attention in vLLM, and a layer of this model has the "
+            f"h2o supports only full attention in vLLM, and a layer of this model has a "
             f"{type(spec).__name__}"
         )
     if spec.head_size_v != spec.head_size:
         raise ValueError(
-            f"h2o does not serve keys of {spec.head_size} elements with values of "
+            f"h2o does not support keys of {spec.head_size} elements with values of "
             f"{spec.head_size_v} in vLLM"
         )
     keys = one_key(spec.num_kv_heads, spec.head_size, spec.dtype)
-    # Layers with a window get blocks of as many bytes, which are to be whole ones of their own.
+    # Layers with a sliding window get blocks of the same number of bytes, which must therefore be
+    # a multiple of the size of their own blocks.
     unit = spec.page_size_bytes if engine.has_windows else 1
     return PageSpec(
         block_size=BLOCK,
@@ -94,7 +95,8 @@ def page_spec(spec: AttentionSpec, engine: Engine) -> PageSpec:
 
 
 def meter_of(vllm_config: VllmConfig, impls: list[H2OAttention], spec: PageSpec) -> Meter:
-    """The meter of some layers' pages, once their number is known; logs that number."""
+    """Create the meter of these layers' pages, and log how many requests fit. vLLM must have
+    determined the number of pages."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     pages = vllm_config.cache_config.num_gpu_blocks or 1
     size = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model).itemsize
@@ -102,21 +104,21 @@ def meter_of(vllm_config: VllmConfig, impls: list[H2OAttention], spec: PageSpec)
     keys = one_key(spec.num_kv_heads, spec.head_size, model.dtype)
     budget = impls[0].engine.budget
     logger.info_once(
-        "h2o: %d requests fit, where with all keys %d of the longest would: each takes %d bytes "
-        "a layer instead of %d; of prompts read in chunks %d at a time are kept whole, beside the "
-        "pages in at most %d bytes a layer",
+        "h2o: %d requests fit, and %d of the longest would with a full cache: each takes %d bytes "
+        "per layer instead of %d; up to %d prompts at a time are kept whole while they are "
+        "prefilled in chunks, in at most %d bytes per layer outside the pages",
         *(pages - 1, pages * spec.page_size_bytes // full, spec.page_size_bytes, full),
         *(budget.places, budget.whole_bytes(keys, impls[0].num_heads)),
     )
     if parallel._api_process_count > 1:
         logger.warning_once(
-            "h2o: /metrics of several API processes has none of h2o's numbers: give "
-            "--api-server-count 1 for them"
+            "h2o: /metrics lacks h2o's metrics if there are several API processes: pass "
+            "--api-server-count 1 to get them"
         )
     return Meter(
         Place(str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
         spec.page_size_bytes * len(impls),
-        pages - 1,  # the first is vLLM's
+        pages - 1,  # vLLM reserves the first page
         lambda: stores_of(impls),
         impls[0].engine.forks,
     )
@@ -126,34 +128,38 @@ def meter_of(vllm_config: VllmConfig, impls: list[H2OAttention], spec: PageSpec)
 
 
 class Engine(NamedTuple):
-    """Everything that the layers of an engine share."""
+    """State that the layers of an engine share."""
 
     config: str
     """`VllmConfig.instance_id`"""
     budget: PageBudget
     has_windows: bool
-    """in other layers, which are vLLM's own"""
+    """Whether other layers have a sliding window. Those use vLLM's own attention"""
     echoes: Any
-    """`PromptEchoes`; None: prompts keep the scores that attention gives"""
+    """`PromptEchoes`, or None if prompts keep the scores that attention gives"""
     dealer: Any
-    """`Dealer`; None: each layer has pages of its own"""
+    """`Dealer`, or None if each layer has its own pages"""
     stores: WeakValueDictionary[tuple[int, int], PageStore]
-    """Stores of all layers together, by address and number of the pages; the layers hold them"""
+    """Stores that all layers share, by address and number of the pages. The layers own them"""
     forks: Forks
     requests: dict[int, Request]
-    """Requests that vLLM serves at the moment, by page"""
+    """The active requests, by page"""
 
 
 def engine_of(vllm_config: VllmConfig) -> Engine:
-    """Raises: TypeError, ValueError for a wrong entry, and for what is not served."""
+    """Create the engine of a config.
+
+    Raises: TypeError, ValueError for a wrong entry, and for a model or setting that is not
+    supported.
+    """
     budget, echoes, dealer = page_budget(vllm_config), None, None
     if not current_platform.is_cpu():
         logger.warning_once(
-            "h2o: its attention on GPUs was tested in an emulation and has not run on a GPU: "
+            "h2o: attention on GPUs in vLLM was tested in an emulation and has not run on a GPU: "
             "compare answers first, as examples/serve_on_gpus.py does"
         )
     if budget.config.score_by == "mean-echo":
-        from h2o.vllm.echo_of_prompts import Dealer, PromptEchoes  # all that serves transformers
+        from h2o.vllm.echo_of_prompts import Dealer, PromptEchoes  # imports transformers
 
         echoes = PromptEchoes(vllm_config.model_config.hf_config, budget.config)
         dealer = Dealer(budget.layers) if budget.together else None
@@ -164,14 +170,15 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
 
 
 class H2OAttentionBackend(CPUAttentionBackend):
-    """vLLM's own on the CPU, but of h2o where the entry is there.
+    """h2o's backend if the config has the entry "h2o", otherwise vLLM's own backend for the CPU.
 
-    The layers of an engine are made, then asked for their pages, then for a builder of metadata;
-    only the first happens where vLLM says which config is current.
+    vLLM creates the layers of an engine, then asks for the specs of their pages, then for a
+    metadata builder. Only in the first of these steps does it tell which config is current, so
+    `engine` is set there.
     """
 
     engine: Engine | None = None
-    """That whose layers were made last; None: vLLM's own attention."""
+    """The engine whose layers were created last, or None for vLLM's own attention"""
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
@@ -190,7 +197,7 @@ class H2OAttentionBackend(CPUAttentionBackend):
     @classmethod
     def supported_kv_cache_layouts(cls) -> Any:
         if cls.engine is not None and cls.engine.dealer is not None:
-            return (KVCacheLayout.BLHNC,)  # a block's pages in all layers lie side by side
+            return (KVCacheLayout.BLHNC,)  # the pages of a block are adjacent for all layers
         return super().supported_kv_cache_layouts()
 
     @classmethod
@@ -205,7 +212,7 @@ class H2OAttentionBackend(CPUAttentionBackend):
 
 
 class H2OCustomBackend(H2OAttentionBackend):
-    """The backend that a user chooses on GPUs, `--attention-backend CUSTOM`."""
+    """h2o's backend on GPUs. The user chooses it by `--attention-backend CUSTOM`."""
 
     @staticmethod
     def get_name() -> str:
@@ -215,7 +222,7 @@ class H2OCustomBackend(H2OAttentionBackend):
     def get_impl_cls(cls) -> type[AttentionImpl]:
         if entry_of(get_current_vllm_config()) is None:
             raise ValueError(
-                "--attention-backend CUSTOM is h2o's, which wants an entry of --additional-config: "
+                "--attention-backend CUSTOM is h2o's and needs an entry in --additional-config: "
                 '{"h2o": {"heavy": 128, "recent": 128}}'
             )
         return super().get_impl_cls()
@@ -226,12 +233,14 @@ class H2OCustomBackend(H2OAttentionBackend):
 
 
 Planned = Callable[[], Batch]
-"""A forward pass for all layers. The plan depends on the stored prompts, which both runners name
-after they have asked for it, so the first layer makes it."""
+"""Function that returns the plan of a forward pass. The plan depends on the stored prompts, which
+vLLM's model runners announce after they have built the metadata, so the first layer makes the
+plan."""
 
 
 class BatchBuilder(AttentionMetadataBuilder[Planned]):
-    """Plans a forward pass for all layers that have h2o's pages; vLLM's own for the others."""
+    """Plans a forward pass for all layers with h2o's pages. For other layers the constructor
+    returns vLLM's own builder."""
 
     def __new__(cls, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(kv_cache_spec, PageSpec):
@@ -250,7 +259,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         self.forks.partial.append(self.begun.chunks)
         self.meter: Meter | None = None
         if engine.has_windows:
-            logger.info_once("h2o: layers with a sliding window are vLLM's own")
+            logger.info_once("h2o: layers with a sliding window use vLLM's own attention")
         else:
             self.meter = meter_of(vllm_config, impls, kv_cache_spec)
 
@@ -259,10 +268,11 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
     ) -> Planned:
         rows = common_attn_metadata
         if rows.causal is not True:
-            raise ValueError("h2o serves causal attention in vLLM, and this model's is not")
+            raise ValueError("h2o supports only causal attention in vLLM, and this model's is not")
         if self.meter is not None:
             self.meter.stepped()
-        # Of a GPU the host waits for one of these, the pages; lengths are exact without drafts.
+        # On a GPU the host waits for one of these only, the pages. Without drafts the upper bounds
+        # of the lengths are exact.
         starts, lengths, pages = (
             x.tolist()
             for x in (
@@ -276,7 +286,8 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
 
 
 class H2OAttention(AttentionImpl[Planned]):
-    """One layer's attention; vLLM's own where that has a window and others have not."""
+    """Attention of one layer. For a layer with a sliding window, in a model where others have none,
+    the constructor returns vLLM's own."""
 
     def __new__(
         cls, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
@@ -307,14 +318,14 @@ class H2OAttention(AttentionImpl[Planned]):
         kind = AttentionType(attn_type)
         refused = {
             "ALiBi": alibi_slopes is not None,
-            "layers with a sliding window, which bounds their keys already": sliding_window,
+            "layers with a sliding window (which limits their keys already)": sliding_window,
             "layers that share the keys of another": kv_sharing_target_layer_name,
             "learned sinks": sinks is not None,
             f"attention of the kind {kind.value}": kind != AttentionType.DECODER,
         }
         for what, present in refused.items():
             if present:
-                raise ValueError(f"h2o does not serve {what} in vLLM")
+                raise ValueError(f"h2o does not support {what} in vLLM")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -337,8 +348,8 @@ class H2OAttention(AttentionImpl[Planned]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of query [n, H, D], key and value [n, G, D]; output [n, H, D]."""
-        if attn_metadata is None:  # a run that only measures memory, or compiles
+        """Compute attention of query [n, H, D], key and value [n, G, D] into output [n, H, D]."""
+        if attn_metadata is None:  # vLLM only measures memory or compiles
             return output.zero_()
         memory = kv_cache.data_ptr(), kv_cache.shape[0]
         if self.paged is None or self.memory != memory:
@@ -347,11 +358,11 @@ class H2OAttention(AttentionImpl[Planned]):
         return output
 
     def do_kv_cache_update(self, *args: Any) -> None:
-        """Nothing: `forward` stores what is kept."""
+        """Do nothing: `forward` stores keys and values."""
 
     def _pages(self, layer: Any, kv_cache: Tensor, key: Tensor) -> PagedLayer:
         if not kv_cache[0].is_contiguous() or kv_cache.stride(0) % ALIGNMENT:
-            raise ValueError(f"h2o: pages with strides {kv_cache.stride()}, wanted contiguous ones")
+            raise ValueError(f"h2o: pages must be contiguous; strides are {kv_cache.stride()}")
         index = extract_layer_index(layer.layer_name)
         engine, budget = self.engine, self.engine.budget
         keys = key[:1].transpose(0, 1)[None]
@@ -365,7 +376,7 @@ class H2OAttention(AttentionImpl[Planned]):
         return PagedLayer(*known, scores, engine.dealer, engine.forks)
 
     def _store_of_all(self, kv_cache: Tensor, keys: Tensor) -> PageStore:
-        """The pages of all layers together, whose bytes follow one another in each block."""
+        """The store that all layers share. Their pages are adjacent in each block."""
         budget, stores = self.engine.budget, self.engine.stores
         whole, pages = kv_cache.untyped_storage(), len(kv_cache)
         known, size = (whole.data_ptr(), pages), kv_cache.stride(0)
@@ -373,8 +384,8 @@ class H2OAttention(AttentionImpl[Planned]):
         if store is None:
             if size != kv_cache[0].numel() * budget.layers or len(whole) < pages * size:
                 raise ValueError(
-                    f"h2o: blocks of {size} bytes, of which a layer has {kv_cache[0].numel()}: "
-                    f"wanted those of {budget.layers} layers side by side"
+                    f"h2o: blocks have {size} bytes, of which a layer has {kv_cache[0].numel()}: "
+                    f"expected the pages of {budget.layers} layers to be adjacent"
                 )
             memory = kv_cache.as_strided((pages, size), (size, 1), 0)
             store = stores[known] = PageStore(memory, budget.empty_pages(keys), budget.layers)

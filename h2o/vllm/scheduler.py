@@ -1,6 +1,8 @@
-"""A subclass of vLLM's scheduler, since a KV connector has no say in where a prompt is parted: a
-prefix that is cut by itself is read in passes of its own, and only as many prompts are read in
-chunks at once as are kept whole until their end."""
+"""Subclasses of vLLM's scheduler, since a KV connector cannot choose where a prompt is divided.
+
+A prefix that is cut separately is prefilled in passes of its own. The number of prompts that are
+prefilled in chunks at the same time is limited to the number that can be kept whole.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ from h2o.vllm.validation import entry_of
 
 
 class Prefixes(Scheduler):
-    """vLLM's scheduler, but a prompt waits until there is a place in which its chunks are kept. And
-    where a request says how long its prefix is, that is read up to its end, then the rest in chunks
-    of a size that does not depend on other requests, since each is cut by itself."""
+    """vLLM's scheduler with two changes. A prompt that does not fit in one pass waits until it can
+    be kept whole. The prefix that a request names is prefilled up to its end, and then the rest in
+    chunks of a size that does not depend on other requests, since each chunk is cut separately."""
 
     room_is_awaited = False
-    """Whether a waiting request has not begun in this pass, since there was no room for it"""
+    """Whether a waiting request could not begin in this pass for lack of room"""
 
     @functools.cached_property
     def places(self) -> int:
-        """Prompts in chunks for which there is a place at once; 0: they need none."""
+        """Number of prompts that can be kept whole at a time, 0 if none is kept whole."""
         return entry_places(entry_of(self.vllm_config))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,19 +44,19 @@ class Prefixes(Scheduler):
         new: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         is_waiting = request.status != RequestStatus.RUNNING
         if is_waiting and self.room_is_awaited:
-            return 0  # vLLM 0.33 lets it pass the other, which would wait for ever
+            return 0  # vLLM 0.33 would let it overtake the other, which could then wait forever
         new = self._tokens(request, num_computed_tokens, new)
         self.room_is_awaited |= is_waiting and not new
         return new
 
     def _tokens(self, request: Any, computed: int, room: int) -> int:
-        """The tokens that are read of a request where there is room for so many; 0: it waits."""
+        """Number of tokens of a request in this pass, at most `room`. 0 if the request waits."""
         prefix, prompt, first = asked_prefix(request), request.num_prompt_tokens, _first(request)
         if computed < first:
             new = min(room, prefix - computed) if prefix else room
             if computed + new < first:
                 return new if self._has_place(request) else 0
-            self.in_places.discard(request.request_id)  # to be another's in this pass
+            self.in_places.discard(request.request_id)  # makes room for another in this pass
             return new
         if prefix and computed < prompt:
             most = 1 if reads_by_token(arguments_of(request)) else self._largest_chunk()
@@ -63,13 +65,13 @@ class Prefixes(Scheduler):
         return room
 
     def _has_place(self, request: Any) -> bool:
-        """Whether a prompt of which a part is read has a place, or gets one."""
+        """Whether a prompt that is prefilled in part can be kept whole. Reserves room for it."""
         if len(self.in_places) < self.places:
             self.in_places.add(request.request_id)
         return self.places == 0 or request.request_id in self.in_places
 
     def _largest_chunk(self) -> int:
-        """Tokens for which there is room in a pass beside a step of all other requests."""
+        """Largest chunk that fits in a pass together with a decode step of all other requests."""
         scheduling = self.scheduler_config
         most = scheduling.max_num_batched_tokens - scheduling.max_num_seqs
         threshold: int = scheduling.long_prefill_token_threshold
@@ -77,13 +79,14 @@ class Prefixes(Scheduler):
 
 
 def _first(request: Any) -> int:
-    """Tokens of what is read first of a request, which is kept whole until its end."""
+    """Number of tokens of a request that are prefilled first and then cut: its prefix, or its whole
+    prompt."""
     return asked_prefix(request) or int(request.num_prompt_tokens)
 
 
 class PrefixScheduler(Prefixes):
-    """Plans a pass when the one before has ended."""
+    """Plans a pass after the previous one has ended."""
 
 
 class PrefixAsyncScheduler(Prefixes, AsyncScheduler):
-    """Plans a pass while the one before runs."""
+    """Plans a pass while the previous one runs."""

@@ -1,9 +1,9 @@
-"""Which prompts are stored in which pages, and which of them a request begins with: the part of the
-scheduler's process.
+"""The scheduler's record of which prompts are stored in which pages, and the choice of the stored
+prompt with which a request begins.
 
-What a page holds after a prompt follows from the prompt's tokens and the request's settings, so
-requests are known by a hash of both. A request that wants a prompt, or a prefix, that another
-reads at the moment waits until that is stored.
+The contents of a page after a prompt are determined by the prompt's tokens and the request's
+settings, so prompts are identified by a hash of both. A request that could begin with a prompt or
+prefix that another request is prefilling waits until it is stored.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ class Asked(NamedTuple):
     """Hashes by which a request shares a prompt with others."""
 
     tokens: int
-    """of the prompt"""
+    """Number of tokens of the prompt"""
     whole: bytes
-    """known by this, with the prefix that is cut before the rest"""
+    """Hash of the whole prompt, including the length of the prefix that is cut first"""
     prefix: int
-    """tokens of it; 0: there is none"""
+    """Number of tokens of the prefix, 0 if there is none"""
     beginning: bytes | None
-    """the prefix is known by this"""
+    """Hash of the prefix"""
 
 
 def identify(
     tokens: Sequence[int], prefix: int, arguments: Mapping[str, Any], salt: str | None
 ) -> Asked:
-    """Identify a request by its tokens and those of its `vllm_xargs` that say what its page holds.
+    """Hash a request's tokens and those of its `vllm_xargs` that determine what its page holds.
 
     Args:
-        prefix: tokens of the prefix that is cut by itself; 0: there is none.
-        salt: which the request wants in common, beside the rest.
+        prefix: number of tokens of the prefix that is cut separately, 0 if there is none.
+        salt: the request's `cache_salt`. Only requests with the same salt share prompts.
     """
     settings = sorted(
         (name, repr(x))
@@ -55,20 +55,20 @@ def identify(
 
 
 class Begin(NamedTuple):
-    """A request begins with what was stored."""
+    """Instruction to begin a request with a stored prompt."""
 
     page: int
-    """where that is"""
+    """Page of the stored prompt"""
     other: int
-    """the request's"""
+    """Page of the request"""
     tokens: int
-    """that are read by that"""
+    """Number of tokens that need no prefill"""
     whole: bool
-    """whether the whole prompt is"""
+    """Whether the stored prompt is the request's whole prompt"""
 
 
 class Store(NamedTuple):
-    """A request's page is to be copied to another page after the pass."""
+    """Instruction to copy a request's page to another page after the pass."""
 
     page: int
     other: int
@@ -76,29 +76,29 @@ class Store(NamedTuple):
 
 @dataclasses.dataclass
 class Reading:
-    """A request whose prompt is being read."""
+    """A request whose prompt is being prefilled."""
 
     asked: Asked
     pages: list[int]
-    """in each group of layers, of which there are several beside sliding windows"""
+    """The request's page in each group of layers. There are several groups with sliding windows"""
     read: int
-    """tokens, with those of the pass that is planned"""
+    """Number of tokens prefilled, including those of the pass that is planned"""
     exact: bool = True
-    """False: the weights have changed since it began to be read"""
+    """Whether the prompt may be stored: not if the weights have changed during its prefill"""
 
 
 class StoredPrompts:
-    """The pages of stored prompts, and the requests that read others."""
+    """The pages of stored prompts, and the prompts that are being prefilled."""
 
     def __init__(self) -> None:
         self.pages: dict[bytes, int] = {}
         self.reading: dict[str, Reading] = {}
-        """Prompts that are being read, by request"""
+        """Prompts that are being prefilled, by request"""
         self._by_page: dict[int, bytes] = {}
 
     def find(self, wanted: Asked) -> tuple[int, int, bool] | None:
-        """(page, tokens, whole) of the longest beginning of a request that is stored. Of a whole
-        prompt the last token is computed again."""
+        """(page, tokens, whole) of the longest stored beginning of a request. The last token of a
+        whole prompt is not counted, since it is computed again."""
         if wanted.whole in self.pages and wanted.tokens > 1:
             return self.pages[wanted.whole], wanted.tokens - 1, True
         if wanted.beginning in self.pages:
@@ -106,7 +106,7 @@ class StoredPrompts:
         return None
 
     def is_read(self, request: str, wanted: Asked) -> bool:
-        """Whether another request reads at the moment what this one could begin with."""
+        """Whether another request is prefilling a prompt or prefix that this one could use."""
         keys = {wanted.whole, wanted.beginning} - {None}
         return any(
             other != request and one.exact and not keys.isdisjoint(_to_come(one))
@@ -114,8 +114,8 @@ class StoredPrompts:
         )
 
     def advance(self, scheduled: Mapping[str, int]) -> list[tuple[int, bytes]]:
-        """Goes on by a pass with so many tokens of each request: (page, key) of what may be stored
-        after it."""
+        """Advance by a pass with `scheduled` tokens of each request. Return (page, key) of each
+        prompt and prefix that may be stored after the pass."""
         done = []
         for request, one in [*self.reading.items()]:
             new = scheduled.get(request, 0)
@@ -125,7 +125,7 @@ class StoredPrompts:
                 done.append((one, wanted.beginning))
             if one.read >= wanted.tokens:
                 del self.reading[request]
-                if new > 1:  # else it is a step, whose attention nobody notes
+                if new > 1:  # one token is a decode step, whose attention output is not noted
                     done.append((one, wanted.whole))
         return [(one.pages[0], key) for one, key in done if one.exact]
 
@@ -134,13 +134,14 @@ class StoredPrompts:
         self._by_page[page] = key
 
     def drop(self, page: int) -> None:
-        """The page is another's."""
+        """Forget the prompt stored in a page that was given to a request."""
         key = self._by_page.pop(page, None)
         if key is not None:
             del self.pages[key]
 
     def clear(self) -> list[int]:
-        """Nothing is stored any more, nor is what is read now: the pages that were."""
+        """Forget all stored prompts, and do not store those that are being prefilled. Return the
+        pages that held prompts."""
         for one in self.reading.values():
             one.exact = False
         pages = [*self._by_page]
@@ -149,12 +150,12 @@ class StoredPrompts:
         return pages
 
     def leave(self, requests: Iterable[str]) -> set[int]:
-        """Forget requests that have left in the middle of their prompts; returns their pages."""
+        """Forget requests that have left in the middle of their prompts. Return their pages."""
         gone = [self.reading.pop(request) for request in requests if request in self.reading]
         return {page for one in gone for page in one.pages}
 
 
 def _to_come(one: Reading) -> set[bytes]:
-    """Hashes of what will be stored of a prompt that is being read."""
+    """Hashes of the prompt and prefix that a request in prefill will store."""
     beginning = one.asked.beginning if one.read < one.asked.prefix else None
     return {one.asked.whole} | ({beginning} if beginning is not None else set())

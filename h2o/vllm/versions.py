@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 TESTED = ("0.32", "0.33")
-"""Minor versions, by whose internals `plugin`, `connector`, `scheduler` and `validation` go. What
-differs between them for h2o: 0.32's scheduler ends a pass at a waiting request for which there is
-no room, 0.33's goes on with those behind it (`scheduler.Prefixes`)."""
+"""Minor versions on whose internals `plugin`, `connector`, `scheduler` and `validation` depend. One
+difference matters to h2o: at a waiting request for which there is no room, 0.32's scheduler ends
+the pass, and 0.33's continues with the requests behind it (`scheduler.Prefixes`)."""
 
 
 def is_tested(version: str) -> bool:

@@ -1,7 +1,7 @@
-/* amx.h - AMX in software: the instructions of AMX-TILE, AMX-BF16 and AMX-INT8 that the kernels use,
- * for tests of their level on processors without a matrix unit. Included by the compiler's command
- * line (make test-amx). What a processor would raise as a fault aborts. (Intel 64 and IA-32
- * Architectures Software Developer's Manual, volume 1, chapter 18, and volume 2.) */
+/* amx.h - AMX in software: the instructions of AMX-TILE, AMX-BF16 and AMX-INT8 that the kernels
+ * use, for tests of their levels on processors without a matrix unit. The compiler's command line
+ * includes this file (make test-amx). Whatever a processor would raise as a fault aborts. (Intel 64
+ * and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18, and volume 2.) */
 #ifndef H2O_TEST_AMX_H
 #define H2O_TEST_AMX_H
 
@@ -19,7 +19,7 @@ typedef struct {
     _Alignas(64) uint8_t data[AMX_ROWS][AMX_BYTES];
 } amx_tile;
 
-/* Each thread has its own. Compilers give each object file one, of which only those with kernels are
+/* Each thread has its own. Every object file gets one, but only those of files with kernels are
  * used. */
 static _Thread_local struct {
     int is_configured;
@@ -76,7 +76,7 @@ static inline void amx_store(int number, void *base, int64_t stride) {
     }
 }
 
-/* The three tiles of a product, of which the shapes have to agree. */
+/* Checks that the shapes of the three tiles of a product agree. */
 static inline void amx_check_shapes(const amx_tile *c, const amx_tile *a, const amx_tile *b) {
     AMX_CHECK(c != a && a != b && b != c);
     AMX_CHECK(c->rows == a->rows && c->bytes == b->bytes);
@@ -87,7 +87,7 @@ static inline void amx_dot_bytes(int to, int left, int right, int left_is_signed
     amx_tile *const c = amx_use(to), *const a = amx_use(left), *const b = amx_use(right);
     amx_check_shapes(c, a, b);
     for (int m = 0; m < c->rows; m++) {
-        uint32_t sum[AMX_BYTES / 4]; /* wraps */
+        uint32_t sum[AMX_BYTES / 4]; /* wraps around */
         memcpy(sum, c->data[m], sizeof sum);
         for (int k = 0; k < b->rows; k++) {
             for (int n = 0; n < c->bytes / 4; n++) {
@@ -111,7 +111,7 @@ static inline float amx_bf16(const uint8_t *bytes) {
     return x;
 }
 
-/* Numbers next to 0, which the unit takes for 0, are not told apart. */
+/* Subnormal numbers, which the unit treats as 0, are not treated specially. */
 static inline void amx_dot_bf16(int to, int left, int right) {
     amx_tile *const c = amx_use(to), *const a = amx_use(left), *const b = amx_use(right);
     amx_check_shapes(c, a, b);

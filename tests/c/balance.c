@@ -1,15 +1,16 @@
-/* balance.c - how well the work of each operation spreads over workers, without having them.
+/* balance.c - measures how well the work of each operation spreads over workers, without having
+ * that many processors.
  *
- * The kernels run for real, on one thread, with an executor that plays any number
- * of workers: the next task goes to the worker that has done least so far, and what a
- * task costs is what the kernel counts (multiply-adds, and a guess for the rest).
- * The time of a call is then what its busiest worker has done, waits included, and
+ * The kernels really run, on one thread, with an executor that simulates any number of workers: the
+ * next task goes to the worker that has done least so far, and the cost of a task is what the
+ * kernel counts (multiply-adds, and estimates for the rest). The time of a call is then the work of
+ * its busiest worker, waits included, and
  *
- *     efficiency = work on one worker / (workers * time on so many workers).
+ *     efficiency = work on one worker / (workers * time on that many workers).
  *
- * What real processors share (memory, caches) is not in this figure. Counts are
- * the same at every run. Built with -DH2O_BALANCE by `make balance`; exits with 1
- * where an operation falls short of its bound. The word "bounds" leaves out all that has none. */
+ * The figure does not include what real processors share (memory, caches). Counts are the same in
+ * every run. `make balance` builds this file with -DH2O_BALANCE. It exits with 1 if an operation
+ * misses its bound. The argument "bounds" leaves out everything that has no bound. */
 #define _GNU_SOURCE
 #include "cpu/tasks.h"
 
@@ -44,8 +45,8 @@ typedef struct {
     size_t workspace;
 } outcome;
 
-/* Opens a call for so many workers, plays it unless only the workspace is asked for, and returns
- * the bytes of that. */
+/* Opens a call for this many workers, plays it unless only_workspace is set, and returns the bytes
+ * of its workspace. */
 static size_t play_operation(h2o_operation operation, void *params, int workers,
                              bool only_workspace) {
     h2o_error error;
@@ -64,9 +65,9 @@ typedef struct {
     enum { PREFILL, CHUNK, STEP, EVICT, SIMULATE } what;
     const char *name;
     int64_t H, G, D;
-    int64_t tokens; /* new ones */
-    int64_t held;   /* keys stored, or that stay */
-    double bound;   /* wanted on 64 workers: a promise, or what there is to lose */
+    int64_t tokens; /* new tokens */
+    int64_t held;   /* keys that are stored, or that are kept */
+    double bound;   /* required with 64 workers: a promise, or what must not be lost */
 } balance_case;
 
 static const balance_case cases[] = {
@@ -97,14 +98,14 @@ static h2o_view filled(int64_t heads, int64_t rows, int64_t D, bool empty) {
                      .ndim = 4,
                      .device_type = 1,
                      .name = "tensor"};
-    view.data = malloc(tensor_bytes(&view)); /* not touched where only sizes matter */
+    view.data = malloc(tensor_bytes(&view)); /* not touched if only sizes matter */
     CHECK(view.data != NULL);
     test_random random = {.state = 1};
     if (!empty) fill_tensor(&view, 0.01f, &random);
     return view;
 }
 
-/* One call as a case has it: on fresh state, since step and evict change theirs. */
+/* Makes the call of a case, with new slots each time, since step and evict change them. */
 static outcome run_case(const balance_case *c, int workers, bool only_workspace) {
     outcome result = {0};
     test_random random = {.state = 1};

@@ -1,4 +1,4 @@
-/* children.h - child processes of a test. Windows has no fork: what wants one is left out there. */
+/* children.h - child processes of a test. Windows has no fork: tests that need it are left out. */
 #ifndef H2O_TEST_CHILDREN_H
 #define H2O_TEST_CHILDREN_H
 
@@ -18,7 +18,7 @@ static inline void alarm(int seconds) { (void)seconds; }
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* A child's exit status, -1 where a signal has ended it. */
+/* A child's exit status, or -1 if a signal ended it. */
 static inline int wait_for(pid_t child) {
     int status;
     CHECK(child > 0 && waitpid(child, &status, 0) == child);
@@ -27,9 +27,9 @@ static inline int wait_for(pid_t child) {
 
 #endif
 
-/* Whether a process with threads can be forked here. ThreadSanitizer does not follow it. In the
- * child of AddressSanitizer (GCC 12's allocator holds a lock over the fork in one run of ten) and
- * of an emulator, one now and then waits for ever for a lock of theirs, not of ours. */
+/* Whether a process with threads can be forked here. ThreadSanitizer does not support it. Under
+ * AddressSanitizer (GCC 12's allocator holds a lock over the fork in one run of ten) and in an
+ * emulator, a child sometimes waits forever for one of their locks, not ours. */
 static inline bool can_fork_threads(void) {
 #if defined(_WIN32)
     const bool can = false;

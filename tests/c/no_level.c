@@ -1,5 +1,5 @@
-/* no_level.c - in the place of level_<name>.c where the processor lacks its instructions: what the
- * list of levels is linked with, and nothing to run. Built with -DLEVEL=<name>. */
+/* no_level.c - replaces level_<name>.c if the processor lacks its instructions: an entry for the
+ * list of levels that can be linked but not run. Built with -DLEVEL=<name>. */
 #include "run.h"
 
 #define JOIN(a, b) a##b

@@ -1,11 +1,11 @@
-/* plain.h - attention of one key/value head as plain loops in double precision, and
- * how near to them a kernel has to be. */
+/* plain.h - attention of one key/value head as plain loops in double precision, and how close to
+ * them a kernel must be. */
 #ifndef H2O_PLAIN_H
 #define H2O_PLAIN_H
 
 #include "tensors.h"
 
-/* Queries of the R heads of a group, keys and values, as they were given. */
+/* Queries of the R heads of a group, keys and values, as passed in. */
 typedef struct {
     double *query;         /* [R][Q][D] */
     double *keys, *values; /* [N][D] */
@@ -37,7 +37,7 @@ static inline void free_plain(const plain_unit *u) {
     free(u->values);
 }
 
-/* In four sums, of which none waits for another. */
+/* Uses four sums that do not wait for each other. */
 static inline double plain_dot(const double *x, const double *y, int64_t n) {
     double sums[4] = {0.0};
     int64_t i = 0;
@@ -54,7 +54,7 @@ static inline double plain_logit(const double *query, const double *key, int64_t
     return softcap > 0.0f ? (double)softcap * tanh(logit / (double)softcap) : logit;
 }
 
-/* Logits to probabilities, in place, beside a sink that belongs to none; -infinity: no sink. */
+/* Turns logits into probabilities, in place, with a sink that gets none; -infinity: no sink. */
 static inline void plain_softmax(double *x, int64_t n, double sink) {
     double most = sink, total = 0.0;
     for (int64_t i = 0; i < n; i++) most = x[i] > most ? x[i] : most;
@@ -63,7 +63,7 @@ static inline void plain_softmax(double *x, int64_t n, double sink) {
     for (int64_t i = 0; i < n; i++) x[i] /= total;
 }
 
-/* The log of what that divides by. */
+/* The logarithm of the denominator of that softmax. */
 static inline double plain_log_sum(const double *x, int64_t n, double sink) {
     double most = sink, total = 0.0;
     for (int64_t i = 0; i < n; i++) most = x[i] > most ? x[i] : most;
@@ -71,7 +71,7 @@ static inline double plain_log_sum(const double *x, int64_t n, double sink) {
     return most + log(total + (sink > -INFINITY ? exp(sink - most) : 0.0));
 }
 
-/* Sinks [H] of the size of logits, of every fifth head none, and what a head's is. */
+/* Sinks [H] of about the size of logits; every fifth head has none. */
 static inline h2o_view make_sinks(int64_t H, test_random *random) {
     const h2o_view sinks = make_layout(SPREAD, H2O_F32, 1, H, 1, 1, 1, 3);
     for (int64_t h = 0; h < H; h++) {
@@ -80,11 +80,12 @@ static inline h2o_view make_sinks(int64_t H, test_random *random) {
     return sinks;
 }
 
+/* The sink of a head. */
 static inline double plain_sink(const h2o_view *sinks, int64_t h) {
     return h2o_given(sinks) ? (double)*(const float *)h2o_at(sinks, h, 0, 0) : -INFINITY;
 }
 
-/* Within that share of 1 or of what was expected; what is not finite is the same. */
+/* Within a share of 1 plus the expected size; values that are not finite must be equal. */
 static inline bool is_near(float got, double expected, double share) {
     if (!isfinite(expected)) {
         return isnan(expected) ? isnan(got) : (double)got == expected;
@@ -96,7 +97,7 @@ static inline double unit_roundoff(h2o_dtype dtype) {
     return dtype == H2O_F32 ? 0x1p-18 : dtype == H2O_F16 ? 0x1p-10 : 0x1p-7;
 }
 
-/* Row [b, q, h] of an output. */
+/* Checks row [b, q, h] of an output. */
 static inline void check_row(const h2o_view *out, int64_t b, int64_t q, int64_t h,
                              const double *expected) {
     for (int64_t d = 0; d < out->shape[3]; d++) {

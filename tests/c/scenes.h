@@ -1,6 +1,6 @@
-/* scenes.h - a conversation through attend, evict and step, and the same through simulate,
- * judged by plain loops in double precision. Every tensor is a block of its own, as large as
- * it has to be, so that the sanitizers watch the kernels. Needs _GNU_SOURCE. */
+/* scenes.h - a conversation through attend, evict and step, and the same through simulate, both
+ * checked against plain loops in double precision. Every tensor is a separate block of memory of
+ * exactly its size, so that the sanitizers can watch the kernels. Needs _GNU_SOURCE. */
 #ifndef H2O_SCENES_H
 #define H2O_SCENES_H
 
@@ -8,7 +8,7 @@
 
 #include "plain.h"
 
-/* The first q columns of a [B,n,Q,D] tensor. */
+/* Columns begin..begin + count - 1 of a [B,n,Q,D] tensor. */
 static h2o_view columns(const h2o_view *view, int64_t begin, int64_t count) {
     h2o_view part = *view;
     part.data = (char *)view->data + begin * view->stride[2] * h2o_dtype_size(view->dtype);
@@ -21,17 +21,16 @@ static h2o_view columns(const h2o_view *view, int64_t begin, int64_t count) {
 typedef struct {
     h2o_dims dims; /* Q: of the whole text */
     h2o_dtype dtype;
-    h2o_dtype stored;                /* in the slots, H2O_Q8 or H2O_Q4; H2O_NONE: dtype */
-    int64_t prompt, chunk_at, chunk; /* prompt, steps, a chunk, steps */
+    h2o_dtype stored;                /* in the slots: H2O_Q8 or H2O_Q4; H2O_NONE: dtype */
+    int64_t prompt, chunk_at, chunk; /* order: prompt, steps, a chunk, steps */
     int32_t heavy, recent;
     h2o_policy policy;
     float softcap;
     float scale;
     layout how;
-    bool sinks; /* heads have learned ones */
-    bool weird; /* some values, keys and queries are not finite */
-    int64_t
-        spare; /* rows of the slots that the batch has not: its own follow, the last one first */
+    bool sinks;    /* heads have learned sinks */
+    bool weird;    /* some values, keys and queries are not finite */
+    int64_t spare; /* unused rows of the slots; the batch's follow, in reverse order */
 } scene;
 
 typedef struct {
@@ -44,8 +43,8 @@ typedef struct {
     h2o_slots slots;
 } answer;
 
-/* Values that are NaN or infinite, all along; keys whose logits are -infinity; and
- * at last a query and a key of NaN, after which no score is a number. */
+/* Sets values to NaN or infinity throughout, keys whose logits are -infinity, and near the end a
+ * query and a key of NaN, after which no score is a number. */
 static void spoil_text(const scene *s, const text *t, test_random *random) {
     const h2o_dims *const d = &s->dims;
     for (int64_t b = 0; b < d->B; b++) {
@@ -71,7 +70,7 @@ static text make_text(const scene *s, test_random *random) {
     fill_tensor(&t.query, 0.02f, random);
     fill_tensor(&t.keys, 0.01f, random);
     fill_tensor(&t.values, 0.0f, random);
-    /* row 0 is whole; in the others many a step has nothing to do */
+    /* row 0 has no padding; in the others many steps have nothing to do */
     FILL(uint8_t, t.mask, i == 0 || (random_int(random, 0, 9) > 0 && (j < s->prompt || j % 3)));
     if (s->sinks) t.sink_logits = make_sinks(d->H, random);
     if (s->weird) spoil_text(s, &t, random);
@@ -102,12 +101,12 @@ static answer make_answer(const scene *s) {
     return a;
 }
 
-/* Which row of the slots a row of the batch is. */
+/* The row of the slots that batch row b uses. */
 static int64_t row_of(const h2o_slots *slots, int64_t b) {
     return h2o_given(&slots->rows) ? AT(int32_t, slots->rows, b, 0, 0) : b;
 }
 
-/* Calls f with every tensor of an answer. */
+/* Calls f with each pair of tensors of two answers. */
 static void for_each_tensor(const answer *a, const answer *b,
                             void (*f)(const h2o_view *, const h2o_view *)) {
     f(&a->out, &b->out);
@@ -207,7 +206,7 @@ static answer converse(const runner *with, const scene *s, const text *t) {
     return a;
 }
 
-/* What simulate says of the text: as positions the rows that evict the keys. */
+/* The answer of simulate. Its positions are the rows at which keys are evicted. */
 static answer simulate(const runner *with, const scene *s, const text *t) {
     answer a = make_answer(s);
     const h2o_view prompt = make_layout(s->how, H2O_I32, 1, s->dims.B, 1, 1, 1, 2);
@@ -237,7 +236,7 @@ static answer simulate(const runner *with, const scene *s, const text *t) {
     return a;
 }
 
-/* Rows of eviction to positions, as if each token had its slot. */
+/* Turns rows of eviction into positions, as if each token had a slot. */
 static void list_survivors(const scene *s, const text *t, const answer *a) {
     const int64_t Q = s->dims.Q;
     for (int64_t unit = 0; unit < s->dims.B * s->dims.G; unit++) {
@@ -260,7 +259,8 @@ typedef struct {
     int32_t *positions, *columns;
 } kept_keys;
 
-/* What query q of head h gives each kept key, and its output. sink: of that head. */
+/* Computes the weights that query q of head r gives to each kept key, and its output. sink: of that
+ * head. */
 static void attend_plainly(const scene *s, const plain_unit *u, double sink, int64_t r, int64_t q,
                            const kept_keys *kept, double *weights, double *out) {
     const double *const query = u->query + (r * s->dims.Q + q) * s->dims.D;
@@ -276,7 +276,7 @@ static void attend_plainly(const scene *s, const plain_unit *u, double sink, int
     }
 }
 
-/* Drops what the budget has no room for, after the tokens up to column q. */
+/* Drops the keys that exceed the budget after `length` tokens. */
 static void evict_plainly(const scene *s, int64_t length, kept_keys *kept) {
     const int64_t n = kept->count;
     uint8_t *const keep = test_alloc((size_t)n);
@@ -297,7 +297,7 @@ static void evict_plainly(const scene *s, int64_t length, kept_keys *kept) {
     free(keys);
 }
 
-/* The kept keys in the slots are those of the plain loops. */
+/* Checks that the slots hold the keys that the plain loops have kept. */
 static void check_slots(const answer *a, int64_t b, int64_t g, const kept_keys *kept) {
     const h2o_slots *const slots = &a->slots;
     const int64_t row = row_of(slots, b);
@@ -315,13 +315,13 @@ static void check_slots(const answer *a, int64_t b, int64_t g, const kept_keys *
     CHECK(found == kept->count);
 }
 
-/* What all levels answer, which plain loops, that take longest here, need to work out but once. */
+/* The answers of all levels. The plain loops, which take most of the time, run once for all. */
 typedef struct {
     answer by[LEVELS];
     size_t count;
 } answers;
 
-/* One row and key/value head, call by call. */
+/* Checks one key/value head of one row, call by call. */
 static void check_unit(const scene *s, const text *t, const answers *a, int64_t b, int64_t g) {
     const h2o_dims *const d = &s->dims;
     const size_t room = (size_t)d->Q;
@@ -374,7 +374,7 @@ static void check_unit(const scene *s, const text *t, const answers *a, int64_t 
 
 /* ---- Judging ----------------------------------------------------------- */
 
-/* Rows of the slots that no row of the batch is are still empty. */
+/* Checks that rows of the slots that the batch does not use are still empty. */
 static void check_spare(const scene *s, const answer *a) {
     const h2o_slots *const slots = &a->slots;
     for (int64_t row = 0; row < s->spare; row++) {
@@ -393,7 +393,7 @@ static void check_units(const scene *s, const text *t, const answers *a) {
     }
 }
 
-/* How a text is to go through some operations, as often as the answer must be the same. */
+/* A passage takes a text through operations. A player runs it in several ways that must agree. */
 typedef answer (*passage)(const runner *, const scene *, const text *);
 typedef answer (*player)(const h2o_ops *ops, const scene *s, const text *t, passage through);
 
@@ -402,7 +402,7 @@ static void free_answers(answers *a) {
     a->count = 0;
 }
 
-/* ops: of so many levels. */
+/* ops: the kernels of `count` levels. */
 static void test_scene(const h2o_ops *const *ops, size_t count, const scene *s, uint64_t seed,
                        player play) {
     test_random random = {.state = seed};
@@ -416,7 +416,7 @@ static void test_scene(const h2o_ops *const *ops, size_t count, const scene *s, 
     check_units(s, &t, &a);
     free_answers(&a);
 
-    scene whole = *s; /* without a chunk, and nothing is overwritten */
+    scene whole = *s; /* without a chunk, and with a slot for every token */
     whole.chunk_at = -1;
     whole.spare = 0;
     whole.dims.S = whole.dims.Q;

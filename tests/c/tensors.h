@@ -1,5 +1,5 @@
-/* tensors.h - what tests and counts of the kernels share: tensors, and operations
- * run as a call from Python would run them. Needs _GNU_SOURCE. */
+/* tensors.h - shared by tests and counts of the kernels: tensors, and operations that run as in a
+ * call from Python. Needs _GNU_SOURCE. */
 #ifndef H2O_TENSORS_H
 #define H2O_TENSORS_H
 
@@ -12,9 +12,8 @@
 
 /* ---- Tensors ----------------------------------------------------------- */
 
-/* Tensors lie without gaps, or SPREAD: with gaps behind each dimension, full of
- * bytes that are no sensible number, and with `step` elements from one element of
- * the last dimension to the next. */
+/* DENSE tensors have no gaps. SPREAD ones have gaps after each dimension, filled with bytes that
+ * are no sensible number; elements of the last dimension are `step` apart. */
 typedef enum { DENSE, SPREAD } layout;
 
 static inline h2o_view make_layout(layout how, h2o_dtype dtype, int ndim, int64_t a, int64_t b,
@@ -41,10 +40,10 @@ static inline size_t tensor_bytes(const h2o_view *view) {
     return (size_t)(view->shape[0] * view->stride[0] * h2o_dtype_size(view->dtype));
 }
 
-/* The element [a, b, c] of a tensor of up to three dimensions. */
+/* Element [a, b, c] of a tensor of up to three dimensions. */
 #define AT(type, view, a, b, c) (*(type *)h2o_at(&(view), a, b, c))
 
-/* Sets all elements of a tensor of numbers of that type. */
+/* Sets all elements of a tensor of up to three dimensions. */
 #define FILL(type, view, x)                                                                        \
     do {                                                                                           \
         const int64_t *const n = (view).shape;                                                     \
@@ -69,7 +68,7 @@ static inline h2o_dims make_dims(int64_t B, int64_t G, int64_t R, int64_t Q, int
     return (h2o_dims){.B = B, .H = G * R, .G = G, .R = R, .Q = Q, .S = S, .D = D};
 }
 
-/* Keys of uneven importance, or queries whose direction drifts. */
+/* Fills with keys of uneven importance, or with queries whose direction drifts. */
 static inline void fill_tensor(const h2o_view *view, float drift, test_random *random) {
     for (int64_t i = 0; i < view->shape[0] * view->shape[1]; i++) {
         for (int64_t q = 0; q < view->shape[2]; q++) {
@@ -85,8 +84,8 @@ static inline void fill_tensor(const h2o_view *view, float drift, test_random *r
 
 /* ---- Slots ------------------------------------------------------------- */
 
-/* An empty store of rows of that type, H2O_Q8 or H2O_Q4 for rows of bytes. Scores of empty
- * slots are NaN, as they may not be read. */
+/* An empty store with rows of a type; H2O_Q8 and H2O_Q4 are rows of bytes. Scores of empty slots
+ * are NaN, since they must not be read. */
 static inline h2o_slots make_slots(layout how, const h2o_dims *d, h2o_dtype stored, int32_t heavy,
                                    int32_t recent, bool weighted) {
     const h2o_dtype dtype = stored > H2O_U8 ? H2O_U8 : stored;
@@ -114,8 +113,8 @@ static inline h2o_slots make_slots(layout how, const h2o_dims *d, h2o_dtype stor
     return slots;
 }
 
-/* As if so many tokens had been seen, and all kept: in the first slots. Bytes are of no token in
- * particular. */
+/* Fills the first slots as if `held` tokens had been seen and all were kept. Rows of bytes get
+ * arbitrary content. */
 static inline void fill_slots(h2o_slots *slots, int64_t held, test_random *random) {
     if (slots->keys.dtype == H2O_U8) {
         memset(slots->keys.data, 1, tensor_bytes(&slots->keys));
@@ -150,9 +149,8 @@ static inline void meet(int worker, int workers, void *context) {
     m->function(worker, workers, m->context);
 }
 
-/* No worker begins before all have a thread. Else the first thread has often done
- * everything before another is awake, and ThreadSanitizer judges what happens,
- * not what might. */
+/* No worker begins before all have a thread. Otherwise the first thread has often done everything
+ * before another one wakes up, and ThreadSanitizer reports only what happens, not what could. */
 static inline void run_together(int workers, h2o_worker_fn function, void *context) {
     meeting m = {.function = function, .context = context};
     CHECK(pthread_barrier_init(&m.start, NULL, (unsigned)workers) == 0);
@@ -160,15 +158,15 @@ static inline void run_together(int workers, h2o_worker_fn function, void *conte
     pthread_barrier_destroy(&m.start);
 }
 
-/* What every kernel is run with. */
+/* How a kernel is run. */
 typedef struct {
     const h2o_ops *ops;
     int workers;
     int64_t workspace_limit; /* as in h2o_exec */
 } runner;
 
-/* Runs an operation through all that a call from Python goes through. Memory goes by what there is
- * to do, workers without a task want none; it is as if it had been used before, full of 0.747. */
+/* Runs an operation through all stages of a call from Python. The workspace is filled with 0.747,
+ * as if it had been used before. Its size must not grow with workers that have no task. */
 static inline void run_operation(h2o_operation operation, void *params, const runner *with) {
     h2o_error error;
     h2o_call call = {.operation = operation,

@@ -1,5 +1,5 @@
-/* test.h - what the C tests share: checks that stop at the first failure, random
- * numbers that are the same everywhere, and which levels there are. */
+/* test.h - shared by the C tests: checks that stop at the first failure, random numbers that are
+ * the same on every machine, and the list of levels. */
 #ifndef H2O_TEST_H
 #define H2O_TEST_H
 
@@ -9,9 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(_WIN32) /* where POSIX's has another name */
+#if defined(_WIN32) /* has them under other names */
 #define setenv(name, value, overwrite) _putenv_s(name, value)
-#define unsetenv(name) _putenv_s(name, "") /* which takes it away */
+#define unsetenv(name) _putenv_s(name, "") /* an empty value removes it */
 #endif
 
 #include "guard.h"
@@ -19,7 +19,7 @@
 
 #if defined(__has_feature)
 #if __has_feature(thread_sanitizer)
-#define __SANITIZE_THREAD__ 1 /* as gcc has it */
+#define __SANITIZE_THREAD__ 1 /* as gcc defines it */
 #endif
 #if __has_feature(memory_sanitizer)
 #define __SANITIZE_MEMORY__ 1
@@ -44,18 +44,18 @@ enum { MEMORY_SANITIZER = 1 };
 enum { MEMORY_SANITIZER = 0 };
 #endif
 
-/* Whether answers are compared with plain loops. Under these two sanitizers, which look at memory and
- * threads, the loops take minutes, and the same test judges the answers without a sanitizer. */
+/* Whether answers are compared with plain loops. Under these two sanitizers, which check memory and
+ * threads, the loops take minutes, and the same test checks the answers without a sanitizer. */
 enum { JUDGED = !THREAD_SANITIZER && !ADDRESS_SANITIZER };
 
-/* Under a sanitizer or in an emulator, where a case takes five to a hundred times as long. */
+/* True under a sanitizer or in an emulator, where a case takes five to a hundred times as long. */
 static inline bool is_slow(void) {
     return THREAD_SANITIZER || ADDRESS_SANITIZER || MEMORY_SANITIZER ||
            getenv("H2O_TEST_EMULATED") != NULL;
 }
 
-/* A case is then tested in one of the three dtypes: the next case in another one, and no case in
- * the same one under all sanitizers. */
+/* On slow machines a case is tested with one of the three dtypes: successive cases with different
+ * ones, and no case with the same one under all sanitizers. */
 static inline bool is_left_out(size_t number, size_t dtype) {
     return is_slow() && dtype != (number + ADDRESS_SANITIZER) % 3;
 }
@@ -80,12 +80,12 @@ static inline uint64_t random_bits(test_random *random) {
     return z ^ z >> 31;
 }
 
-/* In low..high, both included. */
+/* An integer from low to high, both included. */
 static inline int64_t random_int(test_random *random, int64_t low, int64_t high) {
     return low + (int64_t)(random_bits(random) % (uint64_t)(high - low + 1));
 }
 
-/* In [0, 1). */
+/* A float in [0, 1). */
 static inline float random_float(test_random *random) {
     return (float)(random_bits(random) >> 40) * 0x1p-24f;
 }
@@ -96,7 +96,7 @@ static inline void *test_alloc(size_t bytes) {
     return memory;
 }
 
-/* Every level that this processor family can have. */
+/* All levels that this processor family can have. */
 static const h2o_ops *const levels[] = {
     &h2o_ops_generic,
 #if defined(H2O_LEVELS_X86)
@@ -115,9 +115,9 @@ static const h2o_ops *const levels[] = {
 
 enum { LEVELS = sizeof levels / sizeof *levels };
 
-/* Whether this machine can run that level; after h2o_init. H2O_TEST_LEVEL, where
- * it is set, is the only one that counts. For ThreadSanitizer the lowest and the highest do, which
- * have between them all that threads share. */
+/* Whether this machine can run a level; call after h2o_init. If H2O_TEST_LEVEL is set, no other
+ * level counts. Under ThreadSanitizer only the lowest and the highest do; together they contain
+ * everything that threads share. */
 static inline bool has_level(const char *level) {
     const char *const only = getenv("H2O_TEST_LEVEL");
     if (only && strcmp(only, level) != 0) return false;

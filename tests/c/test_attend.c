@@ -1,20 +1,20 @@
-/* test_attend.c - one call of attend, at every level, on shapes that reach each way
- * in which it divides its work: several waves of heads and a last one that is
- * not full, heads of both kinds in one call, panels, long stores, few rows. Against
- * plain loops; several workers may not change a bit. */
+/* test_attend.c - single calls of attend, at every level, on shapes that reach each way of dividing
+ * the work: several waves of heads with a last one that is not full, heads of both kinds in one
+ * call, panels, long stores, few rows. Results are compared with plain loops, and several workers
+ * must produce the same bits. */
 #define _GNU_SOURCE
 #include "plain.h"
 
 typedef struct {
     int64_t B, G, R, stored, Q, D;
     h2o_dtype dtype;
-    bool masked; /* each row has its own pads, the last row very many */
+    bool masked; /* each row has its own padding; the last row is almost all padding */
     float decay, softcap, scale;
     int64_t workspace_limit; /* as in h2o_exec */
-    bool sinks;              /* heads have learned ones */
+    bool sinks;              /* heads have learned sinks */
 } shape;
 
-/* Slots that are filled with holes between them. */
+/* Filled slots with holes between them. */
 static h2o_slots make_store(const shape *s, const h2o_dims *d, test_random *random) {
     h2o_slots slots = make_slots(SPREAD, d, s->dtype, 1, 1, false);
     fill_tensor(&slots.keys, 0.01f, random);
@@ -74,7 +74,7 @@ static void free_call(const h2o_attend_params *p) {
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) free(views[i]->data);
 }
 
-/* The stored keys, then the new tokens, that the last query of a head sees. */
+/* The keys that the last query of a head sees: stored keys, then new tokens. */
 typedef struct {
     int64_t stored, fresh;
     int64_t *slots, *columns;
@@ -99,7 +99,7 @@ static visible list_visible(const h2o_attend_params *p, const h2o_view *scores, 
     return v;
 }
 
-/* log_sums: of another call with the same operands. */
+/* log_sums: from another call with the same operands. */
 static void check_head(const shape *s, const h2o_attend_params *p, const h2o_view *scores,
                        const h2o_view *log_sums, int64_t b, int64_t g) {
     const plain_unit u = make_plain(&p->query, &p->keys, &p->values, b, g);
@@ -147,7 +147,7 @@ static void check_head(const shape *s, const h2o_attend_params *p, const h2o_vie
     free_plain(&u);
 }
 
-/* The answer of some workers is that of one. */
+/* Checks that several workers give the same answer as one. */
 static void check_workers(const h2o_ops *ops, const shape *s, h2o_attend_params p,
                           const h2o_view *scores, int workers) {
     h2o_attend_params other = p;
@@ -170,7 +170,7 @@ static void check_workers(const h2o_ops *ops, const shape *s, h2o_attend_params 
     free(other.scores.data);
 }
 
-/* [B,H,Q], by some workers; nothing else is written. */
+/* Log sums [B,H,Q], computed by `workers` workers. Checks that out is not written. */
 static h2o_view log_sums_of(const h2o_ops *ops, const shape *s, h2o_attend_params p, int workers) {
     const runner with = {ops, workers, s->workspace_limit};
     p.log_sums = make_layout(SPREAD, H2O_F32, 3, s->B, s->G * s->R, s->Q, 1, 1);
@@ -185,7 +185,7 @@ static h2o_view log_sums_of(const h2o_ops *ops, const shape *s, h2o_attend_param
     return p.log_sums;
 }
 
-/* A shape that is to be carried out in several waves must be: one needs less memory than all. */
+/* Checks that a shape meant for several waves has them: a wave needs less memory than all heads. */
 static void check_waves(const h2o_ops *ops, const shape *s, const h2o_attend_params *p) {
     const h2o_exec waves = {.workers = 1, .workspace_limit = s->workspace_limit},
                    once = {.workers = 1};
@@ -196,7 +196,7 @@ static void check_waves(const h2o_ops *ops, const shape *s, const h2o_attend_par
 static void test_shape(const h2o_ops *ops, const shape *s) {
     test_random random = {.state = 7};
     const h2o_attend_params p = make_call(s, &random);
-    h2o_attend_params checked = p; /* a call sets strides that say nothing */
+    h2o_attend_params checked = p; /* a call changes strides that mean nothing */
     h2o_view scores = {0};
     const runner one = {ops, 1, s->workspace_limit};
     if (p.has_slots) copy_scores(&p, &scores);
@@ -216,23 +216,23 @@ static void test_shape(const h2o_ops *ops, const shape *s) {
 
 int main(void) {
     static const shape shapes[] = {
-        /* many rows: several waves and a last one of fewer heads; units of several blocks */
+        /* many rows: several waves, with fewer heads in the last; units of several blocks */
         {1, 5, 1, 0, 2100, 8, H2O_F32, false, 1.0f, 0.0f, 0.3f, 400000, false},
         {1, 3, 3, 100, 900, 16, H2O_BF16, true, 0.999f, 0.0f, 0.3f, 1, false},
-        /* rows of a batch with many and with few of them */
+        /* batch rows with many and with few query rows */
         {3, 2, 4, 700, 200, 40, H2O_F32, true, 0.9f, 3.0f, -0.2f, 0, true},
         {3, 2, 4, 700, 200, 33, H2O_BF16, true, 1.0f, 0.0f, 0.2f, 0, false},
-        /* few rows, stores of one chunk, of many, of one block more than they share well */
+        /* few rows; stores of one chunk, of many, of one block more than chunks share evenly */
         {2, 2, 2, 300, 5, 64, H2O_F16, true, 1.0f, 0.0f, 0.1f, 1, false},
         {1, 3, 4, 2047, 2, 20, H2O_BF16, false, 0.5f, 0.0f, 0.2f, 0, false},
         {1, 2, 8, 2200, 17, 72, H2O_F32, false, 1.0f, 4.0f, 0.1f, 1, true},
         {1, 1, 1, 9000, 200, 8, H2O_F32, true, 0.99f, 0.0f, 0.3f, 0, false},
-        /* more rows and keys than a tile buffer for each worker should hold: several panels */
+        /* too many rows and keys for a tile buffer per worker: several panels */
         {1, 2, 1, 16300, 300, 8, H2O_F32, false, 1.0f, 0.0f, 0.3f, 0, false},
         {2, 1, 2, 16370, 170, 16, H2O_BF16, true, 0.99f, 0.0f, 0.3f, 1, true},
-        /* so many keys that chunks are as long as they get */
+        /* so many keys that chunks have their maximum length */
         {1, 1, 2, 66000, 9, 4, H2O_F32, false, 1.0f, 0.0f, 0.3f, 0, false},
-        /* next to nothing */
+        /* tiny shapes */
         {1, 1, 1, 0, 1, 1, H2O_F32, false, 1.0f, 0.0f, 1.0f, 0, false},
         {1, 1, 3, 1, 1, 5, H2O_F16, false, 0.0f, 0.0f, 1.0f, 0, false},
         {1, 1, 6, 0, 1, 3, H2O_F32, false, 1.0f, 0.0f, 1.0f, 0, true},

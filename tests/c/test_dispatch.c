@@ -1,5 +1,5 @@
-/* test_dispatch.c - the choice of a level. h2o_init decides once for all, so
- * each case has a child process of its own. */
+/* test_dispatch.c - the choice of a level. h2o_init decides once per process, so each case runs in
+ * a child process. */
 #define _GNU_SOURCE
 #include "run.h"
 
@@ -21,7 +21,7 @@ static void without_wish_the_highest(const char *unused) {
     h2o_error error;
     (void)unused;
     CHECK(unsetenv("H2O_CPU") == 0);
-    CHECK(h2o_table(1) == NULL); /* nothing before h2o_init */
+    CHECK(h2o_table(1) == NULL); /* there is no table before h2o_init */
     CHECK(h2o_init(&error) == H2O_OK && h2o_init(&error) == H2O_OK);
     const char *const *levels = h2o_cpu_levels();
     CHECK(strcmp(levels[0], "generic") == 0);
@@ -31,7 +31,7 @@ static void without_wish_the_highest(const char *unused) {
     CHECK(strlen(h2o_cpu_features()) > 0);
 }
 
-/* It is taken if it is one of those that the machine has, else refused. */
+/* A level is accepted if the machine has it, and rejected otherwise. */
 static void with_wish_that_one(const char *level) {
     h2o_error error;
     CHECK(setenv("H2O_CPU", level, 1) == 0);
@@ -53,7 +53,7 @@ static void an_unknown_level_is_refused(const char *name) {
 }
 
 int main(void) {
-    unsetenv("H2O_TEST_LEVEL"); /* all levels are what this is about */
+    unsetenv("H2O_TEST_LEVEL"); /* this test is about all levels */
     static const char *const levels[] = {
         "generic",
 #if defined(__x86_64__)

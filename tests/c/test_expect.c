@@ -1,4 +1,4 @@
-/* test_expect.c - preconditions are checked in builds with a sanitizer, and in these only. */
+/* test_expect.c - preconditions are checked in builds with a sanitizer, and only there. */
 #define _GNU_SOURCE
 #include "expect.h"
 

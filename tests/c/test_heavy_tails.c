@@ -1,8 +1,9 @@
-/* test_heavy_tails.c - reduced precision at every level, on inputs on which it fails first: attention
- * sinks, channels of queries, keys or values that are far larger than the others, and such rows.
- * bfloat16 queries over stored rows of each kind have at most twice the error of the float path, the
- * same attention in float32 over the same rows, with the output rounded to bfloat16. Neither rows
- * of the batch nor workers change a bit. (tests/torch/heavy_tails.py has these inputs too.) */
+/* test_heavy_tails.c - reduced precision at every level, on inputs on which it fails first:
+ * attention sinks, channels of queries, keys or values that are far larger than the others, and
+ * such rows. With bfloat16 queries over stored rows of each kind, the error must be at most twice
+ * that of the float path, which is the same attention in float32 over the same rows with the output
+ * rounded to bfloat16. Neither batch rows nor workers may change a bit. (tests/torch/heavy_tails.py
+ * has the same inputs.) */
 #define _GNU_SOURCE
 #include "quantize.h"
 
@@ -23,7 +24,7 @@ typedef struct {
 
 /* ---- Inputs ------------------------------------------------------------ */
 
-/* About Gaussian: four uniform numbers, which end at 3.5. */
+/* Roughly Gaussian: the sum of four uniform numbers, which ends at 3.5. */
 static float gaussian(test_random *random) {
     const uint64_t bits = random_bits(random);
     const uint64_t sum =
@@ -38,7 +39,7 @@ static float gaussian(test_random *random) {
             for (int64_t q = 0; q < (view)->shape[2]; q++)                                         \
                 for (int64_t d = 0; d < (view)->shape[3]; d++)
 
-/* Gaussian. The queries of a group look about the same way, which aim() gives keys. */
+/* Gaussian. The queries of a group point in about the same direction, which aim() gives to keys. */
 static text gaussian_text(const shape *s, test_random *random) {
     const text t = {make_tensor(H2O_F32, 4, s->B, G * s->R, s->fresh, s->D),
                     make_tensor(H2O_F32, 4, s->B, G, s->n, s->D),
@@ -54,7 +55,7 @@ static text gaussian_text(const shape *s, test_random *random) {
     return t;
 }
 
-/* A channel becomes x * factor + more. */
+/* Changes x in a channel to x * factor + more. */
 static void change_channel(const h2o_view *view, int64_t channel, float factor, float more) {
     float *const x = view->data;
     for (int64_t i = channel; i < view->shape[0] * view->stride[0]; i += view->shape[3]) {
@@ -62,7 +63,7 @@ static void change_channel(const h2o_view *view, int64_t channel, float factor, 
     }
 }
 
-/* Every `step`-th row from `first` on. */
+/* Scales every `step`-th row from `first` on. */
 static void scale_rows(const h2o_view *view, int64_t first, int64_t step, float factor) {
     for (int64_t i = 0; i < view->shape[0] * view->shape[1]; i++) {
         for (int64_t q = first; q < view->shape[2]; q += step) {
@@ -72,7 +73,7 @@ static void scale_rows(const h2o_view *view, int64_t first, int64_t step, float 
     }
 }
 
-/* Replaces such keys by others that have about this logit for every query. */
+/* Replaces every `step`-th key from `first` on: each query gets about this logit for it. */
 static void aim(const text *t, int64_t first, int64_t step, float logit) {
     const int64_t R = t->query.shape[1] / G, rows = R * t->query.shape[2], D = t->keys.shape[3];
     float *const way = test_alloc((size_t)D * sizeof *way);
@@ -144,7 +145,7 @@ static void everything(const text *t) {
     sink(t);
 }
 
-/* The same rounded to bfloat16; frees the first. */
+/* The tensor rounded to bfloat16; frees the original. */
 static h2o_view rounded(h2o_view x) {
     const h2o_view to = make_tensor(H2O_BF16, 4, x.shape[0], x.shape[1], x.shape[2], x.shape[3]);
     EACH_ELEMENT(&x, b, h, q, d) store_at(&to, b, h, q, d, load_at(&x, b, h, q, d));
@@ -185,7 +186,7 @@ static void hold(const runner *with, const shape *s, const text *t, h2o_slots *s
     free(evict.scores.data);
 }
 
-/* The slots hold all but the call's tokens. */
+/* Runs the call; the slots hold all tokens except those of the call. */
 static answer run(const runner *with, const shape *s, const text *t) {
     const int64_t B = t->keys.shape[0], held = s->n - s->fresh;
     const h2o_dims d = make_dims(B, G, s->R, s->fresh, s->n, s->D);
@@ -243,7 +244,7 @@ static double element(const char *row, h2o_dtype stored, int64_t d, int64_t D) {
                (d % H2O_GROUP < H2O_GROUP / 2 ? byte & 15 : byte >> 4);
 }
 
-/* [n, D]: the text's rows, those that were held as the slots have them. */
+/* [n, D]: the rows of the text, with those that were held as the slots store them. */
 static double *seen(const shape *s, const h2o_view *given, const h2o_view *slots, h2o_dtype stored,
                     int64_t b, int64_t g) {
     const int64_t held = s->fresh == 1 ? s->n : s->n - s->fresh;
@@ -285,7 +286,7 @@ static double as_bf16(double x) {
     return (double)load_scalar((char *)&half, H2O_BF16);
 }
 
-/* Rows of one query each, exact, by the kernels and by the float path. */
+/* Rows, one for each query: exact, from the kernels, and from the float path. */
 typedef struct {
     int64_t count, width;
     double *exact, *kernel, *floats;
@@ -298,8 +299,8 @@ static rows make_rows(int64_t count, int64_t width) {
 
 static void free_rows(const rows *r) { free(r->exact), free(r->kernel), free(r->floats); }
 
-/* The mean of the relative errors of rows. A channel counts by its own size if `channels`, so that
- * an outlier channel hides nothing. */
+/* The root of the mean squared relative error of rows. With `channels`, each channel is measured by
+ * its own size, so that an outlier channel hides nothing. */
 static double error_of(const rows *r, const double *x, bool channels) {
     double total = 0.0, *const unit = test_alloc((size_t)r->width * sizeof *unit);
     for (int64_t d = 0; d < r->width; d++) {
@@ -332,7 +333,7 @@ static void judge(const char *what, const char *kind, const char *level, const s
     }
 }
 
-/* The exact answer and that of the float path: outputs of all queries, scores of a step. */
+/* Computes the exact answer and the float path's: outputs of all queries, scores of a step. */
 static void fill_rows(const shape *s, const text *t, const answer *a, rows *out, rows *scores) {
     double *const weights = test_alloc((size_t)s->n * sizeof *weights);
     for (int64_t i = 0; i < s->B * G; i++) {
@@ -366,7 +367,7 @@ static void fill_rows(const shape *s, const text *t, const answer *a, rows *out,
     free(weights);
 }
 
-/* What is written is that of other numbers of workers, and of a row by itself. */
+/* Checks that neither the number of workers nor other batch rows change the answer. */
 static void check_same(const h2o_ops *ops, const shape *s, const text *t, const answer *a) {
     const runner several = {ops, 5, 0}, one = {ops, 1, 0};
     const answer other = run(&several, s, t);
@@ -385,7 +386,7 @@ static void check_same(const h2o_ops *ops, const shape *s, const text *t, const 
 }
 
 #if defined(H2O_LEVEL_AMX)
-/* Sums of whole numbers are the same by a matrix unit. */
+/* Checks that a matrix unit computes the same sums of integers. */
 static void check_as_by_vectors(const h2o_ops *ops, const shape *s, const text *t,
                                 const answer *a) {
     const bool by_unit = strncmp(ops->name, "avx512amx", 9) == 0;
@@ -443,7 +444,7 @@ int main(void) {
                  {"value rows", value_rows},
                  {"key rows", key_rows},
                  {"everything", everything}};
-    /* steps of each number of heads of a pass over rows, and of two passes; chunks; a prompt */
+    /* steps with each number of heads of a pass over rows, and with two passes; chunks; a prompt */
     static const shape shapes[] = {
         {6, 1, 150, 64, H2O_Q8, H2O_Q8, 1},      {6, 2, 150, 128, H2O_Q8, H2O_Q4, 1},
         {2, 3, 520, 192, H2O_Q8, H2O_Q8, 1},     {6, 4, 150, 128, H2O_Q8, H2O_Q4, 1},

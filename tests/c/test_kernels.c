@@ -1,12 +1,12 @@
-/* test_kernels.c - the scenes at every level, and with several workers, which may not change
- * a bit. */
+/* test_kernels.c - the scenes at every level, and with several workers, which must produce the same
+ * bits. */
 #define _GNU_SOURCE
 #include "scenes.h"
 
-/* The answer of one worker, which is that of several, also where they hold so little
- * at a time that there is a wave for each head. Other numbers of workers take turns: at every level
- * each meets each scene, in one of the dtypes, and in another one as a simulation. Slow machines
- * try 5. */
+/* The answer of one worker, which must equal that of several, also if memory is so limited that
+ * there is a wave for each head. The other numbers of workers take turns: at every level each is
+ * used for each scene with one of the dtypes, and with another one as a simulation. Slow machines
+ * use 5. */
 static answer play(const h2o_ops *ops, const scene *s, const text *t, passage through) {
     static const int others[] = {2, 5, 8};
     const size_t turn = (size_t)s->dtype + (size_t)s->prompt + (through == simulate);
@@ -28,7 +28,7 @@ int main(void) {
     const h2o_policy all = {4, H2O_SCORE_MEAN, 0.99f, true};
     const h2o_policy largest = {4, H2O_SCORE_MAX, 0.99f, false};
     const scene scenes[] = {
-        /* several chunks of slots, fewer units than workers like */
+        /* several chunks of slots, fewer units than workers need */
         {.dims = make_dims(2, 1, 3, 780, 700, 64),
          .prompt = 720,
          .chunk_at = 735,
@@ -37,7 +37,7 @@ int main(void) {
          .recent = 180,
          .policy = plain,
          .scale = 0.1f},
-        /* enough units for everyone; every parameter; no full vectors at the end */
+        /* enough units for all workers; all parameters; vectors that are not full at the end */
         {.dims = make_dims(5, 4, 5, 150, 120, 50),
          .prompt = 100,
          .chunk_at = 120,
@@ -49,7 +49,7 @@ int main(void) {
          .scale = 0.1f,
          .how = SPREAD,
          .sinks = true},
-        /* so many candidates that evict takes threads, and time enough for them to meet */
+        /* so many candidates that evict uses threads, and long enough for these to meet */
         {.dims = make_dims(4, 32, 1, 260, 100, 8),
          .prompt = 170,
          .chunk_at = 175,
@@ -58,8 +58,8 @@ int main(void) {
          .recent = 30,
          .policy = plain,
          .scale = -0.1f},
-        /* so few heads that workers share a head's eviction: of a few new keys, and of more than there
-         * are slots */
+        /* so few heads that workers share a head's eviction: with a few new keys, and with more new
+         * keys than slots */
         {.dims = make_dims(1, 31, 1, 190, 100, 8),
          .prompt = 170,
          .chunk_at = 175,
@@ -96,8 +96,8 @@ int main(void) {
          .policy = plain,
          .scale = 0.1f,
          .sinks = true},
-        /* so many heads that a step multiplies matrices, and they are divided among workers: several
-         * chunks of slots, full panels of values and ragged ones, an odd number of heads */
+        /* so many heads that a step uses matrix products and workers divide the heads: several
+         * chunks of slots, full and ragged panels of values, an odd number of heads */
         {.dims = make_dims(2, 1, 37, 330, 300, 64),
          .spare = 3,
          .prompt = 290,
@@ -118,8 +118,8 @@ int main(void) {
          .policy = all,
          .scale = -0.1f,
          .how = SPREAD},
-        /* fewer chunks of slots than workers, which divide them: columns of values do not fill
-         * vectors, rows differ in length, and a step has nothing to do in some */
+        /* fewer chunks of slots than workers, which divide the chunks: columns of values do not
+         * fill vectors, rows differ in length, and in some of them a step has nothing to do */
         {.dims = make_dims(2, 1, 3, 150, 120, 410),
          .spare = 1,
          .prompt = 100,
@@ -139,7 +139,7 @@ int main(void) {
          .recent = 130,
          .policy = plain,
          .scale = 0.01f},
-        /* heads of latents, one vector of them: an odd number of pairs, the last tile not full */
+        /* heads of latents, in one vector: an odd number of pairs; the last tile is not full */
         {.dims = make_dims(2, 1, 13, 150, 120, 514),
          .prompt = 100,
          .chunk_at = 105,
@@ -158,7 +158,7 @@ int main(void) {
          .policy = plain,
          .scale = 0.1f,
          .weird = true},
-        /* a prompt much longer than what is kept of it and a window */
+        /* a prompt much longer than what is kept of it plus a window */
         {.dims = make_dims(2, 2, 2, 400, 120, 16),
          .spare = 1,
          .prompt = 370,
@@ -169,7 +169,7 @@ int main(void) {
          .policy = all,
          .scale = 0.1f,
          .how = SPREAD},
-        /* no number is one in the end */
+        /* in the end all scores are NaN */
         {.dims = make_dims(2, 2, 2, 200, 60, 24),
          .prompt = 40,
          .chunk_at = 50,
@@ -199,7 +199,7 @@ int main(void) {
          .policy = largest,
          .scale = 0.1f,
          .weird = true},
-        /* all keys count the same */
+        /* all keys get the same attention */
         {.dims = make_dims(1, 1, 2, 60, 30, 7),
          .prompt = 30,
          .chunk_at = 40,

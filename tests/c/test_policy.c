@@ -27,7 +27,7 @@ typedef struct {
     int64_t index;
 } entry;
 
-/* Best first. */
+/* Orders entries from best to worst. */
 static int by_worth(const void *left, const void *right) {
     const entry *const a = left, *const b = right;
     if (a->spared != b->spared) return a->spared ? -1 : 1;
@@ -54,7 +54,7 @@ static void sort_entries(const h2o_policy *policy, int32_t recent, int64_t lengt
     qsort(entries, (size_t)c->n, sizeof *entries, by_worth);
 }
 
-/* Different positions below length, the newest always among them, in any order. */
+/* Distinct positions below length, always including the newest, in any order. */
 static void fill_candidates(candidates *c, int64_t n, int64_t length, int levels,
                             test_random *random) {
     const float odd[] = {infinity, -infinity, not_a_number, -0.0f, 0.0f, FLT_MAX, FLT_MIN};
@@ -101,7 +101,7 @@ static void keys_order_floats(void) {
         before = key;
     }
     CHECK(h2o_policy_key(-0.0f) == h2o_policy_key(0.0f));
-    CHECK(before < UINT32_MAX); /* which is for those that are spared */
+    CHECK(before < UINT32_MAX); /* the key of spared keys */
 }
 
 static void ranks_follow_their_formulas(void) {
@@ -132,7 +132,7 @@ static void ranks_follow_their_formulas(void) {
 static void infinity_spares_a_key(void) {
     const h2o_policy policy = {.score_by = H2O_SCORE_MEAN, .decay = 0.5f, .value_weighted = true};
     const h2o_ranking ranking = h2o_policy_ranking(&policy, 1, 1, 12);
-    for (int i = 0; i < 2; i++) { /* whose norm may be 0 */
+    for (int i = 0; i < 2; i++) { /* with norms of 0 and 1 */
         CHECK(h2o_policy_slot_key(&ranking, ranking.kind, true, infinity, 5, (float)i) ==
               UINT32_MAX);
         CHECK(h2o_policy_slot_key(&ranking, ranking.kind, true, FLT_MAX, 5, (float)i) < UINT32_MAX);
@@ -180,7 +180,7 @@ static void victim_equals_a_sort(test_random *random) {
         const int64_t n = policy.sinks + heavy + recent + 1;
         const int64_t length = n + random_int(random, 0, n);
         fill_candidates(&c, n, length, trial % 3 ? 0 : 3, random);
-        for (int64_t i = 0; i < n; i++) { /* the windows are whole in a consistent state */
+        for (int64_t i = 0; i < n; i++) { /* in a consistent state the windows are complete */
             c.positions[i] = (int32_t)i;
             if (i >= policy.sinks) c.positions[i] += (int32_t)(length - n);
         }
@@ -206,7 +206,7 @@ static void ties_leave_the_lower_position(void) {
         CHECK(keep[i] == (positions[i] < 2 || positions[i] == 5));
     }
     CHECK(h2o_policy_candidate(&ranking, 6, scores, positions, NULL, keys).index == 4);
-    /* The first of them too: here it is at 4, the other one at 2. */
+    /* The first candidate can be the one: here it has position 4, the other one 2. */
     const h2o_candidate first =
         h2o_policy_candidate(&ranking, 2, scores + 4, positions + 4, NULL, keys);
     CHECK(first.index == 0 && first.position == 4);
@@ -234,7 +234,7 @@ static void unlimited_budgets_keep_all(void) {
     CHECK(keep[0] && keep[1] && keep[2]);
 }
 
-/* With 3 sinks and 4 recent of 5 tokens all are spared by both. */
+/* With 3 sinks and 4 recent keys, all of 5 tokens are spared, some for both reasons. */
 static void sinks_may_overlap_the_recent(void) {
     const float scores[] = {0, 0, 0, 0, 0};
     const int32_t positions[] = {0, 1, 2, 3, 4};
@@ -245,7 +245,7 @@ static void sinks_may_overlap_the_recent(void) {
     CHECK(h2o_policy_candidate(&ranking, 5, scores, positions, NULL, keys).index == 4);
 }
 
-/* No state of ours, but whatever a caller hands in must not write beyond k. */
+/* h2o never has such a state, but whatever a caller passes must not cause writes beyond k. */
 static void repeated_positions_stay_within_the_budget(void) {
     const float scores[] = {1, 1, 1, 1, 1, 1};
     const int32_t positions[] = {7, 7, 7, 7, 7, 7};
@@ -256,7 +256,7 @@ static void repeated_positions_stay_within_the_budget(void) {
     const int64_t kept = h2o_policy_select(&ranking, 6, scores, positions, NULL, keep, keys);
     int64_t marked = 0;
     for (int i = 0; i < 6; i++) marked += keep[i];
-    CHECK(kept == 2 && marked == 2 && keep[0] && keep[1]); /* the last of them go */
+    CHECK(kept == 2 && marked == 2 && keep[0] && keep[1]); /* the last ones are dropped */
     const int64_t victim = h2o_policy_candidate(&ranking, 6, scores, positions, NULL, keys).index;
     CHECK(victim >= 0 && victim < 6);
 }

@@ -1,4 +1,4 @@
-/* test_quota.c - what files of control groups say of processors, in folders made for it. */
+/* test_quota.c - processor quotas in files of control groups, in folders created by the test. */
 #define _GNU_SOURCE
 #include "system.h"
 
@@ -11,7 +11,7 @@
 
 static char root[] = "/tmp/h2o-quota-XXXXXX";
 
-/* Writes a file below the root, with the folders that it is in. */
+/* Writes a file below the root and creates its folders. */
 static void write_file(const char *name, const char *text) {
     char path[512];
     const int length = snprintf(path, sizeof path, "%s/%s", root, name);
@@ -33,7 +33,7 @@ static void version_2(void) {
     CHECK(h2o_quota(root) == INT_MAX);
     write_file("sys/fs/cgroup/pod/app/cpu.max", "350000 100000\n");
     CHECK(h2o_quota(root) == 4);
-    write_file("sys/fs/cgroup/pod/cpu.max", "200000 100000\n"); /* of a group around it */
+    write_file("sys/fs/cgroup/pod/cpu.max", "200000 100000\n"); /* a parent group's */
     CHECK(h2o_quota(root) == 2);
     write_file("sys/fs/cgroup/cpu.max", "50000 100000\n"); /* a container's own root */
     CHECK(h2o_quota(root) == 1);

@@ -1,8 +1,8 @@
-/* test_race.c - calls while another thread writes to their tensors: wrong answers
- * and errors are the caller's own doing, but no address may come from what others
- * can change. Mistakes show under AddressSanitizer. ThreadSanitizer watches what
- * the core promises to read and write as single numbers; the rest, where threads
- * share keys, values and positions, it would rightly complain of. */
+/* test_race.c - calls while another thread writes to their tensors. Wrong answers and errors are
+ * the caller's own fault, but no address may depend on what other threads can change.
+ * AddressSanitizer finds mistakes. ThreadSanitizer checks only what the core promises to read and
+ * write as single numbers; about the rest, where threads share keys, values and positions, it would
+ * rightly complain. */
 #define _GNU_SOURCE
 #include "tensors.h"
 
@@ -10,8 +10,8 @@
 
 enum { B = 3, G = 2, R = 2, S = 40, D = 12, F = 4, Q = 70, ROUNDS = 80 };
 
-/* What is stored: nothing in particular, values' norms, bytes, keys before their rotation, heads with
- * slots of their own, rows that are found by number. */
+/* What the slots have: nothing special, norms of values, rows of bytes, keys without rotation, a
+ * different number of slots for each head, or rows that the call selects by number. */
 typedef enum { PLAIN, WEIGHTED, BYTES, ROLLED, UNEVEN, NUMBERED, KINDS } kind;
 
 typedef struct {
@@ -31,7 +31,7 @@ static h2o_view first_columns(const h2o_view *view, int64_t count) {
     return part;
 }
 
-/* A tensor of B rows of G heads as one in which they lie on one axis. */
+/* A tensor of B rows of G heads as one whose heads share one axis. */
 static h2o_view joined(const h2o_view *view) {
     h2o_view all = *view;
     all.ndim--;
@@ -97,12 +97,12 @@ static void free_stage(const stage *st) {
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) free(views[i]->data);
 }
 
-/* ---- Who disturbs ------------------------------------------------------ */
+/* ---- The thread that disturbs --------------------------------------------- */
 
 #define DISTURB(type, view, i, j, k, x)                                                            \
     __atomic_store_n(&AT(type, view, i, j, k), (type)(x), __ATOMIC_RELAXED)
 
-/* What the core reads and writes as it is, in a slot. */
+/* Writes to numbers of a slot that the core reads and writes without checking. */
 static void disturb_slot(stage *st, int64_t b, int64_t g, int64_t s, int64_t any) {
     const h2o_slots *const slots = &st->slots;
     const int64_t no_number = 0x7fc00000, large = any * 1000003;
@@ -117,7 +117,7 @@ static void *disturb(void *argument) {
     test_random random = {.state = 11};
     while (!st->stop) {
         const int64_t b = random_int(&random, 0, B - 1), g = random_int(&random, 0, G - 1);
-        const int64_t any = random_int(&random, -1, 200); /* mostly more than there is room for */
+        const int64_t any = random_int(&random, -1, 200); /* mostly more than there are slots */
         DISTURB(int32_t, st->slots.next_slot, b, g, 0, any);
         DISTURB(int64_t, st->slots.seen_tokens, b, 0, 0, random_int(&random, 0, 60));
         DISTURB(int32_t, st->slots.budget, b, random_int(&random, 0, 1), 0,
@@ -137,7 +137,7 @@ static void *disturb(void *argument) {
     return NULL;
 }
 
-/* ---- Who calls --------------------------------------------------------- */
+/* ---- The threads that call ------------------------------------------------- */
 
 static void try_operation(h2o_operation operation, void *params) {
     h2o_error error;
@@ -148,8 +148,8 @@ static void try_operation(h2o_operation operation, void *params) {
     h2o_close(&call);
 }
 
-/* Slots that a step or an eviction can begin with, else hardly any call would get
- * past the checks; with a budget that they reach, or one that they have no room for. */
+/* Restores slots with which a step or an eviction can begin; otherwise hardly any call would pass
+ * the checks. The budget is one that they reach, or one that exceeds the slots. */
 static void mend(stage *st, test_random *random) {
     const int64_t held = random_int(random, 0, 20), heavy = random_int(random, 0, 1) ? 12 : S + 9;
     for (int64_t g = 0; g <= G && st->kind == UNEVEN; g++) {
@@ -234,7 +234,7 @@ static void *call_all(void *argument) {
     return NULL;
 }
 
-/* One of `callers` threads and more, which share the slots, and one that disturbs. */
+/* Runs `callers` threads that share the slots, and one thread that disturbs them. */
 static void play(kind kind, int callers, bool positions_too) {
     stage st = {.kind = kind, .positions_too = positions_too};
     pthread_t disturber, caller[2];

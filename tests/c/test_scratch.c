@@ -34,7 +34,7 @@ static void a_released_block_is_used_again(void) {
     h2o_scratch_release(small);
 }
 
-/* More and larger than what is kept: all of it comes back at the end, or
+/* Uses more and larger blocks than are kept. All of them must be released in the end, or
  * AddressSanitizer's check for leaks fails. */
 static void many_blocks_come_and_go(void) {
     void *blocks[40];
@@ -72,8 +72,8 @@ static void *hold_blocks(void *unused) {
     return unused;
 }
 
-/* Of blocks that threads have had at the same time no more stays than what is kept. malloc, which
- * has a heap for each thread, would keep most of them. */
+/* Of blocks that threads have held at the same time, no more than the kept ones may remain. malloc,
+ * which has a heap for each thread, would keep most of them. */
 static void released_blocks_go_back_to_the_system(void) {
     pthread_t threads[HOLDERS];
     const size_t before = resident_bytes();
@@ -126,8 +126,7 @@ int main(void) {
     blocks_are_aligned_and_whole();
     a_released_block_is_used_again();
     many_blocks_come_and_go();
-    if (!is_slow())
-        released_blocks_go_back_to_the_system(); /* sanitizers have pages of their own */
+    if (!is_slow()) released_blocks_go_back_to_the_system(); /* sanitizers keep pages themselves */
     threads_and_children_may_use_it_at_once();
     return 0;
 }

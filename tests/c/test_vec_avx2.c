@@ -1,4 +1,4 @@
-/* test_vec_avx2.c - the layer of level_avx2.c, where the processor has it. */
+/* test_vec_avx2.c - the vector layer of level_avx2.c, if the processor has it. */
 #define _GNU_SOURCE
 #include "h2o.h"
 

@@ -1,4 +1,4 @@
-/* test_vec_avx512bf16.c - the layer of level_avx512bf16.c and its products of bytes, where the
+/* test_vec_avx512bf16.c - the vector layer of level_avx512bf16.c and its products of bytes, if the
  * processor has them. */
 #define _GNU_SOURCE
 #include "h2o.h"

@@ -1,4 +1,4 @@
-/* test_vec_generic.c - the layer of level_generic.c. */
+/* test_vec_generic.c - the vector layer of level_generic.c. */
 #include "h2o.h"
 
 #include "test.h"

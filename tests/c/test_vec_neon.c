@@ -1,4 +1,4 @@
-/* test_vec_neon.c - the layer of level_neon.c, on aarch64. */
+/* test_vec_neon.c - the vector layer of level_neon.c, on aarch64. */
 #if defined(__aarch64__)
 #include "h2o.h"
 

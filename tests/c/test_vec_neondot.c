@@ -1,5 +1,4 @@
-/* test_vec_neondot.c - the products of bytes of level_neondot.c, where the
- * processor has them. */
+/* test_vec_neondot.c - the products of bytes of level_neondot.c, if the processor has them. */
 #define _GNU_SOURCE
 #include "h2o.h"
 

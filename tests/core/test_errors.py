@@ -53,7 +53,7 @@ def test_sizes(name, tensor, refused):
             if axis < 2 and tensor == "query" and axis == 1:  # H + 1 heads are no multiple of G
                 refused(spoilt, ValueError)
             else:
-                refused(spoilt, ValueError, "has shape|no multiple|shares memory")
+                refused(spoilt, ValueError, "has shape|not a multiple|shares memory")
 
 
 @pytest.mark.parametrize("name", ["attend", "step", "simulate"])
@@ -61,7 +61,7 @@ def test_heads_that_do_not_divide(name, refused):
     call = make(name)
     for tensor, axis in (("query", 1), ("out", 2), ("sink_logits", 0)):
         call = call.put(tensor, np.repeat(call.get(tensor), 2, axis).take(range(5), axis))
-    text = "^query: has 5 heads, which is no multiple of the 2 key/value heads of keys?$"
+    text = "^query: has 5 heads, which is not a multiple of the 2 key/value heads of keys?$"
     refused(call, ValueError, text)
 
 
@@ -118,7 +118,7 @@ def test_dtypes_that_nothing_takes(name, tensor, refused):
 def test_what_is_no_tensor(name, tensor, refused):
     call = make(name)
     for wrong in ([1.0, 2.0], 3, "text", object(), np.float32(1), b"abc", {}):
-        refused(call.put(tensor, wrong), TypeError, f"^{tensor}: .*is no tensor")
+        refused(call.put(tensor, wrong), TypeError, f"^{tensor}: .*is not a tensor")
     refused(call.put(tensor, np.ndarray), BufferError, f"^{tensor}: ")
 
 
@@ -150,7 +150,7 @@ def test_without_a_scale_the_tensor_is_named(name, tensor, refused):
     refused(call.put(tensor, array[0]), ValueError, f"^{tensor}: has shape")
     refused(call.put(tensor, array[..., :0]), ValueError, f"^{tensor}: has shape")
     refused(call.put(tensor, None), TypeError, f"^{tensor}: is None")
-    refused(call.put(tensor, [1.0]), TypeError, f"^{tensor}: a list is no tensor")
+    refused(call.put(tensor, [1.0]), TypeError, f"^{tensor}: a list is not a tensor")
 
 
 @pytest.mark.parametrize("keys", [None, [1.0], np.zeros((2, 3, 4), np.float32)])
@@ -366,7 +366,7 @@ def test_evict_needs_room(refused):
     call.get("slots.budget")[...] = [[2, 3], [7, 3]]
     call.get("slots.seen_tokens")[1] = 4
     call.get("slots.positions")[1, :, 3] = 3
-    refused(call, ValueError, "^slots.keys: has 6 slots, but row 1 is to keep 7 tokens")
+    refused(call, ValueError, "^slots.keys: has 6 slots, but row 1 must keep 7 tokens")
     call.get("mask")[1] = [True, True, False]  # now row 1 keeps 6 tokens
     call.run()
 
@@ -449,6 +449,6 @@ def test_angles_that_do_not_fit(refused):
     many = np.zeros((calls.S, 2, 5), np.float32)
     refused(call.put("rotary.table", many), ValueError, "^rotary.table: has 5 angles, .*have 8$")
     few = call.get("rotary.table")[:5]
-    refused(call.put("rotary.table", few), ValueError, "^rotary.table: has angles of 5 ranks, ",
+    refused(call.put("rotary.table", few), ValueError, "^rotary.table: has angles for 5 ranks, ",
             "row 0 holds 5 tokens")  # fmt: skip
     call.put("rotary.table", call.get("rotary.table")[:6]).run()

@@ -314,7 +314,7 @@ def test_arrays_whose_strides_split_elements(refused):
     refused(call.put("query", packed["number"]), BufferError, "^query: .*(stride|not aligned)")
     padded = np.zeros(query.shape, [("number", np.float32), ("tag", np.uint16)])
     aligned = np.zeros(query.size * 8, np.uint8)[: padded.nbytes].view(padded.dtype)
-    text = "^query: a stride of 6 bytes is no multiple of the element size 4"
+    text = "^query: a stride of 6 bytes is not a multiple of the element size 4"
     refused(call.put("query", aligned.reshape(query.shape)["number"]), BufferError, text)
 
 
@@ -339,7 +339,7 @@ def test_what_has_no_shape_attribute():
 def test_a_capsule_is_no_tensor(refused):
     call = make("step")
     capsule = capsule_new(ctypes.addressof(ctypes.c_int()), b"dltensor_versioned", None)
-    refused(call.put("query", capsule), TypeError, "^query: a PyCapsule is no tensor")
+    refused(call.put("query", capsule), TypeError, "^query: a PyCapsule is not a tensor")
 
 
 def test_producers_are_asked_for_interned_names():

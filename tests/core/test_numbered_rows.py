@@ -82,7 +82,7 @@ def test_numbers_that_are_no_rows(name, refused):
         ([0, Z], rf"slots.rows\[1\]: is {Z}, wanted 0..{Z - 1}"),
         ([-1, 0], rf"slots.rows\[0\]: is -1, wanted 0..{Z - 1}"),
         ([2**31 - 1, -(2**31)], r"slots.rows\[0\]: is 2147483647"),
-        ([3, 3], r"slots.rows\[1\]: is 3 as of a row before, wanted each once"),
+        ([3, 3], r"slots.rows\[1\]: is 3 like an earlier entry, wanted distinct rows"),
         ([1, 2, 3], r"slots.rows: has shape \[3\], wanted \[B\] with B = 2"),
         ([[1, 2]], r"slots.rows: has shape \[1, 2\], wanted \[B\]"),
     ):

@@ -129,7 +129,7 @@ def test_no_stored_values_without_values(refused):
         query, keys, None, np.ones(B, np.int32), np.ones((B, 2), np.int32)
     )
     policy = ops.Policy()
-    with pytest.raises(ValueError, match="values: is None, which does not go with stored"):
+    with pytest.raises(ValueError, match="values: is None, but stored_values is given"):
         _core.call(
             "simulate", "run", query, keys, None, None, np.ones(B, np.int32),
             np.ones((B, 2), np.int32), out, evicted_at, scores, 0.3, 0.0, policy,

@@ -227,7 +227,7 @@ def test_the_stream_is_what_the_caller_says(driver):
     assert all(tensor.calls[-1]["stream"] == -1 for tensor in tensors(there))
     with pytest.raises(RuntimeError, match=r"cuMemsetD8Async.*: CUDA error 400"):
         _core.call("step", "launch", *there, stream.value + 8, workspace)
-    with pytest.raises(RuntimeError, match="query: a DeviceTensor does not tell its stream"):
+    with pytest.raises(RuntimeError, match="query: a DeviceTensor has no current stream"):
         _core.call("step", "launch", *there, None, workspace)
 
 
@@ -360,17 +360,17 @@ def test_workspace_is_checked(driver):
     size = workspace.like.numel()
     calls = driver.calls("cuLaunchKernel")
     small = DeviceTensor(driver, torch.zeros(size - 1, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=f"workspace: has {size - 1} bytes, step wants {size}"):
+    with pytest.raises(ValueError, match=f"workspace: has {size - 1} bytes, step needs {size}"):
         _core.call("step", "launch", *there, 1, small)
-    with pytest.raises(ValueError, match=f"workspace: has 0 bytes, step wants {size}"):
+    with pytest.raises(ValueError, match=f"workspace: has 0 bytes, step needs {size}"):
         _core.call("step", "launch", *there, 1, None)
     floats = DeviceTensor(driver, torch.zeros(size))
     askew = DeviceTensor(driver, torch.zeros(size + 16, dtype=torch.uint8), byte_offset=16)
     for wrong in (floats, askew):
-        with pytest.raises(ValueError, match="workspace: wanted bytes in a row"):
+        with pytest.raises(ValueError, match="workspace: wanted contiguous bytes"):
             _core.call("step", "launch", *there, 1, wrong)
     elsewhere = DeviceTensor(driver, torch.zeros(size, dtype=torch.uint8), 1)
-    with pytest.raises(ValueError, match="workspace: is on another device than query"):
+    with pytest.raises(ValueError, match="workspace: is on a different device from query"):
         _core.call("step", "launch", *there, 1, elsewhere)
     assert driver.calls("cuLaunchKernel") == calls
 

@@ -98,9 +98,9 @@ def test_the_command(capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--memory", "1MB"], 2, "goes with --model"),
-        (["--memory", "much", "--model", "tiny"], 2, "no number of bytes"),
-        (["--memory=-1GB", "--model", "tiny"], 2, "no number of bytes"),
+        (["--memory", "1MB"], 2, "requires --model"),
+        (["--memory", "much", "--model", "tiny"], 2, "not a number of bytes"),
+        (["--memory=-1GB", "--model", "tiny"], 2, "not a number of bytes"),
         (["--memory", "1MB", "--model", "tiny", "--prompt", "0"], 2, "at least 1"),
         (["--memory", "1MB", "--model", "tiny", "--compare", "mask-local:4+4"], 2, "a mask"),
         (["--memory", "1MB", "--model", "tiny", "--compare", "guess:1"], 2, "unknown"),

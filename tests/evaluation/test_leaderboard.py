@@ -135,5 +135,5 @@ def test_a_chat_is_cut_at_the_end_of_the_context(tokenizer):
 
 
 def test_a_row_without_a_field(run):
-    with pytest.raises(UserError, match=r"line 2: has no 'answer'; .* problem, answer$"):
+    with pytest.raises(UserError, match=r"line 2 has no 'answer': .* problem, answer$"):
         run("math", [MATH[0], {"problem": "1?"}])

@@ -241,10 +241,10 @@ def test_a_fraction_of_a_short_question_is_one_token(lm, protocol):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"protocol": "guess"}, "protocol is simulate, drop or read"),
-        ({"protocol": "drop", "variant": "local"}, "a mask, no cache"),
-        ({"protocol": "drop", "prompt_length": 4}, "for protocol=simulate"),
-        ({"variant": "best"}, "variant is full, h2o, local"),
+        ({"protocol": "guess"}, "protocol must be simulate, drop or read"),
+        ({"protocol": "drop", "variant": "local"}, "a mask, not a cache"),
+        ({"protocol": "drop", "prompt_length": 4}, "requires protocol=simulate"),
+        ({"variant": "best"}, "variant must be full, h2o, local"),
         ({"heavy": 0, "recent": 0}, "budget of 0"),
     ],
 )

@@ -170,15 +170,15 @@ def test_shares_and_errors():
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--compare", "mask-local:4+4"], 1, "a mask, no cache"),
-        (["--protocol", "simulate"], 2, "measured with read or drop"),
+        (["--compare", "mask-local:4+4"], 1, "a mask, not a cache"),
+        (["--protocol", "simulate"], 2, "supports only read or drop"),
         (["--lengths", "9000"], 1, "lower --lengths"),
         (["--lengths", "310"], 1, "model's 320 positions"),
         (["--lengths", "many"], 1, "--lengths many"),
         (["--lengths", "0"], 1, "--lengths 0"),
-        (["--facts", "gates"], 1, "there are all, number, place"),
-        (["--decoys", "-1"], 1, "--decoys -1: at least 0"),
-        (["--limit", "0.5"], 1, "--limit 0.5: a number of texts"),
+        (["--facts", "gates"], 1, "unknown; choose from all, number, place"),
+        (["--decoys", "-1"], 1, "--decoys -1: must be at least 0"),
+        (["--limit", "0.5"], 1, "--limit 0.5: must be a number of texts"),
     ],
 )
 def test_arguments_that_do_not_fit(folder, tmp_path, capsys, arguments, code, words):

@@ -231,7 +231,7 @@ def test_rows_of_ruler_are_cut_before_their_questions(lm):
 @pytest.mark.parametrize(
     ("name", "protocol", "words"),
     [
-        ("mask-local:0.1+0.1", "read", "protocol=simulate only"),
+        ("mask-local:0.1+0.1", "read", "use protocol=simulate"),
         ("reread:0.1", "drop", "use protocol=read"),
         ("reread:0.1", "simulate", "use protocol=read"),
     ],

@@ -109,7 +109,7 @@ def test_what_h2o_read_makes_is_for_needles():
     for text, reads_twice in (("reread:0.1", True), ("echo:0.1", False), ("robust:0.1", False)):
         assert parse(text).reads_twice == reads_twice
     assert parse("reread:0.1/sinks=2").config.sinks == 2
-    assert parse("reread:0.1").why_no_cache == "reread:0.1: two readings, for needles and tasks"
+    assert parse("reread:0.1").why_no_cache == "reread:0.1: reads twice, for needles and tasks"
     assert parse("reread:0.1").answering_config.score_by == "max"
 
 
@@ -205,7 +205,7 @@ def test_a_profile_of_ones_own():
     assert again[0].describe()["head_shares"] != described["head_shares"], (
         "results of another profile"
     )
-    with pytest.raises(ValueError, match="--profile goes with calibrated settings"):
+    with pytest.raises(ValueError, match="--profile requires a calibrated setting"):
         with_profile(parse_all("full,h2o:0.1"), profile)
 
 

@@ -68,8 +68,8 @@ GOOD = '{"article": "It rained.", "summary": "Rain."}\n'
     ("content", "words"),
     [
         ("", "no rows"),
-        (GOOD + '{"article": "It', "line 2: no JSON"),
-        ("[" * 100_000, "line 1: no JSON"),
+        (GOOD + '{"article": "It', "line 2: not JSON"),
+        ("[" * 100_000, "line 1: not JSON"),
         (GOOD + "[1]", "line 2: expected an object"),
         (GOOD + "\n" + '{"article": "It snowed."}', "line 3: no summary_gt, summary or highlights"),
         (GOOD + '{"summary": "Snow."}', "line 2: article is missing"),
@@ -148,10 +148,10 @@ def test_the_chat_template_is_used(folder, file, tmp_path, capsys, tokenizer):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--compare", "mask-local:4+4"], 1, "a mask, no cache"),
-        (["--protocol", "simulate"], 2, "measured with drop"),
-        (["--prompt-length", "5"], 1, "is for protocol=simulate"),
-        (["--limit", "1.5"], 2, "1.5 is no number of rows"),
+        (["--compare", "mask-local:4+4"], 1, "a mask, not a cache"),
+        (["--protocol", "simulate"], 2, "supports only drop"),
+        (["--prompt-length", "5"], 1, "requires protocol=simulate"),
+        (["--limit", "1.5"], 2, "1.5 is neither a number of rows"),
     ],
 )
 def test_arguments_that_do_not_fit(folder, file, tmp_path, capsys, arguments, code, words):

@@ -235,7 +235,7 @@ def test_a_profile_of_one_setting_or_of_those_that_are_calibrated(folder, text, 
     assert of["calibrated:0.2"]
     code = conftest.exit_code(run, folder, text, tmp_path, "--compare", "local:0.2", *options)
     assert code == 2
-    assert "--profile goes with calibrated" in capsys.readouterr().err
+    assert "--profile requires a calibrated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_profile_of_one_setting_or_of_those_that_are_calibrated(folder, text, 
     [
         (["--window", "1"], 1, "use at least --window 2"),
         (["--window", "330"], 1, "the model's 320 positions"),
-        (["--limit", "0"], 2, "0 is no number of rows"),
+        (["--limit", "0"], 2, "0 is neither a number of rows"),
         (["--prompt-length", "0"], 2, "--prompt-length: must be at least 1"),
         (
             ["--window", "50", "--prompt-length", "49"],
@@ -252,10 +252,10 @@ def test_a_profile_of_one_setting_or_of_those_that_are_calibrated(folder, text, 
             "--prompt-length 48",
         ),
         (["--heavy", "0", "--recent", "0", "--window", "50"], 2, "budget of 0"),
-        (["--compare", "mask-local:4+4", "--protocol", "drop"], 1, "a mask, no cache"),
+        (["--compare", "mask-local:4+4", "--protocol", "drop"], 1, "a mask, not a cache"),
         (["--compare", "mask-local:4+4", "--prompt-length", "9"], 1, "no prompt"),
-        (["--compare", "h2o:8+8/positions=cache_relative"], 1, "cannot roll positions"),
-        (["--protocol", "read"], 2, "measured with simulate or drop"),
+        (["--compare", "h2o:8+8/positions=cache_relative"], 1, "cannot be simulated"),
+        (["--protocol", "read"], 2, "supports only simulate or drop"),
     ],
 )
 def test_arguments_that_do_not_fit(folder, text, tmp_path, capsys, arguments, code, words):

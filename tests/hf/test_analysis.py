@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused():
         h2o.analyze(model, ids.repeat(2, 1))
     with pytest.raises(ValueError, match="at least 3"):
         h2o.analyze(model, ids[:, :2])
-    with pytest.raises(ValueError, match=r"wanted that of input_ids, \[1, 20\]"):
+    with pytest.raises(ValueError, match=r"expected that of input_ids, \[1, 20\]"):
         h2o.analyze(model, ids, attention_mask=torch.ones(1, 19))
     with pytest.raises(TypeError, match="unknown parameter 'havy'"):
         h2o.analyze(model, ids, havy=3)

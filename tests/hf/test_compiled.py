@@ -222,7 +222,7 @@ def test_what_the_operations_say_of_themselves(operator, begin):
     ],
 )
 def test_what_changes_its_shape(name, parameters, words):
-    with pytest.raises(UnsupportedError, match=rf"compileable=True does not go with .*{words}"):
+    with pytest.raises(UnsupportedError, match=rf"compileable=True cannot be .*{words}"):
         H2OCache(model(name).config, **SMALL, **parameters, compileable=True)
 
 

@@ -92,7 +92,7 @@ def test_a_trace_that_lacks_a_pass(monkeypatch):
         patch.setattr(cache.layers[1].trace, "record", no_memory, raising=True)
         with pytest.raises(MemoryError):
             ours(prompts(1)[0], **with_cache(cache))
-    with pytest.raises(RuntimeError, match=r"interrupted: call cache\.reset"):
+    with pytest.raises(RuntimeError, match=r"interrupted, call cache\.reset"):
         ours(prompts(1)[0], **with_cache(cache))
     cache.reset()
     ours(prompts(40)[0], **with_cache(cache))

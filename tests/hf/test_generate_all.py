@@ -335,7 +335,7 @@ def test_bytes_say_how_many_rows():
     assert 20_000 // max(seen) == 5
     own = h2o.Request(texts(5)[0], config=H2OConfig(heavy=2, recent=2))
     (result,) = h2o.generate_all(ours, [own], CONFIGS["h2o"], bytes=20_000, max_new_tokens=5)
-    assert "a budget of its own" in str(result.error)
+    assert "its own budget needs rows=" in str(result.error)
 
 
 def stored(cache):
@@ -371,15 +371,15 @@ def test_prompts_that_cannot_be_read():
     ours = model("llama")
     good = texts(9, 12)
     wrong = {
-        "no tokens": ([], "without tokens"),
+        "no tokens": ([], "has no tokens"),
         "a text": ("a text without a tokenizer", "tokenizer"),
         "texts": (["x"], "str"),
         "no such token": ([10**9], "of 97"),
         "negative": ([3, -1], "token ids -1 to 3"),
-        "no ids": ([1.0, 2.0], "wanted token ids"),
-        "two prompts": ([[1, 2], [3, 4]], "wanted token ids"),
-        "an id": (7, "wanted token ids"),
-        "nothing": (None, "a NoneType: wanted a text"),
+        "no ids": ([1.0, 2.0], "expected token ids"),
+        "two prompts": ([[1, 2], [3, 4]], "expected token ids"),
+        "an id": (7, "expected token ids"),
+        "nothing": (None, "a NoneType; expected a text"),
         "all that a tokenizer gives": (BatchEncoding({"input_ids": [4, 5]}), "such as tokenizer"),
         "no new tokens": (h2o.Request(good[0], max_new_tokens=0), "greater than 0"),
     }
@@ -536,10 +536,10 @@ def test_threads_that_share_a_model(is_patched):
         ({}, ValueError, "rows"),
         ({"rows": 2, "bytes": 100}, ValueError, "rows"),
         ({"rows": 0}, ValueError, "at least 1"),
-        ({"rows": 2.5}, ValueError, "rows is 2.5: wanted a whole number"),
-        ({"bytes": 100}, ValueError, "hold no row"),
+        ({"rows": 2.5}, ValueError, "rows is 2.5; expected an integer"),
+        ({"bytes": 100}, ValueError, "cannot hold a row"),
         ({"rows": 2, "max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
-        ({"rows": 2, "prompts": "a text"}, ValueError, "a single str: give a list"),
+        ({"rows": 2, "prompts": "a text"}, ValueError, "a single str; pass a list"),
         ({"rows": 2, "prompts": {"input_ids": [[1, 2]]}}, ValueError, "a single dict"),
         (
             {"rows": 2, "generation_config": GenerationConfig(num_beams=3)},
@@ -562,7 +562,7 @@ def test_refused(how, error, words):
     ],
 )
 def test_bytes_want_budgets_that_do_not_depend_on_the_prompt(config):
-    with pytest.raises(ValueError, match="depend on its prompt"):
+    with pytest.raises(ValueError, match="depends on its prompt"):
         h2o.generate_all(model("llama"), texts(5), config, bytes=10**6)
 
 
@@ -570,9 +570,9 @@ def test_bytes_want_budgets_that_do_not_depend_on_the_prompt(config):
     ("rows", "config", "words"),
     [
         (1, H2OConfig(heavy=6, recent=6, score_by="mean"), "score_by='mean'.*'sum'"),
-        (1, H2OConfig(heavy=5, recent=6), "heavy=5 and the call has 6"),
+        (1, H2OConfig(heavy=5, recent=6), "heavy=5, but this call has 6"),
         (1, H2OConfig(heavy=6, recent=6, kv_dtype="int8"), "kv_dtype='int8'"),
-        (2, CONFIGS["h2o"], "one row, not of 2"),
+        (2, CONFIGS["h2o"], "one row; this one has 2"),
     ],
 )
 def test_a_prefix_that_was_read_otherwise(rows, config, words):

@@ -138,7 +138,7 @@ SAME = {
 @pytest.mark.parametrize("case", OTHER)
 def test_others_are_refused(case, tmp_path):
     wrote, reads = (make() for make in OTHER[case])
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="belongs to another model"):
         H2OCache.load(filed(wrote, tmp_path / "file"), reads)
     assert model_identity.model_fingerprint(wrote) != model_identity.model_fingerprint(reads)
 
@@ -192,7 +192,7 @@ def test_the_same_weights_that_compute_otherwise(change, tmp_path):
     change(other.config)
     with pytest.raises(ValueError, match=r"another model: this model's config\..* is .*, not "):
         H2OCache.load(path, other)
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="belongs to another model"):
         H2OCache.load(path, other.config)
 
 

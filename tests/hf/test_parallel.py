@@ -61,21 +61,17 @@ def test_two_processes_give_what_one_gives(tmp_path):
     for name in FAMILIES:
         first, second = (torch.load(tmp_path / name / x / "found.pt") for x in "01")
         for rank, results in enumerate((first, second)):
-            said = (
-                f"heads of tensor parallel rank {1 - rank} of 2, and this is .* rank {rank} of 2: "
-            )
+            said = f"heads of tensor parallel rank {1 - rank} of 2, but this is .* rank {rank} of 2"
             for file in ("cache", "taken"):
                 assert re.search(said, results.pop(f"{file} of the other process"))
                 path = tmp_path / name / str(rank) / f"{file}.safetensors"
                 with pytest.raises(
-                    ValueError, match=rf"rank {rank} of 2, and this is a whole model: "
+                    ValueError, match=rf"rank {rank} of 2, but this is a whole model"
                 ):
                     H2OCache.load(path, models[name])
-            said = (
-                f"heads of a whole model, and this is .* rank {rank} of 2: load it in one process"
-            )
+            said = f"heads of a whole model, but this is .* rank {rank} of 2. Load it in a single"
             assert re.search(said, results.pop("of the whole model"))
-            said = r"holds 2 of 4 key/value heads, .* which before its first .*: give save\(\) the"
+            said = r"holds 2 of 4 key/value heads, .* not know which. Pass the model to save\(\)"
             assert re.search(said, results.pop("taken over"))
             said = f"shows all heads .* rank {rank} of 2: load the model whole.* without tp_plan"
             assert re.search(said, results.pop("analysis"))
@@ -112,7 +108,7 @@ def test_two_processes_hold_the_same_latents(tmp_path):
             if name == "deepseek_v3":
                 assert said == {"quantized": None, "simulated": None}
             else:
-                assert "leave kv_dtype out" in said["quantized"]
+                assert "Leave out kv_dtype" in said["quantized"]
                 assert "without tp_plan" in said["simulated"]
             assert found.keys() == cases.keys()
             for case, (tokens, kept) in cases.items():
@@ -158,26 +154,26 @@ def test_files_of_other_heads(last_of_four, tmp_path):
     loaded = H2OCache.load(path, ours)
     assert [layer.part for layer in loaded.layers] == [(3, 4)] * 2
     loaded.save(path, ours)  # it still knows
-    with pytest.raises(ValueError, match=r"rank 3 of 4, and a config .* give load\(\) the model"):
+    with pytest.raises(
+        ValueError, match=r"rank 3 of 4, and a config .* Pass the model to load\(\)"
+    ):
         H2OCache.load(path, ours.config)
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     for layer in ours.model.layers:
         layer.self_attn.q_proj._hf_device_mesh = other
-    with pytest.raises(ValueError, match=r"rank 3 of 4, and this is tensor parallel rank 1 of 2: "):
+    with pytest.raises(ValueError, match=r"rank 3 of 4, but this is tensor parallel rank 1 of 2"):
         H2OCache.load(path, ours)
     on_one = tiny_model("llama")
-    with pytest.raises(ValueError, match=r"rank 3 of 4, and this is a whole model: have as many"):
+    with pytest.raises(ValueError, match=r"rank 3 of 4, but this is a whole model. Start as many"):
         H2OCache.load(path, on_one)
     cache = H2OCache(on_one.config, heavy=6, recent=6)
     cache.save(path, on_one)
     H2OCache.load(path, ours)  # of no heads yet
     on_one(ids, **with_cache(cache))
     cache.save(path, on_one)
-    with pytest.raises(ValueError, match=r"heads of a whole model, and this is .* rank 1 of 2: lo"):
+    with pytest.raises(ValueError, match=r"heads of a whole model, but this is .* rank 1 of 2. Lo"):
         H2OCache.load(path, ours)
-    with pytest.raises(
-        ValueError, match=r"of a whole model, and a config .* give load\(\) the mod"
-    ):
+    with pytest.raises(ValueError, match=r"of a whole model, and a config .* Pass the model to"):
         H2OCache.load(path, ours.config)  # of which model it is the config is not known
     assert H2OCache.load(path, on_one).get_seq_length() == 30
 
@@ -196,13 +192,13 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
     ours.model.layers[0].self_attn.q_proj._hf_device_mesh = mesh
     taken = H2OCache.from_dynamic_cache(full, on_one.config, heavy=6, recent=6)
     with pytest.raises(
-        ValueError, match=r"1 of 2 key/value heads, .* does not know which .* the m"
+        ValueError, match=r"1 of 2 key/value heads, .* does not know which. Pass the model"
     ):
         taken.save(tmp_path / "none")
     assert not (tmp_path / "none").exists()
     taken.save(path, ours)
     assert H2OCache.load(path, ours).layers[0].part == (1, 2)
-    with pytest.raises(ValueError, match=r"rank 1 of 2, and this is a whole model"):
+    with pytest.raises(ValueError, match=r"rank 1 of 2, but this is a whole model"):
         H2OCache.load(path, on_one)
 
 

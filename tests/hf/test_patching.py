@@ -255,13 +255,13 @@ def test_enable_and_disable(llama):
     assert patch.cache.evicted_at(0).shape == (1, 2, 31)
     inner = enable(llama, heavy=2)
     disable(llama)
-    with pytest.raises(RuntimeError, match="undone already"):
+    with pytest.raises(RuntimeError, match="already been undone"):
         inner.undo()
     with patched(llama, heavy=2), patched(llama, heavy=3):
         disable(llama)  # which is not for blocks
         with pytest.raises(RuntimeError, match="not enabled"):
             disable(llama)
-    with pytest.raises(RuntimeError, match="undone already"):
+    with pytest.raises(RuntimeError, match="already been undone"):
         patch.undo()
     assert got == expected_tokens(llama, inputs, **SMALL)
     with pytest.raises(RuntimeError, match="not enabled"):

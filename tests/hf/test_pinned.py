@@ -257,7 +257,7 @@ def test_what_a_dynamic_cache_held():
     ours(question, **with_cache(cache))
     assert survives(cache)
     assert survives(cache, span=(42, 44))
-    with pytest.raises(ValueError, match="mask, and a DynamicCache"):
+    with pytest.raises(ValueError, match="mask, but a DynamicCache"):
         H2OCache.from_dynamic_cache(full, ours, **SMALL, pinned=torch.ones(1, 40) > 0)
 
 
@@ -277,7 +277,7 @@ def test_compiled_steps_that_would_have_to_pin():
     """They raise, or are not compiled."""
     ours, (document,) = model("llama"), prompts(20)
     cache = H2OCache(ours, **SMALL, pinned=[(18, 25)], compileable=True)
-    with pytest.raises(Exception, match="cannot pin the tokens that they read"):
+    with pytest.raises(Exception, match="compiled steps cannot pin new tokens"):
         greedy(ours, {"input_ids": document}, tokens=12, **with_cache(cache), **compiling())
 
 
@@ -373,9 +373,9 @@ def test_what_a_larger_budget_makes_of_it():
 def test_rows_and_masks_that_do_not_fit():
     ours = shared("llama")
     two_rows = H2OCache(ours, **SMALL, pinned=[[SPAN], [SPAN]])
-    with pytest.raises(ValueError, match="spans for 2 rows, and the batch has 3"):
+    with pytest.raises(ValueError, match="spans for 2 rows, but the batch has 3"):
         read(ours, prompts(30, 30, 30), two_rows)
-    with pytest.raises(ValueError, match="40 columns, and the first forward pass has 30"):
+    with pytest.raises(ValueError, match="40 columns, but the first forward pass has 30"):
         read(ours, prompts(30), H2OCache(ours, **SMALL, pinned=torch.ones(1, 40) > 0))
     with pytest.raises(ValueError, match="decay=0"):
         H2OCache(ours, heavy=9, recent=4, decay=0, **PINS)
@@ -397,7 +397,7 @@ def test_reports_and_pictures():
     assert 0 < report.total.share_evicted < 1
     assert "pinned" in str(report)
     assert "inf" not in str(report).replace("infinity", "")
-    assert "46.7% of what is held is pinned" in report.note
+    assert "46.7% of the held tokens are pinned" in report.note
     kept = cache.kept(0)
     assert "inf" not in kept._repr_html_()
     assert "nan" not in kept._repr_html_()

@@ -153,17 +153,17 @@ def test_requests_that_cannot_be_pinned():
     ours(text[:, :8], **with_cache(cache))
     settings = {**SMALL, "rows": 1, "max_new_tokens": 2}
     for prompt, more, word in [
-        (Request(text, pinned=[(15, 25)]), {}, "ends at token 25, and the prompt has 20"),
+        (Request(text, pinned=[(15, 25)]), {}, "ends at token 25, but the prompt has 20"),
         (Request(text, pinned="system"), {}, "needs a chat"),
         (Request(text, pinned=[(0, 18)]), {}, "give budget="),
-        (Request(text, pinned=[SPAN]), {"prefix": cache}, "after a prefix"),
+        (Request(text, pinned=[SPAN]), {"prefix": cache}, "combined with prefix="),
     ]:
         (result,) = h2o.generate_all(ours, [prompt], **settings, **more)
         assert result.finish_reason == "error"
         assert word in str(result.error)
     shares = {"head_shares": [[0.3, 1.7], [1.0, 0.6]], "bytes": 10**6, "rows": None}
     (result,) = h2o.generate_all(ours, [Request(text, pinned=[SPAN])], **settings | shares)
-    assert "give rows" in str(result.error)
+    assert "give rows= instead" in str(result.error)
 
 
 # ---- Documents, commands -----------------------------------------------------------------------

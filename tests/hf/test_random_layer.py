@@ -142,7 +142,7 @@ def test_other_policies_are_refused(more):
 
 
 def test_other_layers_are_refused():
-    with pytest.raises(UnsupportedError, match="does not go with compileable"):
+    with pytest.raises(UnsupportedError, match="cannot be combined with compileable"):
         H2OCache(tiny.model("llama").config, **SMALL, compileable=True)
-    with pytest.raises(UnsupportedError, match="does not go with multi-head latent"):
+    with pytest.raises(UnsupportedError, match="cannot be combined with multi-head latent"):
         H2OCache(tiny.model("deepseek_v2").config, **SMALL)

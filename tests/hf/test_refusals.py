@@ -46,7 +46,7 @@ def config_of(model_type: str, **more):
             "latent attention is sparse",
             marks=needs_states,
         ),
-        ("doge", {}, "attention pattern of its own"),
+        ("doge", {}, "its own attention pattern"),
         ("gemma2", {"use_bidirectional_attention": True}, "bidirectional"),
         *[
             pytest.param(name, None, words, marks=needs_states)
@@ -215,7 +215,7 @@ def test_a_mask_without_rows(cached):
     ours = model("llama")
     (ids,) = prompts(20)
     cache = with_cache(H2OCache(ours.config, **SMALL)) if cached else {"use_cache": False}
-    with pytest.raises(ValueError, match=r"attention_mask has shape \[20\], wanted \[rows, tok"):
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[20\]; expected \[rows, tok"):
         ours(ids, attention_mask=torch.ones(20), **cache)
 
 
@@ -225,7 +225,7 @@ def test_masks_of_the_wrong_length():
     cache = H2OCache(ours.config, **SMALL)
     ours(ids, **with_cache(cache))
     for columns in (19, 22, 20):
-        with pytest.raises(ValueError, match=f"{columns} columns; 21 are needed"):
+        with pytest.raises(ValueError, match=f"{columns} columns; expected 21"):
             ours(ids[:, :1], attention_mask=torch.ones(1, columns), **with_cache(cache))
     ours(ids[:, :1], attention_mask=torch.ones(1, 21), **with_cache(cache))
     assert cache.get_seq_length() == 21
@@ -234,7 +234,7 @@ def test_masks_of_the_wrong_length():
 def test_different_head_dimensions_of_keys_and_values():
     cache = new_cache(**SMALL)
     _, key, value = tensors(TEXT)
-    with pytest.raises(UnsupportedError, match="one head dimension for both"):
+    with pytest.raises(UnsupportedError, match="the same head dimension for both"):
         cache.update(key, value[..., :8], 0)
 
 
@@ -290,7 +290,7 @@ def test_cropping_and_offloading():
     before = cache.kept(0)
     cache.crop(30 if CROPS_TO_LENGTH else 0)
     for crop in (cache.crop, cache.layers[0].crop):
-        with pytest.raises(NotImplementedError, match="cannot go back"):
+        with pytest.raises(NotImplementedError, match="pass that was not recorded"):
             crop(-1)
     with pytest.raises(NotImplementedError, match="cannot be offloaded"):
         cache.offload(0)
@@ -338,7 +338,7 @@ def test_other_heads(columns):
     forward(cache, TEXT)
     _, key, value = tensors(TEXT)
     half = key[:, :1, :columns], value[:, :1, :columns]
-    with pytest.raises(ValueError, match=r"of 2 heads in layer 0 and was given those of 1: it is"):
+    with pytest.raises(ValueError, match=r"of 2 heads in layer 0 and was given keys of 1 heads"):
         cache.update(*half, 0)
     forward(cache, type(TEXT)(*(x[:, :, :1] for x in TEXT)))  # goes on
 

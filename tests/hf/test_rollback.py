@@ -212,7 +212,7 @@ def test_what_cannot_be_taken_back():
         remove(cache, 1)  # of a pass before
     feed(cache, TEXT.cut(24, 30), [6])
     before = copy.deepcopy(cache)
-    with pytest.raises(NotImplementedError, match="began after 24 of 30 tokens, and 23 were"):
+    with pytest.raises(NotImplementedError, match="began after 24 of 30 tokens"):
         remove(cache, 7)
     assert_same(cache, before)
     remove(cache, 2)
@@ -267,7 +267,7 @@ def test_a_pass_that_broke_off_is_not_taken_back():
     ours(ids[:, :20], **with_cache(cache))
     with failing(ours.model.layers[1].self_attn):
         ours(ids[:, 20:26], **with_cache(cache))
-    with pytest.raises(RuntimeError, match="broke off between two layers"):
+    with pytest.raises(RuntimeError, match="was interrupted between two layers"):
         remove(cache, 3)
     assert [layer.seen for layer in cache.layers] == [26, 20]
     remove(cache, 26)
@@ -286,7 +286,7 @@ def test_an_interrupted_layer_is_not_taken_back(monkeypatch):
     with pytest.raises(Failure):
         feed(cache, TEXT.cut(20, 24), [4])
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match=r"was interrupted: call cache.reset\(\)"):
+    with pytest.raises(RuntimeError, match=r"was interrupted, call cache.reset\(\)"):
         remove(cache, 2)
 
 

@@ -156,7 +156,7 @@ def test_questions_in_one_batch(store):
         mask[row, :40], mask[row, 40 - len(text) :] = 1, 1
     inputs = {"input_ids": ids, "attention_mask": mask, **with_cache(cache.fork(rows=3))}
     if cache.guard.counts_padding:
-        with pytest.raises(ValueError, match="padding that follows tokens"):
+        with pytest.raises(ValueError, match="has padding between tokens"):
             answered(ours, inputs)
         return  # windows and states would count the pads
     together = answered(ours, inputs)
@@ -315,9 +315,9 @@ def test_flipped_bits(written):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"layout": 4}, "was written in layout 4, this version of h2o reads 3"),
+        ({"layout": 4}, "was written in layout 4, but this version of h2o reads layout 3"),
         ({"kind": "h2o profile"}, "wanted 'h2o cache'"),
-        ({"layers": []}, "has 0 layers, the model 2"),
+        ({"layers": []}, "has 0 layers, but the model has 2"),
         ({"layers": [{"seen": 40}] * 2}, "layer 0 was written by another version.*widest"),
         ({"settings": {"config": {"heavy": 1, "head_shares": None, "news": 1}}},
          "later version of h2o.*news"),
@@ -348,7 +348,7 @@ def test_a_good_file_outlives_a_pass_that_broke_off(written, again):
     else:  # as after Ctrl-C amid the first layer's attention
         cache.update(*torch.zeros(2, 1, 2, 1, 8), 0)
     for refused in (lambda: cache.save(path, ours), cache.fork):
-        with pytest.raises(RuntimeError, match=r"broke off|never reached"):
+        with pytest.raises(RuntimeError, match=r"was interrupted|never reached"):
             refused()
     assert path.read_bytes() == before
     assert [x.name for x in path.parent.iterdir()] == [path.name]
@@ -361,7 +361,9 @@ def test_a_file_of_a_pass_that_broke_off(written):
     cache = H2OCache.load(path, ours)
     broken_off(ours, cache)
     cache_file.write(path, cache, ours)
-    with pytest.raises(ValueError, match=r"document.safetensors: the last forward pass broke off"):
+    with pytest.raises(
+        ValueError, match=r"document.safetensors: the last forward pass was interrupted"
+    ):
         H2OCache.load(path, ours)
     cache.reset()
     broken_off(ours, cache)  # amid its first pass
@@ -394,7 +396,7 @@ def test_no_cache_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         H2OCache.load(tmp_path / "none", ours)
     save_file({"weight": torch.ones(2)}, tmp_path / "other")
-    with pytest.raises(ValueError, match=r"none of H2OCache\.save"):
+    with pytest.raises(ValueError, match=r"H2OCache\.save did not write"):
         H2OCache.load(tmp_path / "other", ours)
     with pytest.raises(FileNotFoundError):
         H2OCache(ours.config, **SMALL).save(tmp_path / "no" / "folder")

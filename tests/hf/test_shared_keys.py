@@ -144,7 +144,7 @@ def test_what_is_said_of_them(name):
     support = supports(ours)
     assert str(support).startswith(
         f"{name}: supported, 2 of 6 layers by h2o, 1 keep their own sliding window, "
-        '3 store nothing; positions="cache_relative": not'
+        '3 store nothing; positions="cache_relative" is not'
     )
     cache = H2OCache(ours.config, **SMALL)
     assert [type(cache.layers[i].form) for i in (PLAIN, SHARED)] == [PlainForm, SharedForm]
@@ -285,5 +285,5 @@ def test_a_model_that_is_cut_over_processes_is_refused(monkeypatch):
     monkeypatch.setattr(PlainForm, "tokens", lambda *arguments: 1 / 0)
     layer = H2OCache(ours.config, **SMALL).layers[SHARED]
     key, value = layer.update(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16))
-    with pytest.raises(UnsupportedError, match="cut over processes"):
+    with pytest.raises(UnsupportedError, match="split over processes"):
         layer.attend(AttentionCall(OWN, torch.randn(1, 4, 5, 16), key, value))

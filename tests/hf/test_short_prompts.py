@@ -253,7 +253,7 @@ def test_what_one_number_stands_for(monkeypatch):
     assert words in cache.not_dealt
     assert words in h2o.supports(shared("opt")).not_echo
     shared("opt")(prompts(200)[0], **with_cache(cache))
-    assert "In place of H2OConfig.echo: H2OConfig.robust, because " in cache.report().note
+    assert "Instead of H2OConfig.echo: H2OConfig.robust, because " in cache.report().note
 
 
 # ---- A model where a config is wanted ------------------------------------------------------------

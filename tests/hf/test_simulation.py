@@ -616,5 +616,5 @@ def test_nothing_was_recorded_before_a_pass():
         with pytest.raises(ValueError, match="call the model within the block first"):
             simulation.evicted_at(0)
         ours(tiny.prompts(20)[0])
-        with pytest.raises(ValueError, match=r"nothing was recorded of layer 7: there is \[0, 1\]"):
+        with pytest.raises(ValueError, match=r"recorded for layer 7: only for \[0, 1\]"):
             simulation.scores(7)

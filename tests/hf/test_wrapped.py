@@ -100,7 +100,7 @@ def test_prompts_that_were_tuned():
     with patched(wrapped, H2OConfig.full()) as patch:
         if repeats_virtual_tokens(wrapped):
             with pytest.raises(
-                UnsupportedError, match="prompt tuning takes each step for a prompt"
+                UnsupportedError, match="prompt tuning mistakes each step for a prompt"
             ):
                 greedy(wrapped, inputs, 8)
         else:
@@ -190,7 +190,7 @@ def test_a_model_with_fewer_layers_than_its_config():
     (ids,) = prompts(20)
     full = H2OCache(ours.config, **SMALL)
     ours.model.layers = ours.model.layers[:1]
-    with pytest.raises(RuntimeError, match=r"set config\.num_hidden_layers = 1"):
+    with pytest.raises(RuntimeError, match=r"Set config\.num_hidden_layers = 1"):
         greedy(ours, {"input_ids": ids}, **with_cache(full))
     ours.config.num_hidden_layers = 1
     greedy(ours, {"input_ids": ids}, **with_cache(H2OCache(ours.config, **SMALL)))
@@ -200,5 +200,5 @@ def test_a_model_with_more_layers_than_the_cache():
     ours = model("llama")
     short = copy.deepcopy(ours.config)
     short.num_hidden_layers = 1
-    with pytest.raises(ValueError, match="layer 1 was given a cache of 1 layers"):
+    with pytest.raises(ValueError, match="layer 1 of the model was given a cache of 1 layers"):
         greedy(ours, {"input_ids": prompts(20)[0]}, **with_cache(H2OCache(short, **SMALL)))

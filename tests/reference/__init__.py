@@ -1,5 +1,6 @@
-"""The oracle: what h2o computes, in plain torch, slowly and readably.
+"""The oracle: the definition of correct results, in plain torch, slow and readable.
 
-Every kernel, backend and cache is compared with it. `operations` has attention, scores, eviction
-and simulation; `echo` has the scores and places that a prompt gets by echo.
+Every kernel, backend and cache is compared with it. `operations` defines attention, scores,
+eviction and simulation. `echo` defines the scores that echo gives to a prompt's keys and the
+budgets that it gives to heads.
 """

@@ -1,11 +1,11 @@
-"""What `score_by="mean-echo"` and `head_shares="echo"` are, in plain torch: the truth for
-`h2o.hf.prompt.prompt_echo` and `h2o.hf.prompt.cross_head_budget`.
+"""`score_by="mean-echo"` and `head_shares="echo"` in plain torch, written to be read.
+`h2o.hf.prompt.prompt_echo` and `h2o.hf.prompt.cross_head_budget` are tested against it.
 
-Key by key and in double precision. Rows, heads and what is held are as in
-`tests.reference.operations`, which attends and evicts.
+The functions go key by key, in double precision. `tests.reference.operations` attends and evicts,
+so rows, heads and slots are as they are there.
 
-Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, Q columns of a prompt, D
-head dimension, n tokens of a row.
+Shape letters: B batch rows, H query heads, G key/value heads, R = H / G query heads in a group, Q
+columns of a prompt, D head dimension, n tokens of a row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.reference import operations as reference
 __all__ = ["echo_of", "forward", "given_out_anew", "shared_echo"]
 
 Turn = Callable[[Tensor, int], Tensor]
-"""Rotates queries [..., D], which have their own positions, on by so many."""
+"""Rotates queries [..., D] from their own positions to positions later by the given number."""
 
 
 def forward(
@@ -38,7 +38,7 @@ def forward(
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The pass over a prompt: attention, scores, eviction. Later passes are those of
+    """The forward pass over a prompt: attention, scores, eviction. Later passes use
     `tests.reference.operations`.
 
     Args:
@@ -48,7 +48,7 @@ def forward(
         mask, softcap, sink_logits: as in `h2o.ops.attend`.
 
     Returns:
-        Output [B, Q, H, D], scores [B, G, Q] float32 of the keys, 0 at a pad.
+        Output [B, Q, H, D], and scores [B, G, Q] float32 of the keys, 0 at padding.
     """
     G = keys.shape[1]
     out, received = reference.attend(
@@ -69,8 +69,9 @@ def forward(
 def echo_of(
     query: Tensor, keys: Tensor, turn: Turn, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """[n]: the largest attention that keys [n, D] get from queries [R, n, D] of their own and the
-    `BEFORE` tokens before, each asked n positions later. `sinks`: [R, 1]."""
+    """The echo [n] of keys [n, D]: the largest attention that a key gets from the queries [R, n, D]
+    of its own token and the `BEFORE` preceding ones, if these stood n positions later.
+    `sinks`: [R, 1]."""
     n, D = keys.shape
     logits = turn(query, n).double() @ keys.double().T * D**-0.5
     if softcap:
@@ -81,10 +82,12 @@ def echo_of(
 
 
 def given_out_anew(received: Tensor, echo: Tensor, policy: Policy) -> Tensor:
-    """Scores [..., n] of a prompt: three quarters of the attention that keys behind the sinks have
-    received go to these keys anew, so that each one's mean of them is in proportion to its echo."""
+    """Scores [..., n] of a prompt. Three quarters of the attention that the keys after the sinks
+    have received are redistributed among these keys, so that each key's mean of this part (per
+    query that has seen the key) is proportional to its echo."""
     n, sinks = received.shape[-1], policy.sinks
-    queries = [sum(policy.decay**i for i in range(n - j)) for j in range(n)]  # that saw each key
+    # Number of queries that have seen each key, weighted by the decay.
+    queries = [sum(policy.decay**i for i in range(n - j)) for j in range(n)]
     weights = (echo * echo.new_tensor(queries))[..., sinks:]
     pool = received[..., sinks:].sum(-1, keepdim=True)
     anew = received.to(echo.dtype, copy=True)
@@ -95,19 +98,20 @@ def given_out_anew(received: Tensor, echo: Tensor, policy: Policy) -> Tensor:
 def shared_echo(
     layers: list[tuple[Tensor, Tensor, Tensor]], heavy: int, recent: int, sinks: int
 ) -> list[list[list[int]]]:
-    """Positions that `H2OConfig.echo` keeps of one row's prompt, in each layer and head.
+    """The positions that `H2OConfig.echo` keeps of one row's prompt, in each layer and head.
 
     Args:
-        layers: of each layer the attention that keys have received and their echo, [G, n] each, and
-            the norms of their values, [G, n].
-        heavy, recent, sinks: tokens of each head, of which the heavy ones are dealt over all.
+        layers: for each layer the attention that keys have received, their echo, and the norms of
+            their values, each [G, n].
+        heavy, recent, sinks: tokens of each head. All heads compete for the heavy ones; sinks and
+            recent tokens stay with each head.
     """
     n = layers[0][0].shape[1]
     free = slice(sinks, n - recent)
     claims = torch.cat([echo[:, free] for _, echo, _ in layers])
     winners = claims.flatten().topk(heavy * len(claims)).indices // claims.shape[1]
     budgets = iter(winners.bincount(minlength=len(claims)).tolist())
-    queries = torch.arange(n, 0, -1, device=claims.device)  # that have seen each key
+    queries = torch.arange(n, 0, -1, device=claims.device)  # how many have seen each key
     kept = []
     for received, echo, norms in layers:
         ranks = given_out_anew(received, echo, Policy(sinks)) / queries * norms

@@ -1,28 +1,28 @@
-"""H2O in plain torch, written to be read: the truth that every kernel is tested against.
+"""H2O in plain torch, written to be read. Every kernel is tested against it.
 
-The functions take the arguments of their namesakes in `h2o.ops` and update
-the same slots in place, but need neither the compiled core nor speed: they loop
-over batch rows and key/value heads and compute in float64.
+The functions take the same arguments as their namesakes in `h2o.ops` and update the slots in place.
+They do without the compiled core and without regard to speed: they loop over batch rows and
+key/value heads and compute in float64.
 
-The algorithm is H2O (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient
-Generative Inference of Large Language Models", NeurIPS 2023, Algorithm 1), with
-accumulated scores and a part of the budget reserved for recent tokens:
+The algorithm is H2O (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of
+Large Language Models", NeurIPS 2023, Algorithm 1), with accumulated scores and a part of the budget
+reserved for recent tokens:
 
-1. Attend. A new query sees every stored key, and the new keys up to its own.
-2. Score. A key's score is the attention that it has received, summed over
-   queries and over the query heads of its group; with `score_by="max"` the largest of any.
-3. Evict. Beyond the budget of k = sinks + heavy + recent keys, the first `sinks`
-   positions are kept, the `recent` highest positions, and of the others the `heavy`
-   highest scores. The rest is evicted: dropped for good. A key is pinned by the score infinity,
-   which attention never gives: it takes the place of one of the `heavy`.
+1. Attend. A new query sees every stored key, and the new keys up to and including its own.
+2. Score. A key's score is the attention that it has received, summed over all queries and over the
+   query heads of its group. With `score_by="max"` it is the largest attention from any of them.
+3. Evict. If there are more than k = sinks + heavy + recent keys, k of them are kept: those at the
+   first `sinks` positions, those at the last `recent` positions, and of the others the `heavy` keys
+   with the highest scores. The rest are evicted, which means dropped for good. A key whose score
+   is infinity, which attention never gives, is pinned: it is always kept, as one of the `heavy`.
 
-With rolled positions, for texts without end (Xiao et al., "Efficient Streaming Language Models with
-Attention Sinks", ICLR 2024, section 3.2), keys are stored before their rotary embedding, and each
-call rotates a key by its rank among the keys held, queries by the number of keys held before them.
+Rolled positions are for texts without end (Xiao et al., "Efficient Streaming Language Models with
+Attention Sinks", ICLR 2024, section 3.2). Keys are stored before their rotary embedding. Each call
+rotates a key by its rank among the keys held, and a query by the number of keys held before it.
 
-Shape letters: B batch rows, H query heads, G key/value heads, R = H / G query
-heads to a group, Q new tokens, S slots, D head dimension, n real tokens (no
-pads) among the new ones, m stored keys of a row and head plus n, P ranks, F frequencies.
+Shape letters: B batch rows, H query heads, G key/value heads, R = H / G query heads in a group,
+Q new tokens, S slots, D head dimension, n new tokens of a row that are not padding, m stored keys
+of a row and head plus n, P ranks, F frequencies.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ def attend(
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor]:
-    """Steps 1 and 2. Arguments and results as in `h2o.ops.attend`; no values: keys are values.
+    """Steps 1 and 2. Arguments and results are those of `h2o.ops.attend`. If `values` is None, the
+    keys are also the values.
 
-    With `rotary`, a table of angles as in `h2o.ops.Rotary`, positions are rolled: query and keys
-    come without their rotary embedding, stored keys are without it, and it is put on here.
+    With `rotary`, a table of angles as in `h2o.ops.Rotary`, positions are rolled: query, keys and
+    stored keys have no rotary embedding yet, and this function applies it.
     """
     policy = _policy(policy, fields)
     B, H, Q, D = query.shape
@@ -117,8 +118,10 @@ def _policy(policy: Policy, fields: Any) -> Policy:
 def _probabilities(
     query: Tensor, keys: Tensor, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """[R, seen]: the attention of one token's queries [R, D] to the keys [seen, D] it sees. Beside
-    their logits each head has one that belongs to no key, if there are sinks [R]."""
+    """Attention [R, seen] of one token's queries [R, D] to the keys [seen, D] that they see.
+
+    `sinks` [R] has for each head one more logit in the softmax, which belongs to no key.
+    """
     logits = scale * (query @ keys.T)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
@@ -126,7 +129,7 @@ def _probabilities(
 
 
 def ranks(slots: Any) -> Tensor:
-    """Rank of each key by position among the keys of its head, int32 [B, G, S]; -1: empty slot."""
+    """Rank of each key by position among the keys of its head, int32 [B, G, S]. -1: empty slot."""
     ranks = torch.full_like(slots.positions, -1)
     for b, g in itertools.product(*map(range, slots.next_slot.shape)):
         held = _held_slots(_store(slots, b, g))
@@ -144,7 +147,8 @@ def evict(
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> None:
-    """Step 3. Arguments and effect as in `h2o.ops.evict`; kept keys lie in order of position."""
+    """Step 3. Arguments and effect are those of `h2o.ops.evict`, except that this function stores
+    the kept keys in order of position."""
     policy = _policy(policy, fields)
     B, G, Q, _ = keys.shape
     values = keys if values is None else values
@@ -180,7 +184,8 @@ def evict(
 def _candidates(
     store: Any, keys: Tensor, values: Tensor, scores: Tensor, seen: int
 ) -> SimpleNamespace:
-    """What one row and head has stored and n new tokens, by ascending position, all as stored."""
+    """The stored keys of one row and head followed by n new ones, by ascending position. All fields
+    are in the form in which the slots store them."""
     held, n = _held_slots(store), len(keys)
     new = {
         "keys": stored_like(keys, store.keys),
@@ -197,7 +202,8 @@ def _candidates(
 
 
 def _read_back(x: Tensor | None, store: Tensor | None) -> Tensor | None:
-    """[B, G, n, D] as they are read from the store, float32 if it is quantized."""
+    """Keys or values [B, G, n, D] after a round trip through the store, float32 if it is quantized.
+    None if there are none."""
     return None if x is None or store is None else dequantize(stored_like(x, store), x.shape[-1])
 
 
@@ -205,12 +211,13 @@ def _choose(
     position: list[int], rank: list[float], is_pinned: list[bool], sinks: int, heavy: int,
     recent: int,
 ) -> tuple[list[int], list[int]]:  # fmt: skip
-    """Indices of the kept and of the evicted keys, both ascending; keys in ascending position."""
+    """Indices of the kept keys and of the evicted keys, both ascending. The keys must be ordered by
+    position. Of equal ranks the lower position is kept, and NaN ranks lowest."""
     count, k = len(position), sinks + heavy + recent
     if count <= k:
         return [*range(count)], []
     candidates = [i for i in range(count - recent) if position[i] >= sinks and not is_pinned[i]]
-    places = k - (count - len(candidates))  # that sinks, recent and pinned keys leave
+    places = k - (count - len(candidates))  # left over by sinks, recent and pinned keys
 
     def worst_last(i: int) -> tuple[bool, float, int]:
         nan = rank[i] != rank[i]
@@ -221,7 +228,8 @@ def _choose(
 
 
 def _queries(age: Tensor, decay: float) -> Tensor:
-    """How many queries have seen a key of this age: itself and `age` later ones, decayed."""
+    """Number of queries that have seen a key of this age: its own token's and those of `age` later
+    tokens, each weighted by the decay since."""
     terms = decay ** torch.arange(int(age.max()) + 1, dtype=torch.float64, device=age.device)
     return terms.cumsum(0)[age]
 
@@ -241,9 +249,10 @@ def step(
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> Tensor:
-    """`attend` and `evict` for one new token, which reads itself as it is stored.
+    """`attend` and `evict` for one new token. The token attends to its own key and value as they
+    are stored.
 
-    Arguments and result as in `h2o.ops.step`.
+    Arguments and result are those of `h2o.ops.step`.
     """
     policy = _policy(policy, fields)
     k, v = _read_back(key, slots.keys), _read_back(value, slots.values)
@@ -275,9 +284,10 @@ def simulate(
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A whole text through a cache, token by token. As `h2o.ops.simulate`.
+    """Run a whole text through a cache, token by token. Arguments and results are those of
+    `h2o.ops.simulate`.
 
-    A key that the row in column c evicts has `evicted_at` c + 1.
+    A key that is evicted after the token in column c has `evicted_at` c + 1.
     """
     policy = _policy(policy, fields)
     B, H, Q, D = query.shape
@@ -323,9 +333,10 @@ def simulate(
 
 
 def kept(slots: Any) -> tuple[Tensor, Tensor]:
-    """What the slots hold: positions [B, G, K] int64, ascending, and scores [B, G, K] float32.
+    """The keys in the slots: positions [B, G, K] int64, ascending, and scores [B, G, K] float32.
 
-    K is the largest number held by any row and head; the others are padded with -1 and 0.
+    K is the largest number of keys that any row and head holds. Heads with fewer keys are padded
+    with position -1 and score 0.
     """
     B, G = slots.next_slot.shape
     held = [len(_held_slots(_store(slots, b, g))) for b in range(B) for g in range(G)]
@@ -342,14 +353,14 @@ def kept(slots: Any) -> tuple[Tensor, Tensor]:
 
 
 def _row(slots: Any, b: int) -> int:
-    """Which row of the slots row b of the batch is."""
+    """The row of the slots that belongs to row b of the batch."""
     return b if slots is None or slots.rows is None else int(slots.rows[b])
 
 
 def _store(slots: Any, b: int, g: int) -> SimpleNamespace:
-    """Views of what one row and head holds: keys [S, D], scores [S] and so on."""
+    """Views of the slots of one row and head: keys [S, D], scores [S] and so on."""
     where: tuple[Any, ...] = (b, g)
-    if slots.starts is not None:  # the slots of all heads lie on one axis
+    if slots.starts is not None:  # the slots of all heads share one axis
         starts = slots.starts if slots.starts.ndim == 1 else slots.starts[b]
         where = (b, slice(int(starts[g]), int(starts[g + 1])))
     tensors = {name: getattr(slots, name) for name in PER_SLOT}
@@ -357,7 +368,7 @@ def _store(slots: Any, b: int, g: int) -> SimpleNamespace:
 
 
 def _budget(budget: Tensor, b: int, g: int) -> tuple[int, int]:
-    """heavy and recent of one row and head, from [B, 2] or [B, G, 2]."""
+    """The heavy and recent budgets of one row and head, from [B, 2] or [B, G, 2]."""
     heavy, recent = (budget[b] if budget.ndim == 2 else budget[b, g]).tolist()
     return heavy, recent
 
@@ -370,7 +381,7 @@ def _held_slots(store: Any) -> Tensor:
 
 
 def _real_columns(mask: Tensor | None, b: int, Q: int, device: torch.device) -> Tensor:
-    """The columns of row b that are no pads, ascending."""
+    """The columns of row b that are not padding, ascending."""
     if mask is None:
         return torch.arange(Q, device=device)
     return mask[b].nonzero()[:, 0]

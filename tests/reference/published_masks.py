@@ -1,6 +1,7 @@
-"""The masks of the H2O paper's authors as tensors [n, n], which `h2o.evaluation` has by blocks.
+"""The masks of the H2O paper's authors as whole tensors [n, n]. `h2o.evaluation` computes them in
+blocks and is tested against this module.
 
-Memory is O(n^2) a head, time O(n) calls of torch.
+A mask takes O(n^2) memory per head and O(n) calls of torch.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ def simulation_mask(
     prompt_length: int = 1,
     sinks: int = 0,
 ) -> Tensor:
-    """Which keys each row sees when a whole text goes through a published form of H2O.
+    """Compute which keys each row sees when a whole text goes through a published form of H2O.
 
     Args:
-        logits: [B, H, n, n], scaled q.k. The upper triangle is ignored. Each head is alone (R = 1).
+        logits: [B, H, n, n], scaled q.k. The upper triangle is ignored. Each query head has its own
+            keys (R = 1).
         heavy, recent: tokens, or fractions of n.
         variant: one of `h2o.evaluation.published_masks.MASKS`, or "h2o", the cache of this package:
-            rows below `prompt_length` attend causally to everything, then the budget is enforced
-            at once and after each further row.
-        prompt_length: rows before the first eviction, at least 1. "h2o" and "flexgen" only.
-        sinks: first positions that are never evicted. "h2o" only.
+            rows below `prompt_length` attend causally to everything. The budget is enforced after
+            the last of them and after each further row.
+        prompt_length: number of rows before the first eviction, at least 1. "h2o" and "flexgen"
+            only.
+        sinks: number of first positions that are never evicted. "h2o" only.
 
     Returns:
         [B, H, n, n] bool, true where row i sees key j.
@@ -50,7 +53,8 @@ def simulation_mask(
 def _cache_mask(
     logits: Tensor, heavy: int, recent: int, prompt_length: int, sinks: int, flexgen: bool
 ) -> Tensor:
-    """Row by row: attend to what is held and to itself, add the probabilities, evict."""
+    """Go row by row: attend to the keys held and the row's own, add the probabilities to the
+    scores, evict."""
     n = logits.shape[-1]
     position = torch.arange(n, device=logits.device)
     seen = torch.zeros_like(logits, dtype=torch.bool)
@@ -60,7 +64,7 @@ def _cache_mask(
         held[..., i] = True
         seen[..., i, :] = held
         p = logits[..., i, :].masked_fill(~held, -torch.inf).softmax(-1)
-        score += p.masked_fill(~held, 0.0)  # where one logit is NaN, all of p is
+        score += p.masked_fill(~held, 0.0)  # a NaN logit makes all of p NaN
         if i + 1 < prompt_length or i + 1 <= sinks + heavy + recent:
             continue
         reserved = (position < sinks) | (position > i - recent)
@@ -74,7 +78,7 @@ def _cache_mask(
 
 
 def _local_mask(logits: Tensor, heavy: int) -> Tensor:
-    """The heavy part of variant "local"."""
+    """The mask of the heavy keys in variant "local"."""
     p = logits.softmax(-1)
     seen = torch.zeros_like(logits, dtype=torch.bool)
     seen[..., :heavy, :] = _causal(logits)[:heavy]
@@ -90,9 +94,10 @@ def _local_mask(logits: Tensor, heavy: int) -> Tensor:
 
 
 def _best(score: Tensor, candidates: Tensor, count: int) -> Tensor:
-    """[..., n] bool: the `count` highest of the candidates; equal: the lower position; NaN last.
+    """The `count` candidates with the highest scores, [..., n] bool. Of equal scores the lower
+    position is chosen first, NaN last.
 
-    Sums of probabilities are never negative, so NaN may be -1 and the others -2.
+    Sums of probabilities are never negative, so -1 can stand for NaN and -2 for no candidate.
     """
     rank = score.masked_fill(score.isnan(), -1.0).masked_fill(~candidates, -2.0)
     order = rank.argsort(dim=-1, descending=True, stable=True)[..., :count]
@@ -105,5 +110,5 @@ def _causal(logits: Tensor) -> Tensor:
 
 
 def _band(logits: Tensor, recent: int) -> Tensor:
-    """[n, n]: row i and the keys i - recent to i, which are recent + 1."""
+    """The mask [n, n] in which row i sees the recent + 1 keys from i - recent to i."""
     return _causal(logits).triu(-recent)

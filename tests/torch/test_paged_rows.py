@@ -443,7 +443,7 @@ def test_a_folder_that_takes_no_numbers_is_a_warning(tmp_path, monkeypatch):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv(metrics.FOLDER, str(folder))
         meter = metrics.Meter(metrics.Place("tiny", "0", "0"), 1, 1, list, Forks())
-        with pytest.warns(RuntimeWarning, match="/metrics lacks numbers: .*(missing|file)"):
+        with pytest.warns(RuntimeWarning, match="/metrics is incomplete: .*(missing|file)"):
             meter.write()
 
 
@@ -527,23 +527,23 @@ def test_a_page_is_as_large_as_its_fields():
         ({"heavy": 0, "recent": 0}, "keeps nothing"),
         (
             {"heavy": 64, "positions": "cache_relative"},
-            "cache_relative.* is not served.* in vLLM: keys come",
+            "cache_relative.* is not supported.* in vLLM: keys come",
         ),
         (
             {"heavy": 64, "score_by": "mean-echo", "cut": "chunk"},
-            "mean-echo.* its end; give score_by",
+            "mean-echo.* its end; use score_by",
         ),
-        ({"preset": "calibrated", "budget": 64, "cut": "chunk"}, "mean-echo.* is not served"),
+        ({"preset": "calibrated", "budget": 64, "cut": "chunk"}, "mean-echo.* is not supported"),
         (
             {"heavy": 64, "score_by": "random"},
-            "random.* is not served by h2o in vLLM: it is a base",
+            "random.* is not supported by h2o in vLLM: it is a base",
         ),
         ({"preset": "robust", "budget": 64, "window": 3}, "unknown parameter 'window'"),
-        ({"heavy": 64, "cut": "often"}, 'cut is "prompt" or "chunk", not "often"'),
+        ({"heavy": 64, "cut": "often"}, 'cut must be "prompt" or "chunk", not "often"'),
         ({"heavy": 64, "score_by": ["mean"]}, r"score_by must be .* not \['mean'\]"),
         ({"preset": ["robust"], "budget": [64]}, "budget must be a number|preset must be one of"),
-        ({"heavy": 64, "whole_prompts": 0}, "whole_prompts is 0, wanted a number from 1 on"),
-        ({"heavy": 64, "whole_prompts": "2"}, 'whole_prompts is "2"'),
+        ({"heavy": 64, "whole_prompts": 0}, "whole_prompts must be .* at least 1, not 0"),
+        ({"heavy": 64, "whole_prompts": "2"}, 'whole_prompts must be .*, not "2"'),
         ({"preset": "best", "budget": 64}, "preset must be one of"),
     ],
 )

@@ -181,7 +181,7 @@ def test_bytes_that_are_no_rows():
     ):
         ops.step(*(x[:, :, :1],) * 3, short)
     mixed = slots._replace(values=torch.zeros(1, 1, 8, 32))
-    with pytest.raises(TypeError, match="both quantized or none"):
+    with pytest.raises(TypeError, match="both quantized or neither"):
         ops.attend(x, x, x, mixed)
     with pytest.raises(ValueError, match='must be None, "int8" or "int8-int4", not \'int3\''):
         ops.new_slots(x, 8, kv_dtype="int3")

@@ -182,7 +182,7 @@ def test_attention_that_is_not_full_is_refused():
     """Attention to a part of the keys, as in Llama 4, and attention in both directions are
     rejected."""
     spec = ChunkedLocalAttentionSpec(**FULL, attention_chunk_size=16)
-    with pytest.raises(ValueError, match="h2o serves full attention in vLLM, and a layer of this"):
+    with pytest.raises(ValueError, match="h2o supports only full attention in vLLM"):
         plugin.page_spec(spec, None)
-    with pytest.raises(ValueError, match="h2o serves causal attention in vLLM"):
+    with pytest.raises(ValueError, match="h2o supports only causal attention in vLLM"):
         plugin.BatchBuilder.build(None, 0, SimpleNamespace(causal=False))

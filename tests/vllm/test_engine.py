@@ -277,7 +277,7 @@ def test_the_backend_for_gpus_answers_the_same(llama):
                 lambda model: {x.backend.name for x in model.modules() if hasattr(x, "impl")}
             )
             assert names == {"CUSTOM"}
-        with pytest.raises(ValueError, match="CUSTOM is h2o's, which wants an entry"):
+        with pytest.raises(ValueError, match="CUSTOM is h2o's and needs an entry"):
             with engine(folder):
                 pass
 
@@ -370,7 +370,7 @@ def test_requests_that_begin_alike_share_nothing_unasked(llama, monkeypatch, cap
         assert not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
         for _ in range(2):
             assert served(llm, requests) == alone(model, requests, H2OConfig(**SMALL))
-    assert "of prompts read in chunks 2 at a time are kept whole" in caplog.text
+    assert "up to 2 prompts at a time are kept whole" in caplog.text
 
 
 def test_more_requests_fit(llama):

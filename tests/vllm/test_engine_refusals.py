@@ -42,9 +42,9 @@ def llama(tmp_path_factory):
     [
         ({"heavy": 8, "window": 8}, {}, "unknown parameter 'window'"),
         (64, {}, "must be an object"),
-        (SMALL | {"cut": "page"}, {}, 'cut is "prompt" or "chunk", not "page"'),
+        (SMALL | {"cut": "page"}, {}, 'cut must be "prompt" or "chunk", not "page"'),
         ({"heavy": [8, 8, 8], "recent": 8}, {}, "3 amounts, but the model has 2 layers"),
-        (SMALL, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: give kv_dtype"),
+        (SMALL, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: set kv_dtype"),
     ],
 )
 def test_settings_are_refused_with_the_reason(llama, entry, options, message):
@@ -59,11 +59,11 @@ def test_settings_are_refused_with_the_reason(llama, entry, options, message):
         ({"tensor_parallel_size": 4}, "2 key/value heads on 4 tensor parallel ranks"),
         (
             {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
-            "context parallelism: a request's keys are ranked together",
+            "context parallelism: all keys of a request are ranked together",
         ),
         (
             {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
-            "a scheduler of your own: h2o's reads prefixes",
+            "a custom scheduler: h2o needs its own",
         ),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
@@ -84,7 +84,7 @@ def test_models_that_pool_and_micro_batches_are_refused(llama):
     only."""
     arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
     arguments |= {"additional_config": {"h2o": SMALL}}
-    with pytest.raises(ValueError, match="models that pool: no step follows a prompt"):
+    with pytest.raises(ValueError, match="pooling models: no decode step follows a prompt"):
         validation.refuse(EngineArgs(**arguments, runner="pooling").create_engine_config())
     config = EngineArgs(**arguments).create_engine_config()
     validation.refuse(config)
@@ -140,7 +140,7 @@ def test_kinds_of_attention_are_refused(name, config, message, tmp_path):
 )
 def test_kinds_of_layers_are_refused(given, message):
     """Layers are made as vLLM's models make them."""
-    with pytest.raises(ValueError, match=f"h2o does not serve {message}.* in vLLM"):
+    with pytest.raises(ValueError, match=f"h2o does not support {message}.* in vLLM"):
         plugin.H2OAttention(4, 32, 1.0, 2, **given)
 
 
@@ -183,8 +183,8 @@ def test_a_vllm_without_such_backends_serves_as_ever_and_says_so(monkeypatch, ca
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
     monkeypatch.setattr(logging.getLogger("vllm.h2o"), "handlers", [caplog.handler])
     h2o.vllm.register()
-    assert "h2o knows vLLM 0.32, 0.33, not 0.3" in caplog.text
-    assert "an entry h2o of --additional-config is passed over" in caplog.text
+    assert "h2o supports vLLM 0.32, 0.33, not 0.3" in caplog.text
+    assert "an entry h2o in --additional-config is ignored" in caplog.text
 
 
 def test_attention_of_other_platforms_is_refused_and_without_the_entry_is_vllms(llama):
@@ -194,7 +194,7 @@ def test_attention_of_other_platforms_is_refused_and_without_the_entry_is_vllms(
     config = EngineArgs(**arguments, additional_config={"h2o": SMALL}).create_engine_config()
     with set_current_vllm_config(config):
         for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TRITON_MLA"):
-            with pytest.raises(ValueError, match=f"does not serve attention by {name}, only"):
+            with pytest.raises(ValueError, match=f"not support the attention backend {name}: "):
                 AttentionBackendEnum[name].get_class()
     flex = AttentionBackendEnum.FLEX_ATTENTION
     for config in (EngineArgs(**arguments).create_engine_config(), None):
@@ -224,14 +224,14 @@ def test_gpus_are_served_by_the_backend_that_is_asked_for(llama, monkeypatch):
     assert chosen == "h2o.vllm.plugin.H2OCustomBackend"
 
     config.attention_config.backend = None
-    with pytest.raises(ValueError, match="GPU by vLLM's own attention: give --attention-backend C"):
+    with pytest.raises(ValueError, match="own attention on a GPU: pass --attention-backend C"):
         validation.refuse(config)
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     config.model_config.hf_text_config.layer_types = ["full_attention", "sliding_attention"]
-    with pytest.raises(ValueError, match="sliding window beside others on a GPU: they would"):
+    with pytest.raises(ValueError, match="sliding window in some layers on a GPU: these layers"):
         validation.refuse(config)
     monkeypatch.setattr(validation, "current_platform", UnspecifiedPlatform())
-    with pytest.raises(ValueError, match="other platforms than the CPU and NVIDIA's GPUs: none"):
+    with pytest.raises(ValueError, match="platforms other than the CPU and NVIDIA GPUs: none"):
         validation.refuse(config)
 
 
@@ -245,4 +245,4 @@ with engine(Path({str(llama)!r}), {SMALL}, speculative_config=drafts):
     pass
 """
     _, error = launch(["-c", program], launcher=[], code=1)
-    assert "ValueError: h2o does not serve speculative decoding: drafts" in error
+    assert "ValueError: h2o does not support speculative decoding: rejected drafts" in error

@@ -43,7 +43,7 @@ def test_the_script_for_gpus_goes_as_far_as_it_does_without_them(tmp_path):
     assert report["others_part_at"] == []
     assert (report["platform"], report["ranks"]) == ("cpu", 2)
     _, error = launch([script, "--executor", "ray"], launcher=[], code=2)
-    assert "vLLM's Ray executor refuses the cpu: give mp" in error
+    assert "vLLM's Ray executor does not support cpu: use --executor mp" in error
 
 
 def test_two_nodes_answer_as_one(tmp_path):

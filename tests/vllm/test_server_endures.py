@@ -170,7 +170,7 @@ def test_two_api_processes_answer_alike(llama, tmp_path):
                 break
         assert len(asked) == 2
         assert metric(server.address, "h2o:request_bytes") == 0
-        missing = "/metrics of several API processes has none of h2o's numbers"
+        missing = "/metrics lacks h2o's metrics if there are several API processes"
         assert missing in server.log.read_text()
 
 

@@ -1,12 +1,11 @@
-"""Build, check, tests and first figures on a machine with a GPU, in one report for the maintainers.
+"""Build, check, test and measure h2o on a machine with a GPU, in one report for the maintainers.
 
     python tools/gpu/day.py [--device cpu] [--tiny] [--limit SECONDS] [--output FOLDER]
 
-It is run in the root of a checkout, by a Python that has torch and transformers, and needs no
-network (`make gpu-day`). Each stage has a limit of its own; one that fails or takes too long costs
-the others nothing but that time. Tests and sanitizers run side by side, and beside them nothing
-that is timed. `--device cpu --tiny` tries all of it on the stand-in of tests/cuda/standin, where
-times say nothing.
+Run it in the root of a checkout (`make gpu-day`), with a Python that has torch and transformers. It
+needs no network. Each stage has its own time limit. A stage that fails or takes too long does not
+stop the others. Tests and sanitizers run in parallel, but never during a timed stage. `--device cpu
+--tiny` tries everything on the stand-in of tests/cuda/standin, where times mean nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 LINES = 150
-"""Of a stage's output, the last ones, that the report has."""
+"""Last lines of a stage's output that go into the report"""
 
 
 class Stage(NamedTuple):
     name: str
     seconds: int
-    """its limit"""
+    """time limit"""
     command: tuple[str, ...]
 
 
@@ -52,14 +51,14 @@ TINY_TESTS = "tests/gpu/test_device.py -k '(current_stream and float16) or (wait
 
 
 def stages(device: str, tiny: bool, output: Path) -> list[tuple[Stage, ...]]:
-    """What is done, the most important first: stages of a tuple run side by side."""
+    """The stages, the most important first. Stages in the same tuple run in parallel."""
     make = ("make", "--silent", f"GPU_PYTHON={sys.executable}")
     h2o = (sys.executable, "-m", "h2o")
     on_gpu = device == "cuda"
     tests = ["gpu-tests", *([f"GPU_TESTS={TINY_TESTS}"] if tiny else [])]
     if on_gpu and importlib.util.find_spec("xdist"):
         count = min(12, max(2, (os.cpu_count() or 1) - len(SANITIZERS)))
-        tests += [f'PYTEST_MARKS=-m "not slow" -n {count}']  # what the device computes is tiny
+        tests += [f'PYTEST_MARKS=-m "not slow" -n {count}']  # many fit: the device does little
 
     def tables(*names: str) -> tuple[str, ...]:
         where = ("--device", "cuda" if on_gpu else "dry-run", *(["--quick"] if tiny else []))
@@ -92,7 +91,7 @@ def stages(device: str, tiny: bool, output: Path) -> list[tuple[Stage, ...]]:
 
 
 def environment(device: str, output: Path) -> dict[str, str]:
-    """Variables of all stages. The verdict of the check is kept for this day alone."""
+    """Environment variables of all stages. The check writes its verdict into the output folder."""
     path = [os.getcwd(), os.environ.get("PYTHONPATH", "")]
     more = {
         "PYTHONUNBUFFERED": "1",
@@ -103,7 +102,7 @@ def environment(device: str, output: Path) -> dict[str, str]:
     if device == "cpu":
         path.insert(0, os.path.join(os.getcwd(), "tests", "cuda", "standin"))
         more["LD_LIBRARY_PATH"] = os.path.join(os.getcwd(), "build", "cuda")
-        more["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # the stand-in is in the main thread alone
+        more["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # the stand-in works in the main thread only
     return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
@@ -112,7 +111,7 @@ def environment(device: str, output: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def process(command: Sequence[str], variables: Mapping[str, str], log: IO[bytes]) -> Iterator:
-    """A process that leads a group, of which nothing is left in the end."""
+    """Start a process in its own group. The whole group is killed at the end."""
     running = subprocess.Popen(
         command, env=dict(variables), stdin=subprocess.DEVNULL, stdout=log,
         stderr=subprocess.STDOUT, start_new_session=True,
@@ -126,7 +125,7 @@ def process(command: Sequence[str], variables: Mapping[str, str], log: IO[bytes]
 
 
 def run(stage: Stage, left: float, variables: Mapping[str, str], log: Path) -> Outcome:
-    """Runs a stage within its limit and the time left."""
+    """Run a stage within its limit and the time left."""
     start, limit = time.monotonic(), min(stage.seconds, left)
     if limit < 1:
         return Outcome(stage, "left out: no time left", 0, "", True)
@@ -165,7 +164,7 @@ def run_all(
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
-    """What became of each stage, and the end of what it printed."""
+    """The report: the outcome of each stage, and the end of its output."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "minutes")
     lines = [f"h2o on a GPU, {now}", ""]
     lines += [f"{x.stage.name:20} {x.seconds:6.0f} s  {x.text}" for x in outcomes]
@@ -178,8 +177,8 @@ def report(outcomes: Sequence[Outcome]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="shapes that measure nothing")
-    parser.add_argument("--limit", type=float, default=3600, help="seconds for all (%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds in total (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("build/gpu-day"))
     options = parser.parse_args()
     output = options.output.resolve()

@@ -1,12 +1,13 @@
-"""Every case of the check once by the kernels of a GPU, and nothing else there: for sanitizers.
+"""Run every case of the kernel check once on a GPU, for sanitizers. No other kernel runs there.
 
     compute-sanitizer --tool memcheck --kernel-name kns=h2o_cuda python -m tools.gpu.sanitized
 
-Inputs are made and answers compared on the CPU, with those of the core, so that no kernel of torch
-runs on the GPU. racecheck ends with an error of its own where cuBLAS multiplies 16-bit matrices on
-Hopper, whichever kernels it looks at. initcheck takes what kernels write that it does not look at
-for uninitialized, and, if it looks at all, reports torch's copies of empty slots. Here whatever a
-kernel reads was copied to the GPU, or is of its workspace, which kernels have written.
+Inputs are made on the CPU, and answers are compared on the CPU with those of the core, so that no
+kernel of torch runs on the GPU. Such kernels would disturb two of the tools. racecheck fails with
+an error of its own when cuBLAS multiplies 16-bit matrices on Hopper, whichever kernels it watches.
+initcheck considers memory uninitialized if the kernel that wrote it is not watched; if all kernels
+are watched, it reports torch's copies of empty slots. Here everything that a kernel reads was
+either copied to the GPU or written to the workspace by h2o's own kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.cuda.carry import carry, mapped, tensors
 
 
 def on_cpu(name: str) -> Any:
-    """An operation by the core, on tensors of a device that no kernel serves."""
+    """An operation that the core computes on the CPU, for tensors on a device without kernels."""
 
     def run(*operands: Any) -> None:
         copies = mapped(operands, torch.Tensor.cpu)
@@ -43,7 +44,7 @@ def main() -> int:
         return 1
     kernels = cuda._kernels(SimpleNamespace(**{x: on_cpu(x) for x in backends.OPERATIONS}))
     carried = carry(kernels, lambda x: x.to("cuda:0", copy=True), torch.Tensor.cpu)
-    for case in kernel_check.CASES:  # each says when it is done, for a run that is stopped
+    for case in kernel_check.CASES:  # each prints a line, to show how far a stopped run came
         mistakes = kernel_check.mistakes(carried, backends.core, "cpu", [case])
         if mistakes:
             print(*mistakes)

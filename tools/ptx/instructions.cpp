@@ -1,7 +1,7 @@
-/* instructions.cpp - what each instruction of a program does to the lanes of a warp.
+/* instructions.cpp - the effect of each instruction on the lanes of a warp.
  *
- * A slot has 64 bits: unsigned numbers are widened by zeros, signed ones by their sign, and an
- * instruction reads the low bits that its type has. */
+ * A slot has 64 bits. Unsigned numbers are extended by zeros and signed ones by their sign. An
+ * instruction reads as many of the low bits as its type has. */
 #include "instructions.h"
 
 #include <bit>
@@ -56,7 +56,7 @@ template <class F> static void each(u32 mask, F f) {
 
 /* ---- Arithmetic ---------------------------------------------------------- */
 
-/* R = F(A, B, C) on each lane, of as many operands as F takes. */
+/* R = F(A), F(A, B) or F(A, B, C) in each lane. */
 template <class R, class A, auto F> static void unary(warp &w, instruction &i, u32 mask) {
     u64 *const r = w.slot[i.at[0]];
     const u64 *const a = w.slot[i.at[1]];
@@ -94,7 +94,7 @@ template <class T> static T shifted_right(T x, u32 n) {
     return n > most ? (T)(x >> most >> 1) : (T)(x >> n);
 }
 
-/* Of unsigned types a result of all ones, as GPUs have it. */
+/* The quotient. An integer divided by zero gives all ones, as on GPUs. */
 template <class T> static T quotient(T a, T b) {
     if constexpr (std::is_floating_point_v<T>) return a / b;
     else return b == 0 ? (T)-1 : b == (T)-1 && (T)-1 < 0 ? (T)(0 - (u64)a) : (T)(a / b);
@@ -153,7 +153,8 @@ template <class T> static void select(warp &w, instruction &i, u32 mask) {
 
 /* ---- Memory -------------------------------------------------------------- */
 
-/* The most distinct words of a bank, over the lanes that one pass of shared memory serves. */
+/* Passes of shared memory for an access of a warp. For each group of lanes that one access covers,
+ * it is the largest number of distinct words in a bank. */
 static u32 wavefronts(const u64 *address, u32 mask, int bytes) {
     const int lanes = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8, words = bytes < 4 ? 1 : bytes / 4;
     u32 total = 0;
@@ -199,7 +200,7 @@ static void count_global(instruction &i, const u64 *address, u32 mask, int bytes
     i.bytes += (u64)starts * (u64)bytes;
 }
 
-/* Host addresses of what the lanes access, after checks and counts. */
+/* Computes the host addresses that the lanes access. Checks bounds and alignment, and counts. */
 static void resolve(warp &w, instruction &i, int slot, enum space space, int bytes, u32 mask,
                     u64 at[LANES]) {
     const u64 shared = (u64)(uintptr_t)now.shared, params = (u64)(uintptr_t)now.params;
@@ -268,8 +269,8 @@ template <bool INWARD> static void shared_address(warp &w, instruction &i, u32 m
 
 /* ---- Asynchronous copies ------------------------------------------------- */
 
-/* The bytes arrive at once or at the wait, by chance where there is a seed: who does not wait
- * reads all ones. */
+/* The bytes arrive at once or at the wait, chosen at random from the seed. Until they arrive, a
+ * thread reads all ones. */
 static void copy_async(warp &w, instruction &i, u32 mask) {
     u64 to[LANES], from[LANES];
     const int bytes = (int)i.offset;
@@ -382,7 +383,7 @@ template <int DEPTH, auto WIDEN> static void multiply(warp &w, instruction &i, u
     }
 }
 
-/* What the machine itself does: branches, returns, barriers. */
+/* For instructions that machine.cpp executes: branches, returns, barriers. */
 static void nothing(warp &, instruction &, u32) {}
 
 /* ---- Names --------------------------------------------------------------- */
@@ -432,7 +433,7 @@ static void nothing(warp &, instruction &, u32) {}
 static f32 widen_f16(u16 h) { return float_from_f16(h); }
 static f32 widen_bf16(u16 h) { return float_from_bf16(h); }
 
-/* Of pairs of float16: an operation on floats, rounded. */
+/* An operation on pairs of float16: on floats, with the results rounded. */
 template <auto F> static u32 of_pairs(u32 a, u32 b, u32 c) {
     u32 r = 0;
     for (int i = 0; i < 32; i += 16) {
@@ -442,7 +443,7 @@ template <auto F> static u32 of_pairs(u32 a, u32 b, u32 c) {
     return r;
 }
 
-/* Of pairs of bfloat16: a * b + c. */
+/* a * b + c on pairs of bfloat16. */
 static u32 fma_bf16(u32 a, u32 b, u32 c) {
     u32 r = 0;
     for (int i = 0; i < 32; i += 16) {

@@ -1,5 +1,5 @@
-/* instructions.h - the instructions of a program (ptx_program.py), and what they change: a warp, and
- * the launch that it belongs to. */
+/* instructions.h - the instructions of a program (ptx_program.py), and the state that they change:
+ * a warp and its launch. */
 #ifndef H2O_PTX_INSTRUCTIONS_H
 #define H2O_PTX_INSTRUCTIONS_H
 
@@ -11,7 +11,7 @@
 enum { LANES = 32, SHARED_AT = 1024 /* see ptx_program.py */ };
 enum {
     CACHED = 1024
-}; /* sectors that a block finds again in L1, at most, as 32 KB mapped directly */
+}; /* sectors in a block's part of L1, modeled as a direct-mapped cache of 32 KB */
 enum space { GENERIC, GLOBAL, SHARED, PARAM };
 static const uint32_t ALL = 0xffffffffu;
 
@@ -19,8 +19,8 @@ struct warp;
 struct instruction;
 typedef void handler(warp &w, instruction &i, uint32_t mask);
 
-/* What machine.cpp does itself: branches, returns, barriers of a block, and times of copies and of
- * what waits until earlier stores of the block are there. */
+/* What machine.cpp does for an instruction: branches, returns, barriers of a block, and the times
+ * of copies and of instructions that wait for earlier stores of the block. */
 enum role { PLAIN, BRANCH, RETURN, BARRIER, COPY, FENCE, RELEASE };
 
 struct instruction {
@@ -30,55 +30,55 @@ struct instruction {
     double cost;
     enum space space;
     int64_t offset;
-    std::vector<int> at; /* operands: slots */
-    bool leads;          /* lanes may meet here */
-    bool all;            /* an operation of the whole warp */
-    bool travels;        /* it has touched global memory just now */
-    bool cached;         /* it loads by way of L1 */
+    std::vector<int> at; /* slots of the operands */
+    bool leads;          /* begins a basic block, where lanes may meet */
+    bool all;            /* needs all lanes of the warp */
+    bool travels;        /* its last execution accessed global memory */
+    bool cached;         /* loads through L1 */
     enum role role;
     uint64_t issued, wavefronts, sectors, fetched, bytes; /* counts of a launch */
 };
 
-/* An asynchronous copy on its way. */
+/* An asynchronous copy that has not arrived yet. */
 struct copy {
     uint64_t to, from;
     int bytes, batch;
 };
 
 struct warp {
-    uint64_t (*slot)[LANES];  /* [slots], of each lane */
+    uint64_t (*slot)[LANES];  /* [slots], the value in each lane */
     std::vector<float> ready; /* [slots]: round trips to memory until a slot has its value, ... */
-    float entry, latest;      /* ... until the basic block begins, and until all of it has issued */
-    float stored;             /* ... and until what has been stored is there */
+    float entry, latest;      /* ... until the basic block begins, until all of it has issued, */
+    float stored;             /* ... and until earlier stores have arrived */
     int pc[LANES];
     uint32_t live, waiting;
-    unsigned first; /* thread */
+    unsigned first; /* index of the warp's first thread in the block */
     instruction *barrier;
     std::vector<copy> copies;
-    std::vector<float> landed; /* when each batch of copies has arrived */
-    float landing;             /* of the open batch */
+    std::vector<float> landed; /* arrival time of each closed batch of copies */
+    float landing;             /* arrival time of the open batch */
 };
 
-/* What a block and its handlers see of the launch. */
+/* The state of the launch that a block and its handlers see. */
 struct launch {
     uint32_t grid[3], at[3], threads;
     char *shared;
     uint32_t shared_bytes;
     const char *params, *workspace; /* addresses of the two parameters */
     uint64_t random;
-    uint64_t cached[CACHED];               /* of the block: sectors in L1 */
-    std::unordered_set<uint64_t> *sectors; /* of global memory, that any warp has touched */
+    uint64_t cached[CACHED];               /* sectors of this block in L1 */
+    std::unordered_set<uint64_t> *sectors; /* sectors of global memory that any warp has accessed */
 };
 extern launch now;
 
-/* The handler of a name; NULL: there is none. */
+/* The handler of an instruction's name, or NULL. */
 handler *find_handler(const std::string &name);
 
 struct failure {
     std::string text;
 };
 
-/* Ends the launch by a failure that names the block and the instruction. */
+/* Ends the launch with a failure that names the block and the instruction. */
 [[noreturn]] void fail(const instruction &i, const std::string &text);
 
 #endif

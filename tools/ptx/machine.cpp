@@ -1,18 +1,24 @@
-/* machine.cpp - runs the program of a kernel (ptx_program.py) a warp at a time, and counts what the
- * warps issue. It has the functions of the emulation (tests/cuda/shim/shim.h), so that whatever is
- * linked with one can be linked with the other instead.
+/* machine.cpp - runs the program of a kernel (ptx_program.py) one warp at a time, and counts what
+ * the warps issue. It defines the functions of the emulation (tests/cuda/shim/shim.h), so that a
+ * program can be linked with either.
  *
- * The lanes of a warp have a program counter each. Those with the lowest run together until they
- * part at a branch or meet others at its target, which is how a GPU would do it where the compiler
- * lays out blocks in order. An operation of the whole warp waits for all lanes.
+ * Each lane of a warp has its own program counter. The lanes with the lowest counter run together
+ * until they diverge at a branch or meet others at its target. A GPU does the same if the compiler
+ * lays out basic blocks in order. An operation of the whole warp waits for all lanes.
  *
- * H2O_PTX is the path of the program (ptx_program.py). If H2O_PTX_COUNTS is the path of a file, each
- * launch adds a line to it, a JSON object: kernel, grid, block, shared (bytes of a block), issued
- * (issue slots of all warps), kinds (the same by kind), wavefronts (passes of shared memory),
- * sectors (32 bytes of global memory that a warp's instruction touches), fetched (those of them
- * which the block has not just loaded), bytes (that it uses), distinct (sectors that the launch
- * touches at all), and trips: round trips to global memory that follow one another in a block, the
- * most and the mean. */
+ * The environment variable H2O_PTX is the path of the program. If H2O_PTX_COUNTS is the path of a
+ * file, each launch appends a line to it, a JSON object:
+ *
+ *   kernel, grid, block
+ *   shared      bytes of shared memory per block
+ *   issued      issue slots of all warps
+ *   kinds       `issued` by kind of instruction
+ *   wavefronts  passes of shared memory
+ *   sectors     sectors of 32 bytes of global memory that the instructions of warps access
+ *   fetched     those sectors that are not in the block's L1
+ *   bytes       bytes that the accesses use
+ *   distinct    number of different sectors that the launch accesses
+ *   trips       successive round trips to global memory in a block, the most and the mean */
 #include "instructions.h"
 
 #include <algorithm>
@@ -148,8 +154,8 @@ static void open_warp(warp &w, const kernel &k, unsigned first) {
     }
 }
 
-/* When an instruction can start and when its results are there, in round trips. Within a basic
- * block the compiler is taken to start loads as soon as their addresses are known. */
+/* Sets when the results of an instruction are ready, in round trips. Assumes that within a basic
+ * block the compiler starts loads as soon as their addresses are known. */
 static void advance(warp &w, instruction &i) {
     float start = w.entry;
     if (i.guard) start = std::max(start, w.ready[(size_t)std::abs(i.guard) - 1]);
@@ -177,7 +183,8 @@ static void set_counters(warp &w, uint32_t mask, int pc) {
     }
 }
 
-/* The lanes that run next: of those that do not wait the ones with the lowest counter, else all. */
+/* The lanes to run next: those with the lowest counter among the lanes that do not wait. If all
+ * wait, none has to wait any longer. */
 static uint32_t next_lanes(warp &w, const kernel &k, int *pc) {
     uint32_t mask = 0;
     if ((w.live & ~w.waiting) == 0) w.waiting = 0;
@@ -192,7 +199,7 @@ static uint32_t next_lanes(warp &w, const kernel &k, int *pc) {
     return mask;
 }
 
-/* Runs a warp until its block's next barrier or its end. */
+/* Runs a warp until the next barrier of its block or its own end. */
 static void run_warp(warp &w, kernel &k) {
     int pc;
     w.barrier = nullptr;
@@ -247,7 +254,8 @@ static void run_warp(warp &w, kernel &k) {
 
 /* ---- Blocks -------------------------------------------------------------- */
 
-/* All warps have come to a barrier: the answer of bar.red, and the time of the last. */
+/* Releases the warps from a barrier that all have reached. Sets the result of bar.red, and the time
+ * to that of the last warp. */
 static void release(std::vector<warp> &warps) {
     bool any = false;
     float latest = 0.0f, stored = 0.0f;
@@ -268,7 +276,7 @@ static void release(std::vector<warp> &warps) {
     }
 }
 
-/* Returns its round trips. */
+/* Runs a block. Returns its number of successive round trips to memory. */
 static float run_block(kernel &k, std::vector<warp> &warps) {
     memset(now.shared, 0xff, now.shared_bytes);
     memset(now.cached, 0xff, sizeof now.cached);

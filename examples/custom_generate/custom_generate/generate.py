@@ -1,7 +1,7 @@
-"""generate() with an H2O cache, as transformers loads it by `custom_generate` from a folder or hub.
+"""generate() with an H2O cache. transformers loads this file for `custom_generate`.
 
-The import stands in `try` since transformers else advises to install a missing module by its import
-name, which on PyPI is another package's.
+The `try` around the import replaces transformers' advice for a missing module, which is to install
+a package named after the module. On PyPI that name belongs to another package.
 """
 
 try:
@@ -12,11 +12,14 @@ except ImportError as error:
 
 
 def generate(model, preset=None, budget=None, **arguments):
-    """What `model.generate(**arguments)` returns with a fresh `h2o.H2OCache`.
+    """Call `model.generate(**arguments)` with a new `h2o.H2OCache`, and return its result.
 
-    preset, budget: as of `H2OConfig.preset`, with `budget_unit` where it is of bytes; without a
-    preset the budget is one number for what is recommended (`H2OConfig.budget`). Or among the
-    arguments: fields of `H2OConfig` (heavy, recent, sinks, ...), or one as `h2o_config`.
+    Args:
+        preset, budget: as for `H2OConfig.preset`. If the budget is in bytes, also pass
+            `budget_unit`. Without a preset `budget` is that of the recommended config
+            (`H2OConfig.budget`).
+        arguments: may also include fields of `H2OConfig` (heavy, recent, sinks, ...), or a whole
+            one as `h2o_config`.
     """
     fields = {x: arguments.pop(x) for x in h2o.H2OConfig.__dataclass_fields__ if x in arguments}
     config = arguments.pop("h2o_config", None)

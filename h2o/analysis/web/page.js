@@ -18,7 +18,7 @@
   const scores = words16(data.scores); // [layers, heads, n]
   const evicted = words16(data.evicted_at); // [layers, groups, n]
 
-  /* What is chosen: "all", "kv 1" or "query 4" of a layer. */
+  /* The selection. head is "all", "kv 1" or "query 4" of the layer. */
   const state = { layer: 0, head: "all", at: n - 1, token: 0 };
   const scoresNow = () => {
     const [kind, number] = state.head.split(" ");
@@ -31,7 +31,7 @@
     }
     return sum;
   };
-  /* Of each key the first token that no cache sees it any more. */
+  /* For each key the first token for which no head's cache holds it any more. */
   const leftNow = () => {
     const [kind, number] = state.head.split(" ");
     const first = kind === "all" ? 0 : kind === "kv" ? +number : Math.floor(number / perGroup);

@@ -1,11 +1,11 @@
 """The attention that transformers runs for attn_implementation="h2o".
 
-Two functions are registered under that name: the attention, and the maker of its mask. Keys that
-come out of an `H2OCache` carry their layer, which is handed the whole call. All others (no cache,
-transformers' own caches, training) get dense attention, the same as under "sdpa".
+Two functions are registered under that name: the attention function and its mask function. Keys
+that an `H2OCache` returns carry their layer, and that layer handles the whole call. Other calls (no
+cache, transformers' own caches, training) get the same dense attention as under "sdpa".
 
-An H2O layer knows pads by a mask [B, Q] of the new tokens alone: all stored keys are visible, and
-causality among new tokens follows from their order.
+The only mask that an H2O layer needs is the padding mask [B, Q] of the new tokens: all stored keys
+are visible, and causality among new tokens follows from their order.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
 N keys that attention sees, D head dimension.
@@ -31,16 +31,16 @@ from h2o.hf.families.shared_keys import Pads, pads_of
 from h2o.sink_logits import softmax
 
 _FOREIGN = {
-    "sinks": "attention sinks by another name than s_aux",
+    "sinks": "attention sinks under another name than s_aux",
     "position_bias": "an additive position bias",
     "block_indices": "block-sparse attention",
     "cache": (
         "paged attention (continuous batching). If you gave the model cache=H2OCache(...): this "
         "version of transformers calls that argument past_key_values"
     ),
-    "output_attentions": "output_attentions=True (attention weights are never made whole)",
+    "output_attentions": "output_attentions=True (attention weights are never kept as a whole)",
 }
-"""Keyword arguments of attention functions that change what attention is."""
+"""Keyword arguments of attention functions that request attention which h2o does not support."""
 
 
 def h2o_attention_forward(
@@ -60,8 +60,8 @@ def h2o_attention_forward(
     """An attention function of transformers' AttentionInterface.
 
     Args:
-        query: [B, H, Q, D]; key, value: [B, G, N, D], with N = Q out of an `H2OCache`.
-        attention_mask: None, [B, Q] or [B, N] bool as `h2o_mask` makes it, or 4-D for dense
+        query: [B, H, Q, D]; key, value: [B, G, N, D], where N = Q if they are from an `H2OCache`.
+        attention_mask: None, [B, Q] or [B, N] bool as returned by `h2o_mask`, or 4-D for dense
             attention.
         s_aux: [H], transformers' name for learned attention sinks (`h2o.ops.attend`).
 
@@ -69,8 +69,8 @@ def h2o_attention_forward(
         (output [B, Q, H, D], None).
 
     Raises:
-        UnsupportedError: a model asks for what h2o does not do.
-        RuntimeError: an `H2OCache` in training.
+        UnsupportedError: the model needs attention that h2o does not support.
+        RuntimeError: the model is in training and has an `H2OCache`.
     """
     if type(attention_mask) is Pads:
         attention_mask = pads_of(attention_mask)
@@ -110,17 +110,17 @@ def find_unsupported(
     sliding_window: int | None,
     causal: bool,
 ) -> UnsupportedError | None:
-    """Error for what a model asks for beyond full causal attention; None if nothing.
+    """Error for a call that needs more than full causal attention, or None.
 
     Args:
         kwargs: further keyword arguments of the attention function.
-        causal: as of `looks_back_only`.
+        causal: the result of `looks_back_only`.
     """
     feature = _foreign(kwargs)
     if not feature and sliding_window is not None:
         feature = (
-            f"a sliding window of {sliding_window} in a layer that the H2OCache takes for full "
-            "attention: make the cache from the config of this model"
+            f"a sliding window of {sliding_window} in a layer that has full attention according to "
+            "the H2OCache: make the cache from the config of this model"
         )
     if not feature and attention_mask is not None and attention_mask.ndim != 2:
         feature = (
@@ -132,26 +132,26 @@ def find_unsupported(
             feature += f". Or, if there are images: {BIDIRECTIONAL_IMAGES}"
     if not feature and not causal:
         feature = (
-            "bidirectional attention (an encoder, is_causal=False): nothing can be evicted "
-            "that later tokens of the same text still see"
+            "bidirectional attention (an encoder, is_causal=False): no key can be evicted while "
+            "all tokens of its text still attend to it"
         )
     return _unsupported_error(module, feature) if feature else None
 
 
 def find_transform(*tensors: Tensor | None) -> UnsupportedError | None:
-    """Error for tensors of a transform, whose tangents the operations would drop and whose numbers
-    they do not see; None for others."""
+    """Error for tensors that belong to a torch.func transform or have a tangent, or None. The
+    operations cannot see values inside a transform, and would drop tangents."""
     if not is_transformed(*tensors):
         return None
     return UnsupportedError(
-        "attention through an H2OCache or h2o.simulated is not served inside torch.func (grad, "
-        "jvp, vmap) or forward-mode differentiation (torch.autograd.forward_ad): there call the "
-        'model without them, with use_cache=False and attn_implementation="eager"'
+        "attention through an H2OCache or h2o.simulated is not supported inside torch.func (grad, "
+        "jvp, vmap) or forward-mode differentiation (torch.autograd.forward_ad). Call the model "
+        'without H2O there, with use_cache=False and attn_implementation="eager"'
     )
 
 
 def _foreign(kwargs: dict[str, Any]) -> str:
-    """Which unsupported feature a keyword argument of an attention function asks for, or ""."""
+    """The unsupported feature that a keyword argument of an attention function requests, or ""."""
     for name, argument in kwargs.items():
         if name in _FOREIGN and argument is not None and argument is not False:
             return _FOREIGN[name]
@@ -177,19 +177,19 @@ def h2o_mask(
 
     Returns:
         For plain causal attention the part of the 2-D mask that belongs to the keys: [B, Q] for
-        an `H2OCache`, which announces kv_length = q_length; [B, N] otherwise; None without
-        pads. For any other pattern (a window, packed texts, both directions) the 4-D mask of
-        "sdpa", which dense attention takes and an H2O layer refuses.
+        an `H2OCache`, which announces kv_length = q_length; [B, N] otherwise; None if there is no
+        mask. For any other pattern (a window, packed texts, bidirectional attention) the 4-D mask
+        of "sdpa", which dense attention accepts and for which an H2O layer raises.
 
     Raises:
-        UnsupportedError: output_attentions=True, or a cache that lays its keys out otherwise
+        UnsupportedError: output_attentions=True, or a cache with another layout of its keys
             (StaticCache).
-        ValueError: a mask of the wrong length.
+        ValueError: the mask has the wrong shape or length.
     """
     if compat.wants_attention_weights():
         raise UnsupportedError(f"h2o attention does not support {_FOREIGN['output_attentions']}")
     if mask_function is not causal_mask_function:
-        # None stands for plain causal attention here, so "everything is seen" must be said.
+        # sdpa_mask may return None for a mask that hides nothing, but here None means causal.
         kwargs["allow_is_bidirectional_skip"] = False
         pattern = functools.partial(
             sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
@@ -200,29 +200,29 @@ def h2o_mask(
             return mask
         if not torch.equal(mask, pattern(mask_function=causal_mask_function)):
             return mask
-        # Plain after all, as of a text without images where a model has tokens of these look ahead.
-    # Offsets are tensors where the cache is to be compiled: reading one would wait for its device.
+        # Causal after all: only tokens of images look ahead, and this text has no images.
+    # In a compileable cache offsets are tensors, and comparing them would wait for their device.
     is_h2o = kv_length == q_length and (kv_offset is q_offset or kv_offset == q_offset)
     if not is_h2o and kv_offset + kv_length != q_offset + q_length:
         raise UnsupportedError(
-            f"h2o attention was given a cache with {kv_length} places for {q_offset} + {q_length} "
-            "tokens, such as StaticCache: use H2OCache or DynamicCache"
+            f"h2o attention does not support caches such as StaticCache. This one has {kv_length} "
+            f"keys for {q_offset} + {q_length} tokens: use H2OCache or DynamicCache"
         )
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2:
         raise ValueError(
-            f"attention_mask has shape {list(attention_mask.shape)}, wanted [rows, tokens]"
+            f"attention_mask has shape {list(attention_mask.shape)}; expected [rows, tokens]"
         )
     length = attention_mask.shape[1]
     if length != kv_length and length != q_offset + q_length:
         raise ValueError(
-            f"attention_mask has {length} columns; {q_offset + q_length} are needed: "
-            f"{q_offset} tokens seen and {q_length} new ones"
+            f"attention_mask has {length} columns; expected {q_offset + q_length}, for "
+            f"{q_offset} tokens seen so far and {q_length} new ones"
         )
     mask = attention_mask[:, length - kv_length :]
     if is_h2o:
-        # A view's stride grows with each token, and graphs are recorded by strides: anew each time.
+        # The view's stride grows with each token, and each stride would need its own graph.
         mask = mask.clone(memory_format=torch.contiguous_format)
     if q_length > 1 and getattr(kwargs.get("config"), "num_kv_shared_layers", None):
         return Pads.over(mask, q_length)
@@ -230,14 +230,14 @@ def h2o_mask(
 
 
 def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
-    """Convert what `h2o_mask` made to the mask that "sdpa" expects."""
+    """Convert the result of `h2o_mask` to the mask that "sdpa" expects."""
     if mask is not None and mask.ndim != 2:
         return mask
     if mask is None and not causal:
         return None
     Q, N = query.shape[2], key.shape[2]
     if mask is None and Q in (1, N):
-        return None  # sdpa_attention_forward is causal by itself here
+        return None  # sdpa_attention_forward applies causality by itself here
     return sdpa_mask(
         batch_size=query.shape[0], q_length=Q, kv_length=N, q_offset=N - Q,
         attention_mask=mask, device=query.device,
@@ -245,7 +245,8 @@ def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -
 
 
 def looks_back_only(module: nn.Module, is_causal: bool | None) -> bool:
-    """Whether attention is causal, by the caller or else the module; never to images."""
+    """Whether attention is causal. If `is_causal` is None, the module decides, and attention to
+    images is not causal."""
     if is_causal is not None:
         return is_causal
     of_images = cross_attention_layers(getattr(module, "config", None))
@@ -264,7 +265,7 @@ def softmax_attention(
     sinks: Tensor | None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Dense attention with a softcap and learned sinks [H]. `mask` is 4-D; None: all is seen."""
+    """Dense attention with a softcap and learned sinks [H]. `mask` is 4-D; None hides nothing."""
     B, H, Q, D = query.shape
     G = key.shape[1]
     grouped = query.reshape(B, G, H // G, Q, D)
@@ -272,7 +273,7 @@ def softmax_attention(
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     if mask is not None and mask.dtype == torch.bool:
-        # The lowest number, not -inf: a query that sees nothing must not become NaN.
+        # The lowest finite number, not -inf, which would give NaN for a query that sees nothing.
         logits = logits.masked_fill(~mask[:, :, None], torch.finfo(logits.dtype).min)
     elif mask is not None:
         logits = logits + mask[:, :, None]
@@ -285,14 +286,14 @@ def softmax_attention(
 
 
 ROWS = 512
-"""Queries whose logits are made at one time where there are learned sinks."""
+"""Number of queries whose logits are computed at a time if there are learned sinks."""
 
 
 def _attention_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, **how: Any
 ) -> Tensor:
-    """`softmax_attention`, some rows at a time, since the logits of a long prompt would fill the
-    memory."""
+    """`softmax_attention` in blocks of queries, since all logits of a long prompt at once would
+    fill the memory."""
     Q, N = query.shape[2], key.shape[2]
     parts = []
     for first in range(0, Q, ROWS):
@@ -307,24 +308,24 @@ def _attention_with_sinks(
 
 
 def _causal(Q: int, N: int, device: torch.device) -> Tensor:
-    """[1, 1, Q, N] bool, what the last Q of N tokens see."""
+    """The causal mask [1, 1, Q, N] bool of the last Q of N tokens."""
     return torch.ones(Q, N, dtype=torch.bool, device=device).tril(N - Q)[None, None]
 
 
 def register(name: str, function: Any) -> None:
-    """Makes an attention function known to transformers, with the mask that h2o's layers take."""
+    """Register an attention function with transformers, together with `h2o_mask`."""
     compat.register_attention(name, function, h2o_mask)
 
 
 def switch(model: Any, name: str) -> None:
-    """Makes a model use the attention registered under a name.
+    """Make a model use the attention registered under a name.
 
     Raises:
-        UnsupportedError: a model with attention code of its own; transformers would only log a
-            warning and go on as before.
+        UnsupportedError: the model has attention code of its own. transformers would only log a
+            warning and change nothing.
     """
     if not compat.can_set_attention(model):
-        # What reads images may have code of its own, and the language model within it none.
+        # A model for images may have attention code of its own where its language model has none.
         text = model.config.get_text_config(decoder=True)
         parts = (x for x in model.modules() if isinstance(x, PreTrainedModel) and x is not model)
         language = next((x for x in parts if x.config is text is not model.config), None)
@@ -342,18 +343,19 @@ register("h2o", h2o_attention_forward)
 
 
 _TYPES = ("gemma3", "gemma3_text", "molmo2", "molmo2_text")
-"""Types of models whose image tokens see each other; Gemma 4 says so in its config."""
+"""Model types whose image tokens attend to each other. Gemma 4 says so in its config instead."""
 
 BIDIRECTIONAL_IMAGES = (
-    "attention among the tokens of an image is bidirectional. Read text and images into a "
-    "DynamicCache, make an H2OCache of it, H2OCache.from_dynamic_cache(full, model.config, ...), "
-    "and go on without images, token_type_ids and mm_token_type_ids"
+    "attention among the tokens of an image is bidirectional. Prefill text and images in a "
+    "DynamicCache, convert it with H2OCache.from_dynamic_cache(full, model.config, ...), and "
+    "continue without images, token_type_ids and mm_token_type_ids"
 )
-"""Why an `H2OCache` cannot read images, and what to do."""
+"""Why an `H2OCache` cannot prefill images, and what to do instead."""
 
 
 def has_bidirectional_images(config: Any) -> bool:
-    """Whether an image's tokens see each other, in a model or language model with this config."""
+    """Whether the tokens of an image attend to each other in a model or language model with this
+    config."""
     text = config.get_text_config(decoder=True)
     says_so = getattr(text, "use_bidirectional_attention", None) == "vision"
     return says_so or config.model_type in _TYPES

@@ -22,8 +22,8 @@ from h2o.spans import PINNED
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of one call of an attention function, for a layer of an `H2OCache` or for what
-    `h2o.hf.attention.attention_hook` calls in its place."""
+    """The arguments of one call of an attention function, for a layer of an `H2OCache` or for the
+    function that `h2o.hf.attention.attention_hook` calls instead of a layer."""
 
     module: nn.Module
     """The model's attention module"""
@@ -34,29 +34,29 @@ class AttentionCall(NamedTuple):
     value: Tensor
     """[B, G, Q, D]"""
     mask: Tensor | None = None
-    """[B, Q] bool, False at a pad; None: no pads"""
+    """[B, Q] bool, False at padding; None if there is no padding"""
     scale: float | None = None
-    """Factor of q.k; None: 1 / sqrt(D)"""
+    """Factor of q.k; None means 1 / sqrt(D)"""
     softcap: float = 0.0
     """c > 0 turns logits x into c * tanh(x / c)"""
     dropout: float = 0.0
     position_ids: Tensor | None = None
-    """[B or 1, Q] positions at which queries and keys were rotated; None where not passed on"""
+    """[B or 1, Q] positions at which queries and keys were rotated; None if not passed on"""
     use_cache: bool | None = None
-    """The model's argument of that name; None where it is not passed on to the layers"""
+    """The model's argument of that name; None if the model does not pass it to the layers"""
     sink_logits: Tensor | None = None
-    """[H], learned attention sinks, see `h2o.ops.attend`; None: none"""
+    """[H] learned attention sinks, see `h2o.ops.attend`; None if there are none"""
     unsupported: Exception | None = None
-    """Error to raise for what transformers' arguments ask for beyond plain causal attention"""
+    """Error to raise if the call needs more than plain causal attention"""
     layer: int = -1
-    """The layer's number, for a hook"""
+    """The layer's number; for hooks"""
     cached: bool = False
-    """Whether keys and values come out of an `H2OCache`, for a hook"""
+    """Whether keys and values were returned by an `H2OCache`; for hooks"""
     full: Callable[[], Tensor] | None = None
-    """Makes the output [B, Q, H, D] with nothing evicted, for a hook"""
+    """Computes the output [B, Q, H, D] without eviction; for hooks"""
 
     def check(self) -> None:
-        """Raises `unsupported` if it is set, TypeError for float64, RuntimeError in training."""
+        """Raise `unsupported` if it is set, TypeError for float64, RuntimeError in training."""
         if self.unsupported is not None:
             raise self.unsupported
         if self.query.dtype == torch.float64:
@@ -72,19 +72,19 @@ class AttentionCall(NamedTuple):
 
     @property
     def may_begin_anew(self) -> bool:
-        """Whether the new tokens may be a text from its beginning, by their positions."""
+        """Whether the new tokens may be the beginning of a text, according to their positions."""
         return self.position_ids is None or not self.position_ids[..., 0].any()
 
     @property
     def requires_grad(self) -> bool:
-        """Whether autograd would record what is done with the tensors, where it is enabled."""
+        """Whether autograd, where it is enabled, would record operations on the tensors."""
         tensors = (self.query, self.key, self.value, self.sink_logits)
         return any(x is not None and x.requires_grad for x in tensors)
 
     def without_backward(self, out: Tensor, reason: str = "") -> Tensor:
-        """An output of this call whose backward raises."""
+        """Make the backward pass of an output of this call raise."""
         inputs = self.query, self.key, self.value, self.sink_logits
-        # `apply` waits forever for tensors of a class with a __torch_function__.
+        # `apply` never returns for tensors of a class with a __torch_function__.
         tensors = (x if x is None else plain(x) for x in inputs)
         made: Tensor = NoBackward.apply(reason or CACHE_HAS_NO_GRADIENT, out, *tensors)
         return made
@@ -97,16 +97,16 @@ class AttentionCall(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """Queries, keys and values of new tokens in the form in which a layer stores its own."""
+    """Queries, keys and values of new tokens, in the form in which a layer stores its tokens."""
 
     query: Tensor
     """[B, H, Q, D]"""
     key: Tensor
     """[B, G, Q, D]"""
     value: Tensor | None
-    """[B, G, Q, D]; None where the keys are the values too"""
+    """[B, G, Q, D]; None if the keys are also the values"""
     mask: Tensor | None
-    """[B, Q] bool, False at a pad; None: no pads"""
+    """[B, Q] bool, False at padding; None if there is no padding"""
     scale: float | None
     softcap: float
     sink_logits: Tensor | None = None
@@ -128,7 +128,7 @@ class NewTokens(NamedTuple):
         }
 
     def columns(self, begin: int, end: int) -> NewTokens:
-        """The tokens in columns `begin` to `end` - 1."""
+        """The tokens in the padded columns `begin` to `end` - 1."""
         query, key = (x[:, :, begin:end] for x in (self.query, self.key))
         value = None if self.value is None else self.value[:, :, begin:end]
         mask = None if self.mask is None else self.mask[:, begin:end]
@@ -136,11 +136,11 @@ class NewTokens(NamedTuple):
 
 
 def round_like_slots(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
-    """Round new tokens to what is read back from slots that store them quantized.
+    """Round new tokens as slots that store them quantized would.
 
-    A decode step stores its token before it attends. A row with a single new token after its
-    prompt is a decode step, whatever the padding around the token; rows with several new tokens
-    keep them as they are.
+    A decode step stores its token before it attends, so the token is rounded. A row with a single
+    new token after its prompt is a decode step, whatever the padding around the token. In rows with
+    several new tokens nothing is rounded.
     """
     several = tokens.query.shape[2] > 1
     if slots.keys.dtype != torch.uint8 or (several and tokens.mask is None):
@@ -162,12 +162,13 @@ def round_like_slots(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
 
 
 def as_operand(sink_logits: Tensor | None) -> Tensor | None:
-    """Learned sinks [H] as the operations take them: float32, without a gradient."""
+    """Convert learned sinks [H] to the operations' form: float32, without a gradient."""
     return None if sink_logits is None else sink_logits.detach().float()
 
 
 def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast all three to autocast's dtype, if it is on: rotary embedding makes two float32."""
+    """Cast all three to autocast's dtype if autocast is enabled, since rotary embedding makes
+    queries and keys float32."""
     if query.dtype == key.dtype == value.dtype:
         return query, key, value
     device = query.device.type
@@ -178,13 +179,13 @@ def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 CACHE_HAS_NO_GRADIENT = (
-    "attention through an H2OCache has no gradient: train with use_cache=False, or run the model "
+    "attention through an H2OCache has no gradient: train with use_cache=False, or call the model "
     "under torch.no_grad()"
 )
 
 
 class NoBackward(torch.autograd.Function):
-    """An output where gradients are recorded: the error `reason` if they are asked for."""
+    """Pass an output through and raise `reason` when its gradient is computed."""
 
     @staticmethod
     def forward(ctx: Any, reason: str, out: Tensor, *inputs: Tensor) -> Tensor:
@@ -208,15 +209,15 @@ def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tup
 def evict_after(
     attend: Callable[[], tuple[Tensor, Tensor]], tokens: NewTokens, slots: ops.Slots, policy: Policy
 ) -> Tensor:
-    """Return the output of `attend`, and evict by its scores; pinned keys stay pinned. When it
-    raises, the slots are as they were."""
+    """Return the output of `attend`, and evict by the scores that it returns. Pinned keys stay
+    pinned. If an error is raised, the slots are unchanged."""
     scores_before = slots.scores.clone()
     try:
         out, scores = attend()
-        if policy.decay < 1:  # whose power may be 0
+        if policy.decay < 1:  # a power of decay may be 0, and infinity times 0 is NaN
             slots.scores.masked_fill_(scores_before == PINNED, PINNED)
         ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
-    except Exception:  # the scores are all that attend has touched
+    except Exception:  # attend has changed nothing but the scores
         slots.scores.copy_(scores_before)
         raise
     return out

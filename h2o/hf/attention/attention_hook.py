@@ -1,7 +1,7 @@
-"""`attending`: a context manager that replaces the attention of a model's layers by a function.
+"""`attending`: a context manager that replaces the attention of a model's layers with a function.
 
-Simulation, analysis and calibration use it to see queries, keys and values of a forward pass over a
-whole text.
+Simulation, analysis and calibration use it to see the queries, keys and values of a forward pass
+over a whole text.
 
 Shape letters: B batch rows, H query heads, G key/value heads, n tokens, D head dimension.
 """
@@ -28,15 +28,15 @@ from h2o.hf.families.wrappers import unwrap
 def attending(
     model: Any, layers: Collection[int], visit: Callable[[AttentionCall], Tensor]
 ) -> Iterator[None]:
-    """Make `visit(call)` the attention output [B, n, H, D] of some layers, within the block.
+    """Within the block use `visit(call)` as the attention output [B, n, H, D] of some layers.
 
     Other layers attend as before. After the block, also after an error, the model is unchanged.
 
     Raises:
-        UnsupportedError: the model has attention code of its own, or its forward pass asks for
-            attention that is not plain and causal.
-        RuntimeError: another thread or task has the model in such a block, or a forward pass comes
-            after `set_attn_implementation` in the block.
+        UnsupportedError: the model has attention code of its own, or its forward pass needs more
+            than plain causal attention.
+        RuntimeError: another thread or task has the model in such a block, or a forward pass
+            follows `set_attn_implementation` in the block.
     """
 
     def function(
@@ -52,7 +52,7 @@ def attending(
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        layer = shared.layer(module)  # None: a vision model's
+        layer = shared.layer(module)  # None for a module of a vision model
         attention_mask = pads_of(attention_mask)
 
         def full() -> Tensor:
@@ -77,7 +77,7 @@ def attending(
         )  # fmt: skip
         return visit(call), None
 
-    model = unwrap(model)  # PEFT and torch.compile leave attention to what they wrap
+    model = unwrap(model)  # PEFT and torch.compile leave attention to the model they wrap
     config = model.config.get_text_config(decoder=True)
     shared = _SharedModules(type(config))
     name = f"h2o_simulated:{next(_numbers)}"
@@ -94,14 +94,14 @@ def attending(
 
 
 class _SharedModules:
-    """The layer that each attention module computes now. Some models (Zamba) have one module for
-    several layers, and give its forward a `layer_idx`."""
+    """Tracks which layer each attention module is computing. Some models (Zamba) share a module
+    between layers and pass `layer_idx` to its forward."""
 
     def __init__(self, text_config: type) -> None:
         self._here, self._text_config = threading.local(), text_config
 
     def layer(self, module: nn.Module) -> int | None:
-        """The layer whose attention this module computes now. None: another model's, within."""
+        """The layer that this module is computing; None if it is part of another model inside."""
         if not isinstance(getattr(module, "config", None), self._text_config | None):
             return None
         layer: int | None = getattr(module, "layer_idx", None)
@@ -109,7 +109,7 @@ class _SharedModules:
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
-        """Note the `layer_idx` that these modules get, within the block."""
+        """Record the `layer_idx` that such modules are given within the block."""
 
         def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             vars(self._here)[str(id(module))] = kwargs["layer_idx"]

@@ -1,8 +1,9 @@
-"""Switch a model's attention implementation for a while, safely from many threads.
+"""Switch a model's attention implementation temporarily and thread-safely.
 
-The name of the implementation stands in the model's config, and models may share a config. Switches
+The model's config holds the name of the implementation, and models may share a config. Switches may
 end in any order: a config names the implementation of its latest switch, and its original one when
-no switch is left. A second thread or task that would take the name away from the first is an error.
+no switch is left. If a second thread or task would replace the name that the first one has set, an
+error is raised.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from h2o import compat
 from h2o.hf.attention.attention import switch
 
 CHANGING = threading.RLock()
-"""Held while models change. Reentrant: the garbage collector may end the block of a dropped
-generator in a thread that is changing a model."""
+"""Held while models are changed. Reentrant, since the garbage collector may end the block of a
+dropped generator in a thread that is changing a model."""
 
 _in_force: weakref.WeakValueDictionary[int, AttentionSwitch] = weakref.WeakValueDictionary()
-"""Switches by id, the latest last. A model that is garbage collected takes its switches along."""
+"""Switches by id, the latest last. They are garbage collected together with their model."""
 
 
 class AttentionSwitch:
     """One change of a model's attention implementation, from `apply` to `undo`."""
 
     def __init__(self, kind: str, name: str) -> None:
-        """`kind` says in errors what a model is: "patched", "enabled", "simulated" or "served"."""
+        """`kind` describes the model in errors: "patched", "enabled", "simulated" or "served"."""
         self.kind = kind
         self.name = name
         self.thread: threading.Thread | None = threading.current_thread()
         self.task = _current_task()
         self.original: list[tuple[Any, str]] = []
-        """Each config with the name that it had before all switches"""
+        """Each config and the implementation that it named before all switches"""
 
     def apply(self, model: Any) -> None:
         """Switch a model, or leave it as it was and raise.
@@ -53,7 +54,7 @@ class AttentionSwitch:
                 if elsewhere := other.elsewhere():
                     raise RuntimeError(
                         f"this model is {other.kind} by another {elsewhere}. Wait until its block "
-                        f"has ended, or give each {elsewhere} a model of its own"
+                        f"has ended, or give each {elsewhere} its own model"
                     )
                 if (self.kind, other.kind) == ("enabled", "simulated"):
                     raise RuntimeError(
@@ -69,7 +70,7 @@ class AttentionSwitch:
                 raise
 
     def undo(self) -> None:
-        """Undo the switch. Any thread may, in any order."""
+        """Undo the switch. Any thread may do so, in any order."""
         with CHANGING:
             _in_force.pop(id(self), None)
             for config, name in self.original:
@@ -89,11 +90,11 @@ class AttentionSwitch:
             )
 
     def is_in_force(self) -> bool:
-        """Whether the switch was applied and not undone. That of a copied model never was."""
+        """Whether the switch was applied and not undone. A copied switch is never in force."""
         return id(self) in _in_force
 
     def elsewhere(self) -> str:
-        """Say "thread" or "task" if another one that still runs made the switch, else ""."""
+        """Return "thread" or "task" if another one made the switch and still runs, else ""."""
         if self.thread is not threading.current_thread():
             return "thread" if self.thread and self.thread.is_alive() else ""
         tasks = [reference and reference() for reference in (self.task, _current_task())]
@@ -133,7 +134,7 @@ def _original_name(config: Any) -> str:
 
 
 def _configs_of(model: Any) -> list[Any]:
-    """The configs that `set_attn_implementation` may change: the model's and its parts'."""
+    """The configs that `set_attn_implementation` may change: those of the model and its parts."""
     by_id = {}
     remaining = [module.config for module in model.modules() if hasattr(module, "config")]
     while remaining:

@@ -1,1 +1,1 @@
-"""Many requests at a time."""
+"""Answering many requests at a time."""

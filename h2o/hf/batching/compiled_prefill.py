@@ -1,8 +1,8 @@
-"""`CompiledPrefill`: reads prompts by a compiled graph, one after another in the same row.
+"""`CompiledPrefill`: prefill prompts with a compiled graph, one after another in the same row.
 
-A cache makes its slots when it knows the prompt, which no graph can. Here are slots that stay: they
-are emptied before each prompt, which is then read as the chunk of a longer text would be, whatever
-its length.
+A cache allocates its slots when the prompt is known, which a graph cannot do. Here the slots are
+permanent. They are emptied before each prompt, and the prompt, whatever its length, is processed
+like a later chunk of a longer text.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from h2o.hf.prompt.scorers import AttentionScorer
 
 
 class CompiledPrefill:
-    """Called as the model is, with the cache of `emptied`.
+    """Prefill for one model. Call it like the model, with the cache that `emptied` returns.
 
-    like: a cache of one row that has read a prompt; its budgets are taken, and nothing else.
+    Args:
+        like: a cache of one row that has read a prompt. Only its budgets are used.
     """
 
     def __init__(self, model: Any, like: H2OCache) -> None:
@@ -38,7 +39,7 @@ class CompiledPrefill:
 
     @staticmethod
     def serves(model: Any, config: H2OConfig) -> bool:
-        """Whether a graph takes all layers, and budgets do not depend on the prompt."""
+        """Whether a graph can run all layers and the budgets do not depend on the prompt."""
         if config.needs_prompt_length or virtual_tokens(model):
             return False
         return all(
@@ -47,20 +48,21 @@ class CompiledPrefill:
         )
 
     def __bool__(self) -> bool:
-        """Whether there is a graph, or there may be one."""
+        """Whether a graph exists or may still be compiled."""
         return bool(self._forward)
 
     def emptied(self) -> H2OCache:
-        """The cache, for the next prompt."""
+        """The cache, emptied for the next prompt."""
         for layer in self._cache.layers:
             layer.stepper.empty_in_place(layer)
         self._cache.guard.reset()
         return self._cache
 
     def __call__(self, *, input_ids: Tensor, **inputs: Any) -> Any:
-        if input_ids.shape[1] == 1:  # a step, of which there is no graph with one row
+        if input_ids.shape[1] == 1:  # a decode step, for which no graph of one row is compiled
             return self.model(input_ids=input_ids, **inputs)
-        ids = input_ids.clone(memory_format=torch.contiguous_format)  # of chunks: strides too
+        # A chunk is a view of the prompt, and graphs are compiled for strides too.
+        ids = input_ids.clone(memory_format=torch.contiguous_format)
         for tensor in (ids, inputs.get("position_ids")):
             if tensor is not None:
                 compat.mark_dynamic(tensor, 1)
@@ -68,8 +70,8 @@ class CompiledPrefill:
 
 
 class CompiledForward:
-    """Call a model by its graph, or after a warning eagerly where none can be made. `what` names
-    the passes in the warning."""
+    """Call a model through torch.compile, or eagerly after a warning if compiling fails. `what`
+    names the passes in the warning."""
 
     def __init__(self, model: Any, what: str) -> None:
         self.model, self.what = model, what
@@ -79,7 +81,7 @@ class CompiledForward:
         if self._graph is not None:
             try:
                 return self._graph(**inputs)
-            except compile_errors() as error:  # nothing has run yet
+            except compile_errors() as error:  # raised before anything has run
                 reason = textwrap.shorten(str(error), 300, placeholder=" ...")
                 text = f"{self.what} are not compiled: {reason}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -87,5 +89,5 @@ class CompiledForward:
         return self.model(**inputs)
 
     def __bool__(self) -> bool:
-        """Whether there is a graph, or there may be one."""
+        """Whether a graph exists or may still be compiled."""
         return self._graph is not None

@@ -1,11 +1,10 @@
-"""`h2o.generate_all`: many prompts through a fixed number of rows, refilled as they finish.
+"""`h2o.generate_all`: answer many prompts in a batch of fixed size, refilling rows as they finish.
 
-In a static batch every row waits for the longest answer. Here the next prompt takes a row as soon
-as the row's answer is complete. The prompt is read in a cache of its own, or with other short ones
-(`h2o.hf.batching.short_prompts`), between two decode steps of the others, and copied into the row
-(`h2o.hf.batching.row_batch`). Under H2O the state of a row has a constant size, so no memory is
+In a static batch every row waits for the longest answer. Here the next prompt gets a row as soon
+as the row's answer is complete. Between two decode steps `_Scheduler._admit` prefills the prompt in
+its own cache, or together with other short prompts (`h2o.hf.batching.short_prompts`), and copies it
+into the row (`h2o.hf.batching.row_batch`). With H2O a row has a constant size, so no memory is
 moved or freed in between. This is continuous batching (Yu et al., Orca, OSDI 2022) without pages.
-`_Scheduler._admit` chooses which prompts are next.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.wrappers import unwrap
 
 TOKENS_A_STEP = 2048
-"""Prompt tokens read between two decode steps, like `max_num_batched_tokens` of vLLM: fewer leave
-rows idle, more let running rows wait."""
+"""Prompt tokens to prefill between two decode steps, like vLLM's `max_num_batched_tokens`. With
+fewer, rows stay idle; with more, active rows wait."""
 
 
 def generate_all(
@@ -52,7 +51,7 @@ def generate_all(
     compileable: bool = False,
     **parameters: Unpack[ConfigFields],
 ) -> Iterator[Result]:
-    """Answers any number of prompts, a fixed number of them at a time.
+    """Answer any number of prompts, a fixed number of them at a time.
 
     ```python
     for result in h2o.generate_all(
@@ -61,60 +60,60 @@ def generate_all(
         print(result.index, result.text)
     ```
 
-    A request gets the tokens that `generate()` gives it alone with an `H2OCache` of the same
-    config, up to rounding: nothing depends on its neighbors but in which order float sums of a
-    larger matrix product are added. Short prompts are read together, others one at a time, in
-    chunks with `generation_config.prefill_chunk_size`; rows that run decode a token after each
-    chunk, or after prompts of 2,048 tokens. Several calls, also of threads, may share a model.
+    Each request gets the tokens that `generate()` would give it alone with an `H2OCache` of the
+    same config, up to rounding: its neighbors change only the order in which the sums of a larger
+    matrix product are added. Short prompts are prefilled together, others one at a time, in chunks
+    if `generation_config.prefill_chunk_size` is set. Active rows decode a token after each chunk,
+    or after 2,048 tokens of prompts. Several calls, also in several threads, may share a model.
 
     Args:
         model: a causal language model of transformers, in eval mode.
-        prompts: texts, chats, token ids or a `Request` each; may be an endless iterator, of which
-            as many are taken as there are rows.
+        prompts: each a text, a chat, token ids or a `Request`. May be an endless iterator: a prompt
+            is taken only when a row is idle.
         h2o_config, parameters: as for `H2OCache`. Fractions are of each prompt.
-        rows: how many requests at a time.
-        bytes: instead of `rows`, what all rows may take together, all tensors of the cache counted.
-            What is being read, a prompt or short ones of 512 tokens, needs its keys and values
-            beside it. Not with budgets that depend on the prompt, nor with those of a request.
+        rows: number of requests that are decoded at a time.
+        bytes: instead of `rows`, memory for all rows, with all tensors of the cache. Prompts being
+            prefilled (one, or short ones of up to 512 tokens, 2,048 on a GPU) need memory for keys
+            and values on top. Not with budgets that depend on the prompt or per-request budgets.
         max_new_tokens, generation_config: as for `generate()`.
-        tokenizer: for prompts that are texts or chats, stop strings, and `Result.text`.
-        prefix: what every prompt begins with, read before: a cache of one row of the same settings,
-            such as a document's (`H2OCache.load`). Prompts contain its tokens.
+        tokenizer: needed for prompts that are texts or chats, for stop strings and `Result.text`.
+        prefix: a cache of one row and the same settings that has read what all prompts begin with,
+            such as a document (`H2OCache.load`). Each prompt still contains those tokens.
         seed: request i samples as `generate()` does after `torch.manual_seed(seed + i)`.
-        pinned: as of `H2OCache`, of each prompt whose `Request` has no pins of its own; "system" is
-            the system turn of prompts that are chats.
+        pinned: as for `H2OCache`, for each prompt whose `Request` has no pins of its own. "system"
+            pins the system turn of a chat.
         on_token: called with the index of a request and each new token.
-        as_completed: results as they finish, not in the order of prompts.
-        compileable: torch.compile takes the step of all rows, one graph for all steps, and prompts
-            after the first one, one graph for all lengths. Each needs a minute at first, and
-            budgets in tokens: under fractions longer prompts make rows wider, hence other graphs,
-            and prompts are read eagerly, as after a prefix, with pins or a request's own budget. A
-            model that cannot be compiled is served eagerly, with a warning.
+        as_completed: yield results as they finish, not in the order of the prompts.
+        compileable: use torch.compile: one graph for the decode steps of all rows, and one for
+            prompts of any length after the first. Compiling each takes about a minute. Give budgets
+            in tokens: with fractions a longer prompt lengthens all rows, so that steps are compiled
+            again, and prefill is eager. Prefill is also eager after a prefix, with pins, and with a
+            request's own budget. A model that cannot be compiled runs eagerly, with a warning.
 
     Yields:
-        A `Result` for each prompt. One that cannot be answered has `finish_reason="error"`; the
-        others go on. What `prompts` or `on_token` raise is raised.
+        A `Result` for each prompt. If a prompt cannot be answered, its `finish_reason` is "error"
+        and the others continue. Exceptions raised by `prompts` or `on_token` propagate.
 
     Raises:
-        UnsupportedError: beams and assisted decoding; a model with sliding windows, or for images.
-        ValueError: neither `rows` nor `bytes`, or too few of them; a prefix of other settings.
+        UnsupportedError: beam search or assisted decoding; layers with sliding windows or images.
+        ValueError: `rows` and `bytes` both given or both missing, or an invalid argument.
     """
     config = one_config(h2o_config, parameters).for_model(model)
     if (rows is None) == (bytes is None):
-        raise ValueError("give either rows, how many requests at a time, or the bytes for them")
+        raise ValueError("give either rows= (requests at a time) or bytes= (memory of the rows)")
     for name, value in (("rows", rows), ("bytes", bytes), ("max_new_tokens", max_new_tokens)):
         if value is not None and (not isinstance(value, Integral) or value < 1):
-            raise ValueError(f"{name} is {value!r}: wanted a whole number of at least 1")
+            raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
     if isinstance(prompts, str | Mapping):
-        raise ValueError(f"prompts is a single {type(prompts).__name__}: give a list of prompts")
+        raise ValueError(f"prompts is a single {type(prompts).__name__}; pass a list of prompts")
     if bytes is not None and (config.needs_prompt_length or config.shares_by_echo):
         raise ValueError(
-            "a row's bytes depend on its prompt where budgets are fractions or shared by echo: "
-            "give heavy and recent as numbers of tokens, without such shares, or the number of rows"
+            "the size of a row depends on its prompt, because budgets are fractions or shared by "
+            "echo. Use rows= instead of bytes=, or heavy and recent in tokens, not shared by echo"
         )
     batch = RowBatch(model, config, compileable)
     if prefix is not None:
-        prefix = _check_prefix(prefix, config).fork()  # its owner may go on with it
+        prefix = _check_prefix(prefix, config).fork()  # the caller may continue with the original
     settings = Settings(
         model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, pinned,
         on_token, batch.angles,
@@ -127,22 +126,22 @@ def generate_all(
 
 def _check_prefix(prefix: H2OCache, config: H2OConfig) -> H2OCache:
     if (rows := h2o_layers(prefix)[0].batch_size) > 1:
-        raise ValueError(f"a prefix is a cache of one row, not of {rows}")
+        raise ValueError(f"prefix must be a cache of one row; this one has {rows} rows")
     for name in PARAMETERS:
         read, wanted = getattr(prefix.config, name), getattr(config, name)
         if read != wanted:
             raise ValueError(
-                f"the prefix was read with {name}={read!r} and the call has {wanted!r}: give "
+                f"the prefix was made with {name}={read!r}, but this call has {wanted!r}: pass "
                 "h2o_config=prefix.config"
             )
     return prefix
 
 
 def serves(model: Any, h2o_config: H2OConfig, request: Request, tokenizer: Any = None) -> bool:
-    """Whether `generate_all` takes a request: the layers of its model, its way of decoding.
+    """Whether `generate_all` supports a model's layers and a request's decoding mode.
 
     Raises:
-        ValueError: what no way of decoding could answer.
+        ValueError: the request is invalid in any decoding mode.
     """
     config = h2o_config.for_model(model)
     try:
@@ -155,7 +154,7 @@ def serves(model: Any, h2o_config: H2OConfig, request: Request, tokenizer: Any =
 
 
 class _Scheduler:
-    """The rows, what runs in them, and the prompts that wait."""
+    """Scheduler of one call: its rows, the active requests in them, and the waiting prompts."""
 
     def __init__(
         self, settings: Settings, prompts: Iterable[Prompt], batch: RowBatch, rows: int | None,
@@ -171,16 +170,16 @@ class _Scheduler:
             and CompiledPrefill.serves(settings.model, settings.config)
         )
         self.reader: CompiledPrefill | None = None
-        """From the first prompt on, if a graph reads them"""
+        """Made after the first prompt, if later prompts are prefilled by a graph"""
         self.running: list[ActiveRequest | None] = []
-        """The request of each row; None: idle. No rows before the first prompt has been read"""
+        """Request of each row, None if idle. Empty until the first prompt has been prefilled"""
         self.reading: list[ActiveRequest] = []
-        """The requests whose prompts are being read, together"""
+        """Requests whose prompts are being prefilled, together if several"""
         self.next: ActiveRequest | None = None
-        """The request that was taken and could not be read with those"""
+        """Request that was taken but cannot be prefilled together with those"""
 
     def run(self) -> Iterator[Result]:
-        """Between two results, while the caller has its turn, the model has its own attention."""
+        """Yield the results. While the caller handles one, the model has its own attention."""
         with contextlib.closing(self._results()) as results:
             while True:
                 with use_attention("served", unwrap(self.settings.model), "h2o"):
@@ -198,7 +197,7 @@ class _Scheduler:
                 return
 
     def _admit(self) -> Iterator[Result]:
-        """Read waiting prompts while a row is idle. Between two decode steps the rows that run wait
+        """Prefill waiting prompts while a row is idle. Between two decode steps active rows wait
         for at most one chunk of a prompt or `TOKENS_A_STEP` tokens."""
         read = 0
         while self._idle_rows():
@@ -213,11 +212,11 @@ class _Scheduler:
             yield from self._prefill()
 
     def _idle_rows(self) -> int:
-        """How many there are; before the bytes of a row are known one."""
+        """Number of idle rows. Until the bytes of a row are known, one row is assumed."""
         return self.running.count(None) if self.running else self.rows or 1
 
     def _begin(self) -> Iterator[Result]:
-        """Take what is read next: a prompt, or short ones for the idle rows."""
+        """Choose the prompts to prefill next: one, or several short ones for the idle rows."""
         while len(self.reading) < self._idle_rows():
             if self.next is None:
                 taken = next(self.waiting, None)
@@ -237,16 +236,18 @@ class _Scheduler:
         request = prompt if isinstance(prompt, Request) else Request(prompt)
         try:
             if self.bytes is not None and request.config is not None:
-                raise ValueError("a budget of its own in rows of so many bytes: give rows instead")
+                raise ValueError(
+                    "a request with its own budget needs rows=: bytes= fixes the size of a row"
+                )
             self.next = ActiveRequest(index, request, self.settings)
             pins = self.next.cache.guard.pins
             if self.bytes is not None and pins and self.settings.config.head_shares is not None:
-                raise ValueError("pinned keys change the shares of heads: give rows, not bytes")
+                raise ValueError("pinned keys change head_shares: give rows= instead of bytes=")
             if self.reader and request.config is None and not pins:
                 self.next.read_by(self.reader)
         except UnsupportedError:
             raise
-        except Exception as error:  # of this prompt; the others go on
+        except Exception as error:  # concerns this prompt only; the others continue
             self.next = None
             yield _failed(index, 0, error)
 
@@ -273,7 +274,7 @@ class _Scheduler:
             cache, logits = short_prompts.read_together(group)
         except UnsupportedError:
             raise
-        except Exception:  # of one of them, and alone it says of which
+        except Exception:  # one of the prompts failed: prefill each alone to find out which
             for running in group:
                 self.reading = [running]
                 yield from self._prefill()
@@ -288,10 +289,10 @@ class _Scheduler:
         yield from self._start(started, cache)
 
     def _start(self, started: list[tuple[ActiveRequest, int]], cache: H2OCache) -> Iterator[Result]:
-        """After the first token of each, which a row of the cache has made."""
+        """Start requests whose first token is chosen. A prompt is in row `row` of `cache`."""
         joining = []
         for running, row in started:
-            running.cache = None  # its tensors will be in a row of the batch
+            running.cache = None  # the tensors will be copied into a row of the batch
             self._tell(running)
             if running.finish_reason:
                 yield running.result(row_report(cache, row))
@@ -315,14 +316,14 @@ class _Scheduler:
             self.running[row] = running
 
     def _step(self) -> Iterator[Result]:
-        """One token for each row that runs."""
+        """Decode one token in each active row."""
         yield from self._end_at_other_angles()
         if not any(self.running):
             return
-        before = int(self.batch.cache.get_seq_length())  # of a tensor that steps change
+        before = int(self.batch.cache.get_seq_length())  # copied: steps change the tensor in place
         try:
             logits = self.batch.step([0 if x is None else x.new[-1] for x in self.running])
-        except IndexError as error:  # of a table of positions, which the longest row has left
+        except IndexError as error:  # the longest row is past the end of the model's position table
             if int(self.batch.cache.get_seq_length()) != before:
                 raise
             row = max(range(len(self.running)), key=self.batch.tokens.__getitem__)
@@ -341,7 +342,7 @@ class _Scheduler:
                 self._leave(row)
 
     def _end_at_other_angles(self) -> Iterator[Result]:
-        """Ends the rows whose text `generate()` would read anew now."""
+        """End the rows whose whole text `generate()` would prefill again at this length."""
         for row in self.batch.live:
             try:
                 self.batch.cache.guard.check_angles(self.batch.tokens[row], 1)
@@ -363,9 +364,9 @@ class _Scheduler:
 
 
 def _next_tokens(requests: list[ActiveRequest], logits: Tensor) -> list[Exception | None]:
-    """Each request chooses its next token by its row of logits [n, vocabulary]. Returns what that
-    raised."""
-    best = logits.float().argmax(-1).tolist()  # in 16 bits torch takes five times as long
+    """Choose each request's next token from its row of logits [n, vocabulary]. Returns for each
+    request the exception that this raised, or None."""
+    best = logits.float().argmax(-1).tolist()  # torch's argmax is five times slower in 16 bits
     raised: list[Exception | None] = [None] * len(requests)
     for row, running in enumerate(requests):
         try:
@@ -380,7 +381,7 @@ def _next_tokens(requests: list[ActiveRequest], logits: Tensor) -> list[Exceptio
 
 def _rows_in(bytes: int, each: int) -> int:
     if bytes < each:
-        raise ValueError(f"bytes: {bytes:,} hold no row, which takes {each:,} under this config")
+        raise ValueError(f"bytes={bytes:,} cannot hold a row, which takes {each:,} in this config")
     return bytes // each
 
 
@@ -389,7 +390,7 @@ def _failed(index: int, prompt_tokens: int, error: Exception) -> Result:
 
 
 def _in_order(results: Iterator[Result]) -> Iterator[Result]:
-    """Results by their index, each as soon as all before it are there."""
+    """Results in the order of their index, each as soon as all earlier ones have been yielded."""
     early: dict[int, Result] = {}
     wanted = 0
     for result in results:

@@ -1,8 +1,8 @@
-"""`h2o.packed_weights(model)`: decode steps on the CPU read weights that are laid out for them.
+"""`h2o.packed_weights(model)`: faster decode steps on the CPU, with weights in oneDNN's layout.
 
 A decode step of SmolLM2-135M in bfloat16 with 1, 8 and 32 rows took 39.0, 46.9 and 72.2 ms, and
-34.1, 34.2 and 59.8 ms with weights in oneDNN's layout (AMD Zen 4, two threads). The layout is
-opaque, so it is a second copy. Within the block only the `forward` of each linear module changes.
+34.1, 34.2 and 59.8 ms with weights in that layout (AMD Zen 4, two threads). The layout is opaque,
+so the weights are copied. Within the block only the `forward` of each linear module changes.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from h2o import compat
 from h2o.compat_wrappers import layers_by_base, merged_state
 
 FEW = 64
-"""Tokens up to which the layout pays."""
+"""Largest number of tokens in a forward pass for which the layout is used."""
 
 
 @contextmanager
 def packed_weights(model: nn.Module) -> Iterator[int]:
-    """Within the block forward passes of up to 64 tokens, over all rows, are faster on the CPU.
+    """Speed up forward passes of up to 64 tokens, counted over all rows, on the CPU.
 
-    Of a model in bfloat16: each `nn.Linear` on the CPU has its weight a second time, in oneDNN's
-    layout. Answers are the same but for rounding. Linear modules that are quantized, offloaded or
-    cut over processes, prompts, training and `torch.compile` go on as before, as does everything
-    where the CPU has no instructions for bfloat16. A weight that changes, or that PEFT merges an
-    adapter into, is laid out again when it is next read. What others write through its `.data` is
-    not seen.
+    Within the block each bfloat16 `nn.Linear` on the CPU keeps a second copy of its weight in
+    oneDNN's layout. Answers are the same up to rounding. Nothing changes for longer prompts, for
+    training and `torch.compile`, for linear modules that are quantized, offloaded or sharded over
+    processes, and on a CPU without instructions for bfloat16. A weight that is modified, or that
+    PEFT merges an adapter into, is copied again at its next use. Writes through a weight's `.data`
+    are not noticed.
 
     Yields:
-        The bytes of the second copies, which are free again after the block.
+        The bytes of the copies, which are freed after the block.
     """
     forwards = []
     try:
@@ -76,7 +76,7 @@ class _Forward:
 
     @staticmethod
     def serves(weight: Tensor) -> bool:
-        """Whether a weight is a plain one of these, whose changes are counted."""
+        """Whether a weight is a plain bfloat16 parameter on the CPU that counts its changes."""
         plain = type(weight) is nn.Parameter and not weight.is_inference()
         return plain and weight.dtype == torch.bfloat16 and weight.is_cpu
 
@@ -88,5 +88,5 @@ class _Forward:
         if self._packed is None or self._of != of:
             with torch.no_grad():
                 self._packed = compat.pack_linear_weight(weight.detach())
-            self._of, self._weight = of, weight  # which lives on, so that no other has its id
+            self._of, self._weight = of, weight  # kept alive, so that its id is not reused
         return self._packed

@@ -1,7 +1,7 @@
 """One request of `h2o.generate_all`: its prompt, how its tokens are chosen, and its answer.
 
-What decides on a token is transformers' own: `generate()` makes logits processors and stopping
-criteria for each request as for a call of its own.
+transformers decides on the tokens: for each request `generate()` makes the logits processors and
+stopping criteria that a call with this request alone would have.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ Prompt = Any  # a text, a chat, token ids, or a Request with one of them
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt with settings of its own, for `generate_all`; None: as of the whole call."""
+    """A prompt with its own settings for `generate_all`. None means the setting of the call."""
 
     prompt: Prompt
     """A text; a chat, as a list of messages; or token ids [n], as a list, an array or a tensor"""
     max_new_tokens: int | None = None
     seed: int | None = None
-    """For sampling; by default `seed` of the call + the request's index"""
+    """Seed for sampling; by default the call's `seed` plus the request's index"""
     generation_config: Any = None
     config: H2OConfig | None = None
-    """Budgets of its own. Policy, positions and storage must be those of the call."""
+    """Config with other `heavy`, `recent` or `budget_unit`; the rest must be as in the call"""
     pinned: Any = None
-    """Its pins, as of `H2OCache`; or "system", of a chat: its system turn"""
+    """Pins as for `H2OCache`, or "system": the system turn of a chat"""
     stopping_criteria: Sequence[StoppingCriteria] = ()
-    """transformers' criteria beside those of the generation config; they get ids [1, n], prompt
-    included"""
+    """transformers' criteria, in addition to those of the generation config. They get ids [1, n]
+    that include the prompt"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Result:
     """The answer without special tokens; None without a tokenizer"""
     prompt_tokens: int
     finish_reason: str
-    """"stop" (an end token, a stop string, a criterion), "length", or "error" """
+    """"stop" (an end token, a stop string or a criterion), "length", or "error" """
     report: dict[str, int]
-    """`seen` tokens, `kept` of each head on average, and the `bytes` of the row; {} after an
+    """`seen`: tokens; `kept`: keys per head on average; `bytes`: memory of the row. Empty after an
     error"""
     error: Exception | None = None
-    """Why it could not be answered"""
+    """Why the prompt could not be answered"""
 
 
 @dataclasses.dataclass
@@ -92,24 +92,24 @@ class Settings:
 
     def __post_init__(self) -> None:
         self.virtual = virtual_tokens(self.model)
-        """Tokens before each text, in the cache only"""
+        """Embeddings of prompt tuning before each text, which are in the cache but have no ids"""
 
     def pins_of(self, request: Request, ids: Tensor) -> Any:
-        """The `pinned` of the cache of a request with token ids [1, n]."""
+        """`pinned` for the cache of a request with token ids [1, n]."""
         pinned = self.pinned if request.pinned is None else request.pinned
         if pinned is None:
             return None
         if self.prefix is not None:
             raise ValueError(
-                "pinned after a prefix, which is read already: give pinned to the prefix' H2OCache"
+                "pinned cannot be combined with prefix=: give pinned to the prefix's H2OCache"
             )
         check_pins(self.model, pinned)
         if isinstance(pinned, str) and pinned == "system":
             if not _is_chat(request.prompt):
-                raise ValueError('pinned="system" needs a chat, as a list of messages')
+                raise ValueError('pinned="system" needs a chat: pass a list of messages')
             return [system_span(self.tokenizer, request.prompt, ids[0].tolist())]
         if (last := Pins.of(pinned).last) > ids.shape[1]:
-            raise ValueError(f"pinned ends at token {last}, and the prompt has {ids.shape[1]}")
+            raise ValueError(f"pinned ends at token {last}, but the prompt has {ids.shape[1]}")
         return pinned
 
     def prompt_ids(self, prompt: Prompt) -> Tensor:
@@ -117,33 +117,36 @@ class Settings:
         prompt = tokenize(prompt, self.tokenizer)
         if prompt is None or isinstance(prompt, Mapping):
             raise ValueError(
-                f"a prompt is a {type(prompt).__name__}: wanted a text, a chat or token ids, such "
-                'as tokenizer(text)["input_ids"]'
+                f"the prompt is a {type(prompt).__name__}; expected a text, a chat, or token ids "
+                'such as tokenizer(text)["input_ids"]'
             )
         ids = torch.as_tensor(prompt, device="cpu")
         if ids.numel() == 0:
-            raise ValueError("a prompt without tokens")
+            raise ValueError("the prompt has no tokens")
         if ids.dtype.is_floating_point or ids.ndim not in (1, 2) or ids.numel() != ids.shape[-1]:
             raise ValueError(
-                f"a prompt of shape {tuple(ids.shape)}, {ids.dtype}: wanted token ids [n]"
+                f"the prompt has shape {tuple(ids.shape)} and {ids.dtype}; expected token ids [n]"
             )
-        ids = ids.reshape(1, -1).to(torch.long)  # torch orders no uint16
+        ids = ids.reshape(1, -1).to(torch.long)  # torch cannot compare uint16
         known = getattr(self.model.config.get_text_config(decoder=True), "vocab_size", math.inf)
-        if int(ids.min()) < 0 or int(ids.max()) >= known:  # a GPU would take no call after that
-            raise ValueError(f"token ids {int(ids.min())} to {int(ids.max())} of {known}")
+        if int(ids.min()) < 0 or int(ids.max()) >= known:  # on a GPU all later calls would fail
+            raise ValueError(
+                f"the prompt has token ids {int(ids.min())} to {int(ids.max())}, outside the "
+                f"vocabulary of {known}"
+            )
         return ids.to(input_device(self.model))
 
     def prepared(self, request: Request, ids: Tensor, cache: H2OCache) -> dict[str, Any]:
-        """The arguments of `generate()`'s decoding loop for a request."""
+        """Arguments that `generate()` passes to its decoding loop for a request."""
         settings = request.generation_config or self.generation_config
         limit = self.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         more: dict[str, Any] = {} if limit is None else {"max_new_tokens": limit}
         criteria = StoppingCriteriaList(request.stopping_criteria)
         said = (getattr(x, "stop_strings", None) for x in (settings, self.model.generation_config))
         strings = next((x for x in said if x is not None), None)
-        if strings is not None:  # for which a decoding loop of our own would be given no tokenizer
+        if strings is not None:  # with custom_generate, generate() finds no tokenizer
             if self.tokenizer is None:
-                raise ValueError("stop_strings need the tokenizer")
+                raise ValueError("stop_strings need a tokenizer: pass tokenizer=")
             criteria.append(StopStringCriteria(self.tokenizer, strings))
             more["stop_strings"] = None
         arguments: dict[str, Any] = self.model.generate(
@@ -168,28 +171,28 @@ class Settings:
             }
             if dataclasses.replace(config, **budgets) != self.config:
                 raise ValueError(
-                    f"a request's config may have another budget than that of all, nothing else: "
-                    f"{config} beside {self.config}"
+                    f"a request's config may differ from the call's only in heavy, recent and "
+                    f"budget_unit. The request has {config}, the call has {self.config}"
                 )
         if self.prefix is None:
             tokens = ids.shape[1] + self.virtual
             return H2OCache(self.model.config, config, prompt_length=tokens, pinned=pinned)
         if config != self.config:
-            raise ValueError("a request after a prefix has the prefix' budget: config=None")
+            raise ValueError("with prefix= a request has the prefix's budget: leave out config")
         return self.prefix.fork()
 
 
 def tokenize(prompt: Prompt, tokenizer: Any) -> Any:
-    """The token ids of a text or a chat; other prompts as they are.
+    """Token ids of a text or a chat. Other prompts are returned unchanged.
 
     Raises:
-        ValueError: a text or a chat, and no tokenizer.
+        ValueError: the prompt is a text or a chat, and `tokenizer` is None.
     """
     is_chat = _is_chat(prompt)
     if not (is_chat or isinstance(prompt, str)):
         return prompt
     if tokenizer is None:
-        raise ValueError("prompts are texts: give the tokenizer, or prompts as token ids")
+        raise ValueError("prompts that are texts or chats need a tokenizer: pass tokenizer=")
     if not is_chat:
         return tokenizer(prompt)["input_ids"]
     return tokenizer.apply_chat_template(
@@ -203,7 +206,7 @@ def _is_chat(prompt: Prompt) -> bool:
 
 
 def decoding_arguments(model: Any, input_ids: Tensor, **arguments: Any) -> dict[str, Any]:
-    """In the place of a decoding loop of `generate()`: what it is called with."""
+    """Stand in for the decoding loop of `generate()` and return the loop's arguments."""
     return arguments
 
 
@@ -228,10 +231,10 @@ class ActiveRequest:
         mode = self.generation_config.get_generation_mode(None)
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise UnsupportedError(
-                f"{mode.value} in rows that are refilled: call model.generate() with an H2OCache"
+                f"generate_all does not support {mode.value}: use model.generate() with an H2OCache"
             )
         if (self.generation_config.num_return_sequences or 1) > 1:
-            raise UnsupportedError("num_return_sequences: give the prompt several times instead")
+            raise UnsupportedError("num_return_sequences is above 1: repeat the prompt instead")
         self.generator = None
         if self.generation_config.do_sample:
             at = settings.seed + index if request.seed is None else request.seed
@@ -244,24 +247,24 @@ class ActiveRequest:
         self.limit = min(limits, default=self.generation_config.max_length)
         are_numbers = len(ends) + len(limits) == len(self.criteria)
         self.by_number = not self.processors and self.generator is None and are_numbers
-        """Whether the likeliest token comes next, and it and the length alone end the answer"""
+        """Whether the likeliest token is next, and only end tokens or the length end the answer"""
 
     def read_by(self, reader: CompiledPrefill) -> None:
-        """Has a prompt, of which nothing has been read, read in the reader's cache."""
+        """Prefill the whole prompt with `reader`, in the reader's cache."""
         self.cache, self.forward = reader.emptied(), reader
 
     @property
     def chunk(self) -> int:
-        """Tokens of the prompt that are read at once, next."""
+        """Number of prompt tokens in the next chunk."""
         chunk: int = self.generation_config.prefill_chunk_size or self.prompt_tokens
         return min(chunk, self.prompt_tokens - self.tokens_read)
 
     def read(self) -> bool:
-        """Reads a chunk of the prompt; at its end, whether it is reached, also the first token."""
+        """Prefill the next chunk. After the last one, choose the first token and return True."""
         if self.tokens_read >= self.prompt_tokens:
             raise ValueError(
-                f"a prompt of {self.prompt_tokens} tokens after a prefix of {self.tokens_read}: it "
-                "contains the prefix and more"
+                f"the prompt has {self.prompt_tokens} tokens and the prefix {self.tokens_read}: a "
+                "prompt must contain the prefix and more tokens"
             )
         begin, end = self.tokens_read, self.tokens_read + self.chunk
         logits = self._forward(begin, end)
@@ -292,7 +295,7 @@ class ActiveRequest:
         return logits
 
     def accept(self, logits: Tensor) -> None:
-        """Chooses the next token by logits [1, vocabulary]."""
+        """Choose the next token by logits [1, vocabulary]."""
         if self.by_number:
             self.take(int(logits.argmax(-1)))
             return
@@ -303,7 +306,7 @@ class ActiveRequest:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
         self.ids = torch.cat([self.ids, token], dim=1)
         self.new.append(int(token))
-        # A criterion may say so for all rows of its batch at once.
+        # A criterion may return one value for the whole batch.
         answers = (x(self.ids, scores) for x in self.criteria)
         hit = [bool(torch.as_tensor(answer, device="cpu").all()) for answer in answers]
         by_length = [isinstance(criterion, MaxLengthCriteria) for criterion in self.criteria]
@@ -312,7 +315,7 @@ class ActiveRequest:
             self.finish_reason = "stop" if stopped else "length"
 
     def take(self, token: int) -> None:
-        """The next token, where nothing but its number and the length end the answer."""
+        """Append the next token of a request that is decoded `by_number`."""
         self.new.append(token)
         if token in self.ends:
             self.finish_reason = "stop"

@@ -1,11 +1,11 @@
-"""`RowBatch`: one `H2OCache` whose rows are conversations of their own, replaced one at a time.
+"""`RowBatch`: one `H2OCache` whose rows are independent conversations, replaced one at a time.
 
-A row has a constant size, so the next conversation takes the slots and states of a finished row in
-place. A decode step usually runs only the rows that are not idle, found by number. It runs all rows
-and masks the idle ones where it is compiled, since its shapes are fixed, and where layers have
-states, which transformers updates in place.
+A row has a constant size, so the next conversation reuses the slots and states of a finished row in
+place. A decode step usually runs the active rows only and finds them by number. Two kinds of step
+run all rows and mask the idle ones: compiled steps, whose shapes are fixed, and steps of a model
+with states, which transformers updates in place.
 
-Shape letters: n rows that are not idle.
+Shape letters: n active rows, those that are not idle.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from h2o.hf.store import states
 
 
 class RowBatch:
-    """A cache of several rows for a model, into which `join` puts caches of one row each.
+    """A cache of several rows for a model. `join` copies rows of other caches into it.
 
-    compileable: torch.compile takes a step whole, in one graph for all of them.
+    Args:
+        compileable: compile decode steps with torch.compile, one graph for all steps.
 
     Raises:
-        UnsupportedError: a model with layers that have keys which are not H2O's; one with states
-            and rotary angles that depend on the length of the text.
+        UnsupportedError: the model has layers with sliding windows or for images, or it has both
+            states and rotary angles that depend on the length of the text.
     """
 
     def __init__(self, model: Any, config: H2OConfig, compileable: bool = False) -> None:
@@ -46,39 +47,40 @@ class RowBatch:
         for index, layer in enumerate(self.cache.layers):
             if kind_of(layer) in ("sliding", "cross"):
                 raise UnsupportedError(
-                    "rows that are refilled need full attention or states in all layers, and "
+                    "generate_all needs full attention or states in all layers, but "
                     f"layer {index} is a {type(layer).__name__}: call model.generate() with an "
                     "H2OCache for each batch of prompts"
                 )
         self.tokens: list[int] = []
-        """Seen by each row; 0: idle"""
+        """Number of tokens that each row has seen; 0 if the row is idle"""
         self.offsets: list[int] = []
-        """Difference of each row's next position and its number of tokens"""
+        """Difference between each row's next position and its number of tokens"""
         self._chosen: list[int] = []
         self._has_states = any(map(has_states, self.cache.layers))
         self.angles = AnglesByLength(model)
         if self.angles and self._has_states:
             raise UnsupportedError(
-                "rows of a model with states whose rotary angles depend on the length of the text: "
-                "call model.generate() with an H2OCache for each prompt"
+                "generate_all does not support a model that has states and rotary angles that "
+                "depend on the length of the text: call model.generate() with an H2OCache for each "
+                "prompt"
             )
 
     def make_rows(self, rows: int) -> None:
-        """Have so many rows, all idle; before the first one joins."""
+        """Set the number of rows, all idle, before the first `join`."""
         self.tokens, self.offsets = [0] * rows, [0] * rows
 
     def join(
         self, rows: list[int], joining: H2OCache, source_rows: list[int], tokens: list[int]
     ) -> None:
-        """Rows become what rows of another cache of the same settings are.
+        """Copy rows of another cache with the same settings into rows of this one.
 
         Args:
-            joining: of a model with states it has a single row.
-            source_rows: as many as `rows`.
-            tokens: what each of them has seen, without pads.
+            joining: the other cache. For a model with states it must have a single row.
+            source_rows: the row of `joining` for each of `rows`.
+            tokens: number of tokens that each of them has seen, without padding.
 
         Raises:
-            ValueError: a cache with another kind of slots.
+            ValueError: the other cache has another kind of slots.
         """
         for row, n in zip(rows, tokens, strict=True):
             self.tokens[row], self.offsets[row] = n, joining.guard.rope_deltas.offset
@@ -90,17 +92,17 @@ class RowBatch:
                 states.take_row(layer, rows[0], other, B)
 
     def leave(self, row: int) -> None:
-        """A row is idle from now on."""
+        """Make a row idle."""
         self.tokens[row] = 0
 
     @property
     def live(self) -> list[int]:
-        """The rows that are not idle."""
+        """The active rows, in order."""
         return [row for row, n in enumerate(self.tokens) if n]
 
     @torch.no_grad()
     def step(self, ids: list[int]) -> Tensor:
-        """The next token of the rows that are not idle; others' in `ids` are not looked at.
+        """Decode one token in each active row. Entries of `ids` for idle rows are ignored.
 
         Returns:
             Logits [n, vocabulary], in the order of `live`.
@@ -117,8 +119,8 @@ class RowBatch:
         return torch.cat(parts)[[place[row] for row in live]]
 
     def _of_rows(self, rows: list[int], ids: list[int]) -> Tensor:
-        """Logits [len(rows), vocabulary] of the next token of these rows."""
-        if self.compiled:  # always with a mask: without one it would be another graph
+        """Logits [len(rows), vocabulary] of a decode step in these rows."""
+        if self.compiled:  # always with a mask: calls without one would need another graph
             return self._of_all(self.compiled, ids, rows, masked=True)[rows]
         if self._has_states:
             return self._of_all(self.model, ids, rows, masked=len(rows) < len(ids))[rows]
@@ -141,13 +143,13 @@ class RowBatch:
         return logits
 
     def _of_all(self, forward: Any, ids: list[int], rows: list[int], *, masked: bool) -> Tensor:
-        """Logits [all rows, vocabulary], where `masked` with a mask of the others than `rows`."""
+        """Logits [all rows, vocabulary]. If `masked`, all rows but `rows` are masked."""
         here = [[row in rows] for row in range(len(ids))]
         mask = torch.tensor(here, dtype=torch.bool, device=input_device(self.model))
         return self._forward(forward, ids, [*range(len(ids))], mask if masked else None)
 
     def _choose(self, rows: list[int]) -> None:
-        """Has steps be of these rows; []: of all."""
+        """Run the following steps on these rows only; [] means all rows."""
         if rows == self._chosen:
             return
         self._chosen = rows
@@ -161,18 +163,18 @@ def h2o_layers(cache: H2OCache) -> list[H2OLayer]:
 
 
 def row_bytes(cache: H2OCache) -> int:
-    """Bytes of all tensors that one row takes once its budget is full, by a cache of one row that
-    has read its prompt."""
+    """Bytes of all tensors that one row of `cache` takes once its budget is full. The cache must
+    have read a prompt."""
     with_states = (layer for layer in cache.layers if has_states(layer))
     keys = sum(x.row_bytes() for x in h2o_layers(cache))
     return keys + sum(map(states.states_row_bytes, with_states))
 
 
 def row_report(cache: H2OCache, row: int) -> dict[str, int]:
-    """`Result.report` of a row."""
+    """The `Result.report` of a row."""
     layers = h2o_layers(cache)
     first = layers[0].slots.seen_tokens
     kept = [(layer.slots.positions[row] >= 0).sum().to(first.device) for layer in layers]
-    seen, *kept = torch.stack([first[row], *kept]).tolist()  # waits for the device once
+    seen, *kept = torch.stack([first[row], *kept]).tolist()  # synchronizes with the device once
     heads = sum(layer.num_heads for layer in layers)
     return {"seen": seen, "kept": round(sum(kept) / heads), "bytes": row_bytes(cache)}

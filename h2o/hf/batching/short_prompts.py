@@ -1,11 +1,11 @@
-"""Short prompts of `h2o.generate_all`, read together in one forward pass.
+"""Prefill of several short prompts of `h2o.generate_all` in one forward pass.
 
-A forward pass reads all weights, however few tokens it is of, and on a GPU keeps the host busy. So
-eight prompts of 8, 32 and 128 tokens take 2.7, 1.6 and 1.15 times as long one by one as in a single
-pass (SmolLM2 in float32, one thread, AVX2), and 64 prompts of 16, 64 and 128 tokens 8.6, 6.9 and
-4.6 times (Llama-3.1-8B's shape in bfloat16, an H200; with a further token each). Prompts that come
-one after another therefore share a pass, padded on the left, in a cache with a row for each of
-them. What a row keeps depends on its own tokens alone.
+A forward pass reads all weights, however few tokens it has, and on a GPU it keeps the host busy.
+One by one, eight prompts of 8, 32 and 128 tokens take 2.7, 1.6 and 1.15 times as long as in one
+pass (SmolLM2 in float32, one thread, AVX2), and 64 prompts of 16, 64 and 128 tokens take 8.6, 6.9
+and 4.6 times as long (Llama-3.1-8B's shape in bfloat16, an H200, with one new token each).
+Consecutive prompts therefore share a pass, padded on the left, in a cache with one row for each
+prompt. The keys that a row keeps depend on its own tokens only.
 
 Shape letter: B prompts.
 """
@@ -29,19 +29,19 @@ class Limits(NamedTuple):
     """Limits of a pass over several prompts."""
 
     tokens: int
-    """Tokens, pads counted, beyond which a token gets hardly cheaper."""
+    """Tokens, with padding, beyond which a larger pass makes a token hardly cheaper."""
     pads: int
-    """Pads that one more prompt may add: they take less time than a pass less saves."""
+    """Padding tokens that one more prompt may add. They take less time than a pass of its own."""
 
 
 ON_CPU = Limits(tokens=512, pads=32)
 ELSEWHERE = Limits(tokens=2048, pads=512)
-"""On the H200 a pass less saves 34 ms, as long as 1,900 tokens of a large pass take."""
+"""On the H200 each pass that is avoided saves 34 ms, the time of 1,900 tokens in a large pass."""
 
 
 def can_share(request: ActiveRequest) -> bool:
-    """Whether a prompt may be read beside others: whole, from its first token on, with the budgets
-    and the policy of all, by a model that tells a batch's rows apart."""
+    """Whether a prompt can be prefilled together with others: in one chunk, without prefix or pins,
+    with the config of the call, and by a model that keeps padded rows apart."""
     guard, settings = request.cache.guard, request.settings
     return (
         request.tokens_read == 0
@@ -54,7 +54,7 @@ def can_share(request: ActiveRequest) -> bool:
 
 
 def fits(request: ActiveRequest, group: Sequence[ActiveRequest]) -> bool:
-    """Whether a prompt is read with those of a group, all of which can share."""
+    """Whether a prompt is prefilled with a group of others that all can share a pass."""
     if not can_share(request):
         return False
     on_cpu = input_device(request.settings.model).type == "cpu"
@@ -67,10 +67,10 @@ def fits(request: ActiveRequest, group: Sequence[ActiveRequest]) -> bool:
 
 
 def read_together(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
-    """Reads the prompts of a group.
+    """Prefill the prompts of a group.
 
     Returns:
-        A cache with a row for each, and the logits [B, vocabulary] of their first new tokens.
+        A cache with a row for each prompt, and logits [B, vocabulary] of their first new tokens.
     """
     settings, lengths = group[0].settings, [x.prompt_tokens for x in group]
     rows = [x.ids[0] for x in group]

@@ -1,8 +1,8 @@
-"""Where the system turn of a chat stands among the tokens of its prompt, for pins.
+"""The position of a chat's system turn among the tokens of the prompt, for pins.
 
-A chat template puts all turns into one text. The system turn is what the template makes of the
-system message alone. Where the template needs a user too, or puts the system message into the
-user's turn, it is what stands before the user's first word.
+A chat template renders all turns as one text. The system turn is what the template renders for the
+system message alone. If the template needs a user message too, or puts the system message into the
+user's turn, the system turn is everything before the user's first word.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SYSTEM_ROLES = ("system", "developer")
 def system_span(
     tokenizer: Any, messages: Sequence[Any], ids: Sequence[int] | None = None
 ) -> tuple[int, int]:
-    """(0, stop): the tokens of a chat's prompt from its first one to the end of its system turn.
+    """(0, stop): the span of a chat's prompt from its first token to the end of the system turn.
 
     ```python
     pins = [h2o.system_span(tokenizer, messages)]
@@ -25,13 +25,13 @@ def system_span(
     ```
 
     Args:
-        tokenizer: with a chat template.
-        messages: the chat, as `apply_chat_template` takes it; its first message is the system's.
-        ids: the prompt that the template has made of `messages`; by default the one that it makes
-            with a generation prompt.
+        tokenizer: a tokenizer with a chat template.
+        messages: the chat as for `apply_chat_template`. Its first message is the system message.
+        ids: token ids of the prompt that the template makes of `messages`. By default they are made
+            here, with a generation prompt.
 
     Raises:
-        ValueError: a chat without a system message, or a template without a system turn at the
+        ValueError: the chat has no system message, or its template puts no system turn at the
             beginning of the prompt.
     """
     if not messages or messages[0].get("role") not in SYSTEM_ROLES:
@@ -41,9 +41,9 @@ def system_span(
         )
     try:
         text = _render(tokenizer, messages, add_generation_prompt=True)
-    except Exception as error:  # Jinja's, or whatever a template calls
+    except Exception as error:  # an error of Jinja, or of anything that a template calls
         raise ValueError(
-            f'pinned="system": the chat template refuses this chat: {error}'
+            f'pinned="system": the chat template cannot render this chat: {error}'
         ) from error
     turn = _system_turn(tokenizer, messages[0], text)
     if ids is None:
@@ -68,7 +68,7 @@ def _system_turn(tokenizer: Any, message: Any, text: str) -> str:
 
 
 def _holds(turn: str, message: Any) -> bool:
-    """Whether all words of a message stand in a text."""
+    """Whether a text contains the whole content of a message."""
     content = message["content"]
     parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
     return all(part.strip() in turn for part in parts)
@@ -80,7 +80,7 @@ def _render(tokenizer: Any, messages: Sequence[Any], **how: Any) -> str:
 
 
 def _rendered_or_none(tokenizer: Any, messages: Sequence[Any]) -> str | None:
-    """None where the template raises."""
+    """Render messages, or return None if the template raises."""
     try:
         return _render(tokenizer, messages)
     except Exception:
@@ -88,7 +88,7 @@ def _rendered_or_none(tokenizer: Any, messages: Sequence[Any]) -> str | None:
 
 
 def _tokens_of(tokenizer: Any, text: str, characters: int, ids: list[int]) -> int:
-    """How many tokens the first characters of a text take, the last one perhaps in part."""
+    """Number of tokens that the first characters of a text take; the last one may extend beyond."""
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         if list(encoded["input_ids"]) == ids:

@@ -1,1 +1,1 @@
-"""`H2OCache`: how it is planned and made, forked, saved, loaded, and filled from a DynamicCache."""
+"""`H2OCache`: planning, creating, forking, saving, loading, and converting from a DynamicCache."""

@@ -1,11 +1,11 @@
 """`H2OCache`: H2O as a cache of Hugging Face transformers.
 
-A cache is a list of layers. A full-attention layer is an `H2OLayer`, which keeps only the keys that
-its budget has room for; all others are transformers' own. This file makes, copies, saves and crops
-a cache; readable_cache.py has the read-only methods.
+A cache is a list of layers. A full-attention layer is an `H2OLayer`, which keeps only as many keys
+as its budget allows. All other layers are transformers' own. This file creates, copies, saves and
+crops a cache. readable_cache.py has the read-only methods.
 
 Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A column is an index in
-the padded batch; a position is a token's index in its own row, pads not counted.
+the padded batch. A position is a token's index in its own row, not counting padding.
 """
 
 from __future__ import annotations
@@ -40,41 +40,44 @@ from h2o.hf.support import text_config_of
 
 
 class H2OCache(ReadableCache):
-    """A KV cache that keeps, per layer, row and key/value head, only what its budget allows.
+    """A KV cache that keeps only as many keys per layer, row and head as its budget allows.
 
     ```python
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="h2o")
-    cache = h2o.H2OCache(model, budget=0.2)  # a fifth of the bytes; budget=512: tokens
+    cache = h2o.H2OCache(model, budget=0.2)  # a fifth of the bytes; budget=512 means tokens
     model.generate(**inputs, cache=cache)
     print(cache.report())
     ```
 
-    One cache is one conversation, or one batch of them. Reusing the cache continues it; call
-    `reset()` to start another. For a pipeline or a loop over prompts use `h2o.patched()`, which
-    makes a fresh cache each time. Layers with a sliding window, with states, or for images keep
-    transformers' own cache.
+    One cache holds one conversation, or one batch of conversations. Reusing the cache continues
+    the conversation. Call `reset()` to start another one. For a pipeline or a loop over prompts use
+    `h2o.patched()`, which creates a fresh cache for each call. Sliding windows, convolution and
+    recurrent states, and the keys of images stay in transformers' own cache layers.
 
     Args:
-        config: a model, or its config (`model.config`). Give the model where a profile is used,
-            because a config does not tell a fine-tuned model from the original.
-        h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `budget`, or `heavy`,
-            `recent`, `sinks`, `min_tokens`, `score_by`, `decay`, `value_weighted`,
+        config: a model, or its config (`model.config`). Pass the model if you use a profile,
+            because a config cannot distinguish a fine-tuned model from the original.
+        h2o_config: an `H2OConfig`. Its fields may be passed as keyword arguments instead: `budget`,
+            or `heavy`, `recent`, `sinks`, `min_tokens`, `score_by`, `decay`, `value_weighted`,
             `positions`, `head_shares`, `kv_dtype`, `budget_unit`.
-        prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only needed
-            for fractions of a prompt that is read in chunks (`generate(prefill_chunk_size=...)`).
-            Otherwise the first forward pass is the prompt. `reset()` discards it.
-        pinned: keys that are never evicted and count in the budget: spans `[(start, stop), ...]` of
-            token positions in a row, pads not counted, or such a list for each row; `"prompt"`, the
-            whole first prompt; or a bool mask [B, K] of the padded prompt's columns. A position
-            that is yet to come is pinned when it comes. `reset()` keeps what was given here.
-        trace: remember when each key was evicted; see `evicted_at`.
-        compileable: give torch.compile one graph for all decode steps, with slots for the whole
-            budget at once. Not with sliding windows, cache-relative positions or trace.
+        prompt_length: number of tokens in the prompt, not counting padding: an int, or one int per
+            row. Needed only if the prompt is prefilled in chunks (`generate(
+            prefill_chunk_size=...)`) and the budget is a fraction of it or `pinned` is `"prompt"`.
+            Otherwise the first forward pass is the prompt. `reset()` discards the length.
+        pinned: keys that are never evicted but count toward the budget: spans `[(start, stop),
+            ...]` of token positions, not counting padding; a list of such spans for each row;
+            `"prompt"` for the whole first prompt; or a bool mask [B, n] over the n columns of the
+            padded prompt. Spans may lie beyond the prompt: those tokens are pinned as they arrive.
+            `reset()` keeps these pins.
+        trace: record when each key is evicted; see `evicted_at`.
+        compileable: let torch.compile capture all decode steps in one graph. Slots for the whole
+            budget are allocated at once. Not supported with `trace`, cache-relative positions,
+            sliding windows, layers for images, latent attention or keys shared between layers.
 
     Raises:
-        UnsupportedError: (a ValueError) h2o does not support the model, with the reason.
-        ValueError: malformed pins, or pins with `decay=0`. In the first forward pass: a budget too
-            small for sinks, pinned and recent keys.
+        UnsupportedError: (a ValueError) h2o does not support the model. The message says why.
+        ValueError: malformed pins, or pins with `decay=0`. The first forward pass also raises it
+            if the budget is too small for the sinks, pinned and recent keys.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class H2OCache(ReadableCache):
     ) -> None:
         packages.warn_without_core()
         h2o_config = one_config(h2o_config, parameters)
-        unwrap(config)  # which may refuse
+        unwrap(config)  # raises for prefix tuning
         check_pins(config, pinned)
         model, config = config, text_config_of(config)
         plan = get_plan(model, config, h2o_config)
@@ -100,7 +103,7 @@ class H2OCache(ReadableCache):
         guard.plans = plan.plans
         guard.rereads_after = plan.rereads_after
         guard.rope_deltas.may_be = config.get_text_config(decoder=True) is not config
-        Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
+        Cache.__init__(self, layers=layers)  # a model's own cache class may accept no arguments
         self.guard = guard
         self.not_dealt, self.model_shape = plan.not_dealt, plan.model_shape
         self.config = plan.h2o_config
@@ -126,26 +129,27 @@ class H2OCache(ReadableCache):
         model.generate(**text_and_question, cache=cache)  # now under "h2o"
         ```
 
-        A DynamicCache has no scores, so every key is kept until the next forward pass. Converted
-        and new tokens are then pruned together, like one prompt, by the attention of that pass. Let
-        the pass be a whole question instead of a single token.
+        A DynamicCache has no scores, so every key is kept until the next forward pass. The
+        attention of that pass then prunes converted and new tokens together, like one prompt. Use a
+        whole question for this pass, because a single token scores the keys poorly.
 
-        Keys and values are copied. Until the next pass the memory is that of the full cache, and
-        twice that if you keep the DynamicCache.
+        Keys and values are copied. Until the next pass this takes as much memory as the full cache,
+        or twice as much if you keep the DynamicCache.
 
         Args:
-            cache: a filled DynamicCache, made with `config` or without.
-            config, h2o_config, parameters: as for `H2OCache`, also `prompt_length` and `trace`. A
-                fraction is a fraction of the converted tokens and those of the next forward pass,
-                unless `prompt_length` is given. With `score_by="mean"` a key's score is divided by
-                the number of all later tokens, also of those that gave no scores.
+            cache: a filled DynamicCache, created with or without `config`.
+            config, h2o_config, parameters: as for `H2OCache`, including `prompt_length` and
+                `trace`. A fractional budget counts the converted tokens and those of the next
+                forward pass, unless `prompt_length` is given. With `score_by="mean"` a key's score
+                is divided by the number of all later tokens, including those that gave no scores.
             attention_mask: [B, n] for the n columns that the DynamicCache has seen, 0 at a pad.
-                Needed where rows are padded, because the keys of padding look like any others.
+                Needed if rows are padded, because padding keys cannot be told from real ones.
 
         Raises:
-            TypeError: another cache, or float64.
-            ValueError: as `H2OCache`; a DynamicCache that is empty or another model's; a mask of
-                another shape.
+            TypeError: `cache` is not a DynamicCache, its dtype is not supported, or
+                `attention_mask` is floating point.
+            ValueError: as for `H2OCache`; the DynamicCache is empty or belongs to another model;
+                `attention_mask` has the wrong shape.
         """
         converted = cls(config, h2o_config, **parameters)
         take_over(cache, converted.layers, converted.guard, attention_mask)
@@ -153,21 +157,21 @@ class H2OCache(ReadableCache):
         return converted
 
     def fork(self, rows: int = 1) -> H2OCache:
-        """Make an independent copy: read a document once, then ask a fork each question.
+        """Return an independent copy, for example to ask many questions about one document.
 
         ```python
         model(**document, cache=cache)
-        for question in questions:  # each with the document's ids before it
+        for question in questions:  # each question starts with the document's ids
             model.generate(question, cache=cache.fork())
         ```
 
-        `copy.deepcopy(cache)` does the same. Fractions stay those of the document.
+        `copy.deepcopy(cache)` does the same. Fractional budgets remain fractions of the document.
 
         Args:
-            rows: what each row becomes, for questions in one batch; at least 1.
+            rows: copies of each batch row, at least 1, for asking several questions in one batch.
 
         Raises:
-            RuntimeError: a forward pass was interrupted, or another thread's is still running.
+            RuntimeError: a forward pass was interrupted, or another thread is still running one.
         """
         if rows < 1:
             raise ValueError(f"rows: is {rows}, wanted at least 1")
@@ -178,25 +182,26 @@ class H2OCache(ReadableCache):
         return fork
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
-        """Write a safetensors file. A cache that `load` restores from it gives identical tokens.
+        """Write the cache to a safetensors file. Generation after `load` gives identical tokens.
 
         Args:
-            path: replaced as a whole or not at all.
-            model: the model that has read the text. If it is given, the file records a few numbers
-                of its weights, and `load` raises an error for other weights of the same shape.
+            path: file to write. An existing file is replaced atomically.
+            model: the model that processed the text. If given, the file records a digest of its
+                weights, and `load` raises an error for other weights of the same shape.
 
         Raises:
             OSError: the file cannot be written.
-            RuntimeError: another thread's forward pass is running, or the last one was interrupted.
-            ValueError: the model is not the cache's. Or no model is given, and the cache holds only
-                some of its heads, from a DynamicCache, without knowing which.
+            RuntimeError: another thread is running a forward pass, or the last one was interrupted.
+            ValueError: the cache was made for another model. Or no model is given, and the cache
+                was converted from a DynamicCache of a tensor-parallel model and does not know yet
+                which heads it holds.
         """
         self._check_complete()
         cache_file.write(Path(path), self, model)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any, *, device: Any = None) -> H2OCache:
-        """Restore a cache that `save` wrote, with its settings.
+        """Load a cache that `save` wrote, including its settings.
 
         ```python
         cache = h2o.H2OCache.load("document.safetensors", model)
@@ -204,15 +209,16 @@ class H2OCache(ReadableCache):
         ```
 
         Args:
-            model: the model that will use the cache, or its config, which has a shape but no
-                weights to compare.
-            device: device of the tensors, by default the model's. If the layers of a model are on
-                several devices or offloaded, the next forward pass moves each layer's tensors.
+            model: the model that will use the cache, or its config. Weights can be compared only
+                with a model.
+            device: device to load to, by default the model's. If the model's layers are on several
+                devices or offloaded, the next forward pass moves each layer's tensors.
 
         Raises:
-            ValueError: with the reason: a file that is truncated, edited, of a later version, of
-                another model, or of other heads of a tensor parallel model than are here.
-            OSError: there is no file.
+            ValueError: the file is truncated, edited, from a later version, from another model, or
+                holds other heads of a tensor-parallel model than this process. The message says
+                which.
+            OSError: the file does not exist or cannot be read.
         """
         content, tensors = cache_file.read(Path(path), model)
         loaded = cls(model, **cache_file.arguments(content))
@@ -227,9 +233,9 @@ class H2OCache(ReadableCache):
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Check that the last forward pass was complete and the new one continues it.
+        """Check that the last forward pass was complete and that the new one continues it.
 
-        transformers calls this before each forward pass, once for each kind of mask.
+        transformers calls this method before each forward pass, once for each kind of mask.
         """
         if torch.compiler.is_compiling():
             if not self.is_compileable:
@@ -244,10 +250,10 @@ class H2OCache(ReadableCache):
         seen = int(self.get_seq_length())
         if query_length == 0:
             raise ValueError(
-                f"no new tokens: the cache has seen {seen}, and input_ids adds none. Pass "
+                f"no new tokens: the cache has seen {seen} tokens, and input_ids adds none. Pass "
                 "the earlier tokens followed by new ones, or call cache.reset() for another text"
             )
-        sizes = super().get_mask_sizes(query_length, layer_idx)  # before another thread's change
+        sizes = super().get_mask_sizes(query_length, layer_idx)  # before another thread changes it
         check_text(self, seen, query_length)
         return sizes
 
@@ -255,12 +261,12 @@ class H2OCache(ReadableCache):
         """Empty the cache. The next forward pass is a new prompt.
 
         Raises:
-            RuntimeError: another thread's forward pass uses the cache.
+            RuntimeError: another thread is running a forward pass with the cache.
         """
         if self.guard.waiting is not None:
             self.guard.check_thread()
         super().reset()
-        for layer in self.layers:  # transformers' own may keep zeros
+        for layer in self.layers:  # transformers may zero these tensors instead of dropping them
             if kind_of(layer) in ("sliding", "cross"):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
@@ -269,18 +275,19 @@ class H2OCache(ReadableCache):
         self.guard.reset()
 
     def crop(self, tokens: int) -> None:
-        """Take back the last tokens. To take back all of them is `reset()`.
+        """Remove the last tokens. Removing all tokens is the same as `reset()`.
 
-        `tokens` means what it means in this version of transformers: minus the number of tokens
-        to remove, and before 5.16 the number to keep. Some of the tokens can be taken back if
-        passes are recorded (`activate_past_recording`) and the tokens are of the last forward pass.
-        The cache then attends once more to the rest of that pass, as if the others had never come.
+        `tokens` means what it means in the installed version of transformers: minus the number of
+        tokens to remove, or before 5.16 the number to keep. Tokens can be removed if they came in
+        the last forward pass and that pass was recorded (`activate_past_recording`). The cache then
+        repeats the pass without them.
 
         Raises:
-            NotImplementedError: tokens of earlier passes, because evicted keys cannot come back.
-            RuntimeError: a forward pass was interrupted. Call `reset()`, or take back all tokens.
+            NotImplementedError: the pass was not recorded, or the tokens came in an earlier pass.
+                Evicted keys cannot be restored.
+            RuntimeError: a forward pass was interrupted. Call `reset()`, or remove all tokens.
 
-        After an error all layers are as they were before.
+        After an error all layers are unchanged.
         """
         self.guard.check_thread()
         left = crop.columns_left(tokens, seen := int(self.get_seq_length()))
@@ -289,14 +296,14 @@ class H2OCache(ReadableCache):
             return
         self._check_complete()
         crop.crop(self.layers, tokens, seen, left)
-        self.guard.end_pass()  # the one that was run again
+        self.guard.end_pass()  # the repeated one
 
     def activate_past_recording(self) -> None:
-        """Let `crop` take back the last forward pass from now on.
+        """Record each forward pass from now on, so that `crop` can remove its tokens.
 
-        Assisted decoding and prompt lookup need it; from transformers 5.16 on they call it
+        Assisted decoding and prompt lookup need this. From transformers 5.16 on they call it
         themselves. Each layer then keeps a copy of its state before the last pass, and the queries,
-        keys and values of that pass. Set `record_past = False` of each layer to stop recording.
+        keys and values of that pass. To stop recording, set `record_past = False` on each layer.
         """
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
@@ -305,17 +312,18 @@ class H2OCache(ReadableCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Pass new keys and values to a layer. Called by each attention layer of the model.
+        """Pass new keys and values to a layer. Each attention layer of the model calls this.
 
-        Raises: as `H2OLayer.update`; ValueError for a layer that the cache does not have.
+        Raises: as `H2OLayer.update` and `PassGuard.enter`. Also ValueError if the cache has no such
+        layer.
         """
         if layer_idx >= len(self.layers):
             raise ValueError(
-                f"layer {layer_idx} was given a cache of {len(self.layers)} layers: "
-                "make the H2OCache from the config of the model that it is used with"
+                f"layer {layer_idx} of the model was given a cache of {len(self.layers)} layers. "
+                "Make the H2OCache from the config of the model that uses it"
             )
         guard, layer = self.guard, self.layers[layer_idx]
-        if guard.kinds[layer_idx] == "cross":  # which comes amid the others, and not in every pass
+        if guard.kinds[layer_idx] == "cross":  # not part of every pass, so the guard ignores it
             image: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
             return image
         guard.enter()
@@ -323,40 +331,40 @@ class H2OCache(ReadableCache):
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
         except Exception:
             if layer_idx == guard.first and guard.waiting is None:
-                guard.end_pass()  # nothing has begun
+                guard.end_pass()  # no layer has stored anything
             raise
-        if not isinstance(layer, H2OLayer):  # which has stored them by now
+        if not isinstance(layer, H2OLayer):  # transformers' own layer has stored its keys by now
             guard.layer_done(layer_idx)
         return keys_and_values
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return a layer's state. Called by each layer with states, before it changes them."""
+        """Return a convolution state. Each layer with states calls this before changing them."""
         self.guard.enter_states(layer_idx)
         state: Tensor | None = super().get_conv_state(layer_idx, *args, **kwargs)
         return state
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace each row i by row beam_idx[i], in every layer."""
+        """Replace each batch row i with row beam_idx[i], in every layer."""
         self.guard.check_thread()
         self.guard.select(beam_idx)
         super().reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
-        """Keep these rows, in this order, in every layer: row numbers [n], or a mask [B] bool."""
+        """Keep only these rows, in this order. `indices`: row numbers [n] or a bool mask [B]."""
         rows = indices if isinstance(indices, Tensor) else torch.as_tensor(indices, device="cpu")
         rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
         self.guard.select(rows)
         self._each_layer("batch_select_indices", rows, lambda x: x[rows.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times, in every layer."""
+        """Repeat each batch row `repeats` times, in every layer."""
         self.guard.repeat(repeats)
         self._each_layer(
             "batch_repeat_interleave", repeats, lambda x: x.repeat_interleave(repeats, dim=0)
         )
 
     def _each_layer(self, method: str, argument: Any, change: Callable[[Tensor], Tensor]) -> None:
-        """Change the rows of all layers, and of states, which transformers leaves unchanged."""
+        """Change the batch rows of all layers, including states, which transformers skips."""
         self.guard.rope_deltas.change_rows(change)
         for layer in self.layers:
             if kind_of(layer) != "states":

@@ -1,8 +1,9 @@
-"""The file of a saved cache, by which another process continues a text.
+"""The file format of a saved cache, with which another process can continue a text.
 
-A safetensors file. Its tensors are those of the layers' states (`h2o.hf.store.layer_state`), named
-`<layer>.<tensor>`; its metadata has one JSON text with the rest (settings, which model it was,
-numbers of each layer), and a checksum of all of it.
+The file is in safetensors format. Its tensors are those of the layers' states
+(`h2o.hf.store.layer_state`), named `<layer>.<tensor>`. Its metadata contains a JSON text with
+everything else (settings, a description of the model, numbers of each layer), and a checksum of the
+JSON text and all tensors.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from h2o.utils.filesystem import atomic_write
 
 KIND = "h2o cache"
 LAYOUT = 3
-"""Raised when a file is written that older versions cannot read."""
+"""Version of the file format. Increase it when older versions of h2o cannot read new files."""
 
 
 def write(path: Path, cache: Any, model: Any = None) -> None:
-    """Writes what an `H2OCache` holds; see its `save`."""
+    """Write an `H2OCache` to a file; see `H2OCache.save`."""
     if model is not None and (reason := difference(model, cache.model_shape, {})):
         raise ValueError(f"this cache was made for another model: {reason}")
     states = [_with_part(layer_state(layer), cache, model) for layer in cache.layers]
@@ -66,7 +67,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
     }
     metadata = {"format": "pt", "h2o": text, "sha256": _checksum(text, tensors)}
     with atomic_write(path) as draft:
-        draft.touch()  # OSError as everywhere, where no file can be
+        draft.touch()  # raises the usual OSError if the file cannot be created
         try:
             save_file(tensors, draft, metadata)
         except SafetensorError as error:
@@ -75,37 +76,42 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
 
 
 def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read `content`, with an `H2OConfig` as `settings["config"]`, and the tensors.
+    """Read and check a file. Return its JSON content, with `settings["config"]` as an `H2OConfig`,
+    and its tensors.
+
+    Args:
+        model: the model that will use the cache, or its config.
 
     Raises:
-        ValueError: a file that is no cache, not whole, edited, written by a later version, of
-            another model than this one or one with this config, or of other heads than are here.
-        OSError: there is no file.
+        ValueError: the file holds no cache, is truncated or edited, comes from a later version or
+            another model, or holds other heads of a tensor-parallel model than this process.
+        OSError: the file does not exist or cannot be read.
     """
     try:
         metadata, tensors = _open_file(path)
         if "h2o" not in metadata:
-            raise ValueError("is a safetensors file, but none of H2OCache.save: give one of these")
+            raise ValueError("is a safetensors file that H2OCache.save did not write")
         text = metadata["h2o"]
         if metadata.get("sha256") != _checksum(text, tensors):
             raise ValueError(
-                "its checksum does not match its content: the file was edited or damaged. Read the "
-                "text again and save the cache again"
+                "the checksum does not match the content: the file was edited or damaged. Process "
+                "the text again and save the cache again"
             )
         content = json.loads(text)
         if content["kind"] != KIND:
-            raise ValueError(f"is of the kind {content['kind']!r}, wanted {KIND!r}")
+            raise ValueError(f"has the kind {content['kind']!r}, wanted {KIND!r}")
         if content["layout"] != LAYOUT:
             raise ValueError(
-                f"was written in layout {content['layout']}, this version of h2o reads {LAYOUT}: "
-                "load it with the version that wrote it, or read the text again"
+                f"was written in layout {content['layout']}, but this version of h2o reads layout "
+                f"{LAYOUT}. Load it with the version that wrote it, or process the text again"
             )
         reason = difference(model, content["model"], {})
         if reason is None and content["record"] is not None:
             reason = record_difference(model, content["record"])
         if reason is not None:
             raise ValueError(
-                f"this cache is of another model: {reason}. Give the model that read the text"
+                f"this cache belongs to another model: {reason}. Pass the model that processed the "
+                "text"
             )
         _refuse_other_part(content["layers"], tensors, model)
         content["settings"]["config"] = _config(content["settings"]["config"])
@@ -115,19 +121,21 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def target_device(model: Any) -> Any:
-    """The device to load tensors to: the model's, or the CPU for an offloaded model ("meta")."""
+    """Device to load tensors to: the model's, or the CPU if the model is offloaded ("meta")."""
     device = torch.device(getattr(model, "device", "cpu"))  # a config has none
     return "cpu" if device.type == "meta" else device
 
 
 def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Restores new layers from what `read` returned, without copying the tensors.
+    """Restore new layers from the result of `read`. The layers use the tensors without copying.
 
     Raises:
-        ValueError: a tensor or number is missing, or belongs to no layer.
+        ValueError: a tensor or number is missing or unknown.
     """
     if len(layers) != len(content["layers"]):
-        raise ValueError(f"the file has {len(content['layers'])} layers, the model {len(layers)}")
+        raise ValueError(
+            f"the file has {len(content['layers'])} layers, but the model has {len(layers)}"
+        )
     for index, (layer, numbers) in enumerate(zip(layers, content["layers"], strict=True)):
         prefix = f"{index}."
         of_layer = {
@@ -140,7 +148,7 @@ def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor])
 
 
 def arguments(content: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `H2OCache` for an empty cache like the one that was written."""
+    """Arguments with which `H2OCache` makes an empty cache like the saved one."""
     settings = content["settings"]
     return {
         "h2o_config": settings["config"],
@@ -151,7 +159,7 @@ def arguments(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore_guard(guard: PassGuard, content: dict[str, Any]) -> None:
-    """Gives a loaded cache its pins, and the number that its model kept beside it, if known."""
+    """Restore the pins, the padding, the digest of the text and, if known, `rope_deltas`."""
     guard.pins = Pins.from_dict(content["pins"])
     guard.ends_in_padding = content.get("ends_in_padding", [])
     guard.text.restore(content.get("text"))
@@ -162,11 +170,13 @@ def restore_guard(guard: PassGuard, content: dict[str, Any]) -> None:
 
 
 def _with_part(state: State, cache: Any, model: Any) -> State:
-    """The state of a layer with `part`, which of the model's heads it holds keys of. A layer filled
-    from a DynamicCache knows this from its first forward pass on; before that the model does.
+    """Add `part` to a layer's state: the part of the model's heads whose keys the layer holds.
+
+    A layer filled from a DynamicCache learns this in its next forward pass. Before that only the
+    model knows.
 
     Raises:
-        ValueError: the layer holds a part of the heads, and no model was given.
+        ValueError: the layer holds only part of the heads, and no model was given.
     """
     if not state.numbers.get("unscored"):
         return state
@@ -175,14 +185,14 @@ def _with_part(state: State, cache: Any, model: Any) -> State:
     total, held = cache.model_shape.get("num_key_value_heads"), _heads(state.tensors, "")
     if total not in (None, held) and tensor_parallel.is_distributed():
         raise ValueError(
-            f"this cache holds {held} of {total} key/value heads, copied from a DynamicCache, and "
-            "does not know which before its first forward pass: give save() the model"
+            f"this cache holds {held} of {total} key/value heads, copied from a DynamicCache. "
+            "Before its first forward pass it does not know which. Pass the model to save()"
         )
     return state
 
 
 def _heads(tensors: dict[str, Tensor], prefix: str) -> int | None:
-    """Number of key/value heads in a layer's slots; None for an empty or sliding-window layer."""
+    """Number of key/value heads in a layer's slots; None if the layer has no slots."""
     free = tensors.get(f"{prefix}slots.next_slot")
     return None if free is None else free.shape[1]
 
@@ -190,8 +200,7 @@ def _heads(tensors: dict[str, Tensor], prefix: str) -> int | None:
 def _refuse_other_part(
     layers: list[dict[str, Any]], tensors: dict[str, Tensor], model: Any
 ) -> None:
-    """Raises ValueError where the file holds other heads than this process of a tensor parallel
-    model has."""
+    """Raise ValueError if this process of a tensor-parallel model has other heads than the file."""
     parts = set()
     for index, numbers in enumerate(layers):
         if "part" in numbers and _heads(tensors, f"{index}.") is not None:
@@ -201,27 +210,30 @@ def _refuse_other_part(
         if not hasattr(model, "config"):
             if part == tensor_parallel.WHOLE and not tensor_parallel.is_distributed():
                 continue
-            raise ValueError(f"{reason}, and a config does not name them: give load() the model")
+            raise ValueError(
+                f"{reason}, and a config does not say which heads are here. Pass the model to "
+                "load()"
+            )
         if (here := tensor_parallel.part_of_heads(model)) != part:
             raise ValueError(
-                f"{reason}, and this is {tensor_parallel.describe_part(here)}: "
+                f"{reason}, but this is {tensor_parallel.describe_part(here)}. "
                 + (
-                    "load it in one process, or let each read the text again and save its own heads"
+                    "Load it in a single process, or let each process save its own heads"
                     if part == tensor_parallel.WHOLE
-                    else "have as many processes as saved it, and let each load the file that it "
-                    "saved, at a path of its own"
+                    else "Start as many processes as saved the cache, and let each load the file "
+                    "that it saved, from its own path"
                 )
             )
 
 
 def _open_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    path.open("rb").close()  # OSError as everywhere
+    path.open("rb").close()  # raises the usual OSError if the file cannot be read
     try:
         with safe_open(path, framework="pt") as file:
             return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
     except SafetensorError as error:
         raise ValueError(
-            f"is truncated, damaged or no safetensors file at all ({error}): save the cache anew"
+            f"is truncated, damaged or not a safetensors file ({error}). Save the cache again"
         ) from error
 
 
@@ -234,7 +246,7 @@ def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
 
 
 def _settings(cache: Any) -> dict[str, Any]:
-    """What makes such a cache: fields of `H2OConfig` for JSON, what they replace, and flags."""
+    """Settings to make the same cache again, for JSON: fields of `H2OConfig`, a note, and flags."""
     fields = {x.name: getattr(cache.config, x.name) for x in dataclasses.fields(H2OConfig)}
     if isinstance(fields["head_shares"], Profile):
         fields["head_shares"] = fields["head_shares"].as_dict()
@@ -248,7 +260,7 @@ def _settings(cache: Any) -> dict[str, Any]:
 
 
 def _config(fields: dict[str, Any]) -> H2OConfig:
-    """The `H2OConfig` that `_settings` gave the fields of."""
+    """Rebuild the `H2OConfig` from the fields in the output of `_settings`."""
     fields = dict(fields)
     if isinstance(fields.get("head_shares"), dict):
         fields["head_shares"] = Profile.from_dict(fields["head_shares"])
@@ -261,9 +273,9 @@ def _config(fields: dict[str, Any]) -> H2OConfig:
 
 
 def brief(config: H2OConfig) -> str:
-    """Its budget, and the other fields that are not H2OConfig's defaults, as keywords.
+    """Format the budget and all fields that differ from their defaults as keyword arguments.
 
-    A table of shares is named only.
+    `head_shares` is abbreviated to "...".
     """
     default = H2OConfig()
     shown = []

@@ -1,9 +1,9 @@
-"""Which layers an `H2OCache` has, by the model's config and an `H2OConfig`: found once, and shared.
+"""`CachePlan`: the layers of an `H2OCache`, derived from a model's config and an `H2OConfig`.
 
 A full-attention layer becomes an `H2OLayer` with the form, scorer and stepper that the model and
-the settings ask for. All others stay transformers' own. A server makes a cache for every request,
-so the plans of the last few pairs of configs are remembered, by what the configs say: a model's
-config that was changed is another one.
+the settings require. All others stay transformers' own. A server creates a cache for every request,
+so the most recent plans are remembered. They are looked up by the content of both configs, so that
+a config that was modified gets a new plan.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from h2o.model_identity import describe
 
 
 class CachePlan:
-    """Everything that caches of a model's config and an `H2OConfig` share; never changed."""
+    """What all caches for one model config and one `H2OConfig` share. Immutable."""
 
     def __init__(self, config: Any, h2o_config: H2OConfig) -> None:
         """
         Args:
-            config: the model's, which nobody else changes.
-            h2o_config: for this model (`H2OConfig.for_model`).
+            config: the model's config, which must not be modified later.
+            h2o_config: settings for this model (`H2OConfig.for_model`).
 
         Raises:
-            UnsupportedError: a model that h2o cannot serve, or not with these settings.
+            UnsupportedError: h2o does not support the model, or not with these settings.
         """
         self._config, self._empty = config, transformers_layers(config)
         self.h2o_config, self._echo, self.not_dealt = served_as(config, h2o_config)
@@ -63,7 +63,7 @@ class CachePlan:
             for index, layer in enumerate(self._empty)
             if has_states(layer)
         }
-        """Number of states of each kind, by layer that has some"""
+        """Number of states of each kind, for the layers that have states"""
         self.h2o_config = _with_lists(self.h2o_config, self.kinds)
         self.plans = {
             index: LayerPlan.of(self.h2o_config, index, len(self.kinds))
@@ -72,16 +72,16 @@ class CachePlan:
         }
         """The budgets of each H2O layer"""
         self.last = max((later[-1] for later in self._traits.reused_by.values()), default=0)
-        """The last layer that attends to keys of an earlier one, if any does"""
+        """The last layer that attends to an earlier layer's keys; 0 if none does"""
         is_relative = self.h2o_config.positions == "cache_relative"
         self._angles = Rotary(config) if is_relative else None
         self._alike = self.h2o_config.shares_by_echo and _alike(config, list(self.plans))
 
     def layers(self, guard: PassGuard, *, trace: bool, compileable: bool) -> list[CacheLayerMixin]:
-        """Empty layers for a cache.
+        """Create the empty layers of a cache.
 
         Raises:
-            UnsupportedError: settings that do not go together.
+            UnsupportedError: the settings cannot be combined.
         """
         self._refuse(trace=trace, compileable=compileable)
         angles, echo = copy.copy(self._angles), copy.copy(self._echo)
@@ -89,7 +89,7 @@ class CachePlan:
         if self.h2o_config.shares_by_echo:
             cross_head = CrossHeadBudget(self.plans, alike=self._alike)
         own = self._empty
-        if len(self.plans) < len(own):  # some stay, and hold what is this cache's alone
+        if len(self.plans) < len(own):  # layers of transformers' own must not be shared by caches
             own = layers_of(self._config.get_text_config(decoder=True))
         layers = []
         for index, empty in enumerate(own):
@@ -132,13 +132,13 @@ class CachePlan:
         return EchoScorer(PromptEcho(echo, layer, self.plans[layer].policy), cross_head)
 
     def _refuse(self, **settings: bool) -> None:
-        """Raises `UnsupportedError` for settings that do not go together, or with the model."""
+        """Raise `UnsupportedError` if the settings do not suit the model or each other."""
         if reasons := setting_reasons(self._traits, self.h2o_config, **settings):
             raise UnsupportedError(reasons[0])
 
 
 def _with_lists(config: H2OConfig, kinds: tuple[str, ...]) -> H2OConfig:
-    """The config with lists for functions, which may compute other amounts the next time."""
+    """Replace functions in the config by lists, so that each function is called only once."""
     for name in ("heavy", "recent"):
         if callable(compute := getattr(config, name)):
             computed = {
@@ -148,14 +148,14 @@ def _with_lists(config: H2OConfig, kinds: tuple[str, ...]) -> H2OConfig:
             }
             if not computed:
                 computed[0] = layer_amount(name, compute, 0, len(kinds))
-            first = next(iter(computed.values()))  # other layers have no budget
+            first = next(iter(computed.values()))  # a filler: other layers have no budget
             amounts = tuple(computed.get(index, first) for index in range(len(kinds)))
             config = dataclasses.replace(config, **{name: amounts})
     return config
 
 
 def _alike(config: Any, layers: list[int]) -> bool:
-    """Whether these layers have as many heads of as many elements, as far as a config tells."""
+    """Whether all these layers have the same number and size of heads, judging by the config."""
     text = config.get_text_config(decoder=True)
     differ = getattr(text, "is_heterogeneous", False)
     each = [text.per_layer_config[layer] for layer in layers] if differ else [text]
@@ -165,33 +165,33 @@ def _alike(config: Any, layers: list[int]) -> bool:
 
 
 REMEMBERED = 8
-"""Plans that are remembered."""
+"""Number of plans that are remembered."""
 
 _PLAIN_SHARES = (str, tuple, Profile, type(None))
 
 _recent: list[tuple[Any, Any, CachePlan]] = []
-"""Plans with the model's and h2o's config that they were made for, the newest first. Replaced as a
-whole, since several threads may make caches."""
+"""Plans with the model config and the settings that they were made for, the newest first. The list
+is replaced and never modified, because several threads may create caches."""
 
 
 def get_plan(model: Any, config: Any, h2o_config: H2OConfig) -> CachePlan:
-    """The plan for a model, which is given itself or by its config, and for the model's config.
+    """Return the plan for a model. `model` is the model or its config, `config` its config.
 
-    Raises: as `CachePlan`, and as `H2OConfig.for_model`.
+    Raises: as `CachePlan` and `H2OConfig.for_model`.
     """
     global _recent
     shares = h2o_config.head_shares
     if isinstance(shares, Profile) or (isinstance(shares, str) and shares == "shipped"):
-        h2o_config = h2o_config.for_model(model)  # which compares weights
+        h2o_config = h2o_config.for_model(model)  # compares weights, if it is a model
     amounts = h2o_config.budget, h2o_config.heavy, h2o_config.recent
     wanted = h2o_config, repr(amounts)  # 1 token is not 1.0 of a prompt, though 1 == 1.0
-    # What is computed by a user's code may be another amount the next time.
+    # A user's function may return another amount the next time.
     is_plain = not any(map(callable, amounts)) and isinstance(shares, _PLAIN_SHARES)
     for known, known_wanted, plan in _recent if is_plain else ():
         if known_wanted == wanted and _are_alike(known, config):
             return plan
-    config = copy.deepcopy(config)  # which its owner may change
-    with torch.inference_mode(False), torch.device("cpu"):  # whichever the caller is in
+    config = copy.deepcopy(config)  # the owner may modify the original
+    with torch.inference_mode(False), torch.device("cpu"):  # independent of the caller's context
         plan = CachePlan(config, h2o_config.for_model(config))
     if is_plain:
         _recent = [(config, wanted, plan), *_recent[: REMEMBERED - 1]]
@@ -199,8 +199,8 @@ def get_plan(model: Any, config: Any, h2o_config: H2OConfig) -> CachePlan:
 
 
 def _are_alike(a: Any, b: Any) -> bool:
-    """Whether two configs, or parts of them, say the same. Configs are compared here since their
-    own == may overlook attributes that are no fields of the class."""
+    """Whether two configs, or parts of them, have the same content. Their own == may overlook
+    attributes that are not fields of the class."""
     if type(a) is not type(b):
         return False
     if isinstance(a, PreTrainedConfig):

@@ -1,9 +1,9 @@
-"""Checks that new tokens continue what a cache has seen, by their positions and attention mask.
+"""Checks that new tokens continue the text that a cache has seen.
 
-`generate()` drops as many input_ids as the cache has seen, without comparing them. A prompt that is
-given again, or another text, would therefore lose its beginning in silence, and its rest would be
-read as a continuation of the old text. The positions and the mask of a forward pass reveal this, or
-else the dropped ids (`h2o.hf.store.seen_text`).
+`generate()` drops as many input_ids as the cache has seen, without comparing them. If the caller
+passes the prompt again, or another text, its beginning is therefore silently lost and the rest is
+taken for a continuation of the old text. The positions, the attention mask or the dropped ids
+(`h2o.hf.store.seen_text`) of the forward pass reveal such a mistake.
 
 Shape letters: B batch rows, Q new tokens, n padded columns.
 """
@@ -25,15 +25,16 @@ from h2o.hf.store.seen_text import SeenText
 
 
 def check_text(cache: Any, seen: int, new: int) -> None:
-    """Check the mask and positions of a forward pass with `new` tokens for each row.
+    """Check the mask, positions and ids of a forward pass with `new` columns.
 
-    Called before any layer stores them. Of a first pass, record how it counts positions.
+    This runs before any layer stores the tokens. For a first pass, record how the model counts
+    positions.
 
     Raises:
-        UnsupportedError: a wrapper puts embeddings before each decode step.
-        ValueError: the tokens begin before the end of what the cache has seen, or change the rotary
-            angles of earlier ones, or follow other ids than it has read; or the mask disagrees
-            about which columns were padding; or windows or states would count padding as text.
+        UnsupportedError: a wrapper inserts embeddings before each decode step.
+        ValueError: the new tokens overlap the text that the cache has seen, follow a different
+            text, or change the rotary angles of earlier tokens. Or the mask disagrees with the
+            cache about earlier padding, or sliding windows or states would count padding as text.
     """
     guard = cache.guard
     if guard.by_row:
@@ -54,29 +55,28 @@ def check_text(cache: Any, seen: int, new: int) -> None:
 
 
 def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:
-    """Check that token ids [B, n] are those that a cache of n columns has read.
+    """Check that the token ids [B, n] are those of the n columns that a cache has seen.
 
     Raises:
-        ValueError: with the first row that has others.
+        ValueError: a row has different ids.
     """
     if rows := text.other_rows(ids, mask):
         raise ValueError(
-            f"the first {ids.shape[1]} tokens of row {rows[0]} are not those that the cache has "
-            "read. input_ids must be everything seen so far, followed by new tokens. Append the "
+            f"the first {ids.shape[1]} tokens of row {rows[0]} are not the ones that the cache has "
+            "seen. input_ids must be everything seen so far, followed by new tokens. Append the "
             "ids of the new turn to the ids that generate() returned: a chat template that drops "
-            "earlier thoughts, and answers that are tokenized again, give others. After a beam "
-            "search the cache has the beams that were searched last, not the sequences that were "
-            "returned. To ask something else call cache.reset(), or use a new H2OCache or "
-            "h2o.patched()"
+            "earlier reasoning, or tokenizing the answer again, gives different ids. After a beam "
+            "search the cache holds the beams that were searched last, not the returned sequences. "
+            "To start another text call cache.reset(), or use a new H2OCache or h2o.patched()"
         )
 
 
 def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
     if text.is_injected:
         raise UnsupportedError(
-            "a wrapper puts embeddings before every decode step: from transformers 5.24 on PEFT's "
-            "prompt tuning takes each step for a prompt, since the cache has another name. Use "
-            "h2o.generate_all, or transformers before 5.24"
+            "a wrapper inserts embeddings before every decode step. With transformers 5.24 or "
+            "later PEFT's prompt tuning mistakes each step for a prompt, because it does not find "
+            "the cache under its new name. Use h2o.generate_all, or transformers before 5.24"
         )
     if _would_wait(text, new):
         return
@@ -86,55 +86,56 @@ def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
             _check_padding(text.mask[:, :seen].bool().sum(1).tolist(), lengths, seen)
         elif text.mask is None and cache.guard.skips_pads:
             _check_padding([seen] * len(lengths), lengths, seen)
-    elif text.mask is None or bool(text.mask.all()):  # no row has pads
+    elif text.mask is None or bool(text.mask.all()):  # no row has padding
         lengths = torch.tensor([seen], dtype=torch.long, device="cpu")
     is_whole = text.mask is None or text.mask.shape[1] == seen + new
     if is_whole and text.dropped is not None and text.dropped.shape[1] == seen:
         check_ids(cache.guard.text, text.dropped, text.mask)
     if lengths is not None and text.positions is not None and text.positions.shape[1] == new:
         if len({len(lengths), len(text.positions)} - {1}) > 1:
-            return  # another batch: the first layer says which one it holds
+            return  # wrong batch size, which the first layer reports
         least = lengths + cache.guard.rope_deltas.least
         is_rolled = cache.config.positions == "cache_relative"
         _check_positions(text, least, seen, new, zero_is_free=is_rolled)
 
 
 def _skips_pads(text: NewText, new: int) -> bool:
-    """Whether positions of a first pass over `new` columns are counted without its padding."""
+    """Whether the positions of a first pass over `new` columns skip padding."""
     if text.mask is None or text.positions is None or bool(text.mask.all()):
         return False
     return bool((text.positions.max(1).values < new - 1).any())
 
 
 def _lengths(cache: Any) -> Tensor | None:
-    """Tokens [B] of each row; None where all layers have a sliding window and do not know them."""
+    """Number of tokens in each row [B]; None if no layer is h2o's, since only those count them."""
     first = next(iter(cache.guard.plans), None)
     slots = None if first is None else cache.layers[first].slots
     return None if slots is None else slots.seen_tokens
 
 
 def _would_wait(text: NewText, new: int) -> bool:
-    """Whether looking at a decode step's tensors would make every step wait for a GPU."""
+    """Whether this is a decode step whose tensors are on a GPU. Checking would stall each step."""
     mask, positions = text.mask, text.positions
     is_elsewhere = mask is not None and not mask.is_cpu
     return new == 1 and (is_elsewhere or (positions is not None and not positions.is_cpu))
 
 
 def _check_padding(said: list[int], lengths: Tensor, seen: int) -> None:
-    """`said`: tokens of each row by the attention mask, all columns without one."""
+    """`said`: tokens per row according to the attention mask; without a mask, all columns."""
     if said != lengths.tolist():
         raise ValueError(
-            f"attention_mask counts {said} tokens per row among the {seen} columns that the cache "
-            f"has seen, but the cache has read {lengths.tolist()}. Pass the earlier mask as it "
-            "was, followed by the mask of the new columns"
+            f"attention_mask has {said} tokens per row in the {seen} columns that the cache has "
+            f"seen, but the cache counted {lengths.tolist()}. Pass the earlier mask unchanged, "
+            "followed by the mask of the new columns"
         )
 
 
 def _check_positions(
     text: NewText, least: Tensor, seen: int, new: int, *, zero_is_free: bool
 ) -> None:
-    """`least`: [B or 1], lowest position of new tokens. `zero_is_free`: whether positions that are
-    all 0 are accepted, because the cache computes them."""
+    """Check that no new token has a position below `least` [B or 1].
+
+    `zero_is_free`: accept positions that are all 0, because the cache computes its own."""
     B = max(len(least), len(text.positions))
     positions, least = text.positions.expand(B, -1).to(least.device), least.expand(B)
     late = positions >= least[:, None]
@@ -148,33 +149,33 @@ def _check_positions(
         raise ValueError(WITHOUT_CACHE)
     if text.is_assisted and not positions[:, 0].any():
         raise ValueError(
-            f"assisted decoding (prompt_lookup_num_tokens, a draft model) begins with a pass over "
-            f"the whole text, and the cache has seen {seen} tokens of it. Take later turns without "
-            "it, or give each turn a new H2OCache"
+            f"assisted decoding (prompt_lookup_num_tokens, a draft model) starts with a pass over "
+            f"the whole text, and the cache has already seen {seen} tokens of it. Generate later "
+            "turns without it, or use a new H2OCache for each turn"
         )
     row = int((~late).any(1).nonzero()[0])
     before = None if text.mask is None else text.mask.expand(B, -1)[row, :-new]
     if before is not None and len(before) and not before[-1]:
         raise ValueError(
-            f"row {row} is padded on the right, after which generate() numbers new tokens by the "
-            'padding: pad on the left (tokenizer.padding_side = "left"), or pass position_ids that '
-            f"go on at {int(least[row])}"
+            f"row {row} is padded on the right, and generate() counts that padding in the "
+            'positions of new tokens. Pad on the left (tokenizer.padding_side = "left"), or pass '
+            f"position_ids that continue at {int(least[row])}"
         )
     raise ValueError(
         f"the cache has seen {seen} tokens, and the new ones begin at position "
-        f"{int(positions[row][~late[row]][0])} of row {row}, where {int(least[row])} were "
-        "expected at least. input_ids must be everything seen so far, followed by new tokens. To "
-        "ask something else call cache.reset(), or use a new H2OCache or h2o.patched()."
+        f"{int(positions[row][~late[row]][0])} of row {row}, where at least {int(least[row])} was "
+        "expected. input_ids must be everything seen so far, followed by new tokens. To start "
+        "another text call cache.reset(), or use a new H2OCache or h2o.patched()"
     )
 
 
 @torch.compiler.disable
 @functools.cache
 def warn_of_many_graphs() -> None:
-    """Warn once in a process that a cache breaks a compiled model into many graphs."""
+    """Warn once per process that a cache breaks a compiled model into many graphs."""
     warnings.warn(
-        "torch.compile(model) cannot capture this H2OCache: the model falls into several graphs "
-        "for each layer, which are compiled anew as its slots grow. Make the cache with "
+        "torch.compile(model) cannot capture this H2OCache: the model breaks into several graphs "
+        "per layer, which are recompiled as the slots grow. Make the cache with "
         "H2OCache(..., compileable=True), or call the model without torch.compile",
         RuntimeWarning,
         stacklevel=2,

@@ -1,4 +1,4 @@
-"""Conversion from DynamicCache: its keys, values and states are copied to a new `H2OCache`.
+"""Conversion from DynamicCache: copies keys, values and states to a new `H2OCache`.
 
 Shape letters: B batch rows, G key/value heads, n columns, D head dimension.
 """
@@ -25,30 +25,31 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def take_over(
     cache: Any, layers: list[CacheLayerMixin], guard: PassGuard, attention_mask: Any = None
 ) -> None:
-    """Copy what a DynamicCache of n columns holds into the empty layers of an H2OCache.
+    """Copy the contents of a DynamicCache of n columns into the empty layers of an H2OCache.
 
     Args:
-        guard: of the H2OCache.
-        attention_mask: [B, n], 0 at a pad; None: no pads.
+        guard: the guard of the H2OCache.
+        attention_mask: [B, n], 0 at padding; None if there is no padding.
 
     Raises:
-        TypeError: another cache, dtype or mask.
-        ValueError: a cache that is empty, of another model, or in the midst of a forward pass; a
-            mask of another shape, or with padding that windows or states count as text.
-        UnsupportedError: layers that are neither full nor sliding-window attention, and
-            cache-relative positions.
+        TypeError: `cache` is not a DynamicCache, or a dtype is not supported.
+        ValueError: the DynamicCache is empty, belongs to another model, or was interrupted in a
+            forward pass. Or the mask has the wrong shape, or padding that sliding windows or states
+            would count as text.
+        UnsupportedError: a layer is neither full nor sliding-window attention, or positions are
+            cache-relative.
     """
     if not isinstance(cache, DynamicCache):
-        hint = "; it is one already, fork() it" if hasattr(cache, "guard") else ""
+        hint = ". To copy an H2OCache call its fork()" if hasattr(cache, "guard") else ""
         raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
     if any(isinstance(getattr(x, "form", None), CacheRelativeForm) for x in layers):
         raise UnsupportedError(
             'positions="cache_relative" cannot continue from a DynamicCache, which does not record '
-            "the positions at which its keys are rotated: read the text with an H2OCache instead"
+            "the positions at which its keys were rotated. Process the text with an H2OCache"
         )
     if any(isinstance(layer, H2OLayer) and layer.guard.pins.are_columns for layer in layers):
         raise ValueError(
-            "pinned is a mask, and a DynamicCache does not record the columns of its keys: give "
+            "pinned is a mask, but a DynamicCache does not record the columns of its keys. Pass "
             "spans (start, stop) of tokens"
         )
     B, n = _sizes(cache, layers)
@@ -65,8 +66,8 @@ def take_over(
             layer, "keys"
         ):
             raise ValueError(
-                f"layer {index} of the DynamicCache is a {type(source).__name__}, and the config "
-                "describes another kind of layer: give the config of the model that filled it"
+                f"layer {index} of the DynamicCache is a {type(source).__name__}, but the config "
+                "describes another kind of layer. Pass the config of the model that filled it"
             )
         if has_states(source):
             held = {name: x.detach().clone() for name, x in states.tensors_of(source).items()}
@@ -80,8 +81,9 @@ def take_over(
         needed = n if isinstance(layer, H2OLayer) else min(n, layer.sliding_window - 1)
         if source.keys.shape[2] < needed:
             raise ValueError(
-                f"layer {index} of the DynamicCache holds {source.keys.shape[2]} of {n} keys, and "
-                f"by the config it attends to {needed}: give the config of the model that filled it"
+                f"layer {index} of the DynamicCache holds {source.keys.shape[2]} of {n} keys, but "
+                f"the config says that it attends to {needed}. Pass the config of the model that "
+                "filled it"
             )
         keys, values = source.keys.detach(), source.values.detach()
         if not isinstance(layer, H2OLayer):
@@ -90,14 +92,14 @@ def take_over(
             continue
         if keys.dtype not in _DTYPES:
             raise TypeError(
-                f"layer {index} of the DynamicCache is in {keys.dtype}: h2o computes in float32, "
+                f"layer {index} of the DynamicCache has dtype {keys.dtype}. h2o supports float32, "
                 "float16 and bfloat16"
             )
         layer.take_over(keys, values, None if mask is None else mask.to(keys.device))
 
 
 def _sizes(cache: DynamicCache, layers: list[CacheLayerMixin]) -> tuple[int, int]:
-    """B and n, the same for all layers but those for images."""
+    """Return (B, n), which must agree in all layers except those that attend to images."""
     of_images = {index for index, layer in enumerate(layers) if kind_of(layer) == "cross"}
     with_keys = [
         x
@@ -107,25 +109,25 @@ def _sizes(cache: DynamicCache, layers: list[CacheLayerMixin]) -> tuple[int, int
     sizes = [(x.get_seq_length(), len(x.keys) if x.is_initialized else 0) for x in with_keys]
     if not any(columns for columns, _ in sizes):
         raise ValueError(
-            "the DynamicCache is empty: read the text with it first, or make an H2OCache(config)"
+            "the DynamicCache is empty. Run a forward pass with it first, or use H2OCache(config)"
         )
     if len(cache.layers) != len(layers):
         raise ValueError(
-            f"the DynamicCache has {len(cache.layers)} layers, and the config {len(layers)}: give "
-            "the config of the model that filled the cache"
+            f"the DynamicCache has {len(cache.layers)} layers, but the config has {len(layers)}. "
+            "Pass the config of the model that filled the cache"
         )
     if len(set(sizes)) != 1:
         raise ValueError(
             "the layers of the DynamicCache hold different numbers of (tokens, rows): "
-            f"{sizes}. A forward pass was interrupted, or another model filled the cache: read the "
-            "text again"
+            f"{sizes}. A forward pass was interrupted, or another model filled the cache. Process "
+            "the text again"
         )
     n, B = sizes[0]
     return B, n
 
 
 def _mask(attention_mask: Any, B: int, n: int) -> Tensor | None:
-    """[B, n] bool, or None."""
+    """Check an attention mask and return it as [B, n] bool, or None."""
     if attention_mask is None:
         return None
     mask = attention_mask
@@ -133,9 +135,9 @@ def _mask(attention_mask: Any, B: int, n: int) -> Tensor | None:
         mask = torch.as_tensor(mask, device="cpu")
     if mask.shape != (B, n):
         raise ValueError(
-            f"attention_mask has shape {list(mask.shape)}, wanted [{B}, {n}]: a row for each of "
-            "the DynamicCache's, a column for each token and pad that it has seen"
+            f"attention_mask has shape {list(mask.shape)}, wanted [{B}, {n}]: one row for each row "
+            "of the DynamicCache, one column for each token that it has seen, including padding"
         )
     if mask.is_floating_point():
-        raise TypeError(f"attention_mask is {mask.dtype}, wanted bool or integers, 0 at a pad")
+        raise TypeError(f"attention_mask is {mask.dtype}, wanted bool or integers, 0 at padding")
     return mask.bool()

@@ -1,4 +1,4 @@
-"""An empty cache for a model: h2o's, or transformers' own, which keeps every key."""
+"""Create an empty cache for a model: an H2OCache, or a DynamicCache, which keeps every key."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ def new_cache(
     compileable: bool = False,
     pinned: Pinned = None,
 ) -> DynamicCache | H2OCache:
-    """An empty cache for a prompt of so many tokens, after switching the model to its attention.
+    """Create an empty cache for a prompt of `prompt_tokens` tokens.
+
+    Also switch the model to the attention implementation that the cache needs.
 
     Args:
-        config: None: a DynamicCache, which keeps every key.
-        compileable, pinned: as of `H2OCache`.
+        config: settings of an H2OCache; None makes a DynamicCache, which keeps every key.
+        compileable, pinned: as for `H2OCache`.
     """
     cache: DynamicCache | H2OCache
     if config is None:

@@ -1,5 +1,7 @@
-"""Padding in models with layers that count it: their sliding windows and states take padding that
-follows a token for text, and states take any that comes in a pass of its own.
+"""Checks of padding for models whose sliding windows or states cannot skip it.
+
+Both treat padding that follows a token as text. States also do so with padding in a forward pass of
+one column.
 
 Shape letters: B batch rows, N padded columns.
 """
@@ -12,20 +14,21 @@ from h2o.hf.store.pass_guard import PassGuard
 
 
 def check_padding(guard: PassGuard, mask: Tensor | None, seen: int, new: int) -> None:
-    """Check and note the padding of the forward pass under way over `new` columns.
+    """Check and record the padding of the forward pass under way, which has `new` columns.
 
     Args:
-        mask: [B, seen + new], 0 at a pad; None: the pass has no pads.
+        mask: [B, seen + new], 0 at padding; None if the pass has no padding.
 
     Raises:
-        ValueError: tokens stand behind padding that follows tokens; padding comes alone.
+        ValueError: a row has padding between tokens, or a pass of one column has padding.
     """
     was_padded = seen and any(guard.ends_in_padding)
     if mask is None or mask.shape[1] != seen + new:
         if was_padded:
             raise ValueError(
-                "the cache has read padding last, and no attention_mask tells what follows it: "
-                "pass the mask of the earlier columns as it was, followed by that of the new ones"
+                "the last column that the cache has seen is padding in some row, and no "
+                "attention_mask says what follows. Pass the earlier mask unchanged, followed by "
+                "the mask of the new columns"
             )
         guard.ends_in_padding = []
         return
@@ -34,17 +37,17 @@ def check_padding(guard: PassGuard, mask: Tensor | None, seen: int, new: int) ->
         return
     if guard.has_states and new == 1 and not bool(mask.any(1).all()):
         raise ValueError(
-            "a column of padding comes in a forward pass of its own, which this model's states "
-            "would count as text: read the prompt in one pass, or in chunks of more tokens"
+            "a forward pass has a single column, and it is padding in some row. This model's "
+            "states would count it as text. Prefill the prompt in one pass, or in larger chunks"
         )
     note_padding(guard, mask)
 
 
 def note_padding(guard: PassGuard, mask: Tensor) -> None:
-    """Note which rows of a mask [B, N] of all columns end in padding.
+    """Record which rows of a mask [B, N] over all columns end in padding.
 
     Raises:
-        ValueError: tokens stand behind padding that follows tokens.
+        ValueError: a row has padding between tokens.
     """
     is_token = mask.bool()
     ends = ~is_token & (is_token.cumsum(1) > 0)
@@ -52,8 +55,8 @@ def note_padding(guard: PassGuard, mask: Tensor) -> None:
     if bool(behind.any()):
         row = int(behind.any(1).nonzero()[0])
         raise ValueError(
-            f"row {row} has tokens behind padding that follows tokens, which this model's sliding "
-            'windows and states count as text: pad on the left (tokenizer.padding_side = "left"), '
-            "or give each row a cache of its own"
+            f"row {row} has padding between tokens, and this model's sliding windows or states "
+            'count it as text. Pad on the left (tokenizer.padding_side = "left"), or give each row '
+            "its own cache"
         )
     guard.ends_in_padding = (~is_token[:, -1]).tolist()

@@ -1,4 +1,4 @@
-"""Read-only methods of `H2OCache`: settings, the keys that are held, reports on evicted ones.
+"""Read-only methods of `H2OCache`: settings, held keys, and reports on evicted keys.
 
 Shape letters as in cache.py.
 """
@@ -24,8 +24,8 @@ from h2o.hf.store.report import LayerReport, Report
 
 _OTHERS = {
     "sliding": "has a sliding window and keeps transformers' own cache",
-    "states": "has states, which transformers keeps, and no keys",
-    "cross": "attends to images, whose keys all stay",
+    "states": "has states, which transformers stores, but no keys",
+    "cross": "attends to images, whose keys are never evicted",
     "none": "stores nothing",
 }
 
@@ -35,66 +35,72 @@ class ReadableCache(Cache):
 
     guard: PassGuard
     config: H2OConfig
-    """The settings, made for the model: a cache of the same config keeps the same."""
+    """The settings as resolved for the model. A cache made with them has the same budgets."""
 
     def __bool__(self) -> bool:
-        """Whether `generate()` keeps the cache; False for Phi-3 and similar models.
+        """False for Phi-3 and similar models, True for all others.
 
-        For these models `generate()` silently drops a cache that is true as soon as the text is
-        longer than `original_max_position_embeddings`."""
+        For those models `generate()` silently drops a truthy cache once the text is longer than
+        `original_max_position_embeddings`."""
         return self.guard.rereads_after is None
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Number of columns seen. Models with `rope_deltas` ask for it before they use these."""
+        """Number of columns seen.
+
+        Models with `rope_deltas` call this before they use them, so it also sets them to those of
+        this cache."""
         seen = super().get_seq_length(layer_idx)
         if self.guard.rope_deltas.may_be:
             self.guard.rope_deltas.begin(seen)
         return seen
 
     def __repr__(self) -> str:
-        idle = "" if self.guard.plans else ", nothing is evicted: all have a sliding window"
+        idle = "" if self.guard.plans else ", nothing is evicted: no layer has full attention"
         return f"H2OCache({cache_file.brief(self.config)}, layers={len(self.layers)}{idle})"
 
     @property
     def is_initialized(self) -> bool:
-        """Whether every layer that stores keys of the text has some."""
+        """Whether every layer that stores keys of the text holds keys."""
         storing = [x for x in self.layers if kind_of(x) in ("h2o", "sliding")]
         return bool(storing) and all(layer.is_initialized for layer in storing)
 
     @property
     def max_cache_len(self) -> int:
-        """Raise AttributeError. PEFT asks caches other than DynamicCache for this attribute."""
+        """Raise AttributeError. PEFT reads this attribute of caches other than DynamicCache."""
         raise AttributeError(
-            "an H2OCache has no max_cache_len, because texts may have any length. PEFT asks for it "
-            "in prefix tuning, which fills a cache of its own and is not supported by h2o"
+            "an H2OCache has no max_cache_len, because texts may have any length. PEFT reads it in "
+            "prefix tuning, which fills its own cache and is not supported by h2o"
         )
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Any]]:
-        """(keys, values, sliding window or None) of each layer, as of a DynamicCache; of H2O layers
-        what they hold, [B, G, K, D] in the order of `kept`."""
+        """Yield (keys, values, sliding window or None) per layer, like a DynamicCache.
+
+        An H2O layer yields the keys and values that it holds, [B, G, K, D] in the order of `kept`.
+        """
         for layer in self.layers:
             held = layer.kept_rows() if isinstance(layer, H2OLayer) else _keys_of(layer)
             yield *held, window_of(layer)
 
     def kept(self, layer_idx: int) -> Kept:
-        """The keys that a layer holds now.
+        """Return the positions and scores of the keys that a layer holds now.
 
         Returns:
-            (positions, scores), which notebooks show as a heat map and `h2o.hf.store.kept.Kept` as
-            text or on matplotlib axes: int64 and float32 [B, G, K], by ascending position; K is the
-            largest number held in any row, shorter ones are padded with -1 and 0. A position
-            is a token's index in its row, pads not counted. Before the prompt all are 0.
+            (positions, scores), int64 and float32 [B, G, K], by ascending position. K is the
+            largest number of keys that any row and head holds. Smaller ones are padded with
+            position -1 and score 0. A position is a token's index in its row, not counting padding.
+            Before the prompt both tensors are empty. The result (`h2o.hf.store.kept.Kept`) also has
+            methods that show text and plots, and notebooks show it as a heat map.
 
         Raises:
-            IndexError: no such layer.
-            ValueError: a layer without full attention.
+            IndexError: the cache has no such layer.
+            ValueError: the layer has no full attention.
         """
         return self._h2o_layer(layer_idx).kept()
 
     def tokens(
         self, tokenizer: Any, input_ids: Any, layer_idx: int, **which: Any
     ) -> list[KeptToken]:
-        """The kept tokens of a layer as text, with positions and scores.
+        """Return the tokens that a layer holds as text, with positions and scores.
 
         ```python
         out = model.generate(**inputs, cache=cache)
@@ -102,31 +108,33 @@ class ReadableCache(Cache):
             print(token.position, repr(token.text), token.score)
         ```
 
-        `input_ids` is everything that the cache has seen. Keywords `row`, `head`,
-        `attention_mask` and errors as of `h2o.hf.store.kept.Kept.tokens`, and as `kept`.
+        `input_ids` must contain everything that the cache has seen. For the keyword arguments
+        `row`, `head` and `attention_mask` see `h2o.hf.store.kept.Kept.tokens`. Raises the errors of
+        that method and of `kept`.
         """
         return self.kept(layer_idx).tokens(tokenizer, input_ids, **which)
 
     def evicted_at(self, layer_idx: int) -> Tensor:
-        """When each key of a layer was evicted; needs `H2OCache(..., trace=True)`.
+        """Return when each key of a layer was evicted. Requires `H2OCache(..., trace=True)`.
 
         Returns:
-            int32 [B, G, N] for the N columns seen, pads included: how many there were after the
-            forward pass that evicted the key, all columns of this pass counted, also pads on the
-            right; N for a key that is still held, and for one that the last pass evicted; 0 for
-            a pad. The token in column i saw key j exactly when j <= i < evicted_at[j] and j is
-            no pad.
+            int32 [B, G, N] for the N columns seen, including padding. The entry of a key is the
+            number of columns seen after the forward pass that evicted it, including all columns of
+            that pass. It is N for a key that is still held or that the last pass evicted, and 0 for
+            padding. The token in column i saw the key in column j if and only if
+            j <= i < evicted_at[j] and j is not padding.
 
         Raises:
-            IndexError, ValueError: as `kept`; without trace.
+            IndexError: as `kept`.
+            ValueError: as `kept`; or the cache was made without `trace=True`.
         """
         layer = self._h2o_layer(layer_idx)
         if layer.trace is None:
-            raise ValueError("evictions were not recorded: make the cache with trace=True")
+            raise ValueError("evictions were not recorded. Make the cache with trace=True")
         return layer.trace.evicted_at()
 
     def report(self) -> Report:
-        """Tokens seen, kept and evicted and bytes held, per layer and in total, as text or dict."""
+        """Report tokens seen, kept and evicted, and bytes held, per layer and in total."""
         reports = []
         for index, layer in enumerate(self.layers):
             report = layer.report() if isinstance(layer, H2OLayer) else _of_other(index, layer)
@@ -150,11 +158,11 @@ class ReadableCache(Cache):
         self.guard.check_layers_agree(self._columns_seen())
 
     def _columns_seen(self) -> list[int]:
-        """Columns that each layer with keys of the text has seen."""
+        """Number of columns seen by each layer that holds keys of the text."""
         return [int(self.layers[index].get_seq_length()) for index in self.guard.counting]
 
     def _is_broken(self) -> bool:
-        """Whether a forward pass has not ended: it was interrupted, or it is still running."""
+        """Whether a forward pass was interrupted or is still running."""
         state = self.guard
         return state.waiting is not None or state.under_way or len(set(self._columns_seen())) > 1
 
@@ -162,14 +170,14 @@ class ReadableCache(Cache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, H2OLayer):
             raise ValueError(
-                f"layer {layer_idx} {_OTHERS[str(kind_of(layer))]}; "
-                f"the layers of h2o are {[x.layer_idx for x in self.layers if hasattr(x, 'slots')]}"
+                f"layer {layer_idx} {_OTHERS[str(kind_of(layer))]}. The layers of h2o are "
+                f"{[x.layer_idx for x in self.layers if hasattr(x, 'slots')]}"
             )
         return layer
 
 
 def _of_other(index: int, layer: Any) -> LayerReport:
-    """The report of transformers' own layer."""
+    """Report on a layer of transformers' own."""
     kind = str(kind_of(layer))
     if kind not in ("sliding", "cross"):
         return LayerReport(index, kind)
@@ -180,5 +188,5 @@ def _of_other(index: int, layer: Any) -> LayerReport:
 
 
 def _keys_of(layer: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Keys and values of transformers' own layer; None without."""
+    """Keys and values of transformers' own layer; None if it has none."""
     return getattr(layer, "keys", None), getattr(layer, "values", None)

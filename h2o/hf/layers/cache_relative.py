@@ -2,8 +2,8 @@
 
 With `positions="cache_relative"` no position exceeds the budget, however long the text (Xiao et
 al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024, section 3.2). The model
-hands over rotated keys and queries. Their rotation is undone before anything is stored, and applied
-by rank in every forward pass.
+passes rotated keys and queries. Their rotation is undone before keys are stored, and every forward
+pass rotates them again by rank.
 
 Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, Q new tokens, S slots, D
 head dimension, F rotary angles.
@@ -27,20 +27,20 @@ from h2o.quantization import dequantize
 
 
 class CacheRelativeForm(PlainForm):
-    """Holds keys without rotation, which attention rotates by rank."""
+    """Stores keys without rotation. Attention rotates them by rank."""
 
     def __init__(self, rotary: Rotary) -> None:
         self.rotary = rotary
-        self._ranks: Tensor | None = None  # [B, G, S] int32; None: to be computed
+        self._ranks: Tensor | None = None  # [B, G, S] int32; None: not computed yet
 
     def tokens(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> NewTokens:
-        """Queries and keys as they were before the model rotated them."""
+        """The new tokens, with queries and keys as they were before the model rotated them."""
         if call.position_ids is None:
             raise UnsupportedError(
-                'positions="cache_relative" needs a model that tells its attention position_ids, '
-                'and this one does not: use H2OConfig(positions="original")'
+                'positions="cache_relative" needs a model that passes position_ids to its '
+                'attention, and this one does not. Use H2OConfig(positions="original")'
             )
         off = self.rotary.off(call.position_ids, query.dtype, layer.layer_idx)
         query, key = self.rotary.halves(query), self.rotary.halves(key)
@@ -75,9 +75,10 @@ class CacheRelativeForm(PlainForm):
 
 
 def at_zero(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of a model's forward with which it leaves queries and keys unrotated.
+    """Set all positions to 0 in the keyword arguments of a model's forward.
 
-    With position 0 for every token there is no rotation to undo, and no position grows.
+    The model then leaves queries and keys unrotated, so there is no rotation to undo, and positions
+    do not grow.
     """
     cache = cache_in(kwargs)
     layers = getattr(cache, "layers", ())
@@ -101,17 +102,17 @@ def attend(
     most: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`h2o.ops.attend` of queries and keys, new and stored, that are rotated by rank before it.
+    """Rotate queries and keys, new and stored, by rank, and call `h2o.ops.attend`.
 
-    `sizes`: as `Capacity.sizes` of the slots. `most`: how many keys any query sees; None: it is
-    read off the tensors, which waits for their device.
+    `sizes`: `Capacity.sizes` of the slots. `most`: upper bound of the number of keys that a query
+    sees. None computes it from the tensors, which waits for their device.
     """
     H, Q = query.shape[1:3]
     G = key.shape[1]
     if mask is None:
         order = torch.arange(Q, device=key.device)[None]
     else:
-        order = (mask.cumsum(1) - 1).clamp(min=0)  # of a pad: any, no query sees it
+        order = (mask.cumsum(1) - 1).clamp(min=0)  # the rank of padding is irrelevant
     order = order[:, None]  # [B or 1, G or 1, Q] ranks of the new tokens
     if slots is not None:
         by_head = slot_layout.heads(slots.positions, slots, sizes)
@@ -130,7 +131,7 @@ def attend(
 
 
 def ranks(slots: ops.Slots, sizes: list[int]) -> Tensor:
-    """Rank of each key by position among the keys of its head, int32 [B, G, S]; -1: empty slot."""
+    """Rank of each key by position among the keys of its head, int32 [B, G, S]; -1 if empty."""
     out = torch.empty_like(slots.positions)
     empty_last = slots.positions.masked_fill(slots.positions < 0, torch.iinfo(torch.int32).max)
     by_head = (slot_layout.heads(x, slots, sizes) for x in (out, empty_last))

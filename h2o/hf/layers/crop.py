@@ -1,8 +1,8 @@
-"""Cropping a cache: a layer's last forward pass is undone, and done again with fewer tokens.
+"""Cropping a cache: undo a layer's last forward pass, and repeat it with fewer tokens.
 
-Evicted keys cannot come back, so a layer that records passes keeps a copy of its state before the
-last one, and the tokens of that pass. To remove some of these it restores the copy and runs the
-pass again with the remaining ones. Assisted decoding needs it.
+Evicted keys cannot be restored. A layer that records passes therefore keeps a copy of its state
+before the last pass, and the tokens of that pass. To remove some of these tokens, it restores the
+copy and repeats the pass with the others. Assisted decoding needs this.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ from h2o.hf.store.layer_contents import LayerContents
 from h2o.hf.store.layer_state import State, keys_state, layer_state, restore, restore_keys
 
 _NO_RECORD = (
-    "an H2OCache cannot go back without a record: evicted keys cannot be restored. Call "
-    "cache.activate_past_recording() before the forward pass of which tokens are to be taken back"
+    "an H2OCache cannot remove tokens of a pass that was not recorded: evicted keys cannot be "
+    "restored. Call cache.activate_past_recording() before the forward pass"
 )
 
 
 class CroppableLayer(LayerContents):
-    """The part of an `H2OLayer` that takes back tokens of the last forward pass."""
+    """The part of an `H2OLayer` that removes tokens of the last forward pass."""
 
     record_past = False
-    """Whether passes are recorded; transformers' name for it"""
+    """Whether passes are recorded (the name is transformers')"""
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` can take back tokens of the last forward pass; transformers asks before
-        it drafts."""
+        """Whether `crop` can remove tokens of the last pass. transformers asks before it drafts."""
         return self.record_past
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate()` may compile the steps: not those that may be taken back."""
+        """Whether `generate()` may compile the decode steps. False while passes are recorded."""
         return self.stepper.is_compileable and not self.record_past
 
     def activate_past_recording(self) -> None:
@@ -53,26 +52,26 @@ class CroppableLayer(LayerContents):
         elif left < self.seen:
             self.check_crop(left)
             before, new = self.last
-            restore_keys(self, before)  # tensors held until now are not written to
+            restore_keys(self, before)  # leaves the old tensors intact, for `crop` to restore
             if columns := left - self.seen:
                 self.forward(new.columns(0, columns))
         self.last = None
-        self.form.forget()  # what belongs to the pass that was run again
+        self.form.forget()  # the state of the repeated pass
 
     def check_crop(self, left: int) -> None:
-        """Raises NotImplementedError where so few columns cannot be left."""
+        """Raise NotImplementedError if the layer cannot be cropped to `left` columns."""
         if self.last is None:
             raise NotImplementedError(_NO_RECORD)
         began = self.last.before.numbers["seen"]
         if left < began:
             raise NotImplementedError(
-                f"an H2OCache goes back within its last forward pass, which began after {began} of "
-                f"{self.seen} tokens, and {left} were to be left"
+                "an H2OCache can only remove tokens of its last forward pass, which began after "
+                f"{began} of {self.seen} tokens. This crop() would leave {left}"
             )
 
 
 class LastPass(NamedTuple):
-    """The record by which the last forward pass of a layer can be run again."""
+    """Record with which a layer can repeat its last forward pass."""
 
     before: State
     """Copy of the layer's state before the pass"""
@@ -80,17 +79,17 @@ class LastPass(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any, tokens: NewTokens) -> LastPass:
-        """The record of a pass that is to come."""
+        """Record the state of a layer before a pass, and the tokens of the pass."""
         without_layer = tokens._replace(key=tokens.key.detach())
         return cls(keys_state(layer).each(Tensor.clone), without_layer)
 
 
 def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
-    """`H2OCache.crop` of layers that have all seen the same: they go back together or not at all.
+    """Crop all layers of a cache, or none after an error. All must have seen the same columns.
 
     Raises:
-        NotImplementedError: as `check_crop`, with nothing done. After any other error or an
-            interrupt all is as it was, but the pass is no longer remembered.
+        NotImplementedError: as `check_crop`. Nothing has changed. After any other error or an
+            interrupt the layers are restored, but the record of the pass is lost.
     """
     h2o_layers = [layer for layer in layers if kind_of(layer) == "h2o"]
     other_layers = [layer for layer in layers if kind_of(layer) in ("sliding", "states")]
@@ -101,14 +100,14 @@ def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
     for layer in with_states if shorter else []:
         if any(layer.is_recurrent_states_initialized.values()):
             raise NotImplementedError(
-                "this model's recurrent states are sums over all tokens seen, and none of these "
-                "can be taken out again: fork() the cache before the tokens that may be taken back"
+                "this model's recurrent states are sums over all tokens, from which no token can "
+                "be removed. Call cache.fork() before you add tokens that you may have to remove"
             )
     before = [(layer, layer_state(layer)) for layer in {*h2o_layers, *with_states}]
     try:
         for layer in h2o_layers:
             layer.crop(tokens)
-        for layer in other_layers:  # which may refuse it
+        for layer in other_layers:  # transformers' own layers may raise
             if shorter or getattr(layer, "record_past", False):
                 layer.crop(tokens)
     except BaseException:
@@ -118,12 +117,12 @@ def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
 
 
 def columns_left(tokens: int, seen: int) -> int:
-    """Columns that `crop(tokens)` leaves of `seen`.
+    """Number of columns, out of `seen`, that remain after `crop(tokens)`.
 
     Raises:
-        ValueError: a number that this version of transformers does not take.
+        ValueError: this version of transformers does not accept the number.
     """
     if not CROPS_TO_LENGTH and tokens > 0:
-        raise ValueError(f"crop({tokens}): give the tokens to remove as a negative number")
+        raise ValueError(f"crop({tokens}): pass the number of tokens to remove as a negative int")
     left = tokens if CROPS_TO_LENGTH and tokens >= 0 else seen + tokens
     return min(max(left, 0), seen)

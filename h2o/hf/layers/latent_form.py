@@ -1,9 +1,9 @@
-"""Multi-head latent attention: a layer holds latents instead of keys.
+"""Multi-head latent attention: a layer stores latents instead of keys.
 
-A token is one row of L + P elements for all heads, its latent and its rotated key; its score is the
-attention that it got from all query heads. The prompt is attended to as transformers has expanded
-it. What is held never is: later queries are brought to the latents
-(`h2o.hf.families.latent_attention`).
+Each token is one row of L + P elements for all heads: its latent and its rotated key. Its score is
+the attention that it received from all query heads. During the prompt, attention uses the keys and
+values that transformers expanded. Stored latents are never expanded. Later queries are projected to
+the latent space instead (`h2o.hf.families.latent_attention`).
 
 Shape letters: B batch rows, H query heads, Q new tokens, D head dimension of expanded keys, L
 elements of a latent, P of a rotated key, V of a value, K rows held.
@@ -25,11 +25,11 @@ from h2o.hf.families.tagged_tensor import TaggedTensor, plain
 from h2o.hf.layers.plain_form import PlainForm
 
 MANY = 32
-"""Query heads from which on `attend`, a product of matrices, and `evict` are faster than `step`."""
+"""Number of query heads from which on `attend` (a matrix product) and `evict` outrun `step`."""
 
 
 class _Pass(NamedTuple):
-    """State of the forward pass that is under way, beside its tokens."""
+    """State of the forward pass under way, in addition to its tokens."""
 
     expansion: Expansion
     expanded: tuple[Tensor, Tensor, Tensor] | None
@@ -37,7 +37,7 @@ class _Pass(NamedTuple):
 
 
 class LatentForm(PlainForm):
-    """Holds a latent and a rotated key of each token in one row."""
+    """Stores the latent and the rotated key of each token in one row."""
 
     has_values = False
 
@@ -47,45 +47,48 @@ class LatentForm(PlainForm):
         self.forget()
 
     def rows(self, layer: Any, keys: Tensor, values: Tensor | None) -> tuple[Tensor, None]:
-        """One row [B, 1, Q, L + P] of a latent [B, 1, Q, L] and a rotated key [B, 1, Q, P]; those
-        that come without values are rows already."""
+        """Join latents [B, 1, Q, L] and rotated keys [B, 1, Q, P] to rows [B, 1, Q, L + P].
+
+        Keys that come without values are rows already."""
         if values is None:
             return keys, None
         if keys.shape[:-1] != values.shape[:-1] or keys.shape[-1] != self.latent:
             raise UnsupportedError(
                 f"layer {layer.layer_idx} has latents of shape {tuple(keys.shape)} and rotated "
-                f"keys of {tuple(values.shape)}: its model's config tells of {self.latent} "
-                "elements of a latent, the same for all heads"
+                f"keys of shape {tuple(values.shape)}. The model's config implies latents of "
+                f"{self.latent} elements that all heads share"
             )
         return torch.cat([keys, values.to(keys.dtype)], dim=-1), None
 
     def hand_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
-        """The new latents, which the model expands before it attends."""
+        """The new latents, tagged with the layer. The model expands them before it attends."""
         self._rows = rows.detach()
         return TaggedTensor.of(keys, h2o_layer=layer)
 
     def tokens(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> NewTokens:
-        """The new rows, and queries brought to latents but for a prompt's; keys and values come
-        expanded."""
+        """The new rows, and queries in the latent space. `key` and `value` are expanded.
+
+        The queries of a prompt stay as they are, unless passes are recorded."""
         self._mesh = tensor_parallel.mesh_of(call.module)
         if self._mesh is not None and layer.config.kv_dtype is not None:
             raise UnsupportedError(
-                "h2o does not quantize latents of a model that is cut over processes: leave "
-                "kv_dtype out"
+                "h2o does not quantize the latents of a model that is split over processes. Leave "
+                "out kv_dtype"
             )
         if self._rows is None or self._rows.shape[2] != query.shape[2]:
             raise RuntimeError(
-                f"attention of layer {layer.layer_idx} got other keys than its H2OCache: an "
-                "H2OCache cannot be used where forward passes are repeated (gradient checkpointing)"
+                f"attention of layer {layer.layer_idx} got other keys than its H2OCache. An "
+                "H2OCache does not support repeated forward passes: switch gradient checkpointing "
+                "off"
             )
         scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
         rows = self._rows.to(query.dtype)
         is_prompt = layer.slots is None
         expansion = Expansion.of(call.module, query, value, rows, self.latent, fresh=is_prompt)
         self._pass = _Pass(expansion, (query, plain(key), plain(value)) if is_prompt else None)
-        if not is_prompt or layer.record_past:  # which may read the prompt once more
+        if not is_prompt or layer.record_past:  # `crop` may repeat the prompt, over its rows
             query = expansion.queries(query)
         tokens = super().tokens(layer, query, rows, rows, call)
         return tokens._replace(value=None, scale=scale)
@@ -93,10 +96,10 @@ class LatentForm(PlainForm):
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
     ) -> tuple[Tensor, Tensor]:
-        """Output [B, Q, H, V], and the attention [B, 1, Q] of all heads."""
+        """Output [B, Q, H, V], and the attention [B, 1, Q] that the new rows received."""
         held = [] if slots is None else [slots.scores]
         if self._mesh is not None and self._mesh.get_local_rank() > 0:
-            for x in held:  # of all heads already: the first process adds to them
+            for x in held:  # already summed over all heads; counted once, by the first process
                 x.zero_()
         if self._pass is not None and self._pass.expanded is not None:
             out, scores = _expanded_attention(layer, *self._pass.expanded, tokens)
@@ -111,8 +114,8 @@ class LatentForm(PlainForm):
     def step(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
     ) -> Tensor:
-        """Output [B, 1, H, V] of one token, which is stored."""
-        # A quantized store's new rows are read as they are stored, which only a step does.
+        """Store one token and return its output [B, 1, H, V]."""
+        # A quantized row must be attended to as it is stored, which only `ops.step` does.
         many = tokens.query.shape[1] >= MANY and layer.config.kv_dtype is None
         if many or self._mesh is not None:
             attended: Tensor = layer.attend_and_evict(tokens, slots)
@@ -120,7 +123,7 @@ class LatentForm(PlainForm):
         return self._answers(super().step(layer, tokens, slots, None, **rotary))
 
     def _answers(self, out: Tensor) -> Tensor:
-        """Output of the model's size; of a pass that `crop` runs again it is not read."""
+        """Convert output over rows to output over values, except when `crop` repeats a pass."""
         return out if self._pass is None else self._pass.expansion.answers(out)
 
     def end_call(self) -> None:
@@ -137,9 +140,9 @@ class LatentForm(PlainForm):
 def _expanded_attention(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, tokens: NewTokens
 ) -> tuple[Tensor, Tensor]:
-    """Attention to a prompt as the model has expanded it; scores are those of all heads."""
+    """Attend to a prompt as the model has expanded it. Scores are combined over all heads."""
     V = value.shape[-1]
-    if V < key.shape[-1]:  # the operations know one head dimension
+    if V < key.shape[-1]:  # the operations need the same head dimension for keys and values
         value = torch.nn.functional.pad(value, (0, key.shape[-1] - V))
     out, scores = ops.attend(query, key, value, policy=layer.policy, **tokens.options)
     over_heads = scores.amax if layer.policy.scores_largest else scores.sum

@@ -1,16 +1,16 @@
 """A forward pass through one layer of an `H2OCache`: attention, then eviction by the budget.
 
 transformers calls `cache.update(key, value, layer)` and then the attention
-function, which never sees the cache. So `update` returns the new keys as a
-view that carries the layer (`view.h2o_layer`), and the attention function of
-h2o.hf.attention.attention hands its whole call to that layer's `attend`. A view per call
-keeps two threads apart and makes no reference cycle between layer and tensor.
-A prompt, a later chunk of several tokens and a decode step are three ways
-through `forward`; each attends, evicts by the config's policy, and stores.
+function, which never sees the cache. Therefore `update` returns the new keys as
+a view that carries the layer (`view.h2o_layer`), and the attention function in
+h2o.hf.attention.attention passes its arguments to that layer's `attend`. Each call
+gets its own view. This keeps threads apart and avoids a reference cycle between
+layer and tensor. `forward` has three paths: a prompt, a later chunk of several
+tokens, and a decode step. Each attends, evicts by the config's policy, and stores.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
-D head dimension. A column is an index in the padded batch; a position is a
-token's index in its own row, pads not counted.
+D head dimension. A column is an index in the padded batch. A position is a
+token's index in its own row, not counting padding.
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ from h2o.hf.store.slot_layout import Budgets, Capacity
 
 
 class H2OLayer(CroppableLayer):
-    """One layer's store: at most k = sinks + heavy + recent keys of each row and head.
+    """The cache of one layer, with at most k = sinks + heavy + recent keys per row and head.
 
-    What differs between layers is answered by three objects, which the layer hands itself:
+    Three objects define how layers differ. The layer passes itself to their methods:
 
-    - `form`: what slots hold of a token, and how attention reads them (`h2o.hf.layers.plain_form`).
-    - `scorer`: which scores keys get (`h2o.hf.prompt.scorers`).
+    - `form`: what a slot holds for each token, and how attention uses it
+      (`h2o.hf.layers.plain_form`).
+    - `scorer`: how keys are scored (`h2o.hf.prompt.scorers`).
     - `stepper`: how a pass after the prompt runs (`h2o.hf.layers.steppers`).
 
     Args:
         plan: the layer's budgets, and the config of all layers.
-        guard: shared by the layers of a cache.
-        trace: whether to remember when each key was evicted.
+        guard: shared by all layers of a cache.
+        trace: whether to record when each key is evicted.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class H2OLayer(CroppableLayer):
         self.stepper = stepper or EagerStepper()
         self.columns = self.stepper.zero()
         self.traced = trace
-        self.part = tensor_parallel.WHOLE  # which part of the model's heads this process has
+        self.part = tensor_parallel.WHOLE  # the part of the model's heads in this process
         self.empty()
 
     # ---- One forward pass: update, then attend -----------------------------------------------
@@ -90,20 +91,20 @@ class H2OLayer(CroppableLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The new keys and values [B, G, Q, D], the keys as a view that carries this layer.
+        """Return the new keys and values [B, G, Q, D], the keys as a view that carries this layer.
 
-        Nothing is stored before attention has been through `attend`.
+        Nothing is stored until `attend`.
 
         Raises:
-            RuntimeError: an earlier layer's keys never got there.
-            ValueError: another batch size, number of heads or shape.
+            ValueError: wrong batch size or number of heads.
+            UnsupportedError: (a ValueError) key and value shapes that h2o does not support.
         """
         rows, values = self.form.rows(self, key_states, value_states)
         shape = rows.shape
         if self.slots is None:
             if shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
-            # Under autocast keys have been rotated in float32; attention makes them as the values.
+            # Under autocast, keys are float32 after rotation. Attention casts them like the values.
             last = rows if values is None else values
             self.row_size = last.shape[-1], last.element_size()
         elif shape[0] != self.batch_size:
@@ -111,26 +112,26 @@ class H2OLayer(CroppableLayer):
         elif shape[1] != self.num_heads:
             raise ValueError(
                 f"this cache holds keys of {self.num_heads} heads in layer {self.layer_idx} and "
-                f"was given those of {shape[1]}: it is of another model, or of one that was cut "
-                "over another number of processes"
+                f"was given keys of {shape[1]} heads. It belongs to another model, or to the same "
+                "model split over another number of processes. Use a new H2OCache"
             )
-        elif self.slots.keys.device != rows.device:  # of a file, or the model has moved
+        elif self.slots.keys.device != rows.device:  # loaded from a file, or the model was moved
             restore(self, layer_state(self).each(lambda x: x.to(rows.device)))
         keys = self.form.hand_over(self, key_states, rows)
         self.guard.waiting = self.layer_idx
         return keys, value_states
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attention of the new queries over what is held and the new keys; then eviction.
+        """Attend to the stored and the new keys, then evict.
 
-        For a later layer that reuses the keys, attention alone.
+        For a later layer that reuses this layer's keys, only attend.
 
         Returns:
-            [B, Q, H, D]. When it raises, the layer is as it was before `update`.
+            Output [B, Q, H, D]. After an error the layer is as it was before `update`.
 
         Raises:
-            UnsupportedError, TypeError, ValueError: the call is one that h2o does not serve.
-            RuntimeError: the model is in training, or attends twice to the same keys.
+            UnsupportedError, TypeError, ValueError: h2o does not support the call.
+            RuntimeError: the model is in training mode, or attends twice to the same keys.
         """
         if self.form.reused_by and call.module.layer_idx in self.form.reused_by:
             return self.form.attend_later(self, call)
@@ -146,8 +147,8 @@ class H2OLayer(CroppableLayer):
     def _attend(self, call: AttentionCall) -> Tensor:
         try:
             call.check()
-            # A model may not tell its layers, whose default is False. That it was meant shows when
-            # the whole text comes again with its first new token.
+            # Some models do not pass use_cache on to their layers, where it defaults to False. It
+            # really is False if the whole text comes again together with its first new token.
             if (
                 call.use_cache is False
                 and 0 < self.seen == self.prompt_columns == call.query.shape[2] - 1
@@ -163,15 +164,15 @@ class H2OLayer(CroppableLayer):
                     self.plan.check_attention(call.module)
             if self.slots is not None and self.config.kv_dtype is None:
                 stored = self.slots.keys.dtype
-                if stored != dtype:  # autocast began, or ended, after what is held was stored
+                if stored != dtype:  # autocast was switched on or off since the keys were stored
                     tokens = tokens.to(stored)
         except Exception:
             self.guard.take_back(self.layer_idx, has_states=has_states(self))
             raise
         if self.guard.waiting != self.layer_idx:
             raise RuntimeError(
-                f"attention of layer {self.layer_idx} ran twice for the same keys: an H2OCache "
-                "cannot be used where forward passes are repeated (gradient checkpointing)"
+                f"attention of layer {self.layer_idx} ran twice for the same keys. An H2OCache "
+                "does not support repeated forward passes: switch gradient checkpointing off"
             )
         last = LastPass.of(self, tokens) if self.record_past else None
         seen = None if self.trace is None else self.seen
@@ -180,24 +181,24 @@ class H2OLayer(CroppableLayer):
         except Exception:
             if self.trace is None or seen == self.seen:
                 self.guard.take_back(self.layer_idx, has_states=has_states(self))
-            raise  # what is stored and not in the trace counts as an interrupt
+            raise  # keys stored but missing from the trace: treat the pass as interrupted
         self.last = last
         self.guard.layer_done(self.layer_idx)
         return out if out.dtype == dtype else out.to(dtype)
 
     def forward(self, tokens: NewTokens) -> Tensor:
-        """Attend and store tokens in the dtype of the store, without checks."""
+        """Attend to and store tokens that were checked and cast to the dtype of the slots."""
         if self.slots is None or self.unscored:
             return self._attend_prompt(tokens)
-        if tokens.query.shape[2] != 1 or self.waits_for_pins:  # a step does not show a new score
+        if tokens.query.shape[2] != 1 or self.waits_for_pins:  # a step cannot pin its key
             return self.stepper.chunk(self, tokens)
         return self.stepper.step(self, tokens)
 
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
-        """The first forward pass, also over keys of a DynamicCache: sets the budgets."""
+        """Run the first pass, possibly over keys of a DynamicCache too, and set the budgets."""
         B, G, Q, _ = tokens.key.shape
         guard, unscored, size = self.guard, self.slots, self.token_size
-        if guard.prompt_counts is None:  # the first of the layers
+        if guard.prompt_counts is None:  # this is the first layer
             before = None if unscored is None else unscored.seen_tokens
             prompt_budget.begin_prompt(
                 guard, self.plan, tokens.mask, (B, Q), self.seen + Q, before, size
@@ -222,16 +223,16 @@ class H2OLayer(CroppableLayer):
                 positions, _ = positions_in(prompt.mask, prompt.scores)
                 prompt = prompt._replace(scores=guard.pins.score(prompt.scores, positions))
             self.scorer.store(self, prompt)
-        except Exception:  # the scores are all that attend has touched
+        except Exception:  # `attend` has changed nothing but the scores
             if unscored is not None:
                 unscored.scores.copy_(scores_before)
             raise
         return out
 
-    # ---- What form, scorer and stepper ask of the layer ----------------------------------------
+    # ---- Called by form, scorer and stepper ----------------------------------------------------
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
-        """Keeps what budgets of each row, and of each head or all, have room for."""
+        """Store the keys of a prompt that fit the budgets. `by_row`: see `Budgets`."""
         tensors = prompt.keys, prompt.values, prompt.mask, prompt.scores
         self._keep(*tensors, by_row, max(prompt.counts))
         self.raised, self.floored = prompt.budget.raised, prompt.budget.floored
@@ -241,15 +242,14 @@ class H2OLayer(CroppableLayer):
         self.prompt_columns = self.seen
 
     def attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
-        """Output [B, Q, H, D] and scores [B, G, Q] of the new keys."""
+        """Return the output [B, Q, H, D] and the scores [B, G, Q] of the new keys."""
         out, scores = self.form.attention(self, tokens, slots)
         if not self.scorer.uses_attention:
             scores = self.scorer.scores(self, tokens, slots, scores)
         return out, scores
 
     def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
-        """Attends over the slots and the new tokens, and keeps what the budget has room for of
-        both."""
+        """Attend to the slots and the new tokens, then keep as many of both as fit the budget."""
 
         def attend() -> tuple[Tensor, Tensor]:
             out, scores = self.attention(round_like_slots(tokens, slots), slots)
@@ -269,9 +269,8 @@ class H2OLayer(CroppableLayer):
         self, keys: Tensor, values: Tensor | None, mask: Tensor, scores: Tensor,
         by_row: Budgets, source: LayerContents,
     ) -> None:  # fmt: skip
-        """Take the state that a prompt of these keys and values [B, G, K, D], mask [B, K], scores
-        [B, G, K] and budgets of each row and head would leave; `source` is the layer that read it.
-        """
+        """Become what a prompt with these keys and values [B, G, K, D], mask [B, K], scores
+        [B, G, K] and budgets would leave. `source` is the layer that processed the prompt."""
         self._keep(keys, values, mask, scores, by_row, keys.shape[2])
         self.row_size, self.seen = source.row_size, source.seen
         self.prompt_columns = source.seen
@@ -282,8 +281,7 @@ class H2OLayer(CroppableLayer):
         self, keys: Tensor, values: Tensor | None, mask: Tensor | None, scores: Tensor,
         by_row: Budgets, tokens: int,
     ) -> None:  # fmt: skip
-        """Makes slots that hold what the budgets have room for, of rows of at most so many
-        tokens."""
+        """Create slots with the keys that fit the budgets. No row has more than `tokens` tokens."""
         widest = slot_layout.widest_budgets(by_row, self.config.sinks)
         capacity = Capacity(widest, self.stepper.capacities(widest, tokens))
         slots = slot_layout.with_budgets(
@@ -295,33 +293,33 @@ class H2OLayer(CroppableLayer):
         self.longest = tokens
 
     def reset(self) -> None:
-        """Empties the layer and frees its memory."""
+        """Empty the layer and free its memory."""
         self.empty()
         self.form.forget()
         self.scorer.reset()
 
 
 class H2OLayerWithStates(H2OLayer, StatesAndKeysLayer):
-    """An `H2OLayer` for the keys, with transformers' states beside it."""
+    """An `H2OLayer` that also holds transformers' convolution and recurrent states."""
 
     def __init__(self, *args: Any, number_of_states: int, **kwargs: Any) -> None:
-        """`number_of_states`: of each kind."""
+        """`number_of_states`: number of states of each kind."""
         super().__init__(*args, **kwargs)
         StatesLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:
-        """Make the states; slots are made when the prompt's length is known."""
+        """Create the states. Slots are created once the prompt's length is known."""
         if states:
             StatesLayer.lazy_initialization(self, **states)
 
     def reset(self) -> None:
-        """Empties the layer."""
+        """Empty the slots and the states."""
         super().reset()
         states.forget(self)
 
     @property
     def is_croppable(self) -> bool:
-        """Never with recurrent states, which are sums over all tokens."""
+        """As `H2OLayer`, but False with recurrent states, which are sums over all tokens."""
         return super().is_croppable and not any(self.is_recurrent_states_initialized.values())
 
     def crop(self, tokens: int) -> None:
@@ -331,6 +329,6 @@ class H2OLayerWithStates(H2OLayer, StatesAndKeysLayer):
             StatesLayer.crop(self, tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was."""
+        """Replace each batch row i with row beam_idx[i]."""
         super().reorder_cache(beam_idx)
         states.each(self, lambda x: x.index_select(0, beam_idx.to(x.device)))

@@ -1,16 +1,15 @@
-"""`SharedForm`: the keys and values of a layer that later layers of the model reuse (Gemma 3n and
-4).
+"""`SharedForm`: a layer whose keys and values later layers of the model reuse (Gemma 3n and 4).
 
-The layer scores and evicts by its own queries. Later layers attend to what the layer attended to in
-the same forward pass: the keys stored before it, and the new ones. The eviction comes first, and
-must not take anything from them. A prompt meets an empty cache, and a decode step overwrites only
-the free slot. A chunk overwrites keys, so the layer keeps copies until the last layer has attended.
+The layer scores and evicts by its own queries. Later layers must attend to the same keys as this
+layer in the same forward pass: the keys stored before the pass, and the new ones. But this layer
+evicts before they attend. A prompt meets an empty cache, and a decode step overwrites only the free
+slot. A chunk overwrites stored keys, so the layer keeps copies until the last layer has attended.
 
-Scores of later layers do not count: during prefill models may leave out all their queries but the
-last.
+The attention of later layers adds nothing to the scores, because models may skip all of their
+queries except the last during prefill.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, P queries of a later
-layer, which are the last ones of the Q, D head dimension.
+layer (the last P of the Q), D head dimension.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ _ROWS = ("keys", "values")
 
 
 class _Attended(NamedTuple):
-    """Keys that the layer's queries attended to in the pass that is under way."""
+    """Keys that the layer's queries attended to in the forward pass under way."""
 
     tokens: NewTokens
     slots: ops.Slots | None
-    """Slots before the pass; in a step with keys that are the layer's own"""
+    """Slots before the pass. After a decode step keys and values are not copies"""
     in_step: bool
-    """Whether by `ops.step`, whose token reads itself as it is stored"""
+    """Whether `ops.step` ran, where the new token attends to its own key as it is stored"""
 
     def to(self, device: torch.device) -> _Attended:
-        """For a later layer: its own copies of all that attention writes to."""
+        """Move to the device of a later layer, with copies of all tensors that attention writes."""
         slots = None if self.slots is None else _copy(self.slots, rows=False)
         if device == self.tokens.key.device:
             return self._replace(slots=slots)
@@ -60,14 +59,14 @@ class _Attended(NamedTuple):
 
 
 class SharedForm(PlainForm):
-    """Holds keys and values that the layers `reused_by` attend to as well."""
+    """Stores keys and values that the layers in `reused_by` attend to as well."""
 
     def __init__(self, reused_by: Sequence[int]) -> None:
         self.reused_by = tuple(reused_by)
         self.attended: _Attended | None = None
 
     def hand_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
-        """The new keys; plain tensors carry the layer to other devices."""
+        """Return the new keys. A plain tensor carries the layer to other devices too."""
         self.attended = None
         view = super().hand_over(layer, keys, rows)
         return TaggedTensor.of(view, h2o_layer=layer) if type(view) is Tensor else view
@@ -77,7 +76,8 @@ class SharedForm(PlainForm):
     ) -> NewTokens:
         if tensor_parallel.part(call.module) != tensor_parallel.WHOLE:
             raise UnsupportedError(
-                "h2o does not serve layers that attend to the keys of others, cut over processes"
+                "h2o does not support layers that attend to the keys of others in a model that is "
+                "split over processes"
             )
         return super().tokens(layer, query, plain(key), value, call)
 
@@ -97,14 +97,14 @@ class SharedForm(PlainForm):
         return super().step(layer, tokens, slots, out, **rotary)
 
     def attend_later(self, layer: Any, call: AttentionCall) -> Tensor:
-        """Attention of a later layer, [B, P, H, D], to which nothing is added here."""
+        """Output [B, P, H, D] of a later layer. Neither keys nor scores change."""
         later = call.module.layer_idx
         call.check()
         if self.attended is None:
             raise RuntimeError(
                 f"layer {later} attends to keys of layer {layer.layer_idx} whose "
-                "forward pass is over: an H2OCache cannot be used where passes are repeated "
-                "(gradient checkpointing)"
+                "forward pass is over. An H2OCache does not support repeated forward passes: "
+                "switch gradient checkpointing off"
             )
         with torch.no_grad():
             out = self._attend_later(layer, call, self.attended.to(call.query.device))
@@ -121,7 +121,7 @@ class SharedForm(PlainForm):
         sinks = as_operand(call.sink_logits)
         if slots is None and P < Q and not call.softcap and sinks is None:
             return _last_queries(query, new, call).to(dtype)
-        if P < Q:  # the operations want a query of each new token
+        if P < Q:  # the operations need one query per new token
             query = torch.nn.functional.pad(query, (0, 0, Q - P, 0))
         tokens = new._replace(
             query=query, scale=call.scale, softcap=call.softcap, sink_logits=sinks
@@ -138,7 +138,7 @@ class SharedForm(PlainForm):
 
 
 def _copy(slots: ops.Slots, *, rows: bool) -> ops.Slots:
-    """With copies of the tensors that operations write to, keys and values only with `rows`."""
+    """Copy the tensors that operations write to. Keys and values are copied only if `rows`."""
     copied = {
         name: x.clone()
         for name, x in slots._asdict().items()
@@ -148,7 +148,7 @@ def _copy(slots: ops.Slots, *, rows: bool) -> ops.Slots:
 
 
 def _last_queries(query: Tensor, new: NewTokens, call: AttentionCall) -> Tensor:
-    """Attention of the last queries [B, H, P, D] of a prompt, [B, P, H, D]."""
+    """Output [B, P, H, D] of the last queries [B, H, P, D] of a prompt."""
     B, _, P, _ = query.shape
     Q = new.key.shape[2]
     more: dict[str, Any] = {"attention_mask": None}

@@ -1,11 +1,11 @@
-"""How a layer runs a forward pass once its prompt is stored: eagerly, scoring alone, or captured.
+"""Steppers: how a layer runs a forward pass after its prompt (eager, scoring only, or captured).
 
 torch.compile captures one graph for all decode steps, and one for all later passes of several
-tokens. The core reads memory through DLPack, which a compiler's fake tensors lack. So both are
-registered as custom operators, `torch.ops.h2o.step` and `.chunk`, with a schema that says which
-tensors they write to (the slots) and a fake output (like the query). Any change of a shape or a
-Python number would compile another graph: so slots have their full size from the prompt on, and the
-number of columns seen is a tensor.
+tokens. The core accesses memory through DLPack, which a compiler's fake tensors do not support.
+Steps and chunks are therefore registered as custom operators, `torch.ops.h2o.step` and `.chunk`,
+with a schema that names the tensors they write to (the slots) and a fake output (like the query).
+If a shape or a Python number changed, another graph would be compiled. Slots therefore have their
+full size from the prompt on, and the number of columns seen is a tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from h2o.slots import KINDS, empty_row
 
 
 class EagerStepper:
-    """Runs passes as they come, in slots that grow with the text. One object for each layer."""
+    """Runs each pass eagerly, in slots that grow with the text. Each layer has its own object."""
 
     is_compileable = False
     stores = True
@@ -41,16 +41,16 @@ class EagerStepper:
         self._out: Tensor | None = None  # the last decode step's output, in the query's dtype
 
     def zero(self) -> Any:
-        """The count of columns that a new layer has seen."""
+        """The column count of a new layer."""
         return 0
 
     def step(self, layer: Any, tokens: NewTokens) -> Tensor:
-        """A decode step."""
+        """Run a decode step."""
         slots = layer.slots
         if layer.capacity.tokens <= layer.longest:
             slots = layer.make_room(layer.longest + 1)
         last = self._out
-        fits = last is not None and last.dtype == tokens.query.dtype  # autocast may have ended
+        fits = last is not None and last.dtype == tokens.query.dtype  # autocast may change it
         if layer.scorer.uses_attention:
             new = torch.empty_like(last) if fits else None
             out: Tensor = layer.form.step(layer, tokens, slots, new)
@@ -62,7 +62,7 @@ class EagerStepper:
         return out
 
     def chunk(self, layer: Any, tokens: NewTokens) -> Tensor:
-        """A later forward pass of several tokens: a chunk of the prompt, a chat turn."""
+        """Run a later forward pass of several tokens, such as a prompt chunk or a chat turn."""
         Q = tokens.key.shape[2]
         out: Tensor = layer.attend_and_evict(tokens, layer.make_room(layer.longest + Q))
         layer.longest += Q
@@ -70,21 +70,21 @@ class EagerStepper:
         return out
 
     def capacities(self, widest: list[int], tokens: int) -> list[int]:
-        """Slots of each head, or of all, for budgets and rows of so many tokens."""
+        """Number of slots per head (or for all heads) for these budgets and rows of `tokens`."""
         return slot_layout.capacities(widest, tokens)
 
     def slots_changed(self, layer: Any) -> None:
-        """Notices that the layer has other slots."""
+        """Called after the layer's slots were replaced."""
         self._out = None
 
 
 class ScoringStepper(EagerStepper):
-    """Gives the keys that are held scores, and stores nothing."""
+    """Adds attention to the scores of stored keys, but stores no new keys."""
 
     stores = False
 
     def step(self, layer: Any, tokens: NewTokens) -> Tensor:
-        """Attention of the new tokens to what is held and to themselves."""
+        """Return the output of the new tokens, which attend to the slots and to each other."""
         out: Tensor = layer.attention(tokens, layer.slots)[0]
         return out
 
@@ -92,7 +92,7 @@ class ScoringStepper(EagerStepper):
 
 
 class CapturedStepper(EagerStepper):
-    """Runs passes in the graphs of a cache with `compileable=True`, others as they come."""
+    """For `compileable=True`: runs passes in captured graphs, or eagerly outside torch.compile."""
 
     is_compileable = True
 
@@ -101,7 +101,7 @@ class CapturedStepper(EagerStepper):
         register()
 
     def zero(self) -> Any:
-        """A tensor, which each step changes in place, as in transformers' StaticLayer."""
+        """A tensor, which each pass updates in place, as in transformers' StaticLayer."""
         return slot_layout.writable(torch.tensor(0, dtype=torch.int64, device="cpu"))
 
     def step(self, layer: Any, tokens: NewTokens) -> Tensor:
@@ -119,8 +119,8 @@ class CapturedStepper(EagerStepper):
     def _captured(self, operator: Any, layer: Any, tokens: NewTokens) -> Tensor:
         if layer.waits_for_pins:
             raise UnsupportedError(
-                "compiled steps cannot pin the tokens that they read: give pinned spans that end "
-                "within the prompt, or leave out compileable=True"
+                "compiled steps cannot pin new tokens. Use pinned spans that end within the "
+                "prompt, or leave out compileable=True"
             )
         new = tokens.query, tokens.key, tokens.value
         out: Tensor = operator(*new, *layer.slots, *layer.policy, **tokens.options)
@@ -128,31 +128,31 @@ class CapturedStepper(EagerStepper):
         return out
 
     def empty_in_place(self, layer: Any) -> None:
-        """Empties a layer as `layer.empty` does, but the slots stay where they are, for a graph
-        that goes on with them."""
+        """Empty a layer like `layer.empty`, but keep its slots in memory for captured graphs."""
         for row in range(layer.batch_size):
             empty_row(layer.slots, row)
         layer.seen = layer.longest = layer.prompt_columns = 0
 
     def capacities(self, widest: list[int], tokens: int) -> list[int]:
-        """Slots for the whole budget."""
+        """Number of slots for the whole budget."""
         if max(widest) >= UNLIMITED:
             raise ValueError(
-                "compileable=True makes room for the whole budget at once, and this one has no "
-                "end: give heavy and recent as many tokens as the longest text will have"
+                "compileable=True allocates slots for the whole budget at once, but this budget is "
+                "unlimited. Set heavy and recent to numbers of tokens that together cover the "
+                "longest text"
             )
         return super().capacities(widest, max(widest))
 
     def slots_changed(self, layer: Any) -> None:
-        """Tells a CUDA graph that the tensors stay where they are."""
+        """Mark the addresses of the tensors as static, for CUDA graphs."""
         super().slots_changed(layer)
         slots = layer.slots
         if slots is None:
             return
         layer.columns = slot_layout.writable(layer.columns.to(slots.keys.device))
         if slots.keys.device.type == "cpu":
-            return  # a compiler told to freeze weights would take them for weights
-        # A CUDA graph reads them where they were when it was captured.
+            return  # a compiler that freezes weights would mistake marked tensors for weights
+        # A CUDA graph always uses the addresses from its capture.
         for tensor in (layer.columns, *slots):
             if tensor is not None:
                 compat.mark_static_address(tensor)
@@ -160,7 +160,7 @@ class CapturedStepper(EagerStepper):
 
 @functools.cache
 def register() -> torch.library.Library:
-    """Makes the operations known for as long as the process runs."""
+    """Register the custom operators for the lifetime of the process."""
     library = torch.library.Library("h2o", "FRAGMENT")
     for name, run in (("step", _step), ("chunk", _chunk)):
         library.define(_schema(name))
@@ -170,8 +170,9 @@ def register() -> torch.library.Library:
 
 
 def _schema(operator: str) -> str:
-    """Arguments of `h2o.ops.step`, with the fields of slots and policy one by one; what is written
-    to is marked with an exclamation mark."""
+    """Schema of an operator: the arguments of `h2o.ops.step`, with slots and policy field by field.
+
+    Fields that are written to are marked with an exclamation mark."""
     slots = []
     for index, (name, kind) in enumerate(KINDS.items()):
         tensor = f"Tensor(s{index}!)" if kind.written else "Tensor"
@@ -184,7 +185,7 @@ def _schema(operator: str) -> str:
 
 
 _TYPES = {int: "int", OperationScore: "str", float: "float", bool: "bool", float | None: "float?"}
-"""How torch's schemas spell the types of the policy's fields."""
+"""Types of the policy's fields, as torch's schemas spell them."""
 
 
 def _step(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any) -> Tensor:
@@ -197,7 +198,7 @@ def _chunk(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any
     slots, policy = _records(records)
     tokens = NewTokens(query, key, value, **more)
     lengths = slots.seen_tokens
-    is_prompt = lengths.is_cpu and not lengths.any()  # spares empty slots; a CUDA graph cannot ask
+    is_prompt = lengths.is_cpu and not lengths.any()  # skip empty slots; no check in CUDA graphs
     held = None if is_prompt else slots
     read = tokens if held is None else round_like_slots(tokens, held)
     return evict_after(lambda: attention(read, held, policy), tokens, slots, policy)

@@ -1,1 +1,1 @@
-"""A cache's answers from one forward pass over a whole text."""
+"""The outputs of a cache from one forward pass over a whole text."""

@@ -1,4 +1,4 @@
-"""`Masks`: masks over a whole text, which `simulated` takes in place of an H2O cache."""
+"""`Masks`: masks over a whole text that `simulated` can apply instead of an H2O cache."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 class Masks(Protocol):
-    """A rule by which each row of a text sees some of the keys before it, from `heavy` and `recent`
-    alone. `h2o.evaluation.published_masks.MASKS` has those of the H2O paper's authors."""
+    """A rule that decides by `heavy` and `recent` alone which earlier keys each token of a text
+    sees. `h2o.evaluation.published_masks.MASKS` has the rules of the H2O paper's authors."""
 
     @property
     def name(self) -> str:
-        """How errors call the rule."""
+        """The rule's name in errors."""
 
     @property
     def has_prompt(self) -> bool:
-        """Whether rows of a prompt see everything, so that `prompt_length` has a meaning."""
+        """Whether a prompt's tokens see all keys before them, so that `prompt_length` matters."""
 
     def attend_rows(
         self,
@@ -34,10 +34,10 @@ class Masks(Protocol):
         Args:
             query: [B, H, N, D].
             keys, values: [B, G, N, D].
-            real: the columns of each row that are no padding.
-            prompts, budgets: prompt length and (heavy, recent), in tokens, of each row.
+            real: the columns of each row that are not padding.
+            prompts, budgets: prompt length and (heavy, recent) of each row, in tokens.
             scale: factor of q.k, 1 / sqrt(D) by default.
 
         Returns:
-            (out, evicted_at): [B, N, H, D], 0 at padding; [B, H, N] int32 in padded columns.
+            (out, evicted_at): [B, N, H, D], 0 at padding; [B, H, N] int32, as padded columns.
         """

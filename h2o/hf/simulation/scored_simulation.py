@@ -1,8 +1,8 @@
-"""Simulation where not attention alone makes scores: when a cache evicts each key of a text.
+"""Simulation of caches whose scores do not come from attention alone.
 
-With `score_by="mean-echo"` the scores of a prompt are not what attention gives, and pinned keys
-have a score of their own. So the prompts are read at once and all later tokens one after the other,
-by the operations that a layer goes by. With `score_by="random"` ranks are known beforehand.
+With `score_by="mean-echo"` a prompt's scores are not its sums of attention, and pinned keys have a
+special score. Here prompts are therefore processed at once and later tokens one by one, with the
+operations that a layer uses. With `score_by="random"` all ranks are known in advance.
 
 Shape letters: B batch rows, H query heads, G key/value heads, N columns of the text, D head
 dimension.
@@ -38,13 +38,14 @@ def simulate_tokenwise(
     pins: Pins,
     echo: PromptEcho | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Simulate a layer whose prompts are scored by echo (None: by attention), and pinned.
+    """Simulate a layer token by token, with pins or with prompts that are scored by echo.
 
     Args:
         text: N tokens.
-        prompts: tokens of each row before the first eviction, at least 1.
-        by_row: budgets of each row and each head, or one for all heads.
-        pins: which know the prompts.
+        prompts: number of tokens of each row before the first eviction, at least 1.
+        by_row: budgets of each row, for each head or one for all heads.
+        pins: the pins of these prompts.
+        echo: the scorer of prompts; None if attention scores them.
 
     Returns:
         Output [B, N, H, D], evicted_at int32 [B, G, N], scores float32 [B, G, N].
@@ -63,7 +64,7 @@ def simulate_tokenwise(
         kv_dtype=plan.config.kv_dtype, shared=text.value is None,
     )  # fmt: skip
     evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
-    last = torch.zeros(B, G, N + 1, dtype=torch.float32, device=device)  # by position; of no key: N
+    last = torch.zeros(B, G, N + 1, dtype=torch.float32, device=device)  # by position; N: no key
 
     def note(positions: Tensor, scores: Tensor) -> None:
         last.scatter_(2, positions.expand_as(scores) % (N + 1), scores)
@@ -75,7 +76,7 @@ def simulate_tokenwise(
         note(positions.long(), scores)
 
     def record(seen: Tensor) -> None:
-        """When rows [B] have seen so many columns."""
+        """Record which keys are gone now that rows [B] have seen `seen` columns."""
         evicted = not_held(slots, sizes, N) & (evicted_after < 0)
         evicted_after.copy_(torch.where(evicted, seen[:, None, None].int(), evicted_after))
 
@@ -97,7 +98,7 @@ def simulate_tokenwise(
         note_held()
         note(order[:, i : i + 1].masked_fill(~late[:, i : i + 1], N)[:, None], score)
         ops.evict(one.key, one.value, score, slots, mask=one.mask, policy=policy)
-        out[:, i : i + 1] += answer  # 0 where it is of no row
+        out[:, i : i + 1] += answer  # 0 in rows where column i is masked
         record(seen.fill_(i + 1))
     position = order.clamp(min=0)[:, None].expand(B, G, N)
     return out, by_column(evicted_after, real), last.gather(2, position) * real[:, None]
@@ -111,12 +112,12 @@ def simulate_random(
     pins: Pins,
     part: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Simulate a layer with a `RandomScorer`; `part`: this process's of the model's heads.
+    """Simulate a layer with a `RandomScorer`; `part`: the heads of this process.
 
-    Other arguments and the result are those of `simulate_tokenwise`, with ranks for scores.
+    Other arguments and the result are those of `simulate_tokenwise`, with ranks as scores.
     """
     if text.value is None:
-        raise UnsupportedError('score_by="random" does not go with multi-head latent attention')
+        raise UnsupportedError('score_by="random" does not support multi-head latent attention')
     B, G, N, _ = text.key.shape
     positions, _count = positions_in(text.mask, text.key[..., 0])
     ranks = draw_ranks(positions, head_numbers(G, part, text.key.device)[:, None], plan.layer)
@@ -125,7 +126,7 @@ def simulate_random(
     for b, prompt in enumerate(prompts):
         columns = (positions[b, 0] >= 0).nonzero()[:, 0]
         first = max(1, min(prompt, len(columns)))
-        # By the number of tokens seen at its eviction, the first column that lacks a key.
+        # Maps the number of tokens seen at a key's eviction to the first column without the key.
         after = columns.new_tensor([N, *(columns + 1).tolist()])
         for g, ranked in enumerate(ranks[b][:, columns].tolist()):
             heavy, recent = by_row[b][g % len(by_row[b])]
@@ -136,9 +137,9 @@ def simulate_random(
 
 
 def _evictions(ranks: list[float], sinks: int, heavy: int, recent: int, prompt: int) -> list[int]:
-    """Tokens that a row has seen when it evicts each key, by position; 0: the key stays."""
+    """Number of tokens that a row has seen when it evicts the key at each position; 0 if never."""
     seen = [0] * len(ranks)
-    held: list[tuple[float, int]] = []  # heavy hitters; of equal ranks the newest is the lowest
+    held: list[tuple[float, int]] = []  # heap of heavy hitters; among equal ranks the newest leaves
     for position in range(sinks, len(ranks) - recent):
         heapq.heappush(held, (ranks[position], -position))
         if len(held) > heavy:

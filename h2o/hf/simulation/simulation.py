@@ -1,9 +1,9 @@
 """`h2o.simulated(model)`: a model's outputs with an H2O cache, from one pass over a whole text.
 
-Log-likelihoods and perplexities need the output at every token. A real cache gives them token
-by token; `simulated` gives the same from a single forward pass, because an evicted key never
-returns: every row attends to the keys that the cache would have held at that row
-(`h2o.ops.simulate`). No memory is saved; it is for measuring.
+Log-likelihoods and perplexities need the output at every token. A real cache computes them token by
+token. `simulated` computes the same in a single forward pass, in which each token attends to the
+keys that the cache would hold at that token (`h2o.ops.simulate`). This is possible because an
+evicted key never returns. No memory is saved; a simulation is for measurements.
 
 Shape letters: B batch rows, H query heads, G key/value heads, N columns of the padded batch.
 """
@@ -60,42 +60,42 @@ def simulated(
     mass: bool = False,
     **parameters: Unpack[ConfigFields],
 ) -> Iterator[Simulation]:
-    """Within the block, `model(input_ids, attention_mask)` answers as with an H2O cache.
+    """Within the block `model(input_ids, attention_mask)` answers as it would with an H2O cache.
 
     ```python
     with h2o.simulated(model, heavy=0.1, recent=0.1), torch.no_grad():
         logits = model(**inputs, use_cache=False).logits
     ```
 
-    Each call must bring the whole text; batches may be padded on either side. Row i's output is
-    the one that `H2OCache` gives when it is fed the first `prompt_length` tokens at once and the
-    others one by one. The model is as before after the block, also after an error.
+    Each call must contain the whole text. Batches may be padded on either side. The output equals
+    that of a model with an `H2OCache` that is fed the first `prompt_length` tokens at once and the
+    others one by one. After the block, also after an error, the model is as before.
 
     Args:
-        model: any that an `H2OCache` can serve; layers without full attention stay as they are.
+        model: a model that `H2OCache` supports. Layers without full attention are not changed.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
             `sinks`, `score_by`, `decay`, `value_weighted`, `kv_dtype`, `head_shares`,
             `min_tokens`, or one `budget`.
-        masks: a rule in place of the cache's, which takes only `heavy` and `recent`, without
-            `min_tokens`: `h2o.evaluation.published_masks.MASKS` has those that the authors of H2O
-            measured with.
-        prompt_length: tokens before the first eviction, pads not counted, for all rows or one
-            number per row. 1 evicts from the very beginning (Zhang et al., NeurIPS 2023,
+        masks: a rule that replaces the cache's policy and uses only `heavy` and `recent`, without
+            `min_tokens`. `h2o.evaluation.published_masks.MASKS` has the rules with which the
+            authors of H2O measured.
+        prompt_length: number of tokens before the first eviction, without padding, for all rows or
+            one number per row. 1 evicts from the very beginning (Zhang et al., NeurIPS 2023,
             Algorithm 1). Not with masks that have no prompt.
-        ratio_of: what fractional budgets are fractions of, in each row: its "text", or its
-            "prompt" (prompt_length), as in `H2OCache`.
-        pinned: as of `H2OCache`; "prompt" are the first `prompt_length` tokens. Texts are then read
-            token by token within each layer, which is slower. Not with `masks`.
-        trace: keep the last forward's evictions and scores, see `Simulation`.
-        mass: keep the last forward's retained attention mass; costs about as much again.
+        ratio_of: whether fractional budgets are fractions of each row's "text", or of its "prompt"
+            (`prompt_length`) as in `H2OCache`.
+        pinned: as for `H2OCache`. "prompt" pins the first `prompt_length` tokens. Each layer then
+            processes the text token by token, which is slower. Not with `masks`.
+        trace: record evictions and scores of the last forward pass, see `Simulation`.
+        mass: record the retained attention mass of the last forward pass. About doubles the cost.
 
-    Threads: any number may simulate with models of their own, or call one model within one
-    block; one model cannot be in blocks of two threads at a time, which is an error.
+    Several threads may simulate with their own models, or call one model within one block. If two
+    threads enter blocks of one model at the same time, the second gets a RuntimeError.
 
     Raises:
-        UnsupportedError: a model that h2o cannot serve.
-        ValueError, TypeError: arguments that do not fit, and in `model(...)` a call that is not a
-            whole text.
+        UnsupportedError: h2o does not support the model.
+        ValueError, TypeError: invalid arguments, or in `model(...)` a call that is not a whole
+            text.
     """
     config = one_config(h2o_config, parameters).for_model(unwrap(model))
     config, rotary, _ = served_as(model.config, config)
@@ -111,7 +111,7 @@ def simulated(
     shared = reusing(model.config)
     if shared and masks is not None:
         raise UnsupportedError(
-            f"masks {masks.name!r}: not simulated where layers attend to the keys of others"
+            f"masks {masks.name!r} do not support models whose layers reuse others' keys"
         )
     simulation = Simulation(
         plans, masks, prompt_length, ratio_of, trace, mass, shared, rotary, pins
@@ -125,8 +125,8 @@ def simulated(
 class Simulation:
     """Records of the last forward pass within a `simulated` block, with `trace` or `mass`.
 
-    The methods raise ValueError for what was not asked for, KeyError for a layer that has not
-    run. They are of no use while several threads call the model.
+    The methods raise ValueError for a record that was not requested and for a layer that has not
+    run. While several threads call the model, their records are mixed.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class Simulation:
         self._reuses = {layer: of for of, layers in shared.items() for layer in layers}
         self._rotary, self._pins = rotary, pins
         self._places = SharedPlaces.of(plans, prompt_length, rotary)
-        self._here = threading.local()  # of layers whose keys others attend to, their VisibleKeys
+        self._here = threading.local()  # VisibleKeys of layers whose keys later layers reuse
 
     def dealing(self, model: Any) -> AbstractContextManager[None]:
-        """The block within which passes are preceded by one that deals the places of prompts."""
+        """Context within which a pass that divides the budget among heads precedes each pass."""
         places = self._places
         return nullcontext() if places is None else places.dealt_before(unwrap(model))
 
@@ -161,35 +161,35 @@ class Simulation:
         return [i for i, plan in enumerate(self._plans) if plan is not None]
 
     def evicted_at(self, layer_idx: int) -> Tensor:
-        """int32 [B, G, N]: the first column that no longer sees the key, N if none, 0 for a pad.
+        """int32 [B, G, N]: the first column that no longer sees the key; N if none, 0 for padding.
 
-        Columns count pads, on either side. The token that evicts a key still sees it, so the number
-        is one more than this token's column, even where a pad stands there: of a row that is padded
-        on the right, the key that its last token evicts has the column of the first pad, and the
-        keys held at the end have N. Without pads there both have N. `H2OCache.evicted_at` is the
-        same where each forward pass brought one column.
+        Columns include padding on either side. The token that evicts a key still sees it, so the
+        number is the next column after this token, even if that column is padding. In a row padded
+        on the right, a key that the last token evicts therefore has the column of the first pad,
+        and keys held at the end have N. Without padding on the right both have N.
+        `H2OCache.evicted_at` is the same if each forward pass had one column.
 
-        With `masks` there is a row for each query head, [B, H, N], and N for what the last token
-        evicts, wherever the pads are.
+        With `masks` the shape is [B, H, N], one number per query head, and a key that the last
+        token evicts has N, whatever the padding.
         """
         return _asked_for(self._evicted_at, "trace", layer_idx)
 
     def scores(self, layer_idx: int) -> Tensor:
-        """float32 [B, G, N]: each key's score at the end, or at its eviction. Not with `masks`."""
+        """float32 [B, G, N]: each key's score at the end or at its eviction. Not with `masks`."""
         return _asked_for(self._scores, "trace", layer_idx)
 
     def retained_mass(self, layer_idx: int, *, per_token: bool = False) -> Tensor:
         """float32 [B, H]: the share of a full cache's attention that falls on keys still held.
 
-        The mean over the row's tokens of the softmax over all tokens before, summed over those
-        that were seen; see `h2o.attention_blocks.retained_mass`. With `per_token` [B, H, N]: what
-        each token retains, NaN for a pad.
+        For each token the softmax weights of a full cache are summed over the keys that the token
+        still sees (`h2o.attention_blocks.retained_mass`). The result is the mean over the row's
+        tokens, or with `per_token` each token's own sum, [B, H, N], NaN for padding.
         """
         mass = _asked_for(self._mass, "mass", layer_idx)
         return mass if per_token else mass.nanmean(-1)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """The output of an H2O cache's layer, [B, N, H, D]; for `attending`."""
+        """The attention output [B, N, H, D] with an H2O cache; called through `attending`."""
         if (of := self._reuses.get(call.layer)) is not None:
             visible: VisibleKeys = vars(self._here)[str(of)]
             _refuse(call, visible.evicted_at.shape[2])
@@ -206,10 +206,10 @@ class Simulation:
         B, _, N, _ = query.shape
         _refuse(call, N)
         lengths = [N] * B
-        if mask is not None and (plan.needs_prompt_length or mask.is_cpu):  # else all the same
+        if mask is not None and (plan.needs_prompt_length or mask.is_cpu):  # else without effect
             lengths = mask.sum(1).tolist()
         plan = plan.for_keys(key.shape[-1], key.element_size(), 1 if shared else 2)
-        pins = dataclasses.replace(self._pins)  # of this call: several threads may run
+        pins = dataclasses.replace(self._pins)  # a copy for this call: several threads may run
         prompts, budgets = self._resolve(plan, lengths, pins, mask)
         q, k, v = query.detach(), key.detach(), value.detach()
         if self._masks is None:
@@ -230,9 +230,9 @@ class Simulation:
                 visible = VisibleKeys(evicted_at, prompts, plan.config.kv_dtype)
                 vars(self._here)[str(call.layer)] = visible
         elif call.softcap:
-            raise UnsupportedError(f"masks {self._masks.name!r} have no soft-capped logits")
+            raise UnsupportedError(f"masks {self._masks.name!r} do not support logit softcapping")
         elif call.sink_logits is not None:
-            raise UnsupportedError(f"masks {self._masks.name!r} have no learned sinks")
+            raise UnsupportedError(f"masks {self._masks.name!r} do not support learned sinks")
         else:
             pairs = [heads[0] for heads in budgets]
             rows = columns(mask, B, N, q.device)
@@ -249,13 +249,13 @@ class Simulation:
         self, text: NewTokens, prompts: list[int], by_row: list[list[tuple[int, int]]],
         plan: LayerPlan, part: tuple[int, int], pins: Pins,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`h2o.ops.simulate` of the tokens of a whole text."""
+        """Simulate a layer, by `h2o.ops.simulate` unless its scores need more than attention."""
         config, known = plan.config, (text, prompts, by_row, plan, pins)
         if config.score_by == "random":
             return simulate_random(*known, part)
         echo = None
         if self._rotary is not None and max(prompts, default=0) > max(1, plan.sinks):
-            echo = PromptEcho(self._rotary, plan.layer, plan.policy)  # of more than sinks
+            echo = PromptEcho(self._rotary, plan.layer, plan.policy)
         if echo is not None or pins:
             return simulate_tokenwise(*known, echo)
         device = text.query.device
@@ -272,8 +272,8 @@ class Simulation:
     def _resolve(
         self, plan: LayerPlan, lengths: list[int], pins: Pins, mask: Tensor | None
     ) -> tuple[list[int], list[list[tuple[int, int]]]]:
-        """Each row's prompt length and, in tokens, each head's (heavy, recent), or all heads'.
-        Tells the pins of the prompts."""
+        """Each row's prompt length, and (heavy, recent) in tokens of each of its heads, or one pair
+        for all heads. Also passes the prompts' lengths to the pins."""
         prompts = self._prompt_length
         if isinstance(prompts, int):
             prompts = [prompts] * len(lengths)
@@ -293,8 +293,8 @@ class Simulation:
         budgets = [[plan.truncate_tokens(n)] for n in bases]
         if self._masks.has_prompt and [(0, 0)] in budgets and min(lengths) > 0:
             raise ValueError(
-                f"masks {self._masks.name!r}: heavy={plan.heavy} and recent={plan.recent} of a "
-                f"text of {min(lengths)} tokens leave a budget of 0 tokens"
+                f"masks {self._masks.name!r}: with heavy={plan.heavy} and recent={plan.recent} a "
+                f"text of {min(lengths)} tokens has a budget of 0 tokens"
             )
         return list(prompts), budgets
 
@@ -306,18 +306,18 @@ def check(
     ratio_of: str,
     pins: Pins | None = None,
 ) -> int | list[int]:
-    """`prompt_length` as plain numbers, or ValueError for arguments of `simulated` that do not go
-    together, whatever the model."""
+    """Check the arguments of `simulated` that do not depend on the model, and return
+    `prompt_length` as plain numbers."""
     if config.positions != "original":
         raise ValueError(
-            "a simulation cannot roll positions: in one forward pass every key has one. Use "
-            'positions="original", or the real cache (h2o.patched, --protocol drop)'
+            'positions="cache_relative" cannot be simulated: in one forward pass every key has one '
+            'position. Use positions="original", or a real cache (h2o.patched, --protocol drop)'
         )
     plain = (config.policy, config.head_shares, config.kv_dtype) == (Policy(), None, None)
     if masks is not None and (pins or not plain):
         raise ValueError(
-            f"masks {masks.name!r} take heavy and recent only, no sinks, score_by, decay, "
-            "value_weighted, shares, kv_dtype or pinned"
+            f"masks {masks.name!r} support heavy and recent only, not sinks, score_by, decay, "
+            "value_weighted, head_shares, kv_dtype or pinned"
         )
     prompts = check_prompt_length(prompt_length)
     if ratio_of not in ("text", "prompt"):
@@ -332,11 +332,11 @@ def check(
 
 
 def _refuse(call: AttentionCall, tokens: int) -> None:
-    """Raises what keeps a call of so many tokens from being simulated."""
+    """Raise if a call does not have all `tokens` of a text, or if the model is in training."""
     if call.cached or call.key.shape[2] != tokens:
         raise ValueError(
-            "simulated() answers for whole texts: call model(input_ids, attention_mask, "
-            "use_cache=False). To generate, or with a cache of earlier tokens, use an H2OCache"
+            "simulated() supports whole texts only: call model(input_ids, attention_mask, "
+            "use_cache=False). To generate, or to continue a cache, use an H2OCache"
         )
     if call.module.training or call.dropout:
         raise RuntimeError("simulated() is for inference: call model.eval()")
@@ -347,7 +347,7 @@ def _without_backward(out: Tensor, call: AttentionCall) -> Tensor:
 
 
 _NO_GRADIENT = (
-    "attention within h2o.simulated() has no gradient, since which keys are evicted has none: call "
+    "attention within h2o.simulated() has no gradient, since eviction is not differentiable: call "
     "the model under torch.no_grad(), or train outside of the block"
 )
 
@@ -357,7 +357,7 @@ def _asked_for(values: dict[int, Tensor] | None, argument: str, layer: int) -> T
         raise ValueError(f"this was not recorded: call simulated(..., {argument}=True)")
     if layer not in values:
         raise ValueError(
-            f"nothing was recorded of layer {layer}: "
-            + (f"there is {sorted(values)}" if values else "call the model within the block first")
+            f"nothing was recorded for layer {layer}: "
+            + (f"only for {sorted(values)}" if values else "call the model within the block first")
         )
     return values[layer]

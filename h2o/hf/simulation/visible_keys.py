@@ -1,11 +1,10 @@
 """Attention over a whole text to the keys that a cache would have held at each of its tokens.
 
-`ops.simulate` finds out which these are by the queries of the layer that the cache belongs to. In
-some models (h2o.hf.families.shared_keys) later layers attend to the same keys with queries of their
-own.
+`ops.simulate` finds these keys with the queries of the layer that stores them. In some models
+(h2o.hf.families.shared_keys) later layers attend to the same keys with their own queries.
 
-Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, N columns of the text, P
-queries, which are those of the last columns, D head dimension.
+Shape letters: B batch rows, H query heads, G key/value heads, N columns of the text, P queries (of
+the last P columns), D head dimension.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from h2o.kv_dtype import stored_bytes
 from h2o.quantization import dequantize, quantize
 
 ROWS = 512
-"""Queries whose logits are made at one time."""
+"""Number of queries whose logits are computed at a time."""
 
 
 class VisibleKeys(NamedTuple):
-    """Until when each key is seen."""
+    """The keys that each token of a text sees, given by when each key is evicted."""
 
     evicted_at: Tensor
     """[B, G, N] int32, the first column that no longer sees the key"""
     prompts: Sequence[int]
-    """Tokens of each row that see keys as the model made them, not as the cache stores them"""
+    """Prompt length of each row. A prompt's tokens see keys as computed, not as stored"""
     kv_dtype: str | None
 
     def attend(self, call: AttentionCall | NewTokens) -> Tensor:
-        """A layer's attention to them, [B, P, H, D]."""
+        """A layer's attention [B, P, H, D] to the visible keys."""
         P, N = call.query.shape[2], call.key.shape[2]
         key, value = call.key.detach().float(), call.value.detach().float()
         stored = None
@@ -58,7 +57,7 @@ class VisibleKeys(NamedTuple):
     def _rows(
         self, call: AttentionCall | NewTokens, key: Tensor, value: Tensor, columns: Tensor
     ) -> Tensor:
-        """Attention of the queries of some columns."""
+        """Attention of the queries in some columns."""
         seen = torch.arange(key.shape[2], device=key.device) <= columns[:, None]  # [n, N]
         seen = seen & (columns[:, None] < self.evicted_at[:, :, None])  # [B, G, n, N]
         query, sinks = call.query.detach().float(), call.sink_logits
@@ -66,7 +65,7 @@ class VisibleKeys(NamedTuple):
         return softmax_attention(query, key, value, seen, call.scale, call.softcap, sinks)
 
     def _in_prompt(self, call: AttentionCall | NewTokens, N: int) -> Tensor:
-        """[B, N], whether a column's token is in its row's prompt."""
+        """[B, N] bool, whether each column's token is in its row's prompt."""
         device = call.key.device
         prompts = torch.tensor(self.prompts, dtype=torch.long, device=device).clamp(min=1)[:, None]
         order = torch.arange(N, device=device)[None]
@@ -74,7 +73,7 @@ class VisibleKeys(NamedTuple):
 
 
 def _round_like_store(x: Tensor, size: int) -> Tensor:
-    """[B, G, N, D] as read from a store with so many bytes for each."""
+    """Round x [B, G, N, D] as a store with `size` bytes per key or value would."""
     D = x.shape[-1]
     rows = quantize(x.reshape(-1, D), 8 if size == D + 2 else 4)
     return dequantize(rows, D).view(x.shape)
@@ -88,7 +87,7 @@ def retained_by_token(
     scale: float | None,
     softcap: float,
 ) -> Tensor:
-    """[B, H, N]: what each token retains of a full cache's attention, NaN for pads."""
+    """[B, H, N]: the share of a full cache's attention that each token retains, NaN for padding."""
     B, H, N, _ = query.shape
     mass = torch.full((B, H, N), torch.nan, dtype=torch.float32, device=query.device)
     for b, real in enumerate(columns(mask, B, N, query.device)):
@@ -100,7 +99,7 @@ def retained_by_token(
 
 
 def columns(mask: Tensor | None, B: int, N: int, device: torch.device) -> list[Tensor]:
-    """Columns of each row that are no pads."""
+    """The columns of each row that are not padding."""
     if mask is None:
         return [torch.arange(N, device=device)] * B
     return [row.nonzero()[:, 0] for row in mask]

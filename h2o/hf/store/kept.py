@@ -1,7 +1,7 @@
-"""The keys that a layer of a cache holds now, for users: as tensors, as text and as pictures.
+"""`Kept`: the keys that a layer of a cache holds now, as tensors, text and plots.
 
-`H2OCache.kept(layer)` gives a `Kept`. It knows positions and scores; text and pictures are made by
-`h2o.utils.draw` from the ids of what the cache has read.
+`H2OCache.kept(layer)` returns a `Kept`, which has positions and scores. `h2o.utils.draw` makes text
+and plots from them and from the ids of the text that the cache has seen.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ from h2o.spans import PINNED
 
 
 class KeptToken(NamedTuple):
-    """A token of which a layer holds the key."""
+    """A token whose key a layer holds."""
 
     position: int
     text: str
     score: float
-    """Attention received while it was held; over several heads the sum; infinity if pinned"""
+    """Attention that the key received while held, summed over heads; infinity if pinned"""
     heads: list[int]
-    """The key/value heads that hold it"""
+    """The key/value heads that hold the key"""
 
 
 class Kept(NamedTuple):
-    """`positions, scores = cache.kept(layer)`, and ways to look at them.
+    """`positions, scores = cache.kept(layer)`, with methods to inspect them.
 
-    A cache knows positions, not tokens: methods that show text are given the `input_ids` [B, n] or
-    [n] of everything the cache has seen, such as what `generate()` returned, and where the
-    prompt had pads its `attention_mask` [B, m], m <= n (what follows it counts as real).
+    A cache knows positions, not tokens. Methods that show text therefore need the `input_ids`
+    [B, n] or [n] of everything that the cache has seen, such as the result of `generate()`. If the
+    prompt was padded, they also need its `attention_mask` [B, m], m <= n. Columns after the mask
+    are assumed not to be padding.
     """
 
     positions: Tensor
-    """int64 [B, G, K], ascending; -1 where a row or head holds less than others"""
+    """int64 [B, G, K], ascending; -1 where a row or head holds fewer keys than others"""
     scores: Tensor
-    """float32 [B, G, K]; 0 at -1, infinity where a key is pinned"""
+    """float32 [B, G, K]; 0 where the position is -1, infinity where a key is pinned"""
 
     def columns(self, attention_mask: Any = None) -> Tensor:
-        """int64 [B, G, K]: `positions` as columns of the padded batch, -1 where there is none.
+        """Convert `positions` to columns of the padded batch: int64 [B, G, K], -1 where empty.
 
-        What `H2OCache.evicted_at` counts in, and what indexes padded `input_ids`. Without a mask
-        [B, m] of the prompt there are no pads; what follows the prompt is real.
+        Columns index padded `input_ids` and the result of `H2OCache.evicted_at`. The mask [B, m]
+        covers the prompt. Columns after it, or all without a mask, are assumed not to be padding.
         """
         if attention_mask is None:
             return self.positions
@@ -64,13 +65,13 @@ class Kept(NamedTuple):
         head: int | None = None,
         attention_mask: Any = None,
     ) -> list[KeptToken]:
-        """The tokens that one row holds, in the order of the text, with their scores.
+        """Return the tokens that one row holds, in the order of the text, with their scores.
 
         Args:
-            head: a key/value head; by default all of them together.
+            head: a key/value head; by default all heads together.
 
         Raises:
-            IndexError: no such row or head.
+            IndexError: there is no such row or head.
             ValueError: `input_ids` is too short.
         """
         held = self._held(row, head)
@@ -89,9 +90,9 @@ class Kept(NamedTuple):
         head: int | None = None,
         attention_mask: Any = None,
     ) -> Any:
-        """The whole text for a notebook: what is held shaded by score, the rest struck through.
+        """Show the whole text in a notebook: held tokens shaded by score, others struck through.
 
-        Arguments and what it raises as `tokens`.
+        Arguments and errors are those of `tokens`.
         """
         from h2o.utils.draw import shade_text
 
@@ -105,8 +106,9 @@ class Kept(NamedTuple):
         )
 
     def plot(self, ax: Any = None, *, row: int = 0) -> Any:
-        """A heat map on matplotlib axes (new ones by default): a line for each head, a column for
-        each position, blank where nothing is held. Returns the axes."""
+        """Plot a heat map with a line per head and a column per position, blank if not held.
+
+        Draws on matplotlib axes (new ones by default) and returns them."""
         from h2o.utils.draw import axes_or_new
 
         scores = self._matrix(row)
@@ -124,17 +126,17 @@ class Kept(NamedTuple):
         return ax
 
     def _repr_html_(self) -> str:
-        """A strip for each head of the first rows: where the held keys lie, and their scores."""
+        """HTML strips for the first rows and heads: positions of held keys, shaded by score."""
         B, G, K = self.positions.shape
         if not K:
-            return "<p>The layer holds nothing yet.</p>"
-        parts = [f"<p>{K} keys at most in each of {B} x {G} rows and heads</p>"]
+            return "<p>The layer holds no keys yet.</p>"
+        parts = [f"<p>At most {K} keys in each of {B} x {G} rows and heads</p>"]
         for row in range(min(B, ROWS)):
             scores = self._matrix(row)
             for head, line in enumerate(scores[:ROWS]):
                 parts.append(f"<div>row {row}, head {head} {_strip(line)}</div>")
         if B > ROWS or G > ROWS:
-            parts.append(f"<p>The first {ROWS} of each only.</p>")
+            parts.append(f"<p>Only the first {ROWS} rows and heads are shown.</p>")
         return '<div style="font:12px monospace">' + "".join(parts) + "</div>"
 
     def _held(self, row: int, head: int | None) -> dict[int, dict[int, float]]:
@@ -149,11 +151,11 @@ class Kept(NamedTuple):
         return held
 
     def _matrix(self, row: int) -> Tensor:
-        """float32 [G, highest position + 1] on the CPU, NaN where nothing is held."""
+        """Scores by position: float32 [G, highest position + 1] on the CPU, NaN if not held."""
         positions, scores = self.positions[row].cpu(), _drawn(self.scores[row].cpu())
         n = int(positions.max()) + 1 if positions.numel() else 0
         matrix = scores.new_full((len(positions), n + 1), torch.nan)
-        matrix.scatter_(1, positions % (n + 1), scores)  # what is empty goes to the last column
+        matrix.scatter_(1, positions % (n + 1), scores)  # empty entries go to the last column
         return matrix[:, :n]
 
     def _texts(
@@ -175,13 +177,13 @@ class Kept(NamedTuple):
         if last >= len(ids):
             raise ValueError(
                 f"input_ids has {len(ids)} tokens in row {row}, but the cache holds position "
-                f"{last}: give the ids of everything it has seen, such as generate()'s result"
+                f"{last}. Pass the ids of everything it has seen, such as generate()'s result"
             )
         return pieces(tokenizer, ids.tolist())
 
 
 def _drawn(scores: Tensor) -> Tensor:
-    """Scores with a pinned key's as high as the highest of all others."""
+    """Replace the scores of pinned keys by the highest score of the others, for drawing."""
     is_pinned = scores == PINNED
     if bool(is_pinned.all()):
         return is_pinned.float()
@@ -193,7 +195,7 @@ BINS = 200
 
 
 def _strip(scores: Tensor) -> str:
-    """One line [n] of scores, NaN where nothing is held, as a row of colored rectangles."""
+    """Draw a line [n] of scores, NaN where not held, as a row of colored rectangles (SVG)."""
     from h2o.utils.draw import COLOR, shades
 
     n = len(scores)

@@ -3,8 +3,8 @@
 `LayerContents` is the base of `H2OLayer` (`h2o.hf.layers.layer`), which adds the forward pass.
 
 Shape letters: B batch rows, G key/value heads, S slots, n columns of another cache, D head
-dimension, K keys held. A column is an index in the padded batch; a position is a token's index in
-its own row, pads not counted.
+dimension, K keys held. A column is an index in the padded batch. A position is a token's index in
+its own row, not counting padding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from h2o.quantization import dequantize
 
 
 class LayerContents(CacheLayerMixin):
-    """The store of an `H2OLayer`, without its forward pass."""
+    """Slots and counts of an `H2OLayer`, without its forward pass."""
 
     kind = "h2o"
     is_sliding = False
@@ -45,8 +45,9 @@ class LayerContents(CacheLayerMixin):
     traced: bool
 
     def take_over(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
-        """Store keys and values [B, G, n, D] of another cache, without pads (mask [B, n]), until
-        the next forward pass has scored and pruned them."""
+        """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
+
+        The next forward pass scores and prunes them."""
         keys, values = self.form.rows(self, keys, values)
         self.row_size = keys.shape[-1], keys.element_size()
         slots = slot_layout.fill_slots(
@@ -59,15 +60,16 @@ class LayerContents(CacheLayerMixin):
     def take_rows(
         self, rows: list[int], source: LayerContents, source_rows: list[int], B: int, longest: int
     ) -> None:
-        """Rows of B become what rows of another layer are, in place.
+        """Overwrite some of the B rows with rows of another layer, in place.
 
         Args:
-            source: of the same settings; what it holds is copied.
-            source_rows: as many as `rows`.
-            longest: tokens that the longest of all rows has seen.
+            rows: numbers of the rows to overwrite.
+            source: a layer with the same settings. Its tensors are copied.
+            source_rows: numbers of the rows to copy, as many as `rows`.
+            longest: number of tokens that the longest of all rows has seen.
 
         Raises:
-            ValueError: a source with another kind of slots.
+            ValueError: the source has another kind of slots.
         """
         if self.slots is None:
             self.row_size, self.seen = source.row_size, source.seen
@@ -88,16 +90,16 @@ class LayerContents(CacheLayerMixin):
         self.longest = longest
 
     def choose(self, rows: Tensor | None) -> None:
-        """From the next decode step on a batch is these rows, [n] int32, each once; None: all."""
+        """Select the rows of the next batches: distinct numbers [n] int32, or None for all."""
         self.set_slots(self.slots._replace(rows=rows), self.capacity)
 
     def row_bytes(self) -> int:
-        """Bytes of all tensors that a row takes once its budget is full."""
+        """Bytes of one row, over all tensors, once its budget is full."""
         widest = self.capacity.widest
         return slot_layout.row_bytes(self.slots, slot_layout.capacities(widest, max(widest)))
 
     def count(self, Q: int, mask: Tensor | None) -> None:
-        """Advance the column count by Q."""
+        """Advance the column count by Q, and update pins and trace after a pass."""
         self.columns += Q
         if self.waits_for_pins:
             self.waits_for_pins = self.guard.pins.wait(self.slots.seen_tokens)
@@ -105,21 +107,21 @@ class LayerContents(CacheLayerMixin):
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
     def _refuse_rows(self, given: int) -> None:
-        """Raises ValueError for a batch of another size than what is held."""
+        """Raise ValueError because a batch of `given` rows does not fit."""
         text = f"this cache holds a batch of {self.batch_size} rows and was given {given}"
         if given % self.batch_size == 0:
             raise ValueError(
-                f"{text}: give cache.fork(rows={given // self.batch_size}) to go on with each row "
-                "so many times (num_beams, num_return_sequences, questions about one document). "
+                f"{text}. To continue each row several times (num_beams, num_return_sequences, "
+                f"questions about one document), use cache.fork(rows={given // self.batch_size}). "
                 "For other conversations use a new H2OCache, or cache.reset()"
             )
         raise ValueError(
-            f"{text}: one cache is one batch of conversations, so use a new H2OCache, or "
+            f"{text}. One cache holds one batch of conversations, so use a new H2OCache, or "
             "cache.reset()"
         )
 
     def make_room(self, tokens: int) -> ops.Slots:
-        """The slots, enlarged where rows of so many tokens and the next one might not fit."""
+        """Enlarge the slots if rows of `tokens` tokens and one more might not fit. Return them."""
         if tokens > self.capacity.tokens:
             capacity = self.capacity.larger(tokens)
             self.set_slots(
@@ -141,90 +143,94 @@ class LayerContents(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """The key in each slot, [B, G, S, D], as the layers of a DynamicCache have theirs, however
-        they are stored, in no order and with empty slots; None before the prompt."""
+        """The key in each slot, [B, G, S, D], dequantized; None before the prompt.
+
+        This is the counterpart of a DynamicCache layer's `keys`, but slots are in no order, and
+        some are empty."""
         return None if self.slots is None else self.by_slot()[0]
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """The value in each slot, as `keys`."""
+        """The value in each slot, like `keys`."""
         return None if self.slots is None else self.by_slot()[1]
 
     @keys.setter
     def keys(self, nothing: None) -> None:
-        """Does nothing: transformers' constructor sets the attribute to None."""
+        """Do nothing. transformers' constructor sets the attribute to None."""
 
     @values.setter
     def values(self, nothing: None) -> None:
-        """Does nothing, as for `keys`."""
+        """Do nothing, as for `keys`."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: slots are made when the prompt's length is known."""
+        """Do nothing. Slots are created once the prompt's length is known."""
 
     @property
     def seen(self) -> int:
-        """Columns seen, pads included."""
+        """Number of columns seen, including padding."""
         return int(self.columns)
 
     @seen.setter
     def seen(self, columns: int) -> None:
         if isinstance(self.columns, Tensor):
-            self.columns.fill_(columns)  # where a captured graph reads it
+            self.columns.fill_(columns)  # captured graphs use this tensor
         else:
             self.columns = columns
 
     def get_seq_length(self) -> Any:
-        """Columns seen, pads and evicted tokens included: positions go on counting from here."""
+        """Number of columns seen, including padding and evicted tokens.
+
+        transformers numbers new tokens from here."""
         return self.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the mask: the new tokens alone; what is held is always visible."""
+        """(length, offset) of the mask. It covers new tokens only: stored keys are all visible."""
         return query_length, self.columns
 
     def get_max_length(self) -> int:
-        """-1: unbounded."""
+        """-1, which means unbounded."""
         return -1
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.16
+    get_max_cache_shape = get_max_length  # the method's name before transformers 5.16
 
     def empty(self) -> None:
-        """Empty the slots; states of a layer that has both stay."""
+        """Empty the slots. Convolution and recurrent states are not touched."""
         self.set_slots(None, slot_layout.NO_CAPACITY)
         self.seen = 0
-        self.longest = 0  # upper bound of the tokens of the longest row
+        self.longest = 0  # upper bound of the number of tokens in any row
         self.prompt_columns = 0
-        self.row_size = (0, 0)  # D, and bytes of an element as the model gives it
-        self.unscored = False  # whether all keys are a DynamicCache's, whose scores are still 0
+        self.row_size = (0, 0)  # D, and bytes per element in the model's dtype
+        self.unscored = False  # whether all keys came from a DynamicCache and have no scores yet
         self.raised = False  # whether a budget below one token was rounded up to one
-        self.floored = False  # whether a head has `min_tokens` keys, more than its fraction
-        self.waits_for_pins = False  # whether tokens that are pinned are still to come
+        self.floored = False  # whether a head may keep `min_tokens` keys, more than its fraction
+        self.waits_for_pins = False  # whether some pinned tokens have not arrived yet
         self.trace = Trace() if self.traced else None
-        self.last: Any = None  # the last forward pass, where passes are recorded
+        self.last: Any = None  # the last forward pass, if passes are recorded
         self.guard.waiting = self.guard.prompt_counts = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was: keys, scores, positions and budgets."""
+        """Replace each batch row i with row beam_idx[i], including its budgets."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows, in this order."""
+        """Keep only these batch rows, in this order."""
         if not isinstance(indices, Tensor):
             indices = torch.as_tensor(indices, device="cpu")
         self._each(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes `repeats` rows."""
+        """Repeat each batch row `repeats` times."""
         self._each(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def _each(self, change: Any) -> None:
         if self.slots is not None:
             self.set_slots(slot_layout.change_rows(self.slots, change), self.capacity)
-            self.last = None  # of other rows
+            self.last = None  # it recorded other rows
             if self.trace is not None:
                 self.trace.each(change)
 
     def offload(self) -> None:
-        raise NotImplementedError("an H2O layer cannot be offloaded; it is small by its budget")
+        raise NotImplementedError("an H2O layer cannot be offloaded. Its budget keeps it small")
 
     prefetch = offload
 
@@ -239,36 +245,38 @@ class LayerContents(CacheLayerMixin):
         )
 
     def kept_rows(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, K, D] in the order of `kept`; 0 where fewer are held."""
+        """Keys and values [B, G, K, D] in the order of `kept`, with 0 where the position is -1."""
         if self.slots is None:
             return _empty(4), _empty(4)
         fields = dict.fromkeys(self.row_fields, 0.0)
         return self._read(slot_layout.gather_held(self.slots, self.capacity.sizes, **fields))
 
     def by_slot(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another. Waits for no
-        device, and copies nothing of a store without bytes or budgets by head."""
+        """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another.
+
+        Does not wait for the device. Copies only if the slots are quantized or heads differ in
+        their number of slots."""
         sizes = self.capacity.sizes
         return self._read([slot_layout.by_head(self.slots, sizes, x) for x in self.row_fields])
 
     @property
     def row_fields(self) -> tuple[str, ...]:
-        """The fields of slots that hold the tokens' rows."""
+        """Fields of `Slots` that hold the tokens' rows."""
         return ("keys", "values") if self.form.has_values else ("keys",)
 
     def _read(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The model's keys and values of what slots hold."""
+        """Convert rows of slots to the model's keys and values."""
         D, _ = self.row_size
         read: tuple[Tensor, Tensor] = self.form.read(*(dequantize(rows[i], D) for i in (0, -1)))
         return read
 
     @property
     def token_size(self) -> tuple[int, int, int]:
-        """Elements of a row, bytes of each as the model gives it, and rows of a token and head."""
+        """Elements per row, bytes per element in the model's dtype, and rows per token and head."""
         return *self.row_size, 1 + self.form.has_values
 
     def report(self) -> LayerReport:
-        """Numbers of this layer; see `h2o.hf.store.report`."""
+        """Report on this layer; see `h2o.hf.store.report`."""
         if self.slots is None:
             return LayerReport(self.layer_idx, "h2o")
         figures = slot_layout.figures(self.slots, self.capacity.sizes, self.config.sinks)

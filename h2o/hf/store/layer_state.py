@@ -1,6 +1,6 @@
-"""The state of a cache's layer between forward passes as a record: read out, and restored.
+"""`State`: the state of a cache's layer between forward passes, to be extracted and restored.
 
-Saving and cropping a cache use it, so a new tensor of a layer needs to be added here alone.
+Saving and cropping a cache rely on it, so new attributes of a layer need to be added only here.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ _NUMBERS = (
     "seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "floored", "part",
     "waits_for_pins",
 )  # fmt: skip
-"""Numbers of an `H2OLayer`, beside its slots, their capacity and the trace."""
+"""Attributes of an `H2OLayer` to save, in addition to its slots, their capacity and the trace."""
 
-_SLOTS, _STATES = "slots.", "states."  # what names of tensors begin with
+_SLOTS, _STATES = "slots.", "states."  # prefixes of the names of tensors
 
 _TRACE = {"trace.real": "real", "trace.left": "evicted_after"}
-"""Names of tensors, as files have them, and the attributes of a `Trace`."""
+"""Names of tensors in files, and the attributes of a `Trace` that they hold."""
 
 
 class State(NamedTuple):
-    """One layer's. Nothing is copied: a forward pass may write to the tensors."""
+    """The state of one layer. Tensors are not copied, so a forward pass may write to them."""
 
     tensors: dict[str, Tensor]
-    """Tensors by name; none before the prompt"""
+    """Tensors by name; empty before the prompt"""
     numbers: dict[str, Any]
-    """Plain numbers and lists, as JSON takes them"""
+    """Plain numbers and lists that JSON supports"""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> State:
-        """With every tensor changed."""
+        """Apply a function to every tensor."""
         return State({name: change(x) for name, x in self.tensors.items()}, self.numbers)
 
 
 def layer_state(layer: Any) -> State:
-    """The state of an `H2OLayer`, or of transformers' own layer in an `H2OCache`."""
+    """Extract the state of a layer of an `H2OCache`, either an `H2OLayer` or transformers' own."""
     state = keys_state(layer)
     if has_states(layer):
         state.tensors.update(_add_prefix(_STATES, states.tensors_of(layer)))
@@ -51,7 +51,7 @@ def layer_state(layer: Any) -> State:
 
 
 def keys_state(layer: Any) -> State:
-    """The state of a layer without convolution and recurrent states."""
+    """Extract the state of a layer without its convolution and recurrent states."""
     if kind_of(layer) in ("states", "none"):
         return State({}, {})
     if kind_of(layer) in ("sliding", "cross"):
@@ -69,13 +69,13 @@ def keys_state(layer: Any) -> State:
 
 
 def restore(layer: Any, state: State) -> None:
-    """Gives a layer of the same kind and settings a state of `layer_state`. It takes the tensors.
+    """Restore the result of `layer_state` in a layer of the same kind and settings.
 
-    A layer of transformers must be new.
+    The layer uses the tensors without copying them. A layer of transformers' own must be new.
 
     Raises:
-        KeyError: something is missing.
-        TypeError: a tensor that no layer has.
+        KeyError: a tensor or number is missing.
+        TypeError: a tensor is unknown.
     """
     if has_states(layer):
         states.put(layer, _strip_prefix(_STATES, state.tensors), state.numbers["states"])
@@ -83,7 +83,7 @@ def restore(layer: Any, state: State) -> None:
 
 
 def restore_keys(layer: Any, state: State) -> None:
-    """Restores what `keys_state` gave: convolution and recurrent states are not touched."""
+    """Restore the result of `keys_state`. Convolution and recurrent states are not touched."""
     if kind_of(layer) in ("states", "none"):
         return
     if kind_of(layer) in ("sliding", "cross"):
@@ -97,7 +97,7 @@ def restore_keys(layer: Any, state: State) -> None:
     if fields and not layer.form.has_values:
         fields["values"] = None
     slots = ops.Slots(**fields) if fields else None
-    if slots is not None:  # what was held elsewhere may go on with a step
+    if slots is not None:  # the next operation may be a step, which does not open its device
         ops.open_device(slots.keys)
     layer.set_slots(slots, Capacity(list(state.numbers["widest"]), sizes(slots) if slots else []))
     for name in _NUMBERS:

@@ -1,8 +1,8 @@
-"""`PassGuard`: progress of the forward pass through the layers of one `H2OCache`.
+"""`PassGuard`: tracks the forward pass through the layers of one `H2OCache`.
 
-With it a cache detects an interrupted pass, keys that never reached h2o's attention, and a second
-thread. It also holds what all layers need to know about the prompt: its length, its pins, and the
-`rope_deltas` that models with images keep outside of the cache; and a digest of the text.
+The guard detects an interrupted pass, keys that never reached h2o's attention, and a second thread.
+It also holds what all layers need to know about the text: the prompt's length, its pins, the
+`rope_deltas` that multimodal models keep outside the cache, and a digest of the token ids.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from h2o.hf.store.seen_text import SeenText
 
 WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token. "
-    "Pass use_cache=True, or no cache. Where the call has no use_cache, it is that of "
-    "model.generation_config or model.config, as training leaves it"
+    "Pass use_cache=True, or no cache. If you did not pass use_cache, it comes from "
+    "model.generation_config or model.config, which training may have changed"
 )
-"""The error where `generate()` feeds the whole text again, with its first new token."""
+"""Error message when `generate()` feeds the whole text again, together with its first new token."""
 
 _lock = threading.Lock()
-"""Guards `_thread` of all caches; one lock for all, since locks cannot be copied."""
+"""Guards `_thread` of all caches. They share one lock, because locks cannot be copied."""
 
 
 class PassGuard:
     """The state of a cache outside its layers.
 
-    A forward pass goes through the layers in order, so a second thread in between would mix its
-    tokens into some of them. The first layer of a pass therefore takes the cache for its thread,
-    without waiting, and the last one gives it back.
+    A forward pass visits the layers in order, so a second thread would mix its tokens into some of
+    them. The first layer of a pass therefore claims the cache for its thread, without waiting, and
+    the last layer releases it.
     """
 
     def __init__(
@@ -51,62 +51,61 @@ class PassGuard:
     ) -> None:
         """
         Args:
-            kinds: of the layers (`h2o.hf.families.layer_kinds`).
-            last: the last layer that attends to keys of an earlier one, if any does.
-            has_states: whether some layers have states.
+            kinds: the kind of each layer (`h2o.hf.families.layer_kinds`).
+            last: the last layer that attends to an earlier layer's keys, or 0.
+            has_states: whether any layer has states.
         """
         if prompt_length is not None:
             prompt_length = check_prompt_length(prompt_length)
         self.waiting: int | None = None
-        """The layer whose new keys have not been through attention yet. An interrupt (Ctrl-C)
-        leaves it set, since how far the layer got is then unknown."""
+        """The layer whose new keys have not been attended to yet. An interrupt (Ctrl-C) leaves this
+        set, because it is then unknown how far the layer got."""
         self.prompt_length: int | Sequence[int] | None = prompt_length
-        """Tokens of the whole prompt, where it is known to come in chunks."""
+        """Number of tokens in the whole prompt, or in each row's; None if the user did not say."""
         self.prompt_counts: list[int] | None = None
-        """Tokens of each row's prompt, from the first layer to the last of the forward pass that
-        reads its beginning"""
+        """Number of tokens per row in the pass that begins the prompt, set during that pass only"""
         self.pins = Pins()
         self.plans: Mapping[int, LayerPlan] = {}
-        """Budgets of the H2O layers, by their number"""
+        """Budgets of the H2O layers, by layer number"""
         self.kinds = kinds
         storing = [index for index, kind in enumerate(kinds) if kind not in ("none", "cross")]
         self.first, self.last = storing[0], max(storing[-1], last)
-        """The layers that come first and last to the cache in every forward pass."""
+        """The first and the last layer that use the cache in every forward pass."""
         self.counting = [index for index in storing if kinds[index] != "states"]
         """The layers that know how many columns they have seen."""
         self.has_states = has_states
         self.counts_padding = has_states or "sliding" in kinds
-        """Whether some layers take padding that follows a token for text"""
+        """Whether any layer treats padding that follows a token as text"""
         self.ends_in_padding: list[bool] = []
-        """Rows whose last column was padding, where layers count it; empty: none"""
+        """Whether each row's last column was padding. Empty if none was or no layer counts it"""
         self._ends_in_states = kinds[self.last] == "states"
         self.rereads_after: float | None = None
         """See `h2o.hf.support.rereads_after`"""
         self.rope_deltas = RopeDeltas()
         self.text = SeenText()
         self.skips_pads = False
-        """Whether the model counted the positions of the prompt without its padding"""
+        """Whether the positions of the prompt skip its padding"""
         self.by_row = False
-        """Whether rows are conversations of their own, as in `generate_all`"""
+        """Whether the rows are independent conversations, as in `generate_all`"""
         self.may_be_transformed = True
-        """Whether tensors may be those of a transform of torch.func: False in a pass that began
-        where none was at work"""
-        self._thread: int | None = None  # the one with a forward pass under way
+        """Whether tensors may belong to a torch.func transform. False in a pass that began outside
+        any transform"""
+        self._thread: int | None = None  # the thread with a forward pass under way
 
     # ---- A forward pass ------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Take the cache for this thread before a layer gets new keys.
+        """Claim the cache for this thread before a layer gets new keys.
 
         Raises:
-            RuntimeError: another thread's forward pass is under way; an earlier layer's keys never
-                got to its attention.
+            RuntimeError: another thread is running a forward pass, or an earlier layer's keys never
+                reached its attention.
         """
-        if torch.compiler.is_compiling():  # a captured graph cannot ask for the thread
+        if torch.compiler.is_compiling():  # a captured graph cannot query the thread
             self.check_keys_arrived()
             return
         thread = threading.get_ident()
-        if self._thread == thread:  # amid a pass
+        if self._thread == thread:  # within a pass
             if self.waiting is not None:
                 self.check_keys_arrived()
             return
@@ -117,21 +116,22 @@ class PassGuard:
             self._thread = thread
 
     def enter_states(self, layer: int) -> None:
-        """Do what `enter` does, before a layer's states change."""
+        """Do the same as `enter` before a layer's states change."""
         if layer != self.last:
             self.enter()
         elif self._ends_in_states:
             self._finish()
 
     def layer_done(self, layer: int) -> None:
-        """Note that a layer has stored its new keys; after the last one the pass is over."""
+        """Record that a layer has stored its new keys. The last layer ends the pass."""
         self.waiting = None
         if layer == self.last:
             self._finish()
 
     def take_back(self, layer: int, *, has_states: bool) -> None:
-        """Note that a layer's new keys were refused, and nothing of them stored. The pass goes on
-        where its states may have seen the tokens."""
+        """Record that a layer rejected its new keys and stored nothing.
+
+        If it was the first layer, the pass ends, unless its states may have seen the tokens."""
         self.waiting = None
         if layer == self.first and not has_states:
             self.end_pass()
@@ -148,78 +148,83 @@ class PassGuard:
 
     @property
     def under_way(self) -> bool:
-        """Whether a pass has begun and did not come to its end."""
+        """Whether a pass has begun and not ended."""
         return self._thread is not None
 
     # ---- Checks --------------------------------------------------------------------------------
 
     def check_thread(self) -> None:
-        """Raises RuntimeError while another thread that still runs is amid a forward pass."""
+        """Raise RuntimeError if another thread, still running, is within a forward pass."""
         if torch.compiler.is_compiling():
             return
         thread = self._thread
         if thread not in (None, threading.get_ident()) and calls_a_module(thread):
-            self.text.lose()  # which may have noted the ids of the refused pass
+            self.text.lose()  # it may have recorded the ids of the rejected pass
             raise RuntimeError(
-                "this H2OCache is in use by another thread, whose forward pass has not come to "
-                "its end: a cache is one conversation, so make one cache per thread (or "
-                "h2o.patched(), which makes one for each call)"
+                "this H2OCache is in use by another thread, whose forward pass has not ended. A "
+                "cache holds one conversation, so make one cache per thread, or use h2o.patched(), "
+                "which makes one per call"
             )
 
     def check_keys_arrived(self) -> None:
-        """Raises RuntimeError where a layer's new keys never got to its attention."""
+        """Raise RuntimeError if a layer's new keys never reached its attention."""
         if self.waiting is not None:
             raise RuntimeError(
                 f"layer {self.waiting} updated its H2OCache, but its keys never reached h2o's "
-                'attention. Either the model runs another one: load it with attn_implementation="'
-                'h2o", or call model.set_attn_implementation("h2o"), or leave h2o.patched() after '
-                "the last thread that generates in it has ended. Or it changes the keys after "
-                "the cache (latent attention, repeated heads), which h2o cannot serve. Or the last "
-                "forward pass was interrupted: call cache.reset()"
+                "attention. If the model uses another attention, load it with "
+                'attn_implementation="h2o" or call model.set_attn_implementation("h2o"). If '
+                "threads generate within h2o.patched(), leave it after the last one has finished. "
+                "If the last forward pass was interrupted, call cache.reset(). Otherwise the model "
+                "changes keys after the cache (latent attention, repeated heads), which h2o does "
+                "not support"
             )
 
     def check_layers_agree(self, columns: list[int]) -> None:
-        """Raises RuntimeError between two passes where the last one did not come to its end: layers
-        have seen different numbers of `columns`, or states, which tell no number, may have.
+        """Raise RuntimeError if the last pass was interrupted between two layers.
+
+        Then layers have seen different numbers of columns. States have no such number, so for them
+        the pass must have ended.
 
         Args:
-            columns: of the layers that know how many they have seen.
+            columns: number of columns seen by each layer in `counting`.
         """
         if columns != columns[:1] * len(columns):
             raise RuntimeError(_parted(columns))
         if self.has_states and self.under_way:
             raise RuntimeError(
-                "the last forward pass broke off between two layers, and some of the model's "
-                "states have seen its tokens, others not: call cache.reset() and start anew"
+                "the last forward pass was interrupted between two layers, and only some of the "
+                "model's states have seen its tokens. Call cache.reset() and start over"
             )
 
     def check_angles(self, seen: int, new: int) -> None:
-        """Raises ValueError where `new` tokens would change the angles of those `seen` before."""
+        """Raise ValueError if `new` tokens would change the rotary angles of the `seen` tokens."""
         limit = self.rereads_after
         if limit is not None and 0 < seen <= limit < seen + new:
             raise ValueError(
-                f"{seen} tokens were read and {new} follow: beyond {limit} this model's rotary "
-                "angles change (longrope), and it would have to read the whole text again. Call "
-                "model.generate() in h2o.patched(), which does, or begin with a longer prompt"
+                f"the cache has seen {seen} tokens and {new} follow. Beyond {limit} tokens this "
+                "model's rotary angles change (longrope), and the whole text has to be processed "
+                "again. Call model.generate() in h2o.patched(), which does this, or begin with a "
+                "longer prompt"
             )
 
     def allow_rereading(self) -> None:
-        """Let the model leave out the cache where angles change: a patch then makes another."""
+        """Let the model drop the cache when angles change, because a patch will make another."""
         if self.rereads_after != math.inf:
             self.rereads_after = None
 
     # ---- Rows ----------------------------------------------------------------------------------
 
     def repeat(self, rows: int) -> None:
-        """Repeat each row of the batch, also of a prompt that is still to come."""
+        """Repeat each batch row, even before the prompt."""
         self.pins.each_row(lambda pinned: [row for row in pinned for _ in range(rows)])
         self.text.change_rows(lambda x: x.repeat_interleave(rows, -1))
         self.ends_in_padding = [row for row in self.ends_in_padding for _ in range(rows)]
         self._repeat_lengths(rows)
 
     def repeat_to(self, rows: int) -> None:
-        """Follow `generate()`, which repeats each prompt for beams and `num_return_sequences`, to a
-        batch of so many rows."""
+        """Repeat `prompt_length` for a batch of `rows` rows.
+
+        `generate()` repeats each prompt for beams and `num_return_sequences`."""
         given = self.prompt_length
         if isinstance(given, Sequence) and len(given) < rows and rows % len(given) == 0:
             self._repeat_lengths(rows // len(given))
@@ -229,7 +234,7 @@ class PassGuard:
             self.prompt_length = [n for n in self.prompt_length for _ in range(rows)]
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order."""
+        """Keep only these batch rows, in this order."""
         self.pins.each_row(lambda pinned: [pinned[row] for row in rows.tolist()])
         self.text.change_rows(lambda x: x[:, rows.to(x.device)])
         if self.ends_in_padding:
@@ -239,7 +244,7 @@ class PassGuard:
             self.prompt_length = [self.prompt_length[row] for row in rows.tolist()]
 
     def reset(self) -> None:
-        """Become the guard of a new cache whose prompt may have any length."""
+        """Start over as the guard of an empty cache without a known prompt length."""
         self.end_pass()
         self.rope_deltas.reset()
         self.text.reset()
@@ -249,17 +254,17 @@ class PassGuard:
 
 
 def _parted(counts: list[int]) -> str:
-    """The error for layers that have seen different numbers of tokens."""
+    """Error message for layers that have seen different numbers of tokens."""
     seen, run = counts[0], sum(count > 0 for count in counts)
     if counts == [seen] * run + [0] * (len(counts) - run):
         return (
-            f"the last forward pass broke off: {run} of the cache's {len(counts)} layers have seen "
-            f"{seen} tokens, the others none. Call cache.reset() and start anew. If no pass has "
-            f"raised an error before this one, the model has fewer layers than its config says "
-            f"(some were dropped, or the cache is another model's): set config.num_hidden_layers = "
+            f"the last forward pass was interrupted: {run} of the cache's {len(counts)} layers "
+            f"have seen {seen} tokens, the others none. Call cache.reset() and start over. If no "
+            f"earlier pass raised an error, the model has fewer layers than its config says (some "
+            f"were dropped, or the cache belongs to another model). Set config.num_hidden_layers = "
             f"{run} and make a new H2OCache from that config"
         )
     return (
-        "the last forward pass broke off between two layers, which now have seen "
-        "different numbers of tokens: call cache.reset() and start anew"
+        "the last forward pass was interrupted between two layers, which have now seen "
+        "different numbers of tokens. Call cache.reset() and start over"
     )

@@ -1,8 +1,8 @@
-"""Pinned keys: spans of a text that no budget evicts.
+"""Pinned keys: spans of a text that are never evicted.
 
-A pinned key has the score infinity, which attention never makes and eviction spares
-(`csrc/policy.h`). So a pin travels with its key wherever scores go. `Pins` says which tokens get
-that score when they come.
+A pinned key has the score infinity, which attention never produces and which eviction never removes
+(`csrc/policy.h`). A pin therefore follows its key wherever scores are copied. `Pins` says which
+tokens get this score when they arrive.
 
 Shape letters: B batch rows, G key/value heads, Q new tokens, K columns of a mask.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from h2o.spans import PINNED, Row, count, merge_spans, runs
 
 LEAST_DECAY = 1e-30
-"""Below it, in float32, infinity times the decay may not be infinity."""
+"""For a smaller decay, infinity times the decay may not be infinity in float32."""
 
 _WANTED = (
     "pinned must be spans [(start, stop), ...] in tokens, a list of such spans for each row, "
@@ -34,26 +34,26 @@ class Pins:
     """The pins that a cache was given, and their positions in the rows of its batch."""
 
     given: list[Row] | str = dataclasses.field(default_factory=list)
-    """"prompt", or spans of each row; those of a single row are for all"""
+    """"prompt", or the spans of each row. The spans of a single row apply to all rows"""
     are_columns: bool = False
-    """Whether `given` counts columns of the padded prompt, as a mask does, instead of positions"""
+    """Whether `given` has columns of the padded prompt (from a mask) instead of positions"""
     rows: list[Row] | None = None
-    """Positions in each row of the batch; None before the prompt, and where nothing is pinned"""
+    """Pinned positions in each batch row; None before the prompt, or if nothing is pinned"""
 
     @classmethod
     def of(cls, pinned: Any, decay: float = 1.0) -> Pins:
-        """The pins that a user wrote: see `h2o.H2OCache`.
+        """Parse the `pinned` argument of `h2o.H2OCache`.
 
         Raises:
-            TypeError: none of what may be given.
-            ValueError: a span that is empty or begins before the text; scores of which nothing
-                remains after one more token (`decay=0`).
+            TypeError: `pinned` has none of the accepted forms.
+            ValueError: a span is empty or begins before the text, or `decay` is too small to keep
+                the score infinity.
         """
         if pinned is None:
             return cls()
         if decay < LEAST_DECAY:
             raise ValueError(
-                f"decay={decay} leaves nothing of a score, by which pinned keys are known: give "
+                f"decay={decay} erases scores, but pinned keys are marked by their score. Use "
                 f"decay={LEAST_DECAY} or more, or leave out pinned"
             )
         if isinstance(pinned, str):
@@ -72,31 +72,32 @@ class Pins:
         raise TypeError(f"{_WANTED}, not {pinned!r:.80}")
 
     def __bool__(self) -> bool:
-        """Whether anything is to be pinned."""
+        """Whether the user pinned anything."""
         return any(self.given)
 
     @property
     def needs_prompt_length(self) -> bool:
-        """Whether all of the prompt is pinned, so that it must be known where it ends."""
+        """Whether the whole prompt is pinned, so that its length must be known."""
         return self.given == "prompt"
 
     @property
     def last(self) -> int:
-        """Where the last span that was given ends; 0 where that depends on the prompt."""
+        """End of the last span that was given; 0 if it depends on the prompt."""
         if isinstance(self.given, str):
             return 0
         return max((span[1] for row in self.given for span in row), default=0)
 
     def begin(self, lengths: list[int], mask: Tensor | None, columns: int) -> None:
-        """Set the positions of each row, once a prompt is known.
+        """Set the pinned positions of each row, once the prompt is known.
 
         Args:
-            lengths: tokens of each row's prompt.
-            mask: [B, columns] bool of the first forward pass, False at a pad; None: no pads.
-            columns: of the first forward pass, from the first token or pad on.
+            lengths: number of tokens in each row's prompt.
+            mask: [B, columns] bool of the first forward pass, False at padding; None: no padding.
+            columns: number of columns of the first forward pass, including padding.
 
         Raises:
-            ValueError: spans, or a mask, of another number of rows; a mask of more columns.
+            ValueError: the pins have another number of rows, or a mask has more columns than the
+                pass.
         """
         B = len(lengths)
         if not self:
@@ -106,33 +107,33 @@ class Pins:
             return
         if B % len(self.given):
             raise ValueError(
-                f"pinned has spans for {len(self.given)} rows, and the batch has {B}: give spans "
-                "for each row, or one list of spans for all"
+                f"pinned has spans for {len(self.given)} rows, but the batch has {B}. Pass a list "
+                "of spans for each row, or one list for all rows"
             )
-        times = B // len(self.given)  # of beams, or one for all
+        times = B // len(self.given)  # beams per row, or B if one list is for all rows
         rows = [row for row in self.given for _ in range(times)]
         if self.are_columns:
             if self.last > columns:
                 raise ValueError(
-                    f"pinned is a mask with {self.last} columns, and the first forward pass has "
-                    f"{columns}: where a prompt comes in chunks give spans (start, stop) of tokens"
+                    f"pinned is a mask with {self.last} columns, but the first forward pass has "
+                    f"{columns}. For a prompt in chunks pass spans (start, stop) of tokens"
                 )
             rows = _as_positions(rows, mask)
         self.rows = rows
 
     def counts(self, rows: int, sinks: int) -> list[int]:
-        """Pinned keys of each of so many rows beyond the sinks."""
+        """Number of pinned keys in each of `rows` rows, not counting the sinks."""
         if self.rows is None:
             return [0] * rows
         return [count(row, sinks) for row in self.rows]
 
     def wait(self, lengths: Tensor) -> bool:
-        """Whether pinned tokens are still to come in rows that have seen so many, [B]."""
+        """Whether pinned tokens are yet to arrive in rows that have seen `lengths` [B] tokens."""
         ends = [row[-1][1] if row else 0 for row in self.rows or ()]
         return any(n < end for n, end in zip(lengths.tolist(), ends, strict=bool(ends)))
 
     def score(self, scores: Tensor, positions: Tensor) -> Tensor:
-        """Scores [B, G, Q] of tokens at positions [B, 1, Q], -1 at a pad, with those of pins."""
+        """Set scores [B, G, Q] to infinity where positions [B, 1, Q] (-1 at padding) are pinned."""
         if self.rows is None:
             return scores
         edges = [list(itertools.chain(*row)) for row in self.rows]
@@ -143,18 +144,18 @@ class Pins:
         return scores.masked_fill(before % 2 == 1, PINNED)
 
     def each_row(self, change: Callable[[list[Row]], list[Row]]) -> None:
-        """Batch rows were selected or repeated."""
+        """Apply a selection or repetition of batch rows."""
         if self.rows is not None:
             self.rows = change(self.rows)
         elif self and not isinstance(self.given, str) and len(self.given) > 1:
             self.given = change(self.given)
 
     def reset(self) -> None:
-        """Forget the prompt, but not what was given."""
+        """Forget the prompt, but keep the pins that the user gave."""
         self.rows = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, as JSON takes them."""
+        """Convert to plain lists and numbers, for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -185,7 +186,7 @@ def _is_span(x: Any) -> bool:
 
 
 def _as_positions(rows: list[Row], mask: Tensor | None) -> list[Row]:
-    """Spans of columns as spans of positions; pads among them are left out."""
+    """Convert spans of columns to spans of positions. Padding in them is left out."""
     if mask is None:
         return rows
     order = (mask.long().cumsum(1) - 1).masked_fill(~mask.bool(), -1).tolist()

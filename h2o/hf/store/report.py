@@ -1,6 +1,6 @@
-"""`cache.report()`: what a cache has seen, kept and evicted, as text, dict or picture.
+"""`cache.report()`: what a cache has seen, kept and evicted, as text, dict or plot.
 
-Needs neither torch nor transformers.
+This file imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -13,92 +13,91 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """One layer. Lists have one entry per batch row; tokens do not count pads."""
+    """Report on one layer. Lists have one entry per batch row. Tokens do not include padding."""
 
     layer: int
     kind: str
-    """"h2o", or transformers' own layer, of which h2o knows the bytes only: "sliding", "states"
-    (without keys), "cross" (keys of images) or "none" (nothing is stored)."""
+    """"h2o" for layers of h2o. For transformers' own layers, of which only the bytes are reported:
+    "sliding", "states" (no keys), "cross" (keys of images) or "none" (stores nothing)."""
     seen: list[int] = dataclasses.field(default_factory=list)
     """Tokens seen."""
     kept_by_head: list[list[int]] = dataclasses.field(default_factory=list)
-    """Tokens held now, by each key/value head."""
+    """Tokens held now, for each key/value head."""
     pinned_by_head: list[list[int]] = dataclasses.field(default_factory=list)
-    """Kept keys that are pinned (`H2OCache(..., pinned=...)`)."""
+    """Kept keys that are pinned (`H2OCache(..., pinned=...)`), for each key/value head."""
     budget_by_head: list[list[int]] = dataclasses.field(default_factory=list)
-    """k = sinks + heavy + recent of each key/value head."""
+    """k = sinks + heavy + recent, for each key/value head."""
     bytes_held: int = 0
-    """Bytes of keys and values allocated."""
+    """Bytes allocated for keys and values."""
     bytes_full: int = 0
-    """Bytes of keys and values that a full cache would hold, pads included."""
+    """Bytes of keys and values that a full cache would hold, including padding."""
     bytes_bookkeeping: int = 0
     """Bytes of scores, positions and counters."""
     bytes_states: int = 0
     """Bytes of convolution and recurrent states, which a full cache would hold as well."""
     mass_evicted: float = 0.0
-    """Attention that evicted keys had received by then, summed over rows and heads."""
+    """Attention that evicted keys had received until their eviction, summed over rows and heads."""
     mass_kept: float = 0.0
-    """Attention that the kept keys have received, pinned ones left out. With decay 1 and no pins
-    both sums together are the number of queries times query heads. With score_by="max" both are
-    sums of the largest attention of each key."""
+    """Attention that the kept keys have received, excluding pinned ones. With decay 1 and no pins
+    the two masses add up to the number of queries times query heads. With score_by="max" each mass
+    is a sum of the keys' largest attention."""
     raised: bool = False
-    """Whether, in some row, a fraction of its prompt was less than one token, and was made one."""
+    """Whether a fraction of some row's prompt was less than one token and was rounded up to one."""
     floored: bool = False
-    """Whether, in some row, a head may keep `H2OConfig.min_tokens` keys, since its fraction of the
-    prompt is fewer."""
+    """Whether `H2OConfig.min_tokens` is more than some head's fraction of some row's prompt, so
+    that the head may keep `min_tokens` keys."""
     unscored: bool = False
-    """Whether all was converted from a DynamicCache, and waits for a forward pass to be scored and
-    pruned to the budget."""
+    """Whether all keys were converted from a DynamicCache and wait for the forward pass that scores
+    them and prunes them to the budget."""
 
     @property
     def kept(self) -> list[int]:
-        """Tokens held now by each key/value head; the mean, rounded, where heads differ."""
+        """Tokens held now per key/value head (rounded mean if heads differ)."""
         return _means(self.kept_by_head)
 
     @property
     def pinned(self) -> list[int]:
-        """Tokens pinned in each key/value head; the mean, rounded, where heads differ."""
+        """Pinned tokens per key/value head (rounded mean if heads differ)."""
         return _means(self.pinned_by_head)
 
     @property
     def budget(self) -> list[int]:
-        """k of each key/value head; the mean, rounded, where heads differ."""
+        """k per key/value head (rounded mean if heads differ)."""
         return _means(self.budget_by_head)
 
     @property
     def evicted(self) -> list[int]:
-        """Tokens evicted by each key/value head."""
+        """Tokens evicted per key/value head (rounded mean if heads differ)."""
         return [seen - kept for seen, kept in zip(self.seen, self.kept, strict=True)]
 
     @property
     def share_evicted(self) -> float:
-        """Share of the attention mass that went to keys evicted since, 0 to 1; attention to pinned
-        keys counts nowhere."""
+        """Share of the attention mass, 0 to 1, that belongs to evicted keys. Attention to pinned
+        keys is excluded."""
         total = self.mass_evicted + self.mass_kept
         return self.mass_evicted / total if total else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain numbers, for JSON."""
+        """Convert to plain numbers and lists, for JSON."""
         derived = ("kept", "pinned", "budget", "evicted", "share_evicted")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All layers. `print` it, or take `as_dict()`."""
+    """Report on all layers. `print` it, or call `as_dict()`."""
 
     layers: list[LayerReport]
     broken: bool = False
-    """Whether the last forward pass has not come to its end, so that layers may differ in what they
-    have seen."""
+    """Whether the last pass has not ended, so that layers may have seen different tokens."""
     not_dealt: str = ""
-    """The replacement of dealing places by echo, where `H2OConfig.echo` was asked for, and why."""
+    """What replaces `H2OConfig.echo`, and why, if the model does not support it."""
 
     @property
     def total(self) -> LayerReport:
-        """Sums over the layers, in place of a layer; `seen` and the like over h2o's own.
+        """Sums over the layers, as a `LayerReport` with `layer` -1.
 
-        `layer` is -1 and the lists have one entry, the sum over rows and layers.
+        Each list has one entry, the sum over all rows and the layers of h2o.
         """
         h2o_layers = self._h2o_layers()
 
@@ -111,7 +110,7 @@ class Report:
         return LayerReport(-1, "total", rows("seen"), **by_head, **sums, **flags)
 
     def as_dict(self) -> dict[str, Any]:
-        """{"layers": [...], "total": {...}, "note": text}."""
+        """Convert to {"layers": [...], "total": {...}, "note": text}."""
         return {
             "layers": [layer.as_dict() for layer in self.layers],
             "total": self.total.as_dict(),
@@ -120,38 +119,38 @@ class Report:
 
     @property
     def note(self) -> str:
-        """The meaning of the numbers, in a sentence or two."""
+        """What the numbers mean, in a sentence or two."""
         if self.broken:
             return (
-                "The last forward pass has not come to its end, and some layers have seen its "
-                "tokens. If it broke off, call cache.reset() and start anew."
+                "The last forward pass has not ended, and only some layers have seen its tokens. "
+                "If it was interrupted, call cache.reset() and start over."
             )
         h2o_layers, total = self._h2o_layers(), self.total
         if not h2o_layers:
-            return "Every layer has a sliding window of its own: there was nothing for h2o to do."
+            return "No layer has full attention, so there is nothing for h2o to evict."
         if not any(layer.seen for layer in h2o_layers):
             return "The cache is empty."
         if total.unscored:
             return (
-                "Taken over whole: the next forward pass scores every token and cuts to the budget."
+                "Converted from a DynamicCache: the next forward pass scores and prunes the keys."
             )
         short = ""
         if self.not_dealt:
-            short = f"In place of H2OConfig.echo: {self.not_dealt}. "
+            short = f"Instead of H2OConfig.echo: {self.not_dealt}. "
         if total.floored:
             short += "The prompt is short: heads keep min_tokens keys, more than their fraction. "
         elif total.raised:
-            short += "A fraction of a prompt so short was less than one token: one was kept. "
+            short += "The prompt is short: a fraction of it was rounded up to one token. "
         if any(total.pinned):
-            short += f"{total.pinned[0] / total.kept[0]:.1%} of what is held is pinned. "
+            short += f"{total.pinned[0] / total.kept[0]:.1%} of the held tokens are pinned. "
         if not any(total.evicted):
             return short + "The budget was never reached: every token is held, as in a full cache."
         share = total.bytes_held / total.bytes_full
         return (
-            f"{short}{total.kept[0] / total.seen[0]:.1%} of the tokens are held, in {share:.1%} "
-            f"of the bytes of a full cache; the evicted ones had received "
+            f"{short}The cache holds {total.kept[0] / total.seen[0]:.1%} of the tokens in "
+            f"{share:.1%} of the bytes of a full cache. Evicted tokens had received "
             f"{total.share_evicted:.1%} of the attention"
-            + (" that pinned ones did not get." if any(total.pinned) else ".")
+            + (" to tokens that are not pinned." if any(total.pinned) else ".")
         )
 
     def __str__(self) -> str:
@@ -165,7 +164,7 @@ class Report:
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], self.note])
 
     def _repr_html_(self) -> str:
-        """The table for notebooks, its last column shaded by the mass evicted."""
+        """HTML table for notebooks. The last column is shaded by the mass evicted."""
 
         def line(cells: Sequence[str], tag: str, share: float = 0.0) -> str:
             shade = f";background:rgb(255 140 0/{share:.2f})" if share else ""
@@ -185,9 +184,10 @@ class Report:
         )
 
     def plot(self, ax: Any = None) -> Any:
-        """Keys held and attention evicted, in % by layer, on matplotlib axes (new ones by default).
+        """Plot the keys held and the attention of evicted keys, in % per layer.
 
-        Returns the axes. Layers without full attention are left out.
+        Draws on matplotlib axes (new ones by default) and returns them. Layers without full
+        attention are left out.
         """
         from h2o.utils.draw import axes_or_new
 
@@ -202,7 +202,7 @@ class Report:
         return ax
 
     def _table(self) -> list[tuple[str, ...]]:
-        """Head, layers and total; columns for pinned keys and states where there are any."""
+        """Header, layers and total. Pinned keys and states have columns only if there are any."""
         layers = [*self.layers, self.total]
         table = [_HEAD, *map(_row, layers)]
         if any(self.total.pinned):
@@ -245,7 +245,7 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
 
 
 def _span(values: list[int]) -> str:
-    """One number, or the range over the rows of a batch."""
+    """Format one number, or the range over the rows of a batch."""
     if not values:
         return "0"
     low, high = (

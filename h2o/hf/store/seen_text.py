@@ -1,8 +1,8 @@
-"""`SeenText`: a digest of the token ids that a cache has read.
+"""`SeenText`: a digest of the token ids that a cache has seen.
 
-`generate()` is given a whole conversation and drops as many ids as the cache has seen, without a
-look at them. A cache does not store ids. Their digest tells whether the dropped ids are the ones
-that were read, and takes two numbers for each row however long the text is.
+`generate()` gets a whole conversation and drops as many ids as the cache has seen, without looking
+at them. A cache does not store ids. Their digest shows whether the dropped ids are the ones that
+the cache has seen. It takes two numbers per row, however long the text is.
 
 Shape letters: B batch rows, Q columns of one forward pass, n columns.
 """
@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 
 PENDING = 64
-"""Forward passes whose ids are held until they are added to the digest together."""
+"""Number of forward passes whose ids are collected before they are added to the digest."""
 
 _A, _B, _C = 0x2545F4914F6CDD1D, 0x5851F42D4C957F2D, 0x369DEA0F31A53F85
 
 
 class SeenText:
-    """The digest of the ids of each row, pads left out.
+    """Digest of the token ids of each row, without padding.
 
-    It is unknown after passes of embeddings, by a graph, over keys of a DynamicCache, or where the
-    cache took back a part of a pass. Then nothing is compared until the cache is emptied.
+    The digest becomes unknown after a pass of embeddings, a pass in a captured graph, a conversion
+    from a DynamicCache, or the removal of a part of a pass. Then nothing is compared until the
+    cache is emptied.
     """
 
     def __init__(self) -> None:
@@ -36,24 +37,24 @@ class SeenText:
         self._totals: Tensor | None = None
         """[2, B] int64: digest and number of tokens of each row, without the pending passes"""
         self._columns = 0
-        """Columns read, the pending ones among them"""
+        """Number of columns seen, including the pending passes"""
         self._before = 0
-        """Columns before the last pass"""
+        """Number of columns before the last pass"""
         self._pending: list[tuple[Tensor, Tensor | None]] = []
-        """Ids of a pass, and which of them are no pads; None: all"""
+        """Ids of each pending pass, and a mask that is False at padding (None: no padding)"""
         self._is_known = True
 
     def lose(self) -> None:
-        """Compare nothing until the cache is emptied."""
+        """Mark the digest as unknown until the cache is emptied."""
         self._is_known, self._pending = False, []
 
     def read(self, ids: Tensor | None, mask: Tensor | None, seen: int) -> None:
-        """Note the ids of a forward pass before it begins.
+        """Record the ids of a forward pass before it begins.
 
         Args:
-            ids: [B, Q]; None: not known.
-            mask: [B, n] of the columns seen and the new ones, 0 at a pad; None: no pads.
-            seen: columns before the pass. Those of a pass that failed are not among them.
+            ids: [B, Q]; None if unknown.
+            mask: [B, n] over all columns including the new ones, 0 at padding; None: no padding.
+            seen: number of columns before the pass, without those of a pass that failed.
         """
         if seen == 0:
             self.reset()
@@ -73,8 +74,9 @@ class SeenText:
             del self._pending[:-1]  # the last pass may yet fail
 
     def other_rows(self, ids: Tensor, mask: Tensor | None) -> list[int]:
-        """Numbers of the rows that have other tokens in `ids` [B, n] than the cache has read; empty
-        where that is not known. `mask`: [B, n or more], 0 at a pad."""
+        """Numbers of the rows in which `ids` [B, n] differ from the text that the cache has seen.
+
+        Empty if the digest is unknown. `mask`: [B, n or more], 0 at padding."""
         n = ids.shape[1]
         if n != self._columns:
             self._step_back(n)
@@ -88,14 +90,13 @@ class SeenText:
         return (found != self._totals[0].to(found.device)).nonzero()[:, 0].tolist()
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Follow the rows of the cache: `change` takes and returns numbers of rows on the last
-        axis."""
+        """Apply a change of the cache's rows. `change` gets a tensor with rows on the last axis."""
         self._fold()
         if self._totals is not None:
             self._totals = change(self._totals)
 
     def as_dict(self) -> dict[str, Any] | None:
-        """The digest for JSON; None where it is unknown."""
+        """Convert the digest for JSON; None if it is unknown."""
         self._fold()
         if not self._is_known or self._totals is None:
             return None
@@ -103,7 +104,7 @@ class SeenText:
         return {"columns": self._columns, "digest": digest, "counts": tokens}
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        """Become what `as_dict` was made of."""
+        """Restore from the output of `as_dict`."""
         self.reset()
         if saved is None:
             self.lose()
@@ -113,7 +114,7 @@ class SeenText:
         self._totals = torch.tensor(totals, dtype=torch.long, device="cpu")
 
     def _step_back(self, seen: int) -> None:
-        """Leave the last pass out if it failed, so that `seen` columns were read; else the text is
+        """Drop the last pass if it failed, which leaves `seen` columns. Otherwise the text is
         unknown from now on."""
         if self._pending and seen == self._before:
             self._pending.pop()
@@ -126,7 +127,7 @@ class SeenText:
         self._pending = []
 
     def _add(self, passes: list[tuple[Tensor, Tensor | None]]) -> None:
-        """Add passes to the digest, all at once."""
+        """Add passes to the digest in one computation."""
         if not passes:
             return
         ids = torch.cat([x for x, _ in passes], dim=1)
@@ -139,11 +140,12 @@ class SeenText:
 
 
 def _digest(ids: Tensor, real: Tensor, before: Tensor | int) -> Tensor:
-    """Sums of a hash of each token and its number in the row, and the tokens of each row, [2, B].
+    """Per row, the sum of a hash of each token and its position, and the token count: [2, B].
 
     Args:
-        ids: [B, n]; real: [B, n] bool, False at a pad.
-        before: tokens before these in the row, [B, 1] or one number.
+        ids: [B, n].
+        real: [B, n] bool, False at padding.
+        before: number of earlier tokens in the row, [B, 1] or one number.
     """
     rank = real.long().cumsum(1) + before
     x = ids.long() * _A + rank * _B

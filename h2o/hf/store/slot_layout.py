@@ -1,8 +1,8 @@
-"""The slots of a layer by head: how many each head has, enlarging them, reading them in order.
+"""The layout of a layer's slots: slots per head, enlarging slots, reading keys in order.
 
-With per-head budgets heads have different numbers of slots, one head after the other on one axis.
-The layer keeps these numbers as a plain list, `Capacity.sizes`: to read them from a device would
-make a decode step wait for the device.
+With per-head budgets, heads have different numbers of slots, which follow each other on one axis.
+The layer keeps these numbers in a plain list, `Capacity.sizes`, because reading them from a device
+would make each decode step wait for it.
 
 Shape letters: B batch rows, G key/value heads, S slots, Q new tokens, D head
 dimension, n columns of another cache, K keys held.
@@ -23,17 +23,17 @@ from h2o.slots import PER_ROW, PER_SLOT, empty_value
 from h2o.spans import PINNED
 
 Budgets = list[list[tuple[int, int]]]
-"""(heavy, recent) of each row, and of each head of a layer or of all"""
+"""(heavy, recent) by row and head. A row has one pair per head, or a single pair for all heads."""
 
 
 @dataclasses.dataclass
 class Capacity:
-    """The capacity of a layer's slots. Lists have an entry for each head, or one for all."""
+    """The capacity of a layer's slots. Lists have one entry per head, or one for all heads."""
 
     widest: list[int]
     """The largest budget k of any row."""
     sizes: list[int]
-    """Slots; none before the prompt."""
+    """Number of slots. The list is empty before the prompt."""
 
     def __post_init__(self) -> None:
         pairs = zip(self.sizes, self.widest, strict=False)
@@ -41,8 +41,9 @@ class Capacity:
         """Largest row length for which one more token fits."""
 
     def larger(self, tokens: int) -> Capacity:
-        """Capacity for rows of so many tokens, the next one and some more: a sixteenth of many
-        slots, which are copied so rarely that it costs next to nothing."""
+        """Capacity for rows of `tokens` tokens, the next token and a reserve.
+
+        The reserve is at least a sixteenth of the slots, so that they are rarely copied."""
         needed = capacities(self.widest, tokens)
         pairs = zip(self.widest, self.sizes, strict=True)
         grown = [min(k + 1, s + max(min(s // 2, 48), s // 16)) for k, s in pairs]
@@ -50,11 +51,11 @@ class Capacity:
 
 
 NO_CAPACITY = Capacity([0], [])
-"""Before the prompt."""
+"""Capacity before the prompt."""
 
 
 def writable_slots(slots: ops.Slots) -> ops.Slots:
-    """The slots, with copies of tensors that were made under `torch.inference_mode`."""
+    """Copy those tensors of the slots that were created under `torch.inference_mode`."""
     for name, x in zip(slots._fields, slots, strict=True):
         if x is not None and x.is_inference():
             slots = slots._replace(**{name: writable(x)})
@@ -62,8 +63,9 @@ def writable_slots(slots: ops.Slots) -> ops.Slots:
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of one that was made under `torch.inference_mode`, which nothing may
-    write to once that mode has ended."""
+    """Copy a tensor that was created under `torch.inference_mode`; return others unchanged.
+
+    Such a tensor must not be written to outside that mode."""
     if not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):
@@ -71,12 +73,12 @@ def writable(tensor: Tensor) -> Tensor:
 
 
 def capacities(widest: list[int], tokens: int) -> list[int]:
-    """Slots that rows of so many tokens and the next one need."""
+    """Number of slots that rows of `tokens` tokens and the next token need."""
     return [min(k, tokens) + 1 for k in widest]
 
 
 def sizes(slots: ops.Slots) -> list[int]:
-    """Slots of each head, or of all where they have the same; waits for the device of `starts`."""
+    """Slots per head, or one number if heads have the same. Waits for the device of `starts`."""
     if slots.starts is None:
         return [slots.scores.shape[-1]]
     each: list[int] = slots.starts.diff().tolist()
@@ -84,32 +86,34 @@ def sizes(slots: ops.Slots) -> list[int]:
 
 
 def widest_budgets(by_row: Budgets, sinks: int) -> list[int]:
-    """The largest budget k of any row, for each head or for all."""
+    """The largest budget k of any row, per head or for all heads."""
     return [sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
 
 
 def with_budgets(keys: Tensor, sizes: list[int], by_row: Budgets, **kind: Any) -> ops.Slots:
-    """New slots for keys like [B, G, any, D]; `sizes`: `Capacity.sizes`; others as `new_slots`."""
+    """Create slots for keys like `keys` [B, G, any, D]. `sizes`: `Capacity.sizes`. `kind`: other
+    arguments of `new_slots`."""
     slots = ops.new_slots(keys, sizes[0] if len(sizes) == 1 else sizes, **kind)
     put_budgets(slots, by_row)
     return slots
 
 
 def put_budgets(slots: ops.Slots, by_row: Budgets) -> None:
-    """Give each row and head, or all heads of a row, its (heavy, recent)."""
+    """Write the budgets of all rows into the slots."""
     slots.budget.copy_(torch.tensor(by_row, dtype=torch.int32, device="cpu").squeeze(1))
 
 
 def heads(tensor: Tensor, slots: ops.Slots, sizes: list[int]) -> list[Tensor]:
-    """Views of a field of slots, or of a tensor like one, by head: [B, S, ...] each."""
+    """Split a field of slots, or a tensor of the same layout, into views [B, S, ...] per head."""
     if slots.starts is None:
         return list(tensor.unbind(1))
     return list(tensor.split(sizes, dim=1))
 
 
 def by_head(slots: ops.Slots, sizes: list[int], field: str, empty: float = 0) -> Tensor:
-    """[B, G, S, ...]: a field of `PER_SLOT` by head, whatever the store;
-    `empty` where a head has fewer slots than another."""
+    """A field of `PER_SLOT` as [B, G, S, ...], for every layout of slots.
+
+    The value is `empty` where a head has fewer slots than another."""
     tensor: Tensor = getattr(slots, field)
     if slots.starts is None:
         return tensor
@@ -121,8 +125,10 @@ def by_head(slots: ops.Slots, sizes: list[int], field: str, empty: float = 0) ->
 
 
 def gather_held(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:
-    """The named fields of what is held, [B, G, K, ...] by ascending position, K as many as any head
-    of any row holds, with the value that is given where one holds fewer. Positions are int64."""
+    """Gather fields of all held keys, [B, G, K, ...] by ascending position.
+
+    K is the largest number of keys that any row and head holds. `fields` gives the names, and the
+    values that fill up heads with fewer keys. Positions are int64."""
     positions = by_head(slots, sizes, "positions", -1).long()
     empty_last = positions.masked_fill(positions < 0, torch.iinfo(torch.int64).max)
     order = empty_last.argsort(dim=-1)[..., : int((positions >= 0).sum(-1).max())]
@@ -137,7 +143,7 @@ def gather_held(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Ten
 
 
 def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
-    """Numbers of the slots for a report: fields of `LayerReport`."""
+    """Compute the fields of `LayerReport` that depend on the slots."""
     B, G = slots.next_slot.shape
     filled = slots.positions >= 0
     budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None].expand(B, G, 2)
@@ -158,7 +164,7 @@ def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
 
 
 def enlarge(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
-    """Copy to more slots: `larger` has their number for each head, or for all."""
+    """Copy to more slots. `larger` is the new number per head, or one number for all heads."""
     B, G = slots.next_slot.shape
     shape, starts = (B, G, larger[0]), None
     if slots.starts is not None:
@@ -178,19 +184,19 @@ def enlarge(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
 
 
 def change_rows(slots: ops.Slots, change: Callable[[Tensor], Tensor]) -> ops.Slots:
-    """The slots, with every field of rows [B, ...] changed."""
+    """Apply a function to every field that has rows [B, ...]."""
     fields = {name: getattr(slots, name) for name in PER_ROW}
     changed = {name: None if x is None else change(x) for name, x in fields.items()}
     return slots._replace(**changed)
 
 
 def rows_like(slots: ops.Slots, rows: int) -> ops.Slots:
-    """Slots for so many rows, of which each has what the first row of `slots` has."""
+    """Create slots of `rows` rows, each a copy of the first row of `slots`."""
     return change_rows(slots, lambda x: x[:1].expand(rows, *x.shape[1:]).clone())
 
 
 def row_index(rows: list[int], device: torch.device) -> slice | Tensor:
-    """An index of rows: a slice where they follow one another, for which nothing goes to the
+    """Convert row numbers to an index. Consecutive rows become a slice, which needs no copy to the
     device."""
     first, last = rows[0], rows[-1] + 1
     if rows == [*range(first, last)]:
@@ -199,18 +205,17 @@ def row_index(rows: list[int], device: torch.device) -> slice | Tensor:
 
 
 def put_rows(slots: ops.Slots, index: slice | Tensor, source: ops.Slots) -> None:
-    """Copies the rows of `source`, with as many slots each, over those rows of `slots`."""
+    """Overwrite the rows `index` of `slots` with those of `source`, which has as many slots."""
     for name in PER_ROW:
         to, x = getattr(slots, name), getattr(source, name)
         if (to is None) != (x is None):
-            raise ValueError(f"slots.{name}: one row has it and the other has not")
+            raise ValueError(f"slots.{name}: the target or the source row has it, but not both")
         if to is not None:
             to[index] = x
 
 
 def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
-    """Bytes that a row takes in all tensors of slots of this kind, of which each head, or all, has
-    as many as `sizes` says."""
+    """Bytes of one row, over all tensors, if these slots had the given `sizes`."""
     wanted = sizes[0] * slots.next_slot.shape[1] if slots.starts is None else sum(sizes)
     here = slots.scores[0].numel()
     total = 0
@@ -225,8 +230,10 @@ def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
 def fill_slots(
     keys: Tensor, values: Tensor | None, mask: Tensor | None, *, value_weighted: bool
 ) -> ops.Slots:
-    """Slots without a budget that hold keys and values [B, G, n, D] with scores of 0, by ascending
-    position. Pads, where the mask [B, n] is False, are not stored."""
+    """Create slots with an unlimited budget that hold keys and values [B, G, n, D].
+
+    Keys are in ascending order of position, and their scores are 0. Padding, where the mask [B, n]
+    is False, is not stored."""
     longest = keys.shape[2] if mask is None else int(mask.sum(1).max())
     slots = ops.new_slots(keys, longest + 1, value_weighted=value_weighted, shared=values is None)
     scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
@@ -237,8 +244,9 @@ def fill_slots(
 def together(
     slots: ops.Slots, key: Tensor, value: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Join slots of `fill_slots` and new tokens [B, G, Q, D] with a mask [B, Q]: keys and values
-    [B, G, S + Q, D], mask [B, S + Q] bool."""
+    """Join slots from `fill_slots` and new tokens [B, G, Q, D] with a mask [B, Q].
+
+    Returns keys and values [B, G, S + Q, D], and a bool mask [B, S + Q]."""
     real = mask
     if real is None:
         real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)

@@ -1,7 +1,7 @@
-"""Convolution and recurrent states, which transformers' own layers hold: read, put back, forgotten.
+"""Access to the convolution and recurrent states that transformers' own layers hold.
 
-Their size does not depend on the length of the text, and nothing of them is evicted. A layer may
-have several of each.
+Their size does not depend on the length of the text, and they are never evicted. A layer may have
+several states of each kind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NAMES = ("conv", "recurrent")
 
 
 def tensors_of(layer: Any) -> dict[str, Tensor]:
-    """States by name, such as "conv.0"; none before the prompt. Nothing is copied."""
+    """States by name, such as "conv.0"; empty before the prompt. Nothing is copied."""
     return {
         f"{name}.{index}": state
         for name in _NAMES
@@ -27,7 +27,7 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
 
 
 def numbers_of(layer: Any) -> dict[str, Any]:
-    """Numbers that go with the tensors, as JSON takes them."""
+    """Numbers that belong to the tensors, for JSON."""
     return {
         "conv_kernel_size": list(layer.conv_kernel_size.values()),
         "has_previous_state": list(layer.has_previous_state.values()),
@@ -35,8 +35,9 @@ def numbers_of(layer: Any) -> dict[str, Any]:
 
 
 def put(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Gives a layer the states of another one of the same kind. It takes the tensors. What the
-    other one has recorded of its past is left out, unless this layer records its own."""
+    """Give a layer the states of another layer of the same kind, without copying the tensors.
+
+    Columns that the other layer recorded of its past are dropped, unless this layer records too."""
     forget(layer)
     if not layer.record_past:
         tensors = _without_past(tensors, numbers)
@@ -50,8 +51,9 @@ def put(layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None
 
 
 def _without_past(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors with the columns alone that a convolution needs next. While a layer records its
-    past it keeps more, and fewer of a short prompt."""
+    """Cut or pad convolution states to the columns that the next step needs.
+
+    A layer that records its past keeps more columns, or fewer after a short prompt."""
     widths = {f"conv.{index}": width for index, width in enumerate(numbers["conv_kernel_size"])}
     return {
         name: nn.functional.pad(x, (widths[name] - x.shape[-1], 0)) if name in widths else x
@@ -60,7 +62,7 @@ def _without_past(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> dict[s
 
 
 def forget(layer: Any) -> None:
-    """Empty the states: the next prompt may have another number of rows or another device."""
+    """Drop the states, because the next prompt may have another batch size or device."""
     for index in range(layer.number_of_states):
         layer.has_previous_state[index] = False
         layer.conv_kernel_size[index] = None
@@ -71,18 +73,18 @@ def forget(layer: Any) -> None:
 
 
 def each(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
-    """Change every state [B, ...]."""
+    """Apply a function to every state [B, ...]."""
     put(layer, {name: change(x) for name, x in tensors_of(layer).items()}, numbers_of(layer))
 
 
 def make_writable(layer: Any) -> None:
-    """Copies states that were made under `torch.inference_mode`, which transformers writes to."""
+    """Copy states created under `torch.inference_mode`, because transformers writes to them."""
     if any(x.is_inference() for x in tensors_of(layer).values()):
         each(layer, writable)
 
 
 def take_row(layer: Any, row: int, source: Any, rows: int) -> None:
-    """Row `row` of `rows` becomes what the one row of another layer is, in place."""
+    """Overwrite row `row` of `rows` with the only row of another layer, in place."""
     taken = _without_past(tensors_of(source), numbers_of(source))
     if not tensors_of(layer):
         empty = {name: x.new_zeros(rows, *x.shape[1:]) for name, x in taken.items()}

@@ -1,6 +1,6 @@
-"""When each key of a layer was evicted, from which it follows what every token attended to.
+"""`Trace`: records when each key of a layer is evicted, and so which keys each token attended to.
 
-A cache made with `trace=True` keeps a `Trace` in each layer; `H2OCache.evicted_at` reads it.
+In a cache made with `trace=True` each layer has a `Trace`, which `H2OCache.evicted_at` returns.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from h2o.hf.store.slot_layout import by_head
 
 
 class Trace:
-    """The history of one layer: one number per key, because an evicted key never returns."""
+    """The evictions of one layer. One number per key suffices, as evicted keys never return."""
 
     def __init__(self) -> None:
         self.real: Tensor | None = None
-        """[B, N] bool: columns that are no pads"""
+        """[B, N] bool, False at padding"""
         self.evicted_after: Tensor | None = None
-        """[B, G, N] int32, by position: columns seen when the key was evicted, or -1"""
+        """[B, G, N] int32, by position: columns seen when the key was evicted, -1 if it was not"""
 
     def record(self, slots: ops.Slots, sizes: list[int], Q: int, mask: Tensor | None) -> None:
-        """After a forward pass of Q columns: records the keys that are no longer in the slots."""
+        """Record, after a forward pass of Q columns, which keys are no longer in the slots."""
         B, earlier = len(slots.seen_tokens), 0 if self.real is None else self.real.shape[1]
         real = slots.seen_tokens.new_ones((B, Q), dtype=torch.bool)
         if mask is not None:
-            real.copy_(mask)  # a copy: the mask is the caller's
+            real.copy_(mask)  # the mask belongs to the caller
         evicted = not_held(slots, sizes, N := earlier + Q)
         evicted_after = slots.positions.new_full((*evicted.shape[:2], Q), -1)
         if self.real is not None:
@@ -44,13 +44,13 @@ class Trace:
         return by_column(self.evicted_after, self.real)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Batch rows were selected or repeated."""
+        """Apply a selection or repetition of batch rows."""
         if self.real is not None and self.evicted_after is not None:
             self.real, self.evicted_after = change(self.real), change(self.evicted_after)
 
 
 def not_held(slots: ops.Slots, sizes: list[int], N: int) -> Tensor:
-    """[B, G, N] bool, by position: keys that the rows have seen and the slots do not hold."""
+    """[B, G, N] bool, by position: keys that a row has seen but its slots do not hold."""
     positions = by_head(slots, sizes, "positions", -1)
     held = torch.zeros((*positions.shape[:2], N + 1), dtype=torch.bool, device=positions.device)
     held.scatter_(2, positions.long() % (N + 1), True)  # empty slots: -1 becomes N
@@ -59,7 +59,7 @@ def not_held(slots: ops.Slots, sizes: list[int], N: int) -> Tensor:
 
 
 def by_column(evicted_after: Tensor, real: Tensor) -> Tensor:
-    """int32 [B, G, N], as `h2o.H2OCache.evicted_at` gives it, of a `Trace`'s fields."""
+    """Convert the fields of a `Trace` to the result of `h2o.H2OCache.evicted_at`."""
     position = (real.cumsum(1) - 1).clamp(min=0)[:, None].expand_as(evicted_after)
     columns = evicted_after.gather(2, position)
     columns[columns < 0] = real.shape[1]
