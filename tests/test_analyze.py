@@ -1,4 +1,4 @@
-"""`h2o analyze`: its files, and its page in a real browser."""
+"""`h2o analyze`: its output files, and its page in a real browser."""
 
 import base64
 import contextlib
@@ -24,7 +24,7 @@ TEXT = "".join(chr(97 + i * i % 7) for i in range(150)) + "\n</script><b>Grüße
 
 @pytest.fixture(scope="module")
 def written(tiny, tmp_path_factory):  # noqa: F811
-    """(path of the page, what was said beside it)"""
+    """(path of the page, what the command printed to stderr)"""
     folder = tmp_path_factory.mktemp("analysis")
     (folder / "text.txt").write_text(TEXT, "utf-8")
     page = folder / "out" / "page.html"
@@ -40,7 +40,7 @@ def written(tiny, tmp_path_factory):  # noqa: F811
 
 @pytest.fixture(scope="module")
 def content(written):
-    """What the page's script reads."""
+    """The data embedded in the page for its script."""
     text = written[0].read_text("utf-8")
     return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
 
@@ -117,7 +117,7 @@ def test_mistakes(tiny, tmp_path, capsys, monkeypatch):  # noqa: F811
         (("--output", str(tmp_path)), "is a folder"),
     ):
         assert said in error("--output", page, *wrong, code=2)
-    # A file is no folder, which is said before the model is loaded.
+    # A path below a file cannot be created. The error appears before the model is loaded.
     wrong = error("--model", "nowhere", "--output", str(short / "page.html"), code=1)
     assert "name another output folder" in wrong
     for package in ("jinja2", "matplotlib"):
@@ -128,7 +128,7 @@ def test_mistakes(tiny, tmp_path, capsys, monkeypatch):  # noqa: F811
 
 
 def test_a_text_that_is_too_long(tiny, tmp_path, capsys, monkeypatch):  # noqa: F811
-    """Refused before it is measured."""
+    """A text above the limit is rejected before anything is measured."""
     (tmp_path / "text").write_text("x" * 300)
     arguments = ["analyze", "--model", tiny, "--text", str(tmp_path / "text"), "--output",
                  str(tmp_path / "page.html")]  # fmt: skip
@@ -139,7 +139,7 @@ def test_a_text_that_is_too_long(tiny, tmp_path, capsys, monkeypatch):  # noqa: 
 
 
 def test_a_text_without_repetitions(tiny, tmp_path):  # noqa: F811
-    """No kind of token is more frequent than another, so there is no correlation."""
+    """No kind of token occurs more often than another, so the correlation is undefined, not nan."""
     (tmp_path / "text").write_text("".join(map(chr, range(48, 98))))
     page = tmp_path / "page.html"
     assert cli.main(["analyze", "--model", tiny, "--text", str(tmp_path / "text"), "--output",
@@ -180,7 +180,7 @@ def test_axes_of_layers_have_whole_numbers():
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium here")
 @pytest.mark.timeout(DEADLINE)
 def test_in_a_browser(written, content, tmp_path):
-    """By keyboard alone, without network, as wide as a desk's and a phone's screen."""
+    """The page works by keyboard alone, without network, at the widths of a desktop and a phone."""
     n = len(content["tokens"])
     with browser.browser(tmp_path) as page:
         for width, phone in ((1280, False), (390, True), (320, True)):

@@ -43,7 +43,7 @@ def test_every_cache_at_every_length(tiny, capsys):  # noqa: F811
         assert line["tokens_per_second"] == pytest.approx(1 / line["token_seconds"])
         if line["setting"] == "full":
             assert line["prefill_speedup"] == line["token_speedup"] == line["bytes_ratio"] == 1
-            # Keys and values of 2 layers, 2 heads of 8, 4 bytes each; the last token is not read.
+            # Keys and values of 2 layers, 2 heads of 8, 4 bytes each. The last token is never fed.
             assert line["bytes_held"] == 2 * 2 * 2 * 8 * 4 * (line["prompt_tokens"] + 3)
     small = {n: line["bytes_held"] for n, line in zip((40, 90), lines[2::3], strict=True)}
     assert small[40] == small[90]
@@ -51,7 +51,8 @@ def test_every_cache_at_every_length(tiny, capsys):  # noqa: F811
 
 
 def test_the_full_cache_does_not_wait_for_plans():
-    """Which cuDNN makes anew for each token: the user's choice is there again afterwards."""
+    """cuDNN builds a new plan for each token, so it is disabled while the full cache is timed. The
+    user's setting must be restored afterwards."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     with generation.without_plans(torch.device("cuda")):
         assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -1,4 +1,5 @@
-"""The benchmarks run, check what they time, and write what they promise. Nothing here is timed."""
+"""The benchmarks run, check the results they time, and write what they promise. No time is
+asserted."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def test_each_table_runs_and_checks_itself(tmp_path, table, rows, monkeypatch):
         assert row["command"] == f"python -m benchmarks {table}"
         assert len(row["ours"]["samples_s"]) == 2
         assert row["ours"]["median_s"] > 0
-        if row["what"] != "one layer's cache.update and attention function":  # has no peer
+        if row["what"] != "one layer's cache.update and attention function":  # this row has no peer
             assert row["ratio"] > 0
         assert table in ("overhead", "threads", "busy") or row["error"]
     assert (tmp_path / "latest.png").stat().st_size > 0
@@ -97,7 +98,7 @@ def test_each_table_runs_and_checks_itself(tmp_path, table, rows, monkeypatch):
 )
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_tables_of_a_gpu_have_a_dry_run(tmp_path, table, rows):
-    """What a CPU has no way for is left out, which the rows say."""
+    """Contenders that a CPU cannot run are left out, and each row lists them."""
     assert runner.main(["--device", "dry-run", table, "--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "dry-run.json").read_text())
     assert result["quick"]
@@ -141,7 +142,8 @@ def test_memory_of_a_prefill_is_measured_in_its_own_process(tmp_path):
 
 
 def test_quick_is_quick_for_whole_models_too():
-    """Unless numbers are named; without it they are those of the tables."""
+    """--quick shortens whole-model runs, explicit numbers override it, and without it the tables'
+    defaults apply."""
     parser = argparse.ArgumentParser()
     options.add_arguments(parser, "")
 
@@ -171,13 +173,14 @@ def test_whole_model(tmp_path):
 
 
 def load_narrow(dtype, **more):
-    """What keeps as many bytes of each token as the default model, but has a hundredth of its
-    weights, in float32: what a table does and counts is the same."""
+    """A model with as many cache bytes per token as the default model but a hundredth of its
+    weights, in float32. A table does the same work and counts the same things with it."""
     return random_default_model(hidden_size=64, intermediate_size=64, dtype=torch.float32, **more)
 
 
 def test_throughput_without_the_engines(tmp_path, monkeypatch, capsys):
-    """What is left answers every request, with the tokens of generate() or the full cache's."""
+    """The remaining peers answer every request with the tokens of generate() or of the full
+    cache."""
 
     def missing(*_):
         raise PeerMissing("no such package")
@@ -198,7 +201,7 @@ def test_throughput_without_the_engines(tmp_path, monkeypatch, capsys):
 
 
 def test_serving_without_the_engine(tmp_path, monkeypatch, capsys):
-    """Where vLLM cannot be had there are no rows, and it is said for each engine."""
+    """Without vLLM the table has no rows, and stderr names each engine that was left out."""
 
     def missing(*_):
         raise PeerMissing("no such package")
@@ -208,14 +211,14 @@ def test_serving_without_the_engine(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.count("left out: no such package") == 4 * 3
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of accelerate, which keeps files open
-@pytest.mark.filterwarnings("ignore:You are calling .generate")  # of a model on no device
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # accelerate keeps files open
+@pytest.mark.filterwarnings("ignore:You are calling .generate")  # the model is on no device
 def test_weights_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_table, "load", load_narrow)
     (row,) = quick(tmp_path, "disk")["rows"]
     assert row["row"] == "R4"
     rows = row["facts"]["rows of H2OCache"], row["facts"]["rows of DynamicCache"]
-    assert rows == (3, 6)  # a row has its full size from a shorter prompt on, too
+    assert rows == (3, 6)  # a shorter prompt is enough for a row to reach its full size
 
 
 def test_a_result_says_where_it_comes_from(tmp_path):
@@ -327,7 +330,7 @@ def test_the_plain_loops_do_their_work():
     ("arguments", "words"),
     [
         (["nope"], "no table 'nope'"),
-        (["long"], "no table 'long'"),  # which is for a GPU
+        (["long"], "no table 'long'"),  # a table for GPUs
         (["--quick", "--rounds", "0"], "--rounds: must be at least 1"),
         (["--tokens", "0"], "--tokens: must be at least 1"),
         (["--prompts", "512", "0"], "--prompts: must be at least 1"),

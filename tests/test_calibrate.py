@@ -72,7 +72,7 @@ def test_mistakes(tiny, folder, capsys, monkeypatch, text, more, code, message):
 
 @pytest.mark.parametrize("command", ["calibrate --text a.txt --output p.json", "analyze"])
 def test_several_processes(command, folder, capsys, monkeypatch):
-    """As torchrun starts them, before anything is read."""
+    """Several processes started by torchrun get an error before any file is read or written."""
     monkeypatch.chdir(folder)
     launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     for name, value in launched.items():
@@ -85,7 +85,8 @@ def test_several_processes(command, folder, capsys, monkeypatch):
 
 
 def test_the_shipped_profile_is_of_the_default_model():
-    """By its shape; and no other model of our own gets it."""
+    """The default model is recognized by its shape, and a model of another shape gets no
+    profile."""
     from transformers import LlamaConfig
 
     shape = {

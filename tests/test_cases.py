@@ -1,4 +1,4 @@
-"""That the fast cases of a product are those that cases.py promises."""
+"""The fast cases of a product are those that cases.py promises."""
 
 from __future__ import annotations
 

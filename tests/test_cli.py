@@ -1,4 +1,4 @@
-"""The command line, as processes where that is the point and as function calls elsewhere."""
+"""The command line: as processes where the process matters, otherwise as function calls."""
 
 import argparse
 import dataclasses
@@ -25,7 +25,7 @@ DEADLINE = 120  # seconds after which a process counts as hanging
 
 
 def h2o(*arguments, **kwargs):
-    """A finished process of the command."""
+    """Run the command in a process of its own and return the finished process."""
     return subprocess.run(
         [sys.executable, "-m", "h2o", *arguments],
         capture_output=True,
@@ -38,7 +38,8 @@ def h2o(*arguments, **kwargs):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """Folder of a Llama with random weights and a tokenizer of bytes; never ends by itself."""
+    """Folder of a Llama with random weights and a byte tokenizer. It has no end-of-sequence
+    token."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -69,7 +70,7 @@ def tiny(tmp_path_factory):
 
 
 def generated(capsys, *arguments):
-    """The --json output of a run in this process."""
+    """The --json output of a `generate` run in this process."""
     assert cli.main(["generate", *arguments, "--json"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -80,7 +81,7 @@ PROMPT = "".join(chr(97 + i * i % 26) for i in range(200))
 
 
 def test_nothing_heavy_is_imported_for_help():
-    """Loaded by itself, without the package around it, it pulls in the standard library alone."""
+    """`h2o.cli`, loaded without its package, imports only the standard library."""
     program = (
         "import importlib.util, sys\n"
         "spec = importlib.util.spec_from_file_location('cli', sys.argv[1])\n"
@@ -233,7 +234,7 @@ def test_comparison_in_numbers(tiny, capsys):
         assert 0 < run["mass_evicted"] < 1
         assert 0 <= run["tokens_agree"] <= new
     assert ours["mass_evicted"] < local["mass_evicted"]
-    # A head dimension of 8: keys and values in 8 + 2 bytes each, twelve more for what a slot notes.
+    # The head dimension is 8. Keys and values take 8 + 2 bytes each, a slot's metadata 12 more.
     budget = (0.1 * len(PROMPT) * 64 - 32) // (2 * 10 + 12) - 1
     assert tenth["tokens_held"] == budget
     assert tenth["kv_bytes_held"] == (budget + 1) * 2 * 2 * 2 * 10
@@ -246,7 +247,8 @@ def test_comparison_in_numbers(tiny, capsys):
 
 
 def test_compiled_steps_give_the_same_text(tiny, capsys, monkeypatch):
-    """Of the whole way only the compiler's last part is left out, which takes a minute."""
+    """The steps are really compiled. Only the compiler's last stage, which takes a minute, is
+    replaced."""
     from torch._dynamo.utils import counters
 
     from h2o.evaluation import generation
@@ -295,7 +297,7 @@ def test_generous_budget_agrees_everywhere(tiny, capsys):
 
 
 def test_policy_options_reach_the_cache(tiny, capsys):
-    """Each changes what is kept, so each changes the text or what was evicted."""
+    """An option that does not reach the cache changes neither the text nor what was evicted."""
     base = ["--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "40",
             "--heavy", "6", "--recent", "2"]  # fmt: skip
     plain = generated(capsys, *base)["runs"][0]
@@ -331,8 +333,9 @@ def options_of(command, capsys):
     "command", [command.name for command in cli.COMMANDS if command.loads_model]
 )
 def test_commands_have_the_same_options(command, capsys):
-    """No option is of what `for_model` finds by itself, none of positions where none roll, and none
-    of a cache where all caches are calibrated."""
+    """Every command that loads a model has the same options. Fields that `for_model` fills in have
+    no option, `analyze` has no --positions because its positions never roll, and `calibrate` has no
+    cache options because it calibrates all caches."""
     options = options_of(command, capsys)
     assert {"--model", "--dtype", "--device"} <= options
     fields = {*PARAMETERS} - {"budget"}
@@ -421,9 +424,9 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(tiny, capsys):
     assert done.returncode == 0
     assert cli.main([*options, "--prompt", PROMPT, "--json"]) == 0
     wanted = json.loads(capsys.readouterr().out)["runs"][0]["text"]
-    assert done.stdout.startswith(wanted.replace("\r", "\n"))  # which reading a pipe as text does
+    assert done.stdout.startswith(wanted.replace("\r", "\n"))  # text-mode pipes turn \r into \n
     assert "decode, tokens/s" in done.stdout
-    # Of other packages nothing, torchao for one where it is installed.
+    # Messages of other packages (torchao's, for example) must not appear.
     lines = [f"loading {tiny}", f"reading a prompt of {len(PROMPT)} tokens"]
     assert done.stderr.splitlines() == lines
     assert "\x1b" not in done.stdout + done.stderr  # no terminal, no control codes
@@ -515,7 +518,7 @@ def test_agreement():
 
 
 def test_interruption_is_quiet(tiny, capsys, monkeypatch):
-    """Ctrl-C while text is coming: exit code 130, one word, no traceback."""
+    """Ctrl-C during generation gives exit code 130 and one word, no traceback."""
     write = sys.stdout.write
 
     def interrupted(text):
@@ -524,7 +527,7 @@ def test_interruption_is_quiet(tiny, capsys, monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(sys.stdout, "write", interrupted)
-    # Tests that run in the background of a shell ignore Ctrl-C.
+    # Python started in the background of a shell ignores Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = cli.main(
@@ -541,8 +544,8 @@ def test_interruption_is_quiet(tiny, capsys, monkeypatch):
 
 @pytest.mark.parametrize("amid", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_reader_that_goes_away(tiny, amid, without_torch):
-    """As under `h2o info | true`, or amid a text, as under `h2o generate | head -c 1`,
-    whose other end with Ctrl-C comes by the same way."""
+    """A closed pipe ends the command without a traceback, before its output (`h2o info | true`) or
+    in the middle of a text (`h2o generate | head -c 1`, or Ctrl-C in the reading process)."""
     text = ["generate", "--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "1700"]
     arguments = text if amid else ["info"]
     reads, writes = os.pipe()
@@ -577,7 +580,7 @@ def default_model():
 
 @pytest.mark.slow
 def test_what_the_demonstration_shows(default_model, capsys):
-    """The fact is found in a fifth and in a tenth of the bytes, and a window of a fifth lost it."""
+    """The fact is found with a fifth and a tenth of the bytes, and a window of a fifth loses it."""
     from h2o.cli.generate_command import FACT
 
     result = generated(capsys, "--budget", "0.2", "--compare", "--max-new-tokens", "40")
@@ -594,17 +597,17 @@ def test_what_the_demonstration_shows(default_model, capsys):
         assert run["text"].strip() in " ".join(shown.split())
 
 
-# ---- Streams, texts and numbers that are not what they should be --------------------------------
+# ---- Broken streams, texts and numbers -----------------------------------------------------------
 
 
 def first_on_path(folder):
-    """The environment of a process with a folder first on Python's path."""
+    """Environment of a process, with `folder` first on Python's path."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
 
 
 @pytest.fixture
 def without_torch(tmp_path):
-    """The environment of a process for which nothing but NumPy is installed."""
+    """Environment of a process in which torch, transformers and lm_eval are not installed."""
     for name in ("torch", "transformers", "lm_eval"):
         (tmp_path / f"{name}.py").write_text(
             f"raise ModuleNotFoundError('No {name}', name='torch')"
@@ -613,7 +616,7 @@ def without_torch(tmp_path):
 
 
 def shell(line, **kwargs):
-    """A line for the shell, with h2o in it."""
+    """Run a shell line that contains an h2o command."""
     line = line.replace("h2o ", f"{sys.executable} -W ignore -m h2o ", 1)
     return subprocess.run(
         ["bash", "-c", line], capture_output=True, text=True, timeout=DEADLINE, **kwargs
@@ -674,7 +677,7 @@ COMMANDS = (
     ],
 )
 def test_one_line_says_which_argument_is_wrong(line, words, capfd, tmp_path, monkeypatch):
-    """As the process says it, which nothing of the shell's is needed for."""
+    """Each mistake is one line on stderr with exit code 2. No shell is needed for these."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FOLDER.json").mkdir()
     (tmp_path / "deep.json").write_text("[" * 100_000)
@@ -744,7 +747,7 @@ def test_an_empty_prompt_is_noticed_before_the_model_is_loaded(capsys):
 )
 def test_threads_do_not_wait_in_loops_unless_told(user, wanted, monkeypatch):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     for name, value in user.items():
         monkeypatch.setenv(name, value)

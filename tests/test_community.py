@@ -1,4 +1,4 @@
-"""Files by which a repository speaks to people: templates of issues, the code of conduct."""
+"""Files for people who visit the repository: issue templates and the code of conduct."""
 
 from __future__ import annotations
 

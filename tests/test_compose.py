@@ -1,4 +1,4 @@
-"""examples/compose: the files belong together, and vLLM accepts what they ask of it."""
+"""examples/compose: the files fit together, and vLLM accepts the service's command."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_the_service_is_built_from_its_dockerfile(service):
 
 
 def test_ports_and_volumes(service):
-    """Only this machine reaches the server, whose readiness is asked where it listens."""
+    """The server is reachable from this machine only, and the health check uses the port that the
+    server listens on."""
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
     (inside,) = {port.rpartition(":")[2] for port in service["ports"]}
     assert service["healthcheck"]["test"][-1].startswith(f"http://localhost:{inside}/")

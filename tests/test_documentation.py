@@ -1,8 +1,8 @@
-"""README.md and docs work as they stand.
+"""README.md and docs are correct as they stand.
 
-Python is run, in order, page by page. A block of Python or of a command that is followed by a block
-of text is run with the default model, and prints that text. Other commands are parsed, links and
-names lead somewhere, and tables name every option.
+The Python of each page is run in order. A block of Python or of a command that is followed by a
+block of text is run with the default model and must print that text. Other commands are parsed,
+links and names must resolve, and tables must name every option.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ transformers = pytest.importorskip("transformers")
 
 
 class Block(NamedTuple):
-    """A block of code, and what the block of text after it says that it prints."""
+    """A block of code, and its output if a block of text follows it."""
 
     language: str
     code: str
@@ -46,8 +46,8 @@ class Block(NamedTuple):
 
     @property
     def is_script(self) -> bool:
-        """Whether it is a file for several processes, of which tests/hf/test_parallel.py has the
-        like."""
+        """Whether the block is a script for several processes. tests/hf/test_parallel.py tests such
+        scripts."""
         return "sys.argv" in self.code
 
 
@@ -76,13 +76,13 @@ ARTICLE = resources.files("h2o").joinpath("data/lighthouse.txt").read_text("utf-
 
 @pytest.fixture(scope="module")
 def default():
-    """(model, tokenizer): few and narrow layers in the place of the default model's."""
+    """(model, tokenizer): a model with few and narrow layers instead of the default model."""
     return narrow_default_model(LAYERS)
 
 
 @pytest.fixture
 def names(default, tmp_path, monkeypatch):
-    """What the text around a block has spoken of, in a folder of its own."""
+    """Names that the text around a block has introduced, in an empty working folder."""
     model, tokenizer = default
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(h2o, "load_model", lambda **how: default)
@@ -120,15 +120,15 @@ SLOW = {"how_to/calibrate", "how_to/study_attention"}
 
 
 def slowly(pages: Iterable[str], slow: Container[str]) -> list[Any]:
-    """Parameters, those of slow pages marked."""
+    """Parameters of a test, with those of slow pages marked."""
     return [pytest.param(x, marks=[pytest.mark.slow] if x in slow else []) for x in pages]
 
 
-@pytest.mark.filterwarnings("ignore")  # of other packages
+@pytest.mark.filterwarnings("ignore")  # from other packages
 @pytest.mark.parametrize("name", slowly(PYTHON, SLOW))
 def test_python(name, names, monkeypatch):
-    """All blocks of a page, one after the other, with a small model, a part of the article and few
-    new tokens."""
+    """Run all blocks of a page in order, with a small model, a part of the article and few new
+    tokens."""
     code = PYTHON[name]
     if "pretrained" in code or "H2OLM" in code:
         names |= {"AutoModelForCausalLM": transformers.AutoModelForCausalLM, "name": "m"}
@@ -141,8 +141,8 @@ def test_python(name, names, monkeypatch):
         monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **keywords: asked.append(keywords))
     if "h2o.analyze" in code:
         names["ax"] = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
-    code = code.replace('mode="default"', 'mode=None, backend="eager"')  # not a minute of g++
-    code = code.replace(".read_text()", ".read_text()[4500:8000]")  # which names the Sabrina
+    code = code.replace('mode="default"', 'mode=None, backend="eager"')  # g++ takes a minute
+    code = code.replace(".read_text()", ".read_text()[4500:8000]")  # this part names the Sabrina
     code = re.sub(r"max_new_tokens=\d+", "max_new_tokens=3", code)
     exec(compile(code, name, "exec"), names)
 
@@ -151,11 +151,11 @@ def test_python(name, names, monkeypatch):
 
 PRINTING = {name for name, blocks in BLOCKS.items() if any(x.output for x in blocks)}
 FAST = {"understand/how_h2o_works"}
-"""Pages that read no model."""
+"""Pages that load no model."""
 
 
 def write_config(folder: Path) -> None:
-    """The config of the model whose requests pages count, by its published numbers."""
+    """Config of the model whose requests the pages count, with its published sizes."""
     transformers.AutoConfig.for_model(
         "qwen3", num_hidden_layers=28, hidden_size=2048, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, intermediate_size=6144, dtype="bfloat16",
@@ -163,8 +163,8 @@ def write_config(folder: Path) -> None:
 
 
 def same(shown: str, printed: str) -> bool:
-    """Whether a page shows what was printed. Three dots stand for anything, and spaces and line
-    ends are alike."""
+    """Whether a page shows what was printed. Three dots match anything, and spaces and line ends
+    are equivalent."""
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     return doctest.OutputChecker().check_output(shown.strip(), printed.strip(), flags)
 
@@ -175,10 +175,10 @@ def test_three_dots_stand_for_anything():
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore")  # of other packages
+@pytest.mark.filterwarnings("ignore")  # from other packages
 @pytest.mark.parametrize("name", slowly(sorted(PRINTING), PRINTING - FAST))
 def test_a_page_shows_what_is_printed(name, capsys, tmp_path, monkeypatch):
-    """With the whole default model, up to the last block whose output is shown."""
+    """Run a page with the whole default model, up to the last block whose output is shown."""
     try:
         models.find_weights()
     except models.UserError as error:
@@ -206,7 +206,8 @@ def test_a_page_shows_what_is_printed(name, capsys, tmp_path, monkeypatch):
 
 
 def commands_of(code: str) -> list[str]:
-    """The arguments of each h2o ... in a block, without what the shell does before and after."""
+    """Arguments of each `h2o ...` in a block, without the parts of the line that belong to the
+    shell."""
     lines = code.replace("\\\n", "").splitlines()
     found = (re.search(r"(?:^|[|=\w] |-m )h2o (?!  )([^|>]*)", line) for line in lines)
     return [command[1] for command in found if command]
@@ -230,7 +231,7 @@ def test_commands_are_found():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command, monkeypatch):
-    """Every option is one of ours, or of lm-eval; every setting is one that there is."""
+    """Every option is one of h2o's or of lm-eval's, and every setting exists."""
     parsed: list[argparse.Namespace] = []
 
     def run(options: argparse.Namespace) -> int:
@@ -247,7 +248,7 @@ def test_command(command, monkeypatch):
         from h2o.evaluation.setting import parse_all
 
         budgets = options.budgets
-        budgets = ",".join(budgets) if isinstance(budgets, list) else budgets  # of h2o bench
+        budgets = ",".join(budgets) if isinstance(budgets, list) else budgets  # a list in h2o bench
         assert parse_all(options.compare, budgets)
 
 
@@ -259,9 +260,9 @@ DOCUMENTS = [
     *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md"))),
 ]
 TODAY = [page for page in DOCUMENTS if page.name != "CHANGELOG.md"]
-"""The changelog speaks of what was there."""
+"""The changelog may name things that no longer exist."""
 MADE = ("benchmarks/results", "h2o/kernels.fatbin")
-"""Named in the documents, and made by commands."""
+"""Paths that the documents name and commands create."""
 
 
 def page_id(page: Path) -> str:
@@ -269,7 +270,7 @@ def page_id(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub and Sphinx make them."""
+    """Anchors of a page's headings, as GitHub and Sphinx generate them."""
     text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     names = set()
     for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
@@ -291,7 +292,7 @@ def test_pictures_are_small():
 
 
 def test_pictures_show_what_they_are_drawn_from():
-    """If not: make pictures."""
+    """A picture is out of date when its source has changed. `make pictures` redraws it."""
     from tools import draw_results, draw_rooms, draw_walk, pictures
 
     shown = draw_results.figures()
@@ -307,7 +308,7 @@ def test_pictures_show_what_they_are_drawn_from():
 
 
 def test_readme_has_the_figures_of_the_documents():
-    """Rows of its tables stand in the pages that they come from."""
+    """A row of a README table differs from the page it was copied from."""
     readme = (ROOT / "README.md").read_text("utf-8")
     results = (ROOT / "docs/reference/results.md").read_text("utf-8")
     benchmarks = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
@@ -338,7 +339,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def text_of(page: Path) -> str:
-    """A page's Markdown; of a notebook that of its cells."""
+    """Markdown of a page, or of a notebook's cells."""
     text = page.read_text("utf-8")
     if page.suffix != ".ipynb":
         return text
@@ -360,7 +361,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", TODAY, ids=page_id)
 def test_paths_and_names_are_there(page):
-    """Files of the repository and modules of the package, where they are named as code."""
+    """A file or module named as code does not exist."""
     text = page.read_text("utf-8")
     for code in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)):
         for path in re.findall(
@@ -374,7 +375,8 @@ def test_paths_and_names_are_there(page):
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/understand/architecture.md"])
 def test_files_that_pages_for_contributors_name_are_there(page):
-    """By the end of their path: a page speaks of rooms without repeating where they lie."""
+    """A file is found by the end of its path, because these pages name files without their
+    folders."""
     text = (ROOT / page).read_text("utf-8")
     elsewhere = {"Python.h", "setup.py"}
     files = [
@@ -408,7 +410,8 @@ TEXTS = (".md", ".py", ".ipynb", ".txt", ".sh", ".yml", ".toml", "Makefile", ".c
 
 
 def test_no_index_is_asked_for_a_package_that_it_has_not():
-    """Until there is a release: then this test goes, and `packages.install_command` names it."""
+    """Until there is a release, no document may tell pip to install the package from PyPI. With the
+    first release this test is removed and `packages.install_command` names the package."""
     named = r"""pip install[^\n`"]*[ '"](h2o-kv|\{DISTRIBUTION\})(?!\S* @ |\{extra\} @ )"""
     assert re.search(named, "pip install 'h2o-kv[hf]'")
     assert re.search(named, "pip install -q h2o-kv")
@@ -426,7 +429,7 @@ def test_no_index_is_asked_for_a_package_that_it_has_not():
 
 @pytest.fixture(scope="module")
 def conf():
-    """docs/conf.py, which draws what is drawn when the site is built."""
+    """docs/conf.py, which generates parts of the pages when the site is built."""
     spec = importlib.util.spec_from_file_location("conf", ROOT / "docs" / "conf.py")
     conf = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(conf)
@@ -457,7 +460,7 @@ def test_commands_are_listed():
 
 
 def test_every_option_of_every_command_is_drawn(conf, capsys):
-    """On the site, from the parsers, each below its command and with what --help says."""
+    """An option is missing from the site, or its text there differs from --help."""
     assert (
         "{{ h2o --help }}" in (ROOT / "docs/reference/options.md").read_text("utf-8").splitlines()
     )
@@ -491,7 +494,7 @@ def test_settings_of_compare_are_listed(capsys):
 
 
 def shown() -> dict[str, Any]:
-    """What the pages draw from docstrings, by dotted name."""
+    """Objects that the pages document from docstrings, by dotted name."""
     pages = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md"))
     names = re.findall(r"^\.\. auto\w+:: ([\w.]+)", pages, re.MULTILINE)
     things = {name: found(name) for name in names}
@@ -507,7 +510,7 @@ def found(name: str) -> Any:
 
 
 def given_by(thing: Any) -> Iterator[str]:
-    """Dotted names of h2o's classes that a function returns, or what a class has."""
+    """Dotted names of h2o's classes that a function returns or that a class has as fields."""
     texts = []
     for owner in [x for x in getattr(thing, "__mro__", [thing]) if x.__module__.startswith("h2o")]:
         members = [owner]
@@ -529,7 +532,8 @@ def given_by(thing: Any) -> Iterator[str]:
 
 
 def test_the_api_pages_have_all_that_is_public():
-    """What `h2o` has, what calls of that return, and what the documents' own code names."""
+    """A class is missing from the API pages, though `h2o` exports it, a documented call returns it
+    or the documents' code names it."""
     things = shown()
     assert set(things) >= {f"h2o.{name}" for name in h2o.__all__} - {"h2o.__version__"}
     assert "h2o.errors.UserError" in things

@@ -1,4 +1,4 @@
-"""The examples of texts and chats without end, on a tiny model and (slowly) on a real one."""
+"""The examples of endless texts and chats, with a tiny model and (slow) with a real one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def example(name: str, monkeypatch):
 
 
 def test_a_text_is_read_to_its_end(tiny, tmp_path):  # noqa: F811
-    """Every stretch has a line, and the caches stay small beyond the model's positions."""
+    """Each stretch prints a line, and the run passes the model's last position without an error."""
     text = tmp_path / "text.txt"
     text.write_text("Some words of a text that goes on and on.\n" * 60)
     out = run(
@@ -35,7 +35,7 @@ def test_a_text_is_read_to_its_end(tiny, tmp_path):  # noqa: F811
 
 
 def test_perplexity_is_that_of_each_stretch(monkeypatch):
-    """The losses of one cache that reads the tokens in the same chunks."""
+    """Perplexity over stretches must equal that of one cache fed with the same chunks."""
     endless = example("endless_text", monkeypatch)
     ours = model("llama")
     config = H2OConfig(heavy=6, recent=6, positions="cache_relative")
@@ -54,7 +54,7 @@ def test_perplexity_is_that_of_each_stretch(monkeypatch):
 
 
 def test_a_chat_needs_a_template(monkeypatch, tokenizer):  # noqa: F811
-    """The second turn is what the template adds, and the answer's end goes into the cache."""
+    """A tokenizer without a chat template raises an error."""
     endless = example("endless_chat", monkeypatch)
     config = H2OConfig(heavy=6, recent=6, positions="cache_relative")
     with pytest.raises(ValueError, match="no chat template"):

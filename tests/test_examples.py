@@ -1,4 +1,4 @@
-"""The scripts in examples run, and what they print has the shape that the documentation quotes."""
+"""The scripts in examples run, and their output has the form that the documentation quotes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every call that makes a tensor says where and of what, so that torch's default device and default
-dtype, which belong to the user, change nothing."""
+"""Every call that creates a tensor names its device and dtype, so that torch's default device and
+default dtype, which belong to the user, have no effect."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.utils._device import _device_constructors
 PACKAGE = Path(__file__).resolve().parent.parent / "h2o"
 
 FACTORIES = {function.__name__ for function in _device_constructors()}
-"""What a default device changes, as torch itself lists it."""
+"""Functions that torch's default device affects, as torch itself lists them."""
 OF_INTEGERS = {"arange", "randint", "randperm", "range", "tril_indices", "triu_indices"}
-"""Their dtype is int64 without one, where no argument is a number with a point."""
+"""Functions whose default dtype is int64, unless an argument is a float."""
 AS_GIVEN = {"as_tensor", "asarray"}
-"""Of the dtype that comes."""
+"""Functions that keep the dtype of their argument."""
 
 
 def unnamed(source: str) -> Iterator[str]:
-    """What calls of torch's factories leave to the defaults."""
+    """Calls of torch's factories that leave device or dtype to the defaults."""
     for node in ast.walk(ast.parse(source)):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue

@@ -54,7 +54,8 @@ def test_processes_take_turns(tmp_path):
 
 @pytest.mark.timeout(120)
 def test_a_process_that_was_killed_holds_nothing(tmp_path):
-    """The one that waits for its lock makes the file, and removes what was begun."""
+    """When the holder of a lock is killed, whoever waits for it removes the unfinished draft and
+    makes the file."""
     path = tmp_path / "file"
     waiting = threading.Thread(
         target=make_once, args=[path, lambda draft: draft.write_text("whole")], daemon=True

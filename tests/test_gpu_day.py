@@ -1,4 +1,4 @@
-"""The stages of `make gpu-day`, and its report. .ci/run has all of it on the emulated driver."""
+"""The stages of `make gpu-day`, and its report. .ci/run runs all of it on the emulated driver."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def stage(name: str, code: str, seconds: int = 60) -> day.Stage:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process ends within ten seconds, in which init takes note of it."""
+    """Whether a process disappears within ten seconds, which init may need to reap it."""
     for _ in range(100):
         try:
             os.kill(pid, 0)
@@ -56,7 +56,8 @@ def test_a_stage_ends_at_its_limit_with_all_that_it_started(tmp_path):
 
 
 def test_stages_of_a_group_run_side_by_side_and_alone(tmp_path):
-    """Each of the first two waits for the other; the third finds both ended."""
+    """The first two stages wait for each other, so they must run together. The third must start
+    after both."""
     meet = (
         "import pathlib, time\n"
         "here, there = (pathlib.Path({folder!r}, x) for x in {names})\n"
@@ -90,7 +91,7 @@ def test_every_target_is_one_of_the_makefile(tmp_path):
         x for group in day.stages("cuda", True, tmp_path) for one in group for x in one.command[1:]
     }
     targets = {x for x in targets if x.startswith("gpu-")}
-    targets.remove("gpu-kernels")  # which calls make, and would be made
+    targets.remove("gpu-kernels")  # its recipe runs make, which make -n executes
     assert len(targets) == 6
     done = subprocess.run(["make", "-n", *targets], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""examples/kvpress_press.py in kvpress' own environment, beside an H2OCache in this one."""
+"""examples/kvpress_press.py, run in kvpress' own environment, keeps what an H2OCache keeps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ for setting, more in (
 print(json.dumps([held, refused]))
 """
 
-SETTINGS = {  # of a prompt of 60 tokens, the same for both
+SETTINGS = {  # for a prompt of 60 tokens: the press's settings, and those of an equal cache
     "sum": ({"compression_ratio": 0.7}, {"heavy": 9, "recent": 9}),
     "mean": (
         {"compression_ratio": 0.5, "recent": 0.2, "sinks": 3, "score_by": "mean"},
@@ -78,7 +78,8 @@ SETTINGS = {  # of a prompt of 60 tokens, the same for both
 
 
 def kvpress(*arguments: str) -> str:
-    """What a program prints in kvpress' environment, which finds this checkout and its examples."""
+    """Output of a program run in kvpress' environment, with this checkout and its examples on the
+    path."""
     done = subprocess.run(
         [ENVIRONMENT / "bin" / "python", *arguments],
         capture_output=True, text=True, timeout=240, check=False,
@@ -107,7 +108,7 @@ def test_keeps_what_a_cache_keeps(tiny):  # noqa: F811
 def test_the_pipeline_takes_it(tiny, tmp_path):  # noqa: F811
     model = shutil.copytree(tiny, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    tokenizer.bos_token = "a"  # which the pipeline wants where there is no chat template
+    tokenizer.bos_token = "a"  # the pipeline needs it where there is no chat template
     tokenizer.save_pretrained(model)
     text = tmp_path / "text.txt"
     text.write_text("The tower was built by Brandt in 1846. " * 9, "utf-8")

@@ -1,7 +1,7 @@
-"""The project's layers, as regular expressions over its sources.
+"""The layers of the project, checked with regular expressions over its sources.
 
-What may include, import, allocate or remember what is easier to keep than to
-restore. docs/understand/architecture.md says why; here each rule is a test.
+Each test is one rule on which file may include, import, allocate or remember something.
+docs/understand/architecture.md gives the reasons.
 """
 
 import ast
@@ -29,7 +29,7 @@ if not (ROOT / "csrc").is_dir():
 
 
 def sources(folder: str, *endings: str) -> dict[str, str]:
-    """Text of the files below a folder by path from the root."""
+    """Text of the files below a folder, by path relative to the root."""
     texts = {}
     for place, folders, files in os.walk(ROOT / folder):
         folders[:] = (x for x in folders if x not in GENERATED and not x.endswith("_cache"))
@@ -45,12 +45,12 @@ PYTHON = sources("h2o", ".py")
 
 
 def includes(text: str) -> list[str]:
-    """What a C source includes, in order: names in quotes or angle brackets."""
+    """Headers that a C source includes, in order, with their quotes or angle brackets."""
     return re.findall(r'^\s*#\s*include\s+(["<][^">]+[">])', text, re.MULTILINE)
 
 
 def imports(text: str) -> set[str]:
-    """Modules that a Python source imports at any depth, "from a import b" as a and a.b."""
+    """Modules that a Python source imports at any depth. "from a import b" gives a and a.b."""
     modules = set(re.findall(r"^\s*import ([\w.]+)", text, re.MULTILINE))
     pattern = r"^\s*from ([\w.]+) import (?:\(([^)]*)\)|(.*))"
     for module, many, few in re.findall(pattern, text, re.MULTILINE):
@@ -77,7 +77,7 @@ def without_comments(text: str) -> str:
 
 
 def test_sources_are_found():
-    """An empty list would make every rule hold."""
+    """With an empty list of sources every other test here would pass."""
     assert {"csrc/h2o.h", "csrc/policy.c", "csrc/module.c", "csrc/exchange.c"} <= set(C)
     assert {"h2o/ops.py", "h2o/hf/cache/cache.py", "h2o/config/h2o_config.py"} <= set(PYTHON)
     assert '"operands.h"' in includes(C["csrc/check.c"])
@@ -139,7 +139,8 @@ def test_libraries_are_opened_in_two_places():
 
 
 def test_what_systems_do_differently_is_in_one_place():
-    """What asks which system this is, and headers that ISO C or MinGW's POSIX threads lack."""
+    """A file outside system.c tests for an operating system, or includes a header that ISO C or
+    MinGW's POSIX threads lack."""
     portable = {f"<{name}.h>" for name in LIBC | {"pthread"}}
     others = {"<Python.h>", "<numpy/arrayobject.h>", "<cpuid.h>", "<mma.h>", "<initializer_list>"}
     others |= {"<immintrin.h>", "<emmintrin.h>", "<arm_neon.h>"}
@@ -153,7 +154,7 @@ def test_what_systems_do_differently_is_in_one_place():
 
 
 def test_what_only_a_gpu_has_is_in_one_place():
-    """So that kernels run as they are where there is none."""
+    """Kernels must compile and run unchanged without a GPU."""
     words = r"\basm\b|\b__\w*sync|\b__nv|\b__shared__|\b__global__|\batomic[A-Z]|<cuda|\bcg::"
     for name, text in C.items():
         own = name in ("csrc/cuda/common.cuh", "csrc/cuda/warpgroup.cuh")
@@ -163,7 +164,8 @@ def test_what_only_a_gpu_has_is_in_one_place():
 
 
 def test_core_allocates_no_tensors_and_remembers_nothing():
-    """Scratch is kept by scratch.c; what else lives longer than a call is written once."""
+    """Only scratch.c keeps memory between calls. Everything else that outlives a call is written
+    once."""
     allocators = {"csrc/system.c"}  # on behalf of scratch.c
     state = {"csrc/dispatch.c", "csrc/parallel.c", "csrc/scratch.c"}
     static_tables = r"PyMethodDef|PyModuleDef|struct PyModuleDef|PyModuleDef_Slot"
@@ -177,8 +179,8 @@ def test_core_allocates_no_tensors_and_remembers_nothing():
         if re.search(r"\bh2o_allocate\(", code):
             assert name in ("csrc/scratch.c", "csrc/system.c", "csrc/system.h"), name
         if name not in state:
-            # A definition outside of functions (column 0), or static inside of one, that is
-            # neither const nor a function.
+            # A definition at file scope (column 0), or a static one inside a function, must be
+            # const unless it is a function.
             for line in re.findall(r"^(?:\s*static|_Thread_local)\b[^(){;=]*[;={]", code, re.M):
                 assert re.search(rf"\bconst\b|{static_tables}", line), f"{name}: {line.strip()}"
 
@@ -187,7 +189,7 @@ DEVICES = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()} - {
 
 
 def test_a_device_is_a_folder_and_a_row():
-    """What stands outside of its folder names it in the list of devices, and in comments."""
+    """Code outside a device's folder must not name the device, except in the list of devices."""
     assert DEVICES == {"cuda"}
     for device in DEVICES:
         named = {
@@ -204,7 +206,7 @@ def quoted(text: str, names: Iterable[str]) -> set[str]:
 
 
 def test_the_policy_is_declared_once():
-    """Its fields are listed in one table of C and one of Python; others go by these."""
+    """The policy's fields are listed once in C and once in Python. A third list could disagree."""
     fields = Policy._fields
     assert tuple(FIELDS) == tuple(PolicyFields.__annotations__) == fields
     table = C["csrc/tables.c"]
@@ -215,9 +217,10 @@ def test_the_policy_is_declared_once():
 
 
 def test_a_ranking_touches_few_files():
-    """What names two rankings has to name a third, docstrings included; what computes it too."""
+    """A new ranking must be added to each file that names all rankings or computes with them, so
+    there must be few of these files."""
     names = get_args(OperationScore)
-    by_layers = set(FIELDS["score_by"].choices) - set(names)  # of which the kernels know nothing
+    by_layers = set(FIELDS["score_by"].choices) - set(names)  # unknown to the kernels
     assert by_layers == {"mean-echo", "random"}
     assert not [name for name, text in C.items() if quoted(text, by_layers)]
     files = {
@@ -233,7 +236,8 @@ def test_a_ranking_touches_few_files():
 
 
 def test_a_stored_dtype_touches_few_files():
-    """In C what goes by a type of rows is made from the lists of types.h."""
+    """In C, code for a type of rows is generated from the lists in types.h. A file that names a
+    stored dtype would have to be edited for the next one."""
     named = {name for name, text in C.items() if re.search(r"\bH2O_Q[84]\b", text)}
     assert named <= {"csrc/types.h", "csrc/cpu/stored_rows.h", "csrc/cuda/stored_rows.cuh"}
     spelled = {name for name, text in PYTHON.items() if '"int8-int4"' in without_prose(text)}
@@ -245,12 +249,13 @@ DTYPES |= {"H2O_I64": "int64", "H2O_U8": "uint8"}
 
 
 def test_the_fields_of_slots_are_listed_once():
-    """Once in C, once in Python, in one order and with the same shapes."""
+    """The fields are listed once in C and once in Python, in the same order and with the same
+    shapes."""
     macro = re.search(r"#define H2O_SLOTS_FIELDS\(X\).*?\n\n", C["csrc/h2o.h"], re.DOTALL)[0]
     rows = re.findall(r'X\((\w+), "([^"]+)", (\w+),([^)]*)\)', macro)
     assert tuple(KINDS) == Slots._fields == tuple(name for name, *_ in rows)
     optional = {name for name, kind in KINDS.items() if kind.optional}
-    assert set(Slots._field_defaults) == optional - {"values"}  # before fields without a default
+    assert set(Slots._field_defaults) == optional - {"values"}  # precedes fields without a default
     for name, letters, dtype, flags in rows:
         shape = letters.replace("G", "") if "PER_HEAD" in flags else letters
         shape = shape.replace("Z", "") if "PER_ROW" in flags else shape
@@ -261,7 +266,8 @@ def test_the_fields_of_slots_are_listed_once():
 
 
 def test_an_operation_is_declared_once():
-    """In a file of its own, and a list that Python and C agree on; what serves all names none."""
+    """Each operation has a file of its own, and C and Python list the same operations. Code for all
+    operations names none of them."""
     names = re.findall(r"X\((\w+), [A-Z]+\)", without_comments(C["csrc/operations.h"]))
     assert tuple(names) == OPERATIONS
     spread = {
@@ -273,7 +279,8 @@ def test_an_operation_is_declared_once():
 
 
 def test_an_operation_touches_few_files():
-    """Beside the files of its name: what names all others has to name the next one."""
+    """A file that names all operations must be edited for the next one. Apart from the operations'
+    own files there must be few."""
     naming = set()
     for name, text in {**C, **PYTHON}.items():
         code = without_comments(text) if name in C else without_prose(text)
@@ -289,8 +296,8 @@ def test_an_operation_touches_few_files():
 
 
 def test_operands_without_a_core_are_those_of_the_core():
-    """Names, shapes, dtypes and what is written, as the tables of C have them. A mask may be bool,
-    which NumPy and torch keep in the bytes of uint8; a step's Q is 1."""
+    """Names, shapes, dtypes and the flag "written" must agree with the tables in C. A mask may be
+    bool, which NumPy and torch store like uint8, and the Q of a step is 1."""
     rows = re.findall(
         r'H2O_TENSOR(?:_AS)?\((\w+), (?:"[\w.]+", )?([\w.]+), "(\w+)",\s*(\w+),([^)]*)\)',
         "".join(C[f"csrc/{name}.c"] for name in OPERATIONS),
@@ -302,7 +309,7 @@ def test_operands_without_a_core_are_those_of_the_core():
         operand = without_core.OPERANDS[name]
         shape = letters.replace("1", "Q") if operation == "step" else letters
         shape = shape.replace("G", "") if "PER_HEAD" in flags else shape
-        # The scores of new keys are attend's to write and evict's to read.
+        # attend writes the scores of new keys, and evict reads them.
         written = "WRITTEN" in flags or (operation, name) == ("evict", "scores")
         assert operand == (shape, written, "OPTIONAL" in flags, DTYPES[dtype]), (operation, name)
     numbers = {"slots", "scale", "softcap", "policy"}
@@ -322,12 +329,13 @@ def test_core_is_imported_where_backends_are_chosen():
 
 
 def test_the_package_does_not_lean_on_the_oracle():
-    """It is written to be read, and is what the package is judged by."""
+    """The reference implementation judges the package, so the package must not use it."""
     assert not importers("tests")
 
 
 def test_the_torch_backend_waits_for_no_device():
-    """What would read a tensor's numbers; tests/hf/test_elsewhere.py runs it where that fails."""
+    """No code of the torch backend may read a tensor's values, which would wait for the device.
+    tests/hf/test_elsewhere.py runs the backend where reading fails."""
     reads = r"\.(item|tolist|numpy|cpu|nonzero|unique)\(|(?<![.\w])(int|bool|float)\("
     for name, text in sources("h2o/backends/portable", ".py").items():
         match = re.search(reads, text)
@@ -342,7 +350,7 @@ def test_transformers_is_imported_where_it_is_served():
 
 
 def private_names(tree: ast.AST) -> set[str]:
-    """Names with one underscore in front that a source reads as attributes or imports."""
+    """Names with one leading underscore that a source uses as attributes or imports."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -355,7 +363,7 @@ def private_names(tree: ast.AST) -> set[str]:
 
 
 def defined_names(tree: ast.AST) -> set[str]:
-    """Names that a source defines: functions, classes, variables and its objects' attributes."""
+    """Names that a source defines: functions, classes, variables and attributes of self or cls."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -368,16 +376,17 @@ def defined_names(tree: ast.AST) -> set[str]:
 
 
 def test_what_is_borrowed_from_inside_other_packages_stands_in_two_files():
-    """Private names, signatures and versions of transformers, accelerate, PEFT and torch."""
+    """Private names, signatures and versions of transformers, accelerate, PEFT and torch are used
+    in the compat files only."""
     assert private_names(ast.parse("x._y; from torch import _z; getattr(a, '_b')")) == {
         "_y", "_z", "_b",
     }  # fmt: skip
     compats = ["h2o/compat.py", "h2o/compat_wrappers.py"]
-    rooms = {*compats, *sources("h2o/vllm", ".py")}  # vLLM's stand in its plugin
-    rooms.add("h2o/backends/prompt_attention.py")  # needs torch, and no transformers
+    rooms = {*compats, *sources("h2o/vllm", ".py")}  # the plugin may use vLLM's
+    rooms.add("h2o/backends/prompt_attention.py")  # needs torch and must not import transformers
     trees = {name: ast.parse(text) for name, text in PYTHON.items()}
     compat = set().union(*(private_names(trees[name]) for name in compats))
-    ours = {"_fields", "_replace", "_asdict", "_make"}  # of named tuples
+    ours = {"_fields", "_replace", "_asdict", "_make"}  # public methods of named tuples
     ours |= {"_core", "_actions"}  # our core; argparse's
     ours |= set().union(*(defined_names(tree) for tree in trees.values())) - compat
     for name, tree in trees.items():
@@ -391,7 +400,7 @@ def test_what_is_borrowed_from_inside_other_packages_stands_in_two_files():
 
 
 def test_vllm_is_known_to_its_plugin():
-    """And what is served there knows nothing of transformers' caches, but for one file."""
+    """Only the plugin's files import vLLM, and only echo_of_prompts.py there imports h2o.hf."""
     files = {
         f"h2o/vllm/{name}.py"
         for name in (
@@ -409,23 +418,24 @@ def test_vllm_is_known_to_its_plugin():
 
 
 FLOORS = 10
-"""Rooms, which are the folders and the files at the top of the package, stand on one another."""
+"""Most levels of imports between rooms. A room is a folder or a file at the top of the package."""
 
 FLOORS_OF_HF = 8
 FILES_OF_A_ROOM = 11
-"""Of h2o/hf, each with its __init__.py"""
+"""Most files in a room of h2o/hf, including __init__.py."""
 
 SERVING = {
     "attention_blocks", "backends", "budgets", "compat", "compat_wrappers", "config", "errors",
     "hf", "kv_dtype", "model_identity", "models", "ops", "packages", "policy", "quantization",
     "sink_logits", "slots", "spans", "tensors", "utils", "vllm",
 }  # fmt: skip
-"""The rooms that it takes to serve a model, or to simulate that in one forward pass; the others
-measure one, or are commands."""
+"""Rooms that are needed to serve a model or to simulate serving in one forward pass. The other
+rooms measure models or are commands."""
 
 
 def imported_files(name: str) -> set[str]:
-    """Files of the package that one of its files imports at any depth, for types too."""
+    """Files of the package that one of its files imports at any depth, including imports for
+    types."""
     modules = set()
     for node in ast.walk(ast.parse(PYTHON[name])):
         if isinstance(node, ast.Import):
@@ -436,8 +446,8 @@ def imported_files(name: str) -> set[str]:
 
 
 def file_of(module: str) -> str | None:
-    """The file of a module, or of what holds it where that is a name inside; None where that is
-    none of the package, or the compiled core."""
+    """File of a module, or of the module that defines a name. None if the module is not part of the
+    package or is the compiled core."""
     path = "" if module.startswith("h2o._core") else module.replace(".", "/")
     while path:
         for file in (f"{path}.py", f"{path}/__init__.py"):
@@ -459,9 +469,9 @@ ROOMS = {
 
 
 def floors(arrows: dict[str, set[str]]) -> dict[str, int]:
-    """1 for what imports nothing, else one more than the highest of what is imported.
+    """Floor of each node: 1 if it imports nothing, otherwise one more than its highest import.
 
-    An AssertionError names what imports itself by way of others.
+    Raises an AssertionError that names the circle if a node imports itself through others.
     """
     floor: dict[str, int] = {}
 
@@ -510,7 +520,7 @@ def test_rooms_of_hf_stand_on_one_another_on_few_floors():
 
 
 def test_the_package_is_for_users():
-    """Its own files import each other, so that `import h2o` stands on all of them."""
+    """`import h2o` loads all of the package's files, so none of them may import `h2o` itself."""
     assert not [name for name, files in IMPORTS.items() if "h2o/__init__.py" in files]
 
 
@@ -529,7 +539,7 @@ def test_calibration_needs_nothing_of_evaluation():
 
 
 def test_no_two_files_have_one_name():
-    """Or a stranger would have to know the folder as well."""
+    """Two files of one name could only be told apart by their folders."""
     names = [Path(name).stem for name in [*PYTHON, *sources("benchmarks", ".py")]]
     repeated = {name for name in names if names.count(name) > 1} - {"__init__", "__main__"}
     assert not repeated
@@ -573,7 +583,7 @@ def test_files_stay_small_enough_to_read():
 
 
 def test_project_stands_alone():
-    """No paths of the machine that it was written on, no folder beside it."""
+    """The sources must not contain paths of the machine they were written on."""
     homes = "|".join(("work", "root", "home", "opt", "Users"))
     paths = re.compile(rf"/(?<![\w.}}/-]/)(?:{homes})/\w|\.\./share" "d")
     endings = (".md", ".toml", ".txt", ".py", ".c", ".h", ".inc", ".ipynb", "Makefile", "run")
@@ -583,8 +593,8 @@ def test_project_stands_alone():
 
 
 def test_lines_of_json_end_at_line_ends():
-    """And not at U+2028 or U+0085, at which splitlines divides and which JSON may hold as they are.
-    A first line is another matter."""
+    """splitlines() also splits at U+2028 and U+0085, which JSON may contain unescaped. Reading only
+    the first line with it is allowed."""
     many = re.compile(r"\.splitlines\(\)(?!\[0\])")
     reading = {
         name: text
@@ -596,7 +606,8 @@ def test_lines_of_json_end_at_line_ends():
 
 
 def test_what_is_installed_needs_nothing_that_is_not():
-    """Benchmarks, tests and tools lie beside the package."""
+    """Benchmarks, tests, tools and examples are not installed, so the package must not import
+    them."""
     for room in ("benchmarks", "tests", "tools", "examples"):
         assert not importers(room), room
     benchmarks = sources("benchmarks", ".py")
@@ -604,5 +615,5 @@ def test_what_is_installed_needs_nothing_that_is_not():
     for name, text in benchmarks.items():
         assert len(text.splitlines()) <= 400, name
         assert "h2o._core" not in imports(text), name
-        # A machine with a GPU and no network may lack it; one table of other engines wants it.
+        # A GPU machine without network may lack gguf, which only one table of other engines needs.
         assert not re.search(r"^(import|from) gguf", text, re.M), name

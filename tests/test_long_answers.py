@@ -1,4 +1,4 @@
-"""examples/long_answers.py in its smallest form: its texts, its training, its table."""
+"""examples/long_answers.py at its smallest size: its texts, its training and its table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if not SCRIPT.exists():
 def script():
     spec = importlib.util.spec_from_file_location("long_answers", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["long_answers"] = module  # where dataclasses look up annotations
+    sys.modules["long_answers"] = module  # dataclasses look up annotations there
     spec.loader.exec_module(module)
     module.TOKENS, module.SAVED = 100, 2
     return module
@@ -29,7 +29,7 @@ def script():
 
 @pytest.mark.parametrize("often", [False, True])
 def test_answers_follow_from_prompts(script, often):
-    """Whoever goes through the numbered steps of a prompt holds what the answer says."""
+    """Following the numbered steps of a prompt must lead to what the answer says."""
     prompt, answer = script.text(script.Size(20), often, random.Random(3))
     starts, last = prompt[1 : 1 + 2 * 16], prompt.pop()
     holds = dict(zip(starts[::2], starts[1::2], strict=True))

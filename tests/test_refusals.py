@@ -1,4 +1,4 @@
-"""Models and settings that do not go together: one line says so, before anything is measured."""
+"""Settings that do not fit a model: one line says so before anything is measured."""
 
 import json
 
@@ -84,13 +84,13 @@ BENCH = "bench --prompts 20 --tokens 2 --rounds 1"
 def test_what_does_not_fit_the_model_is_one_line(
     command, model, words, folders, tmp_path, capsys, monkeypatch
 ):
-    """And no cache has read anything by then."""
+    """The error is one line, and comes before the model has been run."""
     (tmp_path / "text").write_text("A sentence of the text. " * 12)
     places = {"TEXT": PROMPT, "FILE": str(tmp_path / "text")}
     arguments = [
         places.get(x, x.replace("OUT", str(tmp_path / "out"))) for x in command.split()
     ] + ["--model", folders[model]]  # fmt: skip
-    run = pytest.fail  # a model's embedding of tokens comes first of all
+    run = pytest.fail  # a model first embeds its tokens
     monkeypatch.setattr(torch.nn.Embedding, "forward", lambda *_: run("a model was run"))
     assert cli.main(arguments) == 1
     captured = capsys.readouterr()
@@ -103,7 +103,8 @@ def test_what_does_not_fit_the_model_is_one_line(
 
 
 def test_a_profile_of_other_weights_is_refused(folders, tmp_path, capsys):
-    """The shape is the same, as a fine-tuned model's is; its own profile it takes."""
+    """The profile's model has the same shape but other weights, like a fine-tuned model. The
+    model's own profile is accepted."""
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(folders["llama"])

@@ -1,4 +1,4 @@
-"""What tools/release.py asks of the files of a release, and conda's recipe."""
+"""Checks of tools/release.py on a release's files, and conda's recipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory) -> Path:
-    """A folder with the sdist and the pure wheel of the files that git knows."""
+    """Folder with the sdist and the pure wheel, built from the files that git tracks."""
     folder = tmp_path_factory.mktemp("checkout")
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True)
     for name in listed.stdout.decode().splitlines():
@@ -42,7 +42,8 @@ def dist(tmp_path_factory) -> Path:
 
 
 def test_a_release_of_this_checkout(dist):
-    """What twine and rattler-build say is for make release-dry-run, which has them."""
+    """This checkout passes h2o's own checks. make release-dry-run adds those of twine and
+    rattler-build."""
     (sdist,), (wheel,) = dist.glob("*.tar.gz"), dist.glob("*.whl")
     metadata = release.sdist_metadata(sdist)
     assert metadata["License-Expression"] == "MIT"
@@ -102,7 +103,8 @@ def test_wheels_that_no_release_should_have(dist, tmp_path):
 
 
 def test_the_recipe_is_of_this_project():
-    """Its outputs need what pyproject.toml says, and make what the Makefile makes."""
+    """The recipe's outputs require what pyproject.toml requires, and use existing Makefile
+    targets."""
     recipe = yaml.safe_load(release.RECIPE.read_text("utf-8"))
     assert recipe["context"]["version"] == PROJECT["version"]
     cpu, cuda = recipe["outputs"]

@@ -1,4 +1,4 @@
-"""Files of results that an interrupted run goes on with, and what they depend on."""
+"""Result files that an interrupted run continues, and the fingerprints they depend on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from h2o.result_cells import Cells  # noqa: E402
 from tests.evaluation import conftest  # noqa: E402
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # from PEFT
 def test_fingerprints_of_models():
-    """Adapters and quantized weights count; the name and how the weights are stored do not."""
+    """Weights, their rounding, the architecture and adapters change the fingerprint. The model's
+    name does not."""
     peft = pytest.importorskip("peft")
     model = conftest.build()
     plain = model_identity.model_fingerprint(model)

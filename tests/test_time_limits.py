@@ -1,4 +1,4 @@
-"""Tests that hang: the options of pyproject.toml end them, whatever they wait for."""
+"""The options in pyproject.toml end a test that hangs, whatever it waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a type checker and an editor see of h2o in a user's script."""
+"""What a type checker or an editor sees of h2o in a user's script."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SAID = (
     '"kv_dtype"', '"positions"', '"budget_unit"', '"prompt_length"',
 )  # fmt: skip
 
-# Their own types take a minute, and are not ours to test.
+# Checking torch's and transformers' own types takes a minute and is not the purpose here.
 CONFIG = """
 [mypy]
 strict = True

@@ -1,4 +1,4 @@
-"""tools/versions.py: what of the newest versions is reported, and what fails a run."""
+"""tools/versions.py: what is reported about the newest versions, and what fails a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if not (ROOT / "tools" / "versions.py").is_file():
     pytest.skip("needs a checkout", allow_module_level=True)
 sys.path.insert(0, str(ROOT / "tools"))
-versions = pytest.importorskip("versions")  # the core's tests run where packaging is not
+versions = pytest.importorskip("versions")  # packaging may be missing where the core's tests run
 
 
 def test_all_that_is_compared_is_pinned():
@@ -66,7 +66,8 @@ def test_what_pytest_prints_is_summarized(output, failures, counts):
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_release_of_others_stops_nothing(monkeypatch, tmp_path, capsys, newer, strict, failed):
-    """Unless --strict says so; what failed is printed, and written for the end of the run."""
+    """A failure with a newer release fails the run only with --strict. It is printed, and written
+    to a file for the end of the run."""
     monkeypatch.setattr(versions, "ROOT", tmp_path)
     monkeypatch.setattr(versions, "try_newest", lambda minutes: ("peft", failed, newer))
     monkeypatch.setattr(sys, "argv", ["versions.py", "--newest", *["--strict"] * strict])

@@ -1,4 +1,4 @@
-"""What tools/wheels.py asks of wheels as to kernels for GPUs, and what is packed where."""
+"""What tools/wheels.py checks about GPU kernels in wheels, and what is packed where."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_sizes_are_limited_with_kernels_and_without(tmp_path):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
-    """Sources beside which kernels were built."""
+    """A copy of the sources with built kernels in it."""
     folder = tmp_path_factory.mktemp("sources")
     for path in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / path, folder)
@@ -108,13 +108,14 @@ def test_a_build_takes_kernels_and_tasks_that_lie_there(sources):
     assert not (sources / "pure" / wheel_contents.KERNELS).exists()
     tasks = {path.name for path in (ROOT / "h2o" / "evaluation" / "tasks").glob("*.yaml")}
     assert tasks
-    for build in ("core", "pure"):  # and lm-eval's tasks, which are no Python
+    for build in ("core", "pure"):  # lm-eval's tasks are not Python files
         packed = (sources / build / "h2o" / "evaluation" / "tasks").iterdir()
         assert {path.name for path in packed} == tasks
 
 
 def test_the_makefile_and_the_build_know_one_word():
-    """Kernels end with the word that `make cuda` writes, the core has that of setup.py."""
+    """The kernels end with the word that `make cuda` writes. It must equal the word that setup.py
+    compiles into the core."""
     if shutil.which("make") is None:
         pytest.skip("no make here")
     rule = 'word: ; @printf %s "$(KERNELS_WORD)"'

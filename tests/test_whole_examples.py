@@ -1,4 +1,4 @@
-"""Examples that are whole programs, on a tiny model: a pinned chat, a library, a batch job."""
+"""Examples that are whole programs, with a tiny model: a pinned chat, a library, a batch job."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def test_a_library_finds_its_documents(tiny, tmp_path, monkeypatch):  # noqa: F8
 
 
 def read_answers(path):
-    """Answers in a file, one a line."""
+    """Answers in a file, one per line."""
     return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
 
 
 def answer_letters(folder, prompts, *options):
-    """Answers to the letters of the batch job, by one run of the command."""
+    """Answers to the letters of the batch job, from one run of the command."""
     module = runpy.run_path(str(EXAMPLES / "batch_job.py"))
     module["write_prompts"](folder / "letters.jsonl", prompts)
     files = ["--prompts", str(folder / "letters.jsonl"), "--output", str(folder / "whole.jsonl")]
@@ -104,7 +104,8 @@ def answer_letters(folder, prompts, *options):
 
 
 def test_the_default_model_answers_letters(tmp_path):
-    """Prompts are asked as chats: an instruct model may have nothing to add to plain text."""
+    """Without the chat template an instruct model may have nothing to add to a prompt, and the
+    answer would be empty."""
     from h2o import models
 
     try:
@@ -116,7 +117,7 @@ def test_the_default_model_answers_letters(tmp_path):
 
 
 def test_a_batch_job_goes_on_after_a_kill(chatting, tmp_path):
-    """Every prompt has one answer, the one that it has without the kill."""
+    """Every prompt must have exactly one answer, the same as without the kill."""
     options = ("--model", str(chatting), "--rows", "4", "--max-new-tokens", "24")
     out = run("batch_job.py", tmp_path, "--prompts", "24", "--kill-after", "6", *options)
     killed = int(re.search(r"killed with (\d+) of 24 answers", out)[1])

@@ -1,4 +1,5 @@
-"""A build without the core: it answers as the core does, refuses what is no call, and says so."""
+"""A build without the core gives the core's answers, rejects wrong calls, and says that the core is
+missing."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ SAID = "this h2o-kv was built without its compiled core"
 
 @pytest.fixture
 def by_torch(monkeypatch):
-    """The operations in this process, as a build without the core has them."""
+    """Run the operations of this process as a build without the core does."""
     operations = {x: functools.partial(without_core.call, x, "run") for x in backends.OPERATIONS}
     served = types.SimpleNamespace(**operations)
     for name in ("serving", "serving_if_open"):
@@ -40,7 +41,7 @@ def by_torch(monkeypatch):
 
 
 def write(call):
-    """What a call writes, by name."""
+    """Run a call and return the tensors it writes, by name."""
     call.run()
     return {name: call.get(name).copy() for name in call.written}
 
@@ -58,7 +59,7 @@ def test_arrays_are_written_where_they_lie(name, request):
             and tensor[:5] != "slots"
         ):
             np.testing.assert_array_equal(written[tensor], wanted[tensor], tensor)
-        elif not tensor.startswith("slots."):  # which slot a key gets is left to each
+        elif not tensor.startswith("slots."):  # each implementation may choose its own slots
             np.testing.assert_allclose(written[tensor], wanted[tensor], 1e-4, 1e-5, err_msg=tensor)
     if "slots.positions" in wanted:
         where = [np.sort(x["slots.positions"]) for x in (written, wanted)]
@@ -126,7 +127,7 @@ def test_what_is_no_policy_is_named(field, value, error, refused):
 
 
 def copied(folder: Path) -> Path:
-    """The package as a wheel without the core has it."""
+    """Copy the package as a wheel without the core contains it."""
     ignored = shutil.ignore_patterns("_core*", "kernels.fatbin", "__pycache__")
     shutil.copytree(PACKAGE, folder / "h2o", ignore=ignored)
     (folder / "h2o" / packages.PURE_BUILD).write_text("1.2.3\n")
@@ -206,7 +207,7 @@ def test_a_checkout_has_no_such_file():
 
 @pytest.fixture
 def sources(tmp_path):
-    """What a wheel is built from, without C."""
+    """The sources of a wheel, without C."""
     root = PACKAGE.parent
     if not (root / "setup.py").exists():
         pytest.skip("the sources are not here")
@@ -233,7 +234,8 @@ def test_the_wheel_is_for_any_system_and_holds_no_core(sources):
 
 
 def test_an_editable_install_in_place_compiles_nothing(sources):
-    """`make` builds the core afterwards, once. A wheel would have no core, so none is made."""
+    """`make` compiles the core afterwards, so an editable install must not. A wheel built this way
+    would lack the core and is rejected."""
     hooks = "from setuptools import build_meta as made; made.build_editable('built')"
     (sources / "built").mkdir()
     done = run(sources, "-c", hooks, H2O_IN_PLACE="1", CC="no-such-compiler")

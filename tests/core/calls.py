@@ -1,4 +1,4 @@
-"""One valid call of each operation, to be spoilt one argument at a time."""
+"""One valid call of each operation. Tests make one argument at a time invalid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ HEAVY, RECENT = 2, 3
 
 
 def slots(seed: int = 1, dtype: Any = np.float32, *, norms: bool = False) -> ops.Slots:
-    """Row 0 has seen 7 tokens and holds 5, with a hole at slot 2; row 1 holds its 3."""
+    """Slots of two batch rows. Row 0 has seen 7 tokens and holds 5, with a hole at slot 2. Row 1
+    holds its 3 tokens."""
     rng = np.random.default_rng(seed)
     held = ops.new_slots(np.zeros((B, G, 1, D), dtype), S, HEAVY, RECENT, value_weighted=norms)
     held.keys[...] = rng.standard_normal(held.keys.shape)
@@ -32,7 +33,7 @@ def slots(seed: int = 1, dtype: Any = np.float32, *, norms: bool = False) -> ops
 
 @dataclasses.dataclass
 class Call:
-    """A function of h2o.ops with all its arguments; slots are spoken of as "slots.keys"."""
+    """A function of h2o.ops with all its arguments. Fields of slots are named like "slots.keys"."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
@@ -46,7 +47,7 @@ class Call:
         return getattr(self.arguments[head], field) if field else self.arguments[head]
 
     def put(self, name: str, value: Any) -> Call:
-        """This call with another value for one argument."""
+        """Return this call with another value for one argument."""
         head, _, field = name.partition(".")
         if field:
             value = self.arguments[head]._replace(**{field: value})
@@ -63,7 +64,7 @@ class Call:
         return names
 
     def snapshot(self) -> dict[str, bytes]:
-        """The bytes of all arrays but those that broadcasting made larger than they are."""
+        """Bytes of all arrays, except arrays that broadcasting made larger than their memory."""
         arrays = {name: self.get(name) for name in self.tensors()}
         return {
             name: array.tobytes()
@@ -73,7 +74,7 @@ class Call:
 
 
 def ranks(positions: np.ndarray) -> np.ndarray:
-    """Of the keys of each row and head by position; -1 where there is none."""
+    """Rank of each key by position, within its row and head; -1 for empty slots."""
     order = np.where(positions < 0, np.iinfo(np.int32).max, positions).argsort(-1)
     return np.where(positions < 0, -1, order.argsort(-1)).astype(np.int32)
 
@@ -82,8 +83,9 @@ STATE = ("keys", "values", "scores", "positions", "next_slot", "seen_tokens", "e
 
 
 def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
-    """A valid call; name: a function, "step weighted" for one with norms, "step rolled", or "step
-    numbered" about rows 0 and 3 of 4."""
+    """A valid call. `name` is a function of h2o.ops, "evict weighted" or "step weighted" for a call
+    with norms, "step rolled" for one with rotated keys, or "step numbered" for a step of rows 0 and
+    3 of 4."""
     rng = np.random.default_rng(seed)
     name, _, kind = name.partition(" ")
     weighted = kind == "weighted"
@@ -140,7 +142,7 @@ EVERY_WRITTEN = [(name, tensor) for name in NAMES for tensor in make(name).writt
 
 
 def used(name: str, tensor: str) -> bool:
-    """Whether the operation looks at the tensor: attend sees only a part of the slots."""
+    """Whether the operation uses the tensor. attend uses only some fields of the slots."""
     unused = {
         f"slots.{field}"
         for field in ("next_slot", "seen_tokens", "budget", "evicted_score", "norms")

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the core, which need NumPy only and run under sanitizers."""
+"""Fixtures of the core's tests, which need only NumPy and run under sanitizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.core.calls import Call
 
 @pytest.fixture
 def refused() -> Callable[..., None]:
-    """refused(call, error, text): the call raises just this, and leaves its arguments alone."""
+    """refused(call, error, *texts): the call raises exactly this error, and its arguments do not
+    change."""
 
     @contextmanager
     def untouched(call: Call) -> Iterator[None]:

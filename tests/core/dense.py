@@ -1,8 +1,8 @@
-"""What a cache should answer, from whole-text matrices in NumPy and float64.
+"""The answers of a cache, computed with whole-text matrices in NumPy and float64.
 
-A second way to the truth, next to `tests.reference`: nothing is stored or moved. Every key of the
-text keeps its column, and a boolean says whether it is still held. The tests of the core
-use it because they run without torch, and the oracle is tested against it.
+This is a second reference, independent of `tests.reference`. It neither stores nor moves keys:
+every key of the text keeps its column, and a boolean says whether it is still held. The core's
+tests use it because they run without torch, and `tests.reference` is tested against it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.inputs import Policy, Text
 @dataclasses.dataclass
 class Answers:
     out: np.ndarray
-    """[B, N, H, D] float64, 0 at pads"""
+    """[B, N, H, D] float64, 0 at padding"""
     held: list[np.ndarray]
     """after each call, [B, G, N] bool"""
     scores: list[np.ndarray]
@@ -25,18 +25,19 @@ class Answers:
     evicted_score: np.ndarray
     """[B, G] float64"""
     position: np.ndarray
-    """[B, N] int64: index of a column's token in its row, pads not counted"""
+    """[B, N] int64: position of a column's token in its row, without padding"""
     evicted_at: np.ndarray
-    """[B, G, N]: column after the call that evicted the key, N if none did, 0 for a pad"""
+    """[B, G, N]: number of columns fed when the key had been evicted; N if it never was, 0 for
+    padding"""
     last_scores: np.ndarray
-    """[B, G, N] float64: at the end, or at eviction"""
+    """[B, G, N] float64: scores at the end, or at eviction"""
     visible: np.ndarray
-    """[B, G, N, N] bool: which keys each row attends to"""
+    """[B, G, N, N] bool: the keys that each query attends to"""
     gap: float
-    """smallest relative distance between the lowest rank kept and the highest dropped"""
+    """smallest relative difference between the lowest rank kept and the highest rank evicted"""
 
     def kept(self, call: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions [B, G, K] and scores, as `tests.inputs.kept`."""
+        """Positions [B, G, K] and scores, in the form of `tests.inputs.kept`."""
         held, scores = self.held[call], self.scores[call]
         K = int(held.sum(-1).max())
         order = np.argsort(~held, axis=-1, kind="stable")[..., :K]
@@ -58,7 +59,8 @@ def answers(
     sink_logits: np.ndarray | None = None,
     scale: float | None = None,
 ) -> Answers:
-    """The text fed in these calls; `budget` [B, 2] instead of the policy's heavy and recent."""
+    """Answers to the text, fed in calls of these lengths. `budget` [B, 2] replaces the policy's
+    heavy and recent."""
     query, keys, values = (x.astype(np.float64) for x in text)
     B, H, N, D = query.shape
     G = keys.shape[1]
@@ -124,7 +126,8 @@ def answers(
 
 
 def _softmax(logits: np.ndarray, visible: np.ndarray, sinks: np.ndarray) -> np.ndarray:
-    """Over the last axis, where visible, and the sinks [..., 1]; 0 elsewhere."""
+    """Softmax over the last axis, of the visible logits and the sinks [..., 1]; 0 where not
+    visible."""
     top = np.maximum(np.where(visible, logits, -np.inf).max(-1, keepdims=True), sinks)
     top = np.where(np.isfinite(top), top, 0)
     p = np.exp(np.where(visible, logits, -np.inf) - top)
@@ -132,7 +135,7 @@ def _softmax(logits: np.ndarray, visible: np.ndarray, sinks: np.ndarray) -> np.n
 
 
 def _stay(b, g, held, score, norm, position, seen, policy, budget, done):
-    """[N] bool: what row b and head g go on holding; notes how close the choice was."""
+    """[N] bool: the keys that row b and head g keep. Also updates `done.gap`."""
     heavy, recent = budget
     here = held[b, g]
     if here.sum() <= heavy + recent + policy.sinks:

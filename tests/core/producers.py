@@ -1,7 +1,7 @@
-"""Objects that lend a NumPy array's memory in every way that DLPack allows, and in wrong ones.
+"""Objects that share a NumPy array's memory in every way that DLPack allows, and in wrong ways.
 
-DLPack's structs are declared in ctypes here a second time, on purpose: the core's own
-declarations are judged against these and against torch.
+DLPack's structs are deliberately declared here a second time, with ctypes. The core's own
+declarations are tested against these and against torch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 _KEPT: list[Any] = []
-"""Everything that C code may still call: as with a real library, it lives to the end."""
+"""Everything that C code may still call. Like a real library, it stays alive until the process
+ends."""
 
 
 @atexit.register
 def _return_capsules() -> None:
-    """While Python can still run what their destructors call."""
+    """Free the capsules while Python can still run their destructors."""
     for kept in _KEPT:
         vars(kept).get("given", []).clear()
 
@@ -76,20 +77,20 @@ TENSOR_FROM = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(D
 
 
 def _python_api(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of Python's C API, whose types no other code can change."""
+    """A function of Python's C API, with types of its own that no other code can change."""
     return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
 
 
 capsule_new = _python_api(
     "PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
 )
-# Takes an address, because the capsule may be dying.
+# Takes an address, because the capsule may be about to be freed.
 _is_valid = _python_api("PyCapsule_IsValid", ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)
 _get_name = _python_api("PyCapsule_GetName", ctypes.c_char_p, ctypes.py_object)
 
 
 def fill(tensor: DLTensor, array: np.ndarray, **fields: Any) -> list[Any]:
-    """Describes `array` in `tensor`, then sets `fields`; returns what must stay alive."""
+    """Describe `array` in `tensor`, then set `fields`. Returns the objects that must stay alive."""
     n = array.ndim
     shape = (ctypes.c_int64 * max(n, 1))(*array.shape)
     strides = (ctypes.c_int64 * max(n, 1))(*(s // array.itemsize for s in array.strides))
@@ -104,10 +105,10 @@ def fill(tensor: DLTensor, array: np.ndarray, **fields: Any) -> list[Any]:
 
 
 class Producer:
-    """Speaks `__dlpack__` and nothing else.
+    """An object with `__dlpack__` and no other protocol.
 
-    versioned, version, flags, name: of the capsules; fields: of their tensor. `given` are the
-    capsules handed out, `deleted` counts the calls of their deleter.
+    `versioned`, `version`, `flags` and `name` describe the capsules, `fields` their tensor.
+    `capsules` has those handed out, and `deleted` counts the calls of their deleter.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Producer:
             if on_delete is not None:
                 on_delete()
 
-        def destroy(capsule: int) -> None:  # what was not taken, its producer gives back
+        def destroy(capsule: int) -> None:  # the producer frees what no consumer took
             if not self._name.startswith(b"used_") and _is_valid(capsule, self._name):
                 delete(0)
 
@@ -160,12 +161,12 @@ class Producer:
         return capsule
 
     def names(self) -> list[str]:
-        """The names that the capsules have now."""
+        """Current names of the capsules."""
         return [_get_name(capsule).decode() for capsule in self.capsules]
 
 
 class Table:
-    """A DLPack exchange table of a given version, whose function fills in `array`."""
+    """A DLPack exchange table of a given version. Its function describes `array`."""
 
     def __init__(
         self,
@@ -198,6 +199,6 @@ class Table:
         return capsule_new(ctypes.addressof(self.api), name, None)
 
     def tensor(self, **attributes: Any) -> Any:
-        """An object of a new type that offers this table."""
+        """An object of a new type that has this table."""
         members = {"__dlpack_c_exchange_api__": self.capsule(), **attributes}
         return type("Tensor", (), members)()

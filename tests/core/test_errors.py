@@ -1,4 +1,4 @@
-"""Wrong arguments: which exception, naming what, and nothing written."""
+"""Wrong arguments: the right exception names the argument, and no tensor is written."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_sizes(name, tensor, refused):
     array = call.get(tensor)
     for axis in range(array.ndim):
         if (tensor, axis) in (("rotary.table", 0), ("rotary.table", 2)):
-            continue  # any number of ranks and of angles
+            continue  # any number of ranks and angles is valid
         for more in (1, 5):
             wrong = np.concatenate([array] + [array.take([0], axis)] * more, axis)
             spoilt = call.put(tensor, wrong)
-            if axis < 2 and tensor == "query" and axis == 1:  # H + 1: no multiple of G
+            if axis < 2 and tensor == "query" and axis == 1:  # H + 1 heads are no multiple of G
                 refused(spoilt, ValueError)
             else:
                 refused(spoilt, ValueError, "has shape|not a multiple|shares memory")
@@ -75,7 +75,7 @@ def test_zero_sizes(name, tensor, refused):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_at_all(name, refused):
-    """All sizes 0 agree with each other, which does not make them right."""
+    """Sizes that are all 0 agree with each other, but are still invalid."""
     call = make(name)
     for tensor in call.tensors():
         array = call.get(tensor)
@@ -89,7 +89,7 @@ def test_dtypes(name, tensor, refused):
     array = call.get(tensor)
     for dtype in "float64 float32 float16 int32 int64 int8 uint16 bool".split():
         spoilt = call.put(tensor, array.astype(dtype))
-        if tensor in ("query", "keys") and dtype == "float16":  # then the others are wrong
+        if tensor in ("query", "keys") and dtype == "float16":  # then the others do not match
             refused(spoilt, TypeError, "has dtype float(32|16), wanted float(32|16) like ")
         elif array.dtype != dtype:
             refused(spoilt, TypeError, f"^{tensor}: ", "dtype ", ("wanted |only "))
@@ -100,7 +100,7 @@ def test_dtypes_that_nothing_takes(name, tensor, refused):
     call = make(name)
     array = call.get(tensor)
     swapped = array.astype(array.dtype.newbyteorder(">")) if array.dtype.itemsize > 1 else None
-    bfloat16 = np.zeros(array.shape, [("bfloat16", np.uint16)])  # like ml_dtypes': kind "V"
+    bfloat16 = np.zeros(array.shape, [("bfloat16", np.uint16)])  # kind "V", like ml_dtypes'
     for wrong in (
         swapped,
         bfloat16,
@@ -142,7 +142,8 @@ def test_none(name, tensor, refused):
 @pytest.mark.parametrize("name", ["attend", "step", "simulate"])
 @pytest.mark.parametrize("tensor", ["query", "keys"])
 def test_without_a_scale_the_tensor_is_named(name, tensor, refused):
-    """The scale comes from the query's shape, and is not what is wrong."""
+    """The default scale is computed from the query's shape. An error in the query must not be
+    reported as an error in the scale."""
     call = make(name).put("scale", None)
     tensor = "key" if (name, tensor) == ("step", "keys") else tensor
     array = call.get(tensor)
@@ -225,7 +226,7 @@ def test_scalars(name, refused):
 
 
 class Shouting:
-    """A number whose conversion raises what no caller expects."""
+    """A number whose conversion raises an unexpected exception."""
 
     def __float__(self):
         raise ZeroDivisionError("shout")
@@ -261,7 +262,7 @@ def test_operations_modes_and_devices_have_names():
     with pytest.raises(TypeError, match=r"^operation: there is no 3"):
         _core.call(3, "run")
     with pytest.raises(ValueError, match=r"^mode: there is no 'walk'"):
-        _core.call("".join(["st", "ep"]), "walk")  # a name that is not interned is one too
+        _core.call("".join(["st", "ep"]), "walk")  # not interned, but still a valid name
     with pytest.raises(ValueError, match=r"^device: there is no 'abacus'"):
         _core.devices("abacus")
     with pytest.raises(TypeError, match=r"^device: there is no None"):
@@ -366,7 +367,7 @@ def test_evict_needs_room(refused):
     call.get("slots.seen_tokens")[1] = 4
     call.get("slots.positions")[1, :, 3] = 3
     refused(call, ValueError, "^slots.keys: has 6 slots, but row 1 must keep 7 tokens")
-    call.get("mask")[1] = [True, True, False]  # then it keeps 6
+    call.get("mask")[1] = [True, True, False]  # now row 1 keeps 6 tokens
     call.run()
 
 
@@ -442,7 +443,8 @@ def test_a_shape_is_told_in_full(refused):
 
 
 def test_angles_that_do_not_fit(refused):
-    """More angles than a row has pairs, fewer ranks than a row holds and its new token."""
+    """The table may have neither more angles than a key has pairs, nor fewer ranks than a row holds
+    with its new token."""
     call = make("step rolled")
     many = np.zeros((calls.S, 2, 5), np.float32)
     refused(call.put("rotary.table", many), ValueError, "^rotary.table: has 5 angles, .*have 8$")

@@ -1,4 +1,4 @@
-"""The ways in: each gives the same answer from the same memory, and gives the memory back."""
+"""All ways to pass a tensor give the same answer from the same memory, and release the memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ OPERATIONS = ["attend", "evict weighted", "step weighted", "simulate"]
 INPUTS = [
     (name, tensor)
     for name, tensor in EVERY_TENSOR
-    if (name, tensor) not in EVERY_WRITTEN and tensor != "rotary.table"  # whose last stride is 1
+    if (name, tensor) not in EVERY_WRITTEN and tensor != "rotary.table"  # its last stride must be 1
 ]
 
 
 def answer(call: Call) -> dict[str, bytes]:
-    """What the call leaves in the tensors that it writes."""
+    """Run the call and return the bytes of the tensors that it writes."""
     call.run()
     return {tensor: call.get(tensor).tobytes() for tensor in call.written}
 
 
 def behind(call: Call, wrap) -> tuple[Call, dict]:
-    """The call with each tensor behind a wrapper, and the wrappers."""
+    """The call with each tensor wrapped, and the wrappers by tensor."""
     wrapped = {tensor: wrap(call.get(tensor)) for tensor in call.tensors()}
     for tensor, wrapper in wrapped.items():
         call = call.put(tensor, wrapper)
@@ -65,7 +65,7 @@ def test_dunder(name, case):
             assert producer.calls == asked
             assert producer.names() == [used]
             assert producer.deleted == (case != "without deleter")
-            producer.capsules.clear()  # the capsule dies, and must not delete again
+            producer.capsules.clear()  # freeing the capsule must not call the deleter again
             assert producer.deleted == (case != "without deleter")
         else:
             assert producer.calls == []
@@ -84,7 +84,7 @@ def test_table(name):
 
 
 def test_tables_of_several_versions():
-    """The newest of the known major version is taken, however deep it lies."""
+    """The newest table of the known major version is used, wherever it is in the list."""
     wanted = answer(make("step"))
     call = make("step")
     array = call.get("query")
@@ -133,7 +133,7 @@ def test_an_interrupt_while_a_table_is_looked_up_gets_through():
 
 
 def test_a_table_belongs_to_a_type():
-    """On the object itself it means nothing."""
+    """A table on the object itself, not on its type, is ignored."""
     call = make("step")
     table, producer = Table(call.get("query")), Producer(call.get("query"))
     producer.__dlpack_c_exchange_api__ = table.capsule()
@@ -142,7 +142,7 @@ def test_a_table_belongs_to_a_type():
 
 
 def test_types_come_and_go():
-    """A new type may get a dead one's address; its table must not."""
+    """A new type may get the address of a freed one. It must not get that type's table."""
     wanted = answer(make("step"))
     for _ in range(40):
         call = make("step")
@@ -165,7 +165,7 @@ def test_subclasses_of_arrays(tmp_path):
 
 
 def flipped(array: np.ndarray) -> np.ndarray:
-    """The same numbers, stored backwards."""
+    """The same numbers, stored in reverse order."""
     return np.flip(np.flip(array).copy())
 
 
@@ -181,7 +181,7 @@ def gapped(array: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_inputs_of_any_strides(name, tensor, dtype):
     if tensor.startswith("slots.") and tensor != "slots.budget":
-        return  # attend's slots: dense, see test_hostile.py
+        return  # attend needs dense slots, see test_hostile.py
     wanted = answer(make(name, dtype))
     for layout in (flipped, transposed, gapped):
         call = make(name, dtype)
@@ -249,7 +249,7 @@ def test_strides_may_be_missing(name, tensor):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_masks(name):
-    """Bool and uint8 are the same, and any byte but 0 is a token."""
+    """Masks of bool and uint8 are equivalent, and any byte except 0 marks a token."""
     call = make(name)
     mask = call.get("mask")
     mask[1, 0] = False
@@ -265,7 +265,7 @@ def test_masks(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dtypes_that_have_two_names(name):
-    """NumPy's longlong is an int64 as its long is, with a type number of its own."""
+    """NumPy's longlong is int64 like long, but has another type number."""
     wanted = answer(make(name))
     call = make(name)
     for tensor in call.tensors():
@@ -277,18 +277,19 @@ def test_dtypes_that_have_two_names(name):
 
 
 def rounded(array: np.ndarray) -> np.ndarray:
-    """float32 numbers that bfloat16 has as well."""
+    """float32 numbers that bfloat16 can represent exactly."""
     return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
 
 
 def halves(array: np.ndarray) -> np.ndarray:
-    """The same numbers as bfloat16, as far as NumPy can hold them."""
+    """The bits of these numbers as bfloat16, in uint16, since NumPy has no bfloat16."""
     return (array.view(np.uint32) >> 16).astype(np.uint16)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_bfloat16(name):
-    """Through DLPack only: NumPy does not know it. Equal to float32 up to rounding."""
+    """NumPy has no bfloat16, so it comes through DLPack. The answer equals that of float32 up to
+    rounding."""
     exact, call = make(name), make(name)
     patterns = {}
     for tensor in call.tensors():
@@ -326,7 +327,7 @@ def test_misaligned_arrays(refused):
 
 
 def test_what_has_no_shape_attribute():
-    """A DLPack object need have nothing else, if outputs and scale are given."""
+    """With outputs and scale given, an object needs nothing except DLPack."""
     for name in NAMES:
         call, _ = behind(make(name), Producer)
         call.run()
@@ -342,7 +343,8 @@ def test_a_capsule_is_no_tensor(refused):
 
 
 def test_producers_are_asked_for_interned_names():
-    """Made once: of a library without a table each tensor of each call is asked for both."""
+    """For a library without a table, each tensor of each call is asked for both attributes. The
+    names must be interned once, not created again for each lookup."""
     asked = []
 
     class Asked(type):
@@ -369,7 +371,8 @@ def test_producers_are_asked_for_interned_names():
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("way", ["numpy", "dunder", "table"])
 def test_no_reference_is_kept_or_lost(name, way):
-    """Neither by calls that succeed nor by those that fail, early or late."""
+    """References must not leak or get lost in calls that succeed, or in calls that fail early or
+    late."""
     wrap = {"numpy": lambda x: x, "dunder": Producer, "table": lambda x: Table(x).tensor()}[way]
     call, tensors = behind(make(name), wrap)
     call.run()
@@ -392,13 +395,13 @@ def test_info_loses_no_memory():
     before = sys.getallocatedblocks()
     for _ in range(200):
         _core.info()
-    assert sys.getallocatedblocks() - before < 100  # names of four levels each time
+    assert sys.getallocatedblocks() - before < 100  # each call creates the names of four levels
 
 
 @pytest.mark.parametrize("name", ["attend", "evict", "step", "simulate"])
 @pytest.mark.parametrize(("mode", "more"), [("measure", 1), ("launch", 2)])
 def test_modes_want_their_own_arguments_too(name, mode, more):
-    """They stand behind those of the operation."""
+    """The arguments of a mode follow those of the operation."""
     for count in range(more):
         with pytest.raises(TypeError, match=rf"^{name}: takes \d+ arguments, got {count}"):
             _core.call(name, mode, *[None] * count)

@@ -1,4 +1,4 @@
-"""The C core, on NumPy arrays, against what the authors' code kept (golden data)."""
+"""The C core on NumPy arrays keeps what the authors' code kept (golden data)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_simulation_keeps_what_the_authors_cache_keeps(name):
     stop, N = 0, golden.out.shape[1]
     for tokens, kept in zip(golden.calls, golden.kept, strict=True):
         stop += tokens
-        if stop < N:  # row `stop` is the first that no longer sees what this call dropped
+        if stop < N:  # row `stop` is the first that cannot see what this call evicted
             for head, alive in enumerate(evicted_at[0, :, :stop] > stop):
                 np.testing.assert_array_equal(np.flatnonzero(alive), kept[0, head])
     last = np.take_along_axis(scores, golden.kept[-1], -1)

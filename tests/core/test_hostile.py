@@ -1,7 +1,7 @@
-"""Memory that is not what it seems: overlaps, odd strides, impossible sizes, broken producers.
+"""Misleading memory: overlaps, odd strides, impossible sizes, broken producers.
 
-Whatever comes, there is an exception and nothing is read or written that must not be; the
-sanitizers watch over that (`make asan`).
+Each case must raise an exception, and must not read or write memory outside the tensors. The
+sanitizers check the latter (`make asan`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def test_written_tensors_have_elements_of_their_own(name, tensor, refused):
         backwards = np.flip(np.flip(array, axis).copy(), axis)
         repeated = np.broadcast_to(array.take([0], axis), array.shape)
         repeated.flags.writeable = True
-        # A window that slides by one element: the rows share all but their ends.
+        # A window that slides by one element. Neighboring rows share all elements except their
+        # ends.
         line = np.zeros(array.size, array.dtype)
         sliding = as_strided(line, array.shape, [array.itemsize] * array.ndim)
         for wrong in (backwards, repeated) + ((sliding,) if array.ndim > 1 else ()):
@@ -43,7 +44,7 @@ def test_written_tensors_have_elements_of_their_own(name, tensor, refused):
 
 @pytest.mark.parametrize(("name", "tensor"), EVERY_WRITTEN)
 def test_outputs_in_a_larger_tensor(name, tensor):
-    """Gaps between the elements are as good as none, and are left alone."""
+    """An output may have gaps between its elements, and the gaps are not written."""
     call, plain = make(name), make(name)
     plain.run()
     array = call.get(tensor)
@@ -81,7 +82,7 @@ def test_no_written_tensor_overlaps_another(name, written, refused):
 
 
 def overlaps(name, written, other, refused):
-    """Nothing is written where two tensors of a call share memory."""
+    """A call whose tensors share memory must write nothing."""
     call = make(name)
     a, b = call.get(written), call.get(other)
     size = 8 * (a.nbytes + b.nbytes)
@@ -95,10 +96,10 @@ def overlaps(name, written, other, refused):
     text = f"^({written}|{other}): is written and shares memory with ({written}|{other})$"
     wide = max(a.itemsize, b.itemsize)
     last = (a.nbytes - 1) // wide * wide
-    for start in {0, last}:  # the same beginning; the last element with the first
+    for start in {0, last}:  # the same first byte; the last element of a on the first of b
         spoilt = call.put(written, place(a, 0)).put(other, place(b, start))
         before = memory.copy()
-        with contextlib.suppress(ValueError):  # b's values may spoil a, which is refused as well
+        with contextlib.suppress(ValueError):  # b's values may make a invalid, which raises as well
             spoilt.run()
             pytest.fail("no exception")
         assert (memory == before).all()
@@ -139,7 +140,7 @@ def test_a_tensor_given_twice(name, refused):
 
 @pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
 def test_sizes_beyond_all_memory(name, tensor, refused):
-    """Broadcasting makes them of a single element."""
+    """Broadcasting makes tensors of these sizes from a single element."""
     call = make(name)
     array = call.get(tensor)
     for size, axis in itertools.product([2**31, 2**40, 2**59], range(array.ndim)):
@@ -152,7 +153,7 @@ def test_sizes_beyond_all_memory(name, tensor, refused):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_sizes_huge(name, refused):
-    """Every letter is 2^31 - 1, so that all tensors agree and products leave 64 bits."""
+    """Every size is 2^31 - 1, so that all tensors agree and products exceed 64 bits."""
     call = make(name)
     for tensor in call.tensors():
         array = call.get(tensor)
@@ -160,7 +161,7 @@ def test_all_sizes_huge(name, refused):
         if name.startswith("step"):
             fixed |= {1}
         shape = [size if size in fixed else 2**31 - 1 for size in array.shape]
-        # NumPy itself refuses to hold such an array; DLPack does not care.
+        # NumPy does not allow such an array, but DLPack does.
         fields = {"strides": (ctypes.c_int64 * len(shape))(*[0] * len(shape))}
         fields["shape"] = (ctypes.c_int64 * len(shape))(*shape)
         call = call.put(tensor, Producer(array, **fields))
@@ -182,7 +183,7 @@ def test_strides_that_leave_all_memory(name, tensor, refused):
 
 
 def test_a_stride_that_is_never_taken_does_not_matter():
-    call = make("attend").put("sink_logits", None)  # the only tensor without a batch
+    call = make("attend").put("sink_logits", None)  # the only tensor without a batch dimension
     array = call.get("query")[:1]
     strides = [2**62, *(s // array.itemsize for s in array.strides[1:])]
     odd = Producer(array, strides=(ctypes.c_int64 * 4)(*strides))
@@ -205,7 +206,7 @@ DEVICES_AND_MORE = {**DEVICES, (1, 1): "CPU device 1"}
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_devices_without_kernels(name, device, refused):
-    """Checked as on any other, and only then refused."""
+    """A call on an unknown device is checked like any other before it is rejected."""
     call = make(name)
     producers = {}
     for tensor in call.tensors():
@@ -214,7 +215,7 @@ def test_devices_without_kernels(name, device, refused):
         call = call.put(tensor, producers[tensor])
     text = f"^(query|keys): is on .*{DEVICES[device]}, for which this build"
     refused(call, RuntimeError, text)
-    # Each tensor was looked at and given back, once.
+    # Each tensor was examined and released once.
     once = {tensor: int(calls.used(name, tensor)) for tensor in producers}
     assert {tensor: len(producer.capsules) for tensor, producer in producers.items()} == once
     assert {tensor: producer.deleted for tensor, producer in producers.items()} == once
@@ -263,7 +264,8 @@ def test_wrong_producers(name, case, refused):
         producer = Producer(array, **fields)
         refused(call.put(tensor, producer), error, f"^{tensor}: .*{text}")
         producer.capsules.clear()
-        # Ours to delete, once; a capsule with a used name was not, nor is it its producer's.
+        # The core must delete each capsule once. A capsule with a used name belongs to neither the
+        # core nor its producer.
         assert producer.deleted == (0 if "used" in case else 1)
         if case == "foreign version":
             assert producer.capsules == []
@@ -350,7 +352,7 @@ def test_attributes_that_raise(refused):
 
 
 def test_what_came_before_a_failure_is_given_back(refused):
-    """The last of the arguments fails; the deleters of all others run, exactly once."""
+    """When the last argument fails, the deleters of all other arguments run exactly once."""
     call = make("step weighted")
     producers = []
     for tensor in call.tensors():
@@ -378,7 +380,8 @@ def test_deleters_may_run_python_while_an_exception_is_on_its_way(refused):
 
 
 def test_a_producer_cannot_take_away_what_others_showed():
-    """The memory of arrays is looked at after all Python code has run."""
+    """An array's memory is examined after all Python code has run, so no producer can free it in
+    between."""
     call = make("step")
     victim = call.get("query").copy()
     plain = call.put("query", victim.copy())
@@ -424,7 +427,7 @@ ODD_INTS = [0, 1, -1, 2, 3, 5, 6, 7, 100, 2**31 - 1, -(2**31)]
 
 @given(data=st.data(), name=st.sampled_from(NAMES), dtype=st.sampled_from([np.float32, np.float16]))
 def test_any_numbers_in_any_tensor(data, name, dtype):
-    """Rubbish is refused or computed with; it never leaves the tensors."""
+    """Random numbers are rejected or used, and no access ever leaves the tensors."""
     call = make(name, dtype, seed=data.draw(st.integers(0, 9)))
     for tensor in data.draw(st.sets(st.sampled_from(call.tensors()), min_size=1)):
         array = call.get(tensor)
@@ -447,7 +450,7 @@ def test_any_numbers_in_any_tensor(data, name, dtype):
 @pytest.mark.parametrize("position", [0, 5, 2**31 - 1])
 @pytest.mark.parametrize("score", [1.0, np.nan])
 def test_positions_that_repeat(position, score, sinks):
-    """Keys that nothing tells apart tie for the last place; only one of them may get it."""
+    """Keys that differ in nothing tie for the last slot. Only one of them may get it."""
     k, Q = 12 + sinks, 9
     keys = np.zeros((1, 1, Q, 8), np.float32)
     slots = ops.new_slots(keys, k, heavy=8, recent=4)
@@ -465,7 +468,7 @@ def test_positions_that_repeat(position, score, sinks):
     weighted=st.booleans(),
 )
 def test_steps_over_nan_and_infinity(seed, steps, policy, weighted):
-    """The state stays one that the next step accepts, whatever the scores are."""
+    """After any scores, the state is still one that the next step accepts."""
     rng = np.random.default_rng(seed)
     slots = calls.slots(norms=weighted)
     slots.budget[...] = [[2, 3], [1, 2]]

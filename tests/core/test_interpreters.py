@@ -1,4 +1,4 @@
-"""What the compiled core asks of Python: the limited API, or an interpreter without a GIL."""
+"""What the compiled core needs from Python: the limited API, or an interpreter without a GIL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def test_the_gil_stays_off():
 
 
 def test_threads_that_bring_new_types():
-    """The memory of types and their tables is shared by all threads."""
+    """All threads share the cache of types and their tables, so new types in several threads must
+    not corrupt it."""
     calls = [make("step") for _ in range(4)]
     start = threading.Barrier(len(calls))
     failed = []

@@ -1,4 +1,4 @@
-"""The tables of operations at every instruction set level that this machine has."""
+"""The tables of operations, run at every instruction set level of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Each allocation of a call fails once: MemoryError, nothing written, and the next call works."""
+"""Each allocation of a call fails once: MemoryError, nothing written, and the next call
+succeeds."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ testcapi = pytest.importorskip("_testcapi")
 def fail_one_after_the_other(
     run: Callable[[], object], snapshot: Callable[[], object] = lambda: None
 ) -> int:
-    """Runs a call with its n-th allocation of Python objects failing, for all n; how many did."""
+    """Run a call once for each n, with its n-th allocation of Python objects failing. Returns how
+    many allocations failed."""
     before = snapshot()
     for n in range(2000):
         failed = False

@@ -1,4 +1,4 @@
-"""Slots of which a call is about some rows, found by number, on NumPy arrays."""
+"""Calls on some rows of larger slots, selected by number, on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_as_rows_that_follow_one_another(policy, store):
 
 
 def test_ranks_of_rolled_keys_are_of_the_rows_too():
-    """Which rotary.ranks [Z, G, S] has a row for each of, as the slots have."""
+    """rotary.ranks [Z, G, S] has a row for each row of the slots, not for each row of the batch."""
     plain, numbered = make("step rolled"), make("step rolled")
     placed = pages(plain.arguments["slots"])
     slots = placed(numbered.arguments["slots"])
@@ -67,7 +67,7 @@ def test_ranks_of_rolled_keys_are_of_the_rows_too():
 
 
 def call_of(name: str) -> calls.Call:
-    """A valid call about rows 5 and 2 of 7."""
+    """A valid call on rows 5 and 2 of 7."""
     call = make(name)
     slots = call.arguments["slots"]
     call = call.put("slots", pages(slots)(slots))
@@ -118,8 +118,9 @@ def test_errors_name_the_row_of_the_slots(refused):
 
 
 def fields_apart(distance: int, step: int = 64, second_step: int = 64) -> calls.Call:
-    """A call of evict whose scores [2, 2, 6] and positions, rows of 48 bytes, lie so many bytes
-    apart, each with so many bytes from row to row."""
+    """A call of evict whose scores [2, 2, 6] and positions, in rows of 48 bytes, begin `distance`
+    bytes apart. The rows of the scores are `step` bytes apart, those of the positions
+    `second_step`."""
     call = make("evict")
     memory = np.zeros(4096, np.uint8)
     slots = call.arguments["slots"]

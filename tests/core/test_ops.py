@@ -1,7 +1,7 @@
-"""The operations of the core on NumPy arrays: one table of cases, judged by whole-text matrices.
+"""The core's operations on NumPy arrays: one table of cases, compared with whole-text matrices.
 
-Kept positions must be equal. Every case first shows that it has no near tie, so there is nothing
-to be lenient about.
+Kept positions must be equal. Each case first asserts that no two ranks nearly tie, so no tolerance
+is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.core.dense import answers
 from tests.inputs import POLICIES, Policy, Scenario
 
 CLEAR = 3e-5
-"""Ranks further apart than this (relatively) cannot change places by float32 rounding."""
+"""Ranks with a larger relative difference than this cannot swap through float32 rounding."""
 
 BASE = Scenario(
     seed=8,
@@ -35,7 +35,8 @@ BASE = Scenario(
     policy=POLICIES["h2o"],
     softcap=0.0,
 )
-"""A prompt, steps, a chunk into slots with a hole, steps, and a chunk beyond a block of rows."""
+"""A prompt, steps, a chunk into slots with a hole, steps, and a chunk longer than a block of
+rows."""
 
 
 def case(**changes) -> Scenario:
@@ -91,9 +92,10 @@ SHAPES = {
 }
 TABLE = RANKINGS | SHAPES
 REAL = {"float32": (np.float32, 2e-5), "float16": (np.float16, 2e-3)}
-"""What NumPy can express, and how far an output of values around 1 may be off."""
+"""Dtypes that NumPy has, and the tolerance of outputs for values around 1."""
 CASES = [*checkered(RANKINGS, REAL), *itertools.product(SHAPES, REAL)]
-"""A ranking goes by scores, which are float32 whatever the text is."""
+"""Rankings use scores, which are float32 for any dtype of the text. So half of the pairs of a
+ranking and a dtype are slow tests."""
 
 
 def rounded(text: inputs.Text, dtype: type) -> inputs.Text:
@@ -127,7 +129,7 @@ def compare(talk: Conversation, want, tolerance: float) -> None:
 
 
 def test_the_heavy_set_of_the_table_moves():
-    """Otherwise nothing above would notice a wrong score."""
+    """If the heavy set did not change, no test above would notice a wrong score."""
     policy, text = POLICIES["h2o"], inputs.drifting(BASE.seed, N=90)
     want = answers(text, [30, *[1] * 60], policy)
     kept = [want.kept(call)[0] for call in range(len(want.held))]
@@ -207,7 +209,7 @@ def test_rows_whose_token_is_masked_stay_as_they_are():
 # ---- Strides ------------------------------------------------------------------------------------
 
 
-def transposed(x):  # [B, N, heads, D] in memory, as models project it
+def transposed(x):  # [B, N, heads, D] in memory, as models project them
     return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
 
 
@@ -223,7 +225,7 @@ def fused(x):  # the middle third of a wider projection
     return np.concatenate([x, x, x], axis=-1)[..., x.shape[-1] : 2 * x.shape[-1]]
 
 
-def expanded(x):  # every row the same memory
+def expanded(x):  # every batch row has the same memory
     return np.broadcast_to(x[:1], x.shape)
 
 
@@ -273,11 +275,12 @@ def test_masks_of_either_dtype(kind):
 # ---- Eviction alone -----------------------------------------------------------------------------
 
 NUMBERS = [0.0, -0.0, 1.0, 2.0, 0.5, -1.0, 3.4e38, -np.inf, np.nan, -np.nan, 1e-40, 3e38]
-"""Scores; without infinity, which pins a key."""
+"""Scores. Infinity is missing because it pins a key."""
 
 
 def chosen(positions: list[int], scores: np.ndarray, policy: Policy) -> list[int]:
-    """Which of ascending positions stay, by the definition; scores are those of all positions."""
+    """The ascending positions that stay, by definition of the policy. `scores` has those of all
+    positions."""
     n = len(positions)
     if n <= policy.k:
         return positions
@@ -294,7 +297,7 @@ CHOICES = [Policy(9, 4), Policy(4, 0, sinks=2), Policy(20, 7, sinks=1), Policy(1
 
 
 def handmade(seed: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scores [1, 1, n] with many ties, and keys [1, 1, n, 2] that carry their position."""
+    """Scores [1, 1, n] with many ties, and keys [1, 1, n, 2] whose elements are their positions."""
     rng = np.random.default_rng(seed)
     few = rng.choice(NUMBERS, size=rng.integers(2, len(NUMBERS)), replace=False)
     scores = rng.choice(few, size=(1, 1, n)).astype(np.float32)
@@ -305,7 +308,8 @@ def handmade(seed: int, n: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("policy", CHOICES, ids=str)
 @pytest.mark.parametrize("seed", range(8))
 def test_ties_and_nan(seed, policy, chunk):
-    """One eviction from all keys as a prompt, or from stored ones and a chunk."""
+    """Ties and NaN are resolved as defined, whether all keys are a prompt, or some are stored and
+    some are a chunk."""
     n = 60
     scores, keys = handmade(seed, n)
     slots = ops.new_slots(keys, n, policy.heavy, policy.recent)
@@ -343,7 +347,7 @@ def test_more_candidates_than_a_block_of_a_gpu_takes_at_a_time():
 @pytest.mark.parametrize("policy", CHOICES, ids=str)
 @pytest.mark.parametrize("seed", range(8))
 def test_ties_and_nan_in_a_step(seed, policy):
-    """The query is 0, so all keys, the new one too, receive the same."""
+    """The query is 0, so all keys, including the new one, receive the same attention."""
     k = policy.k
     scores, keys = handmade(seed, k + 1)
     slots = ops.new_slots(keys, k + 1, policy.heavy, policy.recent)
@@ -364,7 +368,8 @@ def test_the_capacity_need_not_exceed_what_is_kept():
 
 
 def test_survivors_stay_in_their_slots():
-    """All but one that lies beyond the last slot in use, when a chunk has filled the holes."""
+    """Keys that stay are not moved, except one beyond the last used slot once a chunk has filled
+    the holes."""
     talk = Conversation(numpy_core, inputs.drifting(9, N=70), POLICIES["h2o"])
     talk.feed_all([30, *[1] * 9])
     before = talk.slots.positions[..., : POLICIES["h2o"].k].copy()
@@ -377,7 +382,7 @@ def test_survivors_stay_in_their_slots():
 
 
 def test_a_nan_key_is_dropped_first():
-    """One NaN in a key makes scores NaN for good; the cache must get rid of it."""
+    """One NaN in a key makes its scores NaN permanently. The cache must evict that key."""
     text = inputs.drifting(2, B=1, H=1, G=1, N=40)
     policy = Policy(6, 4)
     slots = ops.new_slots(text.keys, policy.k + 1, policy.heavy, policy.recent)
@@ -393,7 +398,7 @@ def test_a_nan_key_is_dropped_first():
 
 
 def test_the_score_of_an_empty_slot_is_nobodys():
-    """Slots that others have made may hold anything where no token is."""
+    """Slots that others have filled may contain anything where no token is stored."""
     text = inputs.drifting(2, B=1, H=2, G=1, N=20)
     clean, others = (ops.new_slots(text.keys, 8, 4, 3) for _ in range(2))
     others.scores[:] = np.nan
@@ -418,7 +423,7 @@ def test_how_far_a_value_that_is_not_finite_reaches(bad):
 
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_the_scores_of_a_padded_row_are_those_of_the_row_alone(padding):
-    """To the last bit: sums are added up in the same order, whatever the row is padded to."""
+    """Sums must be added in the same order for any padding, so scores are equal to the last bit."""
     text = inputs.drifting(4, B=2, H=4, G=1, N=700)
     lengths = np.array([700, 150])
     place = np.arange(700) if padding == "right" else np.arange(699, -1, -1)
@@ -434,7 +439,7 @@ def test_the_scores_of_a_padded_row_are_those_of_the_row_alone(padding):
 
 
 def rows_alone(text, policy, prompt, budget, mask, softcap):
-    """What caches answer that are fed each row by itself, the prompt at once."""
+    """Answers of caches that are each fed one row alone, its prompt in one call."""
     N = text.query.shape[2]
     for b, row in enumerate(mask):
         real = np.flatnonzero(row)
@@ -455,7 +460,7 @@ def compare_simulation(got, mask, alone, tolerance):
         out, evicted_at, scores = (x[b] for x in got)
         np.testing.assert_allclose(out, want.out[0], rtol=tolerance, atol=tolerance)
         np.testing.assert_allclose(scores, want.last_scores[0], rtol=5e-5, atol=2e-5)
-        tokens = np.concatenate([[0], mask[b].cumsum()])  # real columns before a column
+        tokens = np.concatenate([[0], mask[b].cumsum()])  # real columns before each column
         np.testing.assert_array_equal(tokens[evicted_at], tokens[want.evicted_at[0]])
         assert not evicted_at[:, ~mask[b]].any()
 
@@ -490,7 +495,7 @@ def test_any_simulation(scenario, data):
 
 
 def test_heads_of_a_simulation_with_room_for_little_and_for_all():
-    """Memory is sized by the head that holds most, also where that one never drops a key."""
+    """Memory must be sized for the head that holds most, even if that head never evicts a key."""
     text = inputs.drifting(3, B=1, H=4, G=2, N=300, D=16)
     prompt, budgets = np.array([4], np.int32), np.array([[[3, 2], [150, 250]]], np.int32)
     out, evicted_at, scores = ops.simulate(*text, prompt, budgets)
@@ -502,4 +507,4 @@ def test_heads_of_a_simulation_with_room_for_little_and_for_all():
         np.testing.assert_allclose(out[:, :, heads], alone[0], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(scores[:, g], alone[2][:, 0], rtol=1e-4, atol=1e-5)
     assert (evicted_at[:, 1] == 300).all()
-    assert (evicted_at[:, 0] < 300).sum() == 294  # and one that no row is left to miss
+    assert (evicted_at[:, 0] < 300).sum() == 294  # the last eviction follows the last query

@@ -1,4 +1,4 @@
-"""Slots without values, whose keys are the values too, on NumPy arrays."""
+"""Slots without values, where the keys serve as values, on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ CASES = [
     for small, large in [(R < 5 and D > 5, R > 5)]
     for few in [name in (FEWER_POLICIES if large else FEW_POLICIES)]
 ]
-"""What shape the rows have, a policy, which sees scores, cannot know: all of them with a few."""
+"""A policy depends on scores only, not on the shape of rows. So all policies run with a few shapes,
+and a few policies with all shapes."""
 
 
 @pytest.mark.parametrize(("name", "R", "D", "more"), CASES)
@@ -93,7 +94,7 @@ def test_attention_without_slots():
 
 
 def without_values(name: str) -> tuple:
-    """A valid call of an operation on such slots."""
+    """A valid call of an operation on slots without values."""
     call = make(name)
     call = call.put("value" if name == "step" else "values", None)
     return call if name == "simulate" else call.put("slots.values", None)
@@ -117,7 +118,8 @@ def test_either_both_have_values_or_none(name, refused):
 
 
 def test_no_stored_values_without_values(refused):
-    """`ops.simulate` makes both; who calls the core could give one."""
+    """`ops.simulate` creates stored keys and values together. A direct call of the core could pass
+    only one."""
     from h2o import _core
 
     query, keys, _ = texts(2, 24)

@@ -1,4 +1,4 @@
-"""Stores whose heads have slots of their own, and quantized ones, on NumPy arrays."""
+"""Stores with a number of slots per head, and quantized stores, on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def test_simulation(kv_dtype, prompt):
 
 
 def unaligned(x: np.ndarray, offset: int, pitch: int) -> np.ndarray:
-    """The same [B, G, N, D], `offset` elements past a multiple of 64 bytes, rows `pitch` apart."""
+    """A copy of x [B, G, N, D] that begins `offset` elements after a multiple of 64 bytes, with
+    rows `pitch` elements apart."""
     B, G, N, _ = x.shape
     size = x.dtype.itemsize
     memory = np.zeros(offset + B * G * N * pitch + 64 // size, x.dtype)
@@ -107,7 +108,7 @@ def unaligned(x: np.ndarray, offset: int, pitch: int) -> np.ndarray:
 @pytest.mark.parametrize("D", [1, 9, 40, 128, 250])
 @pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])
 def test_rows_move_as_they_are_from_and_to_any_address(D, offset, dtype):
-    """A prompt whose rows several blocks move, and a chunk."""
+    """The prompt is long enough that several blocks move its rows. A chunk follows."""
     N, Q, S, k = 190, 150, 100, 70
     text = inputs.drifting(3, B=2, G=2, N=N, D=D)
     keys, values = (
@@ -131,7 +132,7 @@ def test_rows_move_as_they_are_from_and_to_any_address(D, offset, dtype):
 @pytest.mark.parametrize("D", [32, 33, 40, 50, 64, 128])
 @pytest.mark.parametrize("kind", ["int8", "int8-int4"])
 def test_quantized_rows_move_as_they_are(D, kind):
-    """The key beyond the budget goes where one is missing, at addresses of every alignment."""
+    """The key beyond the budget moves into the hole, at addresses of every alignment."""
     if kind != "int8" and D % 32:
         pytest.skip("int4 has groups of 32")
     k = 40
@@ -159,7 +160,7 @@ def test_quantized_rows_move_as_they_are(D, kind):
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "int8-int4"])
 def test_rows_of_a_large_store_are_what_they_are_alone(kv_dtype):
-    """So many heads that a block of a GPU attends to several parts of each."""
+    """There are so many heads that a block of a GPU attends to several parts of each."""
     B, G, R, S, D = 200, 8, 2, 300, 64
     random = np.random.default_rng(7)
 

@@ -1,4 +1,4 @@
-"""Several Python threads, several pool sizes, a fork: the answers are those of running alone."""
+"""Several Python threads, pool sizes and a fork give the answers of one thread alone."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if "fork" in sys.argv:
 
 
 def text(seed: int, heads: int = 0) -> inputs.Text:
-    """heads: so many share one key, where that is given."""
+    """A random text. `heads` query heads share one KV head, if given."""
     return inputs.drifting(seed, B=2, H=heads or 8, G=1 if heads else 4, N=700, D=64)
 
 
 def conversation(words: inputs.Text) -> list[bytes]:
-    """A prompt, steps and a whole-text simulation; all that they answer."""
+    """All answers of a prompt, of steps and of a simulation of the whole text."""
     answers = []
     slots = ops.new_slots(words.keys, 311, heavy=180, recent=130)
     prompt = words.cut(0, 650)
@@ -74,8 +74,9 @@ def test_threads_of_python_do_not_meet():
 
 
 def test_calls_on_the_same_slots_at_once_do_no_harm():
-    """What they answer is the caller's own doing. No call may crash, or leave its memory: the rows
-    before and after the store stay as they were."""
+    """Concurrent calls on the same slots may give wrong answers, which is the caller's fault. But
+    no call may crash or write outside the slots: the rows before and after the store must not
+    change."""
     rng = np.random.default_rng(0)
     B, G, S, D = 2, 4, 65, 64
     room = np.full((B + 2, G, S, D), 7, np.float32)
@@ -92,7 +93,7 @@ def test_calls_on_the_same_slots_at_once_do_no_harm():
         for _ in range(300):
             try:
                 ops.step(*token, slots)
-            except ValueError as error:  # what another thread has left half done
+            except ValueError as error:  # another thread has left the slots half written
                 refused.append(str(error))
 
     def cut() -> None:
@@ -122,7 +123,8 @@ def test_calls_on_the_same_slots_at_once_do_no_harm():
 
 
 def test_python_runs_during_a_call():
-    """Threads are made to switch only where one lets go, so that the flag tells who did."""
+    """With a huge switch interval threads switch only where the GIL is released, so the flag shows
+    whether the call released it."""
     words = text(1)
     interval = sys.getswitchinterval()
     seen: list[bool] = []
@@ -134,7 +136,7 @@ def test_python_runs_during_a_call():
 
     sys.setswitchinterval(1000.0)
     try:
-        for _ in range(200):  # now and then the call is over before the other thread wakes
+        for _ in range(200):  # sometimes the call ends before the other thread wakes
             started, state = threading.Event(), {"done": False}
             thread = threading.Thread(target=run, args=(started, state))
             thread.start()

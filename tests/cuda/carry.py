@@ -1,8 +1,8 @@
-"""Operations on arrays and tensors of the CPU that are computed on another device.
+"""Operations on CPU arrays and tensors that another device computes.
 
-With H2O_TEST_DEVICE=cuda in the environment the whole suite runs so: each call copies its arguments
-to torch's first CUDA device, computes there, and copies back what has changed. "fake" is the device
-of tests/cuda/fake, "cpu" copies on the CPU; these two test the switch itself.
+With H2O_TEST_DEVICE=cuda in the environment the whole test suite runs this way: each call copies
+its arguments to torch's first CUDA device, computes there, and copies the changes back. "fake" is
+the device of tests/cuda/fake, and "cpu" copies within the CPU. These two test the switch itself.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["DEVICES", "carry", "flash", "mapped", "switch", "tensors"]
 
 
 def mapped(arguments: Any, function: Callable[[Any], Any]) -> list[Any]:
-    """Arguments of a call with other tensors."""
+    """Arguments of a call, with each tensor replaced by `function` of it."""
     kinds = torch.Tensor | np.ndarray
     changed = [function(x) if isinstance(x, kinds) else x for x in arguments]
     return [Slots(*mapped(x, function)) if isinstance(x, Slots) else x for x in changed]
 
 
 def tensors(arguments: Any) -> Iterator[Any]:
-    """The tensors among the arguments of a call, one after the other."""
+    """Tensors among the arguments of a call, in order."""
     for x in arguments:
         if isinstance(x, Slots):
             yield from tensors(x)
@@ -42,9 +42,9 @@ def carry(
     there: Callable[[torch.Tensor], Any],
     back: Callable[[Any], torch.Tensor],
 ) -> SimpleNamespace:
-    """Operations on tensors and arrays of the CPU: `there` takes a copy of each to the device,
-    `operations` run, and what `back` returns is written to the original if it has changed. The
-    core validates the originals first, since it does not read numbers that lie on a device."""
+    """Operations on CPU tensors and arrays. `there` copies each tensor to the device, `operations`
+    run, and the result of `back` is written to the original if it has changed. The core validates
+    the originals first, because it does not read numbers in a device's memory."""
 
     def make(name: str) -> Any:
         def run(*arguments: Any) -> None:
@@ -80,7 +80,8 @@ def _write(original: Any, before: torch.Tensor, after: torch.Tensor) -> None:
 
 
 def flash(query: Any, keys: Any, values: Any, scale: float) -> Any:
-    """torch's attention for CPUs, as those of `h2o.backends.prompt_attention`."""
+    """torch's flash attention for CPUs, with the signature of those in
+    `h2o.backends.prompt_attention`."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return attention(query, keys, values, 0.0, True, scale=scale)
 
@@ -89,9 +90,9 @@ def flash(query: Any, keys: Any, values: Any, scale: float) -> Any:
 
 
 def switch(device: str) -> None:
-    """Makes `h2o.ops` compute on this device what is on the CPU.
+    """Make `h2o.ops` compute CPU tensors on this device.
 
-    Raises: RuntimeError where there is no such device, or h2o's kernels do not serve it.
+    Raises: RuntimeError if the device does not exist, or if h2o's kernels do not support it.
     """
     if device not in DEVICES:
         raise RuntimeError(f"wanted one of {', '.join(DEVICES)}")

@@ -1,4 +1,4 @@
-"""The fake driver, in the place of the one that h2o opens; no GPU is needed, nor used."""
+"""Fixtures that replace the CUDA driver with the fake one. No GPU is needed or used."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def driver(loaded):
 
 @pytest.fixture
 def built(tmp_path, monkeypatch):
-    """As if the build had kernels, and no process had used them yet."""
+    """A build with kernels, in a process that has not used them yet."""
     path = tmp_path / "kernels.fatbin"
     path.write_bytes(IMAGE)
     monkeypatch.setattr(cuda, "FATBIN", path)

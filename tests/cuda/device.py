@@ -1,4 +1,4 @@
-"""A CUDA device that the fake driver of tests/cuda/fake has, and tensors on it."""
+"""The CUDA devices of the fake driver in tests/cuda/fake, and tensors on them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from tests.cuda.carry import carry, mapped
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = "build/cuda/libcuda.so.1"
 IMAGE = b"\x50\xed\x55\xba" + bytes(60) + _core.KERNELS.encode()
-"""An image that the fake accepts as compiled kernels, with the build id that the core expects."""
-CUDA = 2  # DLPack's number
+"""An image that the fake driver accepts as compiled kernels, with the build id that the core
+expects."""
+CUDA = 2  # device type in DLPack
 KINDS = {torch.bfloat16: 4, torch.bool: 6, torch.uint8: 1, torch.int32: 0, torch.int64: 0}
 
 
 class Driver:
-    """The fake's functions; a CUDA error raises RuntimeError."""
+    """The fake driver's functions. A CUDA error raises RuntimeError."""
 
     def __init__(self, path: str) -> None:
         self.library = ctypes.CDLL(path)
@@ -41,7 +42,7 @@ class Driver:
             text = ctypes.c_char_p()
             self.library.cuGetErrorString(code, ctypes.byref(text))
             words = (text.value or b"unknown").decode()
-            raise RuntimeError(f"CUDA error: {words} ({entry}: {code})")  # in torch's words
+            raise RuntimeError(f"CUDA error: {words} ({entry}: {code})")  # worded as torch does
 
     def calls(self, entry: str) -> int:
         return self.library.fake_calls(entry.encode())
@@ -50,11 +51,12 @@ class Driver:
         self.library.fake_fault(entry.encode(), nth, code)
 
     def widest(self) -> dict[str, int]:
-        """Of each kernel the most blocks along x with which it has run; 0: it has not."""
+        """For each kernel the largest number of blocks along x it has run with, 0 if it has not
+        run."""
         return {name: self.library.fake_widest(name.encode()) for name in self._names("kernel")}
 
     def taken(self) -> dict[str, int]:
-        """Of each branch of the kernels that is counted (TAKEN) how often it was taken."""
+        """For each counted branch of the kernels (TAKEN) how often it was taken."""
         return {name: self.library.fake_taken(name.encode()) for name in self._names("branch")}
 
     def _names(self, what: str) -> list[str]:
@@ -74,7 +76,7 @@ class Driver:
 
     @contextlib.contextmanager
     def context(self, device: int) -> Iterator[None]:
-        """Makes the device's primary context current."""
+        """Make the device's primary context current."""
         primary = ctypes.c_void_p()
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(primary), device)
         self.call("cuCtxPushCurrent_v2", primary)
@@ -95,7 +97,7 @@ class Driver:
 
 
 def build() -> str | None:
-    """The path of the fake driver, which is built if need be; None where it cannot be."""
+    """Build the fake driver if necessary, and return its path. None if it cannot be built."""
     if not (ROOT / "Makefile").is_file() or not all(map(shutil.which, ("make", "g++"))):
         return None
     subprocess.run(["make", "--silent", LIBRARY], cwd=ROOT, check=True)
@@ -103,14 +105,14 @@ def build() -> str | None:
 
 
 def load(path: str) -> Driver:
-    """Loads the fake before the core opens libcuda.so.1, which then is the fake."""
+    """Load the fake driver before the core opens libcuda.so.1, so that the core gets the fake."""
     driver = Driver(path)
     _core.load("cuda", IMAGE, 0)
     return driver
 
 
 class DeviceTensor(Producer):
-    """A copy of a torch tensor in a device's memory, with `__dlpack__` and nothing else."""
+    """A copy of a torch tensor in a device's memory, with `__dlpack__` only."""
 
     def __init__(self, driver: Driver, x: torch.Tensor, device: int = 0, **fields: Any) -> None:
         x = x.detach().contiguous()
@@ -134,7 +136,7 @@ class DeviceTensor(Producer):
         return x.reshape(-1).view(torch.uint8).numpy()
 
     def read(self) -> torch.Tensor:
-        """A copy on the CPU, after all queued work."""
+        """Wait for all queued work, and return a copy on the CPU."""
         copy = torch.empty_like(self.like)
         raw = self._raw(copy)
         with self.driver.context(self.device):
@@ -149,13 +151,13 @@ class DeviceTensor(Producer):
 
 
 def to_device(driver: Driver, arguments: Any, device: int = 0) -> list[Any]:
-    """Arguments of a call with their torch tensors on a device."""
+    """Arguments of a call, with their torch tensors copied to a device."""
     return mapped(arguments, lambda x: DeviceTensor(driver, x, device))
 
 
 def carried(driver: Driver, operations: SimpleNamespace, device: int = 0) -> SimpleNamespace:
-    """Operations on tensors of the CPU that are computed on one of the fake's devices; or by the
-    torch backend where no kernel serves them: (operation, head dimension) are in `unserved`."""
+    """Operations on CPU tensors, computed on one of the fake driver's devices. Calls that no kernel
+    supports go to the torch backend, and (operation, head dimension) is added to `unserved`."""
 
     def back(tensor: DeviceTensor) -> torch.Tensor:
         copy = tensor.read()
@@ -179,14 +181,14 @@ def carried(driver: Driver, operations: SimpleNamespace, device: int = 0) -> Sim
 
 
 def operations(driver: Driver, replace: Callable[[Any, str, Any], None]) -> SimpleNamespace:
-    """The operations as `h2o.backends.cuda` makes them, for the fake's devices; what no kernel
-    serves raises NotImplementedError. `replace` substitutes that module's calls of torch."""
+    """The operations for the fake driver's devices, made by `h2o.backends.cuda`. A call that no
+    kernel supports raises NotImplementedError. `replace` patches that module's uses of torch."""
 
     of_thread = threading.local()
 
     def workspace(tensor: DeviceTensor, size: int) -> DeviceTensor | None:
         earlier = vars(of_thread).setdefault("workspaces", [])
-        while earlier and driver.library.fake_waiting() == 0:  # what used them has run
+        while earlier and driver.library.fake_waiting() == 0:  # the work that used them is done
             earlier.pop().release()
         if size == 0:
             return None

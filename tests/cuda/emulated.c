@@ -1,7 +1,7 @@
-/* emulated.c - the kernels for GPUs, emulated (shim.h), as the CPU's kernels: it defines the level
- * "generic" in the place of csrc/cpu, so that a core that is linked with it runs every operation
- * on host tensors through the emulation. Each call plans its launches as csrc/cuda does, and runs
- * them at once. */
+/* emulated.c - the GPU kernels, emulated (shim.h), in place of the CPU's kernels. This file defines
+ * the level "generic" instead of csrc/cpu, so a core linked with it runs every operation on host
+ * tensors through the emulation. Each call plans its launches as csrc/cuda does, and runs them at
+ * once. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,8 +16,8 @@ int shim_launch(const char *name, const void *params, size_t size, char *workspa
 const char *shim_error(void);
 void shim_unset(void *p, size_t bytes);
 
-/* The workspace is a heap block of the size asked for, which is a multiple of 256 and begins at one
- * as on a GPU, full of 0xff. */
+/* The workspace is a heap block of the requested size. As on a GPU, size and address are multiples
+ * of 256. It is filled with 0xff. */
 static int launch(const cuda_plan *plan, h2o_error *error) {
     static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
     char *const workspace = aligned_alloc(256, plan->workspace);
@@ -52,7 +52,7 @@ static int run(h2o_operation operation, const void *params, const h2o_exec *exec
     const h2o_dims *const dims = (const void *)((const char *)params + row->dims);
     (void)exec;
     memcpy(&copy, params, row->size);
-    memset((char *)&copy + row->counts, 0, sizeof(h2o_counts)); /* which the host cannot know */
+    memset((char *)&copy + row->counts, 0, sizeof(h2o_counts)); /* the host cannot know these */
     cuda_plan_call(operation, &copy, &plan);
     if (dims->D > plan.depth) {
         return h2o_fail(error, H2O_EBACKEND, "no kernel for a head dimension of %lld",

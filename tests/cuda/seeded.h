@@ -1,8 +1,9 @@
-/* seeded.h - small kernels in the manner of those of csrc/cuda, each with bugs that can be switched
- * on and are typical of its kind, and reference results on the host.
+/* seeded.h - small kernels in the style of csrc/cuda, with reference results from the host. Each
+ * kernel has bugs that are typical of its kind and can be switched on.
  *
- * A kernel gets the bug as a parameter (sample_params.with). The table `bugs` at the end says what
- * has to detect each: a wrong result, the emulated GPU, or a sanitizer. test_shim.cpp runs them. */
+ * A kernel gets the bug as a parameter (sample_params.with). The table `bugs` at the end lists what
+ * has to detect each bug: a wrong result, the emulated GPU, or a sanitizer. test_shim.cpp runs
+ * them. */
 #ifndef H2O_SEEDED_H
 #define H2O_SEEDED_H
 
@@ -11,7 +12,7 @@
 enum {
     THREADS = 64,
     ROWS = 3,
-    WIDTH = 50, /* of a row, or how many queries: no multiple of a warp */
+    WIDTH = 50, /* row length and number of queries; no multiple of a warp */
     SLOTS = 5,
     DEPTH = 4,
     BINS = 8,
@@ -51,14 +52,14 @@ typedef struct {
     uint32_t *counter;
 } sample_params;
 
-/* ---- A row of each block: its softmax ------------------------------------ */
+/* ---- Softmax of one row per block ---------------------------------------- */
 
 DEVICE float warp_total(float x) {
     for (int lanes = 16; lanes > 0; lanes /= 2) x += shfl_xor(x, lanes);
     return x;
 }
 
-/* Shared: a float for each element of a row, and no more. */
+/* Shared memory: one float per element of a row, no more. */
 KERNEL(sample_softmax, sample_params) {
     DYN_SHARED(shared);
     const int i = threadIdx.x;
@@ -91,7 +92,7 @@ static void expect_softmax(const sample_params *p, float *out, float *) {
     }
 }
 
-/* ---- Elements of a warp in the opposite order ---------------------------- */
+/* ---- Reverse order of a warp's elements ---------------------------------- */
 
 KERNEL(sample_reverse, sample_params) {
     DYN_SHARED(shared);
@@ -99,7 +100,7 @@ KERNEL(sample_reverse, sample_params) {
     float *const elements = (float *)shared;
     elements[i] = params.in[i];
     if (params.with == NO_WARP_BARRIER) {
-        shfl_xor(0, 1); /* waits for all, but orders no memory */
+        shfl_xor(0, 1); /* waits for all lanes, but does not order memory */
     } else {
         sync_warp();
     }
@@ -111,7 +112,7 @@ static void expect_reverse(const sample_params *p, float *out, float *) {
     for (int i = 0; i < THREADS; i++) out[i] = p->in[i ^ 31];
 }
 
-/* ---- How many elements have which size ----------------------------------- */
+/* ---- Histogram of sizes -------------------------------------------------- */
 
 DEVICE int bin_of(float x) { return (int)fminf(fabsf(x) * 4.0f, (float)(BINS - 1)); }
 
@@ -136,9 +137,9 @@ static void expect_histogram(const sample_params *p, float *out, float *) {
     for (int i = 0; i < THREADS; i++) out[bin_of(p->in[i])] += 1.0f;
 }
 
-/* ---- A sum over blocks, by the last one to finish ------------------------ */
+/* ---- Sum over blocks, by the last one to finish -------------------------- */
 
-/* arrive_last, but memory is ordered too late or not at all. */
+/* Like arrive_last, but memory is ordered too late or not at all. */
 DEVICE bool arrive_wrongly(uint32_t *counter, uint32_t blocks, bug with) {
     if (with == COUNTED_TOO_EARLY) {
         return block_any(threadIdx.x == 0 && count_release(counter) == blocks - 1);
@@ -155,7 +156,7 @@ KERNEL(sample_total, sample_params) {
     const bool wrong = params.with == RELAXED_COUNTER || params.with == COUNTED_TOO_EARLY;
     const bool last = wrong ? arrive_wrongly(params.counter, gridDim.x, params.with)
                             : arrive_last(params.counter, gridDim.x);
-    if (params.with == SAME_ADDRESS && i == 0) params.out[1] = 1.0f; /* by every block */
+    if (params.with == SAME_ADDRESS && i == 0) params.out[1] = 1.0f; /* every block writes it */
     if (!last) return;
     float sum = 0.0f;
     for (unsigned b = 0; b < gridDim.x; b++) {
@@ -175,7 +176,7 @@ static void expect_total(const sample_params *p, float *out, float *) {
     out[1] = 1.0f;
 }
 
-/* ---- Causal attention, and what each key gets of it ---------------------- */
+/* ---- Causal attention, and the attention that each key gets -------------- */
 
 DEVICE float dot(const float *a, const float *b) {
     float sum = 0.0f;
@@ -193,8 +194,8 @@ DEVICE void add_key(const float *query, const float *key, float *row_max, float 
     *row_max = highest;
 }
 
-/* Each thread attends with one query to SLOTS stored keys and to the new ones up to its own. The
- * logsumexp goes into the workspace, which has an element for every thread of a block. */
+/* Each thread attends with one query to SLOTS stored keys and to the new keys up to its own. The
+ * logsumexp goes into the workspace, which has one element per thread of a block. */
 KERNEL(sample_attention, sample_params) {
     const int q = threadIdx.x;
     const int slots = SLOTS + (params.with == SLOT_PAST_END ? 1 : 0);
@@ -245,7 +246,7 @@ static void expect_attention(const sample_params *p, float *out, float *sums) {
     }
 }
 
-/* ---- Tiles that are copied while the previous one is being used ---------- */
+/* ---- Tiles that are copied while the previous one is in use -------------- */
 
 enum { TILES = THREADS * DEPTH / THREADS };
 
@@ -257,7 +258,7 @@ DEVICE void fetch_tile(const sample_params *p, int tile, float (*stages)[THREADS
     if (p->with != BATCH_LEFT_OPEN) close_copies();
 }
 
-/* Each thread's sum of what others have copied. */
+/* Each thread sums elements that other threads have copied. */
 KERNEL(sample_stream, sample_params) {
     DYN_SHARED(shared);
     const int i = threadIdx.x;
@@ -287,7 +288,7 @@ static void expect_stream(const sample_params *p, float *out, float *) {
     }
 }
 
-/* ---- What no thread may do ----------------------------------------------- */
+/* ---- Invalid operations -------------------------------------------------- */
 
 /* Uses more stack than a fiber has. */
 __attribute__((noinline)) static int deep(int levels) {
@@ -310,10 +311,10 @@ static void expect_lost(const sample_params *, float *out, float *) {
     for (int i = 0; i < THREADS; i++) out[i] = 16.0f;
 }
 
-/* ---- All of them --------------------------------------------------------- */
+/* ---- Tables -------------------------------------------------------------- */
 
 struct sample {
-    const char *kernel, *then; /* NULL: nothing */
+    const char *kernel, *then; /* `then` runs second; NULL: none */
     unsigned blocks, shared, outputs;
     void (*expect)(const sample_params *params, float *out, float *sums);
 };
@@ -328,9 +329,9 @@ static const sample samples[] = {
     {"sample_lost", nullptr, 1, 0, THREADS, expect_lost},
 };
 
-/* How each must show without a sanitizer, and with AddressSanitizer, ThreadSanitizer and
- * MemorySanitizer: F, a wrong result; E, an error of the shim; D, death; S, the sanitizer's report;
- * -, not reliably at all. */
+/* How each bug must show without a sanitizer, and with AddressSanitizer, ThreadSanitizer and
+ * MemorySanitizer. F: a wrong result; E: an error of the shim; D: death of the process; S: a report
+ * of the sanitizer; -: nothing reliable. */
 struct seeded {
     const char *name;
     bug with;

@@ -1,10 +1,11 @@
-"""Bugs that are put into the kernels on purpose, and whether the check on the device finds them.
+"""Bugs seeded into the kernels, to see whether the check on the device finds them.
 
     python -m tests.cuda.seeded_bugs [--jobs 2] [NAME ...]
 
-Each is an edit of csrc/cuda in a copy of the tree, whose emulated kernels (tests/cuda/fake) then go
-through `h2o.backends.kernel_check`, threads in a random order: as the check is, and with the cases
-that it had when none of them was larger than 44 slots. It takes half a minute of a processor each.
+Each bug is an edit of csrc/cuda in a copy of the tree. The copy's emulated kernels
+(tests/cuda/fake) then run `h2o.backends.kernel_check`, with threads in a random order: once with
+the current cases, and once with older cases of at most 44 slots. Each bug takes half a minute of
+CPU time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BUILT = ROOT / "build" / "seeded"
 
 
 class Bug(NamedTuple):
-    """An edit of a file of csrc/cuda, in which `old` stands once."""
+    """An edit of a file of csrc/cuda. `old` occurs in it exactly once."""
 
     file: str
     old: str
@@ -31,7 +32,7 @@ class Bug(NamedTuple):
 
 
 BUGS = {
-    # barriers, and copies that are not waited for
+    # missing barriers, and copies without a wait
     "forward: a tile is read before it is loaded": Bug(
         "forward.cuh", "    sync_block();\n    tile_dots", "    tile_dots"
     ),
@@ -127,13 +128,13 @@ BUGS = {
     ),
 }
 SEEDS = (1, 2)
-"""Of the order in which threads run."""
+"""Seeds for the order in which threads run."""
 LIMIT = 3600
-"""Seconds of a check, which a bug may keep from ending."""
+"""Seconds after which a check is stopped. A bug may keep it from ending."""
 
 
 def built(number: int, bug: Bug) -> Path:
-    """A fake driver whose kernels have the bug."""
+    """Build a fake driver whose kernels have the bug."""
     folder = BUILT / str(number)
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("csrc", "tests/cuda", "build/cuda"):
@@ -149,7 +150,7 @@ def built(number: int, bug: Bug) -> Path:
 
 
 def small_cases() -> tuple:
-    """Those of the check as it was before it took what real sizes take."""
+    """Cases of the check before it had cases of realistic sizes."""
     import torch
 
     from h2o.backends.kernel_check import Case
@@ -165,7 +166,7 @@ def small_cases() -> tuple:
 
 
 def check(library: str, small: bool) -> None:
-    """Prints the first mistake that the check finds with this driver, if any."""
+    """Print the first mistake that the check finds with this driver, if any."""
     import torch
 
     from h2o import backends
@@ -186,7 +187,8 @@ def check(library: str, small: bool) -> None:
 
 
 def found(library: Path, small: bool) -> str:
-    """What the check says in a process of its own; a crash is a fault on a GPU too."""
+    """Output of the check, run in a process of its own. A crash counts, since a GPU would fault
+    too."""
     command = [sys.executable, "-m", "tests.cuda.seeded_bugs", "--library", str(library)]
     try:
         done = subprocess.run(
@@ -201,7 +203,7 @@ def found(library: Path, small: bool) -> str:
 
 
 def tried(number: int) -> tuple[str, str]:
-    """What the check with small cases says of a bug, and what it says as it is."""
+    """Output of the check for one bug: with the small cases, and with the current ones."""
     library = built(number, list(BUGS.values())[number])
     return found(library, small=True), found(library, small=False)
 

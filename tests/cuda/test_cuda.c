@@ -1,7 +1,7 @@
-/* test_cuda.c - the scenes of tests/c (prompts, chunks and decode steps, checked against a plain
- * implementation) through the kernels for GPUs, emulated. Each runs with several seeds, which order
- * threads and blocks differently: results must agree bit for bit. CAPABILITY 75 emulates a device
- * without bfloat16, whose kernels differ from the others' in float16. */
+/* test_cuda.c - the scenes of tests/c (prompts, chunks and decode steps, compared with a plain
+ * implementation), run through the emulated GPU kernels. Each scene runs with several seeds, which
+ * order threads and blocks differently. Results must agree bit for bit. CAPABILITY 75 emulates a
+ * device without bfloat16, whose float16 kernels differ from those of other devices. */
 #define _GNU_SOURCE
 #include "../c/scenes.h"
 #include "cuda/plan.h"
@@ -27,8 +27,8 @@ static answer play(const h2o_ops *ops, const scene *s, const text *t, passage th
     return first;
 }
 
-/* Rows of bytes and a scale, at any address, with every alignment of a run of elements: a misaligned
- * load ends the test. tests/core/test_stores.py judges the numbers. */
+/* Quantized rows at any address, with every alignment of a run of elements. A misaligned load ends
+ * the test. tests/core/test_stores.py checks the numbers. */
 static void test_quantized(h2o_dtype stored, int64_t D, h2o_policy policy) {
     const scene s = {.dims = make_dims(2, 2, 2, 60, 50, D),
                      .dtype = H2O_F16,
@@ -50,7 +50,7 @@ static void test_quantized(h2o_dtype stored, int64_t D, h2o_policy policy) {
 
 /* ---- A chunk over quantized slots ---------------------------------------- */
 
-/* A chunk of dims.Q tokens; heads have dims.S slots with holes between them. */
+/* A chunk of dims.Q tokens. Heads have dims.S slots with holes between them. */
 typedef struct {
     h2o_dims dims;
     h2o_dtype values; /* H2O_Q8 or H2O_Q4; keys are H2O_Q8 */
@@ -58,12 +58,12 @@ typedef struct {
     float softcap;
     layout how;
     bool pads;
-    bool extreme; /* values of the size of the largest float16, and one of NaN */
+    bool extreme; /* values of the largest float16's size, and one NaN */
 } chunk;
 
 static void set_half(char *p, float x) { store_scalar(p, H2O_F16, x); }
 
-/* Any bytes, with scales that give numbers of the size of 1. */
+/* Random bytes, with scales that make the numbers about 1. */
 static void fill_rows(const h2o_view *rows, h2o_dtype stored, int64_t D, test_random *random) {
     for (int64_t i = 0; i < rows->shape[0] * rows->shape[1] * rows->shape[2]; i++) {
         const int64_t unit = i / rows->shape[2];
@@ -78,7 +78,7 @@ static void fill_rows(const h2o_view *rows, h2o_dtype stored, int64_t D, test_ra
     }
 }
 
-/* Element d of a row, as quantize.h says. */
+/* Element d of a row, as defined in quantize.h. */
 static float quantized_element(const char *row, h2o_dtype stored, int64_t d, int64_t D) {
     if (stored == H2O_Q8) return load_scalar(row + D, H2O_F16) * (float)(int8_t)row[d];
     const char *const scale = row + D / 2 + d / H2O_GROUP * 4;
@@ -87,7 +87,7 @@ static float quantized_element(const char *row, h2o_dtype stored, int64_t d, int
     return load_scalar(scale + 2, H2O_F16) + load_scalar(scale, H2O_F16) * (float)number;
 }
 
-/* A tensor [.,.,.,D] in float32. */
+/* A copy of a tensor [.,.,.,D] in float32. */
 static h2o_view in_floats(const h2o_view *x, int64_t D) {
     const int64_t *const n = x->shape;
     const h2o_view floats = make_tensor(H2O_F32, 4, n[0], n[1], n[2], D);
@@ -120,14 +120,14 @@ static h2o_slots make_chunk_slots(const chunk *c, test_random *random) {
     for (int64_t i = 0; i < d->B * d->G * d->S; i++) {
         const int64_t b = i / d->S / d->G, g = i / d->S % d->G, s = i % d->S;
         char *const value = h2o_at(&slots.values, b, g, s);
-        if (s % 32 == g) { /* empty: nobody may read its NaN */
+        if (s % 32 == g) { /* empty: its NaN must not be read */
             memset(h2o_at(&slots.keys, b, g, s), 0xff, (size_t)slots.keys.shape[3]);
             memset(value, 0xff, (size_t)slots.values.shape[3]);
             continue;
         }
         AT(int32_t, slots.positions, b, g, s) = (int32_t)s;
         AT(float, slots.scores, b, g, s) = random_float(random);
-        if (c->extreme && s == 3) { /* beyond float16 by 28, as its largest number is stored */
+        if (c->extreme && s == 3) { /* 65532, which is how 65504 is stored: beyond float16 */
             memset(value, 0, (size_t)d->D);
             value[d->D - 1] = 127;
             set_half(value + d->D, 516.0f);
@@ -161,7 +161,7 @@ static h2o_attend_params make_chunk(const chunk *c, h2o_dtype dtype, test_random
     return p;
 }
 
-/* Scores of all keys, as near as those of floats. */
+/* Scores of all keys must be as close as scores of floats. */
 static void check_chunk_scores(const h2o_attend_params *p, const h2o_attend_params *floats) {
     const int64_t B = p->query.shape[0], G = p->keys.shape[1], Q = p->keys.shape[2];
     const int64_t S = p->slots.scores.shape[2];
@@ -179,7 +179,7 @@ static bool is_token_of(const h2o_view *mask, int64_t b, int64_t q) {
     return !h2o_given(mask) || AT(uint8_t, *mask, b, q, 0);
 }
 
-/* The log of what the softmax of each query divides by, [B,H,Q]; NaN at pads. */
+/* Logarithm of the softmax denominator of each query, [B,H,Q]; NaN at padding. */
 static h2o_view log_sums_of(const h2o_attend_params *floats) {
     const int64_t B = floats->query.shape[0], H = floats->query.shape[1];
     const int64_t Q = floats->query.shape[2], D = floats->query.shape[3];
@@ -211,8 +211,9 @@ static h2o_view log_sums_of(const h2o_attend_params *floats) {
     return log_sums;
 }
 
-/* From known log sums come the same scores, and nothing else is written; where one is infinite, as
- * flash attention has it of a softmax that is NaN, so are the scores of the keys that it sees. */
+/* Known log sums must give the same scores, and nothing else may be written. An infinite log sum,
+ * which flash attention returns for a softmax that is NaN, must make the scores of the visible keys
+ * NaN. */
 static void check_known(const h2o_attend_params *p, const h2o_attend_params *floats,
                         const h2o_view *before) {
     const runner with = {.ops = &h2o_ops_generic, .workers = 1};
@@ -223,7 +224,7 @@ static void check_known(const h2o_attend_params *p, const h2o_attend_params *flo
     call.slots.scores = copy_of(before);
     const h2o_view known = call.known_log_sums, out = call.out, scores = call.slots.scores;
     memset(out.data, 0xa5, tensor_bytes(&out));
-    h2o_attend_params checked = call; /* a call sets strides that say nothing, and dims */
+    h2o_attend_params checked = call; /* a call sets dims and unused strides */
     run_operation(H2O_ATTEND, &checked, &with);
     check_chunk_scores(&call, floats);
     for (size_t i = 0; i < tensor_bytes(&out); i++) {
@@ -239,8 +240,9 @@ static void check_known(const h2o_attend_params *p, const h2o_attend_params *flo
     free(known.data), free(out.data), free(call.scores.data), free(scores.data);
 }
 
-/* The chunk by tensor cores, and in float32 over what the rows stand for, which takes the kernels
- * without. Logits and scores are as near to each other as those of floats; outputs as 16 bits. */
+/* Runs the chunk on tensor cores, and in float32 on the numbers that the rows encode, without
+ * tensor cores. Logits and scores must be as close as with floats, outputs as close as 16 bits
+ * allow. */
 static void test_chunk(const chunk *c, h2o_dtype dtype) {
     const int64_t D = c->dims.D;
     const runner with = {.ops = &h2o_ops_generic, .workers = 1};
@@ -257,7 +259,7 @@ static void test_chunk(const chunk *c, h2o_dtype dtype) {
     h2o_view first[3] = {0};
     for (uint64_t seed = 0; seed < (is_slow() || ONE_DTYPE ? 2 : 3); seed++) {
         const h2o_view written[] = {p.out, p.scores, p.slots.scores};
-        h2o_attend_params call = p; /* a call sets strides that say nothing, and dims */
+        h2o_attend_params call = p; /* a call sets dims and unused strides */
         memcpy(p.slots.scores.data, before.data, tensor_bytes(&before));
         shim_seed(seed);
         run_operation(H2O_ATTEND, &call, &with);
@@ -289,7 +291,8 @@ static void test_chunk(const chunk *c, h2o_dtype dtype) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]->data);
 }
 
-/* Blocks of sums share the queries of a group where there would be fewer than SUMS_BLOCKS. */
+/* Blocks of sums share the queries of a group if there would otherwise be fewer than
+ * SUMS_BLOCKS. */
 static void test_parts(void) {
     const struct {
         h2o_dims dims; /* S: slots */
@@ -309,8 +312,8 @@ static void test_parts(void) {
 /* ---- A step by tensor cores ---------------------------------------------- */
 
 typedef struct {
-    h2o_dims dims;          /* S: slots, all but one held */
-    h2o_dtype keys, values; /* as stored: H2O_Q8 or H2O_Q4; H2O_NONE: as the queries */
+    h2o_dims dims;          /* S: slots, all held except one */
+    h2o_dtype keys, values; /* stored types, H2O_Q8 or H2O_Q4; H2O_NONE: the queries' type */
     h2o_policy policy;
     float softcap;
     bool sinks;
@@ -359,7 +362,7 @@ static h2o_step_params make_step(const one_step *s, h2o_dtype dtype, test_random
 
 enum { STEP_WRITES = 9 };
 
-/* What a step writes. */
+/* Tensors that a step writes. */
 static void written_by(h2o_step_params *p, h2o_view *written[STEP_WRITES]) {
     h2o_slots *const s = &p->slots;
     h2o_view *const all[STEP_WRITES] = {&p->out,       &s->keys,        &s->values,
@@ -368,7 +371,7 @@ static void written_by(h2o_step_params *p, h2o_view *written[STEP_WRITES]) {
     memcpy(written, all, sizeof all);
 }
 
-/* The same call on copies of what it writes. */
+/* The same call on copies of the tensors that it writes. */
 static h2o_step_params copy_step(const h2o_step_params *from) {
     h2o_step_params p = *from;
     h2o_view *written[STEP_WRITES];
@@ -390,7 +393,8 @@ static void free_read(h2o_step_params *p) {
     for (int i = 0; i < 3; i++) free(read[i]->data);
 }
 
-/* In float32, with what the rows stand for once the step has stored its token. */
+/* The call in float32, with the numbers that the rows encode after the step has stored its
+ * token. */
 static h2o_step_params in_float32(const h2o_step_params *from, const h2o_step_params *after) {
     h2o_step_params p = copy_step(from);
     const int64_t D = p.dims.D;
@@ -412,7 +416,7 @@ static h2o_step_params in_float32(const h2o_step_params *from, const h2o_step_pa
     return p;
 }
 
-/* The same numbers at an address that is a multiple of 2 only; memory: what is to be freed. */
+/* The same numbers at an address that is only a multiple of 2. `memory` is to be freed. */
 static h2o_view misaligned_copy(const h2o_view *x, char **memory) {
     h2o_view copy = *x;
     *memory = malloc(tensor_bytes(x) + 2);
@@ -420,8 +424,8 @@ static h2o_view misaligned_copy(const h2o_view *x, char **memory) {
     return copy;
 }
 
-/* By tensor cores, whatever the order of threads and wherever the query stands, and by the kernel
- * for floats. */
+/* Runs the step on tensor cores, with any order of threads and any address of the query, and
+ * compares with the kernel for floats. */
 static void test_step(const one_step *s, h2o_dtype dtype) {
     const h2o_dims *const d = &s->dims;
     const runner with = {.ops = &h2o_ops_generic, .workers = 1};
@@ -555,14 +559,14 @@ int main(void) {
          .scale = 0.0f,
          .how = SPREAD},
     };
-    /* several tiles of queries and of slots, the last ones not whole */
+    /* several tiles of queries and of slots; the last ones are partial */
     const chunk chunks[] = {
         {make_dims(1, 2, 2, 70, 150, 128), H2O_Q8, plain, .how = DENSE, .extreme = true},
         {make_dims(2, 2, 1, 80, 140, 96), H2O_Q4, all, .pads = true, .how = SPREAD},
         {make_dims(1, 2, 10, 30, 190, 50), H2O_Q8, largest, 5.0f, SPREAD, .pads = true},
         {make_dims(1, 2, 1, 66, 100, 192), H2O_Q4, plain, .how = DENSE},
     };
-    /* several parts of several turns of a block's warps, or one; rows at every alignment */
+    /* one or several parts, and turns of a block's warps; rows at every alignment */
     const one_step steps[] = {
         {.dims = make_dims(2, 2, 4, 1, 301, 128), .policy = all},
         {.dims = make_dims(1, 2, 9, 1, 40, 256), .policy = plain, .softcap = 5.0f, .sinks = true},
@@ -588,10 +592,10 @@ int main(void) {
             if (!ONE_DTYPE || dtypes[type] == H2O_F16) test_chunk(&chunks[i], dtypes[type]);
         }
     }
-    test_quantized(H2O_Q8, 50, plain); /* rows of 52 bytes, ... */
-    test_quantized(H2O_Q8, 31, all);   /* ... of 33, ... */
-    test_quantized(H2O_Q4, 96, all);   /* ... and of 60 */
-    /* ThreadSanitizer, which takes a hundred times as long, does without the largest. */
+    test_quantized(H2O_Q8, 50, plain); /* rows of 52 bytes, */
+    test_quantized(H2O_Q8, 31, all);   /* of 33, */
+    test_quantized(H2O_Q4, 96, all);   /* and of 60 */
+    /* Under ThreadSanitizer, which takes a hundred times as long, the largest scene is left out. */
     for (size_t i = THREAD_SANITIZER ? 1 : 0; i < sizeof scenes / sizeof *scenes; i++) {
         for (size_t type = 0; type < 3; type++) {
             if (is_left_out(i + 1, type)) continue;

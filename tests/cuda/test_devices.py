@@ -1,4 +1,4 @@
-"""What devices differ in: compute capability, and which of several is current."""
+"""Differences between devices: the compute capability, and which of several is current."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from tests.cuda.test_launch import run, same, step_arguments
 
 
 def attend_arguments(D: int, dtype: torch.dtype) -> list:
-    """Arguments of a prompt of ten tokens on the CPU."""
+    """Arguments on the CPU of a prompt of ten tokens."""
     query, key, value = (torch.randn(1, heads, 10, D, dtype=dtype) for heads in (4, 2, 2))
     out, scores = torch.zeros(1, 10, 4, D, dtype=dtype), torch.zeros(1, 2, 10)
     return [query, key, value, None, None, out, scores, D**-0.5, 0.0, Policy(), None, None, None]
 
 
 def test_what_a_device_before_8_0_lacks_is_the_torch_backends(library):
-    """Prompts in bfloat16, and tiles of head dimensions above 128, for which it has no room."""
+    """A device before 8.0 must leave prompts in bfloat16 and with head dimensions above 128 to the
+    torch backend. It has no bfloat16, and no room for such tiles."""
     code = f"""
 import torch
 from h2o import _core
@@ -54,7 +55,7 @@ print(cuda.describe())
 
 
 class OfCurrentDevice(DeviceTensor):
-    """As torch's before 2.10: it lends the memory of torch's current device only."""
+    """A tensor as torch before 2.10 has it: it exports memory of torch's current device only."""
 
     is_cuda, chosen = True, 0
 
@@ -65,7 +66,8 @@ class OfCurrentDevice(DeviceTensor):
 
 
 def test_tensors_of_a_device_that_is_not_current_are_served(driver, kernels, monkeypatch):
-    """Before DLPack's exchange table the device is made current, and afterwards the one before."""
+    """Without DLPack's exchange table the tensor's device must be current during the call, and the
+    previous device afterwards."""
 
     @contextlib.contextmanager
     def device(index):
@@ -81,7 +83,7 @@ def test_tensors_of_a_device_that_is_not_current_are_served(driver, kernels, mon
     _core.call("step", "run", *arguments)
     same(there, arguments)
     large = mapped(step_arguments(D=1032), lambda x: OfCurrentDevice(driver, x, 1))
-    with pytest.raises(NotImplementedError):  # what no kernel serves is torch's
+    with pytest.raises(NotImplementedError):  # no kernel supports it, so torch would
         kernels.step(*large)
-    with pytest.raises((AttributeError, TypeError)):  # no tensor of torch; the core has taken it
+    with pytest.raises((AttributeError, TypeError)):  # it is no torch tensor, but was exported
         backends._portable().step(*large)

@@ -1,4 +1,4 @@
-"""The check of kernels against the torch backend: what it forgives, and what it does not."""
+"""The check of kernels against the torch backend: what it tolerates, and what it reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def test_the_cpus_kernels_pass_the_check():
 
 @pytest.mark.parametrize("case", kernel_check.CASES, ids=lambda case: case.name)
 def test_rounding_changes_no_choice(case, monkeypatch):
-    """Queries as TF32 rounds them, a hundred times as coarse as float32."""
+    """The check must tolerate queries rounded like TF32, which keeps 10 of float32's 23 fraction
+    bits."""
 
     def rounded(name):
         def run(*arguments):
@@ -41,7 +42,8 @@ SETTINGS = torch.backends.cuda.matmul
 @pytest.mark.skipif(not hasattr(SETTINGS, "fp32_precision"), reason="before torch 2.9")
 @pytest.mark.parametrize("settings", [SETTINGS, torch.backends], ids=["cuda", "common"])
 def test_the_check_sets_the_precision_of_products_and_puts_it_back(settings, monkeypatch):
-    """Also where it may not be asked for by its former name, and where another setting decides."""
+    """The check needs exact products. It must restore the user's setting, even if the setting may
+    not be read by its older name, or if a common setting determines it."""
     check_small(monkeypatch, kernel_check.SHORT)
     seen = set()
 

@@ -1,5 +1,5 @@
-"""How the core launches its operations: device, context, stream and workspace of each launch, and
-errors where the driver refuses one. The driver is the fake of tests/cuda/fake."""
+"""How the core launches operations: device, context, stream and workspace of each launch, and the
+errors when the driver refuses one. The driver is the fake of tests/cuda/fake."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ LOAD = f"from h2o import _core\n_core.load('cuda', {IMAGE!r}, 0)"
 
 
 def test_a_machine_without_a_driver_says_so(tmp_path):
-    (tmp_path / "libcuda.so.1").write_bytes(b"no library")  # before any that the machine may have
+    (tmp_path / "libcuda.so.1").write_bytes(b"no library")  # found before any real driver
     done = run(LOAD, LD_LIBRARY_PATH=str(tmp_path))
     assert "RuntimeError: no driver (" in done.stderr
 
@@ -103,16 +103,16 @@ def test_every_operation_answers_as_the_torch_backend_does(driver, kernels):
     operations = carried(driver, kernels, device=1)
     assert kernel_check.mistakes(operations, backends._portable(), "cpu") == []
     assert {*operations.unserved} == {("attend", 576)}
-    # and it is no small check: every kernel has run, with what only large calls have, ...
+    # Every kernel has run, and some with as many blocks as only large calls have.
     blocks = driver.widest()
     assert min(blocks.values()) > 0, [name for name, most in blocks.items() if most == 0]
     steps = [most for name, most in blocks.items() if name.startswith("h2o_cuda_step")]
-    assert max(steps) >= 9  # blocks that combine what they have
-    for name in ("bf16_128", "f16_64"):  # of 64 queries; of 128 keys, the stored ones among them
+    assert max(steps) >= 9  # several blocks that combine their results
+    for name in ("bf16_128", "f16_64"):  # of 64 queries; of 128 keys including stored ones
         assert blocks[f"h2o_cuda_forward_{name}"] >= 4
         assert blocks[f"h2o_cuda_sums_{name}"] >= 3
-    # ... and every branch that is counted, but those for infinities, thousands of cells, and
-    # hundreds of heads
+    # Every counted branch was taken, except those for infinities, for thousands of cells and for
+    # hundreds of heads.
     taken = driver.taken()
     assert {branch for branch, times in taken.items() if times == 0} == {
         "matrix_forward_nonfinite", "matrix_values_clipped", "matrix_step_of_several_parts",
@@ -138,7 +138,8 @@ ALLOCATING = ("cuMemAlloc_v2", "cuMemFree_v2", "cuModuleLoadData")
 
 
 def test_a_kernel_that_breaks_off_leaves_no_counts_behind(driver):
-    """Of its blocks that have finished, which a later step over the same slots would add to."""
+    """Blocks that finished before the kernel failed must not be counted. A later step over the same
+    slots would add to their counts."""
     arguments = step_arguments(held=300)
     there = to_device(driver, arguments)
     workspace = workspace_of(driver, there)
@@ -161,7 +162,7 @@ def test_a_call_queues_its_work_and_waits_for_nothing(driver):
     workspace = workspace_of(driver, there)
     before = [driver.calls(entry) for entry in WAITING + ALLOCATING]
     _core.call("step", "launch", *there, 1, workspace)
-    assert driver.library.fake_waiting() == 2  # the counters are cleared, the kernel runs
+    assert driver.library.fake_waiting() == 2  # clearing the counters, and the kernel
     assert [driver.calls(entry) for entry in WAITING + ALLOCATING] == before
     _core.call("step", "run", *arguments)
     same(there, arguments)
@@ -178,7 +179,7 @@ def test_kernels_are_loaded_once_for_each_context(driver):
             _core.call("step", "launch", *arguments[device], 1, workspaces[device])
     before = calls()
     context = ctypes.c_void_p()
-    driver.call("cuCtxCreate_v2", ctypes.byref(context), 0, 0)  # current, and no primary one
+    driver.call("cuCtxCreate_v2", ctypes.byref(context), 0, 0)  # current, but not a primary context
     try:
         pushes = driver.calls("cuCtxPushCurrent_v2")
         for _ in range(2):
@@ -186,7 +187,7 @@ def test_kernels_are_loaded_once_for_each_context(driver):
         assert driver.calls("cuCtxPushCurrent_v2") == pushes
         assert driver.current() == context.value
         assert calls() == before + 1
-        _core.call("step", "launch", *arguments[1], 1, workspaces[1])  # of another device
+        _core.call("step", "launch", *arguments[1], 1, workspaces[1])  # a call on another device
         assert driver.calls("cuCtxPushCurrent_v2") == pushes + 1
         assert driver.current() == context.value
     finally:
@@ -201,7 +202,7 @@ def test_a_graph_captures_a_step_and_replays_it(driver, first):
     there = to_device(driver, arguments)
     workspace = workspace_of(driver, there)
     stream, graph, context = driver.stream(), ctypes.c_void_p(), ctypes.c_void_p()
-    if first:  # a context that has no kernels yet
+    if first:  # a context without loaded kernels
         driver.call("cuCtxCreate_v2", ctypes.byref(context), 0, 0)
         driver.call("cuStreamCreate", ctypes.byref(stream), 0)
     driver.call("cuStreamBeginCapture_v2", stream, 0)
@@ -222,7 +223,7 @@ def test_the_stream_is_what_the_caller_says(driver):
     workspace = workspace_of(driver, there)
     stream = driver.stream()
     _core.call("step", "launch", *there, stream.value, workspace)
-    # the tensors' library has queued its work there too, and records no event for each of them
+    # The tensors' library uses the same stream, so it need not record an event for each tensor.
     assert all(tensor.calls[-1]["stream"] == -1 for tensor in tensors(there))
     with pytest.raises(RuntimeError, match=r"cuMemsetD8Async.*: CUDA error 400"):
         _core.call("step", "launch", *there, stream.value + 8, workspace)
@@ -231,7 +232,7 @@ def test_the_stream_is_what_the_caller_says(driver):
 
 
 def with_table(tensor: DeviceTensor, stream: ctypes.c_void_p):
-    """The same tensor by DLPack's exchange table, which knows the stream."""
+    """The same tensor, passed through DLPack's exchange table, which reports the stream."""
     requests = []
 
     @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))
@@ -348,7 +349,7 @@ def test_a_kernel_that_fails_shows_when_the_host_waits(driver):
     _core.call("step", "launch", *there, 1, workspace)
     with driver.context(0):
         assert driver.library.cuCtxSynchronize() == 719
-    with pytest.raises(RuntimeError, match=r"CUDA error 719"):  # as for all that comes after
+    with pytest.raises(RuntimeError, match=r"CUDA error 719"):  # every later call fails as well
         _core.call("step", "launch", *there, 1, workspace)
     assert driver.current() is None
 
@@ -380,7 +381,7 @@ def test_other_devices_tensors_are_refused(driver):
         _core.call("step", "measure", *arguments, 1)
     there = to_device(driver, arguments)
     with pytest.raises(RuntimeError, match=r"query: is on CUDA device 0.*no kernels"):
-        _core.call("step", "run", *there)  # without a stream, no kernels serve them
+        _core.call("step", "run", *there)  # without a stream there are no kernels for them
     mixed = [*there[:5], DeviceTensor(driver, arguments[5], 1), *there[6:]]
     with pytest.raises(ValueError, match="out: is on CUDA device 1"):
         _core.call("step", "measure", *mixed, 1)

@@ -1,5 +1,5 @@
-"""Prompts whose outputs are those of torch's own attention, and whose scores the kernels for GPUs
-make of its log sums. torch's flash attention for CPUs stands for those of CUDA."""
+"""Prompts whose outputs come from torch's own attention. The GPU kernels compute the scores from
+its log sums. Here torch's flash attention for CPUs stands in for that of CUDA."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOLES = [[0, 1, 2, 40, 41, 99], [], [128, 129]]
 
 
 def text(B, D, N):
-    """In double precision, before it is rounded."""
+    """Query, keys and values in float64, before rounding."""
     drifting = inputs.drifting(5, B=B, H=6, G=2, N=N, D=D, sharp=3.0, sink=True)
     return [torch.from_numpy(x).double() for x in drifting]
 
@@ -57,7 +57,7 @@ def answers(attend, call):
 
 
 def errors(attend, call):
-    """The largest error of outputs and of scores, beside the oracle over the exact text."""
+    """Largest error of outputs and of scores, compared with the reference on the exact text."""
     B, _, N, D = call.query.shape
     query, keys, values = text(B, D, N)
     values = keys if call.values is None else values
@@ -80,7 +80,8 @@ CALLS = {
 
 @pytest.mark.parametrize("what", CALLS)
 def test_outputs_are_torchs_and_scores_those_of_its_log_sums(driver, kernels, what):
-    """As exact as the kernels' own way, and not by it: its forward kernels answer wrongly."""
+    """The answers are as exact as the kernels' own. The forward kernels are made to answer wrongly,
+    so that they cannot be what computes the outputs."""
     call = prompt(**CALLS[what])
     own = carried(driver, kernels).attend
     before = errors(own, call)
@@ -103,7 +104,7 @@ def test_pads_have_no_outputs_and_no_scores(driver, kernels):
 
 
 def shifted(x):
-    """The same numbers at an address that is no multiple of 16."""
+    """The same numbers at an address that is not a multiple of 16."""
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
@@ -150,7 +151,7 @@ def test_what_torchs_attention_cannot_goes_the_kernels_way():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that calls have taken; small prompts are measured, of 10 calls each."""
+    """Seconds that calls have taken. Two small lengths are measured, with 10 calls each."""
     passed = SimpleNamespace(seconds=0.0)
     short, long = (Measured(least, tokens, 2, 1, 10) for least, tokens in ((7, 20), (40, 40)))
     monkeypatch.setattr(prompt_attention, "MEASURED", (short, long))
@@ -159,7 +160,7 @@ def clock(monkeypatch):
 
 
 def taking(clock, seconds, attention=flash, plan=0.0):
-    """An attention that takes so long for each token, and more where a length is new to it."""
+    """An attention that takes `seconds` per token, and `plan` more for a length it has not seen."""
     met = set()
 
     def run(query, *operands):
@@ -185,12 +186,13 @@ def unable(*operands):
 
 
 def own(clock, seconds):
-    """The operations, where h2o's attention takes so long for each token, and its sums alone 1."""
+    """The operations. h2o's attention takes `seconds` per token, and its sums alone one second per
+    token."""
 
     def attend(*operands):
         call = AttendOperands(*operands)
         alone = seconds
-        if call.known_log_sums is not None:  # out stays as it is
+        if call.known_log_sums is not None:  # out does not change
             alone, call = 1.0, call._replace(out=call.out.clone())
         clock.seconds += alone * call.query.shape[2]
         backends.core.attend(*call)
@@ -214,8 +216,9 @@ def test_the_fastest_that_is_right_is_chosen(clock, monkeypatch):
 
 @pytest.mark.parametrize(("seconds", "first"), [(9.0, {7: "even"}), (1.9, {})])
 def test_what_plans_for_each_length_is_chosen_for_long_prompts(clock, monkeypatch, seconds, first):
-    """Ten calls of 20 tokens by the even way take 400 seconds, of 40 tokens 800; the other way
-    takes half of that and 250 for the plan."""
+    """An attention that plans for each length must be chosen only for long prompts, where the plan
+    pays. With the sums, ten calls of the even way take 400 seconds for 20 tokens and 800 for 40.
+    The other way takes half as long, plus 250 for its plan."""
     ways = {"even": taking(clock, 1.0), "planned": taking(clock, 0.0, plan=250.0)}
     monkeypatch.setattr(prompt_attention, "WAYS", ways)
     assert chosen(own(clock, seconds)) == first | {40: "planned"}
@@ -248,12 +251,13 @@ def test_ways_are_said_in_words(prompts, words):
 
 
 LEAST = 70
-"""Tokens from which on torch's attention is asked, here: an emulated prompt of 1024 takes long."""
+"""Shortest prompt for torch's attention. Here it is small, since emulating 1024 tokens takes
+long."""
 
 
 @pytest.fixture
 def measured(device, monkeypatch):  # noqa: F811
-    """Depths that were measured, and calls that went by torch's attention."""
+    """Depths that were measured, and calls that used torch's attention."""
     seen = SimpleNamespace(depths=[], calls=[])
 
     def noted(*operands):
@@ -293,7 +297,7 @@ def test_ways_are_measured_when_asked_for_remembered_and_described(measured, bui
         assert got <= 2 * most
     assert (measured.depths, measured.calls) == ([64], [LEAST])
     forget()
-    attend(call)  # as an earlier process has measured
+    attend(call)  # uses the measurement of an earlier process
     assert measured.depths == [64]
     attend(prompt(B=1, D=72, N=LEAST))
     assert measured.depths == [64, 128]

@@ -1,4 +1,4 @@
-"""The machine of tools/ptx on PTX written by hand, whose counts are known without it."""
+"""The machine of tools/ptx on hand-written PTX, whose counts are known independently."""
 
 import csv
 import ctypes
@@ -44,7 +44,7 @@ def tool(name: str) -> ModuleType:
     path = ROOT / "tools" / f"{name}.py"
     if not path.exists():
         pytest.skip("needs the sources")
-    if str(path.parent) not in sys.path:  # they import one another
+    if str(path.parent) not in sys.path:  # the tools import one another
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -92,7 +92,7 @@ def launch(library, tmp_path, monkeypatch):
 
 
 def words(count: int, dtype: type = np.float32) -> np.ndarray:
-    """Numbers 0, 1, ... whose first is at a multiple of 256 bytes."""
+    """Numbers 0, 1, ... beginning at a multiple of 256 bytes."""
     room = np.zeros(count * 4 + 256, np.uint8)
     aligned = room[-room.ctypes.data % 256 :][: count * 4].view(dtype)
     aligned[:] = np.arange(count)
@@ -104,7 +104,7 @@ def test_a_warp_that_adds(launch):
     body = "ld.global.f32 %f1, [%rd4]; add.f32 %f1, %f1, 0f3F800000; st.global.f32 [%rd4], %f1;"
     found = launch(body, x, threads=64)
     assert np.array_equal(x, np.arange(64) + 1)
-    # Of each of two warps: mul.wide, add.s64 of two slots, load, add, store, ret.
+    # For each of the two warps: mul.wide, add.s64 of two slots, load, add, store, ret.
     assert found["kinds"] == {"int64": 4, "int32": 2, "global": 4, "float": 2, "branch": 2}
     assert found["issued"] == 14
     assert (found["sectors"], found["bytes"], found["distinct"]) == (2 * 8, 2 * 256, 8)
@@ -130,11 +130,11 @@ $met:
     found = launch(body, x)
     lanes = np.arange(32)
     assert np.array_equal(x, np.where(lanes % 2, lanes + 100, 5))
-    # mul.wide, and, setp; one addition of the odd lanes; five rounds of three of the even ones.
+    # mul.wide, and, setp; one addition of the odd lanes; five rounds of three by the even ones.
     assert found["kinds"]["int32"] == 1 + 1 + 10
     assert found["kinds"]["logic"] == 2 + 5
     assert found["kinds"]["branch"] == 1 + 1 + 5 + 1
-    assert found["kinds"]["global"] == 1  # they store together
+    assert found["kinds"]["global"] == 1  # both halves store together
 
 
 @pytest.mark.parametrize(("first", "count"), [(3, 5), (0, 32), (28, 9), (31, 0)])
@@ -212,7 +212,8 @@ def test_barriers_join_warps(launch):
 
 
 def test_registers_of_a_block_are_its_own(launch):
-    """As CUDA's compiler writes a barrier that asks something, whatever else %p1 is."""
+    """CUDA's compiler writes a barrier with a predicate in a block of its own. Its %p1 must not
+    change the %p1 outside."""
     x = words(32, np.int32)
     body = """
     setp.lt.u32 %p1, %r1, 8;
@@ -245,7 +246,7 @@ def test_copies_arrive_at_their_wait(launch):
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_products_of_matrices(launch, dtype):
-    """A is all ones, column n of B is n + 1: lane l has columns 2 (l % 4) and the next."""
+    """A is all ones, and column n of B is n + 1. Lane l holds columns 2 (l % 4) and the next."""
     one = {"f16": 0x3C003C00, "bf16": 0x3F803F80}[dtype]
     body = f"""
     shr.u32 %r2, %r1, 2; add.s32 %r2, %r2, 1; cvt.rn.f32.s32 %f1, %r2;
@@ -283,7 +284,7 @@ def test_what_fails_on_a_gpu_fails_here(launch, body, text):
 def test_blocks_of_a_multiprocessor():
     model = tool("cuda_model")
     l4, h100 = model.DEVICES["L4"], model.DEVICES["H100"]
-    assert model.blocks_per_sm(l4, 128, 53504, 128) == 1  # 102,400 bytes less what each block takes
+    assert model.blocks_per_sm(l4, 128, 53504, 128) == 1  # 102,400 bytes, less each block's reserve
     assert model.blocks_per_sm(l4, 128, 50176, 128) == 2
     assert model.blocks_per_sm(h100, 128, 53504, 128) == 4
     assert model.blocks_per_sm(h100, 128, 1024, 255) == 2
@@ -302,8 +303,8 @@ def test_the_model_takes_the_slowest():
     assert times["float"] == pytest.approx(1e5 / 4 / 2 / 1.41e3)
     assert times["special"] == pytest.approx(2e3 / 4 * 2 / 1.41e3)
     assert times["L2"] == pytest.approx(100 / 4 * 32 / 64 / 1.41e3)
-    assert times["tensor"] > model.floor(launch, 1, model.DEVICES["A100"])  # all are at work there
-    # A quarter of the products on each of four multiprocessors: 2048 / 1024 clocks each.
+    assert times["tensor"] > model.floor(launch, 1, model.DEVICES["A100"])  # which uses all
+    # A quarter of the products on each of four multiprocessors, at 2048 / 1024 clocks each.
     assert times["tensor"] == pytest.approx(1e6 / 4 * 2 / 1.41e3)
     assert times["issue"] == pytest.approx(1e6 / 4 / 1.41e3)
     assert times["latency"] == pytest.approx(2 * 466 / 1.41e3)
@@ -331,7 +332,7 @@ def test_a_kernel_that_no_case_launches_is_found(tmp_path):
 
 
 def test_counts_before_are_those_of_the_same_work(tmp_path, monkeypatch):
-    """Whichever kernel did it then."""
+    """Counts are compared by work, even if another kernel did it before."""
     counts = tool("cuda_counts")
     monkeypatch.setattr(counts, "TABLE", tmp_path / "table.csv")
     row = {

@@ -1,4 +1,4 @@
-"""What the compiled kernels take, read from the file that is shipped, where it was built."""
+"""Resources of the compiled kernels, read from the file that is shipped, where it was built."""
 
 import importlib.util
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""What docs/how_to/use_a_gpu.md runs where there is a GPU, on the stand-in of tests/cuda/standin.
+"""The commands of docs/how_to/use_a_gpu.md, run on the stand-in of tests/cuda/standin.
 
-`make test-gpu` runs in a checkout of its own, whose .venv/bin has programs that lead here: the
-compilers make no kernels, and the sanitizer looks for nothing.
+`make test-gpu` runs in a checkout of its own, with programs in .venv/bin that lead to this Python.
+The compiler makes no kernels, and the sanitizer checks nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNLESS_STUBBED = '[ -z "$STUBBED" ] || exit 0\n'
 PROGRAMS = {
     ".venv/bin/python": f'{UNLESS_STUBBED}exec {sys.executable} "$@"',
     ".venv/bin/h2o": f'{UNLESS_STUBBED}exec {sys.executable} -m h2o "$@"',
-    # The first bytes of a fatbin, after the last -o.
+    # Writes the first bytes of a fatbin to the file after the last -o.
     "nvcc": 'for x; do [ "$before" = -o ] && out=$x; before=$x; done\n'
     "{ printf 'P\\355U\\272'; head -c 60 /dev/zero; } > \"$out\"",
 }
@@ -44,7 +44,7 @@ echo "$*" >> sanitizer.log
 [ "$2" != "$FAILING" ] || exit "${10}"
 [ "$2$FAILING" != memcheck ] || { shift 10; exec "$@"; }
 """
-"""Looks at its arguments; the first of its tools runs the program, unless one is to fail."""
+"""Checks its arguments. The first of its tools runs the program, unless a tool is to fail."""
 TESTS = "tests/gpu/test_device.py -k '(current_stream and float16) or check or (waits and llama)'"
 
 
@@ -71,7 +71,7 @@ def checkout(library, tmp_path_factory) -> Path:
 
 
 def run(checkout: Path, library: str, *command: str, gpu: bool = True, **variables: str):
-    """A finished process in the checkout; its streams are one."""
+    """Run a command in the checkout. Both streams are in `stdout`."""
     path = [str(checkout), *filter(None, sys.path)]
     if gpu:
         path.insert(0, str(checkout / "tests" / "cuda" / "standin"))
@@ -81,7 +81,7 @@ def run(checkout: Path, library: str, *command: str, gpu: bool = True, **variabl
         "H2O_CACHE": str(checkout / "cache"),
         "PATH": f"{checkout}:{os.environ['PATH']}",
         "MAKEFLAGS": "",
-        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # the stand-in is in the main thread alone
+        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # the stand-in exists in the main thread only
     }
     return subprocess.run(
         command, cwd=checkout, env={**os.environ, **there, **variables},
@@ -94,7 +94,7 @@ def make(checkout: Path, library: str, *more: str, **variables):
 
 
 def sanitizer(checkout: Path) -> Path:
-    """The stand-in of compute-sanitizer where pip puts it; without what it was given before."""
+    """Create the stand-in for compute-sanitizer where pip installs it, and delete its log."""
     path = checkout / ".venv/lib/python3.12/site-packages/nvidia/cu13/bin/compute-sanitizer"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(SANITIZER)
@@ -110,7 +110,7 @@ def tools_run(checkout: Path) -> list[str]:
 RIGHT = "cuda:0  every operation answers as the torch backend does"
 SANITIZED = "every operation answers as the core does"
 STUBBED = {"STUBBED": "1"}
-"""For `make`'s own part: Python and h2o find nothing wrong, at once."""
+"""Variables with which only `make`'s part runs: Python and h2o succeed at once."""
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_what_the_sanitizer_finds_ends_it(checkout, library):
     ("wrong", "code", "said"), [("", 0, SANITIZED), ("h2o_cuda_step", 1, "step gets out wrong")]
 )
 def test_what_the_sanitizer_looks_at(checkout, library, wrong, code, said):
-    """The kernels run, and what is wrong with their answers is said."""
+    """The program under the sanitizer runs the kernels, and reports a wrong answer."""
     program = (sys.executable, "-m", "tools.gpu.sanitized")
     done = run(checkout, library, *program, H2O_STANDIN_WRONG=wrong)
     assert (done.returncode, said in done.stdout) == (code, True), done.stdout
@@ -150,7 +150,7 @@ def test_without_a_sanitizer_it_is_said(checkout, library):
 
 
 def test_kernels_are_made_for_the_devices_of_this_machine(checkout, library):
-    """Once: those that are there of the same sources are kept."""
+    """Kernels are built for this machine's devices, once. Kernels of the same sources are kept."""
     command = "make", "gpu-kernels", "NVCC=nvcc"
     (checkout / "h2o" / "kernels.fatbin").unlink(missing_ok=True)
     for printed in ("code=sm_90", ""):
@@ -165,9 +165,9 @@ def test_kernels_are_made_for_the_devices_of_this_machine(checkout, library):
     assert "torch finds no CUDA device here" in done.stdout
 
 
-@pytest.mark.slow  # test_serving.py has the check, and the test above what ends `make`
+@pytest.mark.slow  # test_serving.py tests the check, the test above what ends `make`
 def test_a_wrong_kernel_ends_it_before_the_tests(checkout, library, tmp_path):
-    # In a cache of its own, since wrong kernels are remembered there.
+    # Wrong kernels are remembered in the cache, so this run has one of its own.
     wrong = {"H2O_STANDIN_WRONG": "h2o_cuda_step", "H2O_CACHE": str(tmp_path)}
     done = make(checkout, library, **wrong)
     assert done.returncode == 2
@@ -184,7 +184,8 @@ def test_without_a_gpu_it_does_not_begin(checkout, library):
 
 @pytest.mark.slow
 def test_every_command_with_a_model_goes_there(checkout, library, tiny, tmp_path):  # noqa: F811
-    """In one process, for which torch is imported once."""
+    """Every command passes --device on to the model. One process runs them, to import torch
+    once."""
     (tmp_path / "text").write_text("".join(chr(97 + i * i % 23) for i in range(150)))
     text = ["--text", str(tmp_path / "text")]
     lines = [

@@ -1,4 +1,4 @@
-"""The list of bugs that is run by hand still fits the kernels."""
+"""The list of seeded bugs, which is run by hand, still fits the kernels."""
 
 import pytest
 

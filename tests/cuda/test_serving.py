@@ -1,5 +1,5 @@
-"""Which backend serves a CUDA device: the kernels where they are built, can be loaded and compute
-what the torch backend does; else the torch backend."""
+"""Choice of the backend for a CUDA device: the kernels if they are built, can be loaded and compute
+the torch backend's answers, otherwise the torch backend."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from tests.inputs import drifting
 
 @pytest.fixture
 def device(driver, kernels, built, monkeypatch):
-    """torch's CUDA device 0 as the fake: tensors of the CPU, carried there and back."""
+    """The fake driver's device as torch's CUDA device 0. Its tensors are CPU tensors, copied there
+    and back."""
     make = cuda._kernels
     monkeypatch.setattr(cuda, "_kernels", lambda by_torch: carried(driver, make(by_torch)))
     monkeypatch.setattr(cuda, "_device", lambda index: "cpu")
     monkeypatch.setattr(cuda, "_is_capturing", lambda: False)
     monkeypatch.setattr(cuda, "_synchronize", driver.wait)
-    monkeypatch.setattr(prompt_attention, "WAYS", {})  # test_prompt_attention.py has these
-    # test_launch.py has them all, as they are
+    monkeypatch.setattr(prompt_attention, "WAYS", {})  # tested in test_prompt_attention.py
+    # test_launch.py runs all cases
     check_small(monkeypatch, kernel_check.Size(10, 3, 1, 4, 2))
     return driver
 
@@ -42,14 +43,14 @@ def check_small(monkeypatch, size: kernel_check.Size, simulated: bool = False) -
 
 
 def serving(by_torch=None):
-    """Which backend serves device 0: "C" or "torch"."""
+    """Backend of device 0: "C" or "torch"."""
     by_torch = by_torch or backends._portable()
     operations = cuda.serving(0, by_torch)
     return "torch" if operations is by_torch else "C"
 
 
 def forget() -> None:
-    """As in a new process."""
+    """Forget all verdicts, as a new process would."""
     cuda._serving.clear()
     cuda._reasons.clear()
 
@@ -125,7 +126,7 @@ def test_a_kernel_that_fails_does_not_serve(device):
 
 
 def raising(error):
-    """The torch backend, whose attention ends so."""
+    """The torch backend, with an attention that raises this error."""
 
     def attend(*arguments):
         raise error
@@ -194,7 +195,7 @@ def test_compressed_kernels_are_expanded(device, built):
     built.write_bytes(lzma.compress(IMAGE[:64]) + IMAGE[64:])
     assert cuda._image(built.read_bytes()) == IMAGE
     assert serving() == "C"
-    for cut in (40, 60):  # amid the stream, and before its end
+    for cut in (40, 60):  # inside the compressed stream, and before its end
         built.write_bytes(lzma.compress(bytes(1000) + IMAGE[:64])[:cut] + IMAGE[64:])
         forget()
         with pytest.warns(RuntimeWarning, match=r"kernels\.fatbin cannot be read"):
@@ -202,7 +203,8 @@ def test_compressed_kernels_are_expanded(device, built):
 
 
 def test_the_programs_settings_of_torch_are_set_aside(device):
-    """A float64 program with deterministic algorithms, whose tensors are on another device."""
+    """The check must not depend on the user's settings of torch: float64, deterministic algorithms,
+    and another default device."""
 
     def strictly(name):
         def run(*arguments):
@@ -271,7 +273,8 @@ def test_a_build_without_kernels_says_so_and_warns_nobody(built, monkeypatch):
 
 @pytest.mark.parametrize("image", [IMAGE[:64], IMAGE[:-1] + b"?", b"", b"short"])
 def test_kernels_of_other_sources_than_the_core_do_not_serve(device, built, image, monkeypatch):
-    """They would misread their parameters. This is found out before any call of the driver."""
+    """Kernels of other sources would misread their parameters. They must be rejected before any
+    call of the driver."""
     built.write_bytes(image)
     monkeypatch.setattr(_core, "load", None)
     monkeypatch.setattr(_core, "devices", None)
@@ -293,7 +296,7 @@ def test_a_graph_that_is_captured_first_is_the_torch_backends(device, monkeypatc
 
 
 def test_a_step_opens_no_device(device, built):
-    """It looks a verdict up, and nothing is loaded, launched or written before there is one."""
+    """A step may use a known verdict, but must not load, launch or write anything to get one."""
     by_torch = backends._portable()
     before = launches(device)
     with pytest.warns(RuntimeWarning, match=r"not open yet: call h2o.ops.open_device"):
@@ -326,7 +329,7 @@ def test_a_layer_that_goes_on_elsewhere_opens_the_device_before_its_step(monkeyp
 
 
 def test_fake_tensors_are_the_torch_backends_and_warn_nobody(device):
-    """They have no memory: also where the device has been opened for others."""
+    """Fake tensors have no memory, so the torch backend serves them, even if the device is open."""
     by_torch = backends._portable()
     for is_open in (False, True):
         with elsewhere(), warnings.catch_warnings():
@@ -347,7 +350,7 @@ def test_tensors_go_by_their_device(device, monkeypatch):
     here.is_cuda = False
     assert backends.serving(here) is backends._portable()
     here.is_cuda = True
-    monkeypatch.setattr(torch.version, "hip", "6.0")  # AMD's, which torch calls cuda
+    monkeypatch.setattr(torch.version, "hip", "6.0")  # AMD GPUs, which torch calls cuda
     assert backends.serving(here) is backends._portable()
 
 

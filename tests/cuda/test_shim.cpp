@@ -1,8 +1,8 @@
-/* test_shim.cpp - tests of the emulated GPU (shim.h): that its operations compute what a GPU's do,
- * that it rejects what a GPU does not allow, and that it exposes bugs of kernels.
+/* test_shim.cpp - tests of the emulated GPU (shim.h): its operations compute what a GPU's do, it
+ * rejects what a GPU does not allow, and it exposes bugs of kernels.
  *
- * Each kernel with a bug (seeded.h) runs in another process, since a sanitizer that detects it ends
- * the process: this program again, with the bug's name as its argument. */
+ * Each kernel with a bug (seeded.h) runs in another process, because a sanitizer that detects the
+ * bug ends the process. That process is this program, with the bug's name as its argument. */
 #include <sys/wait.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer)
-#define __SANITIZE_ADDRESS__ 1 /* as gcc has it */
+#define __SANITIZE_ADDRESS__ 1 /* as gcc defines it */
 #endif
 #if __has_feature(thread_sanitizer)
 #define __SANITIZE_THREAD__ 1
@@ -54,7 +54,7 @@ static int launch(const char *name, const PARAMS &params, const shape &s, char *
 
 /* ---- Each operation ------------------------------------------------------ */
 
-/* A value of each lane, of any bits. */
+/* A value for each lane, with arbitrary bits. */
 template <typename T> DEVICE T value_of(unsigned thread) {
     const uint64_t bits = (thread + 1) * 0x9e3779b97f4a7c15u;
     T x;
@@ -94,12 +94,12 @@ KERNEL(probe_warp, probe_params) {
         warp_ballot(lane % 3 == 0) == 0x49249249u && warp_ballot(i < 32) == (i < 32 ? ~0u : 0u);
     right &= warp_all(true) && !warp_all(lane != 17) && warp_all(i < 32) == (i < 32);
     right &= popcount(0) == 0 && popcount(0x80000001u) == 2 && popcount(~0u) == 32;
-    for (unsigned warp = 0; warp <= i / 32; warp++) sync_warp(); /* a different number in each */
+    for (unsigned warp = 0; warp <= i / 32; warp++) sync_warp(); /* calls differ by warp */
     params.out[i] = right;
 }
 EXPORT_KERNEL(probe_warp, probe_params)
 
-/* Shared: 33 bytes of 0xff; barriers with a predicate. */
+/* Shared memory: 33 bytes of 0xff. Barriers have a predicate. */
 KERNEL(probe_block, probe_params) {
     DYN_SHARED(shared);
     const unsigned i = threadIdx.x, threads = blockDim.x;
@@ -125,7 +125,8 @@ KERNEL(probe_vectors, probe_params) {
 }
 EXPORT_KERNEL(probe_vectors, probe_params)
 
-/* Shared: two matrices of 16 x 16, whose elements and products are exact in both formats. */
+/* Shared memory: two 16 x 16 matrices, with elements and products that both formats hold
+ * exactly. */
 template <typename WIDEN, typename MULTIPLY>
 DEVICE bool multiplies(uint16_t *a, uint16_t *b, uint16_t (*narrow)(float), WIDEN widen,
                        MULTIPLY multiply) {
@@ -146,7 +147,7 @@ DEVICE bool multiplies(uint16_t *a, uint16_t *b, uint16_t (*narrow)(float), WIDE
     good &= left[1] == two(a, (group + 8) * 16 + pair, 1);
     good &= left[2] == two(a, group * 16 + pair + 8, 1);
     good &= left[3] == two(a, (group + 8) * 16 + pair + 8, 1);
-    for (unsigned half = 0; half < 2; half++) { /* of b's columns */
+    for (unsigned half = 0; half < 2; half++) { /* half of b's columns */
         float c[4] = {1.0f, 20.0f, -300.0f, 4000.0f};
         good &= right[2 * half] == two(b, pair * 16 + half * 8 + group, 16);
         good &= right[2 * half + 1] == two(b, (pair + 8) * 16 + half * 8 + group, 16);
@@ -181,8 +182,9 @@ KERNEL(probe_matrices, probe_params) {
 }
 EXPORT_KERNEL(probe_matrices, probe_params)
 
-/* Shared: for each thread the targets of a copy of 16 and of one of 4 bytes, which other threads
- * read after a barrier. The last batch need not have arrived; the seed determines which has. */
+/* Shared memory: for each thread the targets of a copy of 16 bytes and of a copy of 4 bytes, which
+ * other threads read after a barrier. The last batch need not have arrived. The seed determines
+ * which copies have. */
 KERNEL(probe_copies, probe_params) {
     DYN_SHARED(shared);
     const unsigned i = threadIdx.x, threads = blockDim.x, other = threads - 1 - i;
@@ -203,7 +205,7 @@ KERNEL(probe_copies, probe_params) {
 }
 EXPORT_KERNEL(probe_copies, probe_params)
 
-/* Which block finishes last, and whether its threads see what all have written. */
+/* Exactly one block finishes last, and its threads see what all blocks have written. */
 KERNEL(probe_last, probe_params) {
     const unsigned i = threadIdx.x, threads = blockDim.x, blocks = gridDim.x;
     uint32_t *const written = (uint32_t *)workspace;
@@ -216,14 +218,14 @@ KERNEL(probe_last, probe_params) {
 }
 EXPORT_KERNEL(probe_last, probe_params)
 
-/* In which order threads, and blocks, run. */
+/* Records the order in which threads and blocks run. */
 KERNEL(probe_order, probe_params) {
     sync_block();
     params.out[count_release(params.counter)] = blockIdx.x * blockDim.x + threadIdx.x;
 }
 EXPORT_KERNEL(probe_order, probe_params)
 
-/* Stacks are deep, and each thread has one. */
+/* Each thread has a deep stack of its own. */
 KERNEL(probe_stack, probe_params) {
     volatile uint32_t frame[4096];
     for (unsigned i = 0; i < 4096; i++) frame[i] = i ^ threadIdx.x;
@@ -234,7 +236,7 @@ KERNEL(probe_stack, probe_params) {
 }
 EXPORT_KERNEL(probe_stack, probe_params)
 
-/* That each of n is the same number. */
+/* Whether all numbers are x. */
 static bool all_are(const std::vector<uint32_t> &out, uint32_t x) {
     return std::all_of(out.begin(), out.end(), [x](uint32_t o) { return o == x; });
 }
@@ -256,7 +258,7 @@ static void test_operations(void) {
             check(memcmp(&vectors[(size_t)i * 4], bytes + 16 * (31 - i), 16) == 0);
         }
         std::vector<uint32_t> copies(2 * 32);
-        if (sanitizer != MEMORY) { /* which would report the read of what has not arrived */
+        if (sanitizer != MEMORY) { /* which would report the read of bytes that have not arrived */
             check(launch("probe_copies", probe_params{0, copies.data(), nullptr, bytes},
                          {{1, 1, 1}, 32, 20 * 32}, nullptr) == 0);
             const auto half = copies.begin() + 32;
@@ -313,7 +315,8 @@ static double bf16_value(uint32_t h) {
     return h & 0x8000 ? -size : size;
 }
 
-/* Each finite one is itself; halfway between two is the even one, past it the nearer. */
+/* Each finite number converts to itself. A number halfway between two rounds to the even one, any
+ * other to the nearest. */
 static void test_format(double (*value)(uint32_t), float (*to)(uint16_t), uint16_t (*from)(float),
                         uint32_t infinity) {
     for (uint32_t sign = 0; sign <= 0x8000; sign += 0x8000) {
@@ -322,7 +325,7 @@ static void test_format(double (*value)(uint32_t), float (*to)(uint16_t), uint16
             const float half = (float)((value(sign | h) + value(sign | (h + 1))) / 2);
             check(x == (float)value(sign | h) && signbit(x) == (sign != 0), "16 bits to float");
             check(from(x) == (sign | h), "and back");
-            if (h + 1 == infinity && isinf(next)) break; /* beyond all floats */
+            if (h + 1 == infinity && isinf(next)) break; /* the next float is infinite */
             check(from(half) == (sign | (h + (h & 1))), "halfway: even");
             check(from(nextafterf(half, x)) == (sign | h), "below half");
             check(from(nextafterf(half, next)) == (sign | (h + 1)), "above half");
@@ -365,7 +368,7 @@ static void test_numbers(void) {
 
 /* ---- Errors -------------------------------------------------------------- */
 
-/* Waits where other threads do not, or requests what no GPU does. */
+/* Waits where other threads do not, or does something that no GPU allows. */
 DEVICE void go_wrong(const probe_params *p, unsigned i) {
     char frame[64] = {(char)i};
     uint32_t rows[4] = {};
@@ -489,7 +492,7 @@ static bool near(const std::vector<float> &a, const std::vector<float> &b) {
     return true;
 }
 
-/* The outcome as a word: error, right or wrong. */
+/* The outcome of one run: "error", "right" or "wrong". */
 static const char *run_sample(const sample &s, bug with) {
     const shape of = {{s.blocks, 1, 1}, THREADS, s.shared};
     std::vector<float> in(THREADS * DEPTH), slots(SLOTS * DEPTH);
@@ -517,7 +520,7 @@ static const sample &sample_named(const char *kernel) {
 
 enum { SEEDS = 4 };
 
-/* The process for one bug: a line for each seed. */
+/* The process for one bug. It prints a line for each seed. */
 static int run_bug(const char *name) {
     for (const seeded &b : bugs) {
         for (uint64_t seed = 0; strcmp(b.name, name) == 0 && seed < SEEDS; seed++) {
@@ -530,7 +533,8 @@ static int run_bug(const char *name) {
     return 0;
 }
 
-/* Runs this program for a bug; the beginning of its output goes to `output`. Returns its status. */
+/* Runs this program for a bug, writes the beginning of its output to `output`, and returns its
+ * status. */
 static int run_process(const char *program, const char *name, char *output, size_t size) {
     char command[512];
     snprintf(command, sizeof command, "'%s' %s 2>&1", program, name);
@@ -542,7 +546,7 @@ static int run_process(const char *program, const char *name, char *output, size
 }
 
 static void test_bugs(const char *program) {
-    /* without a bug all are right, and no sanitizer ends this process */
+    /* without bugs all results are right, and no sanitizer ends this process */
     for (uint64_t seed = 0; seed < SEEDS; seed++) {
         shim_seed(seed);
         for (const sample &s : samples) {

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer and tiny models to evaluate, made here, without network."""
+"""A byte tokenizer and tiny models to evaluate, made here without network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDED, PADDED = 256, 257
 
 
 def exit_code(run, *arguments):
-    """Of a command, whose wrong arguments end it by SystemExit."""
+    """Exit code of a command. Wrong arguments end it by SystemExit."""
     try:
         return run(*arguments)
     except SystemExit as exit_:
@@ -29,14 +29,14 @@ def exit_code(run, *arguments):
 
 
 def measured(folder):
-    """What lm-eval has written of each setting, the newest where there are several."""
+    """Results that lm-eval has written, by setting. Only the newest counts."""
     files = sorted(folder.rglob("results_*.json"), key=lambda file: file.name)
     contents = [json.loads(file.read_text()) for file in files]
     return {content["config"]["h2o"]["setting"]: content for content in contents}
 
 
 def table_of(text):
-    """The rows of a printed table by setting, {title: cell}; titles have one blank at most."""
+    """Rows of a printed table by setting, as {title: cell}. Titles have no two blanks in a row."""
     lines = text.splitlines()
     under = next(i for i, line in enumerate(lines) if line.startswith("---"))
     ends = [match.span() for match in re.finditer("-+", lines[under])]
@@ -54,13 +54,13 @@ def _offline(monkeypatch):
 
 @pytest.fixture
 def lm_eval_apart(tmp_path, monkeypatch):
-    """lm-eval with caches in a folder of the test, and without what takes it long."""
+    """lm-eval with its caches in a folder of the test, and without its slow parts."""
     lm_eval_tasks = pytest.importorskip("lm_eval.tasks")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    # lm-eval logs, once set up, to what standard error was in the first of these tests.
+    # Once set up, lm-eval logs to the stderr of the test that came first.
     monkeypatch.setattr("lm_eval.utils._LOGGING_CONFIGURED", True)
-    # Ten seconds for the tasks that it could download, two for a list of the environment.
+    # Listing tasks that could be downloaded takes ten seconds, listing the environment two.
     only_own = functools.partial(lm_eval_tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", only_own)
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
@@ -68,7 +68,7 @@ def lm_eval_apart(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """Every byte is a token."""
+    """A tokenizer with one token for each byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate(alphabet)}
     vocabulary |= {"<end>": ENDED, "<pad>": PADDED}
@@ -81,7 +81,7 @@ def tokenizer():
 
 
 def build(model_type: str = "llama"):
-    """A model with sharp attention, so that it matters what is dropped."""
+    """A model with sharp attention, so that evicted keys make a difference."""
     torch.manual_seed(1)
     config = AutoConfig.for_model(
         model_type,
@@ -106,7 +106,7 @@ def build(model_type: str = "llama"):
 
 @pytest.fixture
 def passes(monkeypatch):
-    """The batch rows of each forward pass of a llama."""
+    """Number of batch rows of each forward pass of a Llama."""
     rows, original = [], LlamaForCausalLM.forward
 
     @functools.wraps(original)
@@ -120,7 +120,7 @@ def passes(monkeypatch):
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory, tokenizer):
-    """The llama saved, as --model takes it."""
+    """Folder of the saved Llama, for --model."""
     path = tmp_path_factory.mktemp("model")
     model = build()
     model.save_pretrained(path)

@@ -1,4 +1,4 @@
-"""Bytes counted from a config are those of caches: shares in tables, `h2o info --memory`."""
+"""Bytes computed from a config equal those of caches: in tables and in `h2o info --memory`."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ SETTINGS = ["h2o:8+8", "robust:0.3", "robust-bytes:0.3", "echo-bytes:0.4"]
     ],
 )
 def test_bytes_are_those_of_a_cache(name, setting):
-    """To within a slot of each head: fractions are rounded, and one budget for all heads moves
-    slots among them."""
+    """Computed and held bytes may differ by a slot per head, because fractions are rounded, and
+    because one budget for all heads moves slots between them."""
     ours, chosen, (ids,) = model(name), parse(setting), prompts(60)
     cache = H2OCache(ours.config, chosen.config, prompt_length=60)
     with torch.no_grad():
@@ -64,8 +64,8 @@ def test_bytes_are_those_of_a_cache(name, setting):
     real = sum(layer.row_bytes() for layer in layers)
     found = request_bytes(ours.config, chosen, 60, 61)
     text = ours.config.get_text_config(decoder=True)
-    head = 2 * 8 * 4  # bytes of a key with its value
-    if name == "gemma3":  # whose sliding layers are transformers' own
+    head = 2 * 8 * 4  # bytes of a key and its value
+    if name == "gemma3":  # its sliding layers belong to transformers
         windows = sum(kind == "sliding_attention" for kind in text.layer_types)
         found -= windows * text.num_key_value_heads * min(61, text.sliding_window) * head
     heads = sum(layer.slots.next_slot.shape[1] for layer in layers)
@@ -79,7 +79,7 @@ def test_a_model_that_is_not_supported():
 
 @pytest.fixture
 def _small_config(monkeypatch):
-    """Reading the default model's config takes seconds."""
+    """Replace the default model's config, which takes seconds to read."""
     monkeypatch.setattr(models, "config_of", lambda name: model("llama").config)
 
 

@@ -34,7 +34,7 @@ MATH = [{"problem": "What is 1 + 1?", "answer": "2"}, {"problem": "$2^3$?", "ans
 
 @pytest.fixture
 def run(tokenizer, tmp_path, monkeypatch, capsys):
-    """Runs the benchmark on rows: (the table's lines, the records)."""
+    """Run the benchmark on rows. Returns (the table's lines, the records)."""
     model = build()
     model.set_attn_implementation("h2o")
     monkeypatch.setattr(leaderboard.models, "load_model", lambda *a, **k: (model, tokenizer))
@@ -61,7 +61,7 @@ def test_a_run_goes_on_where_it_was_interrupted(run, monkeypatch):
         "robust:0.25"
     ] * 2
     whole = run.output.read_text()
-    run.output.write_text(whole[:-20])  # the last line is not finished
+    run.output.write_text(whole[:-20])  # the last line is incomplete
     asked = []
     original = leaderboard.written
 
@@ -78,7 +78,7 @@ def test_a_run_goes_on_where_it_was_interrupted(run, monkeypatch):
 
 
 def test_ruler_is_cut_before_the_question(run, tokenizer):
-    """Whatever its neighbors, a row has what a cache by hand writes."""
+    """A row in a batch must have the text that a cache driven by hand writes."""
     _, records = run("ruler", RULER, "--compare", "robust", "--removed", "0.75", "--rows", "2")
     for row, record in zip(RULER, records, strict=True):
         document = tokenizer(row["context"], return_tensors="pt").input_ids
@@ -94,7 +94,7 @@ def test_ruler_is_cut_before_the_question(run, tokenizer):
 
 
 def test_math(run, tokenizer):
-    """Slots are of the problem and of all that is written."""
+    """The slots are for the problem and everything that is written."""
     lines, records = run(
         "math", MATH, "--compare", "full,authors", "--slots", "16", "--tokens", "24", "--rows", "2"
     )

@@ -1,4 +1,4 @@
-"""The lm-eval model: numbers against lm-eval's own, against each other, and alone."""
+"""The lm-eval model: its numbers compared with lm-eval's own, in batches and alone."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_budget_that_never_bites_is_hflm(lm, hflm, setting, protocol):
     lm.use(parse(setting), protocol)
     likelihood, greedy = numbers(lm)
     want, want_greedy = numbers(hflm)
-    if protocol == "drop" and setting == "h2o:1.0+0.0":  # of the context: the answer is more
+    if protocol == "drop" and setting == "h2o:1.0+0.0":  # 1.0 of the context is less than the text
         assert not torch.allclose(likelihood, want)
     else:
         close(likelihood, want)
@@ -89,17 +89,18 @@ def test_a_budget_that_never_bites_is_hflm(lm, hflm, setting, protocol):
 
 @pytest.mark.parametrize("setting", ["h2o:4+4", "h2o:0.1+0.1", "local:0.2", *MASKS])
 def test_small_budgets_are_not_hflm(lm, hflm, setting):
-    """Or the tests here would pass with a model that drops nothing."""
+    """If small budgets changed nothing, the tests here would pass with a model that evicts
+    nothing."""
     lm.use(parse(setting))
     want = numbers(hflm)[0]
     longest = max(range(len(PAIRS)), key=lambda i: len("".join(PAIRS[i])))
     assert (numbers(lm)[0] - want)[longest].abs() > 0.05
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of accelerate, which keeps files open
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # accelerate keeps files open
 @pytest.mark.parametrize("protocol", ["simulate", "drop"])
 def test_a_model_on_the_disk(lm, folder, tokenizer, tmp_path, protocol):
-    """It has no device of its own."""
+    """An offloaded model has no device of its own, which must not change its numbers."""
     offloaded = AutoModelForCausalLM.from_pretrained(
         folder, device_map={"": "disk"}, offload_folder=tmp_path
     )
@@ -131,7 +132,7 @@ def test_batches_of_8_equal_single_requests(tokenizer, model_type, protocol):
         alone = numbers(lm)
         close(together[0], alone[0])
         assert together[1] == alone[1]
-        if setting == settings[0]:  # no setting knows in which order requests come
+        if setting == settings[0]:  # the order of requests must not matter for any setting
             one_by_one = torch.cat([numbers(lm, [pair])[0] for pair in PAIRS])
             assert torch.equal(alone[0], one_by_one), "requests in other order"
 
@@ -155,7 +156,7 @@ def test_drop_is_simulation_with_the_context_as_prompt(lm, tokenizer, setting):
     for context, answer in PAIRS:
         n = len(tokenizer(context)["input_ids"])
         config = parse(setting).config.for_model(lm.model)
-        if config.needs_prompt_length:  # fractions of the context, in tokens
+        if config.needs_prompt_length:  # fractions of the context, as numbers of tokens
             heavy, recent = config.tokens(n)
             config = dataclasses.replace(config, heavy=heavy, recent=recent, budget_unit="keys")
         lm.use(from_config(config), "simulate", prompt_length=n)
@@ -228,7 +229,7 @@ def test_requests_that_cannot_be(lm):
 
 @pytest.mark.parametrize("protocol", ["simulate", "drop"])
 def test_a_fraction_of_a_short_question_is_one_token(lm, protocol):
-    """As the same numbers of tokens; a question of a single token too."""
+    """A fraction below one token keeps one token, even of a question with a single token."""
     got = []
     for setting in ("h2o:0.02+0.02", "h2o:1+1"):
         lm.use(parse(setting), protocol)
@@ -295,11 +296,11 @@ def test_generation_goes_through_a_real_cache(lm, hflm):
 # ---- Interruption ------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # lm-eval closes no database
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # lm-eval never closes its database
 @pytest.mark.parametrize("setting", ["full", "h2o:4+4"])
 @pytest.mark.parametrize("protocol", ["simulate", "drop"])
 def test_an_interrupted_run_goes_on(tokenizer, tmp_path, protocol, setting):
-    """With lm-eval's memory of answers, which has each batch at once."""
+    """The run continues with lm-eval's cache of answers, which stores each batch at once."""
     lm = make(tokenizer, batch_size=2)
     forward, calls, stop_at = lm.model.forward, [], []
 
@@ -352,7 +353,8 @@ def test_requests_are_counted_without_asking_the_model(lm, protocol):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("protocol", ["drop", "read"])
 def test_a_tuned_prompt_would_be_repeated(tokenizer, protocol):
-    """PEFT puts it before each token that is fed; a refused setting changes nothing."""
+    """PEFT would put the tuned prompt before each token that is fed. The error must leave the
+    setting unchanged."""
     peft = pytest.importorskip("peft")
     tuned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     lm = make(tokenizer, heavy=6, recent=6)

@@ -1,4 +1,4 @@
-"""Facts hidden in a text: where they stand, what counts as found, which caches find them."""
+"""Facts hidden in a text: their places, what counts as found, and which caches find them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.evaluation.conftest import build, exit_code, measured, table_of
 
 pytestmark = [
     pytest.mark.usefixtures("lm_eval_apart"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of lm-eval's files
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # from lm-eval's files
 ]
 
 TEXT = "".join(f"Boat {i} came home at {i % 12} with {i * i % 89} fish. " for i in range(40))
@@ -52,12 +52,12 @@ def test_facts_stand_where_they_should(tokenizer):
         assert before.rstrip()[-1] == "."
         assert town in hidden.question
         assert number not in hidden.question
-        left, right = before.count(". "), after.count(". ") - 1  # but for the fact's own
+        left, right = before.count(". "), after.count(". ") - 1  # without the fact's own
         assert left - 1 == round(hidden.depth * (left + right - 1))
 
 
 def test_decoys_are_facts_of_the_same_kinds_about_others(tokenizer):
-    """Each is asked for alone, and its question names the one that is meant."""
+    """Each fact is asked for separately, and its question names the fact that is meant."""
     (row, *_) = needles.make_trials(
         TEXT, tokenizer, (110,), 1, ["number", "place", "gate"], decoys=3
     )
@@ -79,7 +79,7 @@ def test_each_question_is_answered_as_if_it_were_the_only_one(tokenizer):
 
 @pytest.mark.parametrize("kind", facts.KINDS)
 def test_facts_of_every_kind(tokenizer, kind):
-    """The text says what is asked for, once; the question does not."""
+    """The text contains the answer exactly once, and the question does not contain it."""
     rows = needles.make_trials(TEXT, tokenizer, (60,), 4, [kind])
     assert {row.facts[0].kind for row in rows} == {kind}
     hidden = [row.facts[0] for row in rows]
@@ -100,7 +100,7 @@ def test_a_text_that_is_too_short_or_has_no_sentences(tokenizer):
 
 @pytest.mark.parametrize("setting", ["full", "h2o:9+6"])
 def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
-    """The model's own answers, generated token by token, count as found; others do not."""
+    """Answers that the model itself generates token by token count as found, others do not."""
     model, setting = build(), parse(setting)
     (row, *_) = needles.make_trials(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
     document, asked = needles.encode(tokenizer, row.document, row.questions)
@@ -131,7 +131,7 @@ def test_compare(folder, tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     rows = table_of(out)
     assert [rows[name]["kept"] for name in settings[:2]] == ["100.0%"] * 2
-    assert "of full's" not in out  # which finds none
+    assert "of full's" not in out  # full finds none
     titles = ["60 tokens", "110 tokens", "depth 0", "depth 0.25", "gate", "number"]
     assert set(titles) < set(rows["full"])
     for name in ("h2o:500+0", "reread:500", "echo:500"):
@@ -140,7 +140,7 @@ def test_compare(folder, tmp_path, capsys, monkeypatch):
     assert list(contents) == settings
     for content in contents.values():
         assert content["config"]["h2o"]["requests"] == 2 * 2 * len(needles.DEPTHS)
-    monkeypatch.setattr(needles, "find_facts", lambda *_: 1 / 0)  # nothing is measured again
+    monkeypatch.setattr(needles, "find_facts", lambda *_: 1 / 0)  # fails if anything is measured
     assert run(folder, tmp_path, *arguments) == 0
     assert capsys.readouterr().out == out
 

@@ -1,4 +1,4 @@
-"""The benchmark of h2o beside other packages at equal bytes, with a peer that answers at once."""
+"""The benchmark of h2o and other packages at equal bytes, with a peer that answers at once."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def test_the_table_of_needles(tokenizer, tmp_path, monkeypatch, capsys):
     assert 19 < float(rows["KVzip:0.2 cut"][0][:-1]) <= 20
     assert "KVzip:0.04 end" not in rows  # no key would be left
     count = len(asked)
-    needle_peers.main()  # what is there is not measured again
+    needle_peers.main()  # earlier results are not measured again
     assert len(asked) == count
 
 
 def test_the_table(script, tokenizer, tmp_path, monkeypatch, capsys):
     model = build().to(torch.bfloat16)
-    model.config.dtype = torch.bfloat16  # as a model that was loaded so
+    model.config.dtype = torch.bfloat16  # like a model that was loaded in this dtype
     full = 2 * 2 * 2 * 8 * 2 * 100  # keys and values, layers, heads, D, two bytes, window
 
     class Answers:
@@ -111,7 +111,7 @@ def test_the_table(script, tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "Peer", Answers)
     monkeypatch.setattr(script.models, "load_model", lambda *a, **k: (model, tokenizer))
     monkeypatch.setattr(script.models, "embedded_folder", lambda: tmp_path)
-    # No profile is shipped for a tiny model.
+    # A tiny model has no shipped profile.
     wanted = [row for row in script.rows(100, 20) if "calibrated" not in row[0]]
     monkeypatch.setattr(script, "rows", lambda window, rest: wanted)
     text = tmp_path / "text.txt"
@@ -124,13 +124,13 @@ def test_the_table(script, tokenizer, tmp_path, monkeypatch, capsys):
     rows = {line.split("  ")[0]: line.split() for line in lines}
     assert [row[0] for row in wanted] == list(rows)
     assert rows["SnapKV:0.1 cut"][2:5] == ["10.0%", "30.0%", "7.39"]
-    # 10 keys and a free slot, of 8 * 2 * 2 + 8 bytes where a full cache has 32 a token.
+    # 10 keys and a free slot, with 8 * 2 * 2 + 8 bytes each. A full cache has 32 bytes per token.
     for share in rows["authors:0.1"][1:3]:
         assert 11 * 40 < 32 * float(share[:-1]) < 11 * 40 + 32
     for share in rows["robust-bytes:0.1"][1:3]:
         assert 9 < float(share[:-1]) <= 10
     assert rows["full"][1:3] == ["80.0%", "100.0%"]
     assert rows["full"][-2:] == ["0.000", "±0.000"]
-    monkeypatch.setattr(Answers, "ask", None)  # what is there is not measured again
+    monkeypatch.setattr(Answers, "ask", None)  # earlier results are not measured again
     monkeypatch.setattr(windows, "by_simulation", None)
     script.main()

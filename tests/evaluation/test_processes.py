@@ -1,4 +1,4 @@
-"""`h2o eval` in several processes: the numbers and the files of one."""
+"""`h2o eval` in several processes gives the numbers and the files of one process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TASKS = {
 
 @pytest.fixture
 def tasks(tmp_path):
-    """A folder of tasks of eleven rows."""
+    """A folder of tasks with eleven rows."""
     rows = [{"text": TEXT[: 20 + 9 * i % 50] * (1 + i % 4), "gold": i % 3} for i in range(11)]
     where = tmp_path / "tasks"
     where.mkdir()
@@ -56,7 +56,7 @@ def tasks(tmp_path):
 
 
 def rounded(results):
-    """Numbers without what depends on the order of rows: last digits, and errors by bootstrap."""
+    """Results without parts that depend on the order of rows: last digits, and bootstrap errors."""
     return {
         task: {
             x: f"{y:.9g}" if isinstance(y, float) else y
@@ -68,7 +68,7 @@ def rounded(results):
 
 
 def compared(folder, tmp_path, arguments, **launchers):
-    """What each launcher leads to: results of each setting, and the table."""
+    """Run each launcher. Returns the results of each setting and the table, by launcher."""
     found = []
     for name, launcher in {"one": ["h2o"], **launchers}.items():
         module = [] if name == "one" else ["h2o"]
@@ -110,8 +110,8 @@ def test_accelerate_launch(folder, tmp_path, tasks):
 
 
 def test_a_model_cut_over_processes(folder, tmp_path, tasks):
-    """All work on each request together. What is cut is the same model, to all but the last digit,
-    by which one row of eleven may turn out otherwise."""
+    """All processes work on each request together. A sharded model is equal except for the last
+    digit, which may change the outcome of one row in eleven."""
     results = []
     arguments = ["eval", "--model", folder, "--tasks", "choices", "--include_path", tasks,
                  "--batch_size", 4, "--protocol", "drop", "--compare", "full,h2o:0.2"]  # fmt: skip
@@ -151,7 +151,8 @@ def test_texts(folder, tmp_path, what):
 
 
 def test_lm_evals_own_command_line(folder, tmp_path, tasks):
-    """One file of results, one of samples; nothing of what would differ between processes."""
+    """There is one file of results and one of samples, with nothing that would differ between
+    processes."""
     results = []
     arguments = ["eval", "--model", folder, "--tasks", "choices", "--include_path", tasks,
                  "--batch_size", "4", "--heavy", "0.1", "--log_samples"]  # fmt: skip
@@ -168,11 +169,11 @@ def test_lm_evals_own_command_line(folder, tmp_path, tasks):
         written = json.loads(file.read_text())
         results.append((rounded(written["results"]), responses))
     assert results[0][0] == results[1][0]
-    assert results[0][1] == pytest.approx(results[1][1], abs=1e-3)  # batches are of other rows
+    assert results[0][1] == pytest.approx(results[1][1], abs=1e-3)  # the batches contain other rows
 
 
 def test_two_machines(folder, tmp_path, tasks):
-    """Two launchers with folders of their own: only the first machine's has anything."""
+    """Two launchers have separate folders. Only the first machine's folder gets files."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     machines = []
@@ -191,7 +192,7 @@ def test_two_machines(folder, tmp_path, tasks):
 
 
 def test_an_interrupted_run_goes_on(folder, tmp_path, tasks):
-    """With the answers that each process remembers."""
+    """The run continues with the answers that each process has cached."""
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
     arguments = ["--tasks", "choices", "--include_path", tasks, "--batch_size", "2",
                  "--compare", "h2o:0.1+0.1"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`--protocol read`: documents are cut before their questions, whoever asks them."""
+"""`--protocol read`: documents are cut before the question, which is asked afterwards."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ RULER = {
         "words? Answer: the three most frequently appeared words are:",
     ),
 }
-"""Rows of RULER's tasks, cut short: document and question."""
+"""Abridged rows of RULER's tasks: document and question."""
 ANSWERS = [" blue, as I said", " May"]
 PAIRS = [(context, answer) for context in CONTEXTS for answer in ANSWERS]
 SETTINGS = ["h2o:4+4", "robust:0.4", "sink:2+5", "echo:0.2", "reread:0.2"]
@@ -78,7 +78,8 @@ def lm(tokenizer):
 
 
 def alone(lm, setting, context, new):
-    """A cache that has read the document, what follows it and `new` tokens [1, n], by hand."""
+    """A cache driven by hand that has read the document, and the tokens after it, ending with
+    `new`, a tensor [1, n]."""
     ids = torch.tensor([lm.tok_encode(context)])
     n = ids.shape[1] - question_tokens(ids[0].tolist(), lm.tokenizer)
     if setting.reads_twice:
@@ -133,7 +134,8 @@ def test_a_budget_that_never_bites_is_the_protocol_drop(lm):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_log_likelihoods(lm, name):
-    """In a batch as one by one with a cache by hand, and not those of the whole context."""
+    """Log-likelihoods in a batch must equal those of single caches driven by hand, and differ from
+    those of the whole context."""
     setting = parse(name)
     lm.use(setting, "read")
     lm.batch_size_per_gpu = 5
@@ -150,7 +152,8 @@ def test_log_likelihoods(lm, name):
 
 
 def stepped(model, ids, n, cache):
-    """Logits [n, vocabulary] of the last n tokens: what precedes them at once, then one by one."""
+    """Logits [n, vocabulary] of the last n tokens: everything before them at once, then one by
+    one."""
     pieces = [ids[:, :-n], *ids[:, -n:-1].split(1, dim=1)]
     with torch.no_grad():
         logits = [model(x, **with_cache(cache)).logits[0, -1] for x in pieces]
@@ -159,7 +162,8 @@ def stepped(model, ids, n, cache):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_texts(lm, name):
-    """With pads before documents and before questions, and another end for each."""
+    """Generation with padding before documents and before questions, and a different end for each
+    row."""
     setting = parse(name)
     lm.use(setting, "read")
     lm.batch_size_per_gpu = 3
@@ -172,7 +176,7 @@ def test_texts(lm, name):
 
 
 def written(lm, setting, context, n):
-    """The first n tokens of an answer, by hand."""
+    """The first n tokens of an answer, from a cache driven by hand."""
     cache, rest = alone(lm, setting, context, torch.empty(1, 0, dtype=torch.long))
     tokens = []
     with torch.no_grad():
@@ -209,7 +213,7 @@ def test_generated_texts_are_counted(lm):
 
 
 def test_rows_of_ruler_are_cut_before_their_questions(lm):
-    """As one by one with a cache by hand, whatever the task."""
+    """Rows of every task in a batch must equal single rows with a cache driven by hand."""
     setting = parse("reread:0.3")
     lm.use(setting, "read")
     lm.batch_size_per_gpu = 6
@@ -240,7 +244,8 @@ def test_what_does_not_go_together(lm, name, protocol, words):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_tasks_of_ruler(folder, tmp_path):
-    """They are made up for the tokenizer at hand; lengths without texts have no number."""
+    """RULER's tasks are generated for the model's tokenizer. Lengths without texts have no
+    number."""
     printed = subprocess.run(
         [
             sys.executable, "-m", "h2o", "eval", "--tasks", "niah_single_1", "--model", folder,

@@ -1,4 +1,4 @@
-"""Settings as people write them."""
+"""Settings in the form in which people write them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from h2o.policy import Policy
 
 
 def exact(config: H2OConfig) -> H2OConfig:
-    """As settings have it, which say themselves where fractions have a lower limit."""
+    """The config as a setting has it: fractions have no lower limit unless the setting names
+    one."""
     return dataclasses.replace(config, min_tokens=0)
 
 
@@ -152,7 +153,7 @@ def test_refused(text):
 
 
 def test_every_field_of_a_config_can_be_written():
-    """Before the slashes, after them, or by the kind of a setting."""
+    """Each field can be written before the slashes, after them, or as the kind of the setting."""
     assert {*OPTIONS} == {*PARAMETERS} - {"budget", "heavy", "recent"}
     assert OPTIONS[: len(Policy._fields)] == Policy._fields
     written = "h2o:4+5/decay=0.5/value_weighted=True/kv_dtype=int8"
@@ -209,7 +210,7 @@ def test_a_profile_of_ones_own():
 
 
 def test_a_profile_is_named_by_its_path(tmp_path):
-    """As options and lm-eval's model arguments have it."""
+    """Options and lm-eval's model arguments name a profile by its path."""
     (profile,) = _load_shipped()
     profile.save(tmp_path / "profile.json")
     setting = from_options(heavy=0.1, recent=0.1, head_shares=str(tmp_path / "profile.json"))
@@ -222,7 +223,7 @@ def test_a_profile_is_named_by_its_path(tmp_path):
 
 
 def test_settings_keep_what_they_say():
-    """A limit below which fractions do not fall is written out, or there is none."""
+    """A lower limit of fractions must be written out. Otherwise there is none."""
     assert parse("robust:0.1/min_tokens=64").config.min_tokens == 64
     assert [x.config.min_tokens for x in parse_all("h2o,robust,calibrated-bytes", "0.1")] == [0] * 3
     assert from_options(heavy=0.1, recent=0.1).config.min_tokens == 0

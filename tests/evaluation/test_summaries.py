@@ -1,4 +1,4 @@
-"""Summaries through a real cache: files of articles, ROUGE."""
+"""Summaries with a real cache: files of articles, and ROUGE."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.evaluation.conftest import exit_code, measured, table_of
 
 pytestmark = [
     pytest.mark.usefixtures("lm_eval_apart"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of lm-eval's files
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # from lm-eval's files
 ]
 
 ARTICLES = [
@@ -92,7 +92,8 @@ def test_files_that_are_not_right(tmp_path, content, words):
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
 def test_lines_end_at_line_ends_alone(tmp_path, mark):
-    """What Python's splitlines divides at may stand in a text, or between a row's parts."""
+    """Characters at which splitlines() splits may occur in a text, or between the parts of a
+    row."""
     texts = [f"One{mark}two.", "Three."]
     lines = [json.dumps({"article": x, "summary": x}, ensure_ascii=mark < " ") for x in texts]
     (tmp_path / "rows.jsonl").write_text("\r\n".join([lines[0], "", lines[1]]) + "\n", newline="")
@@ -123,9 +124,9 @@ def test_compare(folder, file, tmp_path, capsys):
 
 
 def test_rouge_judges_what_was_written():
-    """Known F-measures: of 4 words in the reference and 2 in the summary, 2 are common."""
+    """The F-measures are known: 2 of 4 words of the reference are the 2 words of the summary."""
     scores = summaries.results({"reference": "the bridge over river"}, ["the Bridges "])
-    assert scores["rouge1"] == pytest.approx(2 / 3)  # precision 1, recall 1/2; stemmed
+    assert scores["rouge1"] == pytest.approx(2 / 3)  # precision 1, recall 1/2, words stemmed
     assert scores["rouge2"] == pytest.approx(0.5)  # 1 of 1 and 1 of 3 pairs
     assert scores["rougeL"] == pytest.approx(2 / 3)
 

@@ -23,26 +23,26 @@ from tests.evaluation.conftest import measured, table_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Of datasets, which lm-eval reads task files with.
+# From datasets, with which lm-eval reads task files.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch, lm_eval_apart):
-    """Paths of the examples as they say, results in a folder of this test."""
+    """The examples' relative paths work, and results go to a folder of this test."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(eval_command, "OUTPUT", tmp_path / "unasked")
 
 
 def run(folder, *arguments, task="examples_causes", tasks="examples/tasks"):
-    """The exit code."""
+    """Run `h2o eval --tasks` and return the exit code."""
     where = ["--model", str(folder), "--include_path", str(tasks), "--batch_size", "4"]
     return cli.main(["eval", "--tasks", task, *where, *map(str, arguments)])
 
 
 @pytest.fixture
 def forwards(monkeypatch):
-    """Counts forward passes of log-likelihoods; .stop_at interrupts."""
+    """Counts the forward passes of log-likelihoods. `stop_at` is the pass that gets interrupted."""
 
     class Counter:
         count, stop_at = 0, None
@@ -85,7 +85,7 @@ def test_pass_through(folder, tmp_path, capsys):
 
 
 def test_lm_eval_agrees_about_the_full_cache(folder, tmp_path):
-    """`hf` is lm-eval's own model; `--variant full` must be the same to the last digit."""
+    """`hf` is lm-eval's own model. `--variant full` must be equal to it, to the last digit."""
     results = {}
     task = ["--tasks", "examples_causes", "--log_samples", "--batch_size", "4", "--limit", "6"]
     task += ["--include_path", "examples/tasks", "--output_path"]
@@ -101,7 +101,7 @@ def test_lm_eval_agrees_about_the_full_cache(folder, tmp_path):
 
 
 def test_answers_of_one_budget_are_not_those_of_another(folder, tmp_path, forwards):
-    """lm-eval files cached answers under the question alone."""
+    """lm-eval would find cached answers by the question alone, whatever the budget."""
     cache = ["--use_cache", tmp_path / "answers", "--limit", 3]
     assert run(folder, "--heavy", 4, "--recent", 4, *cache) == 0
     first = forwards.count
@@ -113,7 +113,7 @@ def test_answers_of_one_budget_are_not_those_of_another(folder, tmp_path, forwar
 
 
 def test_lm_eval_finds_the_model_of_an_installed_package():
-    """By an entry point, from the first version after 0.4.13 on."""
+    """Versions of lm-eval after 0.4.13 find the model by an entry point."""
     project = (ROOT / "pyproject.toml").read_text()
     group = re.search(r'entry-points\."lm_eval\.models"\].*\nh2o = "(.+)"', project)
     registry = Registry("models")
@@ -189,7 +189,7 @@ def test_metrics_have_the_errors_of_their_filter():
 
 
 def test_lm_eval_runs_tasks_of_texts_itself(folder, tmp_path):
-    """As with `lm_eval --model h2o --include_path ...`."""
+    """The tasks work as with `lm_eval --model h2o --include_path ...`."""
     text = tmp_path / "text"
     text.write_text("It rained. The well ran dry, and nobody came. " * 8)
     metadata = json.dumps({"file": str(text), "window": 90})
@@ -204,7 +204,8 @@ def test_lm_eval_runs_tasks_of_texts_itself(folder, tmp_path):
 
 
 def test_a_gguf_file(tmp_path, monkeypatch):
-    """Tasks that are made up for a tokenizer, as RULER's, get that of the file too."""
+    """Tasks that are generated for a tokenizer, like RULER's, must get the tokenizer of a GGUF file
+    too."""
     pytest.importorskip("gguf")
     from tests.gguf_file import write_gguf
 
@@ -241,7 +242,8 @@ def rows(**how):
 
 
 def test_rows_that_changed_are_measured_again(folder, tmp_path, forwards):
-    """Where another right answer changes no question, answers are judged anew."""
+    """If only the right answer changes, cached answers are scored again without another forward
+    pass."""
     row = {"premise": "It rained", "choices": ["a b", "c d"], "gold": 0}
     task(tmp_path, f"test: {tmp_path}/rows.jsonl")
     counts, accuracy = [], []
@@ -354,7 +356,7 @@ def test_bad_tasks(folder, tmp_path, capsys, mode):
 
 
 def test_whole_texts(folder, tmp_path, capsys):
-    """Such tasks, wikitext for one, say with an empty text that nothing stands before them."""
+    """Tasks of whole texts, such as wikitext, have an empty context for each text."""
     (tmp_path / "rows.jsonl").write_text(json.dumps({"page": "It rained. " * 40}))
     task(tmp_path, f"test: {tmp_path}/rows.jsonl", text='""', target='"{{page}}"')
     file = tmp_path / "own.yaml"
@@ -424,7 +426,7 @@ def test_threads_of_torch_do_not_matter(folder, tmp_path):
 
 
 def test_another_model_at_the_same_place_is_measured_anew(folder, tmp_path, forwards):
-    """By its weights, its config, its tokenizer: not by its path."""
+    """Cached results belong to a model's weights, config and tokenizer, not to its path."""
     place = shutil.copytree(folder, tmp_path / "model")
     arguments = ["--compare", "h2o:4+4", "-o", tmp_path / "out", "--limit", 2]
     cached = ["--heavy", 4, "--use_cache", tmp_path / "answers", "--limit", 2]
@@ -459,14 +461,14 @@ def test_another_model_at_the_same_place_is_measured_anew(folder, tmp_path, forw
 )
 def test_a_folder_that_cannot_be_written_is_known_first(tmp_path, capsys, monkeypatch, arguments):
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(models, "load_model", None)  # would have been the next thing
+    monkeypatch.setattr(models, "load_model", None)  # loading would come next
     monkeypatch.setattr(side_by_side, "H2OLM", None)
     code = cli.main(["eval", *arguments, "-o", str(tmp_path / "file" / "out")])
     assert "name another output folder" in fails(capsys, code)
 
 
 def test_results_are_written_without_being_asked(folder, tmp_path, monkeypatch):
-    """As the first command of docs/how_to/evaluate.md: no --output_path."""
+    """The first command of docs/how_to/evaluate.md has no --output_path and must write results."""
     assert run(folder, "--limit", 1) == 0
     assert len(list((tmp_path / "unasked").rglob("results_*.json"))) == 1
     monkeypatch.undo()
@@ -474,7 +476,7 @@ def test_results_are_written_without_being_asked(folder, tmp_path, monkeypatch):
 
 
 def test_the_papers_tasks_are_among_lm_evals():
-    """Tasks that docs/how_to/reproduce_the_paper.md lists, all multiple-choice."""
+    """The tasks that docs/how_to/reproduce_the_paper.md lists exist, and are multiple-choice."""
     page = (ROOT / "docs" / "how_to" / "reproduce_the_paper.md").read_text("utf-8")
     section = page.partition("## The six tasks")[2].partition("\n## ")[0]
     names = re.findall(r"^\| [\w ]+ \| `(\w+)` \|", section, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Perplexity by one forward and by the real cache, token by token."""
+"""Perplexity measured in one forward pass, and with a real cache token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.evaluation.conftest import measured, table_of
 
 pytestmark = [
     pytest.mark.usefixtures("lm_eval_apart"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of lm-eval's files
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # from lm-eval's files
 ]
 
 TEXT = "\n".join(
@@ -48,7 +48,7 @@ def by_cache(model, *which):
 
 
 class OnDevice(torch.Tensor):
-    """A tensor of another device: torch.cat does not take it beside one of the CPU."""
+    """A tensor of another device. torch.cat would not accept it together with a CPU tensor."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -116,7 +116,8 @@ def test_the_precision_that_lm_eval_was_told(tokenizer, protocol, measure):
 def test_after_a_prompt_what_the_cut_can_change_counts(
     folder, text, tmp_path, capsys, tokenizer, protocol
 ):
-    """Of a window of 80 tokens with a prompt of 50: 51 to 79, predicted by tokens 50 to 78."""
+    """In a window of 80 tokens with a prompt of 50, tokens 51 to 79 are scored. Tokens 50 to 78
+    predict them."""
     options = ["--window", 80, "--limit", 2, "--prompt-length", 50, "--protocol", protocol]
     assert run(folder, text, tmp_path, "--compare", "full,h2o:4+4", *options) == 0
     rows = table_of(capsys.readouterr().out)
@@ -149,7 +150,7 @@ def test_compare(folder, text, tmp_path, capsys, tokenizer):
     arguments = ["--compare", settings, "--window", 100]
     assert run(folder, text, tmp_path, *arguments) == 0
     out = capsys.readouterr().out
-    assert out.startswith(str(folder))  # what is done meanwhile is said elsewhere
+    assert out.startswith(str(folder))  # progress goes to stderr
     assert "* sees the future: not comparable" in out.splitlines()
     rows = table_of(out)
     assert [name.removesuffix(" *") for name in rows] == settings.split(",")
@@ -201,13 +202,13 @@ def test_an_interrupted_run_goes_on(folder, text, tmp_path, monkeypatch, protoco
     assert len(calls) == 4 + 3
     assert run(folder, text, tmp_path, *arguments) == 0
     assert len(calls) == 7
-    text.write_text("Another " + TEXT)  # answers are of other tokens than these
+    text.write_text("Another " + TEXT)  # cached answers do not fit other tokens
     assert run(folder, text, tmp_path, *arguments) == 0
     assert len(calls) == 13
 
 
 def test_requests_of_one_file_are_not_those_of_another(folder, text, tmp_path, monkeypatch):
-    """lm-eval would keep them by the name of the task alone."""
+    """lm-eval would cache requests by the task's name alone, and mix up the files."""
     monkeypatch.setattr("lm_eval.api.task.save_to_cache", lambda **_: pytest.fail("kept"))
     arguments = ["--compare", "full", "--window", 60, "--limit", 2]
     assert run(folder, text, tmp_path, *arguments, "--cache_requests") == 0

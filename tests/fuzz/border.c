@@ -1,7 +1,7 @@
-/* border.c - fuzz target: h2o._core's attend as Python calls it, with arguments of any kind
- * and tensors that come by each of the routes of exchange.c, told wrongly in every way
- * that a reader can notice. Each call returns None or raises; each managed tensor is
- * given back once. Built by `make fuzz`. */
+/* border.c - fuzz target: h2o._core's attend, called as Python calls it, with arguments of any
+ * kind. Tensors come by each of the routes of exchange.c, described wrongly in every way that the
+ * reader can notice. Each call must return None or raise, and release each managed tensor once.
+ * Built by `make fuzz`. */
 #include <Python.h>
 
 #include "dlpack_abi.h"
@@ -12,12 +12,12 @@ PyMODINIT_FUNC PyInit__core(void);
 static PyObject *call, *make_array, *one_tuple, *operation, *mode;
 static input in;
 
-/* Tensors that were handed over, and those that came back. */
+/* Number of tensors handed over, and of those released. */
 static int64_t lent, returned;
 
-/* ---- What a producer says ---------------------------------------------- */
+/* ---- Descriptions by a producer ---------------------------------------- */
 
-/* Returns the memory that the tensor lies in, or NULL. */
+/* Describes a tensor. Returns the memory that contains it, or NULL. */
 static void *describe(dl_tensor *tensor, int64_t *shape, int64_t *strides) {
     static const dl_dtype dtypes[] = {{DL_FLOAT, 32, 1}, {DL_FLOAT, 16, 1}, {DL_BFLOAT, 16, 1},
                                       {DL_UINT, 8, 1},   {DL_BOOL, 8, 1},   {DL_FLOAT, 64, 1},
@@ -56,7 +56,7 @@ static void *describe(dl_tensor *tensor, int64_t *shape, int64_t *strides) {
     return memory;
 }
 
-/* A managed tensor with all that it holds; memory is what is to be freed in the end. */
+/* A managed tensor with everything it owns. `memory` is freed in the end. */
 typedef struct {
     union {
         dl_managed plain;
@@ -125,7 +125,7 @@ static PyType_Slot producer_slots[] = {{Py_tp_methods, producer_methods}, {0}};
 static PyType_Spec producer_spec = {"fuzz.Producer", 0, 0, Py_TPFLAGS_DEFAULT, producer_slots};
 static PyType_Spec nothing_spec = {"fuzz.Nothing", 0, 0, Py_TPFLAGS_DEFAULT, producer_slots + 1};
 
-/* What the tables' tensors stand on, until the call is over. */
+/* Shapes, strides and memory of tensors from tables, until the call is over. */
 static struct {
     int64_t shape[8], strides[8];
     void *memory;
@@ -149,7 +149,7 @@ static dl_exchange_api table = {.header = {{DL_MAJOR, 3}, NULL}, .borrow = show}
 static dl_exchange_api empty_table = {.header = {{DL_MAJOR, 3}, NULL}};
 static dl_exchange_api newer_table = {.header = {{DL_MAJOR + 1, 0}, &table.header}, .borrow = NULL};
 
-/* The types are made once, since the core keeps some of them. */
+/* Types are made only once, because the core keeps some of them. */
 enum { TABLES = 6 };
 static PyObject *table_types[TABLES], *producer_type;
 
@@ -207,7 +207,7 @@ static PyObject *choose_object(void) {
     }
 }
 
-/* The default, with a field of any kind now and then. */
+/* The default policy, sometimes with one field of any kind. */
 static PyObject *choose_policy(void) {
     PyObject *const policy = Py_BuildValue("isdO", 0, "sum", 1.0, Py_False);
     if (policy == NULL || !rarely(&in)) return policy;

@@ -1,6 +1,6 @@
-/* calls.c - fuzz target: calls of every operation, checks and kernels, with tensors of
- * any shape, layout and content. Whatever comes, the call is refused or runs within
- * the memory that the tensors span. Built by `make fuzz`. */
+/* calls.c - fuzz target: calls of every operation, checks and kernels included, with tensors of any
+ * shape, layout and content. Each call must be rejected, or run within the memory that the tensors
+ * span. Built by `make fuzz`. */
 #define _GNU_SOURCE
 #include "fuzz.h"
 #include "policy.h"
@@ -39,7 +39,7 @@ static int64_t letter_size(const h2o_dims *d, char letter) {
         return d->S * d->G;
     case '+':
         return d->G + 1;
-    case 'K': /* bytes of a quantized key, and of a value */
+    case 'K': /* bytes of a quantized key, and of a quantized value */
         return h2o_row_bytes(H2O_Q8, d->D);
     case 'V':
         return h2o_row_bytes(d->D % H2O_GROUP ? H2O_Q8 : H2O_Q4, d->D);
@@ -48,7 +48,7 @@ static int64_t letter_size(const h2o_dims *d, char letter) {
     }
 }
 
-/* Strides: without gaps, with gaps, in another order of the dimensions, or anything. */
+/* Strides without gaps, with gaps, with the dimensions in another order, or of any kind. */
 static void choose_strides(input *in, h2o_view *view) {
     const int64_t how = choose(in, 8);
     int order[H2O_MAX_DIMS] = {0, 1, 2, 3};
@@ -68,7 +68,7 @@ static void choose_strides(input *in, h2o_view *view) {
     if (how == 7 && rarely(in)) view->stride[choose(in, view->ndim)] = INT64_MAX / 2;
 }
 
-/* A tensor of the shape that the letters say, mostly. */
+/* A tensor whose shape mostly fits the letters. */
 static h2o_view choose_tensor(bench *w, const char *name, const char *letters, h2o_dtype dtype) {
     input *const in = &w->in;
     h2o_view view = {
@@ -100,11 +100,11 @@ static h2o_view choose_tensor(bench *w, const char *name, const char *letters, h
     }
     int64_t below, above;
     const int64_t size = h2o_dtype_size(view.dtype);
-    if (view.ndim < 1 || view.ndim > H2O_MAX_DIMS) return view; /* refused before it is read */
+    if (view.ndim < 1 || view.ndim > H2O_MAX_DIMS) return view; /* rejected before it is read */
     choose_strides(in, &view);
     if (!find_reach(view.shape, view.stride, view.ndim, size, &below, &above)) {
         memset(view.stride, 0, sizeof view.stride);
-        view.shape[0] = INT64_MAX; /* refused too; a true claim of that size cannot be made here */
+        view.shape[0] = INT64_MAX; /* rejected too; no tensor of that size can be made here */
         return view;
     }
     const int64_t bytes = above - below;
@@ -114,14 +114,14 @@ static h2o_view choose_tensor(bench *w, const char *name, const char *letters, h
     return view;
 }
 
-/* Whether the elements can be gone through one by one: broadcast ones may be too many. */
+/* Whether there are few enough elements for a loop. Broadcasting may make too many. */
 static bool is_countable(const h2o_view *view, h2o_dtype dtype, int ndim) {
     bool small = view->data != NULL && view->dtype == dtype && view->ndim == ndim;
     for (int i = 0; i < ndim; i++) small &= view->shape[i] <= 1000;
     return small;
 }
 
-/* Small whole numbers in a tensor of them. */
+/* Fills a tensor of integers with mostly small ones. */
 static void choose_numbers(bench *w, const h2o_view *view, int64_t most) {
     if (view->ndim > 2 || !is_countable(view, view->dtype, view->ndim)) return;
     for (int64_t i = 0; i < view->shape[0]; i++) {
@@ -150,7 +150,7 @@ static h2o_view choose_budget(bench *w) {
     return budget;
 }
 
-/* Where heads begin: mostly as many slots for each. */
+/* Starts of the heads, mostly with equal numbers of slots. */
 static h2o_view choose_starts(bench *w, bool sound) {
     const h2o_view starts = choose_tensor(w, "starts", "+", H2O_I32);
     choose_numbers(w, &starts, w->dims.S * w->dims.G);
@@ -161,8 +161,8 @@ static h2o_view choose_starts(bench *w, bool sound) {
     return starts;
 }
 
-/* Which rows of a store the batch has: mostly none of them twice, in reverse order. Chosen last, as
- * learned sinks are, of a store with as many rows as the batch. */
+/* Rows of a store that has as many rows as the batch. Mostly each row occurs once, in reverse
+ * order. Chosen last, like learned sinks. */
 static h2o_view choose_rows(bench *w) {
     if (choose(&w->in, 3) != 1) return (h2o_view){.name = "rows"};
     const h2o_view rows = choose_tensor(w, "rows", "B", H2O_I32);
@@ -174,7 +174,7 @@ static h2o_view choose_rows(bench *w) {
     return rows;
 }
 
-/* Where heads begin in each row, mostly as in all of them. Chosen last too. */
+/* Starts of the heads in each row, mostly equal in all rows. Also chosen last. */
 static void choose_starts_by_row(bench *w, h2o_slots *slots) {
     if (!h2o_given(&slots->starts) || choose(&w->in, 3) != 1) return;
     const h2o_view all = slots->starts;
@@ -188,13 +188,13 @@ static void choose_starts_by_row(bench *w, h2o_slots *slots) {
     }
 }
 
-/* The logs of row sums: rarely wanted or known, and chosen last. */
+/* Logarithms of row sums, rarely given. Also chosen last. */
 static h2o_view choose_log_sums(bench *w, const char *name) {
     if (choose(&w->in, 4) != 1) return (h2o_view){.name = name};
     return choose_tensor(w, name, "BHQ", H2O_F32);
 }
 
-/* A store that holds what it says, mostly: the first slots of each head. */
+/* A store whose fields mostly agree: the first slots of each head are held. */
 static h2o_slots choose_slots(bench *w, bool weighted) {
     input *const in = &w->in;
     const int64_t held = choose(in, w->dims.S + 1);
@@ -249,7 +249,7 @@ static h2o_slots choose_slots(bench *w, bool weighted) {
     return s;
 }
 
-/* None, or a table of angles and ranks that are mostly those of some keys. */
+/* None, or a table of angles with ranks of the keys. */
 static h2o_rotary choose_rotary(bench *w) {
     h2o_rotary rotary = {.table = {.name = "table"}, .ranks = {.name = "ranks"}};
     if (choose(&w->in, 2) == 0) return rotary;
@@ -258,7 +258,7 @@ static h2o_rotary choose_rotary(bench *w) {
     return rotary;
 }
 
-/* None, mostly; chosen last, so that older inputs are still the calls that they were. */
+/* Mostly none. Chosen last, so that older inputs still make the same calls. */
 static h2o_view choose_sinks(bench *w) {
     if (choose(&w->in, 3) != 1) return (h2o_view){.name = "sink_logits"};
     return choose_tensor(w, "sink_logits", "H", H2O_F32);

@@ -1,5 +1,5 @@
-/* fuzz.h - what the fuzz targets share: choices out of the input, and memory of exactly
- * the size that a tensor claims, so that AddressSanitizer sees one byte too far. */
+/* fuzz.h - shared by the fuzz targets: choices from the input, and memory of exactly the size that
+ * a tensor claims, so that AddressSanitizer detects one byte too many. */
 #ifndef H2O_FUZZ_H
 #define H2O_FUZZ_H
 
@@ -16,7 +16,7 @@ typedef struct {
     size_t left;
 } input;
 
-/* In 0..n-1; 0 when the input has ended, so 0 should be the plain choice. */
+/* A number in 0..n-1; 0 when the input has ended, so 0 should be the plain choice. */
 static inline int64_t choose(input *in, int64_t n) {
     if (in->left == 0) return 0;
     in->left--;
@@ -29,8 +29,8 @@ static inline bool rarely(input *in) { return choose(in, 16) == 15; }
 
 enum { MOST_BYTES = 1 << 18 };
 
-/* The bytes before and behind the first element that its shape and strides reach;
- * false where that is more than a fuzzer should allocate. */
+/* Bytes before and after the first element that shape and strides reach. Returns false if they are
+ * more than a fuzzer should allocate. */
 static inline bool find_reach(const int64_t *shape, const int64_t *stride, int ndim, int64_t size,
                               int64_t *below, int64_t *above) {
     *below = 0, *above = size;
@@ -50,8 +50,8 @@ static inline bool find_reach(const int64_t *shape, const int64_t *stride, int n
     return true;
 }
 
-/* Numbers of all kinds: bytes as they come make NaN, infinities and denormals too,
- * others are small ones. */
+/* Numbers of all kinds: with how == 1 random bytes, which include NaN, infinities and denormals,
+ * otherwise small numbers. */
 static inline void fill_bytes(uint8_t *memory, int64_t bytes, h2o_dtype dtype, int64_t how) {
     test_random random = {.state = (uint64_t)how};
     for (int64_t i = 0; i < bytes; i++) {
@@ -63,14 +63,14 @@ static inline void fill_bytes(uint8_t *memory, int64_t bytes, h2o_dtype dtype, i
     }
     for (int64_t i = 0; i < bytes / 2 && (dtype == H2O_F16 || dtype == H2O_BF16) && how != 1; i++) {
         const uint16_t x =
-            (uint16_t)(0x3000 + (random_bits(&random) & 0x8fff)); /* of size 0.1 to 10 */
+            (uint16_t)(0x3000 + (random_bits(&random) & 0x8fff)); /* float16 from 0.125 to 2 */
         memcpy(memory + 2 * i, &x, sizeof x);
     }
 }
 
 /* ---- Running ----------------------------------------------------------- */
 
-/* All workers on one thread, in turns: every one gets tasks, and the run repeats. */
+/* Runs all workers on one thread, in turn. Each gets tasks, and a run is reproducible. */
 static inline void in_turns(int workers, h2o_worker_fn function, void *context) {
     task_list *const list = context;
     (void)function;

@@ -1,4 +1,4 @@
-"""Prints what a C program needs to have this Python, and NumPy's headers, within it."""
+"""Print the flags that a C program needs to embed this Python with NumPy's headers."""
 
 import sysconfig
 

@@ -1,7 +1,7 @@
-"""What a GPU adds: graphs, streams, a compiler of its own, and a host that need not wait.
+"""What only a GPU has: graphs, streams, its own compiler, and a host that need not wait.
 
-`make test-gpu` runs this on one. Elsewhere the same lines run on the CPU, where a graph is a
-function that is called again and a stream is nothing, so that they are known to run.
+`make test-gpu` runs these tests on a GPU. Elsewhere they run on the CPU, where a replay calls the
+function again and streams do nothing. This shows at least that their code runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS = 12
 
 
 def recorded(function: Callable[[], Any]) -> Any:
-    """The work of one call on the device, which `replay()` repeats."""
+    """The device work of one call, which `replay()` repeats."""
     if not ON_GPU:
         return SimpleNamespace(replay=function)
     graph = torch.cuda.CUDAGraph()
@@ -40,13 +40,13 @@ def recorded(function: Callable[[], Any]) -> Any:
 
 
 def aside() -> contextlib.AbstractContextManager[Any]:
-    """Another stream, on which nothing waits for the usual one."""
+    """Another stream, which is not ordered after the usual one."""
     return torch.cuda.stream(torch.cuda.Stream()) if ON_GPU else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def unwaiting() -> Iterator[None]:
-    """Where the host waits for the device, torch raises an error."""
+    """torch raises an error if the host waits for the device."""
     if ON_GPU:
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -66,7 +66,7 @@ STORES = {
 
 
 class Talk:
-    """A store after a prompt, and the tokens that follow, each in the same three tensors."""
+    """A store after a prompt, and the tokens that follow, always in the same three tensors."""
 
     def __init__(self, kind: str, capacity: int | list[int], dtype: torch.dtype) -> None:
         text = drifting(3, B=2, H=4, G=2, N=40 + STEPS, D=64)
@@ -98,7 +98,8 @@ def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
 @pytest.mark.parametrize("capacity", [13, [13, 20]], ids=["even", "uneven"])
 @pytest.mark.parametrize("kind", STORES)
 def test_one_captured_step_serves_all_tokens(kind, capacity):
-    """To the last bit: the same kernels run, and nothing of a step is in their arguments."""
+    """A replay runs the same kernels, and no kernel argument depends on the step, so results must
+    be equal to the last bit."""
     eager, captured = (Talk(kind, capacity, torch.bfloat16) for _ in range(2))
     first = eager.held()
     graph = recorded(captured.step)
@@ -118,7 +119,8 @@ WAYS = prompt_attention.WAYS if ON_GPU else {"flash": flash}
 @pytest.mark.parametrize("D", [64, 72, 128])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_prompt_by_torchs_attention_waits_for_nothing_and_is_captured(way, D, pads):
-    """Its answers are those of the torch backend."""
+    """The answers must be those of the torch backend, without waiting, and from a captured graph
+    too."""
     text = drifting(3, B=2, H=4, G=2, N=200, D=D)
     query, keys, values = (torch.from_numpy(x).to(DEVICE, torch.bfloat16) for x in text)
     mask = torch.ones(2, 200, dtype=torch.bool, device=DEVICE)
@@ -158,7 +160,7 @@ def test_a_measurement_of_torchs_attention_takes_little_memory():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_work_goes_on_the_current_stream(dtype):
-    """A step that ran on another would find the token that was there before."""
+    """A step on another stream would read the previous token."""
     usual, other = (Talk("plain", 13, dtype) for _ in range(2))
     for t in range(STEPS):
         usual.give(t)
@@ -188,7 +190,7 @@ def test_the_check_finds_nothing_wrong():
 
 
 class Decoding:
-    """A model's decode from a prompt on, each step from the same tensors into the same."""
+    """A model's decoding after a prompt. Each step reads and writes the same tensors."""
 
     def __init__(self, name: str, chosen: str, **parameters: Any) -> None:
         self.model = model(name)
@@ -217,7 +219,7 @@ class Decoding:
         return torch.cat(self.steps).flatten().tolist()
 
     def positions(self) -> list[list[int]]:
-        """Of the keys held, by the slots themselves: the host's counts know of no replay."""
+        """Positions of the keys held, from the slots. The host's own counts miss replays."""
         return [
             sorted(layer.slots.positions.flatten().tolist())
             for layer in self.cache.layers
@@ -230,7 +232,7 @@ class Decoding:
 def test_one_captured_pass_of_a_model_serves_a_generation(name, chosen):
     eager, captured = Decoding(name, chosen), Decoding(name, chosen)
     eager.run(eager.step, 1 + STEPS)
-    captured.run(captured.step, 1)  # libraries make themselves ready in it
+    captured.run(captured.step, 1)  # libraries initialize themselves here
     captured.run(recorded(captured.step).replay, STEPS)
     assert captured.tokens() == eager.tokens()
     assert captured.positions() == eager.positions()
@@ -255,7 +257,7 @@ def test_no_decode_step_waits_for_the_device(name, chosen):
 
 
 def test_generate_compiles_the_step():
-    """On a GPU transformers compiles a cache that allows it, with graphs, unasked."""
+    """On a GPU transformers compiles the step by itself, with graphs, if the cache allows it."""
     ours = model("llama")
     (ids,) = prompts(20)
     caches = [H2OCache(ours.config, POLICIES["h2o"], compileable=x) for x in (False, True)]

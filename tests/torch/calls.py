@@ -1,4 +1,4 @@
-"""The calls of tests.core.calls on tensors of torch."""
+"""The calls of tests.core.calls, with torch tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from tests.core.calls import Call
 from tests.core.calls import make as make_arrays
 
 TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-"""torch >= 2.10. Older ones hand over capsules, which they refuse more of."""
+"""Whether torch has DLPack's exchange table (2.10 and later). Older versions pass capsules, which
+they refuse to make for more kinds of tensors."""
 
 
 def plain_bytes(tensor: torch.Tensor) -> bytes:
@@ -37,7 +38,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> Call:
-    """A valid call on tensors that own their memory; 4-D ones have the dtype."""
+    """A valid call on tensors that own their memory. The 4-D tensors have this dtype."""
     arrays = make_arrays(name)
     call: Call = TorchCall(arrays.function, arrays.arguments, arrays.written)
     for tensor in call.tensors():

@@ -1,4 +1,4 @@
-"""Fixtures that the tests with torch share with those of the core."""
+"""Fixtures of the core's tests that the torch tests use too."""
 
 from tests.core.conftest import refused
 

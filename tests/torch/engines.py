@@ -1,4 +1,4 @@
-"""The implementations of the operations, on torch tensors."""
+"""The implementations of the operations, for torch tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _engine(name: str, module, dtype: torch.dtype) -> Engine:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """On tiny products torch's threads cost twenty times what they save."""
+    """For tiny products torch's threads cost twenty times what they save."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -52,8 +52,9 @@ _REFERENCE = SimpleNamespace(
 
 
 def assert_same(got, wanted, rounding: float = 1e-5) -> None:
-    """Equal to the last bit, as answers of the core are. How torch cuts and adds up products
-    depends on shapes, strides and threads, so those of the torch backend are within rounding."""
+    """Answers of the core must be equal to the last bit. Those of the torch backend may differ by
+    rounding, because torch splits and sums products differently for other shapes, strides and
+    threads."""
     got, wanted = (as_float64(x) if isinstance(x, torch.Tensor) else x for x in (got, wanted))
     if not backends.forced:
         rounding = 0.0
@@ -61,7 +62,7 @@ def assert_same(got, wanted, rounding: float = 1e-5) -> None:
 
 
 ROUNDING = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Of outputs in a dtype, which are rounded to it; scores are float32 for all."""
+"""Tolerance of outputs in a dtype, which are rounded to it. Scores are float32 for every dtype."""
 
 
 def oracle(dtype: torch.dtype = torch.float32) -> Engine:
@@ -70,7 +71,7 @@ def oracle(dtype: torch.dtype = torch.float32) -> Engine:
 
 
 def core(dtype: torch.dtype = torch.float32) -> Engine:
-    """`h2o.ops`, that is, the C core."""
+    """`h2o.ops`, which calls the C core."""
     return _engine("core", ops, dtype)
 
 
@@ -89,5 +90,5 @@ _PORTABLE = SimpleNamespace(
 
 
 def portable(dtype: torch.dtype = torch.float32) -> Engine:
-    """`h2o.ops` of tensors that `h2o.backends.portable` serves."""
+    """`h2o.ops` with the torch backend, `h2o.backends.portable`."""
     return _engine("torch", _PORTABLE, dtype)

@@ -1,9 +1,9 @@
 """Inputs on which reduced precision fails first, and the error of an operation on them.
 
-Trained models have attention sinks, channels of queries, keys or values that are far larger than
-the others, and such rows. `errors` gives the error of an answer beside that of the float path: the
-same attention in float32 over the rows as they are stored, with the output rounded to the dtype of
-the query. No bound here knows how a kernel computes.
+Trained models have attention sinks, and channels and rows of queries, keys or values that are far
+larger than the others. `errors` compares the error of an answer with that of the float path: the
+same attention in float32 on the rows as they are stored, with the output rounded to the query's
+dtype. No bound here depends on how a kernel computes.
 
 Shape letters: B batch rows, G key/value heads, R query heads of each, n tokens, D head dimension.
 """
@@ -45,7 +45,7 @@ class Errors(NamedTuple):
 
 
 def plain(R: int, n: int, D: int) -> Text:
-    """Gaussian. The queries of a group look about the same way, which `_aim` gives keys."""
+    """Gaussian inputs. The queries of a group share a direction, which `_aim` gives to keys."""
     random = torch.Generator().manual_seed(n + D + R)
     query, keys, values = (torch.randn(B, h, n, D, generator=random) for h in (G * R, G, G))
     way = torch.randn(B, G, 1, D, generator=random).repeat_interleave(R, 1)
@@ -53,7 +53,7 @@ def plain(R: int, n: int, D: int) -> Text:
 
 
 def _aim(text: Text, rows: slice, logit: float) -> None:
-    """Replaces keys by others that have about this logit for every query."""
+    """Replace keys by keys whose logit is about this large for every query."""
     way = text.query.unflatten(1, (G, -1)).mean((2, 3))[:, :, None]
     D = way.shape[-1]
     text.keys[:, :, rows] = way / way.square().sum(-1, keepdim=True) * logit * D**0.5
@@ -130,7 +130,8 @@ def make(kind: str, dtype: torch.dtype, R: int, n: int, D: int) -> Text:
 
 
 def weights(text: Text, first: int, dtype: torch.dtype) -> Tensor:
-    """[B, G * R, n - first, n]: those of the queries from `first` on, computed in dtype."""
+    """[B, G * R, n - first, n]: attention weights of the queries from `first` on, computed in
+    dtype."""
     query, keys = text.query[:, :, first:].to(dtype), text.keys.to(dtype)
     (H, _, D), n = query.shape[1:], keys.shape[2]
     logits = query @ keys.repeat_interleave(H // G, 1).mT * D**-0.5
@@ -139,16 +140,16 @@ def weights(text: Text, first: int, dtype: torch.dtype) -> Tensor:
 
 
 def attention(text: Text, first: int, dtype: torch.dtype) -> Tensor:
-    """[B, n - first, G * R, D]: outputs for these weights."""
+    """[B, n - first, G * R, D]: outputs of these weights."""
     p = weights(text, first, dtype)
     values = text.values.to(dtype).repeat_interleave(p.shape[1] // G, 1)
     return (p @ values).transpose(1, 2)
 
 
 def errors(out: Tensor, text: Text, first: int) -> Errors:
-    """Errors of out [B, n - first, G * R, D] for a text whose keys and values are what was seen.
+    """Errors of out [B, n - first, G * R, D], for a text whose keys and values are as stored.
 
-    A channel counts by its own size, so that an outlier channel hides nothing.
+    Each channel is scaled by its own size, so that an outlier channel cannot hide errors.
     """
     exact = attention(text, first, torch.float64)
     floats = attention(text, first, torch.float32).to(out.dtype)
@@ -159,7 +160,7 @@ def errors(out: Tensor, text: Text, first: int) -> Errors:
 
 
 def score_errors(scores: Tensor, text: Text, dtype: torch.dtype) -> Errors:
-    """Errors of the scores [B, G, n] of a step. The float path rounds weights to dtype."""
+    """Errors of the scores [B, G, n] of a step. The float path rounds the weights to dtype."""
     first = text.keys.shape[2] - 1
     exact, floats = (weights(text, first, x)[:, :, 0] for x in (torch.float64, torch.float32))
     exact, floats = (x.unflatten(1, (G, -1)).sum(2) for x in (exact, floats.to(dtype).double()))
@@ -171,7 +172,7 @@ def score_errors(scores: Tensor, text: Text, dtype: torch.dtype) -> Errors:
 
 
 def _hold(text: Text, tokens: int, kv_dtype: str | None) -> ops.Slots:
-    """Slots with room for a whole text that hold its first tokens."""
+    """Slots with room for the whole text, holding its first tokens."""
     n = text.keys.shape[2]
     slots = ops.new_slots(text.keys, n, n, 0, kv_dtype=kv_dtype)
     held = (x[:, :, :tokens].contiguous() for x in text[1:])
@@ -180,7 +181,7 @@ def _hold(text: Text, tokens: int, kv_dtype: str | None) -> ops.Slots:
 
 
 def _seen(slots: ops.Slots, text: Text, tokens: int) -> Text:
-    """The text with the first tokens' keys and values as slots hold them, in the text's order."""
+    """The text, with keys and values of the first tokens as the slots store them, in text order."""
     D = text.keys.shape[3]
     rows = (dequantize(x[:, :, :tokens], D).float() for x in (slots.keys, slots.values))
     new = (x[:, :, tokens:].float() for x in text[1:])
@@ -188,7 +189,7 @@ def _seen(slots: ops.Slots, text: Text, tokens: int) -> Text:
 
 
 def step(text: Text, kv_dtype: str | None) -> list[Errors]:
-    """Output and scores of a decode step of the last token."""
+    """Errors of output and scores of a decode step of the last token."""
     n = text.keys.shape[2]
     slots = _hold(text, n - 1, kv_dtype)
     out = ops.step(*(x[:, :, -1:].contiguous() for x in text), slots)
@@ -197,7 +198,7 @@ def step(text: Text, kv_dtype: str | None) -> list[Errors]:
 
 
 def chunk(text: Text, kv_dtype: str | None, new: int = 21) -> list[Errors]:
-    """Output of a chunk of the last tokens."""
+    """Errors of the output of a chunk of the last tokens."""
     n = text.keys.shape[2]
     slots = _hold(text, n - new, kv_dtype)
     out, _ = ops.attend(*(x[:, :, -new:].contiguous() for x in text), slots)
@@ -205,13 +206,13 @@ def chunk(text: Text, kv_dtype: str | None, new: int = 21) -> list[Errors]:
 
 
 def prompt(text: Text, kv_dtype: None) -> list[Errors]:
-    """Output of a whole prompt."""
+    """Errors of the output of a whole prompt."""
     out, _ = ops.attend(*text)
     return [errors(out, text, 0)]
 
 
 def simulation(text: Text, kv_dtype: str | None) -> list[Errors]:
-    """Outputs after a prompt of one token, of whose keys the last token evicts one."""
+    """Errors of outputs after a prompt of one token. The last token evicts one key."""
     n = text.keys.shape[2]
     prompts, budget = (torch.tensor(x, dtype=torch.int32) for x in ([1] * B, [[n - 1, 0]] * B))
     out, *_ = ops.simulate(*text, prompts, budget, kv_dtype=kv_dtype)

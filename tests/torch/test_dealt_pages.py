@@ -1,5 +1,5 @@
-"""Requests whose places are dealt over all layers, in pages that are one for these: each as if it
-were alone. tests/vllm has the same with vLLM, beside an `H2OCache`."""
+"""Requests whose budget is distributed over all layers, with one page for all layers: each must get
+the answers it would get alone. tests/vllm compares the same, in vLLM, with an `H2OCache`."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ CONFIGS = {
 
 
 def echo(layer, query, key, value, received):
-    """Stands for it: another order than that of attention, uneven among heads and layers."""
+    """Stand-in for echo scores. They order keys differently from attention, and are uneven across
+    heads and layers."""
     uneven = key.abs().amax(-1) * query[:, ::2].abs().amax(-1)
     return received, uneven ** torch.arange(1, G + 1).view(1, G, 1)
 
 
 class Model:
-    """Layers one after the other, whose tokens differ; each adds to the answer."""
+    """Layers in sequence, each with different tokens. The answer is the sum of theirs."""
 
     def __init__(self, config: H2OConfig, echo=echo) -> None:
         self.budget = PageBudget(config, LAYERS, LONGEST)
@@ -75,7 +76,7 @@ def tokens_of(layer: int, query, key, value):
 
 
 def kept(model: Model, page: int) -> list[list[list[int]]]:
-    """Positions of each layer and head."""
+    """Positions held in a page, by layer and head."""
     number = torch.tensor([page], dtype=torch.int32)
     heads = []
     for layer in range(LAYERS):
@@ -87,7 +88,7 @@ def kept(model: Model, page: int) -> list[list[list[int]]]:
 
 
 def alone(config: H2OConfig, each: Talk) -> tuple[torch.Tensor, list[list[list[int]]]]:
-    """The same request by the operations, each layer and head in slots of its own."""
+    """The answers to the request alone, from the operations, with separate slots for each head."""
     budget, sinks = PageBudget(config, LAYERS, LONGEST), config.sinks
     layers, claims = [], []
     for i in range(LAYERS):
@@ -136,7 +137,7 @@ def alone(config: H2OConfig, each: Talk) -> tuple[torch.Tensor, list[list[list[i
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("room", [1000, 16])
 def test_each_request_as_if_it_were_alone(name, room):
-    """Prompts come whole, or in chunks beside those of others; pages are used again."""
+    """Prompts come whole, or in chunks together with those of others, and pages are used again."""
     model, served = Model(CONFIGS[name]), talks() + talks()
     assert (traffic(model, served, seed=3, room=room, held=kept) > 10) == (room < 1000)
     for each in served:
@@ -144,7 +145,7 @@ def test_each_request_as_if_it_were_alone(name, room):
         assert each.kept == held
         if room == 1000:
             assert torch.equal(torch.cat(each.answer), wanted)
-        else:  # a prompt in chunks is added up otherwise
+        else:  # the sums of a chunked prompt round differently
             torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-3, atol=2e-3)
     sizes = {len(head) for each in served for layer in each.kept for head in layer}
     assert len(sizes) > 10
@@ -169,7 +170,7 @@ def test_pinned_keys_stay_in_every_head():
 
 
 def test_a_pass_that_broke_off_leaves_nothing():
-    """In a page that another request takes."""
+    """A pass that fails must leave nothing in a page that another request takes."""
     config = CONFIGS["floats"]
     model, other, begun = Model(config), talk(3, 33, 50), PartialPrompts(2)
     working, other.page = model.layers[1].forward, 4
@@ -191,7 +192,7 @@ def test_a_pass_that_broke_off_leaves_nothing():
 
 
 def test_a_page_has_room_for_whatever_is_dealt():
-    """One head of one layer may win all places: the axis is that of all."""
+    """One head of one layer may win all places, so its part of the page must have room for all."""
 
     def greedy(layer, query, key, value, received):
         wins = torch.tensor([1.0 if layer == 1 and g == 1 else 0.0 for g in range(G)])

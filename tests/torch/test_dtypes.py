@@ -1,8 +1,8 @@
-"""The core in float32, float16 and bfloat16, over the shapes that models have.
+"""The core in float32, float16 and bfloat16, with the shapes that models have.
 
-How wrong may a kernel be? Truth is float64 on the very numbers that it was given. Plain torch
-in the same dtype is also off by something: twice that is allowed, for outputs and for scores.
-Kept positions must be equal, in every dtype, because scores are float32.
+The true answer is float64 on exactly the numbers that the kernel was given. Plain torch in the same
+dtype has an error too, and the kernel may have twice that error, in outputs and in scores. Kept
+positions must be equal in every dtype, because scores are float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.inputs import POLICIES, Policy, Scenario, Text
 from tests.torch.engines import ROUNDING, assert_same, core
 
 CLEAR = 3e-5
-"""Ranks further apart than this (relatively) cannot change places by float32 rounding."""
+"""Ranks with a larger relative difference than this cannot swap through float32 rounding."""
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -36,7 +36,7 @@ BASE = Scenario(
     policy=Policy(14, 6),
     softcap=0.0,
 )
-"""A padded prompt, steps, a chunk into slots with holes, steps."""
+"""A padded prompt, steps, a chunk into slots with holes, and steps."""
 
 
 def case(**changes) -> Scenario:
@@ -114,11 +114,11 @@ def sinks_of(scenario: Scenario, engine) -> np.ndarray | None:
 
 
 def assert_as_good(got: np.ndarray, plain: np.ndarray, want: np.ndarray) -> None:
-    """At most twice the error of plain torch, root mean square.
+    """The root mean square error must be at most twice that of plain torch.
 
-    The largest error is a matter of luck (of two equally good results, one has often twice that
-    of the other), so there 3 times is allowed. Below that, what roundings of the largest number
-    to float32 come to must be allowed too: scores are rounded at every call.
+    The largest error is a matter of luck: of two equally good results, one often has twice the
+    largest error of the other. So three times is allowed there. Scores are rounded at every call,
+    so a few float32 roundings of the largest number are always allowed.
     """
     error, usual = np.abs(got - want), np.abs(plain - want)
     ulp = float(np.abs(want).max()) * 2**-23
@@ -131,11 +131,12 @@ def rms(x: np.ndarray) -> float:
 
 
 def in_plain_torch(scenario: Scenario, engine, drawn: Text, want: Answers):
-    """Attention as one would write it in this dtype, where the oracle says which key a query sees.
+    """Attention as one would write it in this dtype, on the keys that each query sees by the
+    reference.
 
-    Scores are float32 and grow call by call, as every cache would have it.
+    Scores are float32 and accumulate call by call, as in every cache.
     """
-    q, k, v = (engine.tensor(x).nan_to_num(0, 0, 0) for x in drawn)  # there is NaN at pads
+    q, k, v = (engine.tensor(x).nan_to_num(0, 0, 0) for x in drawn)  # padding contains NaN
     visible = torch.from_numpy(want.visible).repeat_interleave(scenario.R, dim=1)
     k, v = (x.repeat_interleave(scenario.R, dim=1) for x in (k, v))
     logits = (q @ k.mT) * scenario.D**-0.5
@@ -155,7 +156,7 @@ def in_plain_torch(scenario: Scenario, engine, drawn: Text, want: Answers):
 # ---- Layouts of torch tensors -------------------------------------------------------------------
 
 
-def transposed(x):  # [B, N, heads, D] in memory, as models project it
+def transposed(x):  # [B, N, heads, D] in memory, as models project them
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -163,11 +164,11 @@ def fused(x):  # the middle third of a projection to query, key and value
     return torch.cat([x, x, x], dim=-1).chunk(3, dim=-1)[1]
 
 
-def columns_first(x):  # last stride not 1
+def columns_first(x):  # the last stride is not 1
     return x.mT.contiguous().mT
 
 
-def expanded(x):  # every head the same memory
+def expanded(x):  # every head has the same memory
     return x[:, :1].expand(x.shape)
 
 

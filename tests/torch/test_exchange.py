@@ -1,4 +1,5 @@
-"""Tensors of torch at the border: which come in, by which way, and which are refused."""
+"""Torch tensors at the border of the core: which are accepted, in which way, and which are
+rejected."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def answer(call: Call) -> dict[str, bytes]:
 
 
 class Dunder:
-    """Only `__dlpack__`, as of a library without an exchange table."""
+    """An object with `__dlpack__` only, as from a library without an exchange table."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -87,7 +88,7 @@ def test_without_the_table():
     wanted = answer(make("step"))
     call = make("step")
     assert answer(call.put("query", call.get("query").as_subclass(Older))) == wanted
-    assert calls == (1 if TABLE else 2)  # before tables, torch did not know max_version
+    assert calls == (1 if TABLE else 2)  # before it had tables, torch did not know max_version
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -117,7 +118,7 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def within(tensor: torch.Tensor) -> torch.Tensor:
-    """A slice from the middle of a larger tensor."""
+    """A copy in the middle of a larger tensor."""
     larger = torch.full([size + 2 for size in tensor.shape], 9, dtype=tensor.dtype)
     inner = larger[tuple(slice(1, size + 1) for size in tensor.shape)]
     inner.copy_(tensor)
@@ -196,7 +197,7 @@ def test_slots_for_nothing(keys, capacity):
 
 
 def test_only_want_of_memory_is_a_memory_error():
-    """What else making an output may raise passes as it is."""
+    """Any other error of making an output must propagate."""
 
     class Broken:
         shape = (1, 1, 1, 8)
@@ -245,7 +246,7 @@ def test_inference_mode():
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that consists of others, as DTensor does."""
+    """A tensor made of other tensors, like DTensor."""
 
     @staticmethod
     def __new__(cls, like: torch.Tensor) -> Wrapper:
@@ -298,7 +299,7 @@ def test_other_tensors(case, tensor, refused):
     unlent = MEMORYLESS if TABLE else {*MEMORYLESS, "conjugate", "float8"}
     error = BufferError if case in unlent else TypeError
     refused(call.put(tensor, spoilt), error, f"^{tensor}: [^\n]*$")
-    # A query like that is also what the output would be made like.
+    # The output would be made like such a query, which must fail too.
     if tensor == "query":
         with pytest.raises(NotImplementedError if case == "wrapper" else error):
             call.put(tensor, spoilt).put("out", None).run()
@@ -313,7 +314,7 @@ def test_fake_tensors(refused, capfd):
         BufferError,
         "^query: this FakeTensor (has no|cannot share its) memory",
     )
-    capfd.readouterr()  # torch warns on stderr, once
+    capfd.readouterr()  # torch prints a warning once
 
 
 def test_nested_tensors(refused):
@@ -326,7 +327,7 @@ def test_nested_tensors(refused):
 
 
 def test_inside_of_transforms():
-    """vmap and grad hand out tensors that stand for something else."""
+    """vmap and grad pass tensors that stand for others and must be rejected."""
 
     def inside(tensor: torch.Tensor) -> torch.Tensor:
         call = make("step").put("query", tensor)
@@ -343,7 +344,7 @@ def test_inside_of_transforms():
 
 
 def test_a_call_leaves_the_settings_of_the_processor_alone():
-    """Denormal numbers stay what they are for the rest of the process."""
+    """A call must not leave the processor flushing denormal numbers to zero."""
     make("attend").run()
     assert torch.tensor(1e-42).item() * 1.0 != 0.0
     assert (torch.full((64,), 1e-42) * 0.5).count_nonzero() == 64

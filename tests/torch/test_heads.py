@@ -1,4 +1,4 @@
-"""Heads with budgets and numbers of slots of their own: each as if it were alone."""
+"""Heads with their own budgets and numbers of slots: each behaves as if it were alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.torch.engines import ROUNDING, assert_same, core, oracle, portable
 ENGINES = {"oracle": oracle(), "core": core(), "core bfloat16": core(torch.bfloat16)}
 CALLS = [24, *[1] * 25, 7, *[1] * 8]
 BUDGETS = np.array([[[9, 5], [2, 1], [30, 11]], [[4, 4], [12, 0], [0, 7]]])
-"""[B, G, 2]: rows differ too, so heads have slots that one row cannot fill"""
+"""[B, G, 2]: rows differ too, so some heads have slots that one of the rows cannot fill"""
 
 
 @pytest.fixture(params=ENGINES)
@@ -63,7 +63,7 @@ def test_each_head_as_that_head_alone(engine, name):
 
 
 def test_equal_budgets_in_a_store_of_one_axis(engine):
-    """The store with `starts` and the one without hold the same, and answer the same."""
+    """A store with `starts` must hold and answer the same as one without."""
     policy, text = POLICIES["sinks"], all_heads()
     same = np.broadcast_to([policy.heavy, policy.recent], (2, 3, 2)).copy()
     uneven = Conversation(engine, text, policy, budget=same).feed_all(CALLS)
@@ -78,7 +78,7 @@ def test_equal_budgets_in_a_store_of_one_axis(engine):
     indirect=["engine"],
 )
 def test_simulation_with_budgets_of_heads(engine, name, prompt):
-    """Equal to the store, and each head as if it were alone."""
+    """The simulation must equal the store, and each head must be as if it were alone."""
     policy, text = POLICIES[name], all_heads()
     N = sum(CALLS)
     tensors = [engine.tensor(x) for x in text]
@@ -115,7 +115,7 @@ def test_memory_goes_with_the_budgets():
 
 
 def test_slots_of_other_strides_and_with_gaps():
-    """What lies between two heads' slots belongs to no head and stays as it is."""
+    """Memory between two heads' slots belongs to no head, and must not change."""
     policy, text = POLICIES["value-weighted"], all_heads()
     budget = BUDGETS[0][None].repeat(2, axis=0)
     plain = Conversation(ENGINES["core"], text, policy, budget=budget)
@@ -141,8 +141,8 @@ def test_slots_of_other_strides_and_with_gaps():
 
 
 def on_one_axis(slots: ops.Slots, gap: int = 3) -> ops.Slots:
-    """Slots with `starts`, whose rows have as many slots as their budgets need, wherever
-    there is room on an axis that is longer than they need; all else there is rubbish."""
+    """Slots with `starts` for each row. Rows have as many slots as their budgets need, at different
+    places of an axis that is longer than necessary. Everything else on the axis is garbage."""
     sizes = slots.starts.diff()
     wanted = torch.minimum(slots.budget.sum(-1, dtype=torch.int32) + 9, sizes)
     begin = gap * torch.arange(1, len(wanted) + 1, dtype=torch.int32)[:, None]
@@ -164,10 +164,10 @@ def on_one_axis(slots: ops.Slots, gap: int = 3) -> ops.Slots:
 @pytest.mark.parametrize("kv_dtype", [None, "int8-int4"])
 @pytest.mark.parametrize("engine", [*ENGINES.values(), portable()], ids=lambda engine: engine.name)
 def test_rows_with_places_of_their_own(engine, kv_dtype, name):
-    """Starts [Z, G + 1]: as with places that all rows have, and nothing beside them is read or
-    written. The rows are some of the slots' rows too."""
+    """Starts [Z, G + 1] give each row its own places. The answers must be those with common places,
+    and nothing else on the axis may be read or written."""
     policy, text = POLICIES[name], all_heads()
-    text = Text(*(np.concatenate([x, x[..., ::-1]], -1) for x in text))  # D 32, which int4 wants
+    text = Text(*(np.concatenate([x, x[..., ::-1]], -1) for x in text))  # int4 needs a D of 32
     mask = np.concatenate([inputs.left([24, 17], 24), np.ones((2, sum(CALLS) - 24), bool)], 1)
     settings = {"mask": mask, "budget": BUDGETS, "kv_dtype": kv_dtype}
     plain = Conversation(engine, text, policy, **settings)

@@ -1,4 +1,4 @@
-"""Reduced precision on inputs with heavy tails: at most twice the error of the float path."""
+"""Reduced precision on inputs with heavy tails has at most twice the error of the float path."""
 
 from __future__ import annotations
 

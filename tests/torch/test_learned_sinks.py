@@ -1,4 +1,5 @@
-"""Learned sinks in every operation: against the oracle, by hand, and where they are no numbers."""
+"""Learned sinks in every operation: compared with the reference, by hand, and if they are not
+finite."""
 
 from __future__ import annotations
 
@@ -42,13 +43,13 @@ def _one_thread():
 
 @every_module
 def test_by_hand(module):
-    """One query of two heads, two keys of which the second is its own; logits 0 and log 2."""
+    """Two heads and two tokens. The second token's logits are 0 and log 2."""
     keys = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
     values = torch.tensor([3.0, 9.0]).view(1, 1, 2, 1)
     query = torch.tensor([[0.0, math.log(2.0)]] * 2).view(1, 2, 2, 1)
     sinks = torch.tensor([math.log(3.0), -math.inf])
     out, scores = module.attend(query, keys, values, scale=1.0, sink_logits=sinks)
-    # Row 0 sees key 0 alone: 1 / (1 + 3), and 1 without a sink. Row 1: (1, 2) / 6, and (1, 2) / 3.
+    # Row 0 sees key 0 only: 1 / (1 + 3), and 1 without a sink. Row 1: (1, 2) / 6 and (1, 2) / 3.
     wanted = torch.tensor([[3 / 4, 3.0], [3 / 6 + 9 / 3, 3 / 3 + 9 * 2 / 3]])
     torch.testing.assert_close(out[0, :, :, 0], wanted)
     wanted = torch.tensor([1 / 4 + 1 + 1 / 6 + 1 / 3, 2 / 6 + 2 / 3])
@@ -127,7 +128,8 @@ def test_sinks_may_take_everything(engine, sink):
 
 @every_engine
 def test_keys_that_nobody_can_see(engine):
-    """Where all logits are -infinity the sink has all of the softmax; without it there is none."""
+    """If all logits are -infinity, the sink gets the whole softmax. Without a sink the result is
+    NaN."""
     do, S = ENGINES[engine].module, 400
     query = torch.ones(1, 4, 3, 8)
     keys = torch.full((1, 2, 3, 8), -math.inf)
@@ -155,7 +157,7 @@ def test_keys_that_nobody_can_see(engine):
 def test_sinks_that_are_no_numbers_spoil_their_own_heads(engine):
     text, mask = drifting()
     sinks = SINKS.copy()
-    sinks[2] = np.nan  # of the second group
+    sinks[2] = np.nan  # a head of the second group
     talk = Conversation(ENGINES[engine], text, POLICIES["h2o"], mask=mask, sink_logits=sinks)
     unspoiled = Conversation(ENGINES[engine], text, POLICIES["h2o"], mask=mask, sink_logits=SINKS)
     for call in CALLS:
@@ -168,7 +170,8 @@ def test_sinks_that_are_no_numbers_spoil_their_own_heads(engine):
 
 @every_engine
 def test_a_row_gives_its_keys_less_than_one(engine):
-    """Of a query's attention the sinks take their share; of 6 heads only the fifth has none."""
+    """Sinks take a share of each query's attention, so keys get less in total. Of the 6 heads only
+    the fifth has no sink."""
     text, _ = drifting()
     q, k, v = map(ENGINES[engine].tensor, text)
     sinks = torch.from_numpy(SINKS)

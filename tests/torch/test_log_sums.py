@@ -1,4 +1,4 @@
-"""`ops.log_sums`: what the softmax of each query divides by, by the core and by torch."""
+"""`ops.log_sums`, the logarithms of the softmax denominators, by the core and by torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import inputs
 @pytest.mark.parametrize("stored", [0, 90])
 @pytest.mark.parametrize("how", [{}, {"softcap": 3.0, "scale": -0.2, "sinks": True, "pads": True}])
 def test_against_a_sum_in_double_precision(how, stored, dtype, by_torch):
-    """With stored keys and without; the slots stay as they are."""
+    """Log sums must be right with and without stored keys, and the slots must not change."""
     B, H, G, Q = 2, 6, 2, 70
     how = dict(how)
     text = inputs.drifting(3, B=B, H=H, G=G, N=stored + Q, D=32, sink=True)

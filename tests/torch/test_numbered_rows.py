@@ -1,5 +1,5 @@
-"""Slots of which a call is about some rows, found by number, on torch tensors: oracle, core and
-torch backend. tests/core/test_numbered_rows.py has what is refused."""
+"""Calls on some rows of larger slots, selected by number, on torch tensors: the reference, the core
+and the torch backend. tests/core/test_numbered_rows.py tests what is rejected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_as_rows_that_follow_one_another(name, engine):
 
 
 def test_ranks_of_rolled_keys_are_of_the_rows_too():
-    """By the torch backend, in which they are no part of the slots."""
+    """The torch backend keeps ranks outside the slots. It must select their rows by number too."""
     query, key, value = (torch.randn(1, 2, 1, 8) for _ in range(3))
     slots = ops.new_slots(key.expand(3, -1, -1, -1), 6, 3, 2)
     table, ranks = torch.rand(8, 2, 4), torch.full((3, 2, 6), -1, dtype=torch.int32)
@@ -53,7 +53,7 @@ def test_ranks_of_rolled_keys_are_of_the_rows_too():
 
 
 def test_the_torch_backend_takes_what_is_no_row_for_the_nearest():
-    """Where nobody can look at numbers, as on a GPU."""
+    """Numbers that are no rows are clamped where nobody can read them, as on a GPU."""
     from h2o.backends.portable import operation
 
     query, key, value = (torch.randn(2, 2, 1, 8) for _ in range(3))

@@ -1,7 +1,7 @@
-"""Requests that come and go in a batch over pages: each as if it were alone.
+"""Requests that come and go in a batch over pages: each must get the answers it would get alone.
 
-What vLLM asks for is played by `traffic`: prompts whole or in chunks beside decode steps, pages
-that are used again, requests that leave. tests/vllm has the same with vLLM.
+`traffic` plays the part of vLLM: prompts whole or in chunks together with decode steps, pages that
+are used again, requests that leave. tests/vllm runs the same with vLLM.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CONFIGS = {
 
 @dataclasses.dataclass(eq=False)
 class Talk:
-    """A request: its tokens, and how many of them are the prompt."""
+    """A request: its tokens, and the number of them that form the prompt."""
 
     text: inputs.Text
     prompt: int
@@ -79,19 +79,19 @@ def paged(config: H2OConfig, prompt_scores=None) -> PagedLayer:
 
 
 def apart(place: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Uninitialized. Of a device that is not there all tensors begin at one address, so that those
-    of other places lie elsewhere by their own account."""
+    """Uninitialized tensor. On a device that does not exist all tensors begin at one address, so
+    `place` shifts a tensor away from those of other places."""
     count, before = math.prod(shape), (place + 1) << 22
     return torch.empty(before + count, dtype=dtype)[before:].view(shape)
 
 
 def held(layer: PagedLayer, page: int) -> torch.Tensor:
-    """Positions in a page."""
+    """Positions held in a page."""
     return layer.store.pages.positions[page : page + 1].clone()
 
 
 def feed(layer: PagedLayer, begun: PartialPrompts, rows: list[tuple[Talk, int]]) -> None:
-    """A forward pass: of each talk so many tokens."""
+    """Run a forward pass with n tokens of each request."""
     parts = [talk.text.cut(talk.seen, talk.seen + n) for talk, n in rows]
     query, key, value = (
         torch.from_numpy(np.concatenate([part[i][0].swapaxes(0, 1) for part in parts]))
@@ -114,7 +114,7 @@ def feed(layer: PagedLayer, begun: PartialPrompts, rows: list[tuple[Talk, int]])
 
 
 def alone(config: H2OConfig, each: Talk, prompt_scores=None) -> tuple[torch.Tensor, ops.Slots]:
-    """The same request by the operations, one after the other."""
+    """The answers to the request alone, from the operations called one after the other."""
     query, keys, values = map(torch.from_numpy, each.text)
     budget = PageBudget(config, LAYERS, LONGEST)
     slots = budget.empty_page(LAYER, keys)
@@ -137,8 +137,9 @@ def alone(config: H2OConfig, each: Talk, prompt_scores=None) -> tuple[torch.Tens
 def traffic(
     layer: PagedLayer, talks: list[Talk], seed: int, room: int, most: int = LONGEST, held=held
 ) -> int:
-    """Serves the talks, at most `room` tokens a pass and `most` of one, as many at once as there
-    are pages and places; tells how many passes had a prompt cut into chunks."""
+    """Serve the requests, with at most `room` tokens per pass and `most` of one request, and as
+    many requests at once as there are pages and places. Returns the number of passes whose prompt
+    was cut into chunks."""
     rng = np.random.default_rng(seed)
     free, waiting, running = list(range(1, PAGES)), list(talks), []
     begun = PartialPrompts(layer.budget.places)
@@ -186,7 +187,7 @@ def talks() -> list[Talk]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_request_as_if_it_were_alone(name):
-    """To the bit, where prompts come whole, and pages are used again."""
+    """With whole prompts the answers are equal to the bit, even if pages are used again."""
     layer, served = paged(CONFIGS[name]), talks() + talks()
     assert traffic(layer, served, seed=3, room=1000) == 0
     for each in served:
@@ -206,14 +207,15 @@ def test_prompts_in_chunks_are_cut_at_their_end(name):
 
 
 def last_first(query, key, value, received):
-    """Scores that are no attention: by the queries, which tells whether all of them are there."""
+    """Scores computed from the queries instead of attention. They show whether all queries are
+    there."""
     scores = query.abs().amax(-1).unflatten(1, (G, -1)).amax(2) + key[..., 0] + 0 * received
     return scores, scores
 
 
 @pytest.mark.parametrize("room", [1000, 16])
 def test_scores_of_prompts_that_are_not_their_attention(room):
-    """They are asked once, at a prompt's end, for all of it."""
+    """The scores are computed once, at the end of a prompt, for the whole prompt."""
     config = CONFIGS["everything"]
     layer, served = paged(config, last_first), talks()
     assert (traffic(layer, served, seed=3, room=room) > 10) == (room < 1000)
@@ -229,7 +231,7 @@ def test_scores_of_prompts_that_are_not_their_attention(room):
 @pytest.mark.parametrize("name", ["tokens", "of heads", "fractions"])
 @pytest.mark.parametrize("room", [1000, 16])
 def test_pinned_keys_stay(name, room):
-    """Of some requests, beside others, whether their prompts come whole or in chunks."""
+    """Pinned keys of some requests stay, whether prompts come whole or in chunks."""
     layer, served, spans = paged(CONFIGS[name]), talks(), [(3, 6), (8, 9)]
     for each in served[::2]:
         each.pinned = [span for span in spans if span[1] <= each.prompt]
@@ -255,7 +257,7 @@ def test_pinned_keys_where_prompts_are_cut_after_each_chunk():
 
 
 def test_room_for_pinned_keys():
-    """Recent keys make room, a newest one stays; beyond that there is none."""
+    """Recent keys make room for pins until only the newest is left. More pins are an error."""
     keys, config = torch.empty(1, G, 1, D), CONFIGS["tokens"]
     budget = PageBudget(config, LAYERS, LONGEST)
     for pins, wanted in ((5, (9, 7)), (12, (12, 4)), (15, (15, 1))):
@@ -266,7 +268,8 @@ def test_room_for_pinned_keys():
 
 
 def test_room_for_pinned_keys_is_that_of_all_ranks():
-    """Else a request would have its pins on some of them."""
+    """All ranks must compute the same room. Otherwise a request would have its pins on some of
+    them."""
     keys = torch.empty(1, 2, 1, D)
     shares = H2OConfig(heavy=10, recent=2, head_shares=[[1, 1, 4, 4]] * LAYERS)
     for rank in (0, 1):
@@ -300,7 +303,8 @@ def test_pins_that_requests_ask_for():
 
 
 def test_a_request_that_left_in_its_prompt_leaves_nothing():
-    """Neither in the page that another request takes, nor, after some more, in memory."""
+    """A request that left during its prompt must leave nothing in a page that another request
+    takes. Its memory is freed after some more requests."""
     layer, begun, forks = paged(CONFIGS["tokens"]), PartialPrompts(2), Forks()
     forks.partial.append(begun.chunks)
     left = [talk(seed, 40, 40) for seed in range(5)]
@@ -321,7 +325,8 @@ def test_a_request_that_left_in_its_prompt_leaves_nothing():
 
 
 def test_more_prompts_at_once_than_there_is_room_for():
-    """Are an error, since none may be cut before its end; the scheduler lets them wait."""
+    """More prompts in chunks than there are places are an error, because none may be cut before its
+    end. The scheduler makes them wait."""
     layer, begun = paged(CONFIGS["tokens"]), PartialPrompts(2)
     rows = [(talk(seed, 60, 65), 9) for seed in range(3)]
     for page, (each, _) in enumerate(rows, start=1):
@@ -331,7 +336,7 @@ def test_more_prompts_at_once_than_there_is_room_for():
 
 
 def test_without_room_each_chunk_is_an_end():
-    """ "cut": "chunk" """
+    """With "cut": "chunk", every chunk of a prompt ends with an eviction."""
     config = CONFIGS["everything"]
     layer, served, begun = paged(config), [talk(seed, 40, 50) for seed in (1, 2)], PartialPrompts(0)
     for page, each in enumerate(served, start=1):
@@ -355,7 +360,8 @@ def test_without_room_each_chunk_is_an_end():
 
 @pytest.mark.parametrize("name", ["tokens", "everything"])
 def test_a_request_that_is_read_again_with_its_answer(name):
-    """As vLLM does with one that it had put off: more tokens come than the prompt has."""
+    """vLLM feeds a preempted request again with its answer, so more tokens come than the prompt
+    has."""
     layer, begun, each = paged(CONFIGS[name]), PartialPrompts(1), talk(7, 40, 80)
     each.page = 4
     for n in (30, 30, *[1] * 20):
@@ -368,7 +374,7 @@ def test_a_request_that_is_read_again_with_its_answer(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_evictions_are_counted_where_pages_are_used_again(name):
-    """And the attention that went to them: what requests alone have lost."""
+    """Evicted keys and their attention must add up to what the requests alone have lost."""
     layer, served = paged(CONFIGS[name]), talks()
     traffic(layer, served, seed=3, room=1000)
     slots = [alone(CONFIGS[name], each)[1] for each in served]
@@ -408,8 +414,8 @@ def test_a_meter_leaves_its_numbers_for_the_servers_first_process(tmp_path, monk
 
 
 def test_numbers_are_counted_between_two_passes_of_a_layer():
-    """By another thread, all the time: what is evicted never becomes less, and is not counted
-    twice where a page is taken by the next request."""
+    """Another thread counts all the time. The number of evicted keys must never decrease, and a
+    page that the next request takes must not be counted twice."""
     layer, counts, done = paged(CONFIGS["tokens"]), [], threading.Event()
     served = [talk(seed, each.prompt, each.tokens) for seed, each in enumerate(talks() * 5)]
 
@@ -418,7 +424,7 @@ def test_numbers_are_counted_between_two_passes_of_a_layer():
             counts.append(layer.store.eviction().keys)
 
     thread, interval = threading.Thread(target=count), sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # that it takes turns on a busy machine too
+    sys.setswitchinterval(1e-5)  # so that the threads take turns even on a busy machine
     thread.start()
     try:
         traffic(layer, served, seed=3, room=1000)
@@ -427,12 +433,12 @@ def test_numbers_are_counted_between_two_passes_of_a_layer():
         thread.join()
         sys.setswitchinterval(interval)
     counts.append(layer.store.eviction().keys)
-    assert len(set(counts)) > 3  # some were taken between the first and the last pass
+    assert len(set(counts)) > 3  # some counts were made between the first and the last pass
     assert counts == sorted(counts)
 
 
 def test_a_folder_that_takes_no_numbers_is_a_warning(tmp_path, monkeypatch):
-    """Whether it cannot be made, or its place is taken."""
+    """A folder that cannot be made, or whose name is taken, causes a warning."""
     for folder in (tmp_path / "missing" / "numbers", tmp_path / "file"):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv(metrics.FOLDER, str(folder))
@@ -455,7 +461,8 @@ def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_on_a_device_the_host_waits_for_nothing(name):
-    """Prompts whole and in chunks, steps in order and not, pages used again."""
+    """On a device no pass may wait: with whole and chunked prompts, steps in any order, and pages
+    used again."""
     with elsewhere():
         layer, begun = paged(CONFIGS[name]), PartialPrompts(1)
         requests = {1: Request(40), 2: Request(12), 3: Request(33)}
@@ -558,7 +565,7 @@ def test_entries_are_configs():
 def test_one_number_and_the_floor_of_fractions():
     transformers = pytest.importorskip("transformers")
     llama = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
-    by_echo = {"score_by": "mean-echo"}  # within a head: pages are equal for all layers
+    by_echo = {"score_by": "mean-echo"}  # within a head, because all layers have equal pages
     assert served_budget_config({"budget": 64}, llama) == dataclasses.replace(
         H2OConfig.robust(64), **by_echo
     )

@@ -1,4 +1,4 @@
-"""A score of infinity pins a key, whatever the policy, and attention never makes one."""
+"""A score of infinity pins a key under every policy, and attention never produces one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POLICIES = {
 
 
 def texts(n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values; the pinned keys get no attention, and their values are 0."""
+    """Queries, keys and values. The pinned keys get no attention, and their values are 0."""
     generator = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(1, 2, n, 8, generator=generator) for _ in "qkv")
     at = [i for i in PINNED if i < n]
@@ -31,7 +31,7 @@ def texts(n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("heavy", [3, 9])
 def test_pinned_keys_stay(name, heavy):
-    """Through a prompt, steps and a chunk, as the oracle has it."""
+    """Pinned keys stay during a prompt, steps and a chunk, as in the reference."""
     policy, kept = POLICIES[name], []
     for engine in (ops, reference):
         query, key, value = texts(80)
@@ -59,7 +59,7 @@ def test_pinned_keys_stay(name, heavy):
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan, 3e38])
 def test_attention_pins_nothing(name, number):
-    """Whatever the model computes."""
+    """No numbers in a model may make attention pin a key."""
     for at in range(3):
         text = texts(40)
         text[at][:, :, 5:9, 1:3] = number

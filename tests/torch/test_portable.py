@@ -1,7 +1,6 @@
-"""The torch backend on the CPU: against golden data, the oracle and the core.
+"""The torch backend on the CPU, compared with golden data, the reference and the core.
 
-A subset of what `make test-portable` runs, which is all of tests/torch and tests/hf with
-H2O_BACKEND=torch.
+`make test-portable` runs more: all of tests/torch and tests/hf with H2O_BACKEND=torch.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _one_thread():
 
 
 def padded() -> np.ndarray:
-    """A prompt padded on the left, and one row that sits a step out."""
+    """A mask with left padding of the prompt, and one row that skips a step."""
     mask = np.concatenate([inputs.left([24, 17], 24), np.ones((2, N - 24), bool)], axis=1)
     mask[1, 30] = False
     return mask
@@ -96,7 +95,7 @@ def test_forced_calls_reach_the_backend(name, monkeypatch):
     backends._portable.cache_clear()
     file = importlib.import_module(f"h2o.backends.portable.{name}")
 
-    @functools.wraps(getattr(file, name))  # whose parameters are looked at
+    @functools.wraps(getattr(file, name))  # its parameters are inspected
     def reached(*arguments):
         raise NotImplementedError("reached")
 
@@ -125,7 +124,7 @@ def test_cache_keeps_what_the_authors_cache_keeps(name, stepwise):
 
 
 LAYOUTS = list(itertools.product([False, True], [None, UNEVEN], [None, "int8", "int8-int4"]))
-"""Pads, budgets of heads, kv_dtype."""
+"""Padding, budgets of heads, kv_dtype."""
 
 CROSSED = [
     *((name, *LAYOUTS[i % len(LAYOUTS)]) for i, name in enumerate(POLICIES)),
@@ -135,7 +134,8 @@ CROSSED = [
 
 @pytest.mark.parametrize(("name", "pads", "budget", "kv_dtype"), CROSSED)
 def test_as_the_oracle(name, pads, budget, kv_dtype):
-    """Through a prompt, steps and a chunk, in blocks of a few queries."""
+    """A prompt, steps and a chunk, in blocks of a few queries, must give the reference's
+    history."""
     text = inputs.drifting(21, B=2, H=6, G=2, N=N, D=32, sink=True)
     mask = padded() if pads else None
     talks = [
@@ -149,7 +149,8 @@ def test_as_the_oracle(name, pads, budget, kv_dtype):
 
 @given(inputs.scenarios())
 def test_any_scenario_is_as_with_the_core(scenario):
-    """The oracle would take its time; the core is held against it elsewhere."""
+    """The backend is compared with the core, which is faster than the reference and tested against
+    it."""
     talks = [
         Conversation(
             engine,
@@ -204,7 +205,8 @@ ranks = arrays(
 
 @given(ranks, inputs.policies(6), st.integers(0, 5))
 def test_the_order_of_any_ranks(scores, policy, more):
-    """Ties, signs of zero, infinity and NaN: those stay who stay by the core."""
+    """With ties, signed zeros, infinity and NaN, the backend must keep the keys that the core
+    keeps."""
     kept = []
     for engine in (torch_engine(), core()):
         x = torch.ones(1, 2, 12, 4)
@@ -220,13 +222,14 @@ def test_the_order_of_any_ranks(scores, policy, more):
 
 
 def test_values_that_are_not_finite_show_where_they_are_seen():
-    """And not in what stands beside them in the same block, nor at pads, nor when evicted."""
+    """Values that are not finite must not show in other rows of a block, at padding, or after their
+    eviction."""
     text = inputs.drifting(8, B=2, H=4, G=2, N=N, D=32)
     mask = padded()
     for b, g, column, bad in [(0, 0, 5, np.nan), (0, 1, 11, np.inf), (1, 1, 26, np.nan)]:
         text.values[b, g, column, 3] = bad
     for x in text:
-        x[1, :, :7] = np.nan  # pads
+        x[1, :, :7] = np.nan  # padding
     talks = [
         Conversation(engine, text, Policy(8, 8), mask=mask).feed_all(CALLS)
         for engine in (torch_engine(), core())
@@ -250,7 +253,7 @@ def test_values_that_are_not_finite_show_where_they_are_seen():
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize("size", [None, 8])
 def test_simulated_infinities_are_the_oracles(kv_dtype, size, monkeypatch):
-    """With their signs, for as long as they are held; two of them of different signs are NaN."""
+    """Infinite values keep their signs while they are held, and two of different signs give NaN."""
     if size is not None:
         monkeypatch.setattr(attend, "BLOCK", size)
     text = inputs.drifting(8, B=2, H=4, G=2, N=N, D=32)
@@ -262,7 +265,7 @@ def test_simulated_infinities_are_the_oracles(kv_dtype, size, monkeypatch):
         text.values[b, g, column, 3] = bad
         text.values[b, g, column + 2, 5] = bad
     for x in text:
-        x[1, :, :7] = inf  # pads
+        x[1, :, :7] = inf  # padding
     prompt = torch.tensor([20, 9], dtype=torch.int32)
     budget = torch.tensor([[[5, 3], [8, 8]]] * 2, dtype=torch.int32)
     got, want = (
@@ -280,7 +283,8 @@ def test_simulated_infinities_are_the_oracles(kv_dtype, size, monkeypatch):
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_values_that_are_not_finite_stay_in_their_heads(kv_dtype):
-    """The slots of all heads lie on one axis; one of two has such values, stored and new."""
+    """The slots of all heads are on one axis. Values that are not finite, stored or new, must not
+    spread to other heads."""
     text = inputs.drifting(8, B=2, H=6, G=3, N=N, D=32)
     budget = np.array([[[9, 5], [2, 7], [9, 3]], [[4, 8], [12, 6], [3, 9]]])
     for b, g, column, bad in [(0, 0, 20, np.inf), (0, 0, 40, -np.inf), (1, 2, 26, np.nan)]:
@@ -301,7 +305,8 @@ def test_values_that_are_not_finite_stay_in_their_heads(kv_dtype):
 
 
 def test_memory_is_no_square():
-    """The largest tensor that a prompt's attention makes, told by torch's profiler."""
+    """The largest tensor of a prompt's attention, measured by torch's profiler, must not grow with
+    the square of the prompt."""
     from torch.profiler import ProfilerActivity, profile
 
     largest = []
@@ -319,7 +324,7 @@ def test_memory_is_no_square():
 
 @pytest.mark.skipif(not TABLE, reason="an older torch makes more operations of the same calls")
 def test_a_step_takes_few_operations():
-    """Of one row and few keys they cost more than their work."""
+    """With one row and few keys, operations cost more than their work, so a step must call few."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counter(TorchDispatchMode):
@@ -343,7 +348,8 @@ def test_a_step_takes_few_operations():
 @pytest.mark.parametrize("capacity", [600, [600, 800]], ids=["even", "one axis"])
 @pytest.mark.parametrize("kv_dtype", ["int8", "int8-int4"])
 def test_a_step_makes_a_store_floats_once(capacity, kv_dtype):
-    """Keys and values in float32 are most of what a step moves."""
+    """Converting keys and values to float32 is most of a step's memory traffic, so it must happen
+    once."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     tokens = [torch.from_numpy(x) for x in inputs.drifting(4, H=4, G=2, N=12, D=32).cut(11, 12)]
@@ -366,7 +372,8 @@ def test_a_step_makes_a_store_floats_once(capacity, kv_dtype):
 @pytest.mark.parametrize("capacity", [600, [600, 800]], ids=["even", "one axis"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_step_on_the_cpu_widens_a_few_rows_at_a_time(capacity, dtype, monkeypatch):
-    """16-bit keys and values are never float32 all at once, and products are those of float32."""
+    """A step must not convert all 16-bit keys and values to float32 at once, but its products are
+    those of float32."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     text = inputs.drifting(4, H=4, G=2, D=32, N=12).cut(11, 12)
@@ -398,7 +405,8 @@ def test_a_step_on_the_cpu_widens_a_few_rows_at_a_time(capacity, dtype, monkeypa
 
 
 def test_few_rows_meet_16_bit_numbers_as_float32(monkeypatch):
-    """However they are cut; many meet them in 16 bits, but where the product is to be exact."""
+    """Few rows must be multiplied in float32, however they are split. Many rows are multiplied in
+    16 bits, unless the product must be exact."""
     monkeypatch.setattr(slot_view, "BLOCK", 2 * 40 * 8)
     right = torch.randn(3, 1, 40, 8).bfloat16()
     for rows, exact in ((2, False), (2, True), (slot_view.FEW, True)):
@@ -418,14 +426,15 @@ SPOILT = 6
 
 
 def spoilt(tensor: torch.Tensor) -> list[object]:
-    """What a tensor of a call could wrongly be, in SPOILT ways."""
+    """SPOILT wrong values for a tensor of a call."""
     other = torch.float64 if tensor.dtype != torch.float64 else torch.int32
     return [tensor[:0], tensor[None], tensor.to(other), torch.cat([tensor, tensor]), None, [1.0]]
 
 
 @pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
 def test_refuses_what_the_core_refuses(name, tensor):
-    """With its words, before anything is written; and what the core takes, it takes."""
+    """The backend must reject the tensors that the core rejects, with the same words and before
+    anything is written, and accept the others."""
     answers = []
     for context in (backends.by_torch(), one_thread()):
         with context:
@@ -435,7 +444,7 @@ def test_refuses_what_the_core_refuses(name, tensor):
 
 
 def answered(call: Call, tensor: str, which: int) -> tuple[type[Exception], str] | None:
-    """What a call with a wrong tensor is told: None where it is served."""
+    """Error of a call with a wrong tensor, or None if the call succeeds."""
     bad = call.put(tensor, spoilt(call.get(tensor))[which])
     before = bad.snapshot()
     try:

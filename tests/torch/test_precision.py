@@ -1,4 +1,4 @@
-"""Large logits, small ones under a large cap, and infinite values, whoever computes them."""
+"""Large logits, small logits under a large cap, and infinite values, in every implementation."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 Q, D = 72, 64
 HELD = 38
-"""Tokens in the slots that a chunk or a step meets."""
+"""Tokens that the slots hold before a chunk or a step."""
 
 
 def text(dtype, *, seed=0):
-    """A query and a key whose first element is 0, and values: [1, 2, Q, D] and [1, 1, Q, D]."""
+    """Query [1, 2, Q, D], keys and values [1, 1, Q, D]. The first element of queries and keys is
+    0."""
     generator = torch.Generator().manual_seed(seed)
     query, keys, values = (torch.randn(1, heads, Q, D, generator=generator) for heads in (2, 1, 1))
     query[..., 0] = keys[..., 0] = 0
@@ -27,8 +28,8 @@ def text(dtype, *, seed=0):
 
 
 def answers(module, tensors, **numbers):
-    """What tokens get by each operation of a text of which nothing is evicted: `attend` of all,
-    `attend` of the last on slots with the others, `step` of one more, `simulate`; and scores."""
+    """Outputs and scores of each operation on a text from which nothing is evicted: `attend` on all
+    tokens, `attend` on the last with the others in slots, `step` of one more, and `simulate`."""
     outs, scores = {}, {}
     held, chunk, last = (
         [x[:, :, part] for x in tensors]
@@ -71,7 +72,7 @@ def test_a_large_cap_costs_no_digits(dtype, softcap):
 @each_dtype
 @pytest.mark.parametrize(("size", "step"), [(128, 1 / 128), (2**13, 2**-10)], ids=["1e4", "1e8"])
 def test_scores_of_large_logits(dtype, size, step):
-    """Logits size^2 + 0, 1, 2 or 3 (times 8 for the larger), all of them exact in float32."""
+    """Logits size^2 + 0, 1, 2 or 3 (times 8 for the larger size), all exact in float32."""
     query, keys, values = text(dtype)
     query[...], keys[...] = 0, 0
     query[..., 0], query[..., 1] = size, size
@@ -88,8 +89,8 @@ def test_scores_of_large_logits(dtype, size, step):
 @pytest.mark.parametrize("size", [1.0, 1024.0], ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_logits_that_grow_along_the_text(dtype, size, sign):
-    """By 4 in 6 tokens for every third query and hardly for the others, above all before: what was
-    added up becomes small time and again, in some rows of a tile and not in others."""
+    """Logits grow by 4 every 6 tokens for each third query, and hardly for the others. Sums must be
+    rescaled again and again, in some rows of a tile and not in others."""
     query, keys, values = text(dtype)
     query[...], keys[..., 1:] = 0, 0
     query[..., 0] = (torch.arange(Q) % 3 == 0) * 2 / size + 0.01 / size
@@ -105,7 +106,8 @@ def test_logits_that_grow_along_the_text(dtype, size, sign):
 @each_dtype
 @pytest.mark.parametrize("gap", [1, 20, 60, 84, 200])
 def test_an_infinite_value_is_infinite_where_it_is_seen(dtype, gap):
-    """As long as its weight is a float32; else it may be NaN. With its sign, and alone."""
+    """An infinite value shows with its sign, and in its own channel only, while its weight is a
+    float32. With a smaller weight it may be NaN."""
     query, keys, values = text(dtype)
     query[...], keys[...] = 0, 0
     query[..., 0], keys[:, :, 5, 0] = 1, -gap

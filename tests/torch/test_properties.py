@@ -1,4 +1,4 @@
-"""What follows from the definition of H2O, held against the oracle and the core alike."""
+"""Consequences of the definition of H2O, tested on the reference and on the core."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.inputs import POLICIES, Policy, Text
 from tests.torch.engines import ROUNDING, assert_same, core, oracle
 
 CLEAR = 3e-5
-"""Ranks further apart than this (relatively) cannot change places by float32 rounding."""
+"""Ranks with a larger relative difference than this cannot swap through float32 rounding."""
 
 ENGINES = {"oracle": oracle(), "core": core()}
 
@@ -33,13 +33,13 @@ ANY_DTYPE = [*ENGINES, "core float16", "core bfloat16"]
 
 @pytest.fixture(params=ANY_DTYPE)
 def engine_of_any_dtype(request):
-    """For what must hold to the last bit, and so in every dtype."""
+    """Engines for tests that must hold to the last bit, and therefore in every dtype."""
     half = {"core float16": core(torch.float16), "core bfloat16": core(torch.bfloat16)}
     return {**ENGINES, **half}[request.param]
 
 
 def assert_same_state(one: Conversation, other: Conversation, tolerance: float = 0.0) -> None:
-    """After every piece the same keys and scores."""
+    """Both conversations have the same keys and scores after each call."""
     assert len(one.kept) == len(other.kept)
     for (positions, scores), (wanted_positions, wanted_scores) in zip(
         one.kept, other.kept, strict=True
@@ -67,7 +67,8 @@ def test_oracle_agrees_with_whole_text_matrices(scenario):
 
 
 def test_engines_continue_from_each_others_slots():
-    """The oracle stores in order of position, the core leaves holes: both are valid states."""
+    """The reference stores keys in order of position, the core leaves holes. Both states are
+    valid."""
     policy, calls = POLICIES["everything"], [24, *[1] * 40]
     text = inputs.drifting(23, N=64)
     alone = Conversation(oracle(), text, policy).feed_all(calls)
@@ -135,7 +136,7 @@ def test_every_query_gives_each_of_its_heads_one_unit_of_attention(engine, name)
     indirect=["engine_of_any_dtype"],
 )
 def test_a_row_in_a_batch_is_the_row_alone(engine_of_any_dtype, padding, name):
-    """To the last bit, whatever its neighbors and wherever its pads."""
+    """A row is equal to the last bit for any neighbors and any padding."""
     policy, rest = POLICIES[name], [*[1] * 12, 6, 1, 1]
     lengths, Q = [40, 1, 23, 0, 33], 41
     N = Q + sum(rest)
@@ -187,7 +188,7 @@ def test_chunks_are_one_prompt_while_nothing_is_evicted(engine, calls, decay):
 
 @pytest.mark.parametrize("name", ["h2o", "everything"])
 def test_permuted_rows_are_permuted_state(engine_of_any_dtype, name):
-    """Beam search: rows are reordered and repeated between steps, scores and all."""
+    """Beam search reorders and repeats rows between steps. The rows' scores must move too."""
     policy, order = POLICIES[name], [2, 0, 0, 1]
     text = inputs.drifting(47, B=4, N=60)
     moved = Conversation(engine_of_any_dtype, text, policy).feed_all([24, *[1] * 10])
@@ -210,7 +211,7 @@ def test_permuted_rows_are_permuted_state(engine_of_any_dtype, name):
 
 @pytest.mark.parametrize("name", ["h2o", "everything", "local"])
 def test_simulation_is_the_cache(engine, name):
-    """Outputs, scores and who was dropped when, token by token."""
+    """Outputs, scores and the time of each eviction must be those of the cache, token by token."""
     policy, prompt, N = POLICIES[name], [20, 35], 60
     text = inputs.drifting(53, B=2, N=N)
     q, k, v = (engine.tensor(x) for x in text)
@@ -233,7 +234,8 @@ def test_simulation_is_the_cache(engine, name):
 
 
 def test_a_prompt_that_is_the_whole_text_is_cut(engine):
-    """Who leaves at its end has left for the pads behind it, however long the other rows are."""
+    """Keys evicted at a prompt's end are gone for the padding after it, however long other rows
+    are."""
     text = inputs.drifting(57, B=3, H=2, G=2, N=40)
     tensors = [engine.tensor(x) for x in text]
     mask = torch.from_numpy(inputs.right([25, 40, 8], 40))
@@ -260,7 +262,7 @@ def test_a_prompt_that_is_the_whole_text_is_cut(engine):
     ids=["small", "one head", "long"],
 )
 def test_results_do_not_depend_on_threads(shape, policy, dtype):
-    """Bit for bit: prompts, chunks, steps and simulation, with torch's threads."""
+    """Prompts, chunks, steps and simulation must be equal to the bit for any number of threads."""
     B, H, G, N = shape
     text = inputs.drifting(59, B, H, G, N, D=64)
     prompt = torch.full((B,), N // 2, dtype=torch.int32)

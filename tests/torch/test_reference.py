@@ -1,4 +1,4 @@
-"""The oracle and the whole-text masks against what the authors' code kept (golden data)."""
+"""The reference and the whole-text masks keep what the authors' code kept (golden data)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_mask_h2o_is_the_oracles_cache(heavy, recent, sinks, prompt_length):
 
 
 def test_mask_flexgen_lets_in_whatever_leaves_the_window():
-    """Key 0 takes nearly all attention, the others share the rest equally."""
+    """Key 0 gets nearly all attention, and the others share the rest equally."""
     logits = torch.zeros(1, 1, 7, 7)
     logits[..., 0] = 9.0
 
@@ -107,7 +107,7 @@ def test_mask_flexgen_lets_in_whatever_leaves_the_window():
     assert rows(heavy=2, recent=1) == [*start, [0, 1, 3, 4], [0, 1, 4, 5], [0, 1, 5, 6]]
     flexgen = rows(heavy=2, recent=1, variant="flexgen")
     assert flexgen == [*start, [0, 2, 3, 4], [0, 3, 4, 5], [0, 4, 5, 6]]
-    # Even the only heavy key gives way; the prompt is cut by scores as everywhere.
+    # Even the only heavy key gives way. The prompt is cut by scores as usual.
     flexgen = rows(heavy=1, recent=1, variant="flexgen", prompt_length=4)
     assert flexgen == [*start, [0, 3, 4], [3, 4, 5], [4, 5, 6]]
 
@@ -120,6 +120,6 @@ def test_mask_puts_ties_at_the_lower_position_and_nan_last():
     equal_columns[..., 0] = 0.0
     mask = simulation_mask(equal_columns, heavy=2, recent=0, variant="global")
     assert mask[0, 0, 5].tolist() == [True, True, False, False, False, True]
-    logits[0, 0, 3, 3] = torch.nan  # row 3 makes keys 0 to 3 NaN, 4 is a number
+    logits[0, 0, 3, 3] = torch.nan  # makes the scores of keys 0 to 3 NaN, not that of key 4
     mask = simulation_mask(logits, heavy=2, recent=0, prompt_length=5)
     assert mask[0, 0, 5].tolist() == [True, False, False, False, True, True]

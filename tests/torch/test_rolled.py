@@ -1,4 +1,4 @@
-"""Rolled positions: the oracle against the authors' code, the core against the oracle."""
+"""Rolled positions: the reference matches the authors' code, and the core matches the reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _one_thread():
 
 
 class Angles:
-    """Of the first 2 F elements of a row, in the usual base."""
+    """Angles of the first 2 F elements of a row, with the usual base."""
 
     def __init__(self, F: int, base: float = 10000.0) -> None:
         self.frequencies = base ** (-torch.arange(0, F, dtype=torch.float64) / F)
@@ -46,7 +46,7 @@ class Angles:
 
 
 def rolling(engine, angles: Angles, most: int = 200):
-    """The engine with rolled positions: its functions get the table, and the step the ranks."""
+    """The engine with rolled positions. `attend` gets the table, and `step` gets the ranks too."""
     table = angles.table(most)
 
     def attend(query, keys, values, slots, **more):
@@ -91,7 +91,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 )
 @pytest.mark.parametrize("R", [1, 3, 6, 33])
 def test_a_step_of_the_core_is_the_oracles(dtype, D, F, R):
-    """Steps over slots of any order, in one part and in many, with a head that has no room left."""
+    """Steps over slots in any order, in one part and in many, with one head that is full."""
     B, G, S = 2, 2, 150
     g = torch.Generator().manual_seed(D * R)
 
@@ -124,7 +124,8 @@ def test_a_step_of_the_core_is_the_oracles(dtype, D, F, R):
 
 
 def test_nothing_is_left_of_an_earlier_call():
-    """Queries of 12 elements, where queries of as many vectors but no numbers have been."""
+    """Queries of 12 elements fill as many vectors as queries of 16. NaN that such a call leaves in
+    scratch memory must not be used."""
 
     def step(D: int, spoil: float = 1.0) -> torch.Tensor:
         g = torch.Generator().manual_seed(D)
@@ -143,7 +144,8 @@ def test_nothing_is_left_of_an_earlier_call():
 @settings(deadline=None)
 @given(inputs.scenarios())
 def test_the_core_keeps_what_the_oracle_keeps(scenario):
-    """Any padding, policy, calls; half of the elements turn."""
+    """The core keeps the reference's keys for any padding, policy and calls. Half of the elements
+    are rotated."""
     if scenario.D < 2:
         return
     talks = [
@@ -161,7 +163,7 @@ def test_the_core_keeps_what_the_oracle_keeps(scenario):
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
 def test_within_the_budget_it_is_the_embedding_at_true_positions(engine):
-    """Ranks are positions until something is evicted, whatever the calls."""
+    """Ranks equal positions until something is evicted, whatever the calls."""
     text = inputs.drifting(4, B=2, H=4, G=2, N=40, D=16)
     calls, policy = [20, 1, 1, 7, *[1] * 11], POLICIES["full"]
     talk = Conversation(rolling(engine, Angles(8)), text, policy).feed_all(calls)
@@ -172,7 +174,7 @@ def test_within_the_budget_it_is_the_embedding_at_true_positions(engine):
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
 def test_heads_with_budgets_of_their_own(engine):
-    """Each head as it does alone: its ranks are among its own keys."""
+    """A head's ranks count its own keys, so each head must be as if it were alone."""
     text = inputs.drifting(5, B=2, H=6, G=3, N=60, sink=True)
     budgets = np.array([[[9, 5], [2, 1], [30, 11]], [[4, 4], [12, 0], [0, 7]]])
     calls, policy = [24, *[1] * 20, 7, *[1] * 9], POLICIES["sinks"]
@@ -187,7 +189,7 @@ def test_heads_with_budgets_of_their_own(engine):
 
 
 def test_threads_change_nothing():
-    """A head that is cut into parts, each with the ranks of its own slots."""
+    """A head is split into parts, and each part must use the ranks of its own slots."""
     B, G, R, S, D = 1, 2, 3, 1700, 128
     g = torch.Generator().manual_seed(1)
     prompt = torch.randn(2, B, G, S, D, generator=g)
@@ -212,7 +214,7 @@ def test_threads_change_nothing():
 
 @pytest.mark.parametrize("engine", ENGINES[1:], ids=lambda engine: engine.name)
 def test_quantized_keys(engine):
-    """Keys of int8 are rotated as they are read."""
+    """int8 keys are rotated as they are read."""
     text = inputs.drifting(8, B=2, H=4, G=2, N=60, D=32)
     calls = [24, *[1] * 20, 7, *[1] * 9]
     talks = [
@@ -236,7 +238,8 @@ def test_ranks_of_the_torch_side():
 
 
 def test_ranks_that_say_nonsense_read_nothing_they_should_not():
-    """Another thread may write to them: what is out of range is read as some rank of the table."""
+    """Another thread may write to the ranks. A rank out of range must not lead outside the
+    table."""
     text = inputs.drifting(5, B=1, H=2, G=1, N=30, D=8)
     talk = Conversation(core(), text, inputs.Policy(6, 6)).feed_all([20, *[1] * 5])
     query, key, value = (torch.from_numpy(x[:, :, -1:].copy()) for x in text)

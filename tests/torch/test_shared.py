@@ -1,4 +1,4 @@
-"""Slots without values, whose keys are the values too: each engine as the oracle."""
+"""Slots without values, where the keys serve as values: each engine matches the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decode step of bfloat16 queries over bytes, which may be multiplied in whole numbers."""
+"""A decode step of bfloat16 queries over quantized rows, which may be computed with integers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_BYTES = core(torch.bfloat16)
 
 
 def slots_of(text: list[torch.Tensor], kv_dtype: str):
-    """All keys but the last token's, without scores; room for that one too."""
+    """Slots with all keys except the last token's, with scores 0 and room for the last token."""
     _, keys, values = text
     n = keys.shape[2]
     slots = ops.new_slots(keys, n, n, 0, kv_dtype=kv_dtype)
@@ -42,7 +42,8 @@ def copied(slots):
 
 @pytest.mark.parametrize("kv_dtype", KINDS)
 def test_what_is_not_finite_is_seen_where_it_was(kv_dtype):
-    """A query, a key and a value, by themselves; and numbers too small to be counted in units."""
+    """A query, a key or a value that is not finite must show where it is used, and nowhere else.
+    Numbers too small for the integers must not be wrong either."""
     n, D, R = 100, 64, 3
     for name, place, x in [
         ("query", (0, 1, n - 1, 5), np.nan), ("query", (0, 4, n - 1, 5), np.inf),
@@ -80,7 +81,7 @@ def test_rows_alone_and_any_threads_give_the_same(kv_dtype):
 @pytest.mark.parametrize("kv_dtype", KINDS)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
 def test_the_same_keys_stay(kv_dtype, seed):
-    """Through 260 evictions, as in the oracle and as simulated."""
+    """Through 260 evictions the same keys stay as in the reference and in a simulation."""
     n, prompt, budget = 300, 40, np.array([[16, 8]])
     policy = Policy(16, 8, value_weighted=True)
     text = inputs.drifting(seed, B=2, H=6, G=2, N=n, D=64, sink=True)

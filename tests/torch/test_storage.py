@@ -1,4 +1,4 @@
-"""Quantized stores: the bytes, what is read from them, and every operation over them."""
+"""Quantized stores: their bytes, the numbers read from them, and every operation on them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ floats = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnorma
 
 
 def of_dtype(dtype: torch.dtype) -> np.ndarray:
-    """Small budgets in float32. Rounding to 16 bits may choose others among near equals, so
-    there nothing is evicted."""
+    """Small budgets for float32. For 16 bits, rounding may choose another of two nearly equal keys,
+    so budgets are large enough that nothing is evicted."""
     return BUDGETS if dtype == torch.float32 else np.full_like(BUDGETS, 100)
 
 
 def stored(x: torch.Tensor, kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [n, bytes] that the core makes of x [n, D] as keys and as values."""
+    """Rows [n, bytes] that the core makes from x [n, D], as keys and as values."""
     n = len(x)
     slots = ops.new_slots(x[None, None], n, kv_dtype=kv_dtype)
     ops.evict(x[None, None], x[None, None], torch.zeros(1, 1, n), slots)
@@ -90,7 +90,8 @@ def test_what_is_not_finite_is_read_as_nan():
     ("kv_dtype", "D", "dtype"), pairs(KINDS, [32, 64, 96], [torch.float32, torch.bfloat16])
 )
 def test_the_core_answers_as_the_oracle(kv_dtype, D, dtype):
-    """Through a prompt, steps and chunks; heads with budgets of their own, and padded rows."""
+    """A prompt, steps and chunks, with budgets of heads and padded rows, must give the reference's
+    answers."""
     policy = POLICIES["everything"]
     text = inputs.drifting(5, B=2, H=6, G=3, N=sum(CALLS), D=D, sink=True)
     text = inputs.Text(*(core(dtype).exact(x) for x in text))
@@ -146,7 +147,7 @@ def test_simulation_is_the_cache(kv_dtype, prompt, engine):
         **policy.ranking,
     )  # fmt: skip
     talk = Conversation(engine, text, policy, mask=mask, budget=budgets, kv_dtype=kv_dtype)
-    talk.stepwise = False  # a prompt of one token is no decode step
+    talk.stepwise = False  # a prompt of one token is not a decode step
     talk.feed(prompt)
     talk.stepwise = True
     talk.feed_all([1] * (N - prompt))
@@ -187,7 +188,7 @@ def test_bytes_that_are_no_rows():
 
 
 class DividesAsCuda(TorchDispatchMode):
-    """torch on CUDA divides by a number of the host by multiplying with the number's inverse."""
+    """Divide by a host number as torch on CUDA does: multiply by the number's inverse."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.div.Tensor and getattr(args[1], "ndim", 0) == 0:
@@ -198,8 +199,8 @@ class DividesAsCuda(TorchDispatchMode):
 
 @pytest.mark.parametrize(("bits", "width"), [(8, 127), (4, 15)])
 def test_on_cuda_numbers_are_divided_as_the_core_divides_them(bits, width):
-    """The widths here are those of a scale that float16 has, or next to them: an inverse makes the
-    next scale of some, or misses it."""
+    """The ranges here give a scale that float16 can represent, or one next to it. Multiplying by an
+    inverse would give some of them the next scale."""
     exact = width * torch.arange(1024, 2048) / 1024
     largest = torch.cat([exact, exact.nextafter(torch.tensor(torch.inf))])
     x = torch.linspace(0, 1, 64) * largest[:, None]

@@ -1,4 +1,4 @@
-"""Which stored prompt a request of vLLM begins with, by the part that needs no vLLM."""
+"""Choice of the stored prompt that a vLLM request begins with. This part needs no vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def of(n: int, prefix: int = 0, salt=None, name: str = "h2o_prefix", **arguments
 
 
 def test_what_requests_have_in_common():
-    """Tokens, settings, and where a prompt was cut. What is not h2o's says nothing of a page."""
+    """Two requests share a page if tokens, settings and cuts are equal. Arguments of others do not
+    count."""
     one = of(30)
     assert of(30, other=3).whole == one.whole
     for other in (
@@ -44,7 +45,7 @@ def test_the_longest_beginning_is_found():
     assert prompts.find(of(30, 20)) == (8, 29, True)
     assert prompts.find(of(20)) == (7, 19, True)
     prompts.drop(8)
-    prompts.drop(9)  # of nobody
+    prompts.drop(9)  # not the page of any prompt
     assert prompts.find(of(30, 20)) == (7, 20, False)
     assert prompts.clear() == [7]
     assert prompts.find(of(30, 20)) is None
@@ -90,7 +91,8 @@ def test_who_leaves_in_the_middle_of_a_prompt():
 
 
 def test_keys_that_a_stored_prompt_has_evicted_count_once():
-    """However often it is copied, and when its copies are others' pages."""
+    """Evicted keys count once, however often a prompt's page is copied and whoever takes the
+    copies."""
     page = ops.new_slots(torch.empty(1, 2, 1, 8), 5, heavy=2, recent=2)
     store = PageStore(torch.zeros(4, page_bytes(page), dtype=torch.uint8), page)
     store.empty(1, [(2, 2)])

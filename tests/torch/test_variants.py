@@ -1,4 +1,4 @@
-"""The published masks in blocks of rows, against the authors' own and the readable ones."""
+"""The published masks, computed in blocks of rows, equal the authors' and the readable ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.reference.published_masks import simulation_mask
 
 
 def visibility(evicted_at: Tensor) -> Tensor:
-    """[..., n, n] of evicted_at [..., n]."""
+    """Which keys each row sees, [..., n, n], from evicted_at [..., n]."""
     n = evicted_at.shape[-1]
     row, key = torch.arange(n)[:, None], torch.arange(n)
     return (key <= row) & (row < evicted_at[..., None, :])
 
 
 def through(variant: str, logits: Tensor, heavy: int, recent: int, **kwargs):
-    """The variant on logits [H, n, n]: queries are the rows, keys and values unit vectors."""
+    """The variant on logits [H, n, n]: queries are their rows, keys and values are unit vectors."""
     H, n, _ = logits.shape
     unit = torch.eye(n).expand(H, n, n)
     return published_masks.attend(variant, logits, unit, unit, heavy, recent, scale=1.0, **kwargs)
@@ -48,7 +48,7 @@ def drifting_logits(seed: int, n: int, H: int = 4) -> Tensor:
     return (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).float()
 
 
-# Shorter than, equal to and beyond the blocks of rows; budgets from nothing heavy to everything.
+# Lengths below, at and above a block of rows; budgets from no heavy key to all keys.
 @pytest.mark.parametrize("n", [1, 40, attention_blocks.ROWS, 150])
 @pytest.mark.parametrize(
     ("heavy", "recent"), [(3, 2), (0, 6), (6, 0), (1, 1), (12, 11), (30, 5), (400, 1)]
@@ -70,7 +70,7 @@ def test_flexgen_prompt(prompt_length):
 
 
 def test_the_variants_differ():
-    """On the inputs of these tests, or they could not tell one from the other."""
+    """If the variants gave equal masks on these inputs, the tests could not tell them apart."""
     logits = drifting_logits(7, 120)
     seen = [visibility(through(variant, logits, 8, 7)[1]) for variant in VARIANTS]
     seen.append(simulation_mask(logits[None], 8, 7, "h2o")[0])
@@ -86,7 +86,7 @@ def test_equal_scores_keep_the_lower_position():
 
 
 def test_groups():
-    """ "local" and "global" choose for each query head, "flexgen" for a group of them."""
+    """The masks "local" and "global" choose for each query head, "flexgen" for each group."""
     text = inputs.drifting(3, B=1, H=6, G=2, N=90)
     q, k, v = (torch.from_numpy(x[0]) for x in text)
     for variant in ("local", "global"):
@@ -101,7 +101,7 @@ def test_groups():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype):
-    """Chooses from float32 values: the kept sets are those of the rounded inputs in float32."""
+    """Keys are chosen from float32 values, so they are those of the rounded inputs in float32."""
     text = inputs.drifting(5, B=1, H=4, G=2, N=80)
     q, k, v = (torch.from_numpy(x[0]).to(dtype) for x in text)
     for variant in VARIANTS:

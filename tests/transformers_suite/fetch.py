@@ -1,11 +1,10 @@
-"""Fetch transformers' own model tests, which its wheel does not carry.
+"""Fetch transformers' own model tests, which its wheel does not contain.
 
     python tests/transformers_suite/fetch.py FOLDER
 
-downloads the source distribution of the installed transformers version with
-pip (once), unpacks its tests into FOLDER/transformers_tests, and prints
-FOLDER. The source distribution lacks two modules that the common tests import
-for their mixins (exporting and generation): empty ones take their place.
+downloads the source distribution of the installed transformers version with pip (once), unpacks its
+tests into FOLDER/transformers_tests, and prints FOLDER. The source distribution lacks two modules
+from which the common tests import mixins (export and generation). Empty mixins replace them.
 """
 
 import subprocess
@@ -22,7 +21,7 @@ ABSENT = {
 
 
 def fetch(folder: Path) -> Path:
-    """The package transformers_tests under `folder`, for the installed version."""
+    """Path of the package transformers_tests in `folder`, for the installed version."""
     package = folder / "transformers_tests"
     stamp = package / "VERSION"
     wanted = version("transformers")
@@ -44,7 +43,7 @@ def fetch(folder: Path) -> Path:
 
 
 def unpack(archive: Path, package: Path) -> None:
-    """The .py files at the top of the archive's tests folder."""
+    """Extract the .py files at the top of the archive's tests folder."""
     package.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive) as tar:
         for member in tar:

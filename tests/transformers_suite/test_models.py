@@ -1,12 +1,11 @@
-"""transformers' own model tests, with its attention and cache replaced by ours.
+"""transformers' own model tests, with its attention and cache replaced by h2o's.
 
-`make test-hf` fetches the tests of the installed transformers version and runs
-them twice: as they are, and with the name "sdpa" leading to h2o's attention and
-DynamicCache to an H2OCache whose budget is larger than any text here. Both runs
-must pass the same tests. What is left out, and why, stands in LEFT_OUT.
+`make test-hf` fetches the tests of the installed transformers version and runs them twice: as they
+are, and with the name "sdpa" leading to h2o's attention and DynamicCache to an H2OCache whose
+budget is larger than any text here. Both runs must pass the same tests. LEFT_OUT lists the tests
+that are left out, with reasons.
 
-Environment: H2O_SUITE is the folder that fetch.py made, H2O_REDIRECT=0 runs
-transformers as it is.
+Environment: H2O_SUITE is the folder that fetch.py made. H2O_REDIRECT=0 runs transformers unchanged.
 """
 
 import importlib
@@ -72,7 +71,7 @@ if REDIRECT:
 class FullCache(h2o.H2OCache):
     """An H2OCache that never evicts, with DynamicCache's constructor.
 
-    Where h2o is not meant to serve, eager attention and training, it is a DynamicCache.
+    For eager attention and training, which h2o does not support, it is a DynamicCache.
     """
 
     def __new__(cls, ddp_cache_data=None, config=None, **ignored):
@@ -86,7 +85,7 @@ class FullCache(h2o.H2OCache):
 
 @pytest.fixture(scope="module", autouse=True)
 def redirected():
-    """transformers with h2o in the place of sdpa and DynamicCache, while this module runs."""
+    """Replace sdpa and DynamicCache in transformers by h2o's, while this module runs."""
     if not REDIRECT:
         yield
         return
@@ -101,7 +100,7 @@ def redirected():
 
 
 class FamilyTester:
-    """What ModelTesterMixin asks of a model_tester, for one family's tiny configuration."""
+    """The model_tester that ModelTesterMixin needs, for one family's tiny configuration."""
 
     batch_size = 3
     seq_length = 7
@@ -136,7 +135,7 @@ class FamilyTester:
 
 GQA = {"num_key_value_heads": 2}
 WHOLE = {"intermediate_size": 32}
-"""As torch's products of experts want rows: multiples of 16 bytes."""
+"""Width that torch's products of experts require: rows of a multiple of 16 bytes."""
 SHARED = {
     "num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2,
     "sliding_window": 10, "num_kv_shared_layers": 2,
@@ -223,11 +222,11 @@ FAMILIES = {
     ),
 }  # fmt: skip
 WITH_STATES = ("Qwen3Next", "Lfm2", "GraniteMoeHybrid", "OlmoHybrid")
-"""In the place of keys."""
+"""Families with layers that keep states instead of keys."""
 
 
 def suite(prefix, changes):
-    """The test case class of one family."""
+    """Make the test case class of one family."""
     names = f"{prefix}Model", f"{prefix.removesuffix('Text')}ForCausalLM"
     classes = [getattr(transformers, name) for name in names]
 

@@ -1,4 +1,4 @@
-"""What tests of engines share."""
+"""Fixtures shared by the tests of engines."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """(folder, model): a tiny one without a tokenizer."""
-    from tests.vllm.engines import tiny  # which imports vLLM
+    """(folder, model): a tiny model without a tokenizer."""
+    from tests.vllm.engines import tiny  # this import needs vLLM
 
     folder = tmp_path_factory.mktemp("llama")
     return folder, tiny("llama", folder, head_dim=32)

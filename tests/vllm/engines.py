@@ -1,4 +1,5 @@
-"""vLLM engines in this process over tiny models, and the same requests by `generate()` alone."""
+"""vLLM engines in this process on tiny models, and the answers of `generate()` to the same
+requests."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
 from tests.hf.tiny import FAMILIES, LATENT, VOCABULARY
 
-# Else each engine traces the 700,000 objects of imported modules seven times. vLLM's own calls
-# would have them traced again, and would hold what an engine leaves.
+# Without this, each engine makes the garbage collector trace the 700,000 objects of imported
+# modules seven times. vLLM's own calls would undo it, and would keep what an ended engine leaves.
 gc.freeze()
 gc.freeze = gc.unfreeze = lambda: None
 
@@ -37,7 +38,7 @@ MiB = 1 << 20
 
 
 def tiny(name: str, folder: Path, **config: Any) -> Any:
-    """A tiny model of a family, saved in a folder."""
+    """Make a tiny model of a family and save it in a folder."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
@@ -56,7 +57,7 @@ def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int]
 
 @contextlib.contextmanager
 def engine(folder: Path, h2o: Any = None, **options: Any) -> Iterator[LLM]:
-    """vLLM over a model, with the entry `h2o` where it is not None."""
+    """vLLM on a model, with the entry `h2o` unless it is None."""
     defaults = {
         "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True,
         "max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 8,
@@ -68,16 +69,16 @@ def engine(folder: Path, h2o: Any = None, **options: Any) -> Iterator[LLM]:
         llm = LLM(str(folder), **defaults | options)
         try:
             yield llm
-        finally:  # now, and not when the last traceback that knows it goes
+        finally:  # now, not when the last traceback that refers to it is freed
             llm.llm_engine.engine_core.shutdown()
             del llm
-    finally:  # an engine that could not be made leaves its connector
+    finally:  # an engine that could not be made leaves its connector behind
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
 
 
 def served(llm: LLM, requests: list[list[int]], new: int = NEW, **params: Any) -> list[list[int]]:
-    """The tokens that vLLM answers, all requests at once."""
+    """Tokens of vLLM's answers to all requests at once."""
     sampling = SamplingParams(
         **{"temperature": 0, "max_tokens": new, "ignore_eos": True, "detokenize": False} | params
     )
@@ -88,7 +89,7 @@ def served(llm: LLM, requests: list[list[int]], new: int = NEW, **params: Any) -
 def alone(
     model: Any, requests: list[list[int]], config: H2OConfig, new: int = NEW, pinned: Any = None
 ) -> list:
-    """The tokens of `generate()` with an H2OCache, each request by itself."""
+    """Tokens of `generate()` with an H2OCache, for each request alone."""
     model.set_attn_implementation("h2o")
     answers = []
     for request in requests:
@@ -107,7 +108,7 @@ def after_prefix(
     chunk: int = 1 << 20,
     pinned: Any = None,
 ) -> list:
-    """The tokens of `generate()` with an H2OCache that has read the prefix, then the rest in
+    """Tokens of `generate()` with an H2OCache that has prefilled the prefix, then the rest in
     chunks."""
     model.set_attn_implementation("h2o")
     answers = []
@@ -127,8 +128,8 @@ def after_prefix(
 
 @contextlib.contextmanager
 def standing_for(one: AttentionBackendEnum, other: AttentionBackendEnum) -> Iterator[None]:
-    """vLLM takes the other backend where it would take one."""
-    load_general_plugins()  # once in a process
+    """Within the block, vLLM uses the backend `other` whenever it would use `one`."""
+    load_general_plugins()  # has an effect only once per process
     path = one.get_path()
     register_backend(one, other.get_path())
     selector._cached_get_attn_backend.cache_clear()

@@ -1,4 +1,5 @@
-"""A plugin of vLLM for tests: at SIGUSR1 each process of a server writes what h2o holds in it."""
+"""A vLLM plugin for tests: on SIGUSR1 each process of a server writes which objects of h2o it
+holds."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "H2O_TEST_HELD"
-"""The variable of the environment that names the folder of what is written."""
+"""Environment variable with the folder to write to."""
 
 CONTAINERS = (dict, list, set, collections.deque)
 
 
 def installed(folder: Path) -> dict[str, str]:
-    """The environment of a server whose processes have this plugin, which a folder announces."""
+    """Install this plugin in a folder, and return the environment of a server that loads it."""
     about = folder / "held-0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: held\nVersion: 0\n")
@@ -33,7 +34,7 @@ def installed(folder: Path) -> dict[str, str]:
 
 
 def answer_signals() -> None:
-    """Called by vLLM in each of its processes."""
+    """Entry point that vLLM calls in each of its processes."""
     signal.signal(signal.SIGUSR1, _write)
     _write()
 
@@ -46,7 +47,7 @@ def _write(*_: Any) -> None:
 
 
 def ask(folder: Path) -> dict[str, dict[str, int]]:
-    """`held` of each process, by its id."""
+    """Result of `held` in each process, by process id."""
     files = sorted(folder.glob("*.json"))
     for file in files:
         file.unlink()
@@ -59,9 +60,10 @@ def ask(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def held() -> dict[str, int]:
-    """How many objects of each of h2o's classes live in this process, how many elements the
-    containers among their attributes have, and those of classes, modules and function caches."""
-    gc.unfreeze()  # vLLM hides what its engines begin with
+    """Numbers of living objects of h2o's classes in this process, and of elements in containers.
+    The containers are attributes of these objects, of classes and of modules, or caches of
+    functions."""
+    gc.unfreeze()  # vLLM freezes the objects that engines start with
     gc.collect()
     found: collections.Counter[str] = collections.Counter()
     for one in gc.get_objects():

@@ -1,6 +1,6 @@
-"""python -m pytest -p tests.vllm.on_v2_runner FILE...: engines run on vLLM's V2 model runner, whose
-Triton kernels are interpreted. vLLM's CPU build wants a Triton with a backend for CPUs, which the
-one from PyPI has not; interpreted kernels ask no backend for anything."""
+"""python -m pytest -p tests.vllm.on_v2_runner FILE...: engines run on vLLM's V2 model runner, with
+its Triton kernels interpreted. vLLM's CPU build requires a Triton with a backend for CPUs, which
+the one on PyPI lacks. Interpreted kernels need no backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 from triton import backends
 
 RUNNER = "vllm.v1.worker.cpu.model_runner"
-"""The module of the V2 runner, which vLLM imports when a worker takes it."""
+"""Module of the V2 runner. vLLM imports it when a worker uses that runner."""
 
 backends.backends["cpu"] = types.SimpleNamespace(driver=None)
 

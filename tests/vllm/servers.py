@@ -1,4 +1,4 @@
-"""Servers of vLLM over tiny models, and clients of them."""
+"""vLLM servers on tiny models, and clients for them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ openai = pytest.importorskip("openai")
 SMALL = {"heavy": 8, "recent": 8}
 NEW = 24
 START = 900
-"""Seconds that a server may take to answer, where others work on the machine."""
+"""Seconds until a server must answer, even on a busy machine."""
 
 
 class Server(NamedTuple):
-    """A server that runs."""
+    """A running server."""
 
     address: str
     process: subprocess.Popen
@@ -39,7 +39,7 @@ class Server(NamedTuple):
 
 
 def with_tokenizer(folder: Path, **config: Any) -> Any:
-    """A tiny model with the tokenizer of the default one, saved in a folder."""
+    """Make a tiny model with the default model's tokenizer and save it in a folder."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(models.embedded_folder())
@@ -57,7 +57,7 @@ def free_port() -> int:
 def started(
     command: list, model: Path, log: Path, environment: dict[str, str] | None, options: dict
 ) -> subprocess.Popen:
-    """A process of vLLM's with these options, and those that all have."""
+    """Start a vLLM process with these options and those common to all tests."""
     options = {
         "model": model, "served-model-name": "tiny", "dtype": "float32", "max-model-len": 256,
         "max-num-seqs": 32, "kv-cache-memory-bytes": 2_000_000,
@@ -70,7 +70,7 @@ def started(
 def launched(
     command: list, log: Path, environment: dict[str, str] | None = None
 ) -> subprocess.Popen:
-    """A command in the root of the project, with the environment of servers."""
+    """Run a command in the project's root, with the environment of servers."""
     with log.open("w") as output:
         return subprocess.Popen(
             command,
@@ -96,7 +96,7 @@ def serving(
     command: list = API_SERVER,
     **options: Any,
 ) -> Iterator[Server]:
-    """A server that answers."""
+    """Start a server and wait until it answers."""
     port = free_port()
     options = {"port": port, "host": "127.0.0.1"} | options
     with answering(started(command, model, log, environment, options), port, log) as server:
@@ -107,7 +107,7 @@ def serving(
 def answering(
     process: subprocess.Popen, port: int, log: Path, path: str = "/health"
 ) -> Iterator[Server]:
-    """A process once it answers, which ends here."""
+    """Wait until a process answers. It ends with the block."""
     try:
         deadline = time.monotonic() + START
         while True:
@@ -152,7 +152,7 @@ async def answered(client, prompt: list[int], stream: bool, leave: bool = False,
 
 
 def together(server: str, requests: list, headers: Any = None, **options) -> list:
-    """The answers of as many clients as requests, all at once; every other one is a stream."""
+    """Answers to all requests at once, one client per request. Every second one is a stream."""
 
     async def run():
         shared = {"base_url": f"{server}/v1", "api_key": "none", "default_headers": headers}

@@ -1,4 +1,5 @@
-"""What h2o's connector and scheduler make of requests that vLLM admits, by themselves."""
+"""What h2o's connector and scheduler do with requests that vLLM admits, tested without an
+engine."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ FULL = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.floa
 
 
 def connector(*specs, is_shared=True):
-    """One in the process of a scheduler that has 8 pages."""
+    """A connector in the process of a scheduler with 8 pages."""
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"is_shared": is_shared}),
         additional_config={"h2o": {"heavy": 8, "recent": 8}},
@@ -50,7 +51,7 @@ def request(name="a", prompt=100, computed=0, status=RequestStatus.WAITING, **ar
 
 
 def pages(*numbers):
-    """Blocks of a request, of each group."""
+    """Blocks of a request, one for each group."""
     return SimpleNamespace(get_block_ids=lambda: tuple([number] for number in numbers))
 
 
@@ -65,7 +66,7 @@ def passes(made, preempted=(), **scheduled):
 
 
 def test_a_request_that_is_preempted_and_admitted_again_at_once_has_left_its_page():
-    """vLLM says that it was preempted after it has a page anew."""
+    """vLLM reports a preemption only after it has given the request another page."""
     made = connector(PAGE)
     admit(made, request(), 3)
     assert passes(made, a=32).left == set()
@@ -77,7 +78,8 @@ def test_a_request_that_is_preempted_and_admitted_again_at_once_has_left_its_pag
 
 
 def test_a_request_leaves_its_pages_in_every_group_of_ours():
-    """And no blocks of a window, whose numbers are others'. Nothing is stored then."""
+    """Requests must leave their pages in all of h2o's groups, and no blocks of window layers, whose
+    numbers belong to others. Without sharing nothing is stored."""
     made = connector(PAGE, FullAttentionSpec(**FULL), PAGE, is_shared=False)
     admit(made, request(), 3, 4, 5)
     assert passes(made, a=32).left == set()
@@ -88,7 +90,8 @@ def test_a_request_leaves_its_pages_in_every_group_of_ours():
 
 
 def test_a_session_that_goes_on_stores_no_prefix():
-    """Its next turn is read from where the last one has ended, not from the prompt's beginning."""
+    """A session's next turn is fed from where the last one ended, not from the beginning of a
+    prompt."""
     made = connector(PAGE)
     made.update_state_after_alloc(request(prompt=130, computed=100, h2o_prefix=30), pages(3), 0)
     assert passes(made, a=30).stores == []
@@ -96,7 +99,8 @@ def test_a_session_that_goes_on_stores_no_prefix():
 
 
 def test_workers_know_what_the_requests_of_pages_ask_for():
-    """Until they end; also where a page is the next one's in the same pass, or its own again."""
+    """Workers must know a page's request until it ends, even if the page gets another request, or
+    the same one again, in the same pass."""
     made, worker = connector(PAGE, is_shared=False), connector(PAGE)
     budget = PageBudget(H2OConfig(heavy=8, recent=8), 2, 256)
     worker.forks, worker.keys = Forks(), one_key(2, 8, torch.float32)
@@ -120,7 +124,7 @@ def test_workers_know_what_the_requests_of_pages_ask_for():
 
 
 def test_workers_forget_chunks_of_pages_that_requests_have_left():
-    """In every group of layers."""
+    """Chunks in the pages that requests have left must be dropped in every group of layers."""
     forks = Forks()
     forks.partial += [{3: "chunk", 4: "chunk"}, {5: "chunk"}]
     forks.leave({3, 5, 6})
@@ -139,7 +143,8 @@ def planning(kind=scheduler.PrefixScheduler, **entry):
 
 
 def test_a_prompt_waits_for_a_place_in_which_its_chunks_are_kept():
-    """Or for room for all of it; what follows a prefix needs no place."""
+    """A prompt must wait for a place, or for room for all of it. Tokens after a prefix need no
+    place."""
     one = planning(whole_prompts=2)
     first, last = request("a", status=RequestStatus.RUNNING), request("d")
     assert one._reserve_prefill_lookahead(first, 60, 20) == 20
@@ -153,27 +158,29 @@ def test_a_prompt_waits_for_a_place_in_which_its_chunks_are_kept():
     assert one.room_is_awaited
     one.room_is_awaited = False
     assert one._reserve_prefill_lookahead(first, 80, 20) == 20
-    assert one._reserve_prefill_lookahead(last, 0, 20) == 20  # in the place of the first
+    assert one._reserve_prefill_lookahead(last, 0, 20) == 20  # in the place of the first request
     cut = planning(cut="chunk")
     assert [cut._reserve_prefill_lookahead(request(x), 0, 20) for x in "abc"] == [20] * 3
 
 
 @pytest.mark.parametrize("kind", [scheduler.PrefixScheduler, scheduler.PrefixAsyncScheduler])
 def test_no_waiting_request_passes_one_that_waits_for_room(kind):
-    """Else one whose chunks have a fixed size may wait for ever. Running ones go on."""
+    """Otherwise a request whose chunks have a fixed size could wait forever. Running requests
+    continue."""
     one = planning(kind)
     running = request("r", status=RequestStatus.RUNNING)
     first, later = request("f", h2o_prefix=30), request("l")
     assert one._reserve_prefill_lookahead(first, 30, 20) == 0
     assert one._reserve_prefill_lookahead(later, 0, 20) == 0
     assert one._reserve_prefill_lookahead(running, 0, 20) == 20
-    one.room_is_awaited = False  # as in the next pass
+    one.room_is_awaited = False  # as at the start of the next pass
     assert one._reserve_prefill_lookahead(first, 30, 40) == 32
     assert one._reserve_prefill_lookahead(later, 0, 8) == 8
 
 
 def test_attention_that_is_not_full_is_refused():
-    """Attention to a part of the keys, as in Llama 4, and in both directions."""
+    """Attention to a part of the keys, as in Llama 4, and attention in both directions are
+    rejected."""
     spec = ChunkedLocalAttentionSpec(**FULL, attention_chunk_size=16)
     with pytest.raises(ValueError, match="h2o supports only full attention in vLLM"):
         plugin.page_spec(spec, None)

@@ -1,4 +1,5 @@
-"""docs/how_to/serve_with_vllm.md works as it stands, but for names of models, ports, compiling."""
+"""docs/how_to/serve_with_vllm.md is correct as it stands, except for model names, ports and
+compiling."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ FOLDER = str(models.embedded_folder())
 
 def block(beginning: str) -> str:
     (found,) = [text for text in BLOCKS if text.startswith(beginning)]
-    return found.replace("\\\n", "")  # where a line of the shell goes on
+    return found.replace("\\\n", "")  # a shell line that continues
 
 
 def test_the_server_and_its_clients(tmp_path):
-    """By curl, and by the `openai` client with a budget of its own."""
+    """The page's requests work, by curl and by the `openai` client with its own budget."""
     port, log = free_port(), tmp_path / "log"
     lines = block(f"python -m vllm.entrypoints.openai.api_server --model {MODEL}").replace(
         "localhost:8000", f"127.0.0.1:{port}"
@@ -55,7 +56,7 @@ if __name__ == "__main__":  # where vLLM starts its engine anew, it imports this
 
 
 def test_batches_without_a_server(tmp_path):
-    """As a script of its own."""
+    """The page's batch works as a script."""
     code = block("llm = vllm.LLM").replace("name,\n", "name,\n    enforce_eager=True,\n", 1)
     assert "enforce_eager" in code
     (tmp_path / "script.py").write_text(BATCH % indent(code, "    "))

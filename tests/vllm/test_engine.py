@@ -1,4 +1,4 @@
-"""vLLM with h2o's pages: what each request is answered, beside others, is what it is alone."""
+"""vLLM with h2o's pages: every request in a batch gets the answer that it gets alone."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ PAGES, REQUESTS = "h2o.vllm.page_store.PageStore", "h2o.vllm.validation.Requests
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "gpt_neox", "gemma"])
 def test_tokens_are_those_of_an_h2o_cache(name, tmp_path):
-    """In two rounds over fewer pages than requests, which are used again."""
-    # vLLM believes what the config of a model without grouped heads says of groups.
+    """Two rounds use fewer pages than there are requests, so pages are used again."""
+    # Without grouped heads in the model, vLLM still believes what its config says about groups.
     model = tiny(name, tmp_path, **({"num_key_value_heads": 4} if name == "gpt_neox" else {}))
     requests = prompts() + prompts(seed=1)
     wanted = alone(model, requests, H2OConfig(**SMALL))
@@ -45,8 +45,8 @@ def test_tokens_are_those_of_an_h2o_cache(name, tmp_path):
 
 @pytest.mark.parametrize("chunk", [256, 32])
 def test_places_that_are_dealt_over_all_layers(chunk, llama, monkeypatch):
-    """Whether prompts come whole or in chunks beside others, with pins or without, in two rounds
-    over fewer pages than requests."""
+    """Budgets distributed over all layers, with prompts whole or in chunks together with others,
+    with and without pins, and with pages that are used again."""
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
     folder, model = llama
     config, requests = H2OConfig(budget=24), prompts() + prompts(seed=1)
@@ -60,9 +60,9 @@ def test_places_that_are_dealt_over_all_layers(chunk, llama, monkeypatch):
 
 
 def test_an_engine_that_has_ended_leaves_no_pages_in_the_process(llama, monkeypatch, request):
-    """Nor its requests, whether the pages of layers are one or not."""
+    """Neither pages nor requests may stay, whether layers share a page or not."""
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
-    # pytest keeps records of the log, and one of vLLM's has a traceback that holds the engine.
+    # pytest keeps log records, and one of vLLM's has a traceback that refers to the engine.
     logging.disable()
     request.addfinalizer(lambda: logging.disable(logging.NOTSET))
     for entry in ({"budget": 24}, SMALL):
@@ -73,14 +73,15 @@ def test_an_engine_that_has_ended_leaves_no_pages_in_the_process(llama, monkeypa
         assert here[PAGES] > 0
         assert here[REQUESTS] == 1
         deadline = time.monotonic() + 60
-        while {PAGES, REQUESTS} & {*held()}:  # the numbers of the last step are yet to be written
+        while {PAGES, REQUESTS} & {*held()}:  # the numbers of the last step are still to be written
             assert time.monotonic() < deadline
             time.sleep(1)
 
 
 @pytest.mark.parametrize("chunk", [256, 16])
 def test_pins_of_requests(chunk, llama, monkeypatch, caplog):
-    """Also of prompts that are read in chunks. Pins that do not fit are a line of the log."""
+    """Pins also hold for prompts prefilled in chunks. Pins that do not fit are reported in the
+    log."""
     monkeypatch.setattr(logging.getLogger("vllm.h2o"), "handlers", [caplog.handler])
     folder, model = llama
     config, requests = H2OConfig(heavy=20, recent=8), prompts((100, 40, 17, 60))
@@ -97,8 +98,9 @@ def test_pins_of_requests(chunk, llama, monkeypatch, caplog):
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 @pytest.mark.parametrize("entry", [SMALL, {"heavy": 60, "recent": 40, "kv_dtype": "int8"}])
 def test_full_attention_beside_sliding_windows(name, entry, tmp_path):
-    """Layers with a window are vLLM's own, in blocks of as many bytes as a page, which take turns
-    in the same memory. Smaller than a block of vLLM's, and larger."""
+    """Layers with a window belong to vLLM. Their blocks and h2o's pages have the same number of
+    bytes and share memory. With one entry pages are smaller than vLLM's blocks, with the other
+    larger."""
     sizes = {"sliding_window": 32, "tie_word_embeddings": True, "head_dim": 32}
     model = tiny(name, tmp_path, **sizes)
     requests = prompts() + prompts(seed=1)
@@ -110,8 +112,8 @@ def test_full_attention_beside_sliding_windows(name, entry, tmp_path):
 
 
 def test_who_leaves_in_the_middle_of_a_prompt_harms_no_windows(tmp_path):
-    """The pages that two requests have left hold windows of others by the time when a prompt wants
-    a place in which those of the two were kept whole."""
+    """The pages that two requests left may already hold windows of others when the next prompt
+    needs their places for chunks."""
     tiny("gemma2", tmp_path, sliding_window=32, tie_word_embeddings=True, head_dim=32)
     long, requests = prompts((120, 110), 2), prompts((5, 3, 4, 6, 100))
     options = {"max_num_batched_tokens": 32, "long_prefill_token_threshold": 16}
@@ -143,9 +145,9 @@ def test_who_leaves_in_the_middle_of_a_prompt_harms_no_windows(tmp_path):
     ],
 )
 def test_tokens_of_smollm2(entry):
-    """With its shipped profile too: heads of uneven budgets, prompts ranked by echo; and with
-    places that each prompt's echo deals over all layers. Stored as floats: rounding of another
-    product of matrices becomes another code of eight bits now and then, and another token."""
+    """Uneven budgets from the shipped profile, prompts ranked by echo, and budgets that each
+    prompt's echo distributes over all layers. Keys are stored as floats, because the rounding of a
+    different matrix product can change an 8-bit code, and with it a token."""
     preset, budget = entry.get("preset"), entry.get("budget")
     config = H2OConfig.preset(preset, budget) if preset else H2OConfig(**entry)
     model, tokenizer = models.load_model(dtype="float32", attn_implementation="h2o")
@@ -161,7 +163,8 @@ def test_tokens_of_smollm2(entry):
 
 
 def test_requests_that_come_while_others_are_answered(llama):
-    """Every second step one, so that prompts are read beside steps; some leave in their middle."""
+    """A request comes every second step, so prompts are prefilled during others' steps. Some
+    requests are aborted."""
     folder, model = llama
     requests = prompts() + prompts(seed=1)
     waiting, answers, steps = list(enumerate(requests)), {}, 0
@@ -214,7 +217,8 @@ def test_prompts_in_chunks_are_cut_at_their_end(entry, llama):
 
 
 def test_prompts_of_embeddings_are_cut_at_their_end(llama):
-    """Without tokens by which vLLM's model runners would know how long they are."""
+    """Prompts of embeddings have no tokens from which vLLM's model runners could tell their
+    length."""
     folder, model = llama
     requests = prompts((100, 5, 60))
     model.set_attn_implementation("h2o")
@@ -228,7 +232,7 @@ def test_prompts_of_embeddings_are_cut_at_their_end(llama):
 
 
 def test_prompts_wait_for_a_place_in_which_their_chunks_are_kept(llama):
-    """Else some of those that come in chunks at once would be cut before their end."""
+    """Without waiting, some prompts that come in chunks at once would be cut before their end."""
     folder, model = llama
     requests = prompts((100, 90, 5, 80, 70, 60, 50))
     options = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 16}
@@ -239,7 +243,7 @@ def test_prompts_wait_for_a_place_in_which_their_chunks_are_kept(llama):
 
 @pytest.mark.parametrize("name", ["cohere", "opt"])
 def test_the_echo_of_prompts_is_that_of_an_h2o_cache(name, tmp_path):
-    """Whose rotary pairs are neighbors, and where there are none."""
+    """Models with rotary pairs of neighboring elements, and without rotation."""
     model = tiny(name, tmp_path, tie_word_embeddings=True)
     wanted = alone(model, prompts(), H2OConfig(**POLICIES["echo"]))
     with engine(tmp_path, POLICIES["echo"]) as llm:
@@ -249,7 +253,7 @@ def test_the_echo_of_prompts_is_that_of_an_h2o_cache(name, tmp_path):
 
 
 def test_requests_have_budgets_of_their_own(llama):
-    """A wrong one is refused before the request is accepted."""
+    """A wrong budget must be rejected before the request is accepted."""
     folder, model = llama
     requests = [prompt for prompt in prompts() if len(prompt) > 30]
     with engine(folder, SMALL) as llm:
@@ -264,7 +268,7 @@ def test_requests_have_budgets_of_their_own(llama):
 
 
 def test_the_backend_for_gpus_answers_the_same(llama):
-    """In the place of the CPU's, and over this machine's memory."""
+    """The backend for GPUs replaces the CPU's, on this machine's memory."""
     folder, model = llama
     with standing_for(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
         with engine(folder, SMALL, max_num_batched_tokens=32) as llm:
@@ -279,7 +283,8 @@ def test_the_backend_for_gpus_answers_the_same(llama):
 
 
 def test_prompts_that_are_cut_after_each_chunk(llama):
-    """One request at a time, so that it is known where vLLM cuts prompts; then all at once."""
+    """Requests come one at a time, so that the places of vLLM's cuts are known, then all at
+    once."""
     folder, model = llama
     model.set_attn_implementation("h2o")
     wanted = []
@@ -304,7 +309,7 @@ def test_prompts_that_are_cut_after_each_chunk(llama):
 
 @pytest.mark.slow
 def test_compiled_layers_answer_the_same(llama):
-    """Attention is one operation to the compiler, which takes minutes."""
+    """To the compiler attention is one operation. Compiling takes minutes."""
     folder, model = llama
     with engine(folder, SMALL, enforce_eager=False) as llm:
         assert served(llm, prompts()) == alone(model, prompts(), H2OConfig(**SMALL))
@@ -338,7 +343,7 @@ def test_sampled_requests_do_not_depend_on_their_neighbors(llama):
 
 
 def test_log_likelihoods_of_a_prompt_are_those_of_all_keys(llama):
-    """Since a prompt is cut when it has been read, also where that happens in chunks."""
+    """A prompt is cut only after its prefill, even in chunks, so no evicted key may be missing."""
     folder, model = llama
     model.set_attn_implementation("sdpa")
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
@@ -354,12 +359,12 @@ def test_log_likelihoods_of_a_prompt_are_those_of_all_keys(llama):
 
 
 def test_requests_that_begin_alike_share_nothing_unasked(llama, monkeypatch, caplog):
-    """Since what is kept depends on what follows; vLLM's own prefix caching is off."""
+    """The kept keys depend on what follows, so vLLM's own prefix caching is off."""
     folder, model = llama
     monkeypatch.setattr(logging.getLogger("vllm.h2o"), "handlers", [caplog.handler])
     (long,) = prompts((120,))
     requests = [long[:n] for n in (120, 100, 110, 120)]
-    # Of a size of its own, since vLLM's log says what is the same once.
+    # vLLM logs equal messages only once, so this engine has a size of its own.
     options = {"enable_prefix_caching": True, "kv_cache_memory_bytes": 3 * MiB}
     with engine(folder, SMALL, **options) as llm:
         assert not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching

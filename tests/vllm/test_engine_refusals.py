@@ -1,4 +1,4 @@
-"""What is refused when an engine starts, and what the reason says."""
+"""What an engine rejects when it starts, and the reasons it gives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.vllm.engines import engine, prompts, tiny
 from tests.vllm.engines import served as served_by
 
 EngineArgs = pytest.importorskip("vllm").EngineArgs
-import torch  # noqa: E402 - where vLLM is
+import torch  # noqa: E402 - only where vLLM is installed
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.platforms.interface import DeviceCapability, UnspecifiedPlatform  # noqa: E402
 from vllm.v1.attention.backend import AttentionType  # noqa: E402
@@ -72,7 +72,7 @@ def test_settings_are_refused_with_the_reason(llama, entry, options, message):
     ],
 )
 def test_ways_of_splitting_a_model_are_refused(llama, options, message):
-    """By the config that its processes would get."""
+    """Parallelism that h2o does not support is rejected by the config that processes would get."""
     arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
     config = EngineArgs(**arguments, additional_config={"h2o": SMALL}, **options)
     with pytest.raises(ValueError, match=message):
@@ -80,7 +80,8 @@ def test_ways_of_splitting_a_model_are_refused(llama, options, message):
 
 
 def test_models_that_pool_and_micro_batches_are_refused(llama):
-    """Micro-batches by the config alone, since vLLM wants a mixture of experts on GPUs for them."""
+    """Micro-batches are tested on the config alone, since vLLM allows them for experts on GPUs
+    only."""
     arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
     arguments |= {"additional_config": {"h2o": SMALL}}
     with pytest.raises(ValueError, match="pooling models: no decode step follows a prompt"):
@@ -93,7 +94,7 @@ def test_models_that_pool_and_micro_batches_are_refused(llama):
 
 
 def test_an_installation_without_the_entry_point_is_refused(llama, monkeypatch):
-    """Whose wrong requests nobody would refuse before they end the scheduler."""
+    """Without the entry point, a wrong request would be found only when it ends the scheduler."""
     monkeypatch.setattr(logits_processor, "_load_logitsprocs_plugins", list)
     with pytest.raises(RuntimeError, match=r"lacks the entry point h2o of vllm\.logits_processors"):
         with engine(llama, SMALL):
@@ -101,7 +102,7 @@ def test_an_installation_without_the_entry_point_is_refused(llama, monkeypatch):
 
 
 def test_models_with_states_are_refused(tmp_path):
-    """By the config alone."""
+    """A model with states is rejected by its config alone."""
     config = AutoConfig.for_model(
         "lfm2", vocab_size=97, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
         num_hidden_layers=2, intermediate_size=48, layer_types=["conv", "full_attention"],
@@ -138,7 +139,7 @@ def test_kinds_of_attention_are_refused(name, config, message, tmp_path):
     ],
 )
 def test_kinds_of_layers_are_refused(given, message):
-    """As vLLM's models make them."""
+    """Layers are made as vLLM's models make them."""
     with pytest.raises(ValueError, match=f"h2o does not support {message}.* in vLLM"):
         plugin.H2OAttention(4, 32, 1.0, 2, **given)
 
@@ -156,7 +157,7 @@ def test_values_of_another_size_than_keys_are_refused(llama):
 
 
 def test_an_untested_vllm_is_refused_by_name(llama, monkeypatch):
-    """And serves as ever without the entry, though it finds a logits processor of h2o."""
+    """Without the entry it serves as usual, although it finds h2o's logits processor."""
     from vllm.v1.attention import selector
 
     for module in (versions, refusing_backends):
@@ -187,8 +188,8 @@ def test_a_vllm_without_such_backends_serves_as_ever_and_says_so(monkeypatch, ca
 
 
 def test_attention_of_other_platforms_is_refused_and_without_the_entry_is_vllms(llama):
-    """Asked for as a GPU's platform asks, which takes the first backend that can be had; one that
-    cannot be imported it passes over."""
+    """A backend must raise an error, because a GPU's platform skips backends that cannot be
+    imported and uses the next one."""
     arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
     config = EngineArgs(**arguments, additional_config={"h2o": SMALL}).create_engine_config()
     with set_current_vllm_config(config):
@@ -202,7 +203,8 @@ def test_attention_of_other_platforms_is_refused_and_without_the_entry_is_vllms(
 
 
 def test_gpus_are_served_by_the_backend_that_is_asked_for(llama, monkeypatch):
-    """What the platform of NVIDIA's GPUs, which is not there, chooses, and what h2o says to it."""
+    """The platform of NVIDIA's GPUs, which is not present, chooses h2o's backend, and h2o checks
+    it."""
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", types.ModuleType("kernels"))
     from vllm.platforms.cuda import NonNvmlCudaPlatform
 
@@ -234,8 +236,8 @@ def test_gpus_are_served_by_the_backend_that_is_asked_for(llama, monkeypatch):
 
 
 def test_drafts_are_refused(llama):
-    """In a process of their own: they bring llvmlite along, over whose modules vLLM trips when the
-    next engine of a process starts."""
+    """Drafts import llvmlite, whose modules make vLLM fail when the process starts its next engine.
+    So this runs in a process of its own."""
     program = f"""
 from tests.vllm.engines import Path, engine
 drafts = {{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}

@@ -1,4 +1,4 @@
-"""lm-eval through the server: the numbers of `h2o eval --protocol drop`."""
+"""lm-eval through the server gives the numbers of `h2o eval --protocol drop`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEPT = "24+24"
 
 @pytest.fixture
 def tasks(tmp_path):
-    """A folder with a task of eight texts to be continued."""
+    """A folder with a task of eight texts to continue."""
     rows = [{"text": TEXT * (1 + i % 3) + ASKED[i % 4], "gold": TEXT[:9]} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = {
@@ -47,7 +47,7 @@ def tasks(tmp_path):
 
 
 def results(tasks, lm, **arguments):
-    """(the numbers of the task, the texts that they are of)"""
+    """(numbers of the task, the generated texts)"""
     found = simple_evaluate(
         lm,
         tasks=["continued"],

@@ -1,4 +1,4 @@
-"""The numbers of h2o in `/metrics`, as files: who leaves, reads and removes them."""
+"""h2o's numbers in `/metrics`, as files: their writing, reading and removal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUMBERS = {"h2o:request_bytes": 512, "h2o:evicted_keys": 7, "h2o:share_held": No
 
 
 def test_files_that_cannot_be_read_have_no_numbers(tmp_path):
-    """Half of one, one of something else, one that is gone when it is opened."""
+    """Files that are incomplete, foreign, or gone when they are opened must be skipped."""
     text = json.dumps([["tiny", "0", "1"], NUMBERS])
     (tmp_path / "0-1.json").write_text(text)
     (tmp_path / "0-2.json").write_text(text[:20])
@@ -33,7 +33,8 @@ def test_files_that_cannot_be_read_have_no_numbers(tmp_path):
 
 
 def test_the_folder_goes_with_the_first_process(tmp_path):
-    """Not with a fork of it, and for good, with the file of a process that was killed."""
+    """The folder must be removed with the first process, not with a fork of it, and stay removed. A
+    file of a killed process must not prevent this."""
     program = """
 import os, sys, time
 from multiprocessing import util

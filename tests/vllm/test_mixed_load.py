@@ -1,5 +1,5 @@
-"""Clients of every kind at once, with pages for twelve requests: SIGTERM in their middle, and what
-thousands of them leave behind."""
+"""Clients of every kind at once, with pages for twelve requests: SIGTERM in the middle, and what
+thousands of clients leave behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WRONG = (
 
 
 async def one_of_many(client: Any, i: int, requests: list) -> Any:
-    """The answer to the i-th client, LEFT for one that goes, REFUSED for a wrong body."""
+    """Answer to the i-th client: LEFT if it disconnects, REFUSED for a wrong body."""
     kind, turn, prompt = i % KINDS, i // KINDS, requests[i % len(requests)]
     if kind == 0:
         arguments = dict.fromkeys(("h2o_heavy", "h2o_recent"), BUDGETS[turn % len(BUDGETS)])
@@ -88,7 +88,7 @@ async def disconnect(address: Any, prompt: list[int], whole: bool) -> None:
 
 
 def expected(model: Any, requests: list) -> Callable[[int], Any]:
-    """What the i-th client gets."""
+    """A function that gives the expected answer to the i-th client."""
     plain = alone(model, requests, H2OConfig(**SMALL), NEW)
     parted = after_prefix(model, requests, PREFIX, H2OConfig(**SMALL))
     pinned = alone(model, requests, H2OConfig(**SMALL), NEW, [PINNED])
@@ -109,9 +109,9 @@ def expected(model: Any, requests: list) -> Callable[[int], Any]:
 
 
 async def load(server: Server, requests: list, clients: Sequence[int], end: bool = False) -> list:
-    """What these clients get, all at once, and the errors. With `end` SIGTERM comes when a quarter
-    is done. vLLM, also without h2o, does not end requests that come in the moment in which its
-    engine ends: these wait until their clients give up."""
+    """Answers to these clients, all at once, and the errors. With `end`, SIGTERM comes when a
+    quarter is done. Even without h2o, vLLM does not end requests that arrive at the moment when its
+    engine ends. They wait until their clients give up."""
     async with openai.AsyncOpenAI(
         base_url=f"{server.address}/v1", api_key="none", timeout=30 if end else 600, max_retries=0
     ) as client:
@@ -141,7 +141,7 @@ def counts(address: str) -> dict[str, float]:
 
 
 class Watched:
-    """A server with pages for twelve requests, and all its processes."""
+    """A server with pages for twelve requests, and all of its processes."""
 
     def __init__(self, server: Server) -> None:
         self.server, self.address = server, server.address
@@ -164,7 +164,8 @@ class Watched:
         )
 
     def load(self, requests: list, clients: Sequence[int], right: Callable[[int], Any]) -> None:
-        """Ask as these clients do, all at once: they get what is right, and metrics count them."""
+        """Send these clients' requests all at once. All answers must be right, and the metrics must
+        count them."""
         before, kinds = counts(self.address), [*map(right, clients)]
         refused, left = kinds.count(REFUSED), kinds.count(LEFT)
         whole = len(kinds) - refused - left
@@ -179,7 +180,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """(folder, prompts of its requests, what the i-th client gets)."""
+    """(folder, prompts of the requests, function that gives the i-th client's answer)"""
     folder = tmp_path_factory.mktemp("llama")
     model = with_tokenizer(folder, max_position_embeddings=4096)
     (beginning,) = prompts((PREFIX,), 7)
@@ -193,8 +194,9 @@ OPTIONS = {"max-model-len": 2048, "num-gpu-blocks-override": 13}
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("clients", [64, pytest.param(256, marks=pytest.mark.slow)])
 def test_a_mixed_load_and_the_end_of_the_server_amid_it(clients, llama, tmp_path):
-    """Who is answered is answered right, metrics count all, pages and file descriptors are free
-    afterwards. Then SIGTERM comes amid the same load: nobody waits for good, no process stays."""
+    """All answers must be right, metrics must count all requests, and pages and file descriptors
+    must be free afterwards. After SIGTERM during the same load no client may hang and no process
+    may stay."""
     folder, requests, right = llama
     with serving(folder, tmp_path / "log", **OPTIONS) as server:
         watched, opened = Watched(server), []
@@ -217,17 +219,18 @@ def test_a_mixed_load_and_the_end_of_the_server_amid_it(clients, llama, tmp_path
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_thousands_of_requests_leave_nothing_behind(llama, tmp_path):
-    """No object of h2o's and no element of its containers, in any process of the server; no page,
-    no file descriptor, and no memory beyond that of the first thousand."""
+    """In no process of the server may objects of h2o or elements of its containers accumulate, nor
+    pages, file descriptors, or memory beyond that of the first thousand requests."""
     folder, requests, right = llama
-    # oneDNN compiles a product for each number of tokens in a batch, and keeps a thousand.
+    # oneDNN compiles a product for each number of tokens in a batch, and keeps a thousand of them.
     environment = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "VLLM_SERVER_DEV_MODE": "1"}
     environment |= held.installed(tmp_path / "held")
     with serving(folder, tmp_path / "log", environment, **OPTIONS) as server:
         watched, sizes = Watched(server), []
 
         def left() -> dict[str, Any]:
-            """What is held after a request that has found nothing stored, and the same again."""
+            """What is held after a request that found nothing stored, and after the same request
+            again."""
             url = f"{watched.address}/reset_prefix_cache?reset_external=true"
             urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=60).close()
             for _ in range(2):

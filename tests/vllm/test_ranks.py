@@ -1,4 +1,4 @@
-"""A model in tensor parallel ranks, on one node or two, each with its heads of every page."""
+"""A model on tensor parallel ranks, on one node or two. Each rank has its heads of every page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def test_two_ranks_answer_as_one(entry, tmp_path):
 
 
 def test_the_script_for_gpus_goes_as_far_as_it_does_without_them(tmp_path):
-    """Two ranks of the CPU build; Ray's are refused before a model is read."""
+    """The script runs on two ranks of the CPU build. Ray's executor is rejected before a model is
+    loaded."""
     with_tokenizer(tmp_path, num_key_value_heads=4, max_position_embeddings=2048)
     script, few = ROOT / "examples/serve_on_gpus.py", ["--requests", 5, "--kept", 32]
     environment = {
@@ -46,10 +47,10 @@ def test_the_script_for_gpus_goes_as_far_as_it_does_without_them(tmp_path):
 
 
 def test_two_nodes_answer_as_one(tmp_path):
-    """One of them with the server, the other `--headless`."""
+    """One node has the server, the other runs `--headless`."""
     folder = tmp_path / "model"
     model = with_tokenizer(folder, num_key_value_heads=4)
-    # vLLM compiles a rank's part of the embedding.
+    # vLLM would compile a rank's part of the embedding.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     nodes = {
         "tensor-parallel-size": 2, "distributed-executor-backend": "mp", "nnodes": 2,
@@ -68,7 +69,7 @@ def test_two_nodes_answer_as_one(tmp_path):
 
 
 def test_replicas_answer_as_one(tmp_path):
-    """Data parallel: two engines behind one server, each with pages and numbers of its own."""
+    """Data parallelism: two engines behind one server, each with its own pages and numbers."""
     folder = tmp_path / "model"
     model = with_tokenizer(folder)
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}

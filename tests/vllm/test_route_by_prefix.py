@@ -1,4 +1,4 @@
-"""examples/route_by_prefix.py in front of nodes that say who they are, and of vLLM servers."""
+"""examples/route_by_prefix.py in front of nodes that return their ports, and of vLLM servers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VLLM_ROUTER = shutil.which(
 
 
 class Node:
-    """A server whose tokens are characters. An answer is its port."""
+    """A server whose tokens are characters. It answers with its port."""
 
     def __init__(self) -> None:
         self.port, self.left = free_port(), asyncio.Event()
@@ -73,7 +73,7 @@ class Node:
         await response.prepare(request)
         await response.write(b"data: 1\n\n")
         try:
-            await asyncio.sleep(60)  # until the client has gone
+            await asyncio.sleep(60)  # until the client disconnects
         except asyncio.CancelledError:
             self.left.set()
             raise
@@ -103,7 +103,7 @@ async def routed(nodes: list[Node]) -> AsyncIterator[Any]:
 
 
 async def node_of(client: Any, prompt: Any, **arguments: int) -> int:
-    """The port of the node that answers a prompt."""
+    """Port of the node that answers a prompt."""
     body = {"prompt": prompt, "vllm_xargs": arguments}
     headers = {"Authorization": "Bearer 1"}
     async with client.post("/v1/completions", json=body, headers=headers) as answer:
@@ -114,7 +114,8 @@ async def node_of(client: Any, prompt: Any, **arguments: int) -> int:
 
 
 def test_requests_with_one_prefix_have_one_node():
-    """Whether they come as text or as tokens. When a node goes, only its prefixes move."""
+    """Text and tokens with the same prefix go to the same node. If a node fails, only its prefixes
+    move."""
 
     async def check() -> None:
         nodes = [Node(), Node(), Node()]
@@ -141,7 +142,8 @@ def test_requests_with_one_prefix_have_one_node():
 
 
 def test_streams_and_errors_are_passed_on():
-    """Parts as they come. A client that leaves leaves the node too."""
+    """Parts must be forwarded as they come. If a client disconnects, the router must leave the
+    node."""
 
     async def check() -> None:
         node = Node()
@@ -171,7 +173,7 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(llama, tmp_path_factory):
-    """Two of one model. A test may end the second one if no test follows."""
+    """Two servers of one model. A test may end the second one if no other test follows."""
     logs, environment = tmp_path_factory.mktemp("logs"), {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with (
         serving(llama[0], logs / "0", environment) as one,
@@ -181,7 +183,7 @@ def servers(llama, tmp_path_factory):
 
 
 def forked(servers: tuple[Server, ...]) -> list[float]:
-    """Requests of each server that have begun with a stored prompt."""
+    """For each server, the number of requests that began with a stored prompt."""
     time.sleep(SECONDS + 3)
     return [metric(server.address, "h2o:forked_requests_total") for server in servers]
 
@@ -190,7 +192,8 @@ def forked(servers: tuple[Server, ...]) -> list[float]:
 @pytest.mark.timeout(2400)
 @pytest.mark.skipif(VLLM_ROUTER is None, reason="vllm-router is not installed (make test-vllm)")
 def test_vllm_router_finds_prefixes_again(servers, llama, tmp_path):
-    """Each on the server that its header leads to, with the answers of a single server."""
+    """Each prefix must go to the server that its header selects, with the answers of a single
+    server."""
     beginnings = prompts((PREFIX,) * 8, 5)
     port, log = free_port(), tmp_path / "log"
     nodes, before = [server.address for server in servers], forked(servers)
@@ -211,7 +214,8 @@ def test_vllm_router_finds_prefixes_again(servers, llama, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_two_servers_answer_as_one(servers, llama, tmp_path):
-    """Prefixes are found again, each is stored on one of them. Then one is killed."""
+    """Prefixes are found again, and each is stored on only one server. Then one server is
+    killed."""
     model, config = llama[1], H2OConfig(**SMALL)
     beginnings = prompts((PREFIX,) * 8, 7)
     requests = [beginning + rest for beginning in beginnings for rest in prompts((5, 60, 20), 8)]

@@ -1,4 +1,4 @@
-"""vLLM's V2 model runner. The other tests of this folder run on V1, the CPU build's default."""
+"""vLLM's V2 model runner. The other tests in this folder use V1, the CPU build's default."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHARING_ON_V2 = (
 )
 @pytest.mark.parametrize("entry", [{"heavy": 8, "recent": 8}, {"budget": 24}])
 def test_the_warm_up_of_a_gpu_changes_no_answer(entry, tmp_path, monkeypatch):
-    """Made-up requests that vLLM runs before the first, and a batch of an idle rank."""
+    """vLLM runs made-up requests before the first real one, and a batch of an idle rank."""
     from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
@@ -55,7 +55,7 @@ def test_the_warm_up_of_a_gpu_changes_no_answer(entry, tmp_path, monkeypatch):
 
 
 def test_engines_on_the_v2_model_runner():
-    """In a process of its own, since vLLM decides once in a process whether there is a Triton."""
+    """vLLM decides once per process whether Triton exists, so this runs in a process of its own."""
     options = ["-q", "-p", "tests.vllm.on_v2_runner", "-p", "no:cacheprovider", "-W", "default"]
     tests = [f"{ENGINES}::{name}" for name in ON_V2]
     tests += [f"{SHARING}::{name}" for name in SHARING_ON_V2]

@@ -1,4 +1,4 @@
-"""examples/serve_with_ray.py: Ray Serve LLM before two engines."""
+"""examples/serve_with_ray.py: Ray Serve LLM in front of two engines."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "RAY_worker_niceness": "0"
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_two_engines_answer_as_one(tmp_path):
-    """Answers equal an H2OCache's, with and without a prefix in common; errors give the reason.
-    Prompts are texts: Ray's router divides by zero where they are token ids."""
+    """Answers must equal an H2OCache's, with and without a common prefix, and errors must give the
+    reason. Prompts are texts, because Ray's router divides by zero for token ids."""
     folder, log, port = tmp_path / "model", tmp_path / "log", free_port()
     model, config = with_tokenizer(folder), H2OConfig(**SMALL)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The OpenAI server with h2o's pages, and the `openai` client: streams, many at once, leaving."""
+"""The OpenAI server with h2o's pages and the `openai` client: streams, concurrency, disconnects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLIENTS = 64
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A tiny model with the tokenizer of the default one."""
+    """A tiny model with the default model's tokenizer."""
     folder = tmp_path_factory.mktemp("llama")
     return folder, with_tokenizer(folder)
 
@@ -30,7 +30,7 @@ def running(llama, tmp_path_factory):
 
 @pytest.fixture
 def server(running):
-    """The address of the server."""
+    """Address of the server."""
     return running.address
 
 
@@ -48,7 +48,7 @@ def test_clients_are_answered_as_an_h2o_cache_answers(server, llama):
 
 
 def test_metrics_have_the_numbers_of_h2o(running):
-    """Evictions of these requests to the last, in two layers of two heads."""
+    """The metrics count every eviction of these requests, in two layers of two heads."""
     server, requests = running.address, texts(12, 5)
     together(server, requests[:1])
     time.sleep(SECONDS + 3)

@@ -1,4 +1,4 @@
-"""What a server must stand: bodies of any kind, a thousand requests, processes that are killed."""
+"""What a server must survive: bodies of any kind, a thousand requests, killed processes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(llama, tmp_path_factory):
-    """oneDNN compiles a product for each number of tokens in a batch, and keeps a thousand unless
-    told otherwise, a hundred megabytes: also where vLLM serves without h2o."""
+    """oneDNN compiles a product for each number of tokens in a batch. By default it keeps a
+    thousand of them, a hundred megabytes, even if vLLM runs without h2o."""
     few = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
     with serving(llama[0], tmp_path_factory.mktemp("server") / "log", few) as server:
         yield server
@@ -64,7 +64,7 @@ FIELDS = [
 
 
 def body_of(dice: random.Random) -> dict:
-    """Like a body that is answered, but for some fields."""
+    """A valid body, with some fields changed."""
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
     if dice.random() < 0.8:
         names = dice.sample(ARGUMENTS, dice.randint(1, 3))
@@ -75,7 +75,7 @@ def body_of(dice: random.Random) -> dict:
 
 
 def bytes_of(dice: random.Random) -> bytes:
-    """The text of a body, as often as not with bytes changed, cut or told twice."""
+    """The text of a body, often with bytes changed, removed or inserted."""
     text = bytearray(json.dumps(body_of(dice)).encode())
     for _ in range(dice.choice([0, 0, 1, 2, 8])):
         place = dice.randrange(len(text) + 1)
@@ -85,7 +85,7 @@ def bytes_of(dice: random.Random) -> bytes:
 
 
 def test_no_body_is_an_error_of_the_server(running, llama):
-    """Some through the client, some as bytes that it would not send."""
+    """Bodies come through the client, and as bytes that the client would not send."""
     dice, codes = random.Random(7), []
     client = openai.OpenAI(
         base_url=f"{running.address}/v1", api_key="none", timeout=60, max_retries=0
@@ -107,7 +107,7 @@ def test_no_body_is_an_error_of_the_server(running, llama):
                 code, said = 200, ""
             except openai.APIStatusError as error:
                 code, said = error.status_code, str(error)
-            except UnicodeEncodeError:  # half a surrogate pair is no JSON to the client
+            except UnicodeEncodeError:  # the client cannot encode half a surrogate pair
                 continue
         assert code == 200 or 400 <= code < 500, (code, sent, said)
         codes.append(code)
@@ -122,8 +122,8 @@ def test_no_body_is_an_error_of_the_server(running, llama):
 
 
 def test_a_thousand_requests_leave_no_memory_behind(running):
-    """Nor do they wait for pages for good, or get lost. Others come first, until vLLM has seen
-    the batches for which it compiles something: after eight hundred it grows no more."""
+    """Memory must not grow, and no request may get lost or wait forever. Other requests come first,
+    until vLLM has seen all batches for which it compiles something, at about eight hundred."""
     requests = prompts(tuple(1 + 7 * i % 60 for i in range(FIRST + 1000)), 6)
     api = psutil.Process(running.process.pid)
     family = [api, *api.children(recursive=True)]
@@ -150,14 +150,15 @@ def test_a_thousand_requests_leave_no_memory_behind(running):
 
 
 def test_two_api_processes_answer_alike(llama, tmp_path):
-    """Both answer as an H2OCache, and refuse what is wrong. The log names what is not counted."""
+    """Both answer like an H2OCache and reject wrong requests. The log says which numbers are
+    missing."""
     requests, reason = prompts((5, 40, 100)), "h2o_heavy must be from 0"
     wanted = alone(llama[1], requests, H2OConfig(**SMALL), NEW)
     options = {"command": SERVE, "api-server-count": 2}
     with serving(llama[0], tmp_path / "log", **options) as server:
         family = psutil.Process(server.process.pid).children(recursive=True)
         asked: set[int] = set()
-        for _ in range(50):  # connections, each of which the system gives to either process
+        for _ in range(50):  # the system gives each connection to one of the processes
             with httpx.Client(base_url=server.address, timeout=60) as client:
                 answers = [asked_by(client, prompt) for prompt in requests]
                 wrong = asked_by(client, requests[0], vllm_xargs={"h2o_heavy": -1})
@@ -174,14 +175,14 @@ def test_two_api_processes_answer_alike(llama, tmp_path):
 
 
 def asked_by(client: Any, prompt: list[int], **more: Any) -> Any:
-    """The response to a request; all of a client come by one connection."""
+    """The response to a request. All requests of a client use one connection."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": NEW, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True}
     return client.post("/v1/completions", json=body | more)
 
 
 def other_end(answer: Any, family: list) -> int:
-    """The process that has answered, by the connection, which is still open."""
+    """Id of the process that answered, found by the connection, which is still open."""
     _, port = answer.extensions["network_stream"].get_extra_info("client_addr")
     (pid,) = {
         one.pid
@@ -199,7 +200,8 @@ def other_end(answer: Any, family: list) -> int:
 def test_a_process_that_is_killed_ends_the_server_and_its_clients_know(
     ranks, victim, llama, tmp_path
 ):
-    """In the middle of streams and of answers that come whole; others come too late."""
+    """Clients must get errors, in the middle of streams and of whole answers, and when they come
+    too late."""
     options = {"max-model-len": 2048, "kv-cache-memory-bytes": 64 * MiB}
     if ranks > 1:
         options |= {"tensor-parallel-size": ranks, "distributed-executor-backend": "mp"}
@@ -207,7 +209,7 @@ def test_a_process_that_is_killed_ends_the_server_and_its_clients_know(
     with serving(llama[0], tmp_path / "log", environment, **options) as server:
         api = psutil.Process(server.process.pid)
         family = [api, *api.children(recursive=True)]
-        # What a process was started with, unless it has written a title over that.
+        # The environment that a process started with, unless the process title has overwritten it.
         (folder,) = {Path(x[FOLDER]) for x in (one.environ() for one in family[1:]) if FOLDER in x}
         victims = [one for one in family if any(victim in x for x in (one.name(), *one.cmdline()))]
         assert len(victims) == ranks, [(one.name(), one.cmdline()) for one in family]
@@ -231,7 +233,7 @@ def test_a_process_that_is_killed_ends_the_server_and_its_clients_know(
 
 
 async def interrupted(address: str, end) -> list:
-    """What six clients of long answers are told when a process ends in their middle."""
+    """Errors of six clients with long answers when a process ends in the middle."""
     async with openai.AsyncOpenAI(
         base_url=f"{address}/v1", api_key="none", timeout=120, max_retries=0
     ) as client:

@@ -1,4 +1,4 @@
-"""Prompts and prefixes that are read once: answers are those without sharing."""
+"""Prompts and prefixes that are prefilled once: answers must be those without sharing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENTRIES = {
 
 
 def forks(llm):
-    """What the worker knows of stored prompts."""
+    """The worker's records of stored prompts."""
     (found,) = llm.apply_model(
         lambda model: next(x.impl.engine.forks for x in model.modules() if hasattr(x, "impl"))
     )
@@ -40,7 +40,7 @@ def forks(llm):
 @pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("chunk", [256, 32])
 def test_a_prompt_that_comes_again_is_not_read_again(name, chunk, llama, monkeypatch):
-    """Also the same that come together. A prompt of one token is read each time."""
+    """Equal prompts that come together share too. A prompt of one token is prefilled each time."""
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
     folder, model = llama
     requests = prompts() + prompts((50,)) * 3
@@ -60,8 +60,8 @@ def test_a_prompt_that_comes_again_is_not_read_again(name, chunk, llama, monkeyp
 @pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("chunk", [256, 32])
 def test_a_prefix_is_read_once(name, chunk, llama, monkeypatch):
-    """Its state after the cut is that of an H2OCache which has read it. What follows it comes in
-    chunks that other requests have no say in."""
+    """After the cut the state must be that of an H2OCache that has prefilled the prefix. The rest
+    comes in chunks that do not depend on other requests."""
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
     folder, model = llama
     (beginning,), config = prompts((60,), 5), H2OConfig(**ENTRIES[name])
@@ -80,7 +80,8 @@ def test_a_prefix_is_read_once(name, chunk, llama, monkeypatch):
 
 
 def test_samples_of_one_prompt_and_pins(llama):
-    """Pins are settings, which requests must have in common too, and lie in the prefix."""
+    """Pins are settings, so requests share a prefix only if their pins agree. The pins are within
+    it."""
     folder, model = llama
     (beginning,), config = prompts((60,), 5), H2OConfig(heavy=20, recent=8)
     requests = [beginning + rest for rest in prompts((5, 40), 6)]
@@ -102,7 +103,7 @@ def test_samples_of_one_prompt_and_pins(llama):
 
 
 def test_who_leaves_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
-    """To a request that gets the page next and begins with what is stored."""
+    """A request that gets the page next, and begins with a stored prompt, must not be affected."""
     folder, model = llama
     (beginning, long), config = prompts((60, 100), 5), H2OConfig(**SMALL)
     requests = [beginning + rest for rest in prompts((5, 20), 6)]
@@ -118,7 +119,7 @@ def test_who_leaves_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
 
 
 def test_who_begins_anew_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
-    """vLLM preempts all requests and admits them again at once, after a change of weights."""
+    """After a change of weights, vLLM preempts all requests and admits them again at once."""
     folder, model = llama
     (long, other), config = prompts((100, 90), 5), H2OConfig(**SMALL)
     wanted = alone(model, [long, other], config)
@@ -142,7 +143,7 @@ def test_who_begins_anew_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
 
 
 def test_nothing_is_stored_where_prefix_caching_is_off(llama):
-    """Who leaves in the middle of a prompt still leaves nothing behind."""
+    """A request that leaves in the middle of a prompt must still leave nothing behind."""
     folder, model = llama
     requests = prompts((100, 60)) * 2
     with engine(folder, SMALL, max_num_batched_tokens=32, enable_prefix_caching=False) as llm:
@@ -159,8 +160,8 @@ def test_nothing_is_stored_where_prefix_caching_is_off(llama):
 
 @pytest.mark.parametrize("entry", [SMALL, {"budget": 24}])
 def test_few_pages_and_requests_that_leave(entry, llama, monkeypatch):
-    """Prompts that are stored make room, those for the longest not asked for first; who leaves in
-    the middle of a prompt, leaves nothing to who gets the page."""
+    """Stored prompts must make room, the least recently used first. A request that leaves in the
+    middle of a prompt must not affect the next one in its page."""
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
     folder, model = llama
     config, dice = H2OConfig(**entry), random.Random(1)
@@ -200,8 +201,8 @@ def test_few_pages_and_requests_that_leave(entry, llama, monkeypatch):
 @pytest.mark.parametrize("entry", [SMALL, {"budget": 24}])
 @pytest.mark.parametrize("chunk", [256, 32])
 def test_log_likelihoods_after_a_context(entry, chunk, llama, monkeypatch):
-    """Those of `h2o eval --protocol drop`: the context is cut at its end, what follows goes on
-    token by token."""
+    """Log-likelihoods after a context are those of `h2o eval --protocol drop`: the context is cut
+    at its end, and the rest follows token by token."""
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
     folder, model = llama
     model.set_attn_implementation("h2o")

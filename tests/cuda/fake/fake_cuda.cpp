@@ -1,10 +1,10 @@
-/* fake_cuda.cpp - a libcuda.so.1 for machines without a GPU: kernels run in the emulation (shim.h),
- * and misuse of the driver's interface fails as it would with NVIDIA's.
+/* fake_cuda.cpp - a libcuda.so.1 for machines without a GPU. Kernels run in the emulation (shim.h),
+ * and misuse of the driver's interface fails as it would with NVIDIA's driver.
  *
- * Device memory is inaccessible except while a kernel or a copy runs, is followed by an
- * inaccessible page, and is full of 0xff at first. Queued work runs at the next synchronization. Refused are:
- * calls before cuInit or without a context, handles of another context, unknown kernels, sizes
- * beyond the limits, and whatever invalidates the capture of a graph.
+ * Device memory is accessible only while a kernel or a copy runs. An inaccessible page follows each
+ * allocation, and new memory is full of 0xff. Queued work runs at the next synchronization. The
+ * fake rejects calls before cuInit or without a context, handles of another context, unknown
+ * kernels, sizes beyond the limits, and everything that invalidates the capture of a graph.
  *
  * FAKE_CUDA_DEVICES (2), FAKE_CUDA_VERSION (13000) and FAKE_CUDA_CAPABILITY (90) describe the
  * emulated devices. Functions for tests, such as injected faults, are at the end. */
@@ -74,7 +74,7 @@ struct function {
     unsigned shared; /* most bytes of shared memory */
 };
 struct stream {
-    context *home; /* NULL: of any, the default one */
+    context *home; /* NULL: the default stream, which is valid in every context */
     bool capturing, broken;
     work *into; /* captured work */
 };
@@ -86,19 +86,19 @@ struct allocation {
 
 static std::recursive_mutex lock;
 static std::map<std::string, int> calls;
-static std::map<std::string, unsigned> widest; /* of each kernel's launches: blocks along x */
+static std::map<std::string, unsigned> widest; /* by kernel: most blocks along x of a launch */
 static struct {
     std::string entry;
     int nth, code;
 } fault;
 static bool initialized;
-static int sticky; /* error of a kernel, which all later calls return */
+static int sticky; /* error of a kernel, returned by all later calls */
 static std::string flipped;
 static std::map<char *, allocation> memory;
 static std::vector<context *> primary;
 static std::vector<stream *> streams;
 static stream default_stream;
-static work waiting; /* of all streams, in the order in which it was queued */
+static work waiting; /* work of all streams, in the order it was queued */
 static unsigned long long next_id = 1;
 static thread_local std::vector<context *> current;
 static thread_local int capture_mode; /* 0: global, 2: relaxed */
@@ -109,7 +109,7 @@ static int setting(const char *name, int otherwise) {
 }
 static int devices(void) { return setting("FAKE_CUDA_DEVICES", 2); }
 
-/* Counts a call; its code if it is the one that is to fail. */
+/* Counts a call, and returns an error code if this call is to fail. */
 static int begin(const char *entry, bool needs_init = true) {
     const int nth = ++calls[entry];
     if (fault.entry == entry && nth == fault.nth) return fault.code;
@@ -176,7 +176,7 @@ static stream *find_stream(void *handle) {
     return nullptr;
 }
 
-/* The allocation on the current context's device that holds all these bytes. */
+/* The allocation on the current context's device that contains all these bytes. */
 static const allocation *find_memory(const void *address, size_t bytes) {
     for (const auto &[start, a] : memory) {
         if (address >= start && (char *)address + bytes <= start + a.bytes) {
@@ -188,7 +188,7 @@ static const allocation *find_memory(const void *address, size_t bytes) {
 
 extern "C" {
 
-/* ---- What h2o calls ------------------------------------------------------ */
+/* ---- Functions that h2o calls -------------------------------------------- */
 
 int cuInit(unsigned) {
     BEGIN("cuInit", false);
@@ -315,7 +315,7 @@ int cuModuleUnload(module *m) {
     return OK;
 }
 
-/* The tensor cores' bfloat16 came with 8.0. */
+/* Tensor cores have bfloat16 from 8.0 on. */
 int cuModuleGetFunction(function **f, module *m, const char *name) {
     BEGIN("cuModuleGetFunction");
     const bool later = setting("FAKE_CUDA_CAPABILITY", 90) < 80 && strstr(name, "_bf16_");
@@ -338,7 +338,7 @@ int cuFuncLoad(function *) {
     return forbidden_in_capture();
 }
 
-/* A result of the kernel with this name. */
+/* A tensor that the kernel of this name writes. */
 static const h2o_view *result_of(const std::string &name, const char *params) {
     if (name.find("forward") != name.npos) return &((h2o_attend_params *)params)->out;
     if (name.find("sums") != name.npos) return &((h2o_attend_params *)params)->scores;
@@ -387,7 +387,7 @@ int cuMemsetD8Async(char *to, unsigned char value, size_t bytes, void *handle) {
     return queue_job(s, [=] { return memset(to, value, bytes), OK; });
 }
 
-/* ---- What tests and their tensors call ----------------------------------- */
+/* ---- Functions that tests and their tensors call ------------------------- */
 
 int cuCtxCreate_v2(context **c, unsigned, int device) {
     BEGIN("cuCtxCreate_v2");
@@ -480,23 +480,23 @@ int cuGraphLaunch(work *graph, void *) { /* the graph itself is the executable o
     return OK;
 }
 
-/* ---- Not in any driver --------------------------------------------------- */
+/* ---- Functions that no real driver has ----------------------------------- */
 
-/* How often an entry was called. */
+/* Number of calls of an entry. */
 int fake_calls(const char *entry) {
     const std::lock_guard<std::recursive_mutex> guard(lock);
     return calls[entry];
 }
 
-/* The most blocks along x with which a kernel has run since the last fake_forgive; -1: there is no
- * such kernel. Of number i of all kernels: its name, NULL past the last. */
+/* Most blocks along x with which a kernel has run since the last fake_forgive; -1: no such kernel.
+ * fake_kernel(i) is the name of kernel number i, NULL after the last. */
 int fake_widest(const char *kernel) {
     const std::lock_guard<std::recursive_mutex> guard(lock);
     return shim_params_size(kernel) < 0 ? -1 : (int)widest[kernel];
 }
 const char *fake_kernel(unsigned i) { return shim_kernel(i); }
 
-/* How often a branch of the kernels was taken since the last fake_forgive, 2^31 - 1 at most. */
+/* Number of times a branch of the kernels was taken since the last fake_forgive, or INT32_MAX. */
 int fake_taken(const char *branch) {
     const shim_branch *b = shim_branches();
     while (b && strcmp(b->name, branch) != 0) b = b->next;
@@ -508,19 +508,19 @@ const char *fake_branch(unsigned i) {
     return b ? b->name : nullptr;
 }
 
-/* The nth call of an entry from now fails with a code; of "kernel": the nth that runs. */
+/* Makes the nth call of an entry from now fail with a code; for "kernel" the nth that runs. */
 void fake_fault(const char *entry, int nth, int code) {
     const std::lock_guard<std::recursive_mutex> guard(lock);
     fault = {entry, calls[entry] + nth, code};
 }
 
-/* The next kernel with more blocks than these ends after them, with an error. */
+/* The next kernel with more blocks than this stops after so many, with an error. */
 void fake_stop_after(unsigned blocks) {
     const std::lock_guard<std::recursive_mutex> guard(lock);
     shim_stop_after(blocks);
 }
 
-/* Flips a bit in the first result of this kernel; "": of none. */
+/* Flips a bit in the first result of each run of this kernel; "": of no kernel. */
 void fake_flip(const char *kernel) {
     const std::lock_guard<std::recursive_mutex> guard(lock);
     flipped = kernel;

@@ -1,8 +1,8 @@
-/* fiber.cpp - see fiber.h. On x86-64 a switch saves and restores the registers that a callee saves
- * (System V ABI), a dozen instructions; elsewhere, and with SHIM_UCONTEXT, it is swapcontext.
+/* fiber.cpp - see fiber.h. On x86-64 a switch saves and restores the callee-saved registers (System
+ * V ABI), a dozen instructions. Elsewhere, and with SHIM_UCONTEXT, a switch is swapcontext.
  *
- * ThreadSanitizer never instruments this file and shim.cpp, since accesses of the scheduler are no
- * accesses of the kernels. With SHIM_TSAN they announce fibers and orderings to it. */
+ * ThreadSanitizer must not instrument this file and shim.cpp, because the scheduler's accesses are
+ * not the kernels'. With SHIM_TSAN these files announce fibers and orderings to it. */
 #include "fiber.h"
 #include "guard.h"
 
@@ -46,12 +46,12 @@ static void tsan_switch(const fiber *) {}
 #endif
 
 #ifdef SHIM_TSAN
-static const size_t STACK = 96 << 10; /* whose shadow takes time to clear */
+static const size_t STACK = 96 << 10; /* its shadow takes time to clear */
 #else
 static const size_t STACK = 260 << 10; /* an odd number of pages, for the TLB */
 #endif
 
-/* AddressSanitizer keeps marks of frames that never returned. */
+/* AddressSanitizer keeps the marks of frames that never returned. */
 static void clear_stack(void *stack) { guard_open(stack, STACK); }
 
 static std::vector<void *> spare;
@@ -81,8 +81,8 @@ void fiber_here(fiber *f) {
 
 #ifndef UCONTEXT
 
-/* Stacks begin at different lines of a page, or those of a warp would share a few sets of the
- * cache. */
+/* Stacks begin at different lines of a page. Otherwise the stacks of a warp would share a few sets
+ * of the cache. */
 static size_t offset_of(const void *stack) { return 64 + (uintptr_t)stack / STACK % 32 * (9 * 64); }
 
 extern "C" void shim_switch(void **from, void *to);
@@ -99,7 +99,7 @@ __asm__(".text\n"
 void fiber_open(fiber *f, void (*function)(void)) {
     char *const stack = (char *)get_stack();
     void **top = (void **)(stack + STACK - offset_of(stack));
-    *--top = nullptr; /* as if called: the stack is aligned after a return address */
+    *--top = nullptr; /* as if called, with a return address on an aligned stack */
     *--top = (void *)function;
     for (int i = 0; i < 6; i++) *--top = nullptr;
     *f = {stack, top, tsan_create()};

@@ -1,9 +1,9 @@
 /* matrix.cpp - matrix operations of a warp, emulated: ldmatrix of four 8 x 8 matrices of 16 bits,
- * also transposed, and mma.m16n8k16 and m16n8k8 (PTX ISA, "ldmatrix" and "Matrix fragments for
- * mma.m16n8k16", "... mma.m16n8k8").
+ * with and without transposition, and mma.m16n8k16 and m16n8k8 (PTX ISA, "ldmatrix" and "Matrix
+ * fragments for mma.m16n8k16", "... mma.m16n8k8").
  *
- * words[lane] points to the operands of a lane (shim.h). Results are written to each lane's
- * registers, in the distribution of elements over lanes that PTX defines. */
+ * words[lane] points to the operands of a lane (shim.h). Results go to each lane's registers, with
+ * elements distributed over lanes as PTX defines. */
 #include "shim.h"
 
 enum { WARP = 32 };
@@ -28,8 +28,9 @@ void shim_load_matrices(const uint64_t words[WARP], bool transposed) {
     }
 }
 
-/* c += a b, of depth 16 or 8. Of a's four registers the second and fourth hold rows 8 further on,
- * the last two, and the second of b, what is 8 further on along the depth; depth 8 has no such. */
+/* c += a b, of depth 16 or 8. Of a's four registers the second and the fourth hold rows that are 8
+ * further down. The last two, and the second of b, hold elements that are 8 further along the
+ * depth; they do not exist for depth 8. */
 void shim_multiply(const uint64_t words[WARP], int depth) {
     typedef float row_of_8 __attribute__((vector_size(32)));
     float a[16][16];

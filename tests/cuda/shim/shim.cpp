@@ -1,14 +1,14 @@
-/* shim.cpp - the emulated GPU: runs a kernel's blocks one after the other, and their threads as
+/* shim.cpp - the emulated GPU. It runs a kernel's blocks one after the other, and their threads as
  * fibers of one thread of the operating system.
  *
  *   1. shim_launch copies the parameters and runs each block, in an order that the seed determines.
  *   2. run_block opens a fiber for each thread, with uninitialized shared memory, and switches to
- *      one that is ready after the other until all have returned.
- *   3. A fiber that reaches a barrier or a warp operation registers at a rendezvous and switches
- *      to one that is ready, or back to run_block where none is; the last one to arrive computes
- *      the answers of all.
- *   4. A block in which fibers wait that cannot go on, a misaligned access and the like end the
- *      launch with a text, see shim_error. */
+ *      ready fibers until all have returned.
+ *   3. A fiber that reaches a barrier or a warp operation registers at a rendezvous and switches to
+ *      a ready fiber, or to run_block if there is none. The last one to arrive computes the answers
+ *      of all.
+ *   4. If fibers wait that can never continue, or an access is misaligned, and so on, the launch
+ *      ends with a text (shim_error). */
 #include "shim.h"
 
 #include <cstdarg>
@@ -21,9 +21,9 @@
 extern "C" void __msan_poison(const volatile void *address, size_t size);
 #endif
 
-enum { WARP = 32, NO_LINE = -1, MOST_COPIES = 64 /* pending, of a thread */ };
+enum { WARP = 32, NO_LINE = -1, MOST_COPIES = 64 /* pending copies of a thread */ };
 #ifdef SHIM_TSAN
-/* ThreadSanitizer has 255 slots for all threads, and misses races where more of them alternate. */
+/* ThreadSanitizer has 255 slots for all threads, and misses races when more threads alternate. */
 static const unsigned MOST_THREADS = 128;
 #else
 static const unsigned MOST_THREADS = 1024;
@@ -32,7 +32,7 @@ static const unsigned MOST_THREADS = 1024;
 static const shim_registration *kernels;
 static shim_branch *branches;
 
-/* No containers of C++ here: their library is not built for MemorySanitizer. */
+/* No C++ containers here: the standard library is not built for MemorySanitizer. */
 shim_registration::shim_registration(const char *name, size_t size, shim_entry entry)
     : name(name), size(size), entry(entry), next(kernels) {
     kernels = this;
@@ -50,9 +50,9 @@ static const shim_registration *find_kernel(const char *name) {
     return k;
 }
 
-/* Threads of a block or a warp that wait for each other. The addresses by which ThreadSanitizer is
- * told of their order alternate between two: a thread that resumes late must not be ordered after
- * what others have done since, before the next rendezvous. */
+/* Threads of a block or a warp that wait for each other. ThreadSanitizer learns their order through
+ * two addresses in turn. With one address, a thread that resumes late would also be ordered after
+ * accesses that others have made since, before the next rendezvous. */
 struct rendezvous {
     unsigned arrived, turn;
     uint64_t *sync; /* [2] */
@@ -68,12 +68,12 @@ struct thread {
     bool finished;
     const char *waits_for;
     int line;
-    bool any;        /* answers of its block's rendezvous, ... */
+    bool any;        /* answer of its block's rendezvous ... */
     uint64_t answer; /* ... and of its warp's */
-    unsigned issued, completed, batch; /* of its copies */
+    unsigned issued, completed, batch; /* counts of its copies */
 };
 
-/* The launch that is going on. */
+/* The current launch. */
 static struct {
     shim_dim3 grid, block, at;
     shim_entry entry;
@@ -81,10 +81,10 @@ static struct {
     char *workspace;
     unsigned char *shared;
     thread threads[MOST_THREADS];
-    shim_copy copies[MOST_THREADS][MOST_COPIES]; /* of each thread, in a ring */
+    shim_copy copies[MOST_THREADS][MOST_COPIES]; /* a ring for each thread */
     unsigned finished;
     rendezvous all, warps[MOST_THREADS / WARP];
-    unsigned ready[MOST_THREADS]; /* a queue, in a ring */
+    unsigned ready[MOST_THREADS]; /* a queue, as a ring */
     unsigned first, waiting;
     unsigned running;
     fiber scheduler;
@@ -108,7 +108,7 @@ static void fail(const char *format, ...) {
     now.failed = true;
 }
 
-/* Does not return: a fiber that has failed or finished is not switched to again. */
+/* Does not return: the scheduler never switches to a fiber that has failed or finished. */
 static void end_fiber(void) {
     order_release(&now.finished);
     fiber_switch(&now.threads[now.running].context, &now.scheduler);
@@ -174,7 +174,7 @@ bool shim_postpone(void *to, const void *from, int bytes) {
 
 void shim_close_batch(void) { now.threads[now.running].batch++; }
 
-/* Batches before the last `open` that are closed. */
+/* The next copy to complete, if its batch is closed and precedes the last `open` batches. */
 shim_copy shim_due(unsigned open) {
     thread *const self = &now.threads[now.running];
     const shim_copy copy = now.copies[now.running][self->completed % MOST_COPIES];
@@ -263,7 +263,7 @@ static void finish_thread(void) {
     now.finished++;
 }
 
-/* What happened before the launch is ordered before the block; what other blocks do is not. */
+/* The block is ordered after everything before the launch, but not after other blocks. */
 static void thread_main(void) {
     order_acquire(&now.at);
     now.entry(now.params, now.workspace);
@@ -289,8 +289,8 @@ static void report_waiting(void) {
          now.finished, now.block.x, first, a->waits_for, a->line, more);
 }
 
-/* Fibers and memory that are not to be reused before the launch is over: to ThreadSanitizer, reuse
- * would order what is not ordered. */
+/* Fibers and memory that may be reused only after the launch. An earlier reuse would make
+ * ThreadSanitizer see an order that does not exist. */
 struct retired {
     std::vector<fiber> fibers;
     std::vector<void *> memory;

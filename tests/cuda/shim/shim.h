@@ -1,11 +1,11 @@
-/* shim.h - emulates a GPU on the CPU: the names of common.cuh, with one fiber for each thread of a
- * block.
+/* shim.h - emulates a GPU on the CPU. It defines the names of common.cuh, with one fiber per thread
+ * of a block.
  *
  * A fiber runs until it waits at a barrier of its block or for the other lanes of its warp. The
- * seed determines the order in which fibers run, so that a result that depends on that order
- * differs between seeds. Under ThreadSanitizer each fiber counts as a thread, and barriers alone
- * order memory accesses: a missing barrier is reported as a race even where the result is right.
- * Shared memory is a heap block of the size asked for, full of 0xff: NaN, or -1. */
+ * seed determines the order in which fibers run, so that a result that depends on the order differs
+ * between seeds. Under ThreadSanitizer each fiber counts as a thread and only barriers order memory
+ * accesses: a missing barrier is reported as a race even if the result is right. Shared memory is a
+ * heap block of the requested size, full of 0xff: NaN, or -1. */
 #ifndef H2O_SHIM_H
 #define H2O_SHIM_H
 
@@ -23,7 +23,7 @@
 #endif
 #endif
 
-#ifndef CAPABILITY /* of the emulated GPU, 10 times major + minor */
+#ifndef CAPABILITY /* compute capability of the emulated GPU, 10 * major + minor */
 #define CAPABILITY 80
 #endif
 
@@ -36,20 +36,20 @@
 
 typedef void (*shim_entry)(const void *params, char *workspace);
 
-/* Runs a kernel by its name; its parameters are copied first, as a driver does. Returns 0, or
- * CUDA's error code (98: no such kernel, 1: bad launch, 719: it failed); shim_error has a text. */
+/* Runs a kernel by name. Its parameters are copied first, as by a driver. Returns 0 or CUDA's error
+ * code (98: no such kernel, 1: invalid launch, 719: the kernel failed); shim_error has the text. */
 extern "C" int shim_launch(const char *name, const void *params, size_t size, char *workspace,
                            const unsigned grid[3], unsigned block, unsigned shared);
 extern "C" const char *shim_error(void);
-extern "C" void shim_seed(uint64_t seed);           /* 0: in order */
+extern "C" void shim_seed(uint64_t seed);           /* 0: ascending order */
 extern "C" long shim_params_size(const char *name); /* -1: no such kernel */
-extern "C" const char *shim_kernel(size_t i);       /* the name of one of all, NULL: no more */
+extern "C" const char *shim_kernel(size_t i);       /* name of kernel i, NULL after the last */
 
-/* Fills memory with 0xff, which MemorySanitizer then takes for uninitialized. */
+/* Fills memory with 0xff and marks it as uninitialized for MemorySanitizer. */
 extern "C" void shim_unset(void *p, size_t bytes);
-extern "C" void shim_stop_after(unsigned blocks); /* the next launch of more blocks fails there */
+extern "C" void shim_stop_after(unsigned blocks); /* the next longer launch fails after these */
 
-/* A kernel; all are in a list. */
+/* A kernel, in a list of all kernels. */
 struct shim_registration {
     const char *name;
     size_t size;
@@ -66,8 +66,8 @@ struct shim_registration {
     }                                                                                              \
     static const shim_registration name##_registration(#name, sizeof(type), name##_entry);
 
-/* How often threads have taken a branch of the kernels; all branches are in a list, also those that
- * none has. */
+/* Number of times that threads have taken a branch of the kernels. The list has all branches, even
+ * those never taken. */
 struct shim_branch {
     const char *name;
     long taken;
@@ -93,10 +93,11 @@ struct shim_dim3 {
     unsigned x, y, z;
 };
 
-/* Indices of the running fiber. Functions, since the scheduler writes them uninstrumented. */
+/* Indices of the running fiber. These are functions because the scheduler, which is not
+ * instrumented, writes the indices. */
 extern "C" shim_dim3 shim_block_index(void), shim_block_size(void), shim_grid_size(void);
 extern "C" unsigned char *shim_shared(void);
-extern "C" __attribute__((const)) unsigned shim_thread_index(void); /* to a fiber it never changes */
+extern "C" __attribute__((const)) unsigned shim_thread_index(void); /* constant within a fiber */
 #define threadIdx (shim_dim3{shim_thread_index(), 0, 0})
 #define blockIdx (shim_block_index())
 #define blockDim (shim_block_size())
@@ -107,14 +108,14 @@ enum shim_operation {
     SHIM_SYNC,
     SHIM_SHUFFLE,
     SHIM_BALLOT,
-    SHIM_MATRICES, /* matrix.cpp, from here on: a word points to a lane's operands */
+    SHIM_MATRICES, /* from here on in matrix.cpp: a word points to a lane's operands */
     SHIM_TRANSPOSED,
     SHIM_MULTIPLY,
     SHIM_MULTIPLY_HALF
 };
 
-/* Wait for all threads of a block, with a predicate, and for the lanes of a warp, each with a word.
- * All have to call from the same line. */
+/* shim_block waits for all threads of a block, each with a predicate; shim_warp waits for the lanes
+ * of a warp, each with a word. All must call from the same line. */
 extern "C" bool shim_block(bool predicate, int line);
 extern "C" uint64_t shim_warp(shim_operation operation, uint64_t word, int lane, int line);
 
@@ -156,13 +157,14 @@ DEVICE uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
     return r;
 }
 
-/* Denormals become 0, of the same sign. */
+/* Denormals become 0 with the same sign. */
 DEVICE float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
 
 DEVICE float fast_exp2(float x) { return flushed(exp2f(x)); }
 DEVICE float fast_reciprocal(float x) { return flushed(1.0f / flushed(x)); }
 
-/* Of pairs, whose sums and products floats hold exactly but for a fused one's. */
+/* An operation on pairs. float holds sums and products of two float16 numbers exactly, but not the
+ * result of a fused multiply-add. */
 template <typename OPERATION>
 DEVICE uint32_t each_f16(uint32_t a, uint32_t b, uint32_t c, OPERATION operation) {
     uint32_t r = 0;
@@ -191,7 +193,7 @@ DEVICE uint32_t subtract_bf16(uint32_t a, uint32_t b) {
 DEVICE const char *one_address(const char *p) { return p; }
 DEVICE int64_t compute_here(int64_t x) { return x; }
 
-/* MemorySanitizer takes whatever an atomic operation has touched for initialized. */
+/* MemorySanitizer treats everything that an atomic operation has touched as initialized. */
 template <int ORDER> DEVICE uint32_t shim_count(uint32_t *counter) {
 #ifdef SHIM_MSAN
     const uint32_t before = *counter;
@@ -212,8 +214,8 @@ DEVICE void check_alignment(const void *p, int bytes = 16) {
 
 /* ---- Asynchronous copies ------------------------------------------------- */
 
-/* The bytes arrive at once or when the thread waits for them, as the seed determines. The thread
- * copies them itself, so that sanitizers attribute the access to it. */
+/* The bytes arrive either at once or when the thread waits for them, as the seed determines. The
+ * thread copies them itself, so that sanitizers attribute the access to it. */
 struct shim_copy {
     void *to;
     const void *from;
@@ -223,7 +225,7 @@ struct shim_copy {
 
 extern "C" bool shim_postpone(void *to, const void *from, int bytes); /* false: copy now */
 extern "C" void shim_close_batch(void);
-extern "C" shim_copy shim_due(unsigned open); /* the next one to complete; to NULL: none */
+extern "C" shim_copy shim_due(unsigned open); /* next copy to complete; to NULL: none */
 
 #if CAPABILITY >= 80
 template <int BYTES> DEVICE void copy_async(void *to, const void *from) {
@@ -244,7 +246,7 @@ template <int OPEN> DEVICE void wait_copies() {
 
 /* ---- Matrices ------------------------------------------------------------ */
 
-struct shim_rows { /* of load_matrices */
+struct shim_rows { /* operands of load_matrices */
     uint32_t row[4];
     uint32_t *to;
 };
@@ -310,14 +312,14 @@ DEVICE uint32_t pack_f16(float low, float high) {
 #define WARPGROUPS (CAPABILITY == 90)
 
 #if WARPGROUPS
-/* Where a GPU has an address of a block's shared memory: bits 7 to 9 swizzle bits 4 to 6. */
+/* Emulates addresses in a block's shared memory: bits 7 to 9 swizzle bits 4 to 6. */
 DEVICE const void *shim_swizzled(uint32_t at) { return shim_shared() + (at ^ (at >> 7 & 7) << 4); }
 
 DEVICE uint32_t group_matrix(const void *rows) {
     return (uint32_t)((const unsigned char *)rows - shim_shared()) / 16;
 }
 
-/* Each warp takes its part at once, as products of 8 columns. */
+/* Each warp computes its part at once, as products of 8 columns. */
 template <typename PRODUCT>
 DEVICE void multiply_group(float c[8][4], uint32_t matrix, bool add, PRODUCT product) {
     const uint32_t column = threadIdx.x % 32 / 4, at = 16 * matrix + threadIdx.x % 4 * 4;

@@ -1,12 +1,13 @@
-"""A torch that has a CUDA device, for programs that are started with this folder on PYTHONPATH.
+"""A torch with a CUDA device, for programs that are started with this folder on PYTHONPATH.
 
-Its memory is the CPU's: whatever names a CUDA device is done on the CPU, and every tensor says that
-it is on cuda:0. The operations of h2o go through the driver that LD_LIBRARY_PATH finds, that of
-tests/cuda/fake, by `h2o.backends.cuda` as on a GPU. So the lines of `make test-gpu` and of commands
-with --device cuda run where there is none (tests/cuda/test_scripts.py). What a GPU alone would
-refuse, such as operations on tensors of two devices, goes through here.
+The device's memory is the CPU's: calls that name a CUDA device run on the CPU, and every tensor
+claims to be on cuda:0. The operations of h2o run as on a GPU, through `h2o.backends.cuda` and the
+driver that LD_LIBRARY_PATH finds, which is that of tests/cuda/fake. This makes it possible to run
+the lines of `make test-gpu` and commands with --device cuda without a GPU
+(tests/cuda/test_scripts.py). Errors that only a real GPU reports, such as for operations on tensors
+of two devices, do not appear.
 
-H2O_STANDIN_WRONG=h2o_cuda_step has that kernel answer wrongly.
+H2O_STANDIN_WRONG=h2o_cuda_step makes that kernel answer wrongly.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ ANSWERS = {
         name="Fake GPU 0", major=9, minor=0, multi_processor_count=1, total_memory=1 << 30
     ),
 }
-"""What functions of torch.cuda return."""
+"""Results of functions of torch.cuda."""
 
 
 READS = {
@@ -83,11 +84,11 @@ def on_cpu(x: Any) -> Any:
 
 
 class Stream:
-    """One that nothing is done on."""
+    """A stream without work."""
 
 
 class Event:
-    """The time of the CPU, when all that was queued is done."""
+    """An event with the CPU's time, taken when all queued work is done."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.seconds = 0.0
@@ -104,8 +105,8 @@ class Event:
 
 
 class CUDAGraph:
-    """Calls that were captured, which are made then too, and their results: a replay makes them
-    again, and writes what comes out to the same tensors."""
+    """Captured calls and their results. The calls run during capture as well. A replay runs them
+    again and writes the new results to the same tensors."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -114,7 +115,7 @@ class CUDAGraph:
         for call, results in self.calls:
             again = call()
             for result, new in zip(tensors(results), tensors(again), strict=True):
-                if result.data_ptr() != new.data_ptr():  # not of the same memory anyway
+                if result.data_ptr() != new.data_ptr():  # the new result may be the same memory
                     result.copy_(new)
 
 
@@ -136,8 +137,8 @@ def capture(graph: CUDAGraph) -> Any:
 
 
 def captured(call: Any) -> Any:
-    """The result of a call, which the graph that is being captured makes again; calls within it are
-    parts of it."""
+    """Result of a call. If a graph is being captured, it will repeat the call. Calls within the
+    call are parts of it."""
     graph = _capturing.pop() if _capturing else None
     result = call()
     if graph is not None:
@@ -152,7 +153,7 @@ def nothing(*arguments: Any) -> Any:
 
 
 def empty_kernels(image: bytes) -> Path:
-    """A file that the fake driver takes for compiled kernels, where none are built."""
+    """A file that the fake driver accepts as compiled kernels, for builds without kernels."""
     path = Path(tempfile.mkdtemp()) / "kernels.fatbin"
     path.write_bytes(image)
     atexit.register(shutil.rmtree, path.parent)
@@ -175,10 +176,10 @@ def start() -> None:
         return lambda *arguments: captured(functools.partial(run, *arguments))
 
     cuda._kernels = lambda by_torch: SimpleNamespace(**{x: make(x) for x in vars(by_torch)})
-    # The emulation takes long for all cases, and test_launch.py has them.
+    # Emulating all cases takes long. test_launch.py runs them.
     size = kernel_check.Size(10, 3, 1, 4, 2)
     kernel_check.CASES = (kernel_check.Case(16, torch.float32, size),)
-    prompt_attention.WAYS = {}  # which test_prompt_attention.py has
+    prompt_attention.WAYS = {}  # tested in test_prompt_attention.py
     for name, answer in ANSWERS.items():
         setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     torch.cuda.synchronize = lambda *_: driver.wait()

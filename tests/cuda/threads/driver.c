@@ -1,5 +1,5 @@
 /* driver.c - a libcuda.so.1 for test_driver.c: devices and kernels that do nothing, and counters of
- * calls. It takes no lock, which would order threads that h2o leaves unordered. */
+ * calls. It takes no lock, because a lock would order threads that h2o leaves unordered. */
 #define _POSIX_C_SOURCE 200809L /* nanosleep */
 #include <stdatomic.h>
 #include <stddef.h>
@@ -16,7 +16,7 @@ static context contexts[DEVICES] = {{0}, {1}, {2}, {3}};
 static _Thread_local context *current[DEEPEST];
 static _Thread_local int depth;
 
-/* The tests look at these. */
+/* Counters that the tests read. */
 atomic_int loads[DEVICES], unloads, launches[DEVICES], strangers;
 
 static void count(atomic_int *counter) {
@@ -65,7 +65,7 @@ int cuCtxPopCurrent_v2(context **to) {
 
 int cuThreadExchangeStreamCaptureMode(int *mode) { return (void)mode, 0; }
 
-/* The last device has no memory for its first one. A module is its context. */
+/* The first load on the last device fails for lack of memory. A module is its context. */
 int cuModuleLoadData(context **module, const void *image) {
     const int device = now()->device;
     const int before = atomic_fetch_add_explicit(&loads[device], 1, memory_order_relaxed);
@@ -76,7 +76,7 @@ int cuModuleLoadData(context **module, const void *image) {
 
 int cuModuleUnload(context *module) { return (void)module, count(&unloads), 0; }
 
-/* A function is its module's device. */
+/* A function is a number: its module's device plus 1. */
 int cuModuleGetFunction(void **to, context *module, const char *name) {
     return (void)name, *to = (void *)((uintptr_t)module->device + 1), 0;
 }

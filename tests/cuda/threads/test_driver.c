@@ -1,5 +1,5 @@
-/* test_driver.c - many threads open the driver, load the kernels of several devices, and launch, all
- * at once. ThreadSanitizer says what they do to each other (make tsan). */
+/* test_driver.c - many threads open the driver, load the kernels of several devices, and launch,
+ * all at once. ThreadSanitizer reports races between them (make tsan). */
 #define _POSIX_C_SOURCE 200809L /* barriers */
 #include <dlfcn.h>
 #include <pthread.h>
@@ -20,7 +20,7 @@ static void launch_once(int device) {
     h2o_error error = {0};
     cuda_scope scope;
     int status = cuda_enter(device, &scope, &error);
-    if (status != H2O_OK) { /* once on the last device; the next call tries again */
+    if (status != H2O_OK) { /* happens once, on the last device; the next call tries again */
         CHECK(device == DEVICES - 1 && status == H2O_EMEMORY);
         CHECK(strstr(error.text, "cuModuleLoadData: CUDA error 2") != NULL);
         atomic_fetch_add(&refused, 1);
@@ -48,7 +48,7 @@ static void *work(void *argument) {
     return NULL;
 }
 
-/* All is loaded, and no lock was waited for. */
+/* These threads begin when everything is loaded, and have waited for no lock. */
 static void *work_late(void *argument) {
     const int number = (int)(intptr_t)argument;
     const struct timespec moment = {0, 1000000};
@@ -65,7 +65,7 @@ static void *load_first(void *unused) {
     return unused;
 }
 
-/* The child has to take the lock that a loading thread of the parent holds. */
+/* The child must take a lock that a loading thread of the parent held during the fork. */
 static void a_fork_during_a_load_does_not_hang(const atomic_int *loads) {
     h2o_error error = {0};
     pthread_t thread;
