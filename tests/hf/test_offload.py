@@ -46,7 +46,7 @@ FIRST = ("all", "qwen3_next", "lfm2", "falcon_h1")
 
 
 def mapped(name, ours):
-    """One of MAPS by its name, or a device_map that puts two of three layers of a family on disk."""
+    """One of MAPS, or a device_map that puts two of three layers of a family on disk."""
     if name in MAPS:
         return MAPS[name]
     parts = [f"model.{x}" for x, _ in ours.base_model.named_children() if x != "layers"]
