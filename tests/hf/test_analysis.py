@@ -85,8 +85,8 @@ def test_overlap(both):
 
 
 def test_retained_mass_of_each_token(both):
-    """The retained mass could differ from 1 with all keys held, or from the dense attention to the
-    keys that are left."""
+    """The retained mass must be 1 with all keys held. Otherwise it must be the dense attention to
+    the keys that are left."""
     a, dense = both
     for layer in dense:
         mass = a.retained_mass(layer, per_token=True)
@@ -185,8 +185,8 @@ def test_removal_of_nothing_and_of_everything():
 
 @pytest.mark.parametrize("kind", ["heavy", "random", "recent"])
 def test_removed_keys_are_those_that_were_named(kind):
-    """Other keys could be removed than those that the definition names, as computed here by
-    hand."""
+    """Exactly the keys that the definition names must be removed. The expected output is computed
+    row by row from the definition."""
     from h2o.analysis.collect import Attention
     from h2o.analysis.removal import attend_without
 

@@ -76,7 +76,8 @@ def alone(ours, ids, config, tokens):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_rows_of_several_lengths(kind, rows):
-    """A short row, a long row or a row that becomes long could get the angles of another row."""
+    """A row must get the angles of its own length, whether its neighbors are short, long or become
+    long."""
     ours, config = llama(kind), H2OConfig(**SMALL)
     texts = prompts(20, 60, 27, 9, 90, 31)
     untouched = copy.deepcopy(ours)
@@ -88,8 +89,8 @@ def test_rows_of_several_lengths(kind, rows):
 
 
 def test_a_long_text_read_before_in_chunks():
-    """A dynamic embedding keeps the angles of the longest text that it has seen, and could give
-    them to a shorter prompt."""
+    """A dynamic embedding keeps the angles of the longest text that it has seen. A shorter prompt
+    must not get them."""
     ours, config = llama("dynamic"), H2OConfig(**SMALL)
     untouched, (long, short) = copy.deepcopy(ours), prompts(120, 50)
     settings = GenerationConfig(prefill_chunk_size=20, max_new_tokens=6, do_sample=False)
@@ -157,7 +158,8 @@ def test_rows_end_where_the_text_would_be_read_anew(name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_document_that_grows_out_of_its_angles(kind):
-    """The repetition could be rotated by other angles than the document."""
+    """If the repetition would be rotated by other angles than the document, a second reading must
+    raise an error."""
     ours, (short, long) = llama(kind), prompts(12, 28)
     repeat = prompts(2)[0]
     assert (

@@ -58,8 +58,8 @@ def test_values_take_the_bits_that_go_with_the_head_dimension():
 @pytest.mark.parametrize("way", ["to", "autocast"])
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_bytes_are_those_of_the_keys_that_come(way, kv_dtype):
-    """A budget in bytes could follow the dtype in which the model was loaded instead of that of its
-    keys."""
+    """A budget in bytes must follow the dtype of the keys, not the dtype in which the model was
+    loaded."""
     ours = model("llama")
     assert ours.config.dtype is torch.float32 or ours.config.dtype is None
     config = H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, budget_unit="bytes", kv_dtype=kv_dtype)

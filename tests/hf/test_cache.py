@@ -252,7 +252,7 @@ def rows(text, index):
     ],
 )
 def test_rows_move_with_their_state(change, index):
-    """Rows could lose their budgets, scores or traces when they are permuted, selected or
+    """Rows must keep their budgets, scores and traces when they are permuted, selected or
     repeated."""
     lengths = [9, 20, 14]
     mask = np.concatenate([left(lengths, 20), np.ones((3, 20), bool)], axis=1)
@@ -304,8 +304,8 @@ def test_a_failed_call_leaves_the_cache_as_it_was(columns, before):
 
 
 def test_an_interrupted_chunk_leaves_the_scores_as_they_were(monkeypatch):
-    """When memory runs out between attention and eviction, attention has already added to the
-    scores, which could stay changed."""
+    """When memory runs out between attention and eviction, the scores that attention has already
+    added to must be restored."""
     text = drifting(10, B=2, N=40)
     cache = new_cache(heavy=4, recent=4)
     feed(cache, text.cut(0, 22), [20, 1, 1])
@@ -371,8 +371,8 @@ def test_a_row_of_pads_alone_takes_no_budget_from_the_others():
 
 
 def test_a_fraction_of_a_short_prompt_is_one_token():
-    """A tenth of the 3 tokens of row 0 is truncated to 0, so that the row could keep nothing. Row 1
-    is long enough."""
+    """A tenth of row 0's 3 tokens is truncated to 0, which must be raised to one token. Row 1 is
+    long enough."""
     lengths = [3, 20]
     mask = np.concatenate([left(lengths, 20), np.ones((2, 10), bool)], axis=1)
     text = pad(drifting(5, B=2, N=30), mask)

@@ -37,8 +37,8 @@ def profile():
 
 
 def test_costs_are_those_of_dense_attention():
-    """The cost of a head could differ from what the change of its output costs, computed here with
-    dense attention under the same mask."""
+    """The cost of a head must be that of the change of its output, computed here with dense
+    attention under the same mask."""
     model, ids = tiny.model("llama"), ids_of(60)[0]
     layers = watch_gradients(model, ids, torch.Generator().manual_seed(0), draws=2)
     assert sorted(layers) == [0, 1]
@@ -68,8 +68,8 @@ def test_costs_are_those_of_dense_attention():
 
 
 def test_gradients_predict_what_a_change_does():
-    """Gradients could differ from a finite difference of the likelihood of the drawn tokens, with
-    one output moved."""
+    """Gradients must agree with a finite difference of the likelihood of the drawn tokens, with one
+    output moved."""
     model, ids = tiny.model("llama", "eager").double(), ids_of(20)[0]
     torch.manual_seed(0)
     change = torch.randn(20, 32, dtype=torch.double) * 3e-3
@@ -107,7 +107,7 @@ def test_frozen_parameters_and_the_model_stay_as_they_were():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_worth_is_the_slope_of_the_divergence(name):
-    """The worth of keys could differ from a finite difference of the divergence, with outputs moved
+    """The worth of keys must agree with a finite difference of the divergence, with outputs moved
     in the direction in which more keys change them."""
     model, ids = tiny.model(name), ids_of(60)[0]
     kinds = tiny.FAMILIES[name].layers
@@ -179,8 +179,8 @@ def test_hull_leaves_out_what_lies_above():
 
 
 def test_allocation_is_the_best_of_all():
-    """Greedy steps could miss the lowest sum of convex costs, which a search through all
-    allocations finds."""
+    """For convex costs, greedy steps must find the lowest sum, which a search through all
+    allocations gives."""
     generator = np.random.default_rng(0)
     grid = [1, 2, 3, 4, 5]
     slopes = -np.sort(-generator.random((3, 4)), axis=1)  # falling
@@ -225,8 +225,8 @@ def test_profile_of_a_tiny_model(profile):
 
 
 def test_needier_heads_get_more():
-    """A head whose values are zero loses nothing by eviction, and could still get more than the
-    least budget."""
+    """A head whose values are zero loses nothing by eviction, so it must get the smallest
+    budget."""
     model = tiny.model("llama")
     model.model.layers[1].self_attn.v_proj.weight[8:] = 0
     shares = np.array(h2o.calibrate(model, ids_of(), window=WINDOW).shares_for(0.4))

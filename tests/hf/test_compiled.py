@@ -92,8 +92,8 @@ def test_families(name):
 
 @needs_compiler
 def test_one_graph_for_steps_prompts_and_caches():
-    """A prompt of another length, a prompt shorter than the budget, or a fork could need another
-    graph."""
+    """A prompt of another length, a prompt shorter than the budget, and a fork must not need
+    another graph."""
     ours = model("llama")
     for seed, length in enumerate((20, 20, 31, 5)):
         inputs = {"input_ids": prompts(length, seed=seed)[0]}
@@ -112,7 +112,7 @@ def test_one_graph_for_steps_prompts_and_caches():
 @needs_compiler
 @pytest.mark.parametrize("rows", [slow_if(True, 1), 3])
 def test_padded_rows_are_one_recording(rows):
-    """The mask grows by a column with each token, which could cause another recording."""
+    """The mask grows by a column with each token, which must not cause another recording."""
     ours, recordings = llama(1), set()
     inputs = {name: x[:rows] for name, x in batch(prompts(5, 17, 23)).items()}
     expected = greedy(ours, inputs, 24, **with_cache(H2OCache(ours.config, **SMALL)))
@@ -143,8 +143,7 @@ def test_slots_stay_where_they_are():
 
 @needs_compiler
 def test_chunks_in_one_graph():
-    """Compiled chunks could need a graph for each length, or leave other slots than eager
-    chunks."""
+    """Chunks of any length must share one graph and leave the same slots as eager chunks."""
     ours = llama(1)
     ids = batch(prompts(5, 40, 33))
     caches = [H2OCache(ours.config, **SMALL, compileable=x) for x in (True, False)]
@@ -190,8 +189,8 @@ def test_a_chunk_that_fails_leaves_the_slots_as_they_were(monkeypatch):
 
 @pytest.mark.parametrize(("operator", "begin"), [("step", 11), ("chunk", 9)])
 def test_what_the_operations_say_of_themselves(operator, begin):
-    """The operators could write to tensors that they do not declare, give a fake tensor a wrong
-    shape, or fail to compile."""
+    """The operators must write only to tensors that they declare, give fake tensors the right
+    shape, and compile."""
     steppers.register()
     text = drifting(3, B=2, N=12)
     query, keys, values = (torch.from_numpy(x).to(DEVICE) for x in text)
@@ -282,8 +281,8 @@ def test_weights_may_be_frozen():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
 def test_nothing_of_the_slots_is_copied():
-    """A compiled step could copy slots. It must allocate less than a hundredth of one layer's
-    slots."""
+    """A compiled step must not copy slots: all that it allocates is less than a hundredth of one
+    layer's slots."""
     ours = model("llama")
     (ids,) = prompts(20)
     budget = {"heavy": 3000, "recent": 3000}

@@ -84,7 +84,7 @@ def test_what_is_kept(name, by_attention):
 
 
 def test_no_head_is_left_without_a_key():
-    """A head could get no key at all when no part of the budget goes to sinks, recent keys or
+    """Every head must keep a key, even when no part of the budget goes to sinks, recent keys or
     attention."""
     (document,) = prompts(70)
     how = {"readings": 2, "repeat": REQUEST, "by_attention": 0.0}
@@ -96,7 +96,7 @@ def test_no_head_is_left_without_a_key():
 
 @pytest.mark.parametrize("by_attention", [0.0, 0.5, 1.0])
 def test_a_profile_shares_what_goes_by_attention(by_attention):
-    """The part of the budget that goes by attention could ignore the shares of heads. The rest goes
+    """The part of the budget that goes by attention must follow the shares of heads. The rest goes
     to the largest scores of all heads."""
     (document,) = prompts(70)
     ours = shared("qwen3")
@@ -135,8 +135,8 @@ def test_long_documents_are_read_and_repeated_in_pieces(monkeypatch):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_of_a_batch_are_readings_of_their_own(side):
-    """With documents of several lengths and fractional budgets, a row could keep other keys than
-    alone."""
+    """With documents of several lengths and fractional budgets, each row must keep the keys that it
+    keeps alone."""
     ours, documents = shared("llama"), prompts(70, 41, 58)
     config = H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, kv_dtype="int8")
     padded = batch(documents, side)
@@ -172,8 +172,8 @@ def test_windows_and_states_of_a_row_know_no_padding(name, readings):
 
 
 def test_it_goes_on_as_any_other_cache(tmp_path):
-    """A compressed document could lose its budgets, or its ranking by the largest attention, or
-    answer otherwise in a fork or from a file."""
+    """A compressed document must keep its budgets and its ranking by the largest attention, and
+    answer the same from a fork or a file."""
     ours = model("llama")
     (document,) = prompts(70)
     cache = h2o.compress_document(ours, document, BUDGET, readings=2, repeat=REQUEST)
@@ -195,8 +195,8 @@ def test_it_goes_on_as_any_other_cache(tmp_path):
 @pytest.mark.parametrize("recent", [2, 6, 30])
 @pytest.mark.parametrize("by_attention", [0.0, 0.5])
 def test_recent_keys_after_the_cut(recent, by_attention):
-    """After the cut a head could keep as few recent keys as of the document's end instead of more,
-    up to LATER_RECENT, or need more slots for them."""
+    """The cut keeps up to RECENT keys of the document's end. Later, heads must keep up to
+    LATER_RECENT recent keys within the same budget."""
     ours, (document,) = shared("llama"), prompts(70)
     config = H2OConfig(heavy=34 - recent, recent=recent, sinks=2)
     cache = h2o.compress_document(
@@ -225,8 +225,7 @@ def test_recent_keys_after_the_cut(recent, by_attention):
     ],
 )
 def test_with_room_for_all_it_answers_as_the_full_cache(name):
-    """Windows and states could be those after the repetition instead of those after the
-    document."""
+    """Windows and states must be those after the document, not those after its repetition."""
     ours, (document,) = model(name), prompts(70)
     question = {"input_ids": torch.cat([document, *prompts(5, seed=3)], 1)}
     cache = h2o.compress_document(ours, document, H2OConfig.full(), readings=2, repeat=REQUEST)
@@ -272,7 +271,7 @@ def test_refusals(arguments, error, message):
 
 
 def test_one_reading_is_the_prompt_of_a_cache():
-    """A single reading could differ from the prefill of generate(), for example in padded rows."""
+    """A single reading must be the prefill of generate(), for padded rows too."""
     ours, padded = shared("llama"), batch(prompts(30, 40))
     cache = H2OCache(ours.config, budget=0.4, min_tokens=0)
     ids = padded["attention_mask"].cumsum(1) - 1

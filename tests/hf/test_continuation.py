@@ -39,7 +39,7 @@ def held(cache):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_same_prompt_again(name):
-    """A prompt that comes again, as when a notebook's cell is run twice, could count as new
+    """A prompt that comes again, as when a notebook's cell is run twice, must not count as new
     tokens."""
     ours, (ids,) = shared(name), prompts(30)
     cache = asked(ours, ids)
@@ -58,7 +58,7 @@ def test_the_same_prompt_again(name):
 @pytest.mark.parametrize("positions", ["original", "cache_relative"])
 def test_a_prompt_shorter_than_what_was_seen(tokens, positions):
     """A template that strips earlier thoughts gives a prompt shorter than the text seen, whose end
-    could count as new tokens. With 18 tokens of 35 a single new token is left."""
+    must not count as new tokens. With 18 tokens of 35 a single new token is left."""
     ours, (ids,) = shared("llama"), prompts(31)
     cache = asked(ours, ids, **SMALL, positions=positions)
     with REFUSED:
@@ -95,8 +95,8 @@ def test_direct_passes_at_earlier_positions():
 
 @pytest.mark.parametrize("name", ["llama", *["bamba"] * HYBRIDS])
 def test_chunks_are_numbered_as_generate_numbers_them(name):
-    """generate_all could number the tokens of a chunk otherwise than generate(). Bamba itself would
-    count each forward pass from 0."""
+    """generate_all must number the tokens of chunks as generate() does. Bamba itself would count
+    each forward pass from 0."""
     ours, (ids,) = shared(name), prompts(40)
     settings = GenerationConfig(prefill_chunk_size=16, max_new_tokens=8, do_sample=False)
     (result,) = h2o.generate_all(
@@ -192,8 +192,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", [[8], [-6], [9, 10]])
 def test_a_turn_with_other_ids(way, change, monkeypatch):
-    """A second turn could contradict the text seen, because a template dropped as many tokens as it
-    added, or because an answer was tokenized again."""
+    """A turn whose ids differ from those seen must be refused. This happens when a template drops
+    as many tokens as it adds, or when an answer is tokenized again."""
     if "more" in way:
         monkeypatch.setattr(seen_text, "PENDING", 2)
     ours = shared("llama")
@@ -293,7 +293,7 @@ def test_a_pass_that_failed_is_no_part_of_the_text():
 
 
 def test_a_refused_thread_leaves_no_ids():
-    """The ids of a refused thread could stay in the cache, because both threads make their masks
+    """A refused thread must leave no ids in the cache, although both threads make their masks
     before the first layer admits one of them."""
     ours, (ids, other, more) = shared("llama"), prompts(20, 20, 4)
     cache, errors = H2OCache(ours.config, **SMALL), []
@@ -319,8 +319,8 @@ def test_a_refused_thread_leaves_no_ids():
 
 @pytest.mark.parametrize("how", ["embeddings", "a DynamicCache", "taken back"])
 def test_ids_that_are_not_known(how):
-    """A cache that does not know the ids it has seen could refuse a turn, although there is nothing
-    to compare."""
+    """A cache that does not know the ids it has seen has nothing to compare, so it must accept any
+    turn."""
     ours, (ids,) = shared("llama"), prompts(20)
     cache = H2OCache(ours.config, heavy=40, recent=40)
     if how == "embeddings":
@@ -376,8 +376,8 @@ def test_a_prefix_longer_than_a_prompt():
 @pytest.mark.parametrize("name", ["llama", *LATENT])
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_a_turn_of_one_token_more_than_the_prompt(name, tokens):
-    """A turn of this length could be taken for the prompt again with its first new token, which a
-    model passes when it uses no cache."""
+    """A turn one token longer than the prompt must not be taken for the prompt and its first new
+    token, which a model without a cache would get."""
     ours = shared(name)
     ids, more = prompts(tokens, tokens + 1)
     text = torch.cat([ids, more], dim=1)

@@ -63,8 +63,8 @@ def test_a_cache_of_all_keys_grows_by_little():
 
 
 def test_lengths_of_prompts_are_repeated_with_their_rows():
-    """`fork(rows=2)` could forget to repeat `prompt_length`, in a cache whose converted keys have
-    no scores yet or in an empty one."""
+    """`fork(rows=2)` must repeat `prompt_length` too, both in a cache whose converted keys have no
+    scores yet and in an empty one."""
     ours = model("llama")
     ids = torch.cat(prompts(30, 30))
     full = DynamicCache(config=ours.config)

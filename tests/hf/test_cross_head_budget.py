@@ -133,8 +133,8 @@ def test_a_bar_that_becomes_nan(monkeypatch):
 
 
 def test_what_is_held_while_a_prompt_is_read():
-    """Layers could hold more than the keys that all heads will keep and an eighth more, or their
-    tensors could take more memory than the keys held."""
+    """Layers must hold no more than an eighth above the keys that all heads will keep, and no more
+    memory than the keys held need."""
     (document,), heads, rows = prompts(90), [], []
     places = 6 * 2 * PLACES
 
@@ -172,7 +172,7 @@ def test_a_pass_that_broke_off_raises_no_bar():
 
 
 def test_layers_that_have_more_places_than_were_foreseen(monkeypatch):
-    """Heads could keep more keys in total than were foreseen at the first layer."""
+    """All heads together must keep no more keys than were foreseen at the first layer."""
     foresee = CrossHeadBudget._foresee
 
     def foresee_less(self, layer, prompt):

@@ -88,7 +88,7 @@ def test_nonsense_is_refused(plain, arguments):
 
 
 def test_card():
-    """The card could lack the metadata that the hub and transformers look for."""
+    """The card must have the metadata that the hub and transformers look for."""
     head = (Path(FOLDER) / "README.md").read_text("utf-8").split("---")[1]
     assert {"library_name: transformers", "  - custom_generate"} <= set(head.splitlines())
 
@@ -106,7 +106,8 @@ def test_a_copy_runs_what_its_card_shows(plain, tmp_path):
 
 
 def test_without_h2o_it_says_how_to_install_that(monkeypatch):
-    """transformers could check for h2o, and name a package that is in no index."""
+    """h2o's own message must appear, not transformers', which would name a package that is in no
+    index."""
     folder = Path(FOLDER) / "custom_generate"
     monkeypatch.setitem(sys.modules, "h2o", None)
     with pytest.raises(ImportError, match=r"h2o-kv: pip install '\.\[hf\]' in the folder"):

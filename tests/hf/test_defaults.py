@@ -109,7 +109,7 @@ def test_every_cache_reads_and_decodes(kind):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_families(name):
-    """States, latents or keys that layers share could follow the default device or dtype."""
+    """States, latents and keys that layers share must not follow the default device or dtype."""
     ours = without_windows(name)
     alike(lambda: by_hand(ours, H2OCache(ours.config, heavy=6, recent=6)))
 

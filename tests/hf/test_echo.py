@@ -134,7 +134,7 @@ def test_echo_of_a_prompt(name):
 
 
 def test_echo_of_long_prompts(monkeypatch):
-    """A prompt whose queries are evaluated in several parts could get another echo."""
+    """Evaluating the queries of a prompt in several parts must not change its echo."""
     ours, (document,) = shared("llama"), prompts(70)
     monkeypatch.setattr(echo, "ENTRIES", 3 * 70 * ours.config.num_attention_heads)
     monkeypatch.setattr(echo, "ROWS", 40)
@@ -148,8 +148,8 @@ def test_echo_of_long_prompts(monkeypatch):
     "how", [{}, {"softcap": 20.0}, {"scale": 0.5, "sink_logits": True}], ids=str
 )
 def test_a_row_by_kernels_and_by_torch(how, size, n, by, monkeypatch):
-    """Kernels, bounds or torch could differ from a dense softmax. Some of the larger queries give
-    the first key no attention."""
+    """Kernels, bounds and torch must all agree with a dense softmax. Some of the larger queries
+    give the first key no attention."""
     if by == "bounds":
         monkeypatch.setattr(echo, "FEWEST_BOUNDED", 1)
         monkeypatch.setattr(echo, "BOUND_KEYS", 4)
@@ -179,7 +179,7 @@ def test_a_row_by_kernels_and_by_torch(how, size, n, by, monkeypatch):
 @pytest.mark.parametrize("how", [{}, {"softcap": 20.0}, {"sink_logits": True}], ids=str)
 @pytest.mark.parametrize("size", [0.1, 2.0, 12.0])
 def test_queries_that_are_left_out_change_no_bit(size, how, dtype, monkeypatch):
-    """Leaving out queries could change the scores. The keys have a sink, outliers and an outlier
+    """Leaving out queries must not change any score. The keys have a sink, outliers and an outlier
     channel, and attention ranges from even to a single key."""
     n, generator = 700, torch.Generator().manual_seed(2)
     query, keys = (torch.randn(heads, n, 32, generator=generator) for heads in (6, 2))
@@ -196,7 +196,7 @@ def test_queries_that_are_left_out_change_no_bit(size, how, dtype, monkeypatch):
 
 
 def test_half_of_the_queries_of_a_text_are_left_out(monkeypatch):
-    """On a real model more queries could be evaluated over all keys than the documents say."""
+    """On a real model no more queries may be evaluated over all keys than the documents say."""
     model, tokenizer = h2o.load_model()
     text = (Path(__file__).parents[2] / "docs/understand/how_h2o_works.md").read_text()
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :600]
@@ -230,7 +230,7 @@ def test_a_row_in_sixteen_bits(dtype):
 
 @pytest.mark.parametrize("first", [-0.9, 3.0])
 def test_a_first_key_of_next_to_no_attention_and_of_all(first):
-    """The first key is passed apart from the others, and could count twice or not at all."""
+    """The first key is passed apart from the others and must count exactly once."""
     generator = torch.Generator().manual_seed(1)
     query, keys = (torch.randn(h, 300, 32, generator=generator).half() for h in (4, 2))
     query += 1.5
@@ -242,7 +242,8 @@ def test_a_first_key_of_next_to_no_attention_and_of_all(first):
 @pytest.mark.parametrize("name", ["llama", "phi", "gemma2"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_of_a_batch_are_prompts_of_their_own(name, side):
-    """A row's queries could be evaluated after the end of another row, or padding could count."""
+    """The queries of each row must be evaluated after the row's own end, and padding must not
+    count."""
     ours, documents = shared(name), prompts(70, 41, 58)
     padded = batch(documents, side)
     mask = padded["attention_mask"]
@@ -253,7 +254,7 @@ def test_rows_of_a_batch_are_prompts_of_their_own(name, side):
 
 @pytest.mark.parametrize("n", [60, 140])
 def test_echo_where_angles_depend_on_the_length(n):
-    """Echo could use the angles of another length, below or above the length at which angles
+    """Echo must use the angles of the text's own length, below and above the length at which angles
     change."""
     ours, (document,) = made("llama, longrope"), prompts(n)
     agree(echo_of(ours, document), ours, document)

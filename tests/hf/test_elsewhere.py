@@ -100,7 +100,7 @@ def test_policies(chosen):
     ids=["even", "shares"],
 )
 def test_slots_that_grow(shares, kv_dtype):
-    """Slots that grow after a short prompt, or their trace, could read from the device."""
+    """Growing slots, with a trace or without, must not read from the device."""
     with there() as ours:
         more = {"head_shares": shares, "kv_dtype": kv_dtype, "trace": shares is None}
         cache = H2OCache(ours.config, heavy=12, recent=12, **more)
@@ -120,7 +120,7 @@ def _texts_are_not_compared(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", slow_if(True, "opt"), "gemma3"])
 def test_padding(name):
-    """Budgets in tokens do not depend on the rows' lengths, which could be read all the same."""
+    """With budgets in tokens the lengths of padded rows must not be read from the device."""
     with there(name) as ours:
         cache = H2OCache(ours.config, heavy=6, recent=6, sinks=1)
         converse(ours, cache, torch.ones(2, 20, dtype=torch.long))
@@ -169,8 +169,8 @@ def test_patched(name):
     ],
 )
 def test_simulated(parameters):
-    """A simulation could read from the device. Without a mask transformers itself would, in search
-    of packed texts."""
+    """A simulation must not read from the device. The test passes a mask, because without one
+    transformers itself reads from the device to detect packed texts."""
     with there(attention="sdpa") as ours:
         mask = torch.ones(2, 12, dtype=torch.long)
         with h2o.simulated(
@@ -182,7 +182,7 @@ def test_simulated(parameters):
 
 
 def test_shapes_are_fixed():
-    """A step could run other operations, or have other shapes, after a longer text."""
+    """A step must run the same operations on the same shapes, however much was seen before."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Recorder(TorchDispatchMode):

@@ -160,16 +160,16 @@ def test_a_twin_is_generated_from_as_its_likes_are(name):
 
 @pytest.mark.parametrize("name", [name for name in GENERATED_ALIKE if name in FAMILIES])
 def test_what_is_generated_alike(name):
-    """Modes are left out for these families because their generate() is llama's, which a new
-    version of transformers could change."""
+    """Modes are left out for these families because their generate() is llama's. This must stay
+    true with new versions of transformers."""
     assert not generation(shared(name))
     assert not FAMILIES[name].image
 
 
 @pytest.mark.parametrize("name", [name for name in KEPT_ALIKE if name in FAMILIES])
 def test_what_is_kept_alike(name):
-    """Policies are left out for these families because their layers are another family's, which a
-    new version of transformers could change."""
+    """Policies are left out for these families because their layers are of the same kinds as
+    another family's. This must stay true with new versions of transformers."""
     ours, like = shared(name), shared(KEPT_ALIKE[name])
     kinds, wanted = ({kind_of(x) for x in H2OCache(m.config, heavy=1).layers} for m in (ours, like))
     assert kinds == wanted
@@ -228,8 +228,8 @@ def test_full_budget_is_the_full_cache(name, mode):
 
 @pytest.mark.parametrize(("name", "chosen", "side"), POLICY_CASES)
 def test_each_row_is_the_row_alone(name, chosen, side):
-    """A padded row could differ from the row alone. Where the policy does not count a row's tokens,
-    two rows are compared during generation: one that is shorter than the budget, and one in the
+    """A padded row must give what the row gives alone. If a policy does not count a row's tokens,
+    only two rows are compared during generation: one shorter than the budget, and one in the
     middle."""
     ours = shared(name)
     config = policy(chosen, ours)

@@ -28,8 +28,8 @@ def teacher_forced(ours, ids, config):
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_beams_are_permuted_with_their_state(sampled):
-    """A row could keep the keys of another beam. Each row must hold the keys that its own text
-    leaves without beams."""
+    """Each row must hold the keys that its own text leaves without beams, not those of another
+    beam."""
     ours = model("gpt_neox")
     (prompt,) = prompts(20)
     cache = H2OCache(ours.config, SMALL)
@@ -100,7 +100,7 @@ def test_two_calls_are_one_conversation():
 
 
 def test_chunked_prompt_with_its_length_told():
-    """Budgets could be fractions of the first chunk instead of the whole prompt."""
+    """Budgets must be fractions of the whole prompt, not of its first chunk."""
     ours = model("llama")
     inputs = batch(prompts(12, 23))
     with_length = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0, prompt_length=[12, 23])
@@ -144,7 +144,7 @@ def test_autocast():
 
 @pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
 def test_offloaded_weights():
-    """accelerate moves weights in and out around each module, and keys could lose their layer."""
+    """accelerate moves weights in and out around each module. Keys must not lose their layer."""
     accelerate = pytest.importorskip("accelerate")
     inputs = batch(prompts(12, 23))
     ours = model("llama")

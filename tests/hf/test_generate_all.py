@@ -81,7 +81,7 @@ def each_alone(name):
     ],
 )
 def test_each_request_is_a_generation_of_its_own(name, rows):
-    """A row that is refilled while others still decode could change its answer or theirs."""
+    """Refilling a row while others still decode must not change any answer."""
     requests, expected = each_alone(name)
     results = list(h2o.generate_all(shared("llama"), requests, CONFIGS[name], rows=rows))
     assert [result.index for result in results] == list(range(len(LENGTHS)))
@@ -127,8 +127,8 @@ def test_short_prompts_are_read_together(family, lengths, read):
 
 
 def test_more_prompts_share_a_pass_on_a_gpu(monkeypatch):
-    """On a GPU the host's time for a pass is worth many more tokens, and prompts could still be
-    split as on a CPU."""
+    """On a GPU, where the host's time for a pass is worth many tokens, more prompts must share a
+    pass than on a CPU."""
     monkeypatch.setattr(short_prompts, "input_device", lambda model: torch.device("cuda"))
     ours, some = shared("llama"), texts(200, 198, 30, 190)
     with passes(ours) as shapes:
@@ -140,8 +140,8 @@ def test_more_prompts_share_a_pass_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("name", ["h2o", "echo"])
 def test_read_together_into_rows_apart(name):
-    """Prompts that are prefilled together could go to the wrong rows when the free rows are not
-    adjacent, or when an answer ends with its first token."""
+    """Prompts that are prefilled together must go to the right rows when the free rows are not
+    adjacent, and when an answer ends with its first token."""
     new = (4, 9, 1, 9, 4, 5, 5, 5)
     some = [h2o.Request(x, max_new_tokens=n) for x, n in zip(texts(*[9] * 8), new, strict=True)]
     ours, config = shared("llama"), CONFIGS[name]
@@ -171,7 +171,7 @@ def test_prompts_with_settings_of_their_own_are_read_alone():
 
 
 def test_a_prompt_that_cannot_be_read_beside_others():
-    """A prompt that fails could take along the prompts that are prefilled with it."""
+    """A prompt that fails must not affect the prompts that are prefilled with it."""
     config = copy.deepcopy(shared("gpt2").config)
     config.n_positions = 64
     ours = AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
@@ -193,7 +193,7 @@ def test_families(family):
 
 
 def test_a_step_is_of_the_rows_that_are_not_idle():
-    """Idle rows could still be computed while a few long answers go on."""
+    """Idle rows must not be computed while a few long answers continue."""
     ours, batches = model("llama"), []
     hook = ours.register_forward_pre_hook(
         lambda _, args, kwargs: batches.append(len(kwargs["input_ids"])), with_kwargs=True
@@ -210,8 +210,8 @@ def test_a_step_is_of_the_rows_that_are_not_idle():
 
 
 def test_sampling_does_not_depend_on_neighbors():
-    """A request's samples could depend on other rows instead of its own seed and processors
-    only."""
+    """A request's samples must depend only on its own seed and processors, as after
+    torch.manual_seed alone."""
     ours = model("llama")
     settings = GenerationConfig(
         do_sample=True, temperature=1.5, top_k=20, repetition_penalty=1.3, max_new_tokens=12
@@ -260,8 +260,8 @@ def test_budgets_of_their_own():
 
 
 def test_chunks_of_a_prompt():
-    """The chunks of a prompt could differ from those of generate(), or keep running rows from
-    decoding in between."""
+    """The chunks of a prompt must be those of generate(), and running rows must decode between
+    them."""
     ours = model("llama")
     settings = GenerationConfig(prefill_chunk_size=7, max_new_tokens=10)
     order = []
@@ -277,7 +277,8 @@ def test_chunks_of_a_prompt():
 
 
 def test_rows_wait_for_so_many_tokens(monkeypatch):
-    """Running rows could wait for more prompt tokens than TOKENS_A_STEP before their next step."""
+    """Running rows must not wait for more than TOKENS_A_STEP prompt tokens before their next
+    step."""
     ours = model("llama")
 
     def order():
@@ -295,8 +296,8 @@ def test_rows_wait_for_so_many_tokens(monkeypatch):
 
 
 def test_prefix():
-    """Requests that continue a document's cache could change this cache, or answer otherwise than a
-    fork of it."""
+    """Requests that continue a document's cache must answer like a fork of it and leave it
+    unchanged."""
     ours = model("llama")
     document, *questions = texts(40, 3, 9, 5, 6, seed=4)
     cache = H2OCache(ours.config, CONFIGS["h2o"])
@@ -325,8 +326,7 @@ def test_prefix():
 
 
 def test_bytes_say_how_many_rows():
-    """The tensors of the cache could take more than the bytes allowed, or leave room for another
-    row."""
+    """All tensors of the cache must fit the given bytes, and another row would not fit."""
     ours = model("llama")
     seen = []
 
@@ -356,8 +356,8 @@ def stored(cache):
 
 
 def test_prompts_are_taken_as_rows_become_free():
-    """An endless iterator of prompts could be read far ahead, or results could come in the wrong
-    order."""
+    """An endless iterator of prompts must not be read far ahead. Results come in order, or as they
+    finish."""
     ours = model("llama")
     taken = []
 
@@ -376,7 +376,7 @@ def test_prompts_are_taken_as_rows_become_free():
 
 
 def test_prompts_that_cannot_be_read():
-    """A prompt that cannot be answered could change the other answers or end the call."""
+    """A prompt that cannot be answered must not change other answers or end the call."""
     ours = model("llama")
     good = texts(9, 12)
     wrong = {
@@ -416,8 +416,8 @@ class Until(StoppingCriteria):
 
 
 def test_stopping_criteria():
-    """The criteria of a request, which answer with a bool or a tensor, could be ignored, or one
-    that raises could end other rows."""
+    """The criteria of a request may return a bool or a tensor. Criteria that raise must end their
+    own row only."""
     ours = model("llama")
     some = texts(9, 12, 20, 6)
     answers = [True, torch.tensor([True]), RuntimeError("broken"), None]
@@ -434,7 +434,8 @@ def test_stopping_criteria():
 
 
 def test_stop_strings_of_the_model():
-    """The model's stop strings could be lost when the call's generation config has none."""
+    """The model's stop strings must apply when the call's generation config has none, as in
+    generate()."""
     ours = model("llama")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:97]
     core = Tokenizer(BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
@@ -453,7 +454,7 @@ def test_stop_strings_of_the_model():
 
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
 def test_a_table_of_positions_that_comes_to_its_end(family):
-    """A row that runs out of positions, in its prompt or later, could end other rows."""
+    """A row that runs out of positions, in its prompt or later, must end alone."""
     ours = model(family)
     most = ours.config.max_position_embeddings
     some = texts(9, most - 3, 12, most + 1, 7, most - 9)
@@ -470,8 +471,8 @@ def test_a_table_of_positions_that_comes_to_its_end(family):
 
 @pytest.mark.parametrize("call", [1, 2, 5])
 def test_what_the_caller_raises_is_raised(call):
-    """An exception from `on_token`, at a first or later token, or from the prompts could be taken
-    for the error of a request."""
+    """Exceptions from `on_token`, at a first or later token, and from the prompts must propagate
+    instead of becoming the error of a request."""
     ours = model("llama", attention="sdpa")
     count = []
 
@@ -503,8 +504,8 @@ def test_the_model_is_as_before():
 
 @pytest.mark.parametrize("is_patched", [False, True])
 def test_threads_that_share_a_model(is_patched):
-    """Calls in several threads could mix up their rows, or a simulation of the same model could
-    start during them."""
+    """Calls in several threads must not mix up their rows, and a simulation of the same model must
+    be refused during them."""
     ours = model("llama", attention="sdpa")
     names = ["h2o", "int8", "mean, sinks"]
     here = threading.Barrier(len(names) + 1)
@@ -635,7 +636,7 @@ def compiled_and_eager(ours, config, requests=None, **how):
 @needs_compiler
 @pytest.mark.parametrize("name", ["int8", "uneven heads", slow_if(True, "mean, sinks")])
 def test_one_graph_serves_all_steps_and_another_all_prompts(name, dynamo):
-    """Idle rows, refilled rows or chunks of prompts could need other graphs."""
+    """Idle rows, refilled rows and chunks of prompts must not need other graphs."""
     for more in ({}, {"generation_config": GenerationConfig(prefill_chunk_size=8)}):
         compiled, eager = compiled_and_eager(model("llama"), CONFIGS[name], rows=3, **more)
         assert compiled == eager
@@ -645,7 +646,7 @@ def test_one_graph_serves_all_steps_and_another_all_prompts(name, dynamo):
 
 @needs_compiler
 def test_prompts_that_no_graph_reads(dynamo):
-    """Prompts that the graph does not support could be answered wrongly: prompts of one token, with
+    """Prompts that the graph does not support must be answered eagerly: prompts of one token, with
     their own or fractional budgets, or after a prefix."""
     ours, config = llama(1), CONFIGS["h2o"]
     requests = [
@@ -694,8 +695,7 @@ def test_a_model_that_cannot_be_compiled_is_served_eagerly(dynamo):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_memory_is_constant_over_a_thousand_requests():
-    """Memory could grow with the number of requests, also with those that fail, every tenth
-    here."""
+    """Memory must not grow with the number of requests, of which every tenth fails."""
     ours = model("llama")
     long = texts(*range(5, 45))
     requests = (
@@ -714,8 +714,7 @@ def test_memory_is_constant_over_a_thousand_requests():
 
 @pytest.mark.slow
 def test_the_default_model():
-    """Texts, chats or stop strings could give other tokens than generate() with the default
-    model."""
+    """With the default model, texts, chats and stop strings must give the tokens of generate()."""
     ours, tokenizer = models.load_model(attn_implementation="h2o")
     ours.set_attn_implementation("h2o")
     asked = ["The capital of France is", [{"role": "user", "content": "Say hello."}]]
@@ -738,7 +737,7 @@ def test_the_default_model():
 
 
 def test_a_prompt_with_the_pad_id():
-    """A padding id in a prompt is a token like any other, and could be masked as padding."""
+    """The padding id in a prompt is a token like any other. It must not be masked."""
     ours, text = shared("llama"), [0, 0, 5, 9]
     settings = GenerationConfig(
         pad_token_id=0, eos_token_id=7, repetition_penalty=1.3, max_new_tokens=12

@@ -101,8 +101,8 @@ def test_the_report_tells_states_from_keys(name):
 
 @pytest.mark.parametrize("name", ["falcon_h1", "zaya", "qwen3_next", "llama"])
 def test_states_that_have_seen_a_refused_prompt_are_not_used(name):
-    """The first layer updates its states before its keys, so that a refused prompt could stay in
-    the states."""
+    """The first layer may update its states before its keys are refused. States that have seen a
+    refused prompt must not be used."""
     ours, (ids,) = model(name), prompts(20)
     cache = H2OCache(ours.config, heavy=0.4, recent=0.2, min_tokens=0)
     how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 2, "do_sample": False}
@@ -118,8 +118,8 @@ def test_states_that_have_seen_a_refused_prompt_are_not_used(name):
 
 
 def test_what_cannot_be_taken_back_is_refused():
-    """Recurrent states are sums over all tokens. `crop` could leave them as they are instead of
-    raising an error."""
+    """Recurrent states are sums over all tokens, so `crop` must raise an error and change
+    nothing."""
     (ids,) = prompts(20)
     ours = model("qwen3_next")
     cache = H2OCache(ours.config, **SMALL)

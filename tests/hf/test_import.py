@@ -85,7 +85,8 @@ def test_name_is_registered_in_any_order(printed):
 
 
 def test_a_private_name_that_has_moved_is_reported_where_h2o_is_used(printed):
-    """h2o could break the import of transformers, or use h2o.H2OCache without the private name."""
+    """A missing private name must not break the import of transformers. h2o must report it when h2o
+    is used."""
     first, error = printed[len(ORDERS)].splitlines()
     assert first == "transformers itself can be imported"
     assert error.startswith("h2o.H2OCache does not work with transformers")
@@ -293,7 +294,7 @@ def test_the_command_says_in_one_line_that_a_variable_is_wrong(variable, text):
 
 
 def test_what_is_shown_is_public():
-    """`dir` and an editor's completion could show private names."""
+    """`dir` and an editor's completion must not show private names."""
     assert {name for name in dir(h2o) if not name.startswith("__")} == {*h2o.__all__} - {
         "__version__"
     }

@@ -102,8 +102,8 @@ def wrapped(ours):
 
 
 def test_a_projection_that_is_no_plain_matrix(monkeypatch):
-    """The matrix of a projection that is quantized or has an adapter could be wrong, or be computed
-    more than once for a layer."""
+    """The matrix of a projection that is quantized or has an adapter must be recovered once for
+    each layer."""
     ours, twin, row = model("deepseek_v2"), model("deepseek_v2"), {"input_ids": prompts(30)[0]}
     wrapped(twin)
     monkeypatch.setattr(Wrapped, "asked", 0)
@@ -147,7 +147,7 @@ def test_a_projection_that_changes_between_two_steps(change):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_plain_projection_is_read_as_it_is_now(dtype):
-    """In bfloat16 the two matrices of a projection are packed and remembered, and could be used
+    """In bfloat16 the two matrices of a projection are packed and remembered. They must not be used
     after the weight has changed."""
     H, C, V, L, P = 4, 12, 10, 16, 8
     torch.manual_seed(0)
@@ -220,8 +220,7 @@ def test_half_precision_is_near_float32():
 
 
 def test_a_language_model_within_one_that_reads_images():
-    """Kimi K2.5 has the layers of DeepSeek V3, which h2o could miss inside a vision-language
-    model."""
+    """Kimi K2.5 is a vision-language model with the layers of DeepSeek V3, which h2o must find."""
     config = AutoConfig.for_model(
         "kimi_k25",
         text_config=LATENT["deepseek_v3"].build_config().to_dict(),
@@ -269,8 +268,8 @@ def test_heads_are_not_measured():
 
 @pytest.mark.parametrize("kv_dtype", ["auto", None])
 def test_a_part_of_the_bytes(kv_dtype):
-    """A budget in bytes could be exceeded or left unused, with latents in int8, which `h2o
-    generate` uses, or unquantized."""
+    """A budget in bytes must be used up and not exceeded, with latents in int8, which `h2o
+    generate` uses, and unquantized."""
     ours = model("deepseek_v3")
     config = exact(
         dataclasses.replace(H2OConfig.robust(0.3, budget_unit="bytes"), kv_dtype=kv_dtype)

@@ -116,7 +116,8 @@ def test_simulation_is_the_cache(name):
 
 @every_family
 def test_the_sinks_are_seen(name):
-    """The tests above would pass if h2o ignored the sinks in both of their results."""
+    """Sinks must change the logits. Some tests above would pass if both of their results ignored
+    the sinks."""
     ours, (ids,) = made(name), prompts(30)
     before = ours(ids, **with_cache(H2OCache(ours.config, **SMALL))).logits
     for module in ours.modules():
@@ -132,8 +133,8 @@ FULL_LAYERS = ["full_attention"] * 2
 
 
 def test_rolled_positions():
-    """Cache-relative positions could lose the sinks. No model has both, so a single layer is given
-    sinks. While all keys are held, ranks equal positions."""
+    """Cache-relative positions must not lose the sinks. No model has both, so a single layer is
+    given sinks. While all keys are held, ranks equal positions."""
     query, keys, values = drifting(3, B=1, N=30, D=8)
     read = Text(rotate(query), rotate(keys), values)
     sinks, answers = torch.linspace(-1, 2, 4), []
@@ -234,7 +235,7 @@ def test_the_authors_other_masks_know_no_sinks(variant):
 
 
 def test_analysis_sees_the_models_own_attention():
-    """An analysis could ignore the sinks. Its outputs must be the model's, and so must attention
+    """An analysis must not ignore the sinks. Its outputs must be the model's, and so must attention
     from which no keys are removed."""
     ours, (ids,) = made("gpt_oss"), prompts(30)
     expected = ours(ids, use_cache=False).logits[0]
@@ -269,8 +270,8 @@ def test_calibration_sees_the_models_own_attention():
 
 
 def test_retained_mass_is_a_share_of_what_keys_get():
-    """The attention of sinks could count as lost. With all keys held the retained mass must be
-    1."""
+    """The attention that sinks receive must not count as lost. With all keys held the retained mass
+    is 1."""
     ours, (ids,) = made("gpt_oss"), prompts(20)
     with h2o.simulated(ours, heavy=30, recent=0, mass=True) as simulation:
         ours(ids, use_cache=False)

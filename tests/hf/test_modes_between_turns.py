@@ -89,7 +89,7 @@ def test_inference_mode_ends(case, by):
 
 @pytest.mark.parametrize("by", ["core", "torch"])
 def test_all_that_is_done_to_a_cache_of_inference_mode(by, tmp_path):
-    """A cache that was made, filled, saved or loaded under inference_mode could fail outside of
+    """A cache that was made, filled, saved or loaded under inference_mode must work outside of
     it."""
     ours = shared("llama")
     prompt, question = prompts(40, 5)
@@ -120,8 +120,8 @@ def test_all_that_is_done_to_a_cache_of_inference_mode(by, tmp_path):
     "name", [slow_if(x not in ("falcon_h1", "qwen3_5"), x) for x in WITH_STATES]
 )
 def test_states_of_inference_mode(name):
-    """States made under inference_mode could not be updated outside of it. transformers' own cache
-    cannot do this."""
+    """States made under inference_mode must be usable outside of it. transformers' own cache fails
+    there."""
     ours = shared(name)
     prompt, question = prompts(20, 4)
     answers = []

@@ -103,7 +103,8 @@ def test_parts_on_the_disk(tmp_path, name):
 
 
 def test_another_model_on_the_disk_is_another_one(tmp_path):
-    """Offloaded tensors have no numbers, so that two models could get the same fingerprint."""
+    """Two models must have different fingerprints even when their tensors are offloaded and have no
+    numbers."""
     identities = set()
     for factor in (1.0, 1.5):
         ours = model("llama")
@@ -120,8 +121,8 @@ def test_another_model_on_the_disk_is_another_one(tmp_path):
 
 @pytest.mark.parametrize("trace", [False, True])
 def test_what_is_held_follows_the_keys(trace):
-    """The tensors of a layer could stay behind when its new keys are on another device, as after
-    loading a file, which does not record devices."""
+    """The tensors of a layer must move to the device of its new keys, because a file does not
+    record devices."""
     cache = new_cache(**SMALL, trace=trace)
     feed(cache, drifting(3, B=1, N=20), [20])
     layer = cache.layers[0]

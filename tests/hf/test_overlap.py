@@ -40,8 +40,8 @@ def answer(llama, ids):
 
 
 def test_tasks_are_each_served_by_their_own_block(llama):
-    """A call in a task, or in a thread with the task's context, could use the block of another
-    task, whichever task ends first."""
+    """A call in a task, or in a thread with the task's context, must use the task's own block,
+    whichever task ends first."""
     texts = prompts(20, 24)
     want = [expected_tokens(llama, {"input_ids": ids}, **SMALL) for ids in texts]
 
@@ -74,7 +74,7 @@ def test_tasks_are_each_served_by_their_own_block(llama):
 
 @pytest.mark.parametrize("how", [TINY, {**SMALL, "trace": True}, {**SMALL, "pinned": [(0, 2)]}])
 def test_a_task_with_other_settings_is_refused(llama, how):
-    """A task with other settings could change the model before it is refused, or be refused after
+    """A task with other settings must be refused before it changes the model, and accepted after
     the first task has ended."""
     (ids,) = prompts(20)
     want = expected_tokens(llama, {"input_ids": ids}, **SMALL)
@@ -120,8 +120,8 @@ def test_a_task_that_fails_or_is_cancelled_leaves_nothing(llama):
 
 
 def test_generators_end_in_any_order(llama):
-    """A generator that ends, or is dropped or closed in another context, could end the block of
-    another generator."""
+    """A generator that ends, or is dropped or closed in another context, must end its own block
+    only."""
     (ids,) = prompts(20)
     want = expected_tokens(llama, {"input_ids": ids}, **SMALL)
     full = answer(llama, ids)
@@ -164,7 +164,7 @@ def test_an_async_generator_that_another_task_ends(llama):
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_nested_blocks_that_end_out_of_order(llama, order):
-    """A block that ends could take along another one. The latest block that is left must apply."""
+    """The latest block that is still open must apply, in whichever order blocks end."""
     (ids,) = prompts(20)
     configs = [SMALL, TINY, MIDDLE]
     stacks = [contextlib.ExitStack() for _ in configs]
@@ -222,8 +222,8 @@ def test_enable_is_for_contexts_without_a_block(llama):
 
 
 def test_a_call_outside_of_every_block_is_served_by_the_latest(llama):
-    """A call outside of every block, as in a streaming thread with an empty context, could run
-    without h2o, or ignore its own arguments for the cache."""
+    """A call outside of every block, as in a streaming thread with an empty context, must use the
+    latest block, unless its own arguments name a cache or none."""
     (ids,) = prompts(20)
     outside = contextvars.copy_context()
     with patched(llama, **MIDDLE), patched(llama, **SMALL):
@@ -239,8 +239,8 @@ def test_a_call_outside_of_every_block_is_served_by_the_latest(llama):
 @pytest.mark.parametrize("inner", [patched, simulated])
 @pytest.mark.parametrize("outer", [patched, simulated])
 def test_a_simulation_is_one_tasks(llama, outer, inner):
-    """A simulation sets the attention of the model for all tasks, so that a second task must be
-    refused when it enters."""
+    """A simulation sets the attention of the model for all tasks, so a second task must be refused
+    when it enters."""
 
     async def handler(block, entered, leave):
         with block(llama, **SMALL):
@@ -281,8 +281,8 @@ def test_attention_is_that_of_the_latest_that_is_left(llama, kinds, order):
 
 
 def test_a_cache_goes_on_after_its_block(llama):
-    """A cache with cache-relative positions could get positions as in the block around it, which
-    has another kind of cache."""
+    """A cache with cache-relative positions must continue to use them in a block with another kind
+    of cache."""
     (ids,) = prompts(20)
     config = H2OConfig(**SMALL, positions="cache_relative")
     twin = copy.deepcopy(llama)

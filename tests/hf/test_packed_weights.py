@@ -89,8 +89,8 @@ def test_hooks_and_changed_weights():
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_adapters_that_are_merged_within_the_block():
-    """PEFT writes through a weight's `.data`, which torch does not count as a change, so that an
-    outdated copy could be used."""
+    """PEFT writes through a weight's `.data`, which torch does not count as a change. The outdated
+    copy must not be used."""
     peft = pytest.importorskip("peft")
     how = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     ours = peft.get_peft_model(model("llama").bfloat16(), how).bfloat16().eval()

@@ -111,7 +111,8 @@ def test_nothing_is_read_with_padding_amid_a_row(name):
 @pytest.mark.parametrize("name", few_of(COUNTING))
 @pytest.mark.parametrize("stops", [(0, 31, 32, 33), (0, 8, 31, 32, 33), (0, 33)])
 def test_padding_on_the_left(name, stops):
-    """Padding on the left could change a row, even in a pass that has only padding of that row."""
+    """Padding on the left must not change a row, even in a pass that has only padding of that
+    row."""
     if name in ("jamba", "zamba") and len(stops) == 5:
         pytest.skip("its states of one pass are not used in the next")
     ours, rows = shared(name), prompts(20, 31)

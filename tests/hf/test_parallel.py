@@ -98,7 +98,8 @@ def test_two_processes_give_what_one_gives(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not LATENT, reason="a newer transformers caches latents")
 def test_two_processes_hold_the_same_latents(tmp_path):
-    """Each process could score latents by its own heads only. DeepSeek V3's heads are not split."""
+    """Processes must score latents by all heads together, as a single process does. DeepSeek V3's
+    heads are not split."""
     expected = {}
     for name in ("deepseek_v2", "glm4_moe_lite", "deepseek_v3"):
         ours = tiny_model(name)
@@ -123,7 +124,7 @@ def test_two_processes_hold_the_same_latents(tmp_path):
 
 @pytest.mark.slow
 def test_what_fsdp_gathers_is_whole(tmp_path):
-    """Under FSDP a process could take its shards for a part of the heads. Caches, files and
+    """Under FSDP a process must not take its shards for a part of the heads. Caches, files and
     analyses must be those of a single process."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"].build_config()).eval()
@@ -147,7 +148,7 @@ def joined(parts):
 
 
 def test_files_of_other_heads(last_of_four, tmp_path):
-    """A file of one part of the heads could be loaded in a process that has other heads."""
+    """A file of one part of the heads must be refused by a process that has other heads."""
     path, (ids,) = tmp_path / "cache", prompts(30)
     ours = copy.deepcopy(tiny_model("llama"))
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
@@ -184,8 +185,8 @@ def test_files_of_other_heads(last_of_four, tmp_path):
 
 
 def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
-    """Before the first pass only the model knows which heads a converted cache has, and a file
-    could be written without that."""
+    """Before the first pass only the model knows which heads a converted cache has, so a file must
+    not be written without the model."""
     path, (ids,) = tmp_path / "cache", prompts(30)
     on_one = tiny_model("llama")
     full = DynamicCache(config=on_one.config)
@@ -209,7 +210,7 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
 
 
 def test_a_model_that_is_cut_but_for_its_attention(last_of_four):
-    """A model whose attention is not split, as in many with experts, could count as split."""
+    """A model whose attention is not split, like many with experts, has all of its heads."""
     ours = copy.deepcopy(tiny_model("llama"))
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     ours.model.layers[0].mlp.up_proj._hf_device_mesh = mesh
@@ -253,8 +254,8 @@ def last_of_four():
     ],
 )
 def test_which_part_is_here(last_of_four, shape, names, place):
-    """The part could be read wrongly from sharded parameters, or from the attribute of modules that
-    transformers set before 5.11."""
+    """The part of a model must be read from its sharded parameters or, before transformers 5.11,
+    from an attribute of its modules."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 8))
     assert tensor_parallel.part(module) == tensor_parallel.WHOLE
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -267,8 +268,8 @@ def test_which_part_is_here(last_of_four, shape, names, place):
 
 
 def test_what_fsdp_cuts_is_no_part(last_of_four):
-    """FSDP's mesh has no name by default, so that it could be taken for a tensor parallel mesh
-    without a name."""
+    """FSDP's mesh has no name by default. It must not be taken for a tensor parallel mesh without a
+    name."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 8))
     fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
     assert module[0].weight.placements == (Shard(0),)

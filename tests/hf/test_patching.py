@@ -90,8 +90,8 @@ def test_generate_has_a_fresh_cache_each_time(plain):
     ],
 )  # fmt: skip
 def test_every_mode_as_with_a_cache_by_hand(mode, chosen):
-    """A mode could generate other tokens than with a cache by hand. Chat turns are left out,
-    because a fresh cache for each call has no second turn."""
+    """Each mode must generate the tokens that it generates with a cache passed by hand. Chat turns
+    are left out, because a fresh cache for each call has no second turn."""
     plain = model("llama", "sdpa")
     inputs = batch(prompts(17, 23))
     twin = model("llama")
@@ -110,8 +110,8 @@ def test_every_mode_as_with_a_cache_by_hand(mode, chosen):
     ("by", "budget"), checkered(["scale", "negative prompt", "processor"], [4, 0.3])
 )
 def test_guidance_keeps_all_of_its_second_text(llama, by, budget):
-    """The second text of guidance could get an H2OCache. It must keep all of its keys, as it does
-    if a cache is passed by hand for the first text."""
+    """The second text of guidance must keep all of its keys, as it does when a cache is passed by
+    hand for the first text."""
     inputs, (negative,) = batch(prompts(17, 23)), prompts(30, seed=5)
     config = {"heavy": budget, "recent": budget}
 
@@ -137,8 +137,8 @@ def test_guidance_keeps_all_of_its_second_text(llama, by, budget):
 
 @pytest.mark.parametrize("how", [{}, {"prefill_chunk_size": 2}], ids=["whole", "chunks"])
 def test_fractions_of_a_padded_batch_of_short_prompts(llama, how):
-    """A padded batch could be taken for longer prompts than it has, here of one token, or fail with
-    a row of padding alone."""
+    """Fractions of a padded batch must be of the prompts without padding: one token here, and none
+    in a row of padding alone."""
     ids = torch.cat([torch.zeros_like(prompts(2)[0]), prompts(1)[0]], 1).repeat(3, 1)
     mask = torch.tensor([[0, 0, 1], [0, 0, 1], [0, 0, 0]], device=ids.device)
     inputs = {"input_ids": ids, "attention_mask": mask}
@@ -166,8 +166,8 @@ def test_forward_has_a_fresh_cache(plain):
 
 
 def test_scoring_texts_is_warned_of(llama):
-    """A user who scores whole texts in single passes could take the results for those of a small
-    budget. Such a pass is a prompt, whose logits are the full cache's at any budget."""
+    """A user who scores whole texts in single passes must be warned. Such a pass is a prompt, whose
+    logits are the full cache's at any budget."""
     (ids,) = prompts(20)
     full = llama(ids).logits
     with patched(llama, heavy=1, recent=1) as patch:
@@ -274,8 +274,8 @@ def test_enable_and_disable(llama):
 
 
 def test_siblings_that_share_a_config():
-    """Models that share a config switch attention together. A sibling could answer wrongly, or the
-    last one to be disabled could fail to restore the attention."""
+    """Models that share a config switch attention together. Both must still answer correctly, and
+    the last one to be disabled must restore the attention."""
     config = FAMILIES["llama"].build_config()
     torch.manual_seed(0)
     one, two = (AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
@@ -401,8 +401,8 @@ def test_a_model_that_asks_for_no_cache_is_told():
 
 @pytest.mark.parametrize("given", [False, True])
 def test_early_exit_is_refused_before_layers_are_taken_off(llama, given):
-    """Early exit takes layers off the model, which could stay off after the error. The draft would
-    use the patch's cache, even if the caller passes one."""
+    """Early exit must be refused before it takes layers off the model. The draft would use the
+    patch's cache, even if the caller passes one."""
     inputs = {"input_ids": prompts(20)[0]}
     expected = greedy(llama, inputs).tolist()
     with patched(llama, **SMALL):
@@ -423,8 +423,8 @@ def test_a_cache_that_is_refused_leaves_the_attention():
 
 
 def test_a_simulated_model_is_not_enabled():
-    """enable() within a simulation would set another attention, so that the rest of the block would
-    run without the simulation."""
+    """enable() within a simulation must be refused. It would set another attention, and the rest of
+    the block would run without the simulation."""
     plain, (ids,) = model("llama", "sdpa"), prompts(30)
     with h2o.simulated(plain, **SMALL):
         want = plain(ids, use_cache=False).logits
@@ -440,7 +440,8 @@ def test_a_simulated_model_is_not_enabled():
 
 
 def test_attention_that_is_set_inside_a_simulation():
-    """An attention that is set within a simulation would end the simulation without an error."""
+    """An attention that is set within a simulation would end it silently. The next call must raise
+    an error."""
     plain, (ids,) = model("llama", "sdpa"), prompts(30)
     full = plain(ids, use_cache=False).logits
     with h2o.simulated(plain, **SMALL):

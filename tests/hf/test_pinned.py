@@ -76,7 +76,7 @@ def long_reader():
     [*dict.fromkeys(h2o.config.PRESETS).items(), ("echo", "int8-int4")],
 )
 def test_forty_tokens_at_four_percent(preset, kv_dtype, long_reader):
-    """A head could evict pinned keys in the prompt or in later steps, or hold them on top of its
+    """Every head must keep the pinned keys, in the prompt and through later steps, within its
     budget. Without pins the keys are evicted."""
     ours, document = long_reader
     uneven = [[3.0, 0.2], [1.0, 0.4], [0.3, 1.2], [2.0, 0.5], [0.4, 1.0], [1.0, 1.0]]
@@ -107,8 +107,8 @@ def test_forty_tokens_at_four_percent(preset, kv_dtype, long_reader):
     ],
 )
 def test_families(name):
-    """A family could lose pinned keys, or pin those of another row, in a padded batch whose rows
-    have different spans."""
+    """Each family must keep the pinned keys, and no others, in a padded batch whose rows have
+    different spans."""
     ours = shared(name)
     inputs = with_image(name, batch(prompts(30, 41)))
     spans = [[SPAN], [(20, 27)]]
@@ -126,7 +126,7 @@ def test_families(name):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes(mode):
-    """A mode that selects or repeats rows could lose the span that all of them pin."""
+    """A mode that selects or repeats rows must not lose the span that all of them pin."""
     ours, inputs = shared("llama"), batch(prompts(30, 41, 24))
     caches = []
 
@@ -150,7 +150,7 @@ def test_modes(mode):
     ids=str,
 )
 def test_spans_beyond_the_first_chunk(chunk, pins, more):
-    """Pins beyond the first chunk of a prompt could be lost."""
+    """Pins beyond the first chunk of a prompt must not be lost."""
     ours, inputs = shared("llama"), batch(prompts(30, 41))
     size = {"heavy": 50} if pins == "prompt" else {"heavy": 9}
     with h2o.patched(ours, **SMALL | size | more, pinned=pins) as patch:
@@ -175,7 +175,7 @@ def test_spans_beyond_the_first_chunk(chunk, pins, more):
     ids=str,
 )
 def test_policies(more):
-    """A policy could evict pinned keys in chunks of a prompt, in chat turns or in a second
+    """No policy may evict pinned keys in chunks of a prompt, in chat turns or in a second
     conversation."""
     ours = shared("llama") if more.get("head_shares") != "echo" else deep()
     cache = H2OCache(ours, **SMALL | more, **PINS, prompt_length=40)
@@ -277,7 +277,7 @@ def test_compiled_steps():
 
 @needs_compiler
 def test_compiled_steps_that_would_have_to_pin():
-    """Compiled steps cannot pin tokens, and could lose pins without an error."""
+    """Compiled steps cannot pin tokens, so they must raise an error instead of losing pins."""
     ours, (document,) = model("llama"), prompts(20)
     cache = H2OCache(ours, **SMALL, pinned=[(18, 25)], compileable=True)
     with pytest.raises(Exception, match="cannot pin the tokens that they read"):
@@ -285,7 +285,7 @@ def test_compiled_steps_that_would_have_to_pin():
 
 
 def test_dropping_early_changes_nothing():
-    """Pinned keys could be dropped early, with other keys, while layers share one budget by
+    """Pinned keys must not be dropped early with other keys while layers share one budget by
     echo."""
     echo = {"heavy": 12, "recent": 4, "sinks": 2, "score_by": "mean-echo", "head_shares": "echo"}
     for documents in (prompts(60, 25, 44), prompts(60)):
@@ -361,7 +361,7 @@ def test_a_budget_too_small_is_refused_before_anything_is_stored(more, pins):
 
 
 def test_what_a_larger_budget_makes_of_it():
-    """The budget that the error names could be too small, or larger than needed."""
+    """The budget that the error names must be large enough, and hardly larger than needed."""
     ours = shared("llama")
     for preset in ("robust", "authors"):
         with pytest.raises(ValueError, match="give budget=") as refused:
@@ -412,8 +412,8 @@ def test_reports_and_pictures():
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_prompt_tuning():
-    """The embeddings of prompt tuning come before the text and shift its positions, so that spans
-    would pin other tokens. The error must say how to shift them."""
+    """The embeddings of prompt tuning come before the text and shift its positions, so spans would
+    pin other tokens. The error must say how to shift them."""
     wrapped = tuned_prompt("PromptTuningConfig")
     for refuse in (
         lambda: H2OCache(wrapped, **SMALL, **PINS),
@@ -425,7 +425,7 @@ def test_prompt_tuning():
 
 
 def test_patches_with_other_pins():
-    """A nested patch could use the pins of the outer one, or change them."""
+    """A nested patch must use its own pins and leave those of the outer one unchanged."""
     ours, inputs = model("llama", "sdpa"), batch(prompts(40))
     with h2o.patched(ours, **SMALL, **PINS) as outer:
         ours.generate(**inputs, max_new_tokens=8)

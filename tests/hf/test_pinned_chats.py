@@ -98,7 +98,7 @@ def rows_at_their_ends(monkeypatch):
     "more", [{}, {"head_shares": [[0.3, 1.7], [1.0, 0.6]]}, {"kv_dtype": "int8"}]
 )
 def test_pins_of_requests(more, monkeypatch):
-    """A request could lose its own pins or those of all requests, or answer otherwise than
+    """Each request must keep its own pins, or else those of all requests, and answer as
     `generate()` does alone."""
     ours, ends = shared("llama"), rows_at_their_ends(monkeypatch)
     spans = {1: [(20, 27)], 3: [(1, 4), (30, 33)]}
@@ -116,8 +116,8 @@ def test_pins_of_requests(more, monkeypatch):
 
 
 def test_the_system_turn_of_requests(tokenizer, monkeypatch):
-    """The system turn could be evicted where heads share a budget by echo. A chat without one must
-    get an error of its own."""
+    """The system turn must stay when heads share a budget by echo. A chat without one must get an
+    error of its own."""
     tokenizer.chat_template, ends = TEMPLATES["turns"], rows_at_their_ends(monkeypatch)
     ours = deep(vocab_size=256)
     how = {"rows": 2, "max_new_tokens": 30, "tokenizer": tokenizer, "pinned": "system"}
@@ -130,7 +130,7 @@ def test_the_system_turn_of_requests(tokenizer, monkeypatch):
 
 
 def test_pins_of_a_prefix(monkeypatch):
-    """Requests that continue a prefix could evict its pinned keys."""
+    """Requests that continue a prefix must keep its pinned keys."""
     ours, ends, (text,) = shared("llama"), rows_at_their_ends(monkeypatch), prompts(40)
     prefix = H2OCache(ours, **SMALL, pinned=[SPAN])
     ours(text[:, :16], **with_cache(prefix))
@@ -192,7 +192,7 @@ def test_a_document_that_is_read_twice():
 
 
 def test_commands(tiny, tmp_path, capsys):  # noqa: F811
-    """The command could ignore the pins of a prompt, or those of the lines of a file."""
+    """The command must apply the pins of a prompt, and those of each line of a file of prompts."""
     command = [
         "generate",
         "--model",

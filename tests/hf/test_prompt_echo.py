@@ -52,8 +52,8 @@ def wanted(ours, document, layer, sinks, decay=1.0):
     pairs(["llama", "gpt_neox", "qwen3", *["falcon_h1"] * HYBRIDS], [0, 3], [1.0, 0.9]),
 )
 def test_scores_of_a_prompt(name, sinks, decay):
-    """The scores of a prompt could differ from the definition, or depend on the rest of the
-    batch."""
+    """The scores of a prompt must be those of the definition, and must not depend on the rest of
+    the batch."""
     ours, documents = shared(name), prompts(50, 23, 1)
     cache = read(ours, documents, **ROOMY, sinks=sinks, score_by="mean-echo", decay=decay)
     for layer, report in enumerate(cache.report().layers):
@@ -77,7 +77,7 @@ def test_the_attention_stays_what_it_was():
 
 
 def test_other_keys_are_kept():
-    """Echo could have no effect, so that the same keys are kept as by the mean."""
+    """Echo must have an effect: other keys are kept than by the mean."""
     ours, (document,) = shared("llama"), prompts(60)
     mean, echo = (
         positions(read(ours, [document], **SMALL | {"score_by": name}))
@@ -159,8 +159,8 @@ def test_a_layer_is_the_definition(more):
 
 @pytest.mark.parametrize("make", [inputs.left, inputs.right, lambda n, Q: inputs.holes(3, n, Q)])
 def test_pads_do_not_count(make):
-    """Padding in the first pass could count. Its rows have 20, 3 and no tokens, and later columns
-    have no padding."""
+    """Padding must not count. The rows have 20, 3 and no tokens in the first pass, and no padding
+    later."""
     mask = make([20, 3, 0], CALLS[0])
     mask = np.concatenate([mask, np.ones((3, sum(CALLS[1:])), bool)], axis=1)
     assert judged(drive.new_cache(**SMALL), 2, mask) >= 3
@@ -226,8 +226,8 @@ def test_simulated_rows_of_a_batch_are_alone(side):
 
 
 def test_a_first_token_is_no_prompt():
-    """A simulation that evicts from the first token on has no prompt. It could still use echo
-    instead of the mean."""
+    """A simulation that evicts from the first token on has no prompt, so it must give the same bits
+    as the mean."""
     ours, ids = tiny.model("llama", "sdpa"), text(1)
     logits = []
     for name in ("mean", "mean-echo"):

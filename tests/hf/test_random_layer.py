@@ -51,8 +51,8 @@ def test_capped_logits_learned_sinks_and_states(family):
 
 @pytest.mark.parametrize("chunks", [1, 7, 50])
 def test_chunks_change_nothing(chunks):
-    """The keys held could depend on the chunks or the tokens. Once the budget is full, they must
-    depend on the text's length alone."""
+    """The keys held must not depend on chunks or tokens. Once the budget is full, they depend on
+    the text's length alone."""
     model, ids = tiny.model("llama", "sdpa"), text()
     whole, _ = held(model, ids, ids.shape[1], **SMALL)
     parts, _ = held(model, text(seed=1), chunks, **SMALL)
@@ -82,7 +82,7 @@ def test_rows_of_a_batch_are_alone(side):
 
 
 def test_the_choice_is_uniform():
-    """The draw could favor some keys. Over 4,000 draws of 30 keys from 300, each key's count must
+    """The draw must not favor any key. Over 4,000 draws of 30 keys from 300, each key's count must
     lie within 5 standard deviations of the binomial, and chi-square within 5 of its own."""
     keys, kept, heads, layers = 300, 30, 100, 40
     ranks = torch.stack(
@@ -112,7 +112,7 @@ def _neighbors(chosen):
 
 
 def test_a_full_cache_is_taken_over():
-    """Keys that were converted from a DynamicCache could be drawn differently from others."""
+    """Keys that were converted from a DynamicCache must be drawn like any others."""
     model, ids = tiny.model("llama", "sdpa"), text()
     cache = DynamicCache(config=model.config)
     model(ids[:, :-1], **with_cache(cache))

@@ -193,8 +193,8 @@ def test_foreign_keywords_of_attention(keyword, words, cached):
 
 
 def test_a_window_in_a_layer_of_ours():
-    """A cache that was made for a model without sliding windows could ignore the windows of another
-    model."""
+    """A cache that was made for a model without sliding windows must refuse a model with
+    windows."""
     windowed = model("mistral-window")
     cache = H2OCache(model("mistral").config, **SMALL)
     with pytest.raises(UnsupportedError, match="sliding window of 10"):
@@ -267,8 +267,8 @@ def test_training():
     ids=str,
 )
 def test_backward_through_a_cache(name, settings):
-    """Gradients through a cache could be wrong without an error, or recording them could change the
-    logits."""
+    """A backward pass through a cache must raise an error, and the logits must be those without
+    gradients."""
     ours, (ids,) = model(name), prompts(20)
     cache, plain = (H2OCache(ours.config, **SMALL, **settings) for _ in range(2))
     for piece in ids.split([13, 6, 1], 1):
@@ -303,7 +303,7 @@ def test_cropping_and_offloading():
 
 
 def test_cropping_nothing_and_everything():
-    """`crop` could differ from that of a DynamicCache in this version of transformers. Before 5.16
+    """`crop` must do what it does for a DynamicCache in this version of transformers. Before 5.16
     its argument has another meaning."""
     cache, theirs = new_cache(**SMALL), DynamicCache()
     for crop in (-20, 0, 20):
@@ -323,8 +323,8 @@ def test_cropping_nothing_and_everything():
 
 
 def test_no_cache_and_a_cache():
-    """A cache could be ignored when the call says use_cache=False, or when training has left this
-    in the model's settings."""
+    """A cache that is passed must not be ignored because of use_cache=False, whether the call says
+    so or training has left it in the model's settings."""
     ours, inputs = model("llama"), {"input_ids": prompts(20)[0]}
     with pytest.raises(ValueError, match="use_cache=False with an H2OCache"):
         greedy(ours, inputs, **with_cache(H2OCache(ours.config, **SMALL)), use_cache=False)
@@ -338,8 +338,8 @@ def test_no_cache_and_a_cache():
 
 @pytest.mark.parametrize("columns", [1, 3])
 def test_other_heads(columns):
-    """A cache could get the keys of other heads, from a model that was split over several processes
-    after the cache was filled, or before."""
+    """A cache must refuse keys of another number of heads, as after a model was split over
+    processes, or is whole again."""
     cache = new_cache(**SMALL)
     forward(cache, TEXT)
     _, key, value = tensors(TEXT)
@@ -360,8 +360,8 @@ def test_attention_twice_for_one_update():
 
 
 def test_no_new_tokens():
-    """Ids that are shorter than the text seen belong to another conversation, and leave no new
-    tokens."""
+    """Ids that are shorter than the text seen, as from another conversation, leave no new tokens.
+    The error must say so."""
     ours = model("llama")
     (ids,) = prompts(20)
     cache = H2OCache(ours.config, **SMALL)
@@ -399,7 +399,8 @@ NO_TRANSFORMS = pytest.raises(UnsupportedError, match=r"torch\.func")
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("name", ["llama", *["deepseek_v3"] * ("deepseek_v3" in LATENT)])
 def test_transforms_of_functions(name, transform, records):
-    """Attention could drop the tangent of a dual tensor, while the rest of the model keeps it."""
+    """Transforms must be refused, because attention would drop the tangent of a dual tensor that
+    the rest of the model keeps."""
     ours, (ids,) = shared(name), prompts(20)
     cache = H2OCache(ours.config, heavy=6, recent=6)
     embedded = ours.get_input_embeddings()(ids).detach()
@@ -417,7 +418,7 @@ def test_transforms_of_functions(name, transform, records):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
 def test_a_transform_of_a_later_pass(transform):
-    """A transform could go unnoticed in a pass after the first one."""
+    """A transform must be noticed in any pass, not only in the first one."""
     ours, (ids,) = shared("llama"), prompts(20)
     cache = H2OCache(ours.config, heavy=6, recent=6)
     embedded = ours.get_input_embeddings()(ids).detach()
@@ -438,8 +439,8 @@ def test_a_transform_of_a_later_pass(transform):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
 @pytest.mark.parametrize("records", [False, True])
 def test_transforms_of_a_simulation(transform, records):
-    """Without gradients the tangent of a dual tensor could bypass the attention without an
-    error."""
+    """A simulation must refuse transforms, with and without gradients. Without them a dual tensor's
+    tangent would bypass the attention."""
     ours, (ids,) = shared("llama"), prompts(20)
     embedded = ours.get_input_embeddings()(ids).detach()
     with (
@@ -453,7 +454,7 @@ def test_transforms_of_a_simulation(transform, records):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
 @pytest.mark.parametrize("attention", ["h2o", "eager"])
 def test_transforms_without_a_cache(attention):
-    """The remedy that the error names could fail: no cache, with "eager", or with "h2o" in reverse
+    """The remedy that the error names must work: no cache, with "eager", or with "h2o" in reverse
     mode."""
     ours, (ids,) = model("llama", attention), prompts(12)
     embedded = ours.get_input_embeddings()(ids).detach()
@@ -524,8 +525,8 @@ def test_training_without_a_cache():
 
 @pytest.mark.usefixtures("gradients")
 def test_soft_capped_logits_without_a_cache():
-    """Dense attention under "h2o" could ignore the softcap. "eager" is compared, because sdpa has
-    no softcap."""
+    """Dense attention under "h2o" must apply the softcap. It is compared with "eager", because sdpa
+    has no softcap."""
     ours, theirs = model("gemma2"), model("gemma2", "eager")
     ours.train()
     theirs.train()

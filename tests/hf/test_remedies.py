@@ -92,8 +92,8 @@ def test_gemma_3_with_images_as_the_error_says():
 
 
 def test_gemma_3_with_types_of_tokens_and_no_image():
-    """Token types without an image, which the processor gives for a text, could be refused or
-    change the answer."""
+    """Token types without an image, which the processor gives for a text, must be accepted and
+    change nothing."""
     ours = gemma_3()
     text = {"input_ids": prompts(30)[0].clamp(max=90)}
     text["attention_mask"] = torch.ones_like(text["input_ids"])
@@ -262,8 +262,8 @@ BREAKING = those_here("llama", "gemma3", "deepseek_v3", "mllama", "qwen3_next", 
     ("name", "threaded"), [("llama", True), *((name, False) for name in BREAKING)]
 )
 def test_a_pass_that_failed(name, threaded, seen, pool):
-    """A pass that failed in the last layer could go unnoticed before `reset()`, or leave a trace in
-    the model."""
+    """A pass that failed in the last layer must be reported until `reset()`, and must leave nothing
+    behind in the model."""
     ours, (ids, more) = model(name), prompts(20, 5)
     inputs, cache = illustrated(name, {"input_ids": ids}), H2OCache(ours.config, **SMALL)
     expected = ours(**inputs, use_cache=False).logits
@@ -293,8 +293,8 @@ def test_a_pass_that_failed(name, threaded, seen, pool):
 
 
 def test_an_interrupt_in_a_thread_that_goes_on(pool):
-    """An interrupt between a layer's update and its attention could lock the cache, even after
-    `reset()`."""
+    """After an interrupt between a layer's update and its attention, `reset()` must make the cache
+    usable again."""
     ours, (ids,) = model("llama"), prompts(20)
     cache = H2OCache(ours.config, **SMALL)
     states = torch.zeros(1, 2, 3, 8)
@@ -376,8 +376,8 @@ def test_a_cache_of_sliding_windows_alone(tmp_path):
 
 
 def test_a_long_document_is_repeated_as_it_is_alone():
-    """A document could be repeated in other pieces than alone, because longer documents of the
-    batch leave less room after themselves."""
+    """A document must be repeated in the same pieces as alone, however little room the longer
+    documents of its batch leave."""
     ours = model("llama")
     ours.config.max_position_embeddings = 150
     documents = prompts(100, 40, 64)

@@ -80,8 +80,8 @@ def repeated(seed=0):
 @pytest.mark.parametrize("policy", [{}, {"kv_dtype": "int8"}, {"value_weighted": True}])
 @pytest.mark.parametrize("calls", [[20], [20, 6], [20, 1], [20, 1, 1, 9], [3, 7]])
 def test_what_was_taken_back_never_came(calls, policy):
-    """A cache that takes back some tokens of the last pass could differ from one that never saw
-    them, at once or in later steps and chunks."""
+    """A cache that takes back some tokens of the last pass must equal one that never saw them, at
+    once and in later steps and chunks."""
     mask = holes(3, [38, 44], 48)
     text = pad(TEXT, mask)
     for back in range(1, calls[-1] + (len(calls) > 1)):
@@ -182,7 +182,7 @@ def test_prompt_lookup_takes_fewer_passes():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_patched(way):
-    """A fractional budget could count the draft that comes with the prompt."""
+    """A fractional budget must not count the draft that comes with the prompt."""
     ours = model("llama")
     more = drafted(way, ours)
     with patched(ours, H2OConfig.full()):
@@ -234,7 +234,7 @@ class Failure(BaseException):
 @pytest.mark.parametrize("compileable", [False, True])
 @pytest.mark.parametrize("error", [MemoryError, Failure])
 def test_what_breaks_off_leaves_all_as_it_was(monkeypatch, error, compileable):
-    """A crop that fails in the second layer could leave the first layer changed."""
+    """A crop that fails in the second layer must leave the first layer unchanged."""
     ours = model("llama")
     (ids,) = prompts(30)
     cache = recording(H2OCache(ours.config, **SMALL, compileable=compileable))
@@ -261,8 +261,8 @@ def test_what_breaks_off_leaves_all_as_it_was(monkeypatch, error, compileable):
 
 
 def test_a_pass_that_broke_off_is_not_taken_back():
-    """After a failed pass the layers have seen different numbers of tokens, and `crop` could take
-    back other tokens in each of them."""
+    """After a failed pass the layers have seen different numbers of tokens. `crop` must raise an
+    error instead of taking back different tokens."""
     ours = model("llama")
     (ids,) = prompts(30)
     cache = recording(H2OCache(ours.config, **SMALL))
@@ -295,7 +295,7 @@ def test_an_interrupted_layer_is_not_taken_back(monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("taken", [1, 0])
 def test_after_compiled_steps(taken):
-    """A step that ran in a compiled graph could be taken back wrongly."""
+    """A step that ran in a compiled graph must be taken back like an eager one."""
     ours = model("llama")
     (ids,) = prompts(20)
     caches = [recording(H2OCache(ours.config, **SMALL, compileable=x)) for x in (True, False)]
@@ -329,8 +329,8 @@ def test_prompt_lookup_where_steps_are_compiled():
 
 
 def test_a_draft_model_with_such_a_cache():
-    """A draft model with an H2OCache would have to take back several of its own passes, so that h2o
-    must raise an error."""
+    """A draft model with an H2OCache would have to take back several of its own passes, so it must
+    be refused."""
     ours = model("llama")
     draft = model("llama")
     with (

@@ -132,8 +132,8 @@ def test_full_budget_is_the_full_cache(name, mode):
     "name", [slow_if(name not in FIRST or name in SCALED, name) for name in MODELS]
 )
 def test_each_row_is_the_row_alone(name):
-    """A padded row could differ from the row alone. Models with states are not padded on the right,
-    because their states would count the padding, in transformers too."""
+    """A padded row must give what the row gives alone. Models with states are not padded on the
+    right, because their states would count the padding, in transformers too."""
     ours = MODELS[name]()
     rows = prompts(5, 17, 23, 30)
     alone = [H2OCache(ours.config, SMALL) for _ in rows]
@@ -163,7 +163,7 @@ def test_each_row_is_the_row_alone(name):
 
 @each
 def test_positions_of_zero_change_nothing(name):
-    """`patched` gives the model positions of 0, which could change answers. Keys must be rotated by
+    """`patched` gives the model positions of 0, which must change nothing. Keys are rotated by
     their ranks, whatever positions the model counts."""
     ours = MODELS[name]()
     rows = batch(prompts(17, 23))
@@ -183,8 +183,8 @@ def test_positions_of_zero_change_nothing(name):
 
 @pytest.mark.parametrize("name", inputs.ROLLED_CASES)
 def test_the_cache_is_the_authors(name):
-    """The cache could keep or answer otherwise than the authors' code when its keys are rotated by
-    their true positions."""
+    """Outputs, kept keys and scores must be those of the authors' code, also when keys come rotated
+    by their true positions."""
     golden = inputs.golden_cache(name)
     q, k, v = golden.text
     H, D = q.shape[1], q.shape[-1]
@@ -208,8 +208,8 @@ def test_the_cache_is_the_authors(name):
 
 
 def test_no_position_exceeds_the_budget():
-    """Rotary tables could grow with the text instead of the budget, beyond the model's positions or
-    with dynamic angles."""
+    """The table of angles must grow with the budget and not with the text, even beyond the model's
+    positions and with dynamic angles."""
     for name in ("llama", "dynamic"):
         ours = MODELS[name]()
         beyond = ours.config.max_position_embeddings + 20 if name == "dynamic" else 120
@@ -231,8 +231,8 @@ def test_beams_move_ranks_with_their_rows():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_answers_like_single(dtype):
-    """Keys are rounded after the model's rotation, which is then undone. This could cost much more
-    accuracy than 16 bits cost without it."""
+    """Keys are rounded after the model's rotation, which is then undone. This must not cost much
+    more accuracy than 16 bits cost anyway."""
     ours = model("llama")
     text = prompts(60)[0]
 

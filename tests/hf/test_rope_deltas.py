@@ -59,8 +59,8 @@ def test_a_file_has_it(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_in_turn(name):
-    """A fork could continue with the offset of another text that the model has seen since, without
-    a picture or with another kind of cache."""
+    """A fork must continue with its own offset after the model has seen another text, without a
+    picture or with another kind of cache."""
     ours, cache, read, expected = answered(name)
     texts = prompts(30, seed=3)[0] % 90 + 2
     other = H2OCache(ours.config, H2OConfig.full())

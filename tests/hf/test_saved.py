@@ -127,8 +127,8 @@ def assert_same(one, other):
 
 @every_second_store
 def test_copies_are_independent(store):
-    """A fork, a copy or a pickle could share memory with its original, or answer otherwise than a
-    cache that has seen the document itself."""
+    """A fork, a copy and a pickle must share no memory with their original, and answer like a cache
+    that has seen the document itself."""
     ours, parameters, document = opened(store)
     cache, before = (has_read(ours, document, **parameters) for _ in range(2))
     copies = [cache.fork(), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
@@ -145,7 +145,7 @@ def test_copies_are_independent(store):
 
 @every_second_store
 def test_questions_in_one_batch(store):
-    """The padding between a document and questions of different lengths could change the answers in
+    """Padding between a document and questions of different lengths must not change the answers in
     the rows of a fork."""
     ours, parameters, document = opened(store)
     questions = dict(enumerate(prompts(5, 9, 2, seed=1)))
@@ -190,8 +190,8 @@ def test_a_file_goes_on_with_the_same_tokens(store, tmp_path):
 
 
 def test_a_file_of_rows_amid_an_answer(tmp_path):
-    """A file of padded rows in bfloat16, written during an answer and loaded with a config, could
-    continue the answer differently."""
+    """A file of padded rows in bfloat16, written during an answer and loaded with a config, must
+    continue the answer."""
     ours = model("llama").bfloat16()
     ids = torch.cat(prompts(20, 20))
     mask = torch.ones_like(ids)
@@ -231,8 +231,8 @@ def test_a_file_of_a_profile_and_of_nothing_read(tmp_path):
 
 
 def test_a_file_of_what_was_taken_over(tmp_path):
-    """A file that is written after a DynamicCache was converted, and before a pass has scored its
-    keys, could lose that its keys have no scores."""
+    """A file of a converted DynamicCache, written before any pass, must record that its keys have
+    no scores yet."""
     ours = model("llama")
     document, question = prompts(30, 6)
     full = DynamicCache(config=ours.config)
@@ -247,7 +247,7 @@ def test_a_file_of_what_was_taken_over(tmp_path):
 
 
 def test_a_path_where_no_file_can_be_is_the_one_that_is_named(tmp_path):
-    """The error could name the hidden temporary file instead of the path that the user gave."""
+    """The error must name the path that the user gave, not the hidden temporary file."""
     ours = model("llama")
     cache = has_read(ours, {"input_ids": prompts(40)[0]}, **SMALL)
     (tmp_path / "folder").mkdir()
@@ -328,7 +328,7 @@ def test_flipped_bits(written):
     ],
 )  # fmt: skip
 def test_files_of_other_versions(written, content, words):
-    """A file of another version, whose checksum is right, could be loaded wrongly."""
+    """Files of other versions must be refused even though their checksum is right."""
     path, ours = written
     text, tensors = rewritten(path, lambda text, _: json.dumps(json.loads(text) | content))
     save_file(tensors, path, {"h2o": text, "sha256": cache_file._checksum(text, tensors)})
@@ -360,7 +360,7 @@ def test_a_good_file_outlives_a_pass_that_broke_off(written, again):
 
 
 def test_a_file_of_a_pass_that_broke_off(written):
-    """A file of an interrupted pass, as earlier versions of h2o wrote it, could be loaded."""
+    """A file of an interrupted pass, as earlier versions of h2o wrote it, must be refused."""
     path, ours = written
     cache = H2OCache.load(path, ours)
     broken_off(ours, cache)
@@ -405,7 +405,7 @@ def test_no_cache_file(tmp_path):
 
 
 def test_states_are_whole():
-    """A pass could change an attribute of a layer that is neither in the layer's state nor computed
+    """Every attribute of a layer that a pass changes must be in the layer's state or be computed
     from it."""
     ours = model("llama")
     (ids,) = prompts(40)
@@ -432,7 +432,8 @@ def attributes(layer):
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool])
 def test_a_traced_prompt_with_pads(tmp_path, dtype):
-    """The trace could keep the caller's mask, which all layers share and the caller may change."""
+    """The trace must not keep the caller's mask, which all layers share and the caller may
+    change."""
     ours, mask = model("llama"), torch.ones(2, 20, dtype=dtype)
     mask[0, :7] = 0
     cache = H2OCache(ours.config, **SMALL, trace=True)

@@ -58,7 +58,8 @@ def test_a_row_is_what_it_is_alone(more):
 
 
 def test_steps_are_those_of_robust():
-    """Chunks and steps after the prompt could change the budgets that the prompt gave to heads."""
+    """Chunks and steps after the prompt must not change the budgets that the prompt gave to
+    heads."""
     ours, (document, more) = model("llama"), prompts(60, 30)
     cache = read(ours, [document], **SMALL)
     before = [layer.budget_by_head for layer in cache.report().layers]
@@ -104,8 +105,8 @@ def test_compiled_steps():
 
 
 def test_keys_without_echo_share_nothing():
-    """Keys of a DynamicCache or of a model without rotary positions have no echo, and could give
-    heads unequal budgets."""
+    """Keys of a DynamicCache and of models without rotary positions have no echo, so all heads must
+    get equal budgets."""
     ours, (document, more) = model("llama"), prompts(60, 8)
     full = DynamicCache(config=ours.config)
     ours(document, **with_cache(full))
@@ -122,8 +123,8 @@ def test_keys_without_echo_share_nothing():
     ["llama", "gemma3", *["deepseek_v3"] * bool(LATENT), *["falcon_h1", "qwen3_next"] * HYBRIDS],
 )
 def test_the_prompt_is_attended_to_as_a_whole(name):
-    """The prompt could attend to fewer keys than it has. With room for all keys the answers must be
-    those of a full cache."""
+    """The prompt must attend to all of its keys. With room for all keys the answers must be those
+    of a full cache."""
     ours, (document,) = model(name), prompts(60)
     inputs = {"input_ids": document}
     theirs = DynamicCache(config=ours.config)
@@ -144,7 +145,7 @@ def mean_kept(cache):
 
 
 def test_no_head_keeps_fewer_than_the_floor():
-    """A head with little echo could keep fewer keys than `min_tokens`."""
+    """A head with little echo must not keep fewer keys than `min_tokens`."""
     ours, (document,) = shared("qwen3"), prompts(70)
     config = SMALL | {"heavy": 0.3, "recent": 0.05, "min_tokens": 25}
     cache = read(ours, [document], **config)

@@ -66,8 +66,8 @@ def a_pass(layer, Q, seed, B=2, mask=None):
 
 @pytest.mark.parametrize("chosen", [name for name in POLICIES if name != "head_shares"])
 def test_a_later_layer_sees_what_the_layer_itself_saw(chosen):
-    """A later layer could see other keys than the layer itself, in a prompt, in chunks, or in steps
-    before and after the budget is full."""
+    """A later layer must see the same keys as the layer itself, in a prompt, in chunks, and in
+    steps before and after the budget is full."""
     layer = H2OLayer(LayerPlan.of(POLICIES[chosen], 0, 2), form=SharedForm([1, 2]))
     for seed, Q in enumerate([7, *[1] * 20, 5, *[1] * 9, 11, 1, 1]):
         first, (all_queries, last) = a_pass(layer, Q, seed)
@@ -157,8 +157,8 @@ def test_what_is_said_of_them(name):
     [("ffssf", {1: (4,)}), ("fsfss", {}), ("fsfsf", {2: (4,)})],
 )
 def test_which_layers_attend_to_whose_keys(kinds, later):
-    """`reusing` could name wrong layers, or layers with sliding windows, which stay
-    transformers'."""
+    """`reusing` must name the right layers, and none with sliding windows, which stay transformers'
+    own."""
     names = {"f": "full_attention", "s": "sliding_attention"}
     config = AutoConfig.for_model(
         "gemma3n_text",
@@ -208,8 +208,8 @@ def test_pieces_of_a_text_with_a_budget_for_all(name, pieces):
 
 @pytest.mark.parametrize("pieces", [[30], [20, 10], [20, *[1] * 10]])
 def test_the_last_queries_alone_are_the_last_of_all(pieces):
-    """generate() needs the last logits only, and Gemma 4 then drops all other queries, which could
-    change the keys that the last query sees."""
+    """generate() needs the last logits only, so Gemma 4 drops all other queries. The last query
+    must still see the same keys."""
     ours, (ids,) = model("gemma4_text"), prompts(30)
     first, last = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
     for piece in ids.split(pieces, 1):
@@ -234,7 +234,7 @@ def test_documents_are_read_and_heads_measured(name):
 
 
 def test_a_pass_ends_with_the_last_layer_that_attends():
-    """Another thread could begin a pass while later layers still attend to the keys of this one."""
+    """No other thread may begin a pass while later layers still attend to the keys of this one."""
     ours, (ids,) = model("gemma4_text"), prompts(20)
     cache = H2OCache(ours.config, **SMALL)
     errors = []
@@ -276,8 +276,7 @@ def test_a_pass_that_broke_off_in_a_later_layer():
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_text"])
 def test_layers_may_have_heads_of_another_size(name):
-    """transformers has several head sizes in such a config, and h2o could use another one than that
-    of full attention."""
+    """If a config has several head sizes, h2o must use that of full attention."""
     config = AutoConfig.for_model(name)
     assert supports(config)
     cache = H2OCache(config, H2OConfig.robust(0.2, budget_unit="bytes"))

@@ -142,7 +142,8 @@ def test_memory_falls_with_the_shares():
 
 
 def test_slots_grow_with_the_text():
-    """A budget larger than the prompt could be allocated at once, or not grow for each head."""
+    """A budget larger than the prompt must not be allocated at once, but grow with the text for
+    each head."""
     text = inputs.drifting(4, B=1, H=4, G=2, N=200)
     cache = new_cache(heavy=60, recent=20, head_shares=[[0.2, 1.8]])
     sizes = []
@@ -160,8 +161,8 @@ def test_slots_grow_with_the_text():
 
 
 def test_rows_of_their_own_and_batch_operations():
-    """Selecting or repeating rows could mix up heads, or rows whose budgets are fractions of their
-    own prompts."""
+    """Selecting and repeating rows must not mix up heads, or rows whose budgets are fractions of
+    their own prompts."""
     ours = model("llama")
     rows = prompts(40, 64, 23)
     config = H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, head_shares=uneven(ours))
@@ -197,8 +198,8 @@ def test_a_copy_of_the_config_keeps_its_shares():
 
 
 def test_a_profile_of_other_weights_is_found_out_in_the_first_pass():
-    """A cache that is made from a config has not seen the weights, so that it could use a profile
-    of other weights."""
+    """A cache that is made from a config has not seen the weights, so it must refuse a profile of
+    other weights in its first pass."""
     ours = model("llama")
     layers, heads = 2, ours.config.num_key_value_heads
     shares = (((1.0,) * heads,) * layers,)

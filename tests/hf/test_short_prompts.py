@@ -38,7 +38,7 @@ FLOORED = {
 
 @pytest.mark.parametrize("kind", FLOORED)
 def test_no_head_keeps_fewer(kind):
-    """A head could keep fewer keys than `min_tokens`, or fewer recent keys than a quarter of it."""
+    """No head may keep fewer keys than `min_tokens`, or fewer recent keys than a quarter of it."""
     ours, (ids,) = model("llama"), prompts(70)
     more = {"compileable": True} if kind == "compileable" else {}
     cache = H2OCache(ours.config, **FLOORED[kind], **more, min_tokens=LEAST)
@@ -82,8 +82,8 @@ def test_the_floor_in_numbers():
 
 @pytest.mark.parametrize("kind", ["keys", "lists", "head_shares", "echo"])
 def test_rows_are_as_alone(kind):
-    """A row that is shorter or longer than `min_tokens` could answer otherwise than alone, in a
-    batch, with `patched` or with `generate_all`."""
+    """Rows that are shorter or longer than `min_tokens` must answer as they do alone, in a batch,
+    with `patched` and with `generate_all`."""
     ours, rows = model("llama"), prompts(90, 30, 5)
     settings = FLOORED[kind] | {"min_tokens": LEAST}
     together = greedy(ours, batch(rows), 20, **with_cache(H2OCache(ours.config, **settings)))
@@ -104,7 +104,7 @@ def test_rows_are_as_alone(kind):
 @pytest.mark.parametrize("min_tokens", [0, 128])
 @pytest.mark.parametrize("reply", [1, 2])
 def test_a_later_pass_of_several_tokens_is_a_turn(reply, min_tokens):
-    """A second turn could count as a prompt and change the budget, for example after a reply of a
+    """A second turn must not count as a prompt and change the budget, even after a reply of a
     single token."""
     ours, (first, second) = model("llama"), prompts(60, 9)
     config = dataclasses.replace(H2OConfig.robust(0.2), min_tokens=min_tokens)
@@ -141,9 +141,8 @@ def test_a_prompt_of_one_token(min_tokens):
 
 @pytest.mark.parametrize("chunk", [1, 16, 59])
 def test_chunks_of_which_the_length_is_not_known(chunk):
-    """generate() does not tell a model that a prompt comes in chunks, so that the budget could be a
-    fraction of the first one. The error must name no number, which could only be that of a
-    chunk."""
+    """generate() does not tell a model that a prompt comes in chunks, so fractional budgets must
+    raise an error. It must name no number, which could only be that of a chunk."""
     ours, (ids,) = model("llama"), prompts(60)
     settings = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0}
     chunks = {"prefill_chunk_size": chunk}
@@ -240,8 +239,8 @@ def test_one_number_everywhere(budget):
 
 
 def test_what_one_number_stands_for(monkeypatch):
-    """`budget=` could mean another policy than echo, with equal budgets where a model has few
-    heads, or robust where its positions are not rotary."""
+    """`budget=` must mean echo, with equal budgets if a model has few heads, and robust if its
+    positions are not rotary."""
     assert H2OConfig.recommended(0.1) == H2OConfig.echo(0.1, budget_unit="bytes")
     assert H2OConfig.recommended(64) == H2OConfig.echo(64)
     assert H2OCache(shared("llama"), budget=0.1).config.head_shares == "echo"
@@ -329,7 +328,7 @@ def test_the_capital_of_france(smollm2, setting):
 
 @pytest.mark.slow
 def test_without_a_floor_it_is_lost(smollm2):
-    """The tests above could not fail if the answer survived without `min_tokens`."""
+    """Without `min_tokens` the answer must be lost. Otherwise the tests above could not fail."""
     ours, tokenizer = smollm2
     inputs = asked(tokenizer)
     cache = H2OCache(ours, parse("h2o:0.1+0.1").config)

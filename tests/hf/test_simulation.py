@@ -196,9 +196,8 @@ EVERYWHERE = ("h2o", "streaming", "decay", "everything", "int8", "max", "floor")
     ],
 )
 def test_equals_the_cache_where_layers_are_of_other_kinds(family, chosen):
-    """The simulation could differ from the cache in families with windows, states, latents or
-    shared keys. A single pass sums states in another order than single steps do, hence the
-    tolerance."""
+    """The simulation must equal the cache with windows, states, latents and shared keys. A single
+    pass sums states in another order than single steps do, hence the tolerance."""
     model, (ids,) = tiny.model(family), tiny.prompts(36, seed=3)
     atol = 2e-2 if chosen == "int8" else 5e-3 if family in WINDOWS_AND_STATES else 2e-4
     prove(model, ids, 20, atol, base={"ratio_of": "prompt"}, **policy(chosen, model))
@@ -325,8 +324,7 @@ def test_full_budget_is_dense():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
-    """A simulation in 16 bits could be much less accurate than the dense model in the same
-    dtype."""
+    """A simulation in 16 bits must be about as accurate as the dense model in the same dtype."""
     ids = text()
     exact, half = tiny.model("llama", "sdpa"), tiny.model("llama", "sdpa").to(dtype)
     errors = {}
@@ -344,8 +342,8 @@ def test_half_precision(dtype):
 
 
 def test_autocast():
-    """Under autocast queries and keys come in float32 and values do not, which the simulation and
-    the analysis could fail to handle."""
+    """Under autocast queries and keys come in float32 and values do not. The simulation and the
+    analysis must support this."""
     ours, ids = tiny.model("llama"), text(tokens=40)
     small = {"heavy": 4, "recent": 4}
     cache = h2o.H2OCache(ours.config, **small)
@@ -365,8 +363,8 @@ def test_autocast():
 
 @pytest.mark.parametrize("variant", ["h2o", "local", "global", "flexgen"])
 def test_masks_in_a_model(variant, monkeypatch):
-    """A simulation could hide other keys than the reference mask. The first layer's queries and
-    keys do not depend on evictions, so that its mask can be computed from dense logits."""
+    """A simulation must hide the keys that the reference mask hides. The first layer's queries and
+    keys do not depend on evictions, so its mask can be computed from dense logits."""
     model, ids = tiny.model("opt", "eager"), text()
     seen = {}
     projected = torch.nn.Linear.forward
@@ -404,7 +402,7 @@ def padded(*rows: list[int]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("variant", ["h2o", "local", "global", "flexgen"])
 def test_columns_of_evictions(variant):
-    """Evictions could be counted in tokens instead of padded columns. With a window of 3, token i
+    """Evictions must be counted in padded columns, not in tokens. With a window of 3, token i
     evicts key i - 3."""
     model = tiny.model("llama", "sdpa")
     policy = {"heavy": 0, "recent": 3, "masks": MASKS.get(variant)}
@@ -434,8 +432,8 @@ def test_columns_of_evictions(variant):
     ],
 )  # fmt: skip
 def test_columns_of_evictions_of_a_cache(columns, want):
-    """The trace of a cache with the same window could count otherwise. A forward pass evicts after
-    all its columns, padding included."""
+    """The trace of a cache must count columns as well, here with the same window. A forward pass
+    evicts after all its columns, padding included."""
     model = tiny.model("llama", "h2o")
     inputs = padded(NO_PADS, LEFT, RIGHT, [1, 1, 1, 1, 0, 0, 1, 1, 1])
     cache = h2o.H2OCache(model.config, heavy=0, recent=3, trace=True)

@@ -45,7 +45,7 @@ def running():
 
 
 def test_nothing_moves(running):
-    """A step could move the slots, or write more than one key and one value of each head."""
+    """A step must not move the slots, and must write only one key and one value of each head."""
     addresses = [x.data_ptr() for x in running.layers[0].slots if x is not None]
     for i in range(110, 160):
         keys, values = running.layers[0].slots.keys.clone(), running.layers[0].slots.values.clone()
@@ -75,8 +75,8 @@ def test_torch_allocates_the_output_only(running):
 
 
 def test_python_keeps_nothing(running):
-    """A step could leave Python objects behind. A full collection first drops the free memory that
-    Python holds back."""
+    """A step must not leave Python objects behind. A full collection first drops the free memory
+    that Python holds back."""
     steps(running, 110, 10)
     tracemalloc.start()
     held = []
@@ -91,7 +91,7 @@ def test_python_keeps_nothing(running):
 
 
 def test_the_core_keeps_nothing(running):
-    """The core could leak memory. The C library must have handed out about as many bytes after 400
+    """The core must not leak memory: the C library has handed out about as many bytes after 400
     steps as before."""
     libc = ctypes.CDLL(ctypes.util.find_library("c"))
     if not hasattr(libc, "mallinfo2"):
@@ -119,8 +119,8 @@ def test_the_core_keeps_nothing(running):
 
 
 def test_a_prompt_takes_memory_in_proportion_to_its_length():
-    """A prompt could take memory in proportion to its length squared: the attention weights of 4096
-    tokens in 8 heads would take 512 MB."""
+    """The memory of a prompt must grow with its length, not with the square. The attention weights
+    of 4096 tokens in 8 heads would take 512 MB."""
     for n in (2048, 4096):
         bytes_in_and_out = n * 64 * 4 * (8 + 2 + 2 + 8)  # query, keys, values, out
         assert peak_of_prompt(n) < 2 * bytes_in_and_out
@@ -128,7 +128,7 @@ def test_a_prompt_takes_memory_in_proportion_to_its_length():
 
 @pytest.mark.parametrize("shares", [None, "echo"])
 def test_echo_takes_memory_in_proportion_to_the_length(shares):
-    """Echo could hold all of its attention weights at once, which would take 134 MB."""
+    """Echo must not hold all of its attention weights at once, which would take 134 MB."""
     by_echo = {"score_by": "mean-echo", "head_shares": shares}
     peak_of_prompt(256, **by_echo)  # the first prompt allocates memory that stays
     bytes_in_and_out = 2048 * 64 * 4 * (8 + 2 + 2 + 8)
@@ -160,7 +160,7 @@ def status(name):
 
 
 def test_attention_reads_the_new_key_in_place(running):
-    """`update` could copy new keys and values instead of returning the model's own tensors."""
+    """`update` must return the model's own tensors instead of copies."""
     _, key, value = tensors(TEXT.cut(110, 150))
     same_key, same_value = running.update(key, value, 0)
     assert same_key.data_ptr() == key.data_ptr()

@@ -70,9 +70,9 @@ def longer(inputs, tokens):
     ("name", "new"), checkered([x for x in KINDS if x in FAMILIES | LATENT], [1, 5])
 )
 def test_a_dynamic_cache_is_taken_over_with_all_it_holds(name, new):
-    """A conversion could lose keys, windows, states or the keys of an image, or change the
-    DynamicCache. A full budget must continue a padded batch with the same tokens, and a small one
-    must evict."""
+    """A conversion must keep keys, windows, states and the keys of an image, and leave the
+    DynamicCache unchanged. A full budget continues a padded batch with the same tokens, and a small
+    one evicts."""
     ours, inputs = model(name), with_image(name, batch(prompts(17, 23)))
     theirs = ours if "pixel_values" in inputs else peer(name)
     full = filled(theirs, inputs)
@@ -96,8 +96,8 @@ def test_a_dynamic_cache_is_taken_over_with_all_it_holds(name, new):
 
 @pytest.mark.parametrize(("config", "grad"), [(False, False), (True, True)])
 def test_a_dynamic_cache_made_without_config_or_with_gradients(config, grad):
-    """Without a config the sliding layers of a DynamicCache hold all keys, of which a conversion
-    could keep more than the window."""
+    """Without a config the sliding layers of a DynamicCache hold all keys. A conversion must keep
+    the window only."""
     ours, theirs = model("gemma2"), peer("gemma2")
     inputs = batch(prompts(23))
     full = filled(theirs, inputs, config=config, grad=grad)
@@ -109,8 +109,8 @@ def test_a_dynamic_cache_made_without_config_or_with_gradients(config, grad):
 
 @pytest.mark.parametrize(("name", "new", "padding"), pairs(POLICIES, [1, 6], [None, left, right]))
 def test_a_small_budget_keeps_what_the_reference_keeps(name, new, padding):
-    """The first pass could evict by other scores than the reference, or a later step or chunk
-    could."""
+    """The first pass must evict by the scores of the reference, and so must later steps and
+    chunks."""
     policy, n = POLICIES[name], 24
     calls = [new, 1, 1, 3, *[1] * 5]
     N = n + sum(calls)

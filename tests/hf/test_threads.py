@@ -37,7 +37,7 @@ def elsewhere(function):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_cache_that_another_thread_is_using(name):
-    """A second thread could change a cache while the first is between two layers."""
+    """A second thread must not change a cache while the first is between two layers."""
     ours = model(name)
     (ids,) = prompts(20)
     cache = H2OCache(ours.config, **SMALL)
@@ -65,8 +65,8 @@ def test_a_cache_that_another_thread_is_using(name):
 
 
 def test_a_cache_goes_from_thread_to_thread():
-    """Threads that use a cache one after the other could be refused, also after one of them has
-    ended in the middle of a pass."""
+    """Threads may use a cache one after the other. This must work even after one of them has ended
+    in the middle of a pass, once `reset()` was called."""
     ours = model("llama")
     (ids,) = prompts(20)
     cache = H2OCache(ours.config, **SMALL)
@@ -163,8 +163,8 @@ def test_a_call_keeps_its_cache_where_another_thread_makes_one_at_that_moment(
 
 
 def test_a_block_serves_the_threads_that_it_starts():
-    """A thread that a block starts, such as one that runs `generate()` with a streamer, could run
-    without h2o, with the block's context or without."""
+    """A thread that a block starts, such as one that runs `generate()` with a streamer, must use
+    the block's settings, with the block's context or without."""
     plain, (ids,) = model("llama", "sdpa"), prompts(20)
     full = greedy(plain, {"input_ids": ids}).tolist()
     with patched(plain, **SMALL):
@@ -176,7 +176,7 @@ def test_a_block_serves_the_threads_that_it_starts():
 
 
 def test_an_enabled_model_that_is_collected_is_forgotten():
-    """A collected model could keep other threads from changing a model with the same config."""
+    """A collected model must not keep other threads from changing a model with the same config."""
     config = FAMILIES["llama"].build_config()
     one, two = (AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
     reference = weakref.ref(one)
@@ -217,8 +217,8 @@ def test_one_model_is_one_threads_to_change(outer, inner):
 
 
 def test_each_thread_patches_for_itself():
-    """Threads that patch one model, like the handlers of a server, could get each other's caches,
-    and the last one to leave could fail to restore the model."""
+    """Threads that patch one model, like the handlers of a server, must each get their own caches.
+    The last one to leave must restore the model."""
     plain, texts = model("llama", "sdpa"), prompts(20, 24, 28, 32)
     before = set(vars(plain))
     with patched(plain, **SMALL):

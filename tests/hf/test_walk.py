@@ -80,7 +80,7 @@ def measured():
     ids=["made", "prompt", "step"],
 )
 def test_a_walk_has_become_no_longer(measured, index, two_layers, further_layer):
-    """A change could add calls or changes of file. Limits are pairs (calls, changes of file). From
+    """No change may add calls or changes of file. Limits are pairs (calls, changes of file). From
     Python 3.12 on a comprehension is not a call."""
     two, further = measured[index]
     assert two[0] <= two_layers[0], two
@@ -90,13 +90,13 @@ def test_a_walk_has_become_no_longer(measured, index, two_layers, further_layer)
 
 
 def test_a_step_asks_nothing_of_the_plan(measured):
-    """A step could repeat in each layer what was decided when the prompt was prefilled."""
+    """A step must not repeat in each layer what was decided when the prompt was prefilled."""
     _, (_, prompt), (_, step) = measured
     assert step[0] < prompt[0] / 3
 
 
 def test_what_is_found_once_a_pass_is_of_no_other_pass():
-    """A prompt could get the lengths of an interrupted prompt, or of the prompt before a crop."""
+    """A prompt must not get the lengths of an interrupted prompt, or those from before a crop."""
     model, settings = shared("llama"), {"heavy": 0.2, "recent": 0.2, "min_tokens": 0}
 
     def assert_as_fresh(cache, texts):

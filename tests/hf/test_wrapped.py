@@ -90,8 +90,8 @@ def repeats_virtual_tokens(wrapped):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_prompts_that_were_tuned():
-    """Prompt tuning adds embeddings before the text, which h2o could miss. Prefix tuning puts keys
-    into PEFT's own cache, so that h2o must raise an error."""
+    """Prompt tuning adds embeddings before the text, which must be counted. Prefix tuning puts keys
+    into PEFT's own cache, so it must be refused."""
     peft = pytest.importorskip("peft")
     tuned = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
     (ids,) = prompts(20)
@@ -141,7 +141,8 @@ def tuned_prompt(kind):
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_rows_with_prompts_that_were_tuned(kind, rows):
-    """The tuned embeddings could be missing, or repeated in each chunk of a prompt."""
+    """The tuned embeddings must come before each prompt once, even if the prompt is prefilled in
+    chunks."""
     wrapped = tuned_prompt(kind)
     texts, config = prompts(20, 33, 9), H2OConfig(heavy=0.2, recent=0.2)
     results = h2o.generate_all(
@@ -172,8 +173,8 @@ def test_a_tuned_prompt_where_each_pass_would_repeat_it():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_adapter_that_tokens_switch_on():
-    """PEFT would look for the invocation tokens in each decode step, so that h2o must raise an
-    error."""
+    """PEFT would look for the invocation tokens in each decode step, so such an adapter must be
+    refused."""
     peft = pytest.importorskip("peft")
     (ids,) = prompts(20)
     adapter = peft.LoraConfig(
