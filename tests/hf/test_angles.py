@@ -103,8 +103,8 @@ def test_a_long_text_read_before_in_chunks():
 
 @pytest.mark.parametrize("name", PHIS)
 def test_a_cache_is_not_left_out_in_silence(name):
-    """When a text becomes long, Phi-3 would prefill it again with a cache of its own, and ignore
-    the H2OCache without an error."""
+    """When the text becomes long, Phi-3 would prefill it again with a cache of its own. The
+    H2OCache must not be left out without an error."""
     ours, (ids, long) = phi(name), prompts(25, 60)
     cache = H2OCache(ours.config, **SMALL)
     with pytest.raises(ValueError, match="beyond 32 this model's rotary angles change"):

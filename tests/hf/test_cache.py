@@ -324,8 +324,8 @@ def test_an_interrupted_chunk_leaves_the_scores_as_they_were(monkeypatch):
 
 @pytest.mark.parametrize("columns", [1, 5])
 def test_ctrl_c_in_a_forward_is_noticed(columns, monkeypatch):
-    """Python may raise KeyboardInterrupt right after an operation has changed the slots. A cache
-    that continued would be wrong."""
+    """Python may raise KeyboardInterrupt right after an operation has changed the slots. The cache
+    must then refuse to continue before `reset()`."""
     text = drifting(10, B=2, N=40)
     cache = new_cache(heavy=4, recent=4)
     feed(cache, text.cut(0, 22), [20, 1, 1])

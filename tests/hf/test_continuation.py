@@ -109,8 +109,8 @@ def test_chunks_are_numbered_as_generate_numbers_them(name):
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_a_later_turn_with_drafts(name):
-    """Assisted decoding begins with a pass over the whole text, of which the cache would then see a
-    part twice."""
+    """Assisted decoding begins with a pass over the whole text, part of which the cache would then
+    see twice. Such a turn must be refused."""
     ours, (ids,) = shared(name), prompts(30)
     cache = H2OCache(ours.config, **SMALL)
     cache.activate_past_recording()  # older versions of transformers do not call this
@@ -123,8 +123,8 @@ def test_a_later_turn_with_drafts(name):
 
 
 def test_generate_with_padding_on_the_right():
-    """generate() numbers new tokens from the last column on, which is padding here, so that their
-    positions would be wrong."""
+    """generate() numbers new tokens from the last column on, which is padding here. A cache must
+    refuse these wrong positions."""
     ours, inputs = shared("llama"), batch(prompts(9, 5), side="right")
     cache = H2OCache(ours.config, **SMALL)
     with pytest.raises(ValueError, match=r"row 1 is padded on the right.*go on at 5"):

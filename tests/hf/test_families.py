@@ -67,7 +67,7 @@ KEPT_ALIKE = {
     "qwen3, int4 weights": "llama",
     "phi3": "llama",
 }
-"""Families whose layers are of the same kinds as another's, so that they use a cache alike."""
+"""Families whose layers are of the same kinds as another family's, so they use a cache alike."""
 WHOLE = ("llama", "gemma3", "deepseek_v2")
 """Families that run all policies and modes. They have grouped heads, sliding windows and
 latents."""
@@ -266,7 +266,8 @@ def held(cache, layer, b):
 
 
 def test_small_budgets_change_the_text():
-    """The tests above would pass with a cache that evicts nothing."""
+    """Small budgets must change the text. Otherwise the tests above would pass with a cache that
+    evicts nothing."""
     rows = batch(prompts(*LENGTHS))
     for name in ("llama", "opt", "gpt_neox", "gemma3"):
         ours = model(name)
@@ -280,8 +281,8 @@ def test_small_budgets_change_the_text():
 
 
 def test_heavy_sets_move_while_generating():
-    """Without evictions of other keys than the oldest recent one, the tests above would say nothing
-    about scores after the prompt."""
+    """Keys other than the oldest recent one must be evicted during decode. Otherwise the tests
+    above would say nothing about scores after the prompt."""
     for name in ("llama", "opt", "gpt_neox"):
         ours = model(name)
         cache = H2OCache(ours.config, POLICIES["h2o"], trace=True)

@@ -70,7 +70,7 @@ def each_alone(name):
     ]
 
 
-# Which request gets which row does not depend on the config, so that only two configs run with all
+# Which request gets which row does not depend on the config, so only two configs run with all
 # numbers of rows.
 @pytest.mark.parametrize(
     ("name", "rows"),

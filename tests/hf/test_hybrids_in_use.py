@@ -102,7 +102,7 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
 @pytest.mark.parametrize("tokens", [2, 17])
 def test_what_was_recorded_of_a_prompt_is_left_out(name, tokens, tmp_path):
     """While passes are recorded, convolution states have fewer columns after a short prompt and all
-    columns after a long one. Loaded caches and refilled rows do not record, so that they need the
+    columns after a long one. Loaded caches and refilled rows do not record, so they must get the
     usual columns."""
     ours = model(name)
     document, question = prompts(tokens, 5)

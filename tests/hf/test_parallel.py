@@ -210,7 +210,8 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
 
 
 def test_a_model_that_is_cut_but_for_its_attention(last_of_four):
-    """A model whose attention is not split, like many with experts, has all of its heads."""
+    """A model whose attention is not split, like many with experts, must count as having all
+    heads."""
     ours = copy.deepcopy(tiny_model("llama"))
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     ours.model.layers[0].mlp.up_proj._hf_device_mesh = mesh

@@ -1,4 +1,4 @@
-"""Models whose weights torchao has quantized. h2o sees their keys and never reads their weights."""
+"""Models whose weights torchao has quantized. h2o sees the keys and reads no quantized weight."""
 
 from __future__ import annotations
 

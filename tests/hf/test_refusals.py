@@ -79,7 +79,8 @@ def test_models_that_cannot_be_served(model_type, more, words):
 
 @pytest.mark.parametrize("model_type", ["bloom", "falcon", "mpt", "gpt_neo"])
 def test_models_with_attention_code_of_their_own(model_type):
-    """transformers itself would log a warning and continue with the model's own attention."""
+    """These models must be refused. transformers itself would log a warning and continue with their
+    own attention."""
     more = {"attention_types": [[["global"], 2]]} if model_type == "gpt_neo" else {}
     more |= {"n_embd": 32, "n_head": 4, "n_layer": 2, "d_model": 32}
     config = config_of(model_type, **more)

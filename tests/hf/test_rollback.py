@@ -228,7 +228,7 @@ def test_what_cannot_be_taken_back():
 
 
 class Failure(BaseException):
-    """Not an Exception, like KeyboardInterrupt."""
+    """A BaseException, like KeyboardInterrupt."""
 
 
 @pytest.mark.parametrize("compileable", [False, True])

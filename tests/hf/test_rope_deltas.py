@@ -1,5 +1,5 @@
 """Models that store the offset between positions and number of tokens outside the cache. An
-H2OCache carries the offset along, so that the offset of another text is never used."""
+H2OCache carries the offset along, so the offset of another text is never used."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_texts_in_turn(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_after_a_picture_is_numbered_from_0(name):
-    """When the model is called directly, it would itself keep the picture's offset."""
+    """A text after a picture must be numbered from 0. The model itself, when called directly, would
+    keep the picture's offset."""
     ours, *_ = answered(name)
     texts, fresh = prompts(30, seed=3)[0] % 90 + 2, model(name)
     logits = []

@@ -80,7 +80,7 @@ every_second_store = pytest.mark.parametrize(
     ],
 )
 """Every second store, for tests of forks. Files and forks hold what hf/store/layer_state.py lists,
-so that the tests of files, with every store, notice what the list lacks."""
+so the tests of files, with every store, notice what the list lacks."""
 
 
 def opened(store):

@@ -87,8 +87,8 @@ POLICIES = {
 
 
 def text(seed: int = 0, tokens: int = TEXT, words: int = 3) -> torch.Tensor:
-    """Token ids [1, tokens]. Every nine tokens other `words` words are used, so that other keys
-    matter."""
+    """Token ids [1, tokens]. The text uses `words` words at a time and changes them every nine
+    tokens, so other keys come to matter."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(0, words, (tokens,), generator=generator)
     return 2 + (words + torch.arange(tokens) // 9 * 7)[None] % (tiny.VOCABULARY - 2)

@@ -1,4 +1,4 @@
-"""`supports` says what a model then does. The supported families have a table in tiny.py."""
+"""`supports` agrees with what a model does. The supported families have a table in tiny.py."""
 
 from __future__ import annotations
 

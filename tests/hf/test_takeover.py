@@ -277,7 +277,8 @@ def test_a_first_pass_that_fails_leaves_all_as_it_was(columns):
 
 
 def test_a_row_without_a_token_in_the_first_pass():
-    """The keys of such a row would be evicted before any query has scored them."""
+    """A row that has only padding in the first pass must be refused, because its keys would be
+    evicted before any query has scored them."""
     ours, inputs = model("llama"), batch(prompts(20, 14))
     full = filled(peer("llama"), inputs)
     cache, other = (

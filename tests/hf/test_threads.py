@@ -1,4 +1,4 @@
-"""Several threads: a cache is for one at a time, a patched model is for any number of calls."""
+"""Several threads: a cache serves one at a time, and a patched model any number of calls."""
 
 from __future__ import annotations
 
