@@ -203,7 +203,7 @@ def test_one_model_is_one_threads_to_change(outer, inner):
         with inner(plain, **SMALL):
             pass
 
-    same = outer is inner is patched  # threads may share a patch if its settings are the same
+    same = outer is inner is patched  # threads may share a patch with equal settings
     with outer(plain, **({"heavy": 4, "recent": 4} if same else SMALL)):
         error = elsewhere(enter)
         assert isinstance(error, RuntimeError)
