@@ -54,8 +54,8 @@ def test_the_length_of_a_prompt_may_be_a_tensor():
 
 
 def test_a_cache_of_all_keys_grows_by_little():
-    """The slots of a full cache must grow in small steps. Growth by a factor of 1.5 would waste
-    half of the memory for a single token."""
+    """The slots of a full cache must grow in small steps. Growth by a factor of 1.5 would take half
+    as much memory again for a single token."""
     ours = model("llama")
     cache = H2OCache(ours.config, H2OConfig.full())
     ours(prompts(600)[0], **with_cache(cache))
