@@ -37,7 +37,7 @@ BUGS = {
         "forward.cuh", "    sync_block();\n    tile_dots", "    tile_dots"
     ),
     "forward with matrices: values overwrite keys in use": Bug(
-        "matrix_forward.cuh", "        sync_block(); /* the keys have been used */\n", ""
+        "matrix_forward.cuh", "        sync_block(); /* all threads are done with the keys */\n", ""
     ),
     "sums with matrices: queries overwrite those in use": Bug(
         "matrix_keys.cuh", "    return block_any(far);\n", "    return far;\n"
@@ -59,7 +59,9 @@ BUGS = {
         "step_ring.cuh", "        wait_copies<HALVES - 1>();\n", ""
     ),
     "step: a rank changes before it is read": Bug(
-        "step_finish.cuh", "    sync_block(); /* all threads have read what changes below */\n", ""
+        "step_finish.cuh",
+        "    sync_block(); /* all threads have read what is changed below */\n",
+        "",
     ),
     # arrival counters
     "the first block to arrive ends a head": Bug("common.cuh", "== blocks - 1", "== 0"),

@@ -22,6 +22,6 @@ def gradients():
 
 @pytest.fixture(autouse=True)
 def _few_heads_are_enough(monkeypatch):
-    """To deal places over: tiny models have less than real ones need."""
+    """Let heads share one budget, although tiny models have fewer heads than that requires."""
     monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
-    monkeypatch.setattr(cache_plan, "_recent", [])  # made with another number
+    monkeypatch.setattr(cache_plan, "_recent", [])  # plans made with another FEWEST_HEADS

@@ -1,6 +1,6 @@
-"""What models give that are cut over processes: `torchrun -m tests.hf.cut FOLDER` writes it there.
+"""Results of models that are split over two processes: `torchrun -m tests.hf.cut FOLDER`.
 
-FOLDER has a model in each folder below it; the rank's file is beside them.
+Each folder in FOLDER has a model. Each rank writes its results to a folder next to the model.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ CACHES = {
 
 
 def everything(model, folder, profile):
-    """{name: (tokens, positions kept [layers, B, G, K])}; `folder` is this process's own, `profile`
-    of the whole model."""
+    """{name: (tokens, positions kept [layers, B, G, K])}. `folder` belongs to this process, and
+    `profile` is that of the whole model."""
     inputs = batch(prompts(40, 33))
     results = {}
     shared = {"heavy": 10, "recent": 8, "head_shares": profile}
@@ -59,7 +59,7 @@ def everything(model, folder, profile):
             continue
         cache = H2OCache(model.config, **parameters)
         results[name] = greedy(model, inputs, 20, **with_cache(cache)), kept(cache)
-    with patched(model, **shared) as patch:  # which knows the model's weights
+    with patched(model, **shared) as patch:  # patched() sees the model's weights, not only a config
         results["patched"] = greedy(model, inputs, 20), kept(patch.cache)
     config = H2OConfig(**CACHES["head_shares"])
     with simulated(model, config, trace=True) as simulation, torch.no_grad():
@@ -76,7 +76,8 @@ def everything(model, folder, profile):
     }.items():
         more = torch.cat([ids, *prompts(5)], dim=1).repeat(2 if name == "forked" else 1, 1)
         results[name] = greedy(model, {"input_ids": more}, 20, **with_cache(again)), kept(again)
-    # Recurrent states do not go back; older versions draft only for models with a last token.
+    # Recurrent states cannot be rolled back. Older versions of transformers draft only for models
+    # that have an end-of-sequence token.
     if CROPS_TO_LENGTH or "states" in support.layers:
         return results
     cache = H2OCache(model.config, config)
@@ -86,13 +87,13 @@ def everything(model, folder, profile):
 
 
 def calibrated(model, resume=None):
-    """A profile of two windows, refined."""
+    """A profile calibrated on two windows and refined."""
     (ids,) = prompts(130)
     return calibrate(model, ids, window=64, fractions=(0.15, 0.4), resume=resume)
 
 
 def taken_over(model):
-    """A cache filled from a DynamicCache, before any pass of its own."""
+    """A cache converted from a DynamicCache, before its first own pass."""
     full = DynamicCache(config=model.config)
     with torch.no_grad():
         model(*prompts(30), **with_cache(full))
@@ -100,7 +101,7 @@ def taken_over(model):
 
 
 def refused(call, *arguments):
-    """Why a call does not go through."""
+    """The message of the ValueError that a call raises; None if it raises none."""
     try:
         call(*arguments)
     except ValueError as error:
@@ -112,7 +113,7 @@ def kept(cache):
 
 
 def in_two_parts():
-    """As this version of transformers has it."""
+    """Arguments of from_pretrained that split a model over two processes."""
     try:
         from transformers.distributed import DistributedConfig
 
@@ -133,7 +134,7 @@ def main(folder):
         folder_of_rank.mkdir()
         profile = Profile.load(place / "profile.json")
         results = everything(model.eval(), folder_of_rank, profile)
-        file = place / "unfinished.json"  # the second call takes all from it
+        file = place / "unfinished.json"  # the second call reads all results from this file
         results["calibrated"] = [calibrated(model, file).as_dict() for _ in range(2)]
         results["analysis"] = refused(analyze, model, *prompts(40))
         taken = taken_over(model)

@@ -1,4 +1,4 @@
-"""As tests/hf/cut.py, of latent attention: every process holds the latents of all heads."""
+"""Like tests/hf/cut.py for latent attention, where every process holds the latents of all heads."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.inputs import Text
 
 
 class Attention(nn.Module):
-    """What the attention function looks at in a model's module."""
+    """The attributes of a model's attention module that the attention function reads."""
 
     is_causal = True
     num_key_value_groups = 2
@@ -37,7 +37,7 @@ def tensors(text: Text) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward(cache: H2OCache, text: Text, mask: Any = None, layer: int = 0, **kwargs: Any) -> Tensor:
-    """One layer of one forward pass over the new tokens; mask [B, all columns]. [B, Q, H, D]."""
+    """Run one layer of a forward pass; `mask` is [B, all columns]. Returns [B, Q, H, D]."""
     query, key, value = tensors(text)
     Q = query.shape[2]
     seen = cache.get_seq_length(layer)
@@ -60,7 +60,7 @@ def forward(cache: H2OCache, text: Text, mask: Any = None, layer: int = 0, **kwa
 
 
 def feed(cache: H2OCache, text: Text, calls: list[int], mask: Any = None, **kwargs: Any) -> Tensor:
-    """A text in pieces of so many columns, to a cache of one layer. [B, N, H, D]."""
+    """Feed a text to a cache of one layer in chunks of `calls` columns. Returns [B, N, H, D]."""
     out, stop = [], 0
     for columns in calls:
         start, stop = stop, stop + columns

@@ -5,8 +5,8 @@
 
 Write it after a change of transformers or h2o.
 
-Asked are the families' default configs; of a few whose defaults no released model has, configs as
-released ones have them.
+The verdict is about a family's default config. For the few families whose defaults no released
+model has, it is about a config like that of a released model.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ AS_DECODERS = (
     "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm "
     "roc_bert xlm-roberta xlm-roberta-xl xmod"
 ).split()
-"""Encoders that config.is_decoder=True makes causal language models: see test_support.py."""
+"""Encoders that config.is_decoder=True turns into causal language models; see test_support.py."""
 
 
 def verdict(name: str) -> str:
-    """One line about a family."""
+    """One line that says whether h2o supports a family, or why not."""
     try:
         config = transformers.CONFIG_MAPPING[name](**AS_RELEASED.get(name, {}))
-    except Exception:  # each its own
+    except Exception:  # each config raises a type of its own
         return "not supported: its config has no defaults of which a model could be made"
     support = supports(config)
     if support:
@@ -68,7 +68,7 @@ def _layers(support: Support) -> str:
 
 
 def said(mapping: str) -> dict[str, str]:
-    """Of every family of this version of transformers."""
+    """{family: `verdict`} for all families of a mapping in this version of transformers."""
     return {name: verdict(name) for name in MAPPINGS[mapping]}
 
 
@@ -87,7 +87,7 @@ def lines() -> Iterator[str]:
 
 
 def written(page: Path) -> dict[str, dict[str, str]]:
-    """{mapping: {family: what `verdict` said}} of a file."""
+    """The verdicts in a file, as {mapping: {family: verdict}}."""
     verdicts: dict[str, dict[str, str]] = {}
     for line in page.read_text("utf-8").splitlines():
         name, _, text = line.partition(": ")

@@ -1,6 +1,6 @@
-"""What a model gives whose weights FSDP cuts: `torchrun -m tests.hf.gathered FOLDER`.
+"""Results of a model whose weights FSDP shards: `torchrun -m tests.hf.gathered FOLDER`.
 
-FOLDER has the model; the rank's file goes there too.
+FOLDER has the model. Each rank writes its results to FOLDER as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.hf.tiny import prompts
 
 
 def answers(model, path):
-    """Next logits of a cache and of its file, the keys kept, and what an analysis finds."""
+    """Next logits of a cache and of its file, the keys kept, and the scores of an analysis."""
     ids, more = prompts(40, 1)
     cache = H2OCache(model.config, heavy=[[3, 9, 5, 1], [4, 4, 8, 2]], recent=6)
     with torch.no_grad():

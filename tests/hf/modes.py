@@ -1,7 +1,7 @@
 """The ways to generate, as one table that tests cross with families and policies.
 
-A mode takes a model, prompts as a padded batch, and a function that makes a cache
-of so many rows (or None, where the model makes its own); it returns tokens.
+A mode takes a model, prompts as a padded batch, and a function that returns a new cache (or None,
+so that the model makes its own). It returns tokens.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def _chat(model: Any, inputs: dict[str, Tensor], make: MakeCache) -> Tensor:
     ids = torch.cat([first, more], dim=1)
     mask = torch.cat([mask, mask.new_ones(B, ids.shape[1] - mask.shape[1])], dim=1)
     turn = {"input_ids": ids, "attention_mask": mask}
-    if cache is None:  # all is read again, images too
+    if cache is None:  # the second call prefills everything again, images too
         turn |= {key: value for key, value in inputs.items() if key not in turn}
         if "mm_token_type_ids" in turn:
             kinds = turn["mm_token_type_ids"]
             text = kinds.new_zeros(B, ids.shape[1] - kinds.shape[1])
             turn["mm_token_type_ids"] = torch.cat([kinds, text], dim=1)
-        if "cross_attention_mask" in turn:  # which older versions of transformers do not extend
+        if "cross_attention_mask" in turn:  # older versions of transformers do not extend it
             seen = turn["cross_attention_mask"]
             last = seen[:, -1:].expand(-1, ids.shape[1] - seen.shape[1], -1, -1)
             turn["cross_attention_mask"] = torch.cat([seen, last], dim=1)
@@ -64,13 +64,13 @@ def _chat(model: Any, inputs: dict[str, Tensor], make: MakeCache) -> Tensor:
 
 
 def _finished_early(model: Any, inputs: dict[str, Tensor], make: MakeCache) -> Tensor:
-    """Every row stops at another token, and is fed pads until the last one has."""
+    """Rows stop at different tokens. A finished row is fed padding until the last row stops."""
     plain = _generate(model, inputs, make())[:, -TOKENS:]
     return _generate(model, inputs, make(), eos_token_id=plain[:, 4].unique().tolist())
 
 
 def _streamed(model: Any, inputs: dict[str, Tensor], make: MakeCache) -> Tensor:
-    """Row 0 alone: streamers take one row. What was streamed is what was returned."""
+    """Row 0 alone, because a streamer supports one row. Streamed and returned tokens are equal."""
 
     class Tokens(TextStreamer):
         def __init__(self) -> None:
@@ -89,7 +89,7 @@ def _streamed(model: Any, inputs: dict[str, Tensor], make: MakeCache) -> Tensor:
 
 
 def _step_by_step(model: Any, inputs: dict[str, Tensor], make: MakeCache) -> Tensor:
-    """The model called by hand, without generate()."""
+    """Call the model in a loop, without generate()."""
     cache, ids, mask = make(), inputs["input_ids"], inputs["attention_mask"]
     position = (mask.cumsum(1) - 1).clamp(min=0)
     new = []
@@ -136,23 +136,24 @@ POLICIES: dict[str, H2OConfig] = {
     "int8": H2OConfig(heavy=5, recent=4, sinks=1, score_by="mean", kv_dtype="int8"),
     "max": H2OConfig(heavy=6, recent=4, sinks=1, score_by="max"),
 }
-"""Small budgets: every prompt of more than 12 tokens is cut."""
+"""Small budgets, under which every prompt of more than 12 tokens loses keys."""
 
 
 def policy(name: str, model: Any) -> H2OConfig:
-    """One of `POLICIES` for a model: shares are given the model's layers and heads."""
+    """One of `POLICIES`, with head shares for the layers and heads of this model."""
     config = POLICIES[name]
     return config if config.head_shares is None else replace(config, head_shares=uneven(model))
 
 
 def uneven(model: Any) -> list[list[float]]:
-    """Shares [layers, key/value heads] from 0.4 to 2.6, no two neighbors' the same."""
+    """Shares [layers, key/value heads] from 0.4 to 2.6, different for any two neighbors."""
     layers, heads = layers_and_heads(model)
     return [[0.4 + (5 * row + 7 * head) % 12 / 5 for head in range(heads)] for row in range(layers)]
 
 
 def layers_and_heads(model: Any) -> tuple[int, int]:
-    """Of the cache; configs have many names for key/value heads, and not every one is true."""
+    """Number of layers and of key/value heads, read from a cache after a pass. Configs have many
+    names for the number of heads, and not all are right."""
     before = model.config._attn_implementation
     model.set_attn_implementation("h2o")
     cache = H2OCache(model.config, H2OConfig.full())

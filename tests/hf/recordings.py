@@ -1,4 +1,4 @@
-"""A compiler that tells what would be recorded as CUDA graphs."""
+"""A torch.compile backend that notes what would be recorded as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 def recording(seen: set[Any]) -> Callable[..., Any]:
     """A backend of torch.compile that runs graphs as they are, and adds to `seen`.
 
-    A CUDA graph is replayed where shapes, strides and plain numbers are those of its recording.
-    Other ones are recorded anew, which takes longer than many steps.
+    A CUDA graph is replayed if shapes, strides and plain numbers equal those of its recording. Any
+    other call is recorded again, which takes longer than many steps.
     """
 
     def backend(graph: torch.fx.GraphModule, example: Any) -> Callable[..., Any]:
@@ -26,5 +26,5 @@ def recording(seen: set[Any]) -> Callable[..., Any]:
 
 
 def _form(x: Any) -> Any:
-    """What a recording depends on, of one argument."""
+    """The properties of an argument on which a recording depends."""
     return (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x

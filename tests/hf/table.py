@@ -1,9 +1,9 @@
-"""The table of families and modes in docs/reference/models.md, from the tests themselves.
+"""Make the table of families and modes in docs/reference/models.md by running the tests.
 
     python -m tests.hf.table                 prints it
     python -m tests.hf.table docs/reference/models.md  puts it between the two marks in that file
 
-Every cell runs the test of its name; it takes about two minutes.
+Each cell runs the test of its column for its family. The table takes about two minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def passes(test, *arguments) -> bool:
 
 
 def cell(results: dict[str, bool]) -> str:
-    """All of them, or which ones not."""
+    """The number of results if all are right, otherwise the names of those that are wrong."""
     wrong = [name for name, right in results.items() if not right]
     return f"all {len(results)}" if not wrong else "not " + ", ".join(wrong)
 

@@ -55,7 +55,7 @@ def test_sparsity(both, threshold):
         small = np.tril(p < threshold * p.max(-1, keepdims=True))
         want = small.sum((-1, -2)) / (N * (N + 1) / 2)
         assert 0.05 < want.mean() < 0.999
-        np.testing.assert_allclose(row, want, atol=3 / N**2)  # of entries that are just at it
+        np.testing.assert_allclose(row, want, atol=3 / N**2)  # some entries equal the threshold
 
 
 def test_overlap(both):
@@ -85,7 +85,8 @@ def test_overlap(both):
 
 
 def test_retained_mass_of_each_token(both):
-    """With everything held it is all; else it is what the simulation says, whose tests prove it."""
+    """The retained mass must be 1 with all keys held. Otherwise it must be the dense attention to
+    the keys that are left."""
     a, dense = both
     for layer in dense:
         mass = a.retained_mass(layer, per_token=True)
@@ -93,7 +94,7 @@ def test_retained_mass_of_each_token(both):
         assert mass[:, :12] == pytest.approx(1, abs=1e-5)
         np.testing.assert_allclose(a.retained_mass(layer), mass.mean(-1), rtol=1e-6)
         assert a.retained_mass(layer, heavy=N, recent=0) == pytest.approx(1, abs=1e-5)
-    first = a.layers[0]  # nothing has been evicted before it: its attention is the dense one
+    first = a.layers[0]  # no layer before it evicts, so its attention is the dense one
     seen = np.arange(N)[:, None] < a.evicted_at(first)[:, None]
     seen = seen.repeat(a.heads // a.groups, axis=0)
     want = (dense[first] * seen).sum(-1)
@@ -128,14 +129,14 @@ def test_tokens_are_those_of_a_cache():
 
 
 class Digits:
-    """A tokenizer that writes numbers."""
+    """A tokenizer that decodes each id to its number."""
 
     def decode(self, ids, **kwargs):
         return "".join(f"{i}," for i in ids)
 
 
 class Sliced:
-    """A tokenizer whose tokens are three bytes each; 0 stands for none."""
+    """A tokenizer whose tokens are three bytes each, and may begin or end within a character."""
 
     def __init__(self, text):
         raw = text.encode()
@@ -184,7 +185,8 @@ def test_removal_of_nothing_and_of_everything():
 
 @pytest.mark.parametrize("kind", ["heavy", "random", "recent"])
 def test_removed_keys_are_those_that_were_named(kind):
-    """Against a mask made by hand from the definition."""
+    """Exactly the keys that the definition names must be removed. The expected output is computed
+    row by row from the definition."""
     from h2o.analysis.collect import Attention
     from h2o.analysis.removal import attend_without
 
@@ -314,7 +316,7 @@ def test_rank_correlation():
     x = np.array([1.0, 2, 2, 3, 9])
     assert measures.spearman(x, x**3) == pytest.approx(1)
     assert measures.spearman(x, -x) == pytest.approx(-1)
-    # By the ranks 1, 2.5, 2.5, 4, 5 and 2, 1, 3, 5, 4.
+    # The ranks are 1, 2.5, 2.5, 4, 5 and 2, 1, 3, 5, 4.
     a = np.array([1, 2.5, 2.5, 4, 5])
     b = np.array([2, 1, 3, 5, 4])
     assert measures.spearman(x, b) == pytest.approx(np.corrcoef(a, b)[0, 1])

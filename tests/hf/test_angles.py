@@ -1,4 +1,4 @@
-"""Rotary angles that change with the length of the text: what reads texts gives each its own."""
+"""Rotary angles that change with the length of the text: each text gets those of its length."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def phi(name, rope=LONGROPE):
 
 
 def alone(ours, ids, config, tokens):
-    """By a model that has read nothing before: a dynamic embedding remembers the longest text."""
+    """Tokens of a model that has seen no other text, whose angles a dynamic embedding may keep."""
     twin = copy.deepcopy(ours)
     cache = with_cache(H2OCache(twin.config, config))
     return greedy(twin, {"input_ids": ids}, tokens, **cache)[0].tolist()
@@ -76,7 +76,8 @@ def alone(ours, ids, config, tokens):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_rows_of_several_lengths(kind, rows):
-    """Short ones beside long ones, and one that becomes long beside both."""
+    """A row must get the angles of its own length, whether its neighbors are short, long or become
+    long."""
     ours, config = llama(kind), H2OConfig(**SMALL)
     texts = prompts(20, 60, 27, 9, 90, 31)
     untouched = copy.deepcopy(ours)
@@ -88,7 +89,8 @@ def test_rows_of_several_lengths(kind, rows):
 
 
 def test_a_long_text_read_before_in_chunks():
-    """A dynamic embedding keeps the angles of the longest text that it has seen."""
+    """A dynamic embedding keeps the angles of the longest text that it has seen. A shorter prompt
+    must not get them."""
     ours, config = llama("dynamic"), H2OConfig(**SMALL)
     untouched, (long, short) = copy.deepcopy(ours), prompts(120, 50)
     settings = GenerationConfig(prefill_chunk_size=20, max_new_tokens=6, do_sample=False)
@@ -101,7 +103,8 @@ def test_a_long_text_read_before_in_chunks():
 
 @pytest.mark.parametrize("name", PHIS)
 def test_a_cache_is_not_left_out_in_silence(name):
-    """Where its text becomes long, Phi-3 would read all of it anew, into a cache of its own."""
+    """When the text becomes long, Phi-3 would prefill it again with a cache of its own. The
+    H2OCache must not be left out without an error."""
     ours, (ids, long) = phi(name), prompts(25, 60)
     cache = H2OCache(ours.config, **SMALL)
     with pytest.raises(ValueError, match="Beyond 32 tokens this model's rotary angles change"):
@@ -155,7 +158,8 @@ def test_rows_end_where_the_text_would_be_read_anew(name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_document_that_grows_out_of_its_angles(kind):
-    """The repetition would stand at other angles than the document."""
+    """If the repetition would be rotated by other angles than the document, a second reading must
+    raise an error."""
     ours, (short, long) = llama(kind), prompts(12, 28)
     repeat = prompts(2)[0]
     assert (

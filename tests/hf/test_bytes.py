@@ -1,4 +1,5 @@
-"""Budgets in bytes, and presets that need the model: what is kept, and what it takes."""
+"""Budgets in bytes, and presets that depend on the model: which keys are kept, and how much memory
+they take."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_values_take_the_bits_that_go_with_the_head_dimension():
 @pytest.mark.parametrize("way", ["to", "autocast"])
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_bytes_are_those_of_the_keys_that_come(way, kv_dtype):
-    """Not those of the dtype that the model was loaded in."""
+    """A budget in bytes must follow the dtype of the keys, not the dtype in which the model was
+    loaded."""
     ours = model("llama")
     assert ours.config.dtype is torch.float32 or ours.config.dtype is None
     config = H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, budget_unit="bytes", kv_dtype=kv_dtype)
@@ -76,14 +78,14 @@ def test_bytes_are_those_of_the_keys_that_come(way, kv_dtype):
     assert total.bytes_full == 2 * 2 * 2 * 600 * 8 * 2
     taken = total.bytes_held + total.bytes_bookkeeping
     assert 0.18 * total.bytes_full < taken <= 0.2 * total.bytes_full
-    kept = len(cache.kept(0).positions[0, 0])  # and the one that the last token evicts
+    kept = len(cache.kept(0).positions[0, 0])  # without the key that the last token evicts
     assert int((simulation.evicted_at(0)[0, 0] == 600).sum()) == kept + 1
 
 
 def test_a_short_prompt_keeps_what_fits():
     config = H2OConfig(heavy=0.06, recent=0.04, sinks=2, min_tokens=0, budget_unit="bytes")
     total = filled(config, tokens=12).total
-    assert total.kept == [2 * 3]  # two sinks and one more, in two layers
+    assert total.kept == [2 * 3]  # two sinks and one more key in each of two layers
 
 
 def test_bytes_need_fractions():
@@ -162,7 +164,8 @@ def test_rows_of_a_batch_have_their_own_bytes():
 
 @pytest.mark.parametrize("compileable", [False, True])
 def test_a_single_token_among_padding_is_a_decode_step(compileable):
-    """It attends to its own key as the slots hold it, as it does in a batch without padding."""
+    """A single token among padding must attend to its own key as the slots store it, like a decode
+    step in a batch without padding."""
     ours, (text,) = model("llama"), prompts(30)
     config = H2OConfig(heavy=8, recent=8, min_tokens=0, kv_dtype="int8")
     turn = text[:, 20:25]

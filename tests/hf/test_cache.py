@@ -1,4 +1,4 @@
-"""H2OCache driven as the layer that transformers sees: what it keeps, reports and survives."""
+"""H2OCache driven the way transformers does it, layer by layer: keys kept, reports, failures."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_memory_follows_what_is_held():
         forward(cache, text.cut(i, i + 1))
         capacities.add(cache.layers[0].slots.keys.shape[2])
         assert cache.layers[0].slots.keys.shape[2] <= i + 2 + 48
-    assert len(capacities) <= 8  # grown in strides, not token by token
+    assert len(capacities) <= 8  # slots grow in strides, not with every token
     assert cache.kept(0)[0][0, 0].tolist() == list(range(400))
     small = new_cache(heavy=5, recent=5)
     forward(small, text.cut(0, 100))
@@ -155,7 +155,7 @@ def test_report_adds_up():
         assert layer.budget == [9, 9]
         assert layer.bytes_full == 2 * 2 * 2 * 35 * 16 * 4  # K and V, B, G, columns, D, fp32
         assert layer.bytes_held == 2 * 2 * 2 * 10 * 16 * 4  # k + 1 slots
-        # every query of every head has given its one unit of attention to some key
+        # the attention of every query of every head adds up to 1
         np.testing.assert_allclose(layer.mass_evicted + layer.mass_kept, (22 + 35) * 4, rtol=1e-5)
         assert 0 < layer.share_evicted < 1
     total = report.total
@@ -200,7 +200,7 @@ def test_trace_tells_who_was_visible_when(name):
     )
     assert cache.evicted_at(0).dtype == torch.int32
     np.testing.assert_array_equal(cache.evicted_at(0), evicted_at)
-    # and what is still held is what was never evicted, or by the last token only
+    # keys that are still held were never evicted
     positions, _ = cache.kept(0)
     held = [set(positions[1, g].tolist()) for g in range(2)]
     assert all(evicted_at[1, g, j] == 50 for g in range(2) for j in held[g])
@@ -252,7 +252,8 @@ def rows(text, index):
     ],
 )
 def test_rows_move_with_their_state(change, index):
-    """Permuted rows go on as if they had always been there, budgets and scores included."""
+    """Rows must keep their budgets, scores and traces when they are permuted, selected or
+    repeated."""
     lengths = [9, 20, 14]
     mask = np.concatenate([left(lengths, 20), np.ones((3, 20), bool)], axis=1)
     text = pad(drifting(8, B=3, N=40), mask)
@@ -303,7 +304,8 @@ def test_a_failed_call_leaves_the_cache_as_it_was(columns, before):
 
 
 def test_an_interrupted_chunk_leaves_the_scores_as_they_were(monkeypatch):
-    """Out of memory between attention and eviction: attention has already added to the scores."""
+    """When memory runs out between attention and eviction, the scores that attention has already
+    added to must be restored."""
     text = drifting(10, B=2, N=40)
     cache = new_cache(heavy=4, recent=4)
     feed(cache, text.cut(0, 22), [20, 1, 1])
@@ -322,7 +324,8 @@ def test_an_interrupted_chunk_leaves_the_scores_as_they_were(monkeypatch):
 
 @pytest.mark.parametrize("columns", [1, 5])
 def test_ctrl_c_in_a_forward_is_noticed(columns, monkeypatch):
-    """Python may raise it right after an operation that has already changed the slots."""
+    """Python may raise KeyboardInterrupt right after an operation has changed the slots. The cache
+    must then refuse to continue before `reset()`."""
     text = drifting(10, B=2, N=40)
     cache = new_cache(heavy=4, recent=4)
     feed(cache, text.cut(0, 22), [20, 1, 1])
@@ -368,7 +371,8 @@ def test_a_row_of_pads_alone_takes_no_budget_from_the_others():
 
 
 def test_a_fraction_of_a_short_prompt_is_one_token():
-    """A tenth of the 3 tokens of row 0 is 0 by truncation; row 1 has whole tokens."""
+    """A tenth of row 0's 3 tokens is truncated to 0, which must be raised to one token. Row 1 is
+    long enough."""
     lengths = [3, 20]
     mask = np.concatenate([left(lengths, 20), np.ones((2, 10), bool)], axis=1)
     text = pad(drifting(5, B=2, N=30), mask)
@@ -429,7 +433,7 @@ def test_prompt_length_for_prompts_in_pieces():
         forward(
             new_cache(heavy=0.3, recent=0.2, min_tokens=0, prompt_length=[1, 2, 3]), text.cut(0, 7)
         )
-    # numbers of tokens need no length
+    # budgets in tokens do not need the prompt's length
     feed(new_cache(heavy=3, recent=2), text, [7, 7, 7, 3, *[1] * 6])
 
 
@@ -467,7 +471,7 @@ def test_gradients_are_refused_not_wrong():
     assert not cache.layers[0].slots.scores.requires_grad
     with pytest.raises(RuntimeError, match="has no gradient"):
         out.sum().backward()
-    # and the cache is usable afterwards
+    # the cache can still be used
     held, value = cache.update(*tensors(text.cut(0, 1))[1:], 0)
     h2o_attention_forward(Attention(), tensors(text.cut(0, 1))[0], held, value, None, scaling=0.25)
     assert cache.get_seq_length() == 13

@@ -1,4 +1,4 @@
-"""What caches of one model have in common is found once, and anew where a config has changed."""
+"""Caches of one model share a plan, which is made once, and again when a config has changed."""
 
 import copy
 
@@ -43,7 +43,7 @@ def test_a_config_that_was_changed_is_another_one(config):
 
 @pytest.mark.parametrize("name", ["budget", "heavy"])
 def test_one_token_is_not_the_whole_prompt(config, name):
-    """Though 1 == 1.0 in Python."""
+    """A lookup by equality would confuse one token with the whole prompt, because 1 == 1.0."""
     one, whole = ({name: amount, "min_tokens": 0, "sinks": 0} for amount in (1, 1.0))
     for fields in (one, whole):
         if name == "heavy":

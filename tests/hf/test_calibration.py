@@ -37,7 +37,8 @@ def profile():
 
 
 def test_costs_are_those_of_dense_attention():
-    """One layer's head evicts: the change of the output by eager attention under the same mask."""
+    """The cost of a head must be that of the change of its output, computed here with dense
+    attention under the same mask."""
     model, ids = tiny.model("llama"), ids_of(60)[0]
     layers = watch_gradients(model, ids, torch.Generator().manual_seed(0), draws=2)
     assert sorted(layers) == [0, 1]
@@ -50,7 +51,7 @@ def test_costs_are_those_of_dense_attention():
         with h2o.simulated(model, config, trace=True) as simulation:
             model(ids[None], use_cache=False)
         if layer:
-            continue  # there the simulated model's own keys differ
+            continue  # the keys of later layers differ in the simulated model
         gone = simulation.evicted_at(layer)[0]
         logits = seen.query @ seen.keys.repeat_interleave(2, 0).mT * seen.scale
         row = torch.arange(60)
@@ -67,7 +68,8 @@ def test_costs_are_those_of_dense_attention():
 
 
 def test_gradients_predict_what_a_change_does():
-    """Against a finite difference: the likelihood of what was drawn, with an output moved."""
+    """Gradients must agree with a finite difference of the likelihood of the drawn tokens, with one
+    output moved."""
     model, ids = tiny.model("llama", "eager").double(), ids_of(20)[0]
     torch.manual_seed(0)
     change = torch.randn(20, 32, dtype=torch.double) * 3e-3
@@ -105,7 +107,8 @@ def test_frozen_parameters_and_the_model_stay_as_they_were():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_worth_is_the_slope_of_the_divergence(name):
-    """Against a finite difference: outputs moved along what a layer's heads gain with more keys."""
+    """The worth of keys must agree with a finite difference of the divergence, with outputs moved
+    in the direction in which more keys change them."""
     model, ids = tiny.model(name), ids_of(60)[0]
     kinds = tiny.FAMILIES[name].layers
     layer = max(i for i, kind in enumerate(kinds) if kind == "h2o")
@@ -113,10 +116,10 @@ def test_worth_is_the_slope_of_the_divergence(name):
     projection = base.layers[layer].self_attn.o_proj
     served = [i for i, kind in enumerate(kinds) if kind == "h2o"]
     budgets = np.full((3, len(served), 2), 16)
-    budgets[1:, -1, 0] = 20, 13  # one head's are compared
+    budgets[1:, -1, 0] = 20, 13  # only one head gets more and fewer keys
 
     def run(budget, move=0.0):
-        """(log-probabilities, what goes into the layer's projection)"""
+        """(log-probabilities, input of the layer's output projection)"""
         configs = [module.policy(x) for x in (budget, 16)]
         heavy, recent = (
             [[getattr(x, field) for x in (configs if i == layer else configs[1:] * 2)]
@@ -176,7 +179,8 @@ def test_hull_leaves_out_what_lies_above():
 
 
 def test_allocation_is_the_best_of_all():
-    """With convex costs, greedy steps lead to the least sum: all ways of sharing out are tried."""
+    """For convex costs, greedy steps must find the lowest sum, which a search through all
+    allocations gives."""
     generator = np.random.default_rng(0)
     grid = [1, 2, 3, 4, 5]
     slopes = -np.sort(-generator.random((3, 4)), axis=1)  # falling
@@ -221,7 +225,8 @@ def test_profile_of_a_tiny_model(profile):
 
 
 def test_needier_heads_get_more():
-    """Heads whose values are zero cannot lose anything."""
+    """A head whose values are zero loses nothing by eviction, so it must get the smallest
+    budget."""
     model = tiny.model("llama")
     model.model.layers[1].self_attn.v_proj.weight[8:] = 0
     shares = np.array(h2o.calibrate(model, ids_of(), window=WINDOW).shares_for(0.4))

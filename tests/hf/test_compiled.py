@@ -33,12 +33,12 @@ from tests.inputs import drifting
 
 SMALL = {"heavy": 6, "recent": 6}
 GRAPHS = 2 if CROPS_TO_LENGTH else 1
-"""Models before transformers 5.16 have one more for the first step."""
+"""Number of graphs of a model's steps. Before transformers 5.16 the first step has its own."""
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    """No graph of another test is found, and none stays."""
+    """Discard all compiled graphs before and after each test."""
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -46,7 +46,7 @@ def nothing_compiled():
 
 
 def compiling(backend="eager"):
-    """What makes generate() compile on a CPU; whole graphs only."""
+    """Arguments that make generate() compile whole graphs, on a CPU too."""
     config = CompileConfig(fullgraph=True, dynamic=None, backend=backend, mode=None)
     config._compile_all_devices = True
     return {"compile_config": config}
@@ -60,7 +60,7 @@ def graphs():
 @pytest.mark.parametrize(
     "chosen",
     [
-        slow_if(x in ("fractions", "sinks, mean"), x)  # which are numbers to the graph
+        slow_if(x in ("fractions", "sinks, mean"), x)  # to the graph these are numbers only
         for x in ("fractions", "sinks, mean", "value-weighted", "head_shares", "int8")
     ],
 )
@@ -92,7 +92,8 @@ def test_families(name):
 
 @needs_compiler
 def test_one_graph_for_steps_prompts_and_caches():
-    """Also for one shorter than the budget, for a fork, and for what a file had."""
+    """A prompt of another length, a prompt shorter than the budget, and a fork must not need
+    another graph."""
     ours = model("llama")
     for seed, length in enumerate((20, 20, 31, 5)):
         inputs = {"input_ids": prompts(length, seed=seed)[0]}
@@ -111,7 +112,7 @@ def test_one_graph_for_steps_prompts_and_caches():
 @needs_compiler
 @pytest.mark.parametrize("rows", [slow_if(True, 1), 3])
 def test_padded_rows_are_one_recording(rows):
-    """For all tokens: the mask grows by a column with each, and a step's part of it does not."""
+    """The mask grows by a column with each token, which must not cause another recording."""
     ours, recordings = llama(1), set()
     inputs = {name: x[:rows] for name, x in batch(prompts(5, 17, 23)).items()}
     expected = greedy(ours, inputs, 24, **with_cache(H2OCache(ours.config, **SMALL)))
@@ -142,7 +143,7 @@ def test_slots_stay_where_they_are():
 
 @needs_compiler
 def test_chunks_in_one_graph():
-    """Of any length, pads among them; after as many eager ones the slots are the same."""
+    """Chunks of any length must share one graph and leave the same slots as eager chunks."""
     ours = llama(1)
     ids = batch(prompts(5, 40, 33))
     caches = [H2OCache(ours.config, **SMALL, compileable=x) for x in (True, False)]
@@ -188,7 +189,8 @@ def test_a_chunk_that_fails_leaves_the_slots_as_they_were(monkeypatch):
 
 @pytest.mark.parametrize(("operator", "begin"), [("step", 11), ("chunk", 9)])
 def test_what_the_operations_say_of_themselves(operator, begin):
-    """That they write to what they say, that a fake has the right shape, that they compile."""
+    """The operators must write only to tensors that they declare, give fake tensors the right
+    shape, and compile."""
     steppers.register()
     text = drifting(3, B=2, N=12)
     query, keys, values = (torch.from_numpy(x).to(DEVICE) for x in text)
@@ -262,8 +264,8 @@ def test_a_file_of_it(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
 def test_weights_may_be_frozen():
-    """The compiler then keeps a copy of them, laid out anew, in the graph; of no cache's slots,
-    which a second cache would be given back."""
+    """With frozen weights the compiler copies constants into the graph. If it copied the slots of a
+    cache, a second cache would get these."""
     ours = model("llama")
     with torch._inductor.config.patch(freezing=True):
         for seed, length in enumerate((20, 20, 33, 12)):
@@ -279,7 +281,8 @@ def test_weights_may_be_frozen():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
 def test_nothing_of_the_slots_is_copied():
-    """All that a compiled step allocates is less than a hundredth of one layer's slots."""
+    """A compiled step must not copy slots: all that it allocates is less than a hundredth of one
+    layer's slots."""
     ours = model("llama")
     (ids,) = prompts(20)
     budget = {"heavy": 3000, "recent": 3000}

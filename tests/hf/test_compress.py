@@ -1,4 +1,4 @@
-"""h2o.compress_document: one reading or two, one cut; judged by transformers' attention weights."""
+"""h2o.compress_document with one or two readings, compared with transformers' attention weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from h2o.hf.layers.layer import H2OLayer
 from tests.hf.tiny import HYBRID, LATENT, WITH_STATES, batch, greedy, model, prompts, shared
 
 REQUEST = torch.tensor([5, 9, 2])
-"""Token ids that ask for the repetition."""
+"""Token ids that request the repetition."""
 BUDGET = H2OConfig(heavy=20, recent=10, sinks=2)
 
 
@@ -45,8 +45,8 @@ def expected(name, document, budget, by_attention, chunk=reading.CHUNK):
 
 
 def choice(first, largest, budget, by_attention, recent):
-    """Positions that each head of each layer keeps, as lists, with scores [layers, G, n] of the
-    first reading and of what else is to be kept."""
+    """Positions that each head of each layer keeps, as lists. `first` and `largest` are scores
+    [layers, G, n] of the first reading and of the repetition."""
     L, G, n = largest.shape
     rest = budget.heavy + budget.recent - recent
     first_part = int(rest * by_attention)
@@ -60,7 +60,7 @@ def choice(first, largest, budget, by_attention, recent):
 
 
 def positions(cache, row=0):
-    """As `expected` has them."""
+    """Positions that each head of each H2O layer keeps, as lists."""
     return [
         [[p for p in head if p >= 0] for head in layer.kept().positions[row].tolist()]
         for layer in cache.layers
@@ -84,7 +84,8 @@ def test_what_is_kept(name, by_attention):
 
 
 def test_no_head_is_left_without_a_key():
-    """Where neither sinks nor recent keys nor the config's policy have a part of the budget."""
+    """Every head must keep a key, even when no part of the budget goes to sinks, recent keys or
+    attention."""
     (document,) = prompts(70)
     how = {"readings": 2, "repeat": REQUEST, "by_attention": 0.0}
     cache = h2o.compress_document(shared("qwen3"), document, H2OConfig(heavy=2, recent=0), **how)
@@ -95,7 +96,8 @@ def test_no_head_is_left_without_a_key():
 
 @pytest.mark.parametrize("by_attention", [0.0, 0.5, 1.0])
 def test_a_profile_shares_what_goes_by_attention(by_attention):
-    """A head has so much of it as in one reading; the rest is for the largest of all heads."""
+    """The part of the budget that goes by attention must follow the shares of heads. The rest goes
+    to the largest scores of all heads."""
     (document,) = prompts(70)
     ours = shared("qwen3")
     heads = ours.config.num_hidden_layers, ours.config.num_key_value_heads
@@ -133,7 +135,8 @@ def test_long_documents_are_read_and_repeated_in_pieces(monkeypatch):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_of_a_batch_are_readings_of_their_own(side):
-    """Documents of several lengths, with fractions: budgets, choices and answers are each row's."""
+    """With documents of several lengths and fractional budgets, each row must keep the keys that it
+    keeps alone."""
     ours, documents = shared("llama"), prompts(70, 41, 58)
     config = H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, kv_dtype="int8")
     padded = batch(documents, side)
@@ -169,7 +172,8 @@ def test_windows_and_states_of_a_row_know_no_padding(name, readings):
 
 
 def test_it_goes_on_as_any_other_cache(tmp_path):
-    """Forks, files, budgets that are held and the ranking by the largest attention."""
+    """A compressed document must keep its budgets and its ranking by the largest attention, and
+    answer the same from a fork or a file."""
     ours = model("llama")
     (document,) = prompts(70)
     cache = h2o.compress_document(ours, document, BUDGET, readings=2, repeat=REQUEST)
@@ -191,7 +195,8 @@ def test_it_goes_on_as_any_other_cache(tmp_path):
 @pytest.mark.parametrize("recent", [2, 6, 30])
 @pytest.mark.parametrize("by_attention", [0.0, 0.5])
 def test_recent_keys_after_the_cut(recent, by_attention):
-    """More of them than of the document's end, as many as the config has, and no more slots."""
+    """The cut keeps up to RECENT keys of the document's end. Later, heads must keep up to
+    LATER_RECENT recent keys within the same budget."""
     ours, (document,) = shared("llama"), prompts(70)
     config = H2OConfig(heavy=34 - recent, recent=recent, sinks=2)
     cache = h2o.compress_document(
@@ -220,7 +225,7 @@ def test_recent_keys_after_the_cut(recent, by_attention):
     ],
 )
 def test_with_room_for_all_it_answers_as_the_full_cache(name):
-    """Windows and states are those behind the document, not behind its repetition."""
+    """Windows and states must be those after the document, not those after its repetition."""
     ours, (document,) = model(name), prompts(70)
     question = {"input_ids": torch.cat([document, *prompts(5, seed=3)], 1)}
     cache = h2o.compress_document(ours, document, H2OConfig.full(), readings=2, repeat=REQUEST)
@@ -266,7 +271,7 @@ def test_refusals(arguments, error, message):
 
 
 def test_one_reading_is_the_prompt_of_a_cache():
-    """The forward pass is the one that generate() makes, for padded rows as well."""
+    """A single reading must be the prefill of generate(), for padded rows too."""
     ours, padded = shared("llama"), batch(prompts(30, 40))
     cache = H2OCache(ours.config, budget=0.4, min_tokens=0)
     ids = padded["attention_mask"].cumsum(1) - 1

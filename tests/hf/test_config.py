@@ -1,4 +1,4 @@
-"""H2OConfig: what is accepted, what it comes to, and what is refused with which words."""
+"""H2OConfig: which parameters it accepts, which budgets they give, and the errors for others."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_calibrated_is_robust_with_a_profile_and_echo_in_prompts():
     for budget, of in ((0.2, "keys"), (0.1, "bytes"), (64, "keys")):
         robust, calibrated = H2OConfig.robust(budget, of), H2OConfig.calibrated(budget, profile, of)
         assert (calibrated.score_by, calibrated.head_shares) == ("mean-echo", profile)
-        assert calibrated.policy == robust.policy  # the operations go by the mean
+        assert calibrated.policy == robust.policy  # the operations rank by the mean
         assert dataclasses.replace(calibrated, score_by="mean", head_shares=None) == robust
 
 

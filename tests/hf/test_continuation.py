@@ -27,7 +27,7 @@ REFUSED = pytest.raises(ValueError, match="input_ids must be everything seen so 
 
 
 def asked(ours, ids, **config):
-    """A cache that has read a prompt and answered it."""
+    """A cache after a prompt and its answer."""
     cache = H2OCache(ours.config, **(config or SMALL))
     greedy(ours, {"input_ids": ids}, 5, **with_cache(cache))
     return cache
@@ -39,7 +39,8 @@ def held(cache):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_same_prompt_again(name):
-    """A notebook's cell that is run twice."""
+    """A prompt that comes again, as when a notebook's cell is run twice, must not count as new
+    tokens."""
     ours, (ids,) = shared(name), prompts(30)
     cache = asked(ours, ids)
     before = held(cache)
@@ -56,7 +57,8 @@ def test_the_same_prompt_again(name):
 @pytest.mark.parametrize("tokens", [33, 25, 18])
 @pytest.mark.parametrize("positions", ["original", "cache_relative"])
 def test_a_prompt_shorter_than_what_was_seen(tokens, positions):
-    """As templates make it that strip earlier thoughts. 18 of 35 leave a single new token."""
+    """A template that strips earlier thoughts gives a prompt shorter than the text seen, whose end
+    must not count as new tokens. With 18 tokens of 35 a single new token is left."""
     ours, (ids,) = shared("llama"), prompts(31)
     cache = asked(ours, ids, **SMALL, positions=positions)
     with REFUSED:
@@ -93,7 +95,8 @@ def test_direct_passes_at_earlier_positions():
 
 @pytest.mark.parametrize("name", ["llama", *["bamba"] * HYBRIDS])
 def test_chunks_are_numbered_as_generate_numbers_them(name):
-    """Bamba itself would count each forward pass from 0."""
+    """generate_all must number the tokens of chunks as generate() does. Bamba itself would count
+    each forward pass from 0."""
     ours, (ids,) = shared(name), prompts(40)
     settings = GenerationConfig(prefill_chunk_size=16, max_new_tokens=8, do_sample=False)
     (result,) = h2o.generate_all(
@@ -106,10 +109,11 @@ def test_chunks_are_numbered_as_generate_numbers_them(name):
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_a_later_turn_with_drafts(name):
-    """Assisted decoding begins with a pass over the whole text, whatever the cache has seen."""
+    """Assisted decoding begins with a pass over the whole text, part of which the cache would then
+    see twice. Such a turn must be refused."""
     ours, (ids,) = shared(name), prompts(30)
     cache = H2OCache(ours.config, **SMALL)
-    cache.activate_past_recording()  # which older versions do not
+    cache.activate_past_recording()  # older versions of transformers do not call this
     greedy(ours, {"input_ids": ids}, 5, **with_cache(cache), prompt_lookup_num_tokens=2)
     seen = cache.get_seq_length()
     turn = {"input_ids": torch.cat([ids, ids], dim=1)}
@@ -119,7 +123,8 @@ def test_a_later_turn_with_drafts(name):
 
 
 def test_generate_with_padding_on_the_right():
-    """It numbers new tokens by the last column's number, which is padding's."""
+    """generate() numbers new tokens from the last column on, which is padding here. A cache must
+    refuse these wrong positions."""
     ours, inputs = shared("llama"), batch(prompts(9, 5), side="right")
     cache = H2OCache(ours.config, **SMALL)
     with pytest.raises(ValueError, match=r"row 1 is padded on the right.*continue at 5"):
@@ -159,8 +164,8 @@ OTHERS = pytest.raises(ValueError, match="are not the ones that the cache has se
 
 
 def two_turns(ours, change=(), between=lambda cache: cache, tokens=20, **first):
-    """The second of two turns on a cache, with other ids in the columns `change` of the last
-    row."""
+    """Tokens of the second of two turns on a cache. In the last row it has other ids in the columns
+    `change`."""
     rows = batch(prompts(tokens, tokens - 4))
     cache = H2OCache(ours.config, **SMALL)
     settings = {"max_new_tokens": 6, "do_sample": False, **first}
@@ -187,14 +192,15 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", [[8], [-6], [9, 10]])
 def test_a_turn_with_other_ids(way, change, monkeypatch):
-    """A template has dropped as many tokens as it has added, or an answer was tokenized again."""
+    """A turn whose ids differ from those seen must be refused. This happens when a template drops
+    as many tokens as it adds, or when an answer is tokenized again."""
     if "more" in way:
         monkeypatch.setattr(seen_text, "PENDING", 2)
     ours = shared("llama")
     with OTHERS:
         two_turns(ours, change, **WAYS[way])
     before = two_turns(ours, **WAYS[way])
-    assert len(before[0]) == len(two_turns(ours, [-5], **WAYS[way])[0])  # not seen yet
+    assert len(before[0]) == len(two_turns(ours, [-5], **WAYS[way])[0])  # this column is new
     assert two_turns(ours, [], **WAYS[way]) == before
 
 
@@ -211,7 +217,8 @@ def test_other_ids_of_the_same_length(name):
 
 
 def test_new_tokens_alone_that_are_more_than_were_seen():
-    """generate() would drop their beginning; with the mask of all columns it reads them."""
+    """generate() would drop the beginning of such tokens. With the mask of all columns they must be
+    accepted."""
     ours, (ids, new) = shared("llama"), prompts(10, 30)
     cache = H2OCache(ours.config, **SMALL)
     ours(ids, **with_cache(cache))
@@ -286,7 +293,8 @@ def test_a_pass_that_failed_is_no_part_of_the_text():
 
 
 def test_a_refused_thread_leaves_no_ids():
-    """Both threads have made their masks before the first layer takes the cache for one of them."""
+    """A refused thread must leave no ids in the cache, although both threads make their masks
+    before the first layer admits one of them."""
     ours, (ids, other, more) = shared("llama"), prompts(20, 20, 4)
     cache, errors = H2OCache(ours.config, **SMALL), []
 
@@ -311,7 +319,8 @@ def test_a_refused_thread_leaves_no_ids():
 
 @pytest.mark.parametrize("how", ["embeddings", "a DynamicCache", "taken back"])
 def test_ids_that_are_not_known(how):
-    """Nothing can be compared: the caller's word counts."""
+    """A cache that does not know the ids it has seen has nothing to compare, so it must accept any
+    turn."""
     ours, (ids,) = shared("llama"), prompts(20)
     cache = H2OCache(ours.config, heavy=40, recent=40)
     if how == "embeddings":
@@ -367,7 +376,8 @@ def test_a_prefix_longer_than_a_prompt():
 @pytest.mark.parametrize("name", ["llama", *LATENT])
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_a_turn_of_one_token_more_than_the_prompt(name, tokens):
-    """What a model would read if it had no cache has as many tokens."""
+    """A turn one token longer than the prompt must not be taken for the prompt and its first new
+    token, which a model without a cache would get."""
     ours = shared(name)
     ids, more = prompts(tokens, tokens + 1)
     text = torch.cat([ids, more], dim=1)

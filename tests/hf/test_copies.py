@@ -1,4 +1,5 @@
-"""Caches that are copied, grow, or whose last forward pass broke off, on a tiny model."""
+"""Caches that are copied, that grow, or whose last forward pass was interrupted, on a tiny
+model."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ COPIED = {
 
 @pytest.mark.parametrize("way", COPIED)
 def test_a_copy_of_an_empty_cache_is_no_prompt(way, tmp_path):
-    """Chunks of a prompt are told from turns of a chat."""
+    """A copy of an empty cache must count as empty. Otherwise it would take the first chunk of a
+    prompt for a turn of a chat."""
     ours = model("llama")
     cache = COPIED[way](
         H2OCache(ours.config, heavy=0.25, recent=0.25, min_tokens=0), tmp_path / "cache"
@@ -52,7 +54,8 @@ def test_the_length_of_a_prompt_may_be_a_tensor():
 
 
 def test_a_cache_of_all_keys_grows_by_little():
-    """By half of its size once, where one token more was to be stored."""
+    """The slots of a full cache must grow in small steps. Growth by a factor of 1.5 would take half
+    as much memory again for a single token."""
     ours = model("llama")
     cache = H2OCache(ours.config, H2OConfig.full())
     ours(prompts(600)[0], **with_cache(cache))
@@ -63,7 +66,8 @@ def test_a_cache_of_all_keys_grows_by_little():
 
 
 def test_lengths_of_prompts_are_repeated_with_their_rows():
-    """Of keys that wait for the pass that scores them, or of a prompt that is still to come."""
+    """`fork(rows=2)` must repeat `prompt_length` too, both in a cache whose converted keys have no
+    scores yet and in an empty one."""
     ours = model("llama")
     ids = torch.cat(prompts(30, 30))
     full = DynamicCache(config=ours.config)
@@ -79,7 +83,8 @@ def test_lengths_of_prompts_are_repeated_with_their_rows():
 
 
 def test_a_trace_that_lacks_a_pass(monkeypatch):
-    """The keys are stored by then, so going on would say that others were evicted."""
+    """When recording the trace fails, the keys are already stored. The cache must refuse to
+    continue, because its trace would name other keys as evicted."""
     ours = model("llama")
     cache = H2OCache(ours.config, heavy=6, recent=6, trace=True)
     ours(prompts(40)[0], **with_cache(cache))

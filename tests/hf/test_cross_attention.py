@@ -1,6 +1,6 @@
-"""Mllama: layers whose queries attend to keys of images keep these, the others' are h2o's.
+"""Mllama: layers that attend to images keep the images' keys, and the others are H2O layers.
 
-The cross with modes and policies is that of test_families.py, the image that of test_images.py.
+test_families.py crosses Mllama with modes and policies, and test_images.py tests its images.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from h2o.compat import CROPS_TO_LENGTH, with_cache
 from tests.hf.tiny import batch, greedy, model, prompts, shared, with_image
 
 NAME, SMALL, IMAGES = "mllama", {"heavy": 6, "recent": 6}, 1
-"""IMAGES: the layer of three that attends to them."""
+"""IMAGES: index of the one layer, of three, that attends to images."""
 
 
 def illustrated(*lengths, **how):
@@ -54,7 +54,7 @@ def test_an_image_may_come_later_or_not_at_all():
     assert image_of(cache) == (None, None)
     assert cache.fork().layers[IMAGES].get_seq_length() == 0
     inputs["attention_mask"] = torch.ones(1, 29, dtype=torch.long)
-    for _ in range(2):  # a second image is seen beside the first
+    for _ in range(2):  # the second image is seen together with the first
         got, expected = read(ours, inputs, cache), read(theirs, inputs, full)
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
         inputs["attention_mask"] = torch.ones(1, 49, dtype=torch.long)
@@ -67,7 +67,8 @@ def test_an_image_may_come_later_or_not_at_all():
 
 
 def test_an_image_without_a_mask_is_seen_whole():
-    """As "eager" has it; "sdpa" takes the attention for causal."""
+    """Without a mask every token must attend to the whole image, as under "eager". Under "sdpa"
+    this attention would be causal."""
     ours, theirs = shared(NAME), shared(NAME, "eager")
     for length in (20, 5):  # as many as the image has keys
         inputs = illustrated(length + 12)

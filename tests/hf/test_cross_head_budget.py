@@ -1,4 +1,4 @@
-"""What layers hold while they share one budget: keys that no budget can keep are dropped early."""
+"""Layers that share one budget drop keys early that no budget can keep."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PLACES = 8 + 4 + 2
 
 @functools.cache
 def deep(**more):
-    """Of six layers: what the first ones have read is dropped several times."""
+    """A model of six layers, in the first of which keys are dropped several times."""
     return llama(6, **more)
 
 
 def as_if_all_were_held(ours, documents, **parameters):
-    """All tensors of all layers are what they are where nothing is dropped before the end. Returns
-    how many keys were held, at most, of how many."""
+    """Assert that all tensors of all layers are the same as when nothing is dropped before the last
+    layer. Returns the largest numbers of keys held, with dropping and without."""
     caches, most = [], []
     for drops in (True, False):
         with watched(ours, drops) as held:
@@ -46,7 +46,7 @@ def as_if_all_were_held(ours, documents, **parameters):
 
 @contextmanager
 def watched(ours, drops=True):
-    """Keys that wait, before each layer reads."""
+    """Yield a list that gets the number of keys held before each layer adds its prompt."""
     held, take = [], CrossHeadBudget.take
 
     def watching(self, layer, prompt):
@@ -118,7 +118,7 @@ def test_what_is_hard_to_order(change, of, monkeypatch):
 
 
 def test_a_bar_that_becomes_nan(monkeypatch):
-    """In a later layer: what was not dropped by then stays."""
+    """A bar that becomes NaN in a later layer must not drop any more keys."""
     scores = PromptEcho.scores
     calls = itertools.count()
 
@@ -133,8 +133,8 @@ def test_a_bar_that_becomes_nan(monkeypatch):
 
 
 def test_what_is_held_while_a_prompt_is_read():
-    """At most what all heads will keep and an eighth more, of the layers read before; and what is
-    held takes no more memory than that."""
+    """Layers must hold no more than an eighth above the keys that all heads will keep, and no more
+    memory than the keys held need."""
     (document,), heads, rows = prompts(90), [], []
     places = 6 * 2 * PLACES
 
@@ -172,7 +172,7 @@ def test_a_pass_that_broke_off_raises_no_bar():
 
 
 def test_layers_that_have_more_places_than_were_foreseen(monkeypatch):
-    """All keep no more than that."""
+    """All heads together must keep no more keys than were foreseen at the first layer."""
     foresee = CrossHeadBudget._foresee
 
     def foresee_less(self, layer, prompt):

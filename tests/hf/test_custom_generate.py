@@ -1,4 +1,4 @@
-"""examples/custom_generate: what transformers runs for `generate(custom_generate=FOLDER)`."""
+"""examples/custom_generate, the code that `generate(custom_generate=FOLDER)` runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROBUST = {"preset": "robust", "budget": 32}
 
 @pytest.fixture
 def plain(tmp_path, monkeypatch):
-    """A model under sdpa, and transformers' copies of the code in a folder of their own."""
+    """A model under sdpa. transformers copies the example's code to a temporary folder."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     plain = model("llama", "sdpa")
@@ -88,13 +88,13 @@ def test_nonsense_is_refused(plain, arguments):
 
 
 def test_card():
-    """What a hub reads, and what transformers looks for."""
+    """The card must have the metadata that the hub and transformers look for."""
     head = (Path(FOLDER) / "README.md").read_text("utf-8").split("---")[1]
     assert {"library_name: transformers", "  - custom_generate"} <= set(head.splitlines())
 
 
 def test_a_copy_runs_what_its_card_shows(plain, tmp_path):
-    """As a hub has it: this folder and nothing beside it."""
+    """On the hub the folder stands alone, so its code must not need any file outside of it."""
     copy = shutil.copytree(FOLDER, tmp_path / "repository")
     card = (copy / "README.md").read_text("utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
@@ -106,7 +106,8 @@ def test_a_copy_runs_what_its_card_shows(plain, tmp_path):
 
 
 def test_without_h2o_it_says_how_to_install_that(monkeypatch):
-    """Not transformers, which would name a package that no index has."""
+    """h2o's own message must appear, not transformers', which would name a package that is in no
+    index."""
     folder = Path(FOLDER) / "custom_generate"
     monkeypatch.setitem(sys.modules, "h2o", None)
     with pytest.raises(ImportError, match=r"h2o-kv: pip install '\.\[hf\]' in its source"):

@@ -1,6 +1,6 @@
-"""torch's global settings, a default device and a default dtype, are not h2o's business.
+"""torch's default device and default dtype change nothing in h2o.
 
-tests/test_layering.py reads the sources for what makes tensors; here the ways through them run.
+tests/test_layering.py checks the sources for calls that make tensors. Here these calls run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROWS = (17, 23, 30)
 
 @contextlib.contextmanager
 def settings(device: str | None = None, dtype: torch.dtype = torch.float32):
-    """torch.set_default_device and set_default_dtype, put back afterwards."""
+    """Set torch's default device and dtype, and restore them afterwards."""
     before = torch.get_default_dtype()
     torch.set_default_device(device)
     torch.set_default_dtype(dtype)
@@ -55,7 +55,8 @@ SETTINGS = {"device": {"device": "meta"}, "dtype": {"dtype": torch.bfloat16}}
 
 
 def without_windows(name):
-    """transformers' own layers of windows make tensors on the default device."""
+    """A model with full attention in place of sliding windows, because transformers' own layers for
+    these make tensors on the default device."""
     family = FAMILIES.get(name)
     if family is None or "sliding" not in family.layers:
         return shared(name)
@@ -71,7 +72,7 @@ def inputs():
 
 
 def alike(answers):
-    """What `answers` gives with torch as it is, and under each of the settings."""
+    """Assert that `answers` returns the same under each of the settings as without them."""
     expected = answers()
     for setting in SETTINGS.values():
         with settings(**setting):
@@ -82,13 +83,13 @@ def alike(answers):
 
 
 def by_hand(ours, cache):
-    """generate() itself makes tensors on torch's default device."""
+    """Decode without generate(), which itself makes tensors on torch's default device."""
     tokens = MODES["model(...) by hand"](ours, inputs(), lambda: cache)
     return [tokens, str(cache.report()), *held(cache)]
 
 
 def held(cache):
-    """Positions of the first layer that has an H2O cache."""
+    """Positions and scores of the first H2O layer."""
     first = next(i for i, x in enumerate(cache.layers) if isinstance(x, h2o.H2OLayer))
     return [cache.kept(first).positions, cache.kept(first).scores]
 
@@ -108,7 +109,7 @@ def test_every_cache_reads_and_decodes(kind):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_families(name):
-    """States, latent attention, keys that layers share."""
+    """States, latents and keys that layers share must not follow the default device or dtype."""
     ours = without_windows(name)
     alike(lambda: by_hand(ours, H2OCache(ours.config, heavy=6, recent=6)))
 

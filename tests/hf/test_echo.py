@@ -1,5 +1,5 @@
-"""What a prompt's own queries find in it, judged by the queries and keys of transformers' own
-attention, each query at the position where echo asks it."""
+"""Echo scores of a prompt, compared with those of queries and keys from transformers' own
+attention, with each query at the position where echo evaluates it."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def made(name):
 
 
 def attention_of(theirs, document, shift):
-    """What each layer's attention is given by transformers for tokens at positions from `shift`
-    on: module, query, key [1, heads, n, D] and keyword arguments, by layer."""
+    """What transformers passes to the attention of each layer for tokens at positions from `shift`
+    on: module, query and key [heads, n, D], and keyword arguments, by layer."""
     inputs_of = {}
 
     def function(module, query, key, value, mask, **kwargs):
@@ -82,7 +82,7 @@ def attention_of(theirs, document, shift):
 
 
 def expected(theirs, document, layers):
-    """Echo [G, n] float64 of each of these layers."""
+    """Echo of each of these layers, [G, n] float64."""
     n = document.shape[1]
     here, behind = (attention_of(theirs, document, shift) for shift in (0, n))
     scores = []
@@ -105,7 +105,7 @@ def expected(theirs, document, layers):
 
 
 def echo_of(ours, ids, mask=None):
-    """[B, G, N] of each layer with an H2O cache that reads this prompt, by layer."""
+    """Echo of a prompt in each H2O layer, [B, G, N], by layer."""
     found, scores = [], PromptEcho.scores
 
     def record(echo, tokens, received):
@@ -134,7 +134,7 @@ def test_echo_of_a_prompt(name):
 
 
 def test_echo_of_long_prompts(monkeypatch):
-    """Asked some rows at a time."""
+    """Evaluating the queries of a prompt in several parts must not change its echo."""
     ours, (document,) = shared("llama"), prompts(70)
     monkeypatch.setattr(echo, "ENTRIES", 3 * 70 * ours.config.num_attention_heads)
     monkeypatch.setattr(echo, "ROWS", 40)
@@ -148,7 +148,8 @@ def test_echo_of_long_prompts(monkeypatch):
     "how", [{}, {"softcap": 20.0}, {"scale": 0.5, "sink_logits": True}], ids=str
 )
 def test_a_row_by_kernels_and_by_torch(how, size, n, by, monkeypatch):
-    """All against dense softmax; the larger queries give the first key nothing, now and then."""
+    """Kernels, bounds and torch must all agree with a dense softmax. Some of the larger queries
+    give the first key no attention."""
     if by == "bounds":
         monkeypatch.setattr(echo, "FEWEST_BOUNDED", 1)
         monkeypatch.setattr(echo, "BOUND_KEYS", 4)
@@ -178,7 +179,8 @@ def test_a_row_by_kernels_and_by_torch(how, size, n, by, monkeypatch):
 @pytest.mark.parametrize("how", [{}, {"softcap": 20.0}, {"sink_logits": True}], ids=str)
 @pytest.mark.parametrize("size", [0.1, 2.0, 12.0])
 def test_queries_that_are_left_out_change_no_bit(size, how, dtype, monkeypatch):
-    """A sink, outlier keys and a channel of outliers; from even attention to a single key's."""
+    """Leaving out queries must not change any score. The keys have a sink, outliers and an outlier
+    channel, and attention ranges from even to a single key."""
     n, generator = 700, torch.Generator().manual_seed(2)
     query, keys = (torch.randn(heads, n, 32, generator=generator) for heads in (6, 2))
     query *= size
@@ -194,7 +196,7 @@ def test_queries_that_are_left_out_change_no_bit(size, how, dtype, monkeypatch):
 
 
 def test_half_of_the_queries_of_a_text_are_left_out(monkeypatch):
-    """The queries over all keys are as many as the documents say, counted on a real model."""
+    """On a real model no more queries may be evaluated over all keys than the documents say."""
     model, tokenizer = h2o.load_model()
     text = (Path(__file__).parents[2] / "docs/understand/how_h2o_works.md").read_text()
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :600]
@@ -214,7 +216,8 @@ def test_half_of_the_queries_of_a_text_are_left_out(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_in_sixteen_bits(dtype):
-    """Keys are rounded once they are rotated back, as the model's own are."""
+    """Keys are rounded after they are rotated back, which must not cost more than the rounding of
+    the model's own keys."""
     generator = torch.Generator().manual_seed(0)
     query, keys = (torch.randn(h, 300, 32, generator=generator).to(dtype) for h in (4, 2))
     angles = torch.linspace(0, 3, 16)
@@ -227,7 +230,7 @@ def test_a_row_in_sixteen_bits(dtype):
 
 @pytest.mark.parametrize("first", [-0.9, 3.0])
 def test_a_first_key_of_next_to_no_attention_and_of_all(first):
-    """It is added up once, though it does not lie among the others."""
+    """The first key is passed apart from the others and must count exactly once."""
     generator = torch.Generator().manual_seed(1)
     query, keys = (torch.randn(h, 300, 32, generator=generator).half() for h in (4, 2))
     query += 1.5
@@ -239,7 +242,8 @@ def test_a_first_key_of_next_to_no_attention_and_of_all(first):
 @pytest.mark.parametrize("name", ["llama", "phi", "gemma2"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_of_a_batch_are_prompts_of_their_own(name, side):
-    """Each is asked from behind its own end, and no pad counts."""
+    """The queries of each row must be evaluated after the row's own end, and padding must not
+    count."""
     ours, documents = shared(name), prompts(70, 41, 58)
     padded = batch(documents, side)
     mask = padded["attention_mask"]
@@ -250,7 +254,8 @@ def test_rows_of_a_batch_are_prompts_of_their_own(name, side):
 
 @pytest.mark.parametrize("n", [60, 140])
 def test_echo_where_angles_depend_on_the_length(n):
-    """Before and behind the length at which they change: those of a text so long."""
+    """Echo must use the angles of the text's own length, below and above the length at which angles
+    change."""
     ours, (document,) = made("llama, longrope"), prompts(n)
     agree(echo_of(ours, document), ours, document)
 

@@ -1,8 +1,7 @@
-"""Models on a device that the core has no kernels for: nothing waits for it, nothing leaves it.
+"""Models on a device that the core has no kernels for: nothing waits for the device or leaves it.
 
-The device is not there (tests.devices): what these tests show is that every call goes through
-without reading a number of the device. What it answers is shown on the CPU, by test_portable.py
-and `make test-portable`.
+The device does not exist (tests.devices). These tests show that every call runs without reading a
+number from the device. test_portable.py and `make test-portable` check the results on the CPU.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
     )
 
 OWN_KERNELS = {"gpt_oss", "mixtral", "qwen3_moe", *WITH_STATES}
-"""Families whose experts or convolutions run in kernels that want the device to be there, or whose
-keys carry their layer as no fake tensor can."""
+"""Families whose experts or convolutions run in kernels that need a real device, or whose keys are
+linked to their layer in a way that fake tensors do not support."""
 
 SERVED = [name for name in FAMILIES if "h2o" in FAMILIES[name].layers and name not in OWN_KERNELS]
 
@@ -43,8 +42,8 @@ SERVED = [name for name in FAMILIES if "h2o" in FAMILIES[name].layers and name n
 def there(
     name: str = "", attention: str = "h2o", dtype: torch.dtype = torch.float32
 ) -> Iterator[Any]:
-    """A model on the device, and all that is made in the block: a family's, or a llama of a single
-    layer, since whatever has no numbers takes a hundred times as long."""
+    """A family's model on the device, or a llama of a single layer, because fake tensors take a
+    hundred times as long. Tensors that are made in the block are on the device too."""
     ours = (model(name) if name else llama(1)).to(dtype)
     ours.set_attn_implementation(attention)
     with elsewhere():
@@ -56,7 +55,7 @@ def ids(B: int, n: int) -> Tensor:
 
 
 def converse(ours, cache, mask: Tensor | None = None) -> Tensor:
-    """A prompt, a chunk and a step. The last logits."""
+    """Run a prompt, a chunk and a decode step. Returns the last logits."""
     for n in (20, 4, 1):
         if mask is not None and mask.shape[1] < cache.get_seq_length() + n:
             mask = torch.cat([mask, mask.new_ones(len(mask), n)], dim=1)
@@ -69,7 +68,7 @@ def on_the_device(cache) -> bool:
     return all(x.device.type == "cuda" for each in slots for x in each if x is not None)
 
 
-# Their own code is transformers', and of the cache they ask the same as another.
+# The slow families differ in transformers' code only, and use a cache like another family.
 @pytest.mark.parametrize("name", [slow_if(x in ALIKE, x) for x in SERVED])
 def test_families(name):
     with there(name) as ours:
@@ -81,7 +80,7 @@ def test_families(name):
         assert held == {13}
 
 
-# Of what leaves, and not of what stays, these are told apart by numbers alone.
+# The slow policies differ from others in their numbers only.
 @pytest.mark.parametrize(
     "chosen", [slow_if(x in ("h2o", "local", "heavy-only", "streaming"), x) for x in POLICIES]
 )
@@ -101,7 +100,7 @@ def test_policies(chosen):
     ids=["even", "shares"],
 )
 def test_slots_that_grow(shares, kv_dtype):
-    """A short prompt under a larger budget, with a trace."""
+    """Growing slots, with a trace or without, must not read from the device."""
     with there() as ours:
         more = {"head_shares": shares, "kv_dtype": kv_dtype, "trace": shares is None}
         cache = H2OCache(ours.config, heavy=12, recent=12, **more)
@@ -114,14 +113,14 @@ def test_slots_that_grow(shares, kv_dtype):
 
 @pytest.fixture(autouse=True)
 def _texts_are_not_compared(monkeypatch):
-    """Prompts and turns of several tokens wait once, to compare masks and positions with what was
-    seen. Here are no numbers to compare."""
+    """Skip the comparison of masks and positions with the text seen so far, for which each prompt
+    and turn waits once. Fake tensors have no numbers to compare."""
     monkeypatch.setattr(h2o.hf.cache.cache, "check_text", lambda *_: None)
 
 
 @pytest.mark.parametrize("name", ["llama", slow_if(True, "opt"), "gemma3"])
 def test_padding(name):
-    """With numbers of tokens no row's length need be known."""
+    """With budgets in tokens the lengths of padded rows must not be read from the device."""
     with there(name) as ours:
         cache = H2OCache(ours.config, heavy=6, recent=6, sinks=1)
         converse(ours, cache, torch.ones(2, 20, dtype=torch.long))
@@ -165,12 +164,13 @@ def test_patched(name):
     "parameters",
     [
         {"kv_dtype": "int8", "sinks": 2, "decay": 0.9},
-        slow_if(True, {}),  # of which the one above does all
+        slow_if(True, {}),  # the case above covers these two
         slow_if(True, {"kv_dtype": "int8"}),
     ],
 )
 def test_simulated(parameters):
-    """With a mask, without which transformers itself looks for texts that begin anew."""
+    """A simulation must not read from the device. The test passes a mask, because without one
+    transformers itself reads from the device to detect packed texts."""
     with there(attention="sdpa") as ours:
         mask = torch.ones(2, 12, dtype=torch.long)
         with h2o.simulated(
@@ -182,7 +182,7 @@ def test_simulated(parameters):
 
 
 def test_shapes_are_fixed():
-    """The step makes the same operations on the same shapes, whatever was seen before."""
+    """A step must run the same operations on the same shapes, however much was seen before."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Recorder(TorchDispatchMode):
@@ -207,7 +207,7 @@ def test_shapes_are_fixed():
         assert histories[0] == histories[1] == histories[2]
 
 
-# ---- That it would be noticed ------------------------------------------------------------------
+# ---- Reads are noticed -------------------------------------------------------------------------
 
 SEEDS = {
     "item": lambda x: x.sum().item(),

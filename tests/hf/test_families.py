@@ -41,11 +41,11 @@ def modes_of(name: str) -> list[str]:
 
 
 PADDED = [name for name in PURE + HYBRID + WITH_STATES + LATENTS if modes_of(name)]
-"""Families whose own padded rows are what they are alone."""
+"""Families whose padded rows must give what the rows give alone."""
 
 OF_ATTENTION = ("greedy", "chunked prompt", "inputs_embeds", "model(...) by hand")
-"""Modes that come to a model's own code in different ways. The others choose among tokens and rows
-of the cache, which is generate()'s and the cache's part."""
+"""Modes that call a model's own code in different ways. The other modes choose tokens and rows of
+the cache, which is the work of generate() and of the cache."""
 
 GENERATED_ALIKE = (
     "gpt_oss",
@@ -56,7 +56,7 @@ GENERATED_ALIKE = (
     "llama, int8 weights",
     "qwen3, int4 weights",
 )
-"""Families with attention of their own whose generate() is llama's."""
+"""Families that have their own attention but llama's generate()."""
 KEPT_ALIKE = {
     "qwen2-mixed": "gemma3",
     "llava": "llama",
@@ -67,9 +67,10 @@ KEPT_ALIKE = {
     "qwen3, int4 weights": "llama",
     "phi3": "llama",
 }
-"""Families whose layers are of the same kinds as another's, so that they ask a cache the same."""
+"""Families whose layers are of the same kinds as another family's, so they use a cache alike."""
 WHOLE = ("llama", "gemma3", "deepseek_v2")
-"""Heads that share keys, layers with windows, and latents: all policies and all modes."""
+"""Families that run all policies and modes. They have grouped heads, sliding windows and
+latents."""
 STATES_ALIKE = {
     "qwen3_5": "qwen3_next",
     "qwen3_5, whole": "qwen3_next",
@@ -80,9 +81,9 @@ STATES_ALIKE = {
     "zamba": "zamba2",
     "kimi_linear": "bailing_hybrid",
 }
-"""Families whose states, and layers beside them, are those of another."""
+"""Families that have the same states and the same other layers as another family."""
 ALIKE = {*TWINS, *KEPT_ALIKE, *STATES_ALIKE}
-"""Families that ask a cache what another family asks."""
+"""Families that use a cache like another family."""
 
 
 def slow_mode(i: int, name: str, j: int, mode: str) -> bool:
@@ -98,9 +99,10 @@ def slow_mode(i: int, name: str, j: int, mode: str) -> bool:
 
 
 def slow_policy(i: int, name: str, j: int, chosen: str, side: str) -> bool:
-    """A policy sees queries, keys and values: each meets a third of the families beside those that
-    meet all, on one side or the other, and a sixth of those whose layers are another's. Pads on the
-    right are the masks' matter, which knows of no policy."""
+    """Whether a case is slow. A policy sees only queries, keys and values. Each policy runs with a
+    third of the families that are not in WHOLE, on one side or the other, and with a sixth of those
+    whose layers are another family's. Padding on the right concerns masks, which do not depend on
+    the policy."""
     if name in WITH_STATES or name in LATENT_AND_STATES:
         return chosen != "h2o" or side == "right" or name in STATES_ALIKE
     place = i + j + 3 * (side == "left")
@@ -124,16 +126,17 @@ POLICY_CASES = [
 
 
 EAGER = ("gemma2", "gpt_oss")
-"""Families that ask for soft-capped logits or learned sinks, which sdpa lacks."""
+"""Families that need soft-capped logits or learned sinks, which sdpa lacks."""
 
 
 def peer(name: str):
-    """The model under transformers' own attention: sdpa, where that can do what it asks for."""
+    """The model under transformers' own attention: sdpa if it can do what the model needs."""
     return shared(name, "eager" if name in EAGER else "sdpa")
 
 
 def generation(ours) -> set[str]:
-    """What a model's class does otherwise than transformers' generate() has it."""
+    """Methods of transformers' generate() that a model's class overrides, except the one that says
+    which caches the model supports."""
     kind = type(ours)
     names = [x for x in vars(GenerationMixin) if callable(getattr(GenerationMixin, x))]
     overridden = {x for x in names if getattr(kind, x) is not getattr(GenerationMixin, x)}
@@ -142,7 +145,8 @@ def generation(ours) -> set[str]:
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_is_generated_from_as_its_likes_are(name):
-    """What the cases that are left out rest on. A method says which caches a model takes."""
+    """Cases of twins are left out because twins have llama's or opt's generate(), layers and
+    shapes. A twin that differs must get its own cases."""
     likes = [shared(like) for like in ("llama", "opt")]
     ours = shared(name)
     assert not generation(ours)
@@ -156,14 +160,16 @@ def test_a_twin_is_generated_from_as_its_likes_are(name):
 
 @pytest.mark.parametrize("name", [name for name in GENERATED_ALIKE if name in FAMILIES])
 def test_what_is_generated_alike(name):
-    """What the modes that are left out rest on."""
+    """Modes are left out for these families because their generate() is llama's. This must stay
+    true with new versions of transformers."""
     assert not generation(shared(name))
     assert not FAMILIES[name].image
 
 
 @pytest.mark.parametrize("name", [name for name in KEPT_ALIKE if name in FAMILIES])
 def test_what_is_kept_alike(name):
-    """What the policies that are left out rest on."""
+    """Policies are left out for these families because their layers are of the same kinds as
+    another family's. This must stay true with new versions of transformers."""
     ours, like = shared(name), shared(KEPT_ALIKE[name])
     kinds, wanted = ({kind_of(x) for x in H2OCache(m.config, heavy=1).layers} for m in (ours, like))
     assert kinds == wanted
@@ -174,7 +180,7 @@ def test_what_is_kept_alike(name):
 
 
 def shapes(ours) -> list[tuple[int, ...]]:
-    """Of all that a layer of the cache is given."""
+    """Shapes of the queries, keys and values of each layer."""
     seen = []
 
     def attend(module, query, key, value, *args, **kwargs):
@@ -209,7 +215,7 @@ def test_full_budget_is_the_full_cache(name, mode):
     if mode == "prompt token by token" and H2OCache(ours.config).guard.has_states:
         lengths = lengths[:1] * 2  # states would count columns of padding
     inputs = batch(prompts(*lengths))
-    if mode != "guidance":  # for which transformers reads the text once more, without the image
+    if mode != "guidance":  # transformers then runs the text a second time, without the image
         inputs = with_image(name, inputs)
 
     def make():
@@ -222,12 +228,13 @@ def test_full_budget_is_the_full_cache(name, mode):
 
 @pytest.mark.parametrize(("name", "chosen", "side"), POLICY_CASES)
 def test_each_row_is_the_row_alone(name, chosen, side):
-    """Two of the rows while generating, where the policy counts no row's own tokens: one that is
-    shorter than the budget, and one in the middle."""
+    """A padded row must give what the row gives alone. If a policy does not count a row's tokens,
+    only two rows are compared during generation: one shorter than the budget, and one in the
+    middle."""
     ours = shared(name)
     config = policy(chosen, ours)
     rows = prompts(*LENGTHS)
-    if side == "right":  # generate() wants left padding; a forward pass takes both
+    if side == "right":  # generate() needs padding on the left; a forward pass supports both
         inputs = batch(rows, side)
         cache = H2OCache(ours.config, config)
         logits = ours(**inputs, **with_cache(cache)).logits
@@ -259,7 +266,8 @@ def held(cache, layer, b):
 
 
 def test_small_budgets_change_the_text():
-    """Else the tests above would pass with a cache that evicts nothing."""
+    """Small budgets must change the text. Otherwise the tests above would pass with a cache that
+    evicts nothing."""
     rows = batch(prompts(*LENGTHS))
     for name in ("llama", "opt", "gpt_neox", "gemma3"):
         ours = model(name)
@@ -273,7 +281,8 @@ def test_small_budgets_change_the_text():
 
 
 def test_heavy_sets_move_while_generating():
-    """Else they would show nothing about scores after the prompt."""
+    """Keys other than the oldest recent one must be evicted during decode. Otherwise the tests
+    above would say nothing about scores after the prompt."""
     for name in ("llama", "opt", "gpt_neox"):
         ours = model(name)
         cache = H2OCache(ours.config, POLICIES["h2o"], trace=True)

@@ -18,7 +18,7 @@ SMALL = H2OConfig(heavy=6, recent=6)
 
 
 def teacher_forced(ours, ids, config):
-    """The cache after this text was fed token by token behind its prompt of 20."""
+    """A cache after a prompt of 20 tokens, and the rest of `ids` fed one by one."""
     cache = H2OCache(ours.config, config)
     ours(ids[:, :20], **with_cache(cache))
     for i in range(20, ids.shape[1]):
@@ -28,13 +28,14 @@ def teacher_forced(ours, ids, config):
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_beams_are_permuted_with_their_state(sampled):
-    """At every step each row holds what its own text, fed straight, would leave."""
+    """Each row must hold the keys that its own text leaves without beams, not those of another
+    beam."""
     ours = model("gpt_neox")
     (prompt,) = prompts(20)
     cache = H2OCache(ours.config, SMALL)
     seen = []
 
-    def look(ids, logits):  # a logits processor: after the forward pass, before beams move
+    def look(ids, logits):  # a logits processor runs after the forward pass, before beams move
         seen.append((ids.clone(), [cache.kept(layer) for layer in range(2)]))
         return logits
 
@@ -72,7 +73,8 @@ def test_beam_search_of_a_batch_is_that_of_each_row():
 
 
 def test_two_calls_are_one_conversation():
-    """Whole ids, or new ids with the whole mask: both go on where the first call ended."""
+    """A second call with all ids, or with the new ids and the whole mask, must continue where the
+    first call ended."""
     ours = model("qwen2")
     (prompt,) = prompts(20)
     cache = H2OCache(ours.config, SMALL)
@@ -98,7 +100,7 @@ def test_two_calls_are_one_conversation():
 
 
 def test_chunked_prompt_with_its_length_told():
-    """Fractions are of the whole prompt, also where it arrives in pieces."""
+    """Budgets must be fractions of the whole prompt, not of its first chunk."""
     ours = model("llama")
     inputs = batch(prompts(12, 23))
     with_length = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0, prompt_length=[12, 23])
@@ -126,7 +128,8 @@ def test_half_precision_is_near_the_full_cache():
 
 
 def test_autocast():
-    """Queries and keys are rotated in float32, values are not: all take the dtype asked for."""
+    """Rotated queries and keys are in float32 and values are not. All must be stored in autocast's
+    dtype."""
     ours, theirs = model("llama"), model("llama", "sdpa")
     inputs = batch(prompts(12, 23))
     real = inputs["attention_mask"].bool()
@@ -141,7 +144,7 @@ def test_autocast():
 
 @pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
 def test_offloaded_weights():
-    """accelerate moves weights in and out around each module; keys keep their layer."""
+    """accelerate moves weights in and out around each module. Keys must not lose their layer."""
     accelerate = pytest.importorskip("accelerate")
     inputs = batch(prompts(12, 23))
     ours = model("llama")

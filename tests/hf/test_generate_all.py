@@ -1,4 +1,4 @@
-"""generate_all: a row of the engine is a generation of its own, whatever goes on beside it."""
+"""generate_all: each request gets the tokens it gets alone, whatever the other rows do."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def texts(*lengths, seed=0):
 
 
 def alone(ours, text, config, **kwargs):
-    """The new tokens of one prompt."""
+    """The new tokens that generate() gives a prompt alone."""
     cache = H2OCache(ours.config, config)
     ids = torch.tensor([text], device=ours.device)
     return ours.generate(ids, **with_cache(cache), **kwargs)[0, len(text) :].tolist()
@@ -59,7 +59,7 @@ def alone(ours, text, config, **kwargs):
 
 @functools.cache
 def each_alone(name):
-    """Requests of many lengths, prompts and answers, and what each is answered."""
+    """Requests whose prompts and answers have many lengths, and the answer that each gets alone."""
     requests = [
         h2o.Request(text, max_new_tokens=3 + 7 * (i % 4)) for i, text in enumerate(texts(*LENGTHS))
     ]
@@ -70,7 +70,8 @@ def each_alone(name):
     ]
 
 
-# Who takes which row when is not the config's matter: all numbers of rows with two of them.
+# Which request gets which row does not depend on the config, so only two configs run with all
+# numbers of rows.
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
@@ -80,7 +81,7 @@ def each_alone(name):
     ],
 )
 def test_each_request_is_a_generation_of_its_own(name, rows):
-    """Rows are refilled while others are amid theirs."""
+    """Refilling a row while others still decode must not change any answer."""
     requests, expected = each_alone(name)
     results = list(h2o.generate_all(shared("llama"), requests, CONFIGS[name], rows=rows))
     assert [result.index for result in results] == list(range(len(LENGTHS)))
@@ -92,7 +93,8 @@ def test_each_request_is_a_generation_of_its_own(name, rows):
 
 @contextlib.contextmanager
 def passes(ours):
-    """The shapes of the token ids of all forward passes of more than one token."""
+    """Yield a list that has, after the block, the shapes of the ids of all passes of several
+    tokens."""
     shapes = []
     hook = ours.register_forward_pre_hook(
         lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -107,10 +109,10 @@ def passes(ours):
 @pytest.mark.parametrize(
     ("family", "lengths", "read"),
     [
-        ("llama", (9, 5, 20, 31, 7, 3), [(3, 20), (3, 31)]),  # no prompt adds more than 32 pads
+        ("llama", (9, 5, 20, 31, 7, 3), [(3, 20), (3, 31)]),  # a prompt adds at most 32 pads
         ("llama", (200, 198, 30, 190), [(2, 200), (1, 30), (1, 190)]),
-        ("llama", (200, 200, 200), [(2, 200), (1, 200)]),  # no more than 512 tokens
-        ("bamba", (9, 9, 5), [(1, 9), (1, 9), (1, 5)]),  # has states, which have no pads
+        ("llama", (200, 200, 200), [(2, 200), (1, 200)]),  # a pass has at most 512 tokens
+        ("bamba", (9, 9, 5), [(1, 9), (1, 9), (1, 5)]),  # its states do not support padding
     ],
 )
 def test_short_prompts_are_read_together(family, lengths, read):
@@ -125,7 +127,8 @@ def test_short_prompts_are_read_together(family, lengths, read):
 
 
 def test_more_prompts_share_a_pass_on_a_gpu(monkeypatch):
-    """Where the host's time for a pass is that of many more tokens."""
+    """On a GPU, where the host's time for a pass is worth many tokens, more prompts must share a
+    pass than on a CPU."""
     monkeypatch.setattr(short_prompts, "input_device", lambda model: torch.device("cuda"))
     ours, some = shared("llama"), texts(200, 198, 30, 190)
     with passes(ours) as shapes:
@@ -137,7 +140,8 @@ def test_more_prompts_share_a_pass_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("name", ["h2o", "echo"])
 def test_read_together_into_rows_apart(name):
-    """Some answers end with their first token, and rows that do not follow one another are free."""
+    """Prompts that are prefilled together must go to the right rows when the free rows are not
+    adjacent, and when an answer ends with its first token."""
     new = (4, 9, 1, 9, 4, 5, 5, 5)
     some = [h2o.Request(x, max_new_tokens=n) for x, n in zip(texts(*[9] * 8), new, strict=True)]
     ours, config = shared("llama"), CONFIGS[name]
@@ -167,7 +171,7 @@ def test_prompts_with_settings_of_their_own_are_read_alone():
 
 
 def test_a_prompt_that_cannot_be_read_beside_others():
-    """Says so alone, and the others are read."""
+    """A prompt that fails must not affect the prompts that are prefilled with it."""
     config = copy.deepcopy(shared("gpt2").config)
     config.n_positions = 64
     ours = AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
@@ -189,7 +193,7 @@ def test_families(family):
 
 
 def test_a_step_is_of_the_rows_that_are_not_idle():
-    """Of few answers that are longer than all others."""
+    """Idle rows must not be computed while a few long answers continue."""
     ours, batches = model("llama"), []
     hook = ours.register_forward_pre_hook(
         lambda _, args, kwargs: batches.append(len(kwargs["input_ids"])), with_kwargs=True
@@ -202,11 +206,12 @@ def test_a_step_is_of_the_rows_that_are_not_idle():
     finally:
         hook.remove()
     assert [len(result.ids) for result in results] == [4, 12, 8]
-    assert batches == [3] + [3] * 3 + [2] * 4 + [1] * 4  # the first are the prompts
+    assert batches == [3] + [3] * 3 + [2] * 4 + [1] * 4  # the first pass prefills the prompts
 
 
 def test_sampling_does_not_depend_on_neighbors():
-    """With processors, penalties and seeds of its own, as after torch.manual_seed alone."""
+    """A request's samples must depend only on its own seed and processors, as after
+    torch.manual_seed alone."""
     ours = model("llama")
     settings = GenerationConfig(
         do_sample=True, temperature=1.5, top_k=20, repetition_penalty=1.3, max_new_tokens=12
@@ -255,7 +260,8 @@ def test_budgets_of_their_own():
 
 
 def test_chunks_of_a_prompt():
-    """Are those of generate(), and between two of them the running rows decode."""
+    """The chunks of a prompt must be those of generate(), and running rows must decode between
+    them."""
     ours = model("llama")
     settings = GenerationConfig(prefill_chunk_size=7, max_new_tokens=10)
     order = []
@@ -265,13 +271,14 @@ def test_chunks_of_a_prompt():
     )  # fmt: skip
     for text, result in zip(texts(*LENGTHS), results, strict=True):
         assert result.ids == alone(ours, text, CONFIGS["h2o"], generation_config=settings)
-    before = order[: order.index(2)]  # of 40 tokens: five pauses, in which 0 and 1 go on
+    before = order[: order.index(2)]  # prompt 2 has 40 tokens, so rows 0 and 1 decode five times
     assert before.count(0) >= 5
     assert [order.count(i) for i in range(len(LENGTHS))] == [10] * len(LENGTHS)
 
 
 def test_rows_wait_for_so_many_tokens(monkeypatch):
-    """Prompts are read one after the other, as long as rows that run need not wait long."""
+    """Running rows must not wait for more than TOKENS_A_STEP prompt tokens before their next
+    step."""
     ours = model("llama")
 
     def order():
@@ -289,7 +296,8 @@ def test_rows_wait_for_so_many_tokens(monkeypatch):
 
 
 def test_prefix():
-    """Of a document that was read once."""
+    """Requests that continue a document's cache must answer like a fork of it and leave it
+    unchanged."""
     ours = model("llama")
     document, *questions = texts(40, 3, 9, 5, 6, seed=4)
     cache = H2OCache(ours.config, CONFIGS["h2o"])
@@ -318,7 +326,7 @@ def test_prefix():
 
 
 def test_bytes_say_how_many_rows():
-    """All tensors of the cache together stay below them, and one row more would not fit."""
+    """All tensors of the cache must fit the given bytes, and another row would not fit."""
     ours = model("llama")
     seen = []
 
@@ -348,7 +356,8 @@ def stored(cache):
 
 
 def test_prompts_are_taken_as_rows_become_free():
-    """From an endless iterator; results come in order, or as they finish."""
+    """An endless iterator of prompts must not be read far ahead. Results come in order, or as they
+    finish."""
     ours = model("llama")
     taken = []
 
@@ -367,7 +376,7 @@ def test_prompts_are_taken_as_rows_become_free():
 
 
 def test_prompts_that_cannot_be_read():
-    """The others go on as if they had not been there."""
+    """A prompt that cannot be answered must not change other answers or end the call."""
     ours = model("llama")
     good = texts(9, 12)
     wrong = {
@@ -393,7 +402,7 @@ def test_prompts_that_cannot_be_read():
 
 
 class Until(StoppingCriteria):
-    """Stops, or breaks, once so many tokens are there."""
+    """Gives `answer`, or raises it, once a row has `tokens` tokens."""
 
     def __init__(self, tokens, answer):
         self.tokens, self.answer = tokens, answer
@@ -407,7 +416,8 @@ class Until(StoppingCriteria):
 
 
 def test_stopping_criteria():
-    """Of a request, which may answer for a row or for all; one that breaks ends its own row."""
+    """The criteria of a request may return a bool or a tensor. Criteria that raise must end their
+    own row only."""
     ours = model("llama")
     some = texts(9, 12, 20, 6)
     answers = [True, torch.tensor([True]), RuntimeError("broken"), None]
@@ -424,7 +434,8 @@ def test_stopping_criteria():
 
 
 def test_stop_strings_of_the_model():
-    """Hold for a config that says nothing of them, as in generate()."""
+    """The model's stop strings must apply when the call's generation config has none, as in
+    generate()."""
     ours = model("llama")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:97]
     core = Tokenizer(BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
@@ -443,7 +454,7 @@ def test_stop_strings_of_the_model():
 
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
 def test_a_table_of_positions_that_comes_to_its_end(family):
-    """Ends the row that has left it, in the prompt or later, and no other."""
+    """A row that runs out of positions, in its prompt or later, must end alone."""
     ours = model(family)
     most = ours.config.max_position_embeddings
     some = texts(9, most - 3, 12, most + 1, 7, most - 9)
@@ -460,7 +471,8 @@ def test_a_table_of_positions_that_comes_to_its_end(family):
 
 @pytest.mark.parametrize("call", [1, 2, 5])
 def test_what_the_caller_raises_is_raised(call):
-    """By what is called with tokens, the first of a prompt or a later one, and by the prompts."""
+    """Exceptions from `on_token`, at a first or later token, and from the prompts must propagate
+    instead of becoming the error of a request."""
     ours = model("llama", attention="sdpa")
     count = []
 
@@ -492,7 +504,8 @@ def test_the_model_is_as_before():
 
 @pytest.mark.parametrize("is_patched", [False, True])
 def test_threads_that_share_a_model(is_patched):
-    """Each with rows of its own; a simulation beside them is refused."""
+    """Calls in several threads must not mix up their rows, and a simulation of the same model must
+    be refused during them."""
     ours = model("llama", attention="sdpa")
     names = ["h2o", "int8", "mean, sinks"]
     here = threading.Barrier(len(names) + 1)
@@ -600,7 +613,7 @@ def test_token_ids_of_any_integers():
 
 @pytest.fixture
 def dynamo(monkeypatch):
-    """Without the compiler's last part, which takes a quarter of a minute."""
+    """Skip the compiler's backend, which takes a quarter of a minute."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
@@ -609,7 +622,7 @@ def dynamo(monkeypatch):
 
 
 def compiled_and_eager(ours, config, requests=None, **how):
-    """The answers of both, to the same requests."""
+    """Answers to the same requests, compiled and eager."""
     requests = requests or [
         h2o.Request(text, max_new_tokens=3 + 7 * (i % 4)) for i, text in enumerate(texts(*LENGTHS))
     ]
@@ -623,7 +636,7 @@ def compiled_and_eager(ours, config, requests=None, **how):
 @needs_compiler
 @pytest.mark.parametrize("name", ["int8", "uneven heads", slow_if(True, "mean, sinks")])
 def test_one_graph_serves_all_steps_and_another_all_prompts(name, dynamo):
-    """Rows that run, rows that are idle, and rows that are taken again; of prompts also pieces."""
+    """Idle rows, refilled rows and chunks of prompts must not need other graphs."""
     for more in ({}, {"generation_config": GenerationConfig(prefill_chunk_size=8)}):
         compiled, eager = compiled_and_eager(model("llama"), CONFIGS[name], rows=3, **more)
         assert compiled == eager
@@ -633,7 +646,8 @@ def test_one_graph_serves_all_steps_and_another_all_prompts(name, dynamo):
 
 @needs_compiler
 def test_prompts_that_no_graph_reads(dynamo):
-    """Of one token, under a budget of their own or a part of their length, after a prefix."""
+    """Prompts that the graph does not support must be answered eagerly: prompts of one token, with
+    their own or fractional budgets, or after a prefix."""
     ours, config = llama(1), CONFIGS["h2o"]
     requests = [
         h2o.Request(text, config=H2OConfig(heavy=n, recent=n) if n else None)
@@ -681,7 +695,7 @@ def test_a_model_that_cannot_be_compiled_is_served_eagerly(dynamo):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_memory_is_constant_over_a_thousand_requests():
-    """Of which each tenth cannot be read."""
+    """Memory must not grow with the number of requests, of which every tenth fails."""
     ours = model("llama")
     long = texts(*range(5, 45))
     requests = (
@@ -700,7 +714,7 @@ def test_memory_is_constant_over_a_thousand_requests():
 
 @pytest.mark.slow
 def test_the_default_model():
-    """Texts, chats and stop strings, with the tokens of generate()."""
+    """With the default model, texts, chats and stop strings must give the tokens of generate()."""
     ours, tokenizer = models.load_model(attn_implementation="h2o")
     ours.set_attn_implementation("h2o")
     asked = ["The capital of France is", [{"role": "user", "content": "Say hello."}]]
@@ -723,7 +737,7 @@ def test_the_default_model():
 
 
 def test_a_prompt_with_the_pad_id():
-    """Which is a token like any other: no mask is inferred from it."""
+    """The padding id in a prompt is a token like any other. It must not be masked."""
     ours, text = shared("llama"), [0, 0, 5, 9]
     settings = GenerationConfig(
         pad_token_id=0, eos_token_id=7, repetition_penalty=1.3, max_new_tokens=12

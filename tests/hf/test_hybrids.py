@@ -1,6 +1,6 @@
-"""Models with convolution or recurrent states: these stay transformers', the keys are h2o's.
+"""Models with convolution or recurrent states: transformers keeps the states, h2o keeps the keys.
 
-The cross with modes and policies is that of test_families.py; here is what states change.
+test_families.py crosses these models with modes and policies. Here is what their states change.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SMALL = {"heavy": 6, "recent": 6}
 
 
 def everything(cache):
-    """{layer: {name: tensor}} of keys and states."""
+    """Keys and states of each layer, as {name: tensor}."""
     return [layer_state(layer).tensors for layer in cache.layers]
 
 
@@ -101,7 +101,8 @@ def test_the_report_tells_states_from_keys(name):
 
 @pytest.mark.parametrize("name", ["falcon_h1", "zaya", "qwen3_next", "llama"])
 def test_states_that_have_seen_a_refused_prompt_are_not_used(name):
-    """The first layer may have states beside its keys, which were there before the keys."""
+    """The first layer may update its states before its keys are refused. States that have seen a
+    refused prompt must not be used."""
     ours, (ids,) = model(name), prompts(20)
     cache = H2OCache(ours.config, heavy=0.4, recent=0.2, min_tokens=0)
     how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 2, "do_sample": False}
@@ -117,7 +118,8 @@ def test_states_that_have_seen_a_refused_prompt_are_not_used(name):
 
 
 def test_what_cannot_be_taken_back_is_refused():
-    """Recurrent states are sums; those of convolutions are the last inputs, and go back."""
+    """Recurrent states are sums over all tokens, so `crop` must raise an error and change
+    nothing."""
     (ids,) = prompts(20)
     ours = model("qwen3_next")
     cache = H2OCache(ours.config, **SMALL)

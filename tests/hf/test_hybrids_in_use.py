@@ -1,4 +1,4 @@
-"""Models with states, read part by part and asked by lm-eval."""
+"""Models with states: texts fed in parts, lm-eval, and copies of caches that record passes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ every = pytest.mark.parametrize("name", [slow_if(x == "qwen3_5", x) for x in NAM
 
 @every
 def test_a_text_is_read_in_parts_at_rolled_positions(name):
-    """Rolled positions take the model's own off again: it may count each part from 0."""
+    """Cache-relative positions must undo the model's own, which may count each part from 0."""
     ours, (row,) = model(name), prompts(72)
     logits, sizes = [], set()
     for counts in (True, False):
@@ -44,11 +44,11 @@ def test_a_text_is_read_in_parts_at_rolled_positions(name):
 # ---- Evaluation --------------------------------------------------------------------------------
 
 
-# The protocols ask whether a layer has states and keys; not of which kind its states are.
+# The protocols depend on whether a layer has states and keys, not on the kind of its states.
 @pytest.mark.parametrize("name", [slow_if(x not in ("qwen3_next", "falcon_h1"), x) for x in NAMES])
 def test_lm_eval(name, tokenizer):  # noqa: F811
-    """With room for all its numbers are lm-eval's own; of a small budget those of a batch are those
-    of single questions."""
+    """With a budget for all keys the numbers must be lm-eval's own, and with a small budget those
+    of a batch must be those of single questions."""
     lm = pytest.importorskip("h2o.evaluation.lm")
     from tests.evaluation.test_lm import HFLM, PAIRS, numbers
 
@@ -74,7 +74,7 @@ def test_lm_eval(name, tokenizer):  # noqa: F811
 
 
 def test_questions_of_several_lengths(tokenizer):  # noqa: F811
-    """Padding between a document and its question would stand in windows and states."""
+    """Padding between a document and its question would enter windows and states."""
     lm = pytest.importorskip("h2o.evaluation.lm")
     from tests.evaluation.test_lm import numbers
 
@@ -101,8 +101,9 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
 @every
 @pytest.mark.parametrize("tokens", [2, 17])
 def test_what_was_recorded_of_a_prompt_is_left_out(name, tokens, tmp_path):
-    """Convolutions have other columns while they record: fewer of a short prompt, all of a long
-    one. A file's cache records nothing, and rows that are refilled do not."""
+    """While passes are recorded, convolution states have fewer columns after a short prompt and all
+    columns after a long one. Loaded caches and refilled rows do not record, so they must get the
+    usual columns."""
     ours = model(name)
     document, question = prompts(tokens, 5)
     cache, plain = (H2OCache(ours.config, **SMALL) for _ in range(2))

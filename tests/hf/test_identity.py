@@ -74,7 +74,7 @@ def switched_off(ours):
 
 
 def injected(seed=0):
-    """Without a wrapper, as transformers' own `add_adapter` does it."""
+    """A model with an adapter but without PEFT's wrapper, as after transformers' `add_adapter`."""
     ours = base()
     torch.manual_seed(seed)
     return peft.inject_adapter_in_model(peft.LoraConfig(**LORA), ours).eval()
@@ -156,14 +156,16 @@ def test_the_same_is_known_again(case, tmp_path):
 
 @pytest.mark.parametrize("case", [x for x in OTHER if "merged" not in x])
 def test_profiles(case):
-    """A profile has a sample; what is merged into one of the layers may lie beside it."""
+    """A profile must be refused for other weights or adapters. It records a sample of the weights,
+    which may miss a merged adapter, so merged cases are left out."""
     wrote, reads = (make() for make in OTHER[case])
     with pytest.raises(ValueError, match="profile is of another model"):
         profile_of(wrote).check(reads)
 
 
 def test_profiles_are_held_against_each_layer_as_well():
-    """Where a cache was made from a config alone."""
+    """A cache that is made from a config alone must refuse the profile of another model in its
+    first pass."""
     ours, prompt = adapted(), prompts(20)[0]
     for profile in (profile_of(base()), profile_of(adapted(seed=3))):
         cache = H2OCache(ours.config, heavy=6, recent=6, head_shares=profile)
@@ -205,7 +207,8 @@ def test_small_changes_in_the_same_dtype(tmp_path):
 
 
 def test_what_a_pass_changes_or_a_user_sets_does_not_count(tmp_path):
-    """Angles that are made anew for long texts, and settings of generate()."""
+    """A file must be accepted although a long text has changed the rotary angles, or settings of
+    generate() differ."""
     ours = model("llama")
     ours.config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
     ours.config.max_position_embeddings = 16

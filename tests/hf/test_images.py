@@ -1,6 +1,6 @@
-"""Models that read images, with an image in the text: what the cache and the simulation give.
+"""The cache and the simulation with vision-language models and an image in the text.
 
-The cross with modes and policies is that of test_families.py.
+test_families.py crosses these models with modes and policies.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, shared, slow_
 SMALL = {"heavy": 6, "recent": 6}
 IMAGES = [name for name, family in FAMILIES.items() if family.image]
 ALIKE = {"qwen2_vl", "lfm2_vl"}
-"""What tests of others cover: positions of several axes, states beside keys."""
+"""Families that add nothing here: other families have positions with several axes, and states next
+to keys."""
 each = pytest.mark.parametrize("name", [slow_if(name in ALIKE, name) for name in IMAGES])
 TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "cross_attention_mask")
-"""Of a model's inputs those with a column for each token."""
+"""Model inputs that have one column per token."""
 
 
 def illustrated(name, *lengths, **how) -> dict[str, Tensor]:
@@ -27,14 +28,14 @@ def illustrated(name, *lengths, **how) -> dict[str, Tensor]:
 
 
 def row_of(inputs, b, length):
-    """The row alone, with its image."""
+    """Row `b` alone, with its image."""
     rows = len(inputs["input_ids"])
     own = {key: x.chunk(rows)[b] for key, x in inputs.items()}
     return own | {key: own[key][:, -length:] for key in TEXT if key in own}
 
 
 def longer(inputs, ids):
-    """With tokens [1, n] behind the text."""
+    """`inputs` with tokens [1, n] appended to the text."""
     more = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for key in ("mm_token_type_ids", "cross_attention_mask"):
         if key in inputs:
@@ -70,7 +71,8 @@ def test_rows_are_rows_alone_and_the_budget_holds(name):
 
 @each
 def test_the_simulation_is_the_cache(name):
-    """Of a text with an image, the answer included."""
+    """The simulation must evict the same keys as the cache when the text has an image, also during
+    the answer."""
     if name == "llava" and CROPS_TO_LENGTH:
         pytest.skip("an answer's token of the image's number is taken for an image there")
     ours, inputs = model(name), illustrated(name, 30)

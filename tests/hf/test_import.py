@@ -1,4 +1,4 @@
-"""`import h2o`: quick, in any order with transformers, and clear when the core is missing."""
+"""`import h2o` is fast, works before and after transformers, and explains a missing core."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ except ImportError as error:
 
 @pytest.fixture(scope="module")
 def printed():
-    """By lines of code, each run in a process of its own."""
+    """Outputs of several pieces of code, each of which runs in a forked process."""
     lines = [*[f"{imports}; {NAME_IS_KNOWN}; {FINDERS}" for imports in ORDERS], MOVED]
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKS, *lines], capture_output=True, text=True
@@ -85,7 +85,8 @@ def test_name_is_registered_in_any_order(printed):
 
 
 def test_a_private_name_that_has_moved_is_reported_where_h2o_is_used(printed):
-    """transformers itself is imported as ever, and h2o says once what it lacks."""
+    """A missing private name must not break the import of transformers. h2o must report it when h2o
+    is used."""
     first, error = printed[len(ORDERS)].splitlines()
     assert first == "transformers itself can be imported"
     assert error.startswith("h2o.H2OCache does not work with transformers")
@@ -132,7 +133,7 @@ def test_missing_core_is_explained(tmp_path):
 
 @pytest.fixture
 def clone(tmp_path):
-    """Sources without a core beside what pip installed from them: (sources, installed)."""
+    """(sources without a core, the folder with what pip installed from them)."""
     ignored = shutil.ignore_patterns("__pycache__", "kernels.fatbin")
     sources, site = tmp_path / "a clone", tmp_path / "site"
     shutil.copytree(
@@ -204,7 +205,7 @@ def test_messages_install_from_where_h2o_came(tmp_path, monkeypatch, origin, com
     monkeypatch.syspath_prepend(tmp_path)
     assert packages.install_command("hf") == command
     again = packages.without_core().partition("C compiler, run ")[2]
-    if ".whl" in command:  # which has none
+    if ".whl" in command:  # a wheel has no sources
         assert again == "pip install . in its source folder"
     else:
         assert again == packages.install_command()
@@ -297,7 +298,7 @@ def test_the_command_says_in_one_line_that_a_variable_is_wrong(variable, text):
 
 
 def test_what_is_shown_is_public():
-    """Of names, by `dir` and an editor's completion."""
+    """`dir` and an editor's completion must not show private names."""
     assert {name for name in dir(h2o) if not name.startswith("__")} == {*h2o.__all__} - {
         "__version__"
     }

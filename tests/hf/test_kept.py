@@ -1,4 +1,4 @@
-"""What people with a cache in hand see: text, heat maps and plots."""
+"""Views of a cache and of an analysis for people: text, heat maps, reports and plots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.hf.test_analysis import Digits
 
 
 class Balanced(html.parser.HTMLParser):
-    """Fails on tags that do not close."""
+    """An HTML parser that fails on tags that are not closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Balanced(html.parser.HTMLParser):
 
 @pytest.fixture(scope="module")
 def held():
-    """(cache, inputs, everything that it has seen) of two rows, the second one padded."""
+    """(cache, inputs, all ids that it has seen) of two rows, the second of which is padded."""
     model = tiny.model("llama")
     inputs = tiny.batch(tiny.prompts(30, 22))
     cache = h2o.H2OCache(model.config, heavy=5, recent=4)

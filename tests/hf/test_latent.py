@@ -1,4 +1,7 @@
-"""Multi-head latent attention: every family with every mode and policy, and what is refused."""
+"""Multi-head latent attention: slots, projections of latents, and settings that are refused.
+
+test_families.py crosses these families with modes and policies.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def test_a_slot_is_one_row_for_all_heads(name):
         assert positions.shape == (1, 1, 12)
         assert layer.slots.values is None
         assert layer.slots.keys.shape == (1, 1, 13, 24)
-        # Each of 37 queries of each head has given out an attention of 1.
+        # Each of the 37 queries of each head has an attention of 1 in total.
         H = ours.config.num_attention_heads
         total = scores.sum() + layer.slots.evicted_score.sum()
         torch.testing.assert_close(total.item(), 37.0 * H, rtol=1e-4, atol=0)
@@ -72,7 +75,8 @@ def test_a_slot_is_one_row_for_all_heads(name):
 
 
 class Wrapped(torch.nn.Module):
-    """A projection whose matrix cannot be seen, with an adapter that is switched on by a scale."""
+    """A projection that hides its matrix, with an adapter that has no effect while its scale is
+    0."""
 
     asked = 0
 
@@ -98,7 +102,8 @@ def wrapped(ours):
 
 
 def test_a_projection_that_is_no_plain_matrix(monkeypatch):
-    """A quantized one, or one with an adapter, is asked for its matrix, once."""
+    """The matrix of a projection that is quantized or has an adapter must be recovered once for
+    each layer."""
     ours, twin, row = model("deepseek_v2"), model("deepseek_v2"), {"input_ids": prompts(30)[0]}
     wrapped(twin)
     monkeypatch.setattr(Wrapped, "asked", 0)
@@ -142,7 +147,8 @@ def test_a_projection_that_changes_between_two_steps(change):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_plain_projection_is_read_as_it_is_now(dtype):
-    """In bfloat16 its two matrices are packed, and remembered with the weight that they are of."""
+    """In bfloat16 the two matrices of a projection are packed and remembered. They must not be used
+    after the weight has changed."""
     H, C, V, L, P = 4, 12, 10, 16, 8
     torch.manual_seed(0)
     module = torch.nn.Module()
@@ -169,12 +175,12 @@ def test_a_plain_projection_is_read_as_it_is_now(dtype):
     check()
     module.kv_b_proj.weight = torch.nn.Parameter(module.kv_b_proj.weight.flip(0))
     check()
-    module.kv_b_proj.weight.data.mul_(-2)  # which nothing counts: a prompt looks again
+    module.kv_b_proj.weight.data.mul_(-2)  # torch does not count this; a prompt packs again
     check(fresh=True)
     projection = weakref.ref(module.kv_b_proj)
     del module.kv_b_proj
     gc.collect()
-    assert projection() is None  # what was packed has gone with it
+    assert projection() is None  # the packed matrices do not keep it alive
     with torch.inference_mode():
         module.kv_b_proj = torch.nn.Linear(L, H * (C + V), bias=False).to(dtype)
         check()
@@ -214,7 +220,7 @@ def test_half_precision_is_near_float32():
 
 
 def test_a_language_model_within_one_that_reads_images():
-    """Kimi K2.5's layers are DeepSeek V3's."""
+    """Kimi K2.5 is a vision-language model with the layers of DeepSeek V3, which h2o must find."""
     config = AutoConfig.for_model(
         "kimi_k25",
         text_config=LATENT["deepseek_v3"].build_config().to_dict(),
@@ -262,7 +268,8 @@ def test_heads_are_not_measured():
 
 @pytest.mark.parametrize("kv_dtype", ["auto", None])
 def test_a_part_of_the_bytes(kv_dtype):
-    """As `h2o generate` has it, and with latents as they are."""
+    """A budget in bytes must be used up and not exceeded, with latents in int8, which `h2o
+    generate` uses, and unquantized."""
     ours = model("deepseek_v3")
     config = exact(
         dataclasses.replace(H2OConfig.robust(0.3, budget_unit="bytes"), kv_dtype=kv_dtype)

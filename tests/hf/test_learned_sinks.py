@@ -1,4 +1,4 @@
-"""Models whose attention has learned sinks (gpt-oss and others), with their windows."""
+"""Models whose attention has learned sinks, such as gpt-oss, and their sliding windows."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ FAMILIES = {
     "flint": EXPERTS,
     "granite_swa": {},
     "granitemoe_swa": EXPERTS,
-    "mimo_v2_flash": EXPERTS | {"v_head_dim": 8},  # sinks in its windows alone
+    "mimo_v2_flash": EXPERTS | {"v_head_dim": 8},  # only its sliding windows have sinks
 }
 SMALL = {"heavy": 6, "recent": 6}
 LENGTHS = (5, 17, 23, 30)
 
 
 def made(name: str, attn: str = "h2o", kinds: list[str] = MIXED):
-    """A tiny model; every head's sink takes a good part of its attention."""
+    """A tiny model in which the sink of each head gets much of the attention."""
     layers = tuple("h2o" if kind == "full_attention" else "sliding" for kind in kinds)
     config = {**FAMILIES[name], "layer_types": kinds, "sliding_window": 10}
     try:
         config = Family(name, config, layers=layers).build_config()
     except ValueError as error:
-        pytest.skip(str(error))  # transformers before the model
+        pytest.skip(str(error))  # this version of transformers lacks the model
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config).eval()
     for module in model.modules():
@@ -51,7 +51,7 @@ def made(name: str, attn: str = "h2o", kinds: list[str] = MIXED):
     return model.to(DEVICE)
 
 
-# Attention of the last but one is that of the one before it.
+# granitemoe_swa has the attention of granite_swa.
 every_family = pytest.mark.parametrize(
     "name", [slow_if(x == "granitemoe_swa", x) for x in FAMILIES]
 )
@@ -111,12 +111,13 @@ def test_each_row_is_the_row_alone(name, chosen):
 
 @every_family
 def test_simulation_is_the_cache(name):
-    assert prove(made(name), text(tokens=60), 8, 1e-3, **SMALL) > 0  # of logits up to 20
+    assert prove(made(name), text(tokens=60), 8, 1e-3, **SMALL) > 0  # the logits go up to 20
 
 
 @every_family
 def test_the_sinks_are_seen(name):
-    """Else all of the above might hold without them."""
+    """Sinks must change the logits. Some tests above would pass if both of their results ignored
+    the sinks."""
     ours, (ids,) = made(name), prompts(30)
     before = ours(ids, **with_cache(H2OCache(ours.config, **SMALL))).logits
     for module in ours.modules():
@@ -132,8 +133,8 @@ FULL_LAYERS = ["full_attention"] * 2
 
 
 def test_rolled_positions():
-    """No model has both: layers of another one are given sinks. Ranks are positions while all keys
-    are held."""
+    """Cache-relative positions must not lose the sinks. No model has both, so a single layer is
+    given sinks. While all keys are held, ranks equal positions."""
     query, keys, values = drifting(3, B=1, N=30, D=8)
     read = Text(rotate(query), rotate(keys), values)
     sinks, answers = torch.linspace(-1, 2, 4), []
@@ -215,7 +216,7 @@ def test_operations_refuse_gradients(operation):
     sinks = torch.zeros(4, requires_grad=True)
     with pytest.raises(BufferError, match="sink_logits: requires grad"):
         getattr(ops, operation)(q, k, v, *more, sink_logits=sinks)
-    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # else torch refuses, whatever the mode
+    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # without it torch raises in any mode
         with torch.no_grad():
             getattr(ops, operation)(q, k, v, *more, sink_logits=sinks)
 
@@ -234,7 +235,8 @@ def test_the_authors_other_masks_know_no_sinks(variant):
 
 
 def test_analysis_sees_the_models_own_attention():
-    """Its outputs are the model's, and so is attention without keys of which none are removed."""
+    """An analysis must not ignore the sinks. Its outputs must be the model's, and so must attention
+    from which no keys are removed."""
     ours, (ids,) = made("gpt_oss"), prompts(30)
     expected = ours(ids, use_cache=False).logits[0]
 
@@ -264,11 +266,12 @@ def test_calibration_sees_the_models_own_attention():
         assert costs[:, 1].abs().max() == 0.0
     budgets = torch.full((3, 2, 2), 30).numpy()
     _, divergence = refine.measure_worth(ours, ids[0], budgets, chosen)
-    assert abs(divergence) < 1e-5  # of the model from itself
+    assert abs(divergence) < 1e-5  # divergence of the model from itself
 
 
 def test_retained_mass_is_a_share_of_what_keys_get():
-    """With everything held it is 1, whatever the sinks take."""
+    """The attention that sinks receive must not count as lost. With all keys held the retained mass
+    is 1."""
     ours, (ids,) = made("gpt_oss"), prompts(20)
     with h2o.simulated(ours, heavy=30, recent=0, mass=True) as simulation:
         ours(ids, use_cache=False)

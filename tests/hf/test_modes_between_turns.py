@@ -35,7 +35,7 @@ def config_of(chosen, ours):
 
 
 def turns(ours, cache, first, second=contextlib.nullcontext):
-    """The tokens of two turns, each in a context of its own."""
+    """Tokens of the second of two turns, each of which runs in its own context."""
     prompt, question = prompts(40, 5)
     with first():
         answer = greedy(ours, {"input_ids": prompt}, 3, **with_cache(cache))
@@ -89,7 +89,8 @@ def test_inference_mode_ends(case, by):
 
 @pytest.mark.parametrize("by", ["core", "torch"])
 def test_all_that_is_done_to_a_cache_of_inference_mode(by, tmp_path):
-    """Made, filled, saved and loaded under inference_mode, and used outside of it."""
+    """A cache that was made, filled, saved or loaded under inference_mode must work outside of
+    it."""
     ours = shared("llama")
     prompt, question = prompts(40, 5)
     with backends.by_torch() if by == "torch" else contextlib.nullcontext():
@@ -119,7 +120,8 @@ def test_all_that_is_done_to_a_cache_of_inference_mode(by, tmp_path):
     "name", [slow_if(x not in ("falcon_h1", "qwen3_5"), x) for x in WITH_STATES]
 )
 def test_states_of_inference_mode(name):
-    """transformers' own cache cannot go on with them."""
+    """States made under inference_mode must be usable outside of it. transformers' own cache fails
+    there."""
     ours = shared(name)
     prompt, question = prompts(20, 4)
     answers = []

@@ -1,5 +1,5 @@
-"""Families whose layers are of kinds that tiny.py has models of: newer ones, and language models
-within models that read images."""
+"""Families whose kinds of layers tiny.py covers with other models: newer families, and language
+models inside vision-language models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.hf.tiny import (
 )
 
 pytestmark = [
-    pytest.mark.slow,  # what differs between these families is covered by the tests named above
+    pytest.mark.slow,  # tests with the models of tiny.py cover the code that these families run
     pytest.mark.skipif(
         not (HYBRIDS and SHARES_KEYS and expands_after_cache(transformers.DeepseekV3ForCausalLM)),
         reason="all of these kinds as of transformers 5.21",
@@ -60,7 +60,7 @@ SINCE_5_24 = [
     Family("lara_mini", _LARA, layers=("states", "sliding", "states", "h2o")),
     Family("sarvam_mla", _ROUTED | LATENT["deepseek_v3"].config if LATENT else {}),
 ]
-"""Families that transformers 5.24 has brought, or given attention by its interface."""
+"""Families that transformers 5.24 added, or moved to its attention interface."""
 MORE = {family.name: family for family in SINCE_5_24 if CACHE == "cache"}
 if "qwen3_5" in FAMILIES:
     _MOE = FAMILIES["qwen3_5"].config | _EXPERTS
@@ -85,7 +85,7 @@ WITHIN = {
     "got_ocr2": ("qwen2", _OCR_EYE, {}),
     "pp_chart2table": ("qwen2", _OCR_EYE, {}),
 }  # fmt: skip
-"""Models that read images: whose language model is within, config of what reads them, and more."""
+"""Vision-language models: family of the language model inside, vision config, further fields."""
 
 NAMES = [*MORE, *(f"{name}, whole" for name in WITHIN)]
 every = pytest.mark.parametrize("name", NAMES)
@@ -112,7 +112,7 @@ def made(name: str, attention: str = "h2o"):
 def test_every_family_of_these_kinds_has_a_case():
     named = {*FAMILIES, *LATENT, *LATENT_AND_STATES, *MORE, *WITHIN}
     named |= {FAMILIES[name].model_type for name in named if name in FAMILIES}
-    named |= {"gemma3n"}  # gemma3n_text, beside a network of timm's that reads images
+    named |= {"gemma3n"}  # gemma3n_text, with a vision tower from timm
     for verdicts in families.written(families.PAGE).values():
         for name, verdict in verdicts.items():
             if any(words in verdict for words in ("states instead", "store nothing")):

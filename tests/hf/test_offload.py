@@ -1,4 +1,4 @@
-"""Models of which accelerate keeps parts on the disk: same tokens, same fingerprint."""
+"""Models that accelerate keeps partly on disk give the same tokens and the same fingerprint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL = (*(f"model.{x}" for x in ("embed_tokens", "layers.0", "layers.1", "norm"))
 
 
 def spread(*on_disk):
-    """A device_map of the tiny llama."""
+    """A device_map of the tiny llama with these parts on disk."""
     return dict.fromkeys((*ALL, "model.rotary_emb"), "cpu") | dict.fromkeys(on_disk, "disk")
 
 
@@ -37,17 +37,16 @@ MAPS = {
 
 
 NAMES = [x for x in ("qwen3_next", "qwen3_5", "bamba", "lfm2", "falcon_h1") if x in FAMILIES]
-"""Families with states of gated delta rules, Mamba 2 and convolutions, beside keys and in one
-layer with them."""
+"""Families with states of gated delta rules, Mamba 2 or convolutions, in layers without keys or in
+one layer with them."""
 
 
 FIRST = ("all", "qwen3_next", "lfm2", "falcon_h1")
-"""The map with most on the disk, and each kind of states."""
+"""Cases that are not slow: the map with most parts on disk, and a family for each kind of state."""
 
 
 def mapped(name, ours):
-    """A device_map of the tiny llama by its name, or one of a family by which one layer of three is
-    not on the disk."""
+    """One of MAPS, or a device_map that puts two of three layers of a family on disk."""
     if name in MAPS:
         return MAPS[name]
     parts = [f"model.{x}" for x, _ in ours.base_model.named_children() if x != "layers"]
@@ -59,8 +58,8 @@ def mapped(name, ours):
 
 
 def everything(ours):
-    """Tokens of a cache, of patched(), of rows and of a document read twice; logits of a
-    simulation."""
+    """Tokens generated with a cache, with generate_all, from a compressed document and with
+    patched(); logits of a simulation."""
     inputs = batch(prompts(40, 33))
     cache = H2OCache(ours.config, **SMALL)
     tokens = [greedy(ours, inputs, 9, **with_cache(cache)).tolist()]
@@ -77,8 +76,8 @@ def everything(ours):
         return tokens, ours(**inputs, use_cache=False).logits
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of accelerate, which keeps files open
-@pytest.mark.filterwarnings("ignore:You are calling .generate")  # of a model on no device
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # accelerate keeps files open
+@pytest.mark.filterwarnings("ignore:You are calling .generate")  # the model's device may be meta
 @pytest.mark.parametrize("name", [slow_if(x not in FIRST, x) for x in (*MAPS, *NAMES)])
 def test_parts_on_the_disk(tmp_path, name):
     plain = model("llama" if name in MAPS else name)
@@ -104,7 +103,8 @@ def test_parts_on_the_disk(tmp_path, name):
 
 
 def test_another_model_on_the_disk_is_another_one(tmp_path):
-    """Though its tensors have no numbers that could be told apart."""
+    """Two models must have different fingerprints even when their tensors are offloaded and have no
+    numbers."""
     identities = set()
     for factor in (1.0, 1.5):
         ours = model("llama")
@@ -121,7 +121,8 @@ def test_another_model_on_the_disk_is_another_one(tmp_path):
 
 @pytest.mark.parametrize("trace", [False, True])
 def test_what_is_held_follows_the_keys(trace):
-    """To the device of each layer, which a file does not know."""
+    """The tensors of a layer must move to the device of its new keys, because a file does not
+    record devices."""
     cache = new_cache(**SMALL, trace=trace)
     feed(cache, drifting(3, B=1, N=20), [20])
     layer = cache.layers[0]

@@ -1,4 +1,4 @@
-"""Decode steps of a compileable cache are one graph, recorded once: what makes a GPU fast."""
+"""Decode steps of a compileable cache are one graph, recorded once, as fast steps on a GPU need."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIGS = {
 
 @functools.cache
 def wide(layers=1):
-    """A model whose heads have the 32 elements that four bits come in."""
+    """A model whose heads have 32 elements, the size of a group of int4."""
     return llama(layers, head_dim=32)
 
 
@@ -44,9 +44,9 @@ def wide(layers=1):
     ],
 )
 def test_generate_records_a_step_once(name, rows):
-    """Also for a second cache: of a longer prompt, or of one as long where the budget is a fraction
-    of it. Budgets that are dealt out by the prompt give slots of another shape, hence another
-    recording."""
+    """A second cache must not record its steps again, whether its prompt is longer or, under a
+    fractional budget, equally long. Only a budget that heads share by the prompt needs another
+    recording, because its slots have another shape."""
     ours, seen = wide(2 if CONFIGS[name].head_shares == "echo" else 1), set()
     compiled = compiling(recording(seen))
     longer = 9 if isinstance(CONFIGS[name].heavy, int) else 0
@@ -62,8 +62,8 @@ def test_generate_records_a_step_once(name, rows):
 
 @pytest.mark.parametrize("name", ["robust", slow_if(True, "int8-int4")])
 def test_generate_all_records_its_steps_once(name, monkeypatch):
-    """Whichever rows are idle. Prompts after the first are another graph, of which each length is a
-    recording."""
+    """Steps must not be recorded again when other rows are idle. Prompts after the first are a
+    second graph, which is recorded once for each length."""
     seen = set()
     lengths = (40, 17, 23, 17, 40)
     requests = [

@@ -1,7 +1,7 @@
-"""Blocks of one model that overlap: tasks and generators that end in any order.
+"""Overlapping blocks of one model, in tasks and generators that end in any order.
 
-Each call is served by its context's own block, or the block is refused when it is entered. Nothing
-of any block is left behind.
+Each call uses the block of its own context, or entering the block raises an error. No block leaves
+anything behind.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def answer(llama, ids):
 
 
 def test_tasks_are_each_served_by_their_own_block(llama):
-    """In every order of two ends; calls in the task, and in a thread that has its context."""
+    """A call in a task, or in a thread with the task's context, must use the task's own block,
+    whichever task ends first."""
     texts = prompts(20, 24)
     want = [expected_tokens(llama, {"input_ids": ids}, **SMALL) for ids in texts]
 
@@ -73,7 +74,8 @@ def test_tasks_are_each_served_by_their_own_block(llama):
 
 @pytest.mark.parametrize("how", [TINY, {**SMALL, "trace": True}, {**SMALL, "pinned": [(0, 2)]}])
 def test_a_task_with_other_settings_is_refused(llama, how):
-    """Before anything is switched, and until the first one has ended."""
+    """A task with other settings must be refused before it changes the model, and accepted after
+    the first task has ended."""
     (ids,) = prompts(20)
     want = expected_tokens(llama, {"input_ids": ids}, **SMALL)
 
@@ -118,7 +120,8 @@ def test_a_task_that_fails_or_is_cancelled_leaves_nothing(llama):
 
 
 def test_generators_end_in_any_order(llama):
-    """Also where one is dropped, which may be in another context."""
+    """A generator that ends, or is dropped or closed in another context, must end its own block
+    only."""
     (ids,) = prompts(20)
     want = expected_tokens(llama, {"input_ids": ids}, **SMALL)
     full = answer(llama, ids)
@@ -161,7 +164,7 @@ def test_an_async_generator_that_another_task_ends(llama):
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_nested_blocks_that_end_out_of_order(llama, order):
-    """The latest of those that are left counts."""
+    """The latest block that is still open must apply, in whichever order blocks end."""
     (ids,) = prompts(20)
     configs = [SMALL, TINY, MIDDLE]
     stacks = [contextlib.ExitStack() for _ in configs]
@@ -219,7 +222,8 @@ def test_enable_is_for_contexts_without_a_block(llama):
 
 
 def test_a_call_outside_of_every_block_is_served_by_the_latest(llama):
-    """As in a thread that streams, whose context is empty; what a call asks for itself counts."""
+    """A call outside of every block, as in a streaming thread with an empty context, must use the
+    latest block, unless its own arguments name a cache or none."""
     (ids,) = prompts(20)
     outside = contextvars.copy_context()
     with patched(llama, **MIDDLE), patched(llama, **SMALL):
@@ -235,7 +239,8 @@ def test_a_call_outside_of_every_block_is_served_by_the_latest(llama):
 @pytest.mark.parametrize("inner", [patched, simulated])
 @pytest.mark.parametrize("outer", [patched, simulated])
 def test_a_simulation_is_one_tasks(llama, outer, inner):
-    """What attention is lies in the model, so a second task is refused when it enters."""
+    """A simulation sets the attention of the model for all tasks, so a second task must be refused
+    when it enters."""
 
     async def handler(block, entered, leave):
         with block(llama, **SMALL):
@@ -276,7 +281,8 @@ def test_attention_is_that_of_the_latest_that_is_left(llama, kinds, order):
 
 
 def test_a_cache_goes_on_after_its_block(llama):
-    """Cache-relative positions, in a block of another kind: the cache decides."""
+    """A cache with cache-relative positions must continue to use them in a block with another kind
+    of cache."""
     (ids,) = prompts(20)
     config = H2OConfig(**SMALL, positions="cache_relative")
     twin = copy.deepcopy(llama)

@@ -1,4 +1,4 @@
-"""Weights laid out a second time for decode steps: the answers are the same but for rounding."""
+"""Weights that are packed for decode steps give the same answers up to rounding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def one_linear():
 
 
 def counted(monkeypatch):
-    """The number of rows of each product with a weight laid out a second time."""
+    """A list that gets the number of rows of each product with a packed weight."""
     rows, linear = [], torch.ops.mkldnn._linear_pointwise
 
     def counting(x, *others):
@@ -60,7 +60,7 @@ def test_a_text_is_the_same(name, monkeypatch):
         logits.append(text())
     linear = [x for x in ours.modules() if type(x) is nn.Linear]
     assert size == sum(x.weight.nbytes for x in linear)
-    assert set(rows) == {2}  # the steps', not the prompt's
+    assert set(rows) == {2}  # the decode steps use packed weights, the prompt does not
     torch.testing.assert_close(*logits, **NEAR)
     assert not any("forward" in vars(x) for x in ours.modules())
 
@@ -89,7 +89,8 @@ def test_hooks_and_changed_weights():
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_adapters_that_are_merged_within_the_block():
-    """PEFT writes through a weight's `.data`, which counts as no change of the weight."""
+    """PEFT writes through a weight's `.data`, which torch does not count as a change. The outdated
+    copy must not be used."""
     peft = pytest.importorskip("peft")
     how = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     ours = peft.get_peft_model(model("llama").bfloat16(), how).bfloat16().eval()
@@ -108,7 +109,7 @@ def test_adapters_that_are_merged_within_the_block():
         torch.testing.assert_close(logits(), adapted, **near)
         ours.merge_adapter()
         torch.testing.assert_close(logits(), adapted, **near)
-        with ours.disable_adapter():  # which PEFT takes out of the weights again
+        with ours.disable_adapter():  # PEFT unmerges the adapter
             torch.testing.assert_close(logits(), base, **near)
         torch.testing.assert_close(logits(), adapted, **near)
 
@@ -131,7 +132,7 @@ def test_what_is_not_packed():
     module = one_linear()
     with packed_weights(module) as size:
         assert size == module[0].weight.nbytes
-        with packed_weights(module) as again:  # a block within keeps the outer one's
+        with packed_weights(module) as again:  # an inner block uses the outer block's weights
             assert again == 0
         assert "forward" in vars(module[0])
     with packed_weights(module.float()) as size:

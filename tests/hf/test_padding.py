@@ -1,5 +1,5 @@
-"""Padding in models whose sliding windows and states count it: a row is what it is alone, or an
-error says so before anything is stored."""
+"""Padding in models whose sliding windows and states count it as text. A padded row gives what the
+row gives alone, or an error is raised before anything is stored."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def few_of(names):
 
 
 def padded(rows, side):
-    """A batch whose pads have an embedding, unlike those of the tiny models' own pad id."""
+    """A batch whose padding has an embedding that is not 0, unlike the tiny models' own pad id."""
     inputs = batch(rows, side)
     inputs["input_ids"].masked_fill_(inputs["attention_mask"] == 0, 5)
     return inputs
 
 
 def followed(inputs, columns):
-    """A batch with as many tokens behind."""
+    """A batch with this number of further tokens in each row."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     more = torch.arange(7, 7 + columns, device=ids.device).repeat(len(ids), 1)
     ids, mask = torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1)
@@ -54,7 +54,7 @@ def followed(inputs, columns):
 
 
 def read(ours, cache, inputs, *stops):
-    """Last logits of passes over a batch that end at these columns, the first one given begins."""
+    """Last logits of a batch that is fed in passes from each of `stops` to the next."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     for start, stop in itertools.pairwise(stops):
@@ -111,7 +111,8 @@ def test_nothing_is_read_with_padding_amid_a_row(name):
 @pytest.mark.parametrize("name", few_of(COUNTING))
 @pytest.mark.parametrize("stops", [(0, 31, 32, 33), (0, 8, 31, 32, 33), (0, 33)])
 def test_padding_on_the_left(name, stops):
-    """Also where a pass reads of one row nothing else."""
+    """Padding on the left must not change a row, even in a pass that has only padding of that
+    row."""
     if name in ("jamba", "zamba") and len(stops) == 5:
         pytest.skip("its states of one pass are not used in the next")
     ours, rows = shared(name), prompts(20, 31)
@@ -141,7 +142,7 @@ def test_states_would_take_a_column_of_padding_for_a_token(name):
 
 @pytest.mark.parametrize("name", ["gemma3", *["lfm3"] * ("lfm3" in FAMILIES)])
 def test_rows_that_have_ended_are_padded(name):
-    """Nothing of them is asked any more, and the other rows are what they are alone."""
+    """Padding after a row has ended must not raise an error, and must not change the other rows."""
     ours, rows = shared(name), prompts(20, 31)
     cache = H2OCache(ours.config, heavy=40, recent=40)
     inputs = followed(padded(rows, "left"), 4)
@@ -153,7 +154,7 @@ def test_rows_that_have_ended_are_padded(name):
     more = followed(inputs, 1)
     with REFUSED:
         read(ours, cache, more, 35, 36)
-    cache.batch_select_indices(torch.tensor([1]))  # the other one goes on
+    cache.batch_select_indices(torch.tensor([1]))  # the other row continues
     row = followed(row, 1)
     got = ours(row["input_ids"][:, 35:], **with_cache(cache)).logits[:, -1]
     torch.testing.assert_close(got, read(ours, alone, row, 35, 36), rtol=0, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Tensor parallel: a model cut over two processes gives what it gives in one."""
+"""Tensor parallelism: a model that is split over two processes gives what it gives in one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FAMILIES = {
     "llama": Family("llama", HEADS),
     "qwen3": Family("qwen3", HEADS),
 }
-if HYBRIDS:  # whose states every process has
+if HYBRIDS:  # every process has all of the states
     linear = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8}
     linear |= {"linear_value_head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
     FAMILIES["qwen3_5_text"] = Family("qwen3_5_text", HEADS | linear)
@@ -94,7 +94,8 @@ def test_two_processes_give_what_one_gives(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not LATENT, reason="a newer transformers caches latents")
 def test_two_processes_hold_the_same_latents(tmp_path):
-    """As one does: the scores of all heads are those of both. DeepSeek V3's heads are not cut."""
+    """Processes must score latents by all heads together, as a single process does. DeepSeek V3's
+    heads are not split."""
     expected = {}
     for name in ("deepseek_v2", "glm4_moe_lite", "deepseek_v3"):
         ours = tiny_model(name)
@@ -119,7 +120,8 @@ def test_two_processes_hold_the_same_latents(tmp_path):
 
 @pytest.mark.slow
 def test_what_fsdp_gathers_is_whole(tmp_path):
-    """Caches, their files and analyses are those of one process."""
+    """Under FSDP a process must not take its shards for a part of the heads. Caches, files and
+    analyses must be those of a single process."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"].build_config()).eval()
     model.save_pretrained(tmp_path)
@@ -134,7 +136,7 @@ def test_what_fsdp_gathers_is_whole(tmp_path):
 
 
 def joined(parts):
-    """Heads of both processes, the shorter ones padded as `kept` pads them."""
+    """Heads of both processes, padded to one length like the result of `kept`."""
     most = max(part.shape[-1] for part in parts)
     return torch.cat(
         [torch.nn.functional.pad(x, (0, most - x.shape[-1]), value=-1) for x in parts], 1
@@ -142,7 +144,7 @@ def joined(parts):
 
 
 def test_files_of_other_heads(last_of_four, tmp_path):
-    """Heads of part 3 of 4 go on where these are, and nowhere else."""
+    """A file of one part of the heads must be refused by a process that has other heads."""
     path, (ids,) = tmp_path / "cache", prompts(30)
     ours = copy.deepcopy(tiny_model("llama"))
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
@@ -153,7 +155,7 @@ def test_files_of_other_heads(last_of_four, tmp_path):
     cache.save(path, ours)
     loaded = H2OCache.load(path, ours)
     assert [layer.part for layer in loaded.layers] == [(3, 4)] * 2
-    loaded.save(path, ours)  # it still knows
+    loaded.save(path, ours)  # the loaded cache knows its part
     with pytest.raises(
         ValueError, match=r"rank 3 of 4, and a config .* Pass the model to load\(\)"
     ):
@@ -168,24 +170,25 @@ def test_files_of_other_heads(last_of_four, tmp_path):
         H2OCache.load(path, on_one)
     cache = H2OCache(on_one.config, heavy=6, recent=6)
     cache.save(path, on_one)
-    H2OCache.load(path, ours)  # of no heads yet
+    H2OCache.load(path, ours)  # an empty cache has no heads yet
     on_one(ids, **with_cache(cache))
     cache.save(path, on_one)
     with pytest.raises(ValueError, match=r"heads of a whole model, but this is .* rank 1 of 2. Lo"):
         H2OCache.load(path, ours)
     with pytest.raises(ValueError, match=r"of a whole model, and a config .* Pass the model to"):
-        H2OCache.load(path, ours.config)  # of which model it is the config is not known
+        H2OCache.load(path, ours.config)  # a config does not say which heads this process has
     assert H2OCache.load(path, on_one).get_seq_length() == 30
 
 
 def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
-    """Before the first pass only the model tells whose they are."""
+    """Before the first pass only the model knows which heads a converted cache has, so a file must
+    not be written without the model."""
     path, (ids,) = tmp_path / "cache", prompts(30)
     on_one = tiny_model("llama")
     full = DynamicCache(config=on_one.config)
     on_one(ids, **with_cache(full))
     H2OCache.from_dynamic_cache(full, on_one.config, heavy=6, recent=6).save(path)  # of all heads
-    for layer in full.layers:  # as where each of two processes has one of two heads
+    for layer in full.layers:  # as if each of two processes had one of two heads
         layer.keys, layer.values = layer.keys[:, :1], layer.values[:, :1]
     ours = copy.deepcopy(on_one)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
@@ -203,7 +206,8 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
 
 
 def test_a_model_that_is_cut_but_for_its_attention(last_of_four):
-    """As those of many models with experts are."""
+    """A model whose attention is not split, like many with experts, must count as having all
+    heads."""
     ours = copy.deepcopy(tiny_model("llama"))
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     ours.model.layers[0].mlp.up_proj._hf_device_mesh = mesh
@@ -218,7 +222,7 @@ def test_budgets_of_the_heads_that_are_here():
     assert expand_to_heads(rows, 2, (1, 2)) == [[(5, 6), (7, 8)]] * 2
     assert expand_to_heads(rows, 1, (2, 4)) == [[(5, 6)]] * 2
     assert expand_to_heads([[(1, 2)], rows[0]], 2, (0, 2)) == [[(1, 2)] * 2, [(1, 2), (3, 4)]]
-    assert expand_to_heads(rows, 4, (1, 2)) == rows  # whole where it computes: not cut by heads
+    assert expand_to_heads(rows, 4, (1, 2)) == rows  # attention is not split: all heads are here
     assert expand_to_heads([[(1, 2)]], 2, (1, 2)) == [[(1, 2)]]
     for part in ((0, 1), (0, 4)):
         with pytest.raises(ValueError, match=r"2 key/value heads, .* numbers for 4 heads"):
@@ -227,7 +231,7 @@ def test_budgets_of_the_heads_that_are_here():
 
 @pytest.fixture
 def last_of_four():
-    """This process is the last of four, of which the others are not there."""
+    """Make this process the last of four, of which the other three do not exist."""
     distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
     yield
     distributed.destroy_process_group()
@@ -247,7 +251,8 @@ def last_of_four():
     ],
 )
 def test_which_part_is_here(last_of_four, shape, names, place):
-    """By the sharded parameters, or by what transformers noted on modules before 5.11."""
+    """The part of a model must be read from its sharded parameters or, before transformers 5.11,
+    from an attribute of its modules."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 8))
     assert tensor_parallel.part(module) == tensor_parallel.WHOLE
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -260,7 +265,8 @@ def test_which_part_is_here(last_of_four, shape, names, place):
 
 
 def test_what_fsdp_cuts_is_no_part(last_of_four):
-    """Its mesh has no name by default, as that of tensor parallel models may have none."""
+    """FSDP's mesh has no name by default. It must not be taken for a tensor parallel mesh without a
+    name."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 8))
     fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
     assert module[0].weight.placements == (Shard(0),)

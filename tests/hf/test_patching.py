@@ -1,4 +1,5 @@
-"""patched(), enable(), disable(): H2O for code that makes no cache, and nothing left behind."""
+"""patched(), enable() and disable(): H2O for code that makes no cache. They leave nothing
+behind."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def llama():
 
 
 def expected_tokens(plain, inputs, tokens=12, **config):
-    """What a cache given by hand leads to."""
+    """Tokens of a call with a cache that is passed by hand."""
     twin = copy.deepcopy(plain)
     twin.set_attn_implementation("h2o")
     return greedy(twin, inputs, tokens, **with_cache(H2OCache(twin.config, **config))).tolist()
@@ -74,8 +75,8 @@ def test_generate_has_a_fresh_cache_each_time(plain):
     assert greedy(plain, one, 12).tolist() == full
 
 
-# A block makes a cache of the config that it has, for which it must know the prompt where budgets
-# are fractions: what else a policy says it does not look at.
+# A block makes a cache from its config. Of the policy it only needs to know whether budgets are
+# fractions, because the cache then needs the prompt's length.
 @pytest.mark.parametrize(
     ("mode", "chosen"),
     [
@@ -89,7 +90,8 @@ def test_generate_has_a_fresh_cache_each_time(plain):
     ],
 )  # fmt: skip
 def test_every_mode_as_with_a_cache_by_hand(mode, chosen):
-    """Chat turns aside, since a fresh cache for each call has no second turn."""
+    """Each mode must generate the tokens that it generates with a cache passed by hand. Chat turns
+    are left out, because a fresh cache for each call has no second turn."""
     plain = model("llama", "sdpa")
     inputs = batch(prompts(17, 23))
     twin = model("llama")
@@ -108,7 +110,8 @@ def test_every_mode_as_with_a_cache_by_hand(mode, chosen):
     ("by", "budget"), checkered(["scale", "negative prompt", "processor"], [4, 0.3])
 )
 def test_guidance_keeps_all_of_its_second_text(llama, by, budget):
-    """As beside a cache that is given by hand, which the second text knows nothing of."""
+    """The second text of guidance must keep all of its keys, as it does when a cache is passed by
+    hand for the first text."""
     inputs, (negative,) = batch(prompts(17, 23)), prompts(30, seed=5)
     config = {"heavy": budget, "recent": budget}
 
@@ -134,7 +137,8 @@ def test_guidance_keeps_all_of_its_second_text(llama, by, budget):
 
 @pytest.mark.parametrize("how", [{}, {"prefill_chunk_size": 2}], ids=["whole", "chunks"])
 def test_fractions_of_a_padded_batch_of_short_prompts(llama, how):
-    """The longest is one token, the last row is nothing but pads."""
+    """Fractions of a padded batch must be of the prompts without padding: one token here, and none
+    in a row of padding alone."""
     ids = torch.cat([torch.zeros_like(prompts(2)[0]), prompts(1)[0]], 1).repeat(3, 1)
     mask = torch.tensor([[0, 0, 1], [0, 0, 1], [0, 0, 0]], device=ids.device)
     inputs = {"input_ids": ids, "attention_mask": mask}
@@ -150,7 +154,7 @@ def test_forward_has_a_fresh_cache(plain):
         cache = plain(ids)[CACHE]
         assert isinstance(cache, H2OCache)
         assert cache is patch.cache
-        plain(ids[:, :1], **with_cache(cache))  # goes on with it
+        plain(ids[:, :1], **with_cache(cache))  # continue with it
         assert cache.get_seq_length() == 21
         assert plain(ids)[CACHE] is not cache
         assert plain(input_ids=ids, use_cache=True)[CACHE].get_seq_length() == 20
@@ -162,18 +166,19 @@ def test_forward_has_a_fresh_cache(plain):
 
 
 def test_scoring_texts_is_warned_of(llama):
-    """A whole text in one pass is one prompt: its logits are the full cache's at any budget."""
+    """A user who scores whole texts in single passes must be warned. Such a pass is a prompt, whose
+    logits are the full cache's at any budget."""
     (ids,) = prompts(20)
     full = llama(ids).logits
     with patched(llama, heavy=1, recent=1) as patch:
-        for _ in range(20):  # a prompt and a decode step each
+        for _ in range(20):  # each time a prompt and a decode step
             cache = llama(ids)[CACHE]
             llama(ids[:, :1], **with_cache(cache))
         for _ in range(8):
             torch.testing.assert_close(llama(ids).logits, full, atol=1e-4, rtol=1e-3)
         with pytest.warns(UserWarning, match=r"h2o\.simulated"):
             llama(ids)
-        llama(ids)  # once is enough
+        llama(ids)  # no second warning
         assert patch.scored > 8
 
 
@@ -258,7 +263,7 @@ def test_enable_and_disable(llama):
     with pytest.raises(RuntimeError, match="already been undone"):
         inner.undo()
     with patched(llama, heavy=2), patched(llama, heavy=3):
-        disable(llama)  # which is not for blocks
+        disable(llama)  # this must not end a block
         with pytest.raises(RuntimeError, match="not enabled"):
             disable(llama)
     with pytest.raises(RuntimeError, match="already been undone"):
@@ -269,7 +274,8 @@ def test_enable_and_disable(llama):
 
 
 def test_siblings_that_share_a_config():
-    """Switching one switches all; each goes on correctly, and the last one out restores."""
+    """Models that share a config switch attention together. Both must still answer correctly, and
+    the last one to be disabled must restore the attention."""
     config = FAMILIES["llama"].build_config()
     torch.manual_seed(0)
     one, two = (AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
@@ -278,7 +284,7 @@ def test_siblings_that_share_a_config():
     inputs = {"input_ids": prompts(20)[0]}
     full = greedy(two, inputs).tolist()
     first = enable(one, **SMALL)
-    assert greedy(two, inputs).tolist() == full  # dense attention under our name
+    assert greedy(two, inputs).tolist() == full  # "h2o" without a cache is dense attention
     second = enable(two, **SMALL)
     first.undo()
     assert two.config._attn_implementation == "h2o"
@@ -395,7 +401,8 @@ def test_a_model_that_asks_for_no_cache_is_told():
 
 @pytest.mark.parametrize("given", [False, True])
 def test_early_exit_is_refused_before_layers_are_taken_off(llama, given):
-    """Also where the caller gives a cache: the draft would have one of the patch."""
+    """Early exit must be refused before it takes layers off the model. The draft would use the
+    patch's cache, even if the caller passes one."""
     inputs = {"input_ids": prompts(20)[0]}
     expected = greedy(llama, inputs).tolist()
     with patched(llama, **SMALL):
@@ -416,7 +423,8 @@ def test_a_cache_that_is_refused_leaves_the_attention():
 
 
 def test_a_simulated_model_is_not_enabled():
-    """Which would outlast the simulation's name, so that the rest of the block ran without it."""
+    """enable() within a simulation must be refused. It would set another attention, and the rest of
+    the block would run without the simulation."""
     plain, (ids,) = model("llama", "sdpa"), prompts(30)
     with h2o.simulated(plain, **SMALL):
         want = plain(ids, use_cache=False).logits
@@ -432,7 +440,8 @@ def test_a_simulated_model_is_not_enabled():
 
 
 def test_attention_that_is_set_inside_a_simulation():
-    """It would end the simulation in silence."""
+    """An attention that is set within a simulation would end it silently. The next call must raise
+    an error."""
     plain, (ids,) = model("llama", "sdpa"), prompts(30)
     full = plain(ids, use_cache=False).logits
     with h2o.simulated(plain, **SMALL):

@@ -76,7 +76,8 @@ def long_reader():
     [*dict.fromkeys(h2o.config.PRESETS).items(), ("echo", "int8-int4")],
 )
 def test_forty_tokens_at_four_percent(preset, kv_dtype, long_reader):
-    """In each head, through 20 steps; not without pins, which count in the budget."""
+    """Every head must keep the pinned keys, in the prompt and through later steps, within its
+    budget. Without pins the keys are evicted."""
     ours, document = long_reader
     uneven = [[3.0, 0.2], [1.0, 0.4], [0.3, 1.2], [2.0, 0.5], [0.4, 1.0], [1.0, 1.0]]
     if preset == "calibrated":
@@ -106,7 +107,8 @@ def test_forty_tokens_at_four_percent(preset, kv_dtype, long_reader):
     ],
 )
 def test_families(name):
-    """A padded batch, decoded; the rows' spans differ."""
+    """Each family must keep the pinned keys, and no others, in a padded batch whose rows have
+    different spans."""
     ours = shared(name)
     inputs = with_image(name, batch(prompts(30, 41)))
     spans = [[SPAN], [(20, 27)]]
@@ -124,7 +126,7 @@ def test_families(name):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes(mode):
-    """Whatever becomes of the rows, all end with the span that all had."""
+    """A mode that selects or repeats rows must not lose the span that all of them pin."""
     ours, inputs = shared("llama"), batch(prompts(30, 41, 24))
     caches = []
 
@@ -148,7 +150,7 @@ def test_modes(mode):
     ids=str,
 )
 def test_spans_beyond_the_first_chunk(chunk, pins, more):
-    """As when the prompt comes at once."""
+    """Pins beyond the first chunk of a prompt must not be lost."""
     ours, inputs = shared("llama"), batch(prompts(30, 41))
     size = {"heavy": 50} if pins == "prompt" else {"heavy": 9}
     with h2o.patched(ours, **SMALL | size | more, pinned=pins) as patch:
@@ -173,7 +175,8 @@ def test_spans_beyond_the_first_chunk(chunk, pins, more):
     ids=str,
 )
 def test_policies(more):
-    """In chunks too, and through chat turns, forks, files and a second conversation."""
+    """No policy may evict pinned keys in chunks of a prompt, in chat turns or in a second
+    conversation."""
     ours = shared("llama") if more.get("head_shares") != "echo" else deep()
     cache = H2OCache(ours, **SMALL | more, **PINS, prompt_length=40)
     document, question = prompts(40, 9)
@@ -274,7 +277,7 @@ def test_compiled_steps():
 
 @needs_compiler
 def test_compiled_steps_that_would_have_to_pin():
-    """They raise, or are not compiled."""
+    """Compiled steps cannot pin tokens, so they must raise an error instead of losing pins."""
     ours, (document,) = model("llama"), prompts(20)
     cache = H2OCache(ours, **SMALL, pinned=[(18, 25)], compileable=True)
     with pytest.raises(Exception, match="compiled steps cannot pin new tokens"):
@@ -282,7 +285,8 @@ def test_compiled_steps_that_would_have_to_pin():
 
 
 def test_dropping_early_changes_nothing():
-    """While places are dealt by echo, keys that are pinned are not dropped with the others."""
+    """Pinned keys must not be dropped early with other keys while layers share one budget by
+    echo."""
     echo = {"heavy": 12, "recent": 4, "sinks": 2, "score_by": "mean-echo", "head_shares": "echo"}
     for documents in (prompts(60, 25, 44), prompts(60)):
         held_, of = as_if_all_were_held(deep(), documents, **echo, pinned=[SPAN])
@@ -357,7 +361,7 @@ def test_a_budget_too_small_is_refused_before_anything_is_stored(more, pins):
 
 
 def test_what_a_larger_budget_makes_of_it():
-    """The number that the error names is enough, and one less is not."""
+    """The budget that the error names must be large enough, and hardly larger than needed."""
     ours = shared("llama")
     for preset in ("robust", "authors"):
         with pytest.raises(ValueError, match="give budget=") as refused:
@@ -408,7 +412,8 @@ def test_reports_and_pictures():
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_prompt_tuning():
-    """Its embeddings are tokens of the row: the error says what spans are then."""
+    """The embeddings of prompt tuning come before the text and shift its positions, so spans would
+    pin other tokens. The error must say how to shift them."""
     wrapped = tuned_prompt("PromptTuningConfig")
     for refuse in (
         lambda: H2OCache(wrapped, **SMALL, **PINS),
@@ -420,7 +425,7 @@ def test_prompt_tuning():
 
 
 def test_patches_with_other_pins():
-    """Nested, each has its own; threads of one model must have the same."""
+    """A nested patch must use its own pins and leave those of the outer one unchanged."""
     ours, inputs = model("llama", "sdpa"), batch(prompts(40))
     with h2o.patched(ours, **SMALL, **PINS) as outer:
         ours.generate(**inputs, max_new_tokens=8)

@@ -1,4 +1,4 @@
-"""Pins of requests, of documents and of the system turns of chats."""
+"""Pinned keys of requests, documents and system turns of chats."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CHAT = [
 
 @pytest.fixture
 def tokenizer():
-    """Of bytes, each a token."""
+    """A tokenizer in which each byte is a token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_ = Tokenizer(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -82,7 +82,7 @@ def test_chats_without_a_system_message(tokenizer):
 
 
 def rows_at_their_ends(monkeypatch):
-    """What each request holds when it has its last token, by its index."""
+    """A dict that gets the positions held by each request at its last token, by request index."""
     ends = {}
     leave = _Scheduler._leave
 
@@ -98,7 +98,8 @@ def rows_at_their_ends(monkeypatch):
     "more", [{}, {"head_shares": [[0.3, 1.7], [1.0, 0.6]]}, {"kv_dtype": "int8"}]
 )
 def test_pins_of_requests(more, monkeypatch):
-    """Each its own, or those of all; as `generate()` alone."""
+    """Each request must keep its own pins, or else those of all requests, and answer as
+    `generate()` does alone."""
     ours, ends = shared("llama"), rows_at_their_ends(monkeypatch)
     spans = {1: [(20, 27)], 3: [(1, 4), (30, 33)]}
     texts = [x[0].tolist() for x in prompts(40, 30, 25, 37, 29)]
@@ -115,7 +116,8 @@ def test_pins_of_requests(more, monkeypatch):
 
 
 def test_the_system_turn_of_requests(tokenizer, monkeypatch):
-    """Of a model with many heads, by echo; and an error of its own for a prompt without one."""
+    """The system turn must stay when heads share a budget by echo. A chat without one must get an
+    error of its own."""
     tokenizer.chat_template, ends = TEMPLATES["turns"], rows_at_their_ends(monkeypatch)
     ours = deep(vocab_size=256)
     how = {"rows": 2, "max_new_tokens": 30, "tokenizer": tokenizer, "pinned": "system"}
@@ -128,7 +130,7 @@ def test_the_system_turn_of_requests(tokenizer, monkeypatch):
 
 
 def test_pins_of_a_prefix(monkeypatch):
-    """Requests after it keep them."""
+    """Requests that continue a prefix must keep its pinned keys."""
     ours, ends, (text,) = shared("llama"), rows_at_their_ends(monkeypatch), prompts(40)
     prefix = H2OCache(ours, **SMALL, pinned=[SPAN])
     ours(text[:, :16], **with_cache(prefix))
@@ -190,7 +192,7 @@ def test_a_document_that_is_read_twice():
 
 
 def test_commands(tiny, tmp_path, capsys):  # noqa: F811
-    """A prompt, and a file of prompts whose lines have pins of their own."""
+    """The command must apply the pins of a prompt, and those of each line of a file of prompts."""
     command = [
         "generate",
         "--model",

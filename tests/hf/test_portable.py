@@ -1,6 +1,6 @@
-"""Models under the torch backend, on the CPU: the tokens and the kept keys of the core.
+"""The torch backend on the CPU gives the same tokens and keeps the same keys as the core.
 
-A subset: `make test-portable` runs all of tests/hf so.
+This is a subset. `make test-portable` runs all of tests/hf with the torch backend.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROWS = batch(prompts(5, 17, 23, 30))
 
 
 def both(run):
-    """What `run` gives by the torch backend and by the core."""
+    """Results of `run` with the torch backend and with the core."""
     with backends.by_torch():
         ours = run()
     return ours, run()

@@ -1,4 +1,4 @@
-"""score_by="mean-echo": most of a prompt's attention is given out anew, to keys that echo finds."""
+"""score_by="mean-echo": most of a prompt's attention is redistributed in proportion to echo."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOMY = {"heavy": 500, "recent": 0}
 
 
 def read(ours, documents, **parameters):
-    """A cache that has read documents, padded on the left."""
+    """A cache after the prefill of documents as a batch that is padded on the left."""
     padded = batch(documents)
     mask = padded["attention_mask"]
     cache = H2OCache(ours.config, **parameters)
@@ -41,7 +41,7 @@ def read(ours, documents, **parameters):
 
 
 def wanted(ours, document, layer, sinks, decay=1.0):
-    """The scores of a document's keys, [G, n], from those of attention alone and their echo."""
+    """Scores of a document's keys, [G, n], computed from the scores by attention and the echo."""
     alone = read(ours, [document], **ROOMY, score_by="mean", decay=decay)
     received, echo = alone.kept(layer).scores[0], echo_of(ours, document)[layer][0]
     return given_out_anew(received, echo, Policy(sinks=sinks, decay=decay))
@@ -52,7 +52,8 @@ def wanted(ours, document, layer, sinks, decay=1.0):
     pairs(["llama", "gpt_neox", "qwen3", *["falcon_h1"] * HYBRIDS], [0, 3], [1.0, 0.9]),
 )
 def test_scores_of_a_prompt(name, sinks, decay):
-    """And a row of a batch has those that it has alone."""
+    """The scores of a prompt must be those of the definition, and must not depend on the rest of
+    the batch."""
     ours, documents = shared(name), prompts(50, 23, 1)
     cache = read(ours, documents, **ROOMY, sinks=sinks, score_by="mean-echo", decay=decay)
     for layer, report in enumerate(cache.report().layers):
@@ -76,7 +77,7 @@ def test_the_attention_stays_what_it_was():
 
 
 def test_other_keys_are_kept():
-    """Than by the mean."""
+    """Echo must have an effect: other keys are kept than by the mean."""
     ours, (document,) = shared("llama"), prompts(60)
     mean, echo = (
         positions(read(ours, [document], **SMALL | {"score_by": name}))
@@ -91,7 +92,7 @@ CALLS = [20, 1, 1, 1, 7, 1, 1, 3, *[1] * 20]
 
 
 def turn(x, distance):
-    """Llama's rotation, of 8 elements."""
+    """Rotate 8 elements by `distance` positions, as Llama does."""
     angles = distance * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
     a, b = x[..., :4].double(), x[..., 4:].double()
     cos, sin = angles.double().cos(), angles.double().sin()
@@ -99,8 +100,9 @@ def turn(x, distance):
 
 
 def judged(cache, seed, mask=None, heads=None, **kwargs):
-    """Feeds a drifting text to a cache of one layer and to the oracle; they keep the same keys.
-    Returns how often a key was evicted that is not the one to leave the recent window."""
+    """Feed a drifting text to a cache of one layer and to the reference, and assert that both keep
+    the same keys. Returns how often a step evicted another key than the one that left the recent
+    window."""
     N = sum(CALLS)
     drifting = inputs.drifting(seed, 1 if mask is None else len(mask), 4, 2, N, 8)
     config = cache.layers[0].config
@@ -157,7 +159,8 @@ def test_a_layer_is_the_definition(more):
 
 @pytest.mark.parametrize("make", [inputs.left, inputs.right, lambda n, Q: inputs.holes(3, n, Q)])
 def test_pads_do_not_count(make):
-    """Rows of 20, 3 and no tokens before the first pass ends; later ones are all real."""
+    """Padding must not count. The rows have 20, 3 and no tokens in the first pass, and no padding
+    later."""
     mask = make([20, 3, 0], CALLS[0])
     mask = np.concatenate([mask, np.ones((3, sum(CALLS[1:])), bool)], axis=1)
     assert judged(drive.new_cache(**SMALL), 2, mask) >= 3
@@ -223,7 +226,8 @@ def test_simulated_rows_of_a_batch_are_alone(side):
 
 
 def test_a_first_token_is_no_prompt():
-    """What evicts from the first token on is the mean, bit for bit."""
+    """A simulation that evicts from the first token on has no prompt, so it must give the same bits
+    as the mean."""
     ours, ids = tiny.model("llama", "sdpa"), text(1)
     logits = []
     for name in ("mean", "mean-echo"):
@@ -255,7 +259,7 @@ def test_other_kinds_of_layers(more):
 
 
 def test_a_dynamic_cache_goes_on():
-    """Its keys have no queries."""
+    """The keys of a DynamicCache have no queries for echo, and must be ranked by the mean."""
     ours, (document,) = model("llama"), prompts(60)
     kept = []
     for name in ("mean", "mean-echo"):

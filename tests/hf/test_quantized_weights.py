@@ -1,4 +1,4 @@
-"""Models whose weights torchao has quantized: h2o sees the keys that they make, and no weight."""
+"""Models whose weights torchao has quantized. h2o sees the keys and reads no quantized weight."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_patched(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_is_told_from_that_of_other_weights(name, tmp_path):
-    """A fingerprint leaves quantized weights out, and goes by the others."""
+    """A fingerprint leaves out quantized weights, and must still notice that the others differ."""
     ours = model(name)
     H2OCache(ours.config, heavy=6, recent=6).save(tmp_path / "document", ours)
     for parameter in ours.parameters():

@@ -1,4 +1,4 @@
-"""score_by="random": keys are kept by chance, the same ones in every way to read a text."""
+"""score_by="random" keeps randomly drawn keys, the same ones in whichever way a text is fed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POLICIES = {
 
 
 def held(model, ids, chunks, **chosen):
-    """Positions by layer of what a cache holds that has read ids in chunks, and the cache."""
+    """Positions held in each layer after `ids` were fed in chunks, and the cache."""
     model.set_attn_implementation("h2o")
     cache = H2OCache(model.config, **chosen)
     for chunk in ids.split(chunks, dim=1):
@@ -51,7 +51,8 @@ def test_capped_logits_learned_sinks_and_states(family):
 
 @pytest.mark.parametrize("chunks", [1, 7, 50])
 def test_chunks_change_nothing(chunks):
-    """Once the budget is full, what is held depends on the text's length alone."""
+    """The keys held must not depend on chunks or tokens. Once the budget is full, they depend on
+    the text's length alone."""
     model, ids = tiny.model("llama", "sdpa"), text()
     whole, _ = held(model, ids, ids.shape[1], **SMALL)
     parts, _ = held(model, text(seed=1), chunks, **SMALL)
@@ -81,8 +82,8 @@ def test_rows_of_a_batch_are_alone(side):
 
 
 def test_the_choice_is_uniform():
-    """Over 4,000 draws of 30 keys of 300, tenths of the text, heads and layers have equal shares:
-    within 5 standard deviations of the binomial, and chi-square within 5 of its own."""
+    """The draw must not favor any key. Over 4,000 draws of 30 keys from 300, each key's count must
+    lie within 5 standard deviations of the binomial, and chi-square within 5 of its own."""
     keys, kept, heads, layers = 300, 30, 100, 40
     ranks = torch.stack(
         [
@@ -101,7 +102,7 @@ def test_the_choice_is_uniform():
     sets = {tuple(sorted(x)) for layer in chosen.tolist() for x in layer}
     assert len(sets) == layers * heads, "two heads never keep the same keys"
     pairs = Counter((a + 1 == b) for a, b in zip(*_neighbors(chosen), strict=True))
-    wanted = len(sets) * (kept - 1) * part  # a key's follower is kept as often as any
+    wanted = len(sets) * (kept - 1) * part  # the next key is kept as often as any other
     assert abs(pairs[True] - wanted) < 8 * wanted**0.5
 
 
@@ -111,7 +112,7 @@ def _neighbors(chosen):
 
 
 def test_a_full_cache_is_taken_over():
-    """Keys that another cache has read are drawn as any others."""
+    """Keys that were converted from a DynamicCache must be drawn like any others."""
     model, ids = tiny.model("llama", "sdpa"), text()
     cache = DynamicCache(config=model.config)
     model(ids[:, :-1], **with_cache(cache))
@@ -129,7 +130,7 @@ def test_heads_and_layers_of_a_cache_differ():
 
 
 def test_attention_is_not_reported():
-    """The sums of a cache that counts no attention are no numbers, rather than wrong ones."""
+    """A cache that sums no attention must report NaN instead of wrong numbers."""
     _, cache = held(tiny.model("llama", "sdpa"), text(), TEXT, **SMALL)
     assert all(math.isnan(layer.share_evicted) for layer in cache.report().layers)
     assert "nan%" in str(cache.report())

@@ -1,4 +1,5 @@
-"""What h2o cannot do is refused by name, one by one, and never silently wrong."""
+"""h2o raises an error that names what it does not support, and never gives wrong results
+instead."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def test_models_that_cannot_be_served(model_type, more, words):
 
 @pytest.mark.parametrize("model_type", ["bloom", "falcon", "mpt", "gpt_neo"])
 def test_models_with_attention_code_of_their_own(model_type):
-    """transformers itself would log a warning and go on with the old attention."""
+    """These models must be refused. transformers itself would log a warning and continue with their
+    own attention."""
     more = {"attention_types": [[["global"], 2]]} if model_type == "gpt_neo" else {}
     more |= {"n_embd": 32, "n_head": 4, "n_layer": 2, "d_model": 32}
     config = config_of(model_type, **more)
@@ -131,7 +133,7 @@ def test_other_attention_of_a_single_layer_is_noticed_before_the_first_eviction(
     config.num_hidden_layers = 1
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     cache = H2OCache(config, **SMALL)
-    theirs(prompts(20)[0], **with_cache(cache))  # the whole prompt: no harm done
+    theirs(prompts(20)[0], **with_cache(cache))  # a prompt's attention does not depend on h2o
     with pytest.raises(RuntimeError, match="never reached h2o's attention"):
         theirs(prompts(1)[0], **with_cache(cache))
 
@@ -147,7 +149,7 @@ def test_static_cache():
 
 def test_paged_attention():
     ours = model("llama")
-    with pytest.raises((ValueError, RuntimeError)):  # by transformers, before it comes to us
+    with pytest.raises((ValueError, RuntimeError)):  # transformers raises it before h2o is called
         ours.generate_batch(inputs=[[3, 4, 5]])
 
 
@@ -185,14 +187,15 @@ def test_foreign_keywords_of_attention(keyword, words, cached):
         key, value = cache.update(key, value, 0)
     with pytest.raises(UnsupportedError, match=words):
         attention(Attention(), query, key, value, None, scaling=0.25, **{keyword: argument})
-    feed(cache, TEXT, [30])  # as if nothing had happened
-    # None and False are how models say that they do not ask for it
+    feed(cache, TEXT, [30])  # the error has not changed the cache
+    # models pass None or False for what they do not need
     query, key, value = tensors(TEXT)
     attention(Attention(), query, key, value, None, scaling=0.25, **{keyword: None})
 
 
 def test_a_window_in_a_layer_of_ours():
-    """A cache made from the config of a model without windows, used by one with."""
+    """A cache that was made for a model without sliding windows must refuse a model with
+    windows."""
     windowed = model("mistral-window")
     cache = H2OCache(model("mistral").config, **SMALL)
     with pytest.raises(UnsupportedError, match="sliding window of 10"):
@@ -265,7 +268,8 @@ def test_training():
     ids=str,
 )
 def test_backward_through_a_cache(name, settings):
-    """What is answered is what it is without gradients, which the answer does not have."""
+    """A backward pass through a cache must raise an error, and the logits must be those without
+    gradients."""
     ours, (ids,) = model(name), prompts(20)
     cache, plain = (H2OCache(ours.config, **SMALL, **settings) for _ in range(2))
     for piece in ids.split([13, 6, 1], 1):
@@ -300,7 +304,8 @@ def test_cropping_and_offloading():
 
 
 def test_cropping_nothing_and_everything():
-    """As DynamicCache does in this version of transformers, before 5.16 with other numbers."""
+    """`crop` must do what it does for a DynamicCache in this version of transformers. Before 5.16
+    its argument has another meaning."""
     cache, theirs = new_cache(**SMALL), DynamicCache()
     for crop in (-20, 0, 20):
         feed(cache, TEXT, [20])
@@ -319,7 +324,8 @@ def test_cropping_nothing_and_everything():
 
 
 def test_no_cache_and_a_cache():
-    """By the call, and by what training has left in the model's settings."""
+    """A cache that is passed must not be ignored because of use_cache=False, whether the call says
+    so or training has left it in the model's settings."""
     ours, inputs = model("llama"), {"input_ids": prompts(20)[0]}
     with pytest.raises(ValueError, match="use_cache=False with an H2OCache"):
         greedy(ours, inputs, **with_cache(H2OCache(ours.config, **SMALL)), use_cache=False)
@@ -333,14 +339,15 @@ def test_no_cache_and_a_cache():
 
 @pytest.mark.parametrize("columns", [1, 3])
 def test_other_heads(columns):
-    """As of a model that is cut over several processes, or whole again."""
+    """A cache must refuse keys of another number of heads, as after a model was split over
+    processes, or is whole again."""
     cache = new_cache(**SMALL)
     forward(cache, TEXT)
     _, key, value = tensors(TEXT)
     half = key[:, :1, :columns], value[:, :1, :columns]
     with pytest.raises(ValueError, match=r"of 2 heads in layer 0 and was given keys of 1 heads"):
         cache.update(*half, 0)
-    forward(cache, type(TEXT)(*(x[:, :, :1] for x in TEXT)))  # goes on
+    forward(cache, type(TEXT)(*(x[:, :, :1] for x in TEXT)))  # the cache can still be used
 
 
 def test_attention_twice_for_one_update():
@@ -354,7 +361,8 @@ def test_attention_twice_for_one_update():
 
 
 def test_no_new_tokens():
-    """Another conversation on a used cache: shorter ids than those that it has seen."""
+    """Ids that are shorter than the text seen, as from another conversation, leave no new tokens.
+    The error must say so."""
     ours = model("llama")
     (ids,) = prompts(20)
     cache = H2OCache(ours.config, **SMALL)
@@ -392,7 +400,8 @@ NO_TRANSFORMS = pytest.raises(UnsupportedError, match=r"torch\.func")
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("name", ["llama", *["deepseek_v3"] * ("deepseek_v3" in LATENT)])
 def test_transforms_of_functions(name, transform, records):
-    """A dual's tangent was dropped by attention, and kept beside it."""
+    """Transforms must be refused, because attention would drop the tangent of a dual tensor that
+    the rest of the model keeps."""
     ours, (ids,) = shared(name), prompts(20)
     cache = H2OCache(ours.config, heavy=6, recent=6)
     embedded = ours.get_input_embeddings()(ids).detach()
@@ -410,7 +419,7 @@ def test_transforms_of_functions(name, transform, records):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
 def test_a_transform_of_a_later_pass(transform):
-    """Whether one is at work is asked in each pass, not in the first one alone."""
+    """A transform must be noticed in any pass, not only in the first one."""
     ours, (ids,) = shared("llama"), prompts(20)
     cache = H2OCache(ours.config, heavy=6, recent=6)
     embedded = ours.get_input_embeddings()(ids).detach()
@@ -431,7 +440,8 @@ def test_a_transform_of_a_later_pass(transform):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
 @pytest.mark.parametrize("records", [False, True])
 def test_transforms_of_a_simulation(transform, records):
-    """Without gradients a dual's tangent went past the attention in silence."""
+    """A simulation must refuse transforms, with and without gradients. Without them a dual tensor's
+    tangent would bypass the attention."""
     ours, (ids,) = shared("llama"), prompts(20)
     embedded = ours.get_input_embeddings()(ids).detach()
     with (
@@ -445,7 +455,8 @@ def test_transforms_of_a_simulation(transform, records):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
 @pytest.mark.parametrize("attention", ["h2o", "eager"])
 def test_transforms_without_a_cache(attention):
-    """The remedy that the refusal names, and "h2o" for reverse mode."""
+    """The remedy that the error names must work: no cache, with "eager", or with "h2o" in reverse
+    mode."""
     ours, (ids,) = model("llama", attention), prompts(12)
     embedded = ours.get_input_embeddings()(ids).detach()
 
@@ -459,7 +470,7 @@ def test_transforms_without_a_cache(attention):
         torch.testing.assert_close(tangent, gradient.sum(), rtol=1e-3, atol=1e-3)
 
 
-# ---- And what needs no refusal: without an H2OCache, "h2o" is dense attention --------------------
+# ---- What is supported: without an H2OCache, "h2o" is dense attention ----------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox", "gemma3", "mistral-window"])
@@ -470,7 +481,7 @@ def test_dense_attention_is_that_of_sdpa(name):
     for more in ({"use_cache": False}, {}):
         got, expected = ours(**inputs, **more), theirs(**inputs, **more)
         torch.testing.assert_close(got.logits[real], expected.logits[real])
-    # a DynamicCache in use: a chunk with padding before it, and one token
+    # with a filled DynamicCache: a chunk after a padded prompt, and one token
     got, expected = got[CACHE], expected[CACHE]
     for columns in (4, 1):
         ids = torch.arange(2 * columns).reshape(2, columns) + 5
@@ -480,7 +491,7 @@ def test_dense_attention_is_that_of_sdpa(name):
             ours(ids, attention_mask=mask, **with_cache(got)).logits,
             theirs(ids, attention_mask=mask, **with_cache(expected)).logits,
         )
-    # the same without padding, where both make no mask at all
+    # the same without padding, for which neither makes a mask
     (row,) = prompts(16)
     got, expected = (x(row[:, :9])[CACHE] for x in (ours, theirs))
     torch.testing.assert_close(
@@ -515,7 +526,8 @@ def test_training_without_a_cache():
 
 @pytest.mark.usefixtures("gradients")
 def test_soft_capped_logits_without_a_cache():
-    """sdpa cannot; eager is the peer."""
+    """Dense attention under "h2o" must apply the softcap. It is compared with "eager", because sdpa
+    has no softcap."""
     ours, theirs = model("gemma2"), model("gemma2", "eager")
     ours.train()
     theirs.train()

@@ -1,4 +1,4 @@
-"""What errors and `supports()` tell a user to do is possible and helps."""
+"""The remedies that errors and `supports()` name are possible and help."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = {"heavy": 6, "recent": 6}
 
 
 def those_here(*names):
-    """Of families those that this version of transformers has."""
+    """Those of `names` that this version of transformers has."""
     return [name for name in names if name in FAMILIES | LATENT]
 
 
@@ -92,7 +92,8 @@ def test_gemma_3_with_images_as_the_error_says():
 
 
 def test_gemma_3_with_types_of_tokens_and_no_image():
-    """As its processor gives them for a text alone, and for a question after an image."""
+    """Token types without an image, which the processor gives for a text, must be accepted and
+    change nothing."""
     ours = gemma_3()
     text = {"input_ids": prompts(30)[0].clamp(max=90)}
     text["attention_mask"] = torch.ones_like(text["input_ids"])
@@ -246,14 +247,14 @@ def test_documents_longer_than_half_of_the_positions(name):
 
 @pytest.fixture
 def pool():
-    """A thread that goes on, as a server's."""
+    """A function that runs calls in one thread that stays alive, like a server's."""
     with ThreadPoolExecutor(1) as executor:
         yield lambda call: executor.submit(call).result()
 
 
 BREAKING = those_here("llama", "gemma3", "deepseek_v3", "mllama", "qwen3_next", "nemotron_h",
                       "falcon_h1")  # fmt: skip
-"""Layers by h2o alone, beside windows, with latents, beside images and states."""
+"""Families with H2O layers alone, with windows, with latents, with images, and with states."""
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["prompt", "later pass"])
@@ -261,7 +262,8 @@ BREAKING = those_here("llama", "gemma3", "deepseek_v3", "mllama", "qwen3_next", 
     ("name", "threaded"), [("llama", True), *((name, False) for name in BREAKING)]
 )
 def test_a_pass_that_failed(name, threaded, seen, pool):
-    """In the last layer: it is told until `reset()`, and nothing of it is left in the model."""
+    """A pass that failed in the last layer must be reported until `reset()`, and must leave nothing
+    behind in the model."""
     ours, (ids, more) = model(name), prompts(20, 5)
     inputs, cache = illustrated(name, {"input_ids": ids}), H2OCache(ours.config, **SMALL)
     expected = ours(**inputs, use_cache=False).logits
@@ -291,7 +293,8 @@ def test_a_pass_that_failed(name, threaded, seen, pool):
 
 
 def test_an_interrupt_in_a_thread_that_goes_on(pool):
-    """Between a layer's update and its attention, after which `reset()` is the remedy too."""
+    """After an interrupt between a layer's update and its attention, `reset()` must make the cache
+    usable again."""
     ours, (ids,) = model("llama"), prompts(20)
     cache = H2OCache(ours.config, **SMALL)
     states = torch.zeros(1, 2, 3, 8)
@@ -373,7 +376,8 @@ def test_a_cache_of_sliding_windows_alone(tmp_path):
 
 
 def test_a_long_document_is_repeated_as_it_is_alone():
-    """In pieces of its own, whatever room longer ones leave behind themselves."""
+    """A document must be repeated in the same pieces as alone, however little room the longer
+    documents of its batch leave."""
     ours = model("llama")
     ours.config.max_position_embeddings = 150
     documents = prompts(100, 40, 64)

@@ -1,4 +1,4 @@
-"""Going back: crop() where passes are recorded, prompt lookup and assisted decoding."""
+"""Rollback: crop() with recorded passes, prompt lookup and assisted decoding."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WAYS = [pytest.param("prompt lookup", marks=needs_lookup), "draft model"]
 
 
 def remove(cache, tokens):
-    """Takes back so many, in any version of transformers."""
+    """Take back this number of tokens in any version of transformers."""
     cache.crop(cache.get_seq_length() - tokens if CROPS_TO_LENGTH else -tokens)
 
 
@@ -49,7 +49,7 @@ def recording(cache):
 
 
 def drafted(name, model):
-    """What makes generate() draft: with a model that agrees now and then."""
+    """Arguments that make generate() draft, by lookup or with a model that sometimes agrees."""
     if name == "prompt lookup":
         return LOOKUP
     draft = copy.deepcopy(model)
@@ -62,7 +62,7 @@ def drafted(name, model):
 
 
 class Echo(LogitsProcessor):
-    """Makes a model prefer what it said PERIOD tokens ago: mostly, not always."""
+    """Makes a model repeat, mostly but not always, what it said PERIOD tokens ago."""
 
     def __call__(self, ids, scores):
         return scores + 3 * scores.std() * nn.functional.one_hot(ids[:, -PERIOD], scores.shape[-1])
@@ -72,7 +72,7 @@ PERIOD = 9
 
 
 def repeated(seed=0):
-    """A prompt that says the same again and again, of which an answer goes on to do so."""
+    """A prompt that repeats itself, and a processor that lets the answer continue to do so."""
     (ids,) = prompts(PERIOD, seed=seed)
     return {"input_ids": ids.repeat(1, 4), "logits_processor": LogitsProcessorList([Echo()])}
 
@@ -80,7 +80,8 @@ def repeated(seed=0):
 @pytest.mark.parametrize("policy", [{}, {"kv_dtype": "int8"}, {"value_weighted": True}])
 @pytest.mark.parametrize("calls", [[20], [20, 6], [20, 1], [20, 1, 1, 9], [3, 7]])
 def test_what_was_taken_back_never_came(calls, policy):
-    """Every number of tokens of the last pass; then both go on, with steps and with a chunk."""
+    """A cache that takes back some tokens of the last pass must equal one that never saw them, at
+    once and in later steps and chunks."""
     mask = holes(3, [38, 44], 48)
     text = pad(TEXT, mask)
     for back in range(1, calls[-1] + (len(calls) > 1)):
@@ -103,7 +104,7 @@ def test_what_was_taken_back_never_came(calls, policy):
 
 NAMES = ("llama", "opt", "gpt_neox", "qwen2", "gemma3", "deepseek_v2", "gemma3n_text",
          "gemma4_text", "lfm2")  # fmt: skip
-"""Latents, keys of other layers and convolutions go back too."""
+"""Families that can go back, some of which have latents, shared keys or convolutions."""
 
 
 @pytest.mark.parametrize(
@@ -120,12 +121,12 @@ def test_a_full_budget_gives_the_tokens_of_greedy(name, way):
     got = greedy(ours, inputs, 24, **with_cache(cache), **drafted(way, ours))
     theirs = model(name, "sdpa")
     assert got.tolist() == greedy(theirs, inputs, 24).tolist()
-    assert sum(cropped) > sum(range(36, 36 + len(cropped)))  # drafts were refused, and came back
+    assert sum(cropped) > sum(range(36, 36 + len(cropped)))  # some drafts were rejected
     assert cache.get_seq_length() == 36 + 23
 
 
 def watched(ours, cache, inputs, **more):
-    """Tokens that came, and what stayed of each forward pass."""
+    """Generate tokens. Returns them, and the ids of each forward pass that were not taken back."""
     passes = []
     crop = cache.crop
 
@@ -153,7 +154,7 @@ def test_a_small_budget_gives_what_the_same_chunks_give(store, way):
     assert len({chunk.shape[1] for chunk in passes[1:]}) > 1
     plain = H2OCache(ours.config, **parameters)
     for layer in plain.layers:
-        layer.record_past = True  # or chunks would be refused where budgets are fractions
+        layer.record_past = True  # without this, fractional budgets do not allow chunks
     expected = repeated()["input_ids"]
     for chunk in passes:
         logits = ours(chunk, **with_cache(plain)).logits
@@ -181,7 +182,7 @@ def test_prompt_lookup_takes_fewer_passes():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_patched(way):
-    """Fractions are of the prompt, whatever draft comes with it."""
+    """A fractional budget must not count the draft that comes with the prompt."""
     ours = model("llama")
     more = drafted(way, ours)
     with patched(ours, H2OConfig.full()):
@@ -209,7 +210,7 @@ def test_what_cannot_be_taken_back():
         remove(cache, 1)
     recording(cache)
     with pytest.raises(NotImplementedError, match="activate_past_recording"):
-        remove(cache, 1)  # of a pass before
+        remove(cache, 1)  # the last pass was not recorded
     feed(cache, TEXT.cut(24, 30), [6])
     before = copy.deepcopy(cache)
     with pytest.raises(NotImplementedError, match="began after 24 of 30 tokens"):
@@ -217,7 +218,7 @@ def test_what_cannot_be_taken_back():
     assert_same(cache, before)
     remove(cache, 2)
     with pytest.raises(NotImplementedError, match="activate_past_recording"):
-        remove(cache, 1)  # twice
+        remove(cache, 1)  # a pass can be taken back once
     feed(cache, TEXT.cut(28, 30), [2])
     cache.reorder_cache(torch.tensor([1, 0]))
     with pytest.raises(NotImplementedError, match="activate_past_recording"):
@@ -227,13 +228,13 @@ def test_what_cannot_be_taken_back():
 
 
 class Failure(BaseException):
-    """As Ctrl-C, or no memory left."""
+    """A BaseException, like KeyboardInterrupt."""
 
 
 @pytest.mark.parametrize("compileable", [False, True])
 @pytest.mark.parametrize("error", [MemoryError, Failure])
 def test_what_breaks_off_leaves_all_as_it_was(monkeypatch, error, compileable):
-    """The first layer has gone back when the second one fails."""
+    """A crop that fails in the second layer must leave the first layer unchanged."""
     ours = model("llama")
     (ids,) = prompts(30)
     cache = recording(H2OCache(ours.config, **SMALL, compileable=compileable))
@@ -254,13 +255,14 @@ def test_what_breaks_off_leaves_all_as_it_was(monkeypatch, error, compileable):
     monkeypatch.undo()
     assert_same(cache, before)
     with pytest.raises(NotImplementedError, match="activate_past_recording"):
-        remove(cache, 4)  # the pass was half done again
+        remove(cache, 4)  # the record was used up when the pass was repeated
     got, expected = (ours(ids[:, 26:], **with_cache(x)).logits for x in (cache, before))
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_a_pass_that_broke_off_is_not_taken_back():
-    """The layers have seen different numbers of tokens: so many of one are not those of another."""
+    """After a failed pass the layers have seen different numbers of tokens. `crop` must raise an
+    error instead of taking back different tokens."""
     ours = model("llama")
     (ids,) = prompts(30)
     cache = recording(H2OCache(ours.config, **SMALL))
@@ -293,7 +295,7 @@ def test_an_interrupted_layer_is_not_taken_back(monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("taken", [1, 0])
 def test_after_compiled_steps(taken):
-    """The last step was one of a graph, and is taken back all the same."""
+    """A step that ran in a compiled graph must be taken back like an eager one."""
     ours = model("llama")
     (ids,) = prompts(20)
     caches = [recording(H2OCache(ours.config, **SMALL, compileable=x)) for x in (True, False)]
@@ -327,7 +329,8 @@ def test_prompt_lookup_where_steps_are_compiled():
 
 
 def test_a_draft_model_with_such_a_cache():
-    """It would have to go back over several of its own passes."""
+    """A draft model with an H2OCache would have to take back several of its own passes, so it must
+    be refused."""
     ours = model("llama")
     draft = model("llama")
     with (

@@ -1,4 +1,4 @@
-"""Rolled positions in an H2OCache: every family's rotation, every mode, and what is refused."""
+"""Cache-relative positions in an H2OCache: every family's rotation, modes, and errors."""
 
 from __future__ import annotations
 
@@ -76,8 +76,9 @@ def every_model():
 
 MODELS = dict(every_model())
 FIRST = {"llama", "phi", "cohere", "qwen3_next", "falcon_h1", *SCALED}
-"""Whole heads, parts of them and adjacent pairs are rotated; layers have states, of their own or
-beside keys. The other models' layers do what one of these' do."""
+"""Models whose cases are not slow. They rotate whole heads, parts of heads or adjacent pairs, and
+have states in layers of their own or next to keys. The layers of each other model work like those
+of one of these."""
 each = pytest.mark.parametrize("name", [slow_if(name not in FIRST, name) for name in MODELS])
 
 
@@ -86,7 +87,7 @@ def has_ranks(layer):
 
 
 def stored(ours, position: int):
-    """What the layers hold of one token at a position."""
+    """The keys that the layers hold of one token at `position`."""
     cache = H2OCache(ours.config, SMALL, prompt_length=1)
     ours(
         input_ids=torch.tensor([[7]]),
@@ -131,7 +132,8 @@ def test_full_budget_is_the_full_cache(name, mode):
     "name", [slow_if(name not in FIRST or name in SCALED, name) for name in MODELS]
 )
 def test_each_row_is_the_row_alone(name):
-    """Padded on either side; states go on from pads on the right, in transformers too."""
+    """A padded row must give what the row gives alone. Models with states are not padded on the
+    right, because their states would count the padding, in transformers too."""
     ours = MODELS[name]()
     rows = prompts(5, 17, 23, 30)
     alone = [H2OCache(ours.config, SMALL) for _ in rows]
@@ -161,7 +163,8 @@ def test_each_row_is_the_row_alone(name):
 
 @each
 def test_positions_of_zero_change_nothing(name):
-    """`patched` gives them: ranks say where keys are, whatever the model counts."""
+    """`patched` gives the model positions of 0, which must change nothing. Keys are rotated by
+    their ranks, whatever positions the model counts."""
     ours = MODELS[name]()
     rows = batch(prompts(17, 23))
     expected = greedy(ours, rows, 30, **with_cache(H2OCache(ours.config, SMALL)))
@@ -180,7 +183,8 @@ def test_positions_of_zero_change_nothing(name):
 
 @pytest.mark.parametrize("name", inputs.ROLLED_CASES)
 def test_the_cache_is_the_authors(name):
-    """Through cache and attention function, with keys rotated at their true positions."""
+    """Outputs, kept keys and scores must be those of the authors' code, also when keys come rotated
+    by their true positions."""
     golden = inputs.golden_cache(name)
     q, k, v = golden.text
     H, D = q.shape[1], q.shape[-1]
@@ -204,7 +208,8 @@ def test_the_cache_is_the_authors(name):
 
 
 def test_no_position_exceeds_the_budget():
-    """Beyond the positions of the model, with dynamic angles too."""
+    """The table of angles must grow with the budget and not with the text, even beyond the model's
+    positions and with dynamic angles."""
     for name in ("llama", "dynamic"):
         ours = MODELS[name]()
         beyond = ours.config.max_position_embeddings + 20 if name == "dynamic" else 120
@@ -226,7 +231,8 @@ def test_beams_move_ranks_with_their_rows():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_answers_like_single(dtype):
-    """Rotation is taken off what was rounded after it; positions of 0 spare that rounding."""
+    """Keys are rounded after the model's rotation, which is then undone. This must not cost much
+    more accuracy than 16 bits cost anyway."""
     ours = model("llama")
     text = prompts(60)[0]
 
@@ -286,7 +292,7 @@ def test_refusals():
     cache = new_cache(heavy=4, recent=4, positions="cache_relative")
     with pytest.raises(UnsupportedError, match="position_ids"):
         feed(cache, text, [8])
-    feed(cache, text, [8], position_ids=torch.arange(8)[None])  # as it was before
+    feed(cache, text, [8], position_ids=torch.arange(8)[None])  # the error has changed nothing
     with pytest.raises(UnsupportedError, match=r"position_ids \[B, Q\]"):
         feed(cache, text.cut(0, 1), [1], position_ids=torch.zeros(3, 1, 1))
 

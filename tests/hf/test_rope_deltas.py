@@ -1,5 +1,5 @@
-"""Models that keep a number beside the cache, how far positions are from the number of tokens: the
-cache carries it, so that another text's does not count."""
+"""Models that store the offset between positions and number of tokens outside the cache. An
+H2OCache carries the offset along, so the offset of another text is never used."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def picture(name, seed=0):
 
 
 def asked(ours, read, cache):
-    """The answer to more text after what `read` is a cache of."""
+    """Answer to a question that follows `read`, the tokens that `cache` has seen."""
     more = prompts(6, seed=9)[0] % 90 + 2
     ids = torch.cat([read, more], 1)
     return greedy(ours, {"input_ids": ids}, 8, **with_cache(cache)).tolist()
 
 
 def answered(name):
-    """A model and a cache that have read a picture, all that was read, and how it goes on."""
+    """A model and a cache that have seen a picture, all tokens seen, and the next answer."""
     ours = model(name)
     cache = H2OCache(ours.config, H2OConfig.full())
     inputs = picture(name)
@@ -59,7 +59,8 @@ def test_a_file_has_it(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_in_turn(name):
-    """A fork goes on after another text was read, with a picture, without, or by another cache."""
+    """A fork must continue with its own offset after the model has seen another text, without a
+    picture or with another kind of cache."""
     ours, cache, read, expected = answered(name)
     texts = prompts(30, seed=3)[0] % 90 + 2
     other = H2OCache(ours.config, H2OConfig.full())
@@ -75,7 +76,8 @@ def test_texts_in_turn(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_after_a_picture_is_numbered_from_0(name):
-    """In direct passes the model itself would go on with the picture's number."""
+    """A text after a picture must be numbered from 0. The model itself, when called directly, would
+    keep the picture's offset."""
     ours, *_ = answered(name)
     texts, fresh = prompts(30, seed=3)[0] % 90 + 2, model(name)
     logits = []

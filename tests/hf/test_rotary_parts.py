@@ -1,4 +1,4 @@
-"""That the rotation of a model's keys is found in its code, and that what is none is no proof."""
+"""h2o finds the rotation of a model's keys in its code, and rejects anything but a rotation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_has_none(name):
 
 
 def test_layers_without_positions():
-    """SmolLM3 leaves them out in some, Cohere 2 in all with full attention."""
+    """Some layers of SmolLM3 and all full-attention layers of Cohere 2 have no rotary positions."""
     smollm3 = Family("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, layers=("h2o",) * 4)
     assert Rotary(smollm3.build_config()).turning == {0, 2}
     assert Rotary(AutoConfig.for_model("cohere2", num_hidden_layers=4)).turning == set()
@@ -38,9 +38,9 @@ def test_layers_without_positions():
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("hunyuan_v1_dense", {}),  # which weighs the elements of what is rotated
+        ("hunyuan_v1_dense", {}),  # it multiplies rotated elements by weights
         (
-            "ministral3",  # whose queries grow with their positions, from far on
+            "ministral3",  # its queries are scaled by their positions, from 300 on
             {
                 "rope_parameters": {
                     "rope_type": "default",
@@ -50,7 +50,7 @@ def test_layers_without_positions():
                 }
             },
         ),
-        ("llama4_text", {"no_rope_layers": [1, 0], "floor_scale": 300}),  # so do these, unturned
+        ("llama4_text", {"no_rope_layers": [1, 0], "floor_scale": 300}),  # likewise, unrotated
     ],
 )
 def test_a_model_that_does_more_than_turn(name, more):

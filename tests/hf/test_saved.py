@@ -1,4 +1,4 @@
-"""One document, many questions: caches that are forked, and written to a file and read again."""
+"""One document, many questions: caches that are forked, or written to a file and loaded."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ if LATENT:
     DEALT["latents, int8"] = "deepseek_v2", {"kv_dtype": "int8"}
 KINDS = ("gemma3", "mistral-window", "gpt_oss", "mllama", "gemma4_text", "deepseek_v2", "youtu",
          "llama, int8 weights", "qwen3_5, whole", *LAYOUTS)  # fmt: skip
-"""A family of each kind of layer. The other families' layers are of the same kinds."""
+"""One family for each kind of layer. The layers of the other families are of the same kinds."""
 ALL_FAMILIES = FAMILIES | LATENT | LATENT_AND_STATES
 answered = functools.partial(greedy, tokens=6)
 every_store = pytest.mark.parametrize(
@@ -79,16 +79,16 @@ every_second_store = pytest.mark.parametrize(
         *[slow_if(True, name) for name in ALL_FAMILIES if name not in KINDS],
     ],
 )
-"""Files and forks hold what hf/store/layer_state.py lists: a list that misses something of a store
-shows in its file."""
+"""Every second store, for tests of forks. Files and forks hold what hf/store/layer_state.py lists,
+so the tests of files, with every store, notice what the list lacks."""
 
 
 def opened(store):
-    """A model, what a cache for it takes, and a document."""
+    """A model, the parameters of a cache for it, and a document."""
     family, more = (STORES | DEALT).get(store, (store, {}))
     parameters = SMALL | more
     document = {"input_ids": prompts(40)[0]}
-    if family == "wide":  # four bits come in groups of 32
+    if family == "wide":  # int4 values are in groups of 32
         torch.manual_seed(1)
         config = LlamaConfig(
             vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -110,13 +110,13 @@ def has_read(ours, document, **parameters):
 
 
 def after(document, question):
-    """The text of both; no token of a question stands for an image."""
+    """The document followed by a question, in which no token stands for an image."""
     question = question.clamp(max=IMAGE_STARTS - 1)
     return {"input_ids": torch.cat([document["input_ids"], question], dim=1)}
 
 
 def assert_same(one, other):
-    """Bit for bit, but for what was allocated and not written."""
+    """Assert that all layers have the same bits, except in memory that was never written."""
     for a, b in zip(one.layers, other.layers, strict=True):
         (tensors, numbers), (more, others) = layer_state(a), layer_state(b)
         assert numbers == others
@@ -127,7 +127,8 @@ def assert_same(one, other):
 
 @every_second_store
 def test_copies_are_independent(store):
-    """Forked, copied and pickled: each is as if it had read the document itself."""
+    """A fork, a copy and a pickle must share no memory with their original, and answer like a cache
+    that has seen the document itself."""
     ours, parameters, document = opened(store)
     cache, before = (has_read(ours, document, **parameters) for _ in range(2))
     copies = [cache.fork(), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
@@ -144,7 +145,8 @@ def test_copies_are_independent(store):
 
 @every_second_store
 def test_questions_in_one_batch(store):
-    """Rows of one document, with questions of different lengths: pads stand between the two."""
+    """Padding between a document and questions of different lengths must not change the answers in
+    the rows of a fork."""
     ours, parameters, document = opened(store)
     questions = dict(enumerate(prompts(5, 9, 2, seed=1)))
     cache = has_read(ours, document, **parameters)
@@ -158,7 +160,7 @@ def test_questions_in_one_batch(store):
     if cache.guard.counts_padding:
         with pytest.raises(ValueError, match="has padding between tokens"):
             answered(ours, inputs)
-        return  # windows and states would count the pads
+        return  # windows and states would count the padding
     together = answered(ours, inputs)
     for row, question in questions.items():
         alone = answered(ours, after(document, question), **with_cache(cache.fork()))
@@ -179,7 +181,7 @@ def test_a_file_goes_on_with_the_same_tokens(store, tmp_path):
     inputs = after(document, *prompts(7, seed=1))
     expected = answered(ours, inputs, **with_cache(cache.fork()))
     assert answered(ours, inputs, **with_cache(loaded)).tolist() == expected.tolist()
-    loaded.reset()  # its settings came along: other documents are cut as by a new cache
+    loaded.reset()  # the loaded settings must evict from other documents as a new cache does
     fresh, others = H2OCache(ours.config, **parameters), batch(prompts(31, 20, seed=3))
     expected = answered(ours, others, **with_cache(fresh))
     assert answered(ours, others, **with_cache(loaded)).tolist() == expected.tolist()
@@ -188,7 +190,8 @@ def test_a_file_goes_on_with_the_same_tokens(store, tmp_path):
 
 
 def test_a_file_of_rows_amid_an_answer(tmp_path):
-    """bfloat16, padded rows, some steps on; loaded by a config."""
+    """A file of padded rows in bfloat16, written during an answer and loaded with a config, must
+    continue the answer."""
     ours = model("llama").bfloat16()
     ids = torch.cat(prompts(20, 20))
     mask = torch.ones_like(ids)
@@ -228,7 +231,8 @@ def test_a_file_of_a_profile_and_of_nothing_read(tmp_path):
 
 
 def test_a_file_of_what_was_taken_over(tmp_path):
-    """From a DynamicCache, before the pass that scores it."""
+    """A file of a converted DynamicCache, written before any pass, must record that its keys have
+    no scores yet."""
     ours = model("llama")
     document, question = prompts(30, 6)
     full = DynamicCache(config=ours.config)
@@ -243,7 +247,7 @@ def test_a_file_of_what_was_taken_over(tmp_path):
 
 
 def test_a_path_where_no_file_can_be_is_the_one_that_is_named(tmp_path):
-    """And not that of the hidden file by which it appears at once."""
+    """The error must name the path that the user gave, not the hidden temporary file."""
     ours = model("llama")
     cache = has_read(ours, {"input_ids": prompts(40)[0]}, **SMALL)
     (tmp_path / "folder").mkdir()
@@ -274,7 +278,7 @@ def test_a_truncated_file(written, part):
 
 
 def rewritten(path, change):
-    """The file again, after `change(text, tensors)` has given other JSON; with its old checksum."""
+    """Rewrite a file with the JSON that `change(text, tensors)` returns, and the old checksum."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
@@ -324,7 +328,7 @@ def test_flipped_bits(written):
     ],
 )  # fmt: skip
 def test_files_of_other_versions(written, content, words):
-    """With a checksum that is right."""
+    """Files of other versions must be refused even though their checksum is right."""
     path, ours = written
     text, tensors = rewritten(path, lambda text, _: json.dumps(json.loads(text) | content))
     save_file(tensors, path, {"h2o": text, "sha256": cache_file._checksum(text, tensors)})
@@ -333,7 +337,7 @@ def test_files_of_other_versions(written, content, words):
 
 
 def broken_off(ours, cache):
-    """A pass of one more token that ends between the two layers."""
+    """Run a pass of one more token that fails between the two layers."""
     with failing(ours.model.layers[1]):
         ours(prompts(1)[0], **with_cache(cache))
 
@@ -345,7 +349,7 @@ def test_a_good_file_outlives_a_pass_that_broke_off(written, again):
     before, wanted = path.read_bytes(), str(cache.report())
     if again == "other layers":
         broken_off(ours, cache)
-    else:  # as after Ctrl-C amid the first layer's attention
+    else:  # as after Ctrl-C during the first layer's attention
         cache.update(*torch.zeros(2, 1, 2, 1, 8), 0)
     for refused in (lambda: cache.save(path, ours), cache.fork):
         with pytest.raises(RuntimeError, match=r"was interrupted|never reached"):
@@ -356,7 +360,7 @@ def test_a_good_file_outlives_a_pass_that_broke_off(written, again):
 
 
 def test_a_file_of_a_pass_that_broke_off(written):
-    """As earlier versions wrote them."""
+    """A file of an interrupted pass, as earlier versions of h2o wrote it, must be refused."""
     path, ours = written
     cache = H2OCache.load(path, ours)
     broken_off(ours, cache)
@@ -366,7 +370,7 @@ def test_a_file_of_a_pass_that_broke_off(written):
     ):
         H2OCache.load(path, ours)
     cache.reset()
-    broken_off(ours, cache)  # amid its first pass
+    broken_off(ours, cache)  # now in its first pass
     cache_file.write(path, cache, ours)
     with pytest.raises(
         ValueError, match=r"1 of the cache's 2 layers have seen 1 tokens, the others none"
@@ -385,10 +389,10 @@ def test_another_model(written):
         torch.nn.init.normal_(parameter)
     with pytest.raises(ValueError, match=r"the weights of .* differ"):
         H2OCache.load(path, tuned)
-    H2OCache.load(path, tuned.config)  # a shape only
+    H2OCache.load(path, tuned.config)  # a config has only a shape to compare
     with pytest.raises(ValueError, match="made for another model: this model's model_type is"):
         H2OCache(ours.config, **SMALL).save(path, model("qwen2"))
-    assert H2OCache.load(path, ours).get_seq_length() == 40  # what was there has stayed
+    assert H2OCache.load(path, ours).get_seq_length() == 40  # the old file is still there
 
 
 def test_no_cache_file(tmp_path):
@@ -403,7 +407,8 @@ def test_no_cache_file(tmp_path):
 
 
 def test_states_are_whole():
-    """Whatever a pass changes in a layer is in its state, or is made anew from it."""
+    """Every attribute of a layer that a pass changes must be in the layer's state or be computed
+    from it."""
     ours = model("llama")
     (ids,) = prompts(40)
     anew = {"capacity", "keys", "values", "is_initialized", "batch_size", "num_heads", "guard"}
@@ -422,14 +427,15 @@ def test_states_are_whole():
 
 
 def attributes(layer):
-    """Of a layer, and of what it hands its questions to."""
+    """Attributes of a layer and of its form, scorer and stepper."""
     parts = layer, layer.form, layer.scorer, layer.stepper
     return {name: x for part in parts for name, x in vars(part).items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool])
 def test_a_traced_prompt_with_pads(tmp_path, dtype):
-    """All layers had one mask in common, and it is the caller's."""
+    """The trace must not keep the caller's mask, which all layers share and the caller may
+    change."""
     ours, mask = model("llama"), torch.ones(2, 20, dtype=dtype)
     mask[0, :7] = 0
     cache = H2OCache(ours.config, **SMALL, trace=True)

@@ -1,4 +1,4 @@
-"""`H2OConfig.echo`: the places of a prompt are dealt over all layers and heads by echo."""
+"""`H2OConfig.echo`: all layers and heads share the places of a prompt, which are dealt by echo."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SMALL |= {"value_weighted": True}
 
 
 def wanted(ours, document):
-    """What the oracle keeps, by the attention, the echo and the values of caches without a
-    budget."""
+    """Positions that the reference keeps, given the attention, echo and values of caches with room
+    for all keys."""
     roomy = {"heavy": 500, "recent": 0}
     means, echoes = read(ours, [document], **roomy, score_by="mean"), echo_of(ours, document)
     layers = [
@@ -58,7 +58,8 @@ def test_a_row_is_what_it_is_alone(more):
 
 
 def test_steps_are_those_of_robust():
-    """And budgets stay what they have become."""
+    """Chunks and steps after the prompt must not change the budgets that the prompt gave to
+    heads."""
     ours, (document, more) = model("llama"), prompts(60, 30)
     cache = read(ours, [document], **SMALL)
     before = [layer.budget_by_head for layer in cache.report().layers]
@@ -104,7 +105,8 @@ def test_compiled_steps():
 
 
 def test_keys_without_echo_share_nothing():
-    """Of a DynamicCache, and of a model without rotary positions, whose heads are all alike."""
+    """Keys of a DynamicCache and of models without rotary positions have no echo, so all heads must
+    get equal budgets."""
     ours, (document, more) = model("llama"), prompts(60, 8)
     full = DynamicCache(config=ours.config)
     ours(document, **with_cache(full))
@@ -121,7 +123,8 @@ def test_keys_without_echo_share_nothing():
     ["llama", "gemma3", *["deepseek_v3"] * bool(LATENT), *["falcon_h1", "qwen3_next"] * HYBRIDS],
 )
 def test_the_prompt_is_attended_to_as_a_whole(name):
-    """And with room for all the answers are the full cache's."""
+    """The prompt must attend to all of its keys. With room for all keys the answers must be those
+    of a full cache."""
     ours, (document,) = model(name), prompts(60)
     inputs = {"input_ids": document}
     theirs = DynamicCache(config=ours.config)
@@ -135,14 +138,14 @@ def test_the_prompt_is_attended_to_as_a_whole(name):
 
 
 def mean_kept(cache):
-    """Keys that the heads of a cache's first row keep."""
+    """Mean number of keys that a head keeps in the first row."""
     layers = [layer for layer in cache.report().layers if layer.kind == "h2o"]
     heads = [n for layer in layers for n in layer.kept_by_head[0]]
     return sum(heads) / len(heads)
 
 
 def test_no_head_keeps_fewer_than_the_floor():
-    """Each head's own best keys come first, and the others go to the highest echo."""
+    """A head with little echo must not keep fewer keys than `min_tokens`."""
     ours, (document,) = shared("qwen3"), prompts(70)
     config = SMALL | {"heavy": 0.3, "recent": 0.05, "min_tokens": 25}
     cache = read(ours, [document], **config)

@@ -1,6 +1,6 @@
-"""Layers that attend to the keys of an earlier one (Gemma 3n, 4): what they see, what is refused.
+"""Layers that attend to the keys of an earlier layer, in Gemma 3n and Gemma 4.
 
-The cross with modes and policies is that of test_families.py.
+test_families.py crosses these models with modes and policies.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ pytestmark = pytest.mark.skipif(not SHARES_KEYS, reason="a newer transformers sh
 SMALL = {"heavy": 6, "recent": 6}
 NAMES = ["gemma3n_text", "gemma4_text"]
 SHARED, PLAIN = 2, 0
-"""The layers by h2o: one whose keys layers 4 and 5 attend to, and one with keys of its own."""
+"""The two H2O layers: layers 4 and 5 attend to the keys of SHARED, and no other layer to
+PLAIN's."""
 SIMULATED = [name for name in POLICIES if name != "head_shares"]
 
 
 def stepwise(ours, ids, cache, pieces):
-    """Logits of a text that is fed in pieces."""
+    """Logits of a text that is fed in chunks."""
     return torch.cat([ours(x, **with_cache(cache)).logits for x in ids.split(pieces, 1)], 1)
 
 
@@ -48,7 +49,7 @@ OWN, LATER, LAST = (
 
 
 def a_pass(layer, Q, seed, B=2, mask=None):
-    """The layer's own answer to random tokens, and that of a later layer with the same queries."""
+    """Output of the layer for random tokens, and those of two later layers for the same queries."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(B, heads, Q, D, generator=generator) for heads in (H, G, G))
     key, value = layer.update(k, v)
@@ -65,7 +66,8 @@ def a_pass(layer, Q, seed, B=2, mask=None):
 
 @pytest.mark.parametrize("chosen", [name for name in POLICIES if name != "head_shares"])
 def test_a_later_layer_sees_what_the_layer_itself_saw(chosen):
-    """In a prompt, in steps from before the budget is full until long after, and in chunks."""
+    """A later layer must see the same keys as the layer itself, in a prompt, in chunks, and in
+    steps before and after the budget is full."""
     layer = H2OLayer(LayerPlan.of(POLICIES[chosen], 0, 2), form=SharedForm([1, 2]))
     for seed, Q in enumerate([7, *[1] * 20, 5, *[1] * 9, 11, 1, 1]):
         first, (all_queries, last) = a_pass(layer, Q, seed)
@@ -95,7 +97,7 @@ def test_keys_that_came_from_a_dynamic_cache():
 
 
 def test_keys_on_another_device_still_know_their_layer():
-    """accelerate moves them on where the next layers lie elsewhere."""
+    """accelerate moves keys to the device of later layers, which must not lose their layer."""
     layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), form=SharedForm([1]))
     key, value = layer.update(torch.randn(1, G, 5, D), torch.randn(1, G, 5, D))
     moved = key.to("meta")
@@ -155,7 +157,8 @@ def test_what_is_said_of_them(name):
     [("ffssf", {1: (4,)}), ("fsfss", {}), ("fsfsf", {2: (4,)})],
 )
 def test_which_layers_attend_to_whose_keys(kinds, later):
-    """Sliding windows that are shared stay transformers' own."""
+    """`reusing` must name the right layers, and none with sliding windows, which stay transformers'
+    own."""
     names = {"f": "full_attention", "s": "sliding_attention"}
     config = AutoConfig.for_model(
         "gemma3n_text",
@@ -205,7 +208,8 @@ def test_pieces_of_a_text_with_a_budget_for_all(name, pieces):
 
 @pytest.mark.parametrize("pieces", [[30], [20, 10], [20, *[1] * 10]])
 def test_the_last_queries_alone_are_the_last_of_all(pieces):
-    """generate() asks for the last logits, and then Gemma 4 leaves all other queries out."""
+    """generate() needs the last logits only, so Gemma 4 drops all other queries. The last query
+    must still see the same keys."""
     ours, (ids,) = model("gemma4_text"), prompts(30)
     first, last = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
     for piece in ids.split(pieces, 1):
@@ -230,7 +234,7 @@ def test_documents_are_read_and_heads_measured(name):
 
 
 def test_a_pass_ends_with_the_last_layer_that_attends():
-    """Before that no other thread may begin one."""
+    """No other thread may begin a pass while later layers still attend to the keys of this one."""
     ours, (ids,) = model("gemma4_text"), prompts(20)
     cache = H2OCache(ours.config, **SMALL)
     errors = []
@@ -272,7 +276,7 @@ def test_a_pass_that_broke_off_in_a_later_layer():
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_text"])
 def test_layers_may_have_heads_of_another_size(name):
-    """Where transformers would not tell which of the sizes is meant: those of full attention."""
+    """If a config has several head sizes, h2o must use that of full attention."""
     config = AutoConfig.for_model(name)
     assert supports(config)
     cache = H2OCache(config, H2OConfig.robust(0.2, budget_unit="bytes"))

@@ -42,7 +42,7 @@ def test_parts_of_a_budget(k, rows, least):
     assert parts.min() >= min(least, k)
     flat, given_out = np.array(rows).ravel(), parts.ravel()
     order = flat.argsort(kind="stable")
-    assert (np.diff(given_out[order]) >= -1).all()  # a larger share is no smaller part
+    assert (np.diff(given_out[order]) >= -1).all()  # a larger share gets no less, up to rounding
 
 
 def test_parts_go_with_the_shares():
@@ -138,11 +138,12 @@ def test_memory_falls_with_the_shares():
         held[name] = cache.report().total.bytes_held
         sizes = [layer.slots.keys.numel() for layer in cache.layers]
         assert held[name] == 2 * sum(sizes) * 4
-    assert held["uneven"] == held["even"]  # the same total, elsewhere
+    assert held["uneven"] == held["even"]  # the same total, split differently
 
 
 def test_slots_grow_with_the_text():
-    """A budget beyond the prompt is allocated as it is needed, head by head."""
+    """A budget larger than the prompt must not be allocated at once, but grow with the text for
+    each head."""
     text = inputs.drifting(4, B=1, H=4, G=2, N=200)
     cache = new_cache(heavy=60, recent=20, head_shares=[[0.2, 1.8]])
     sizes = []
@@ -160,7 +161,8 @@ def test_slots_grow_with_the_text():
 
 
 def test_rows_of_their_own_and_batch_operations():
-    """Rows have fractions of their own prompts; selecting and repeating rows keeps heads apart."""
+    """Selecting and repeating rows must not mix up heads, or rows whose budgets are fractions of
+    their own prompts."""
     ours = model("llama")
     rows = prompts(40, 64, 23)
     config = H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, head_shares=uneven(ours))
@@ -196,7 +198,8 @@ def test_a_copy_of_the_config_keeps_its_shares():
 
 
 def test_a_profile_of_other_weights_is_found_out_in_the_first_pass():
-    """A cache that is made from a config has seen none."""
+    """A cache that is made from a config has not seen the weights, so it must refuse a profile of
+    other weights in its first pass."""
     ours = model("llama")
     layers, heads = 2, ours.config.num_key_value_heads
     shares = (((1.0,) * heads,) * layers,)
@@ -215,7 +218,7 @@ def test_a_profile_of_other_weights_is_found_out_in_the_first_pass():
 def test_one_budget_is_foreseen_where_a_config_tells_of_equal_heads():
     config = copy.deepcopy(shared("llama").config)
     assert cache_plan._alike(config, [0, 1])
-    if hasattr(config, "is_heterogeneous"):  # a newer transformers
+    if hasattr(config, "is_heterogeneous"):  # newer versions of transformers
         config.per_layer_config = {1: {"num_key_value_heads": 1}}
         assert not cache_plan._alike(config, [0, 1])
         assert cache_plan._alike(config, [0])

@@ -38,7 +38,7 @@ FLOORED = {
 
 @pytest.mark.parametrize("kind", FLOORED)
 def test_no_head_keeps_fewer(kind):
-    """Nor fewer recent ones than a quarter of `min_tokens`."""
+    """No head may keep fewer keys than `min_tokens`, or fewer recent keys than a quarter of it."""
     ours, (ids,) = model("llama"), prompts(70)
     more = {"compileable": True} if kind == "compileable" else {}
     cache = H2OCache(ours.config, **FLOORED[kind], **more, min_tokens=LEAST)
@@ -82,7 +82,8 @@ def test_the_floor_in_numbers():
 
 @pytest.mark.parametrize("kind", ["keys", "lists", "head_shares", "echo"])
 def test_rows_are_as_alone(kind):
-    """In one batch with rows that are shorter and longer than the floor, by all ways of asking."""
+    """Rows that are shorter or longer than `min_tokens` must answer as they do alone, in a batch,
+    with `patched` and with `generate_all`."""
     ours, rows = model("llama"), prompts(90, 30, 5)
     settings = FLOORED[kind] | {"min_tokens": LEAST}
     together = greedy(ours, batch(rows), 20, **with_cache(H2OCache(ours.config, **settings)))
@@ -103,7 +104,8 @@ def test_rows_are_as_alone(kind):
 @pytest.mark.parametrize("min_tokens", [0, 128])
 @pytest.mark.parametrize("reply", [1, 2])
 def test_a_later_pass_of_several_tokens_is_a_turn(reply, min_tokens):
-    """The budget stays that of the first turn's prompt, as the three ways of asking have it."""
+    """A second turn must not count as a prompt and change the budget, even after a reply of a
+    single token."""
     ours, (first, second) = model("llama"), prompts(60, 9)
     config = dataclasses.replace(H2OConfig.robust(0.2), min_tokens=min_tokens)
     cache = H2OCache(ours.config, config)
@@ -114,7 +116,7 @@ def test_a_later_pass_of_several_tokens_is_a_turn(reply, min_tokens):
     )
     assert cache.report().layers[0].budget == budget == [max(4 + 9 + 3, min_tokens)]
     by_hand = H2OCache(ours.config, config)
-    # of the reply generate() has not fed the last token
+    # generate() has not fed the last token of the reply
     for tokens in (first, *said[:, :-1].split(1, 1), torch.cat([said[:, -1:], second], 1)):
         if tokens.shape[1]:
             logits = ours(tokens, **with_cache(by_hand)).logits
@@ -139,8 +141,8 @@ def test_a_prompt_of_one_token(min_tokens):
 
 @pytest.mark.parametrize("chunk", [1, 16, 59])
 def test_chunks_of_which_the_length_is_not_known(chunk):
-    """generate() says in no argument of the model that it cuts a prompt; the error has no number,
-    which could only be that of a chunk."""
+    """generate() does not tell a model that a prompt comes in chunks, so fractional budgets must
+    raise an error. It must name no number, which could only be that of a chunk."""
     ours, (ids,) = model("llama"), prompts(60)
     settings = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0}
     chunks = {"prefill_chunk_size": chunk}
@@ -237,7 +239,8 @@ def test_one_number_everywhere(budget):
 
 
 def test_what_one_number_stands_for(monkeypatch):
-    """Echo; alike for heads where there are few; robust where positions are not rotary."""
+    """`budget=` must mean echo, with equal budgets if a model has few heads, and robust if its
+    positions are not rotary."""
     assert H2OConfig.recommended(0.1) == H2OConfig.echo(0.1, budget_unit="bytes")
     assert H2OConfig.recommended(64) == H2OConfig.echo(64)
     assert H2OCache(shared("llama"), budget=0.1).config.head_shares == "echo"
@@ -277,7 +280,7 @@ def test_a_model_with_another_attention_is_noticed_at_once(name):
     with pytest.warns(UserWarning, match=r"set_attn_implementation\(.h2o.\)") as warned:
         H2OCache(plain, heavy=6, recent=6)
     assert warned[0].filename == __file__
-    H2OCache(plain.config, heavy=6, recent=6)  # a config may become another model's
+    H2OCache(plain.config, heavy=6, recent=6)  # a config may be for another model
     H2OCache(model(name), heavy=6, recent=6)
 
 
@@ -325,7 +328,7 @@ def test_the_capital_of_france(smollm2, setting):
 
 @pytest.mark.slow
 def test_without_a_floor_it_is_lost(smollm2):
-    """Else the tests above could not fail."""
+    """Without `min_tokens` the answer must be lost. Otherwise the tests above could not fail."""
     ours, tokenizer = smollm2
     inputs = asked(tokenizer)
     cache = H2OCache(ours, parse("h2o:0.1+0.1").config)

@@ -1,7 +1,7 @@
-"""The main proof: one simulated forward answers as the real cache does, token by token.
+"""The main proof: one simulated forward pass gives what a real cache gives token by token.
 
 `simulated(prompt_length=P)` over a text must give, at every position, the logits of an `H2OCache`
-fed with the first P tokens and then one at a time, and keep the same keys at every step.
+that is fed the first P tokens at once and then one at a time, and keep the same keys at every step.
 """
 
 from __future__ import annotations
@@ -87,14 +87,15 @@ POLICIES = {
 
 
 def text(seed: int = 0, tokens: int = TEXT, words: int = 3) -> torch.Tensor:
-    """Token ids [1, tokens]. So many words come in fashion and go, and so does what matters."""
+    """Token ids [1, tokens]. The text uses `words` words at a time and changes them every nine
+    tokens, so other keys come to matter."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(0, words, (tokens,), generator=generator)
     return 2 + (words + torch.arange(tokens) // 9 * 7)[None] % (tiny.VOCABULARY - 2)
 
 
 def policy(name: str, model) -> dict:
-    """What the table says, for as many layers and heads as the model has."""
+    """Settings from POLICIES, for the model's number of layers and heads."""
     return fitted(POLICIES[name], model)
 
 
@@ -118,7 +119,8 @@ def prove(
     base: dict | None = None,
     **chosen,
 ) -> int:
-    """Both ways through one text [1, N]; returns how often a heavy key was dropped for another."""
+    """Run a text [1, N] through a simulation and through a cache, and compare the two. Returns how
+    often a heavy key was evicted for another one."""
     N = ids.shape[1]
     with h2o.simulated(
         model, prompt_length=prompt_length, trace=True, **(base or {}), **chosen
@@ -130,7 +132,7 @@ def prove(
     cache = h2o.H2OCache(model.config, **chosen)
     column = torch.arange(N)
     for start, stop in [(0, prompt_length), *((i, i + 1) for i in range(prompt_length, N))]:
-        # which Bamba does not count by itself
+        # Bamba does not count positions itself
         positions = {"position_ids": torch.arange(start, stop)[None]}
         logits = model(ids[:, start:stop], **positions, **with_cache(cache)).logits
         torch.testing.assert_close(logits, simulated[:, start:stop], atol=atol, rtol=0)
@@ -169,7 +171,7 @@ def test_equals_the_cache(family, chosen):
     settings = policy(chosen, model)
     base = {"ratio_of": "prompt"} if isinstance(settings["heavy"], float) else {}
     prompt = 40 if base else PROMPT
-    # Both ways' keys differ by float32 rounding, and now and then are quantized apart by it.
+    # The keys differ by float32 rounding, which sometimes leads to different quantized values.
     atol = 2e-2 if "kv_dtype" in settings else 2e-4
     swaps = prove(model, text(), prompt, atol, base=base, **settings)
     if chosen not in ("local", "streaming", "tiny", "one", "full", "large"):
@@ -178,7 +180,7 @@ def test_equals_the_cache(family, chosen):
 
 WINDOWS_AND_STATES = ["gemma2", "qwen2-mixed", *tiny.WITH_STATES, *tiny.LATENT_AND_STATES]
 OTHER_KEYS = [*tiny.LATENT, *(x for x in ("gemma3n_text", "gemma4_text") if x in tiny.FAMILIES)]
-"""Families of latents, and of keys that other layers attend to."""
+"""Families with latents, and with keys that other layers attend to."""
 EVERYWHERE = ("h2o", "streaming", "decay", "everything", "int8", "max", "floor")
 
 
@@ -194,7 +196,8 @@ EVERYWHERE = ("h2o", "streaming", "decay", "everything", "int8", "max", "floor")
     ],
 )
 def test_equals_the_cache_where_layers_are_of_other_kinds(family, chosen):
-    """States of one pass are summed in another order than those of single steps."""
+    """The simulation must equal the cache with windows, states, latents and shared keys. A single
+    pass sums states in another order than single steps do, hence the tolerance."""
     model, (ids,) = tiny.model(family), tiny.prompts(36, seed=3)
     atol = 2e-2 if chosen == "int8" else 5e-3 if family in WINDOWS_AND_STATES else 2e-4
     prove(model, ids, 20, atol, base={"ratio_of": "prompt"}, **policy(chosen, model))
@@ -321,7 +324,7 @@ def test_full_budget_is_dense():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
-    """As far from the float32 answer as the dense model in this dtype is, about."""
+    """A simulation in 16 bits must be about as accurate as the dense model in the same dtype."""
     ids = text()
     exact, half = tiny.model("llama", "sdpa"), tiny.model("llama", "sdpa").to(dtype)
     errors = {}
@@ -339,7 +342,8 @@ def test_half_precision(dtype):
 
 
 def test_autocast():
-    """Queries and keys come in float32 there, values do not."""
+    """Under autocast queries and keys come in float32 and values do not. The simulation and the
+    analysis must support this."""
     ours, ids = tiny.model("llama"), text(tokens=40)
     small = {"heavy": 4, "recent": 4}
     cache = h2o.H2OCache(ours.config, **small)
@@ -359,8 +363,8 @@ def test_autocast():
 
 @pytest.mark.parametrize("variant", ["h2o", "local", "global", "flexgen"])
 def test_masks_in_a_model(variant, monkeypatch):
-    """The first layer's queries and keys do not depend on what is dropped: its mask can be had
-    from dense logits."""
+    """A simulation must hide the keys that the reference mask hides. The first layer's queries and
+    keys do not depend on evictions, so its mask can be computed from dense logits."""
     model, ids = tiny.model("opt", "eager"), text()
     seen = {}
     projected = torch.nn.Linear.forward
@@ -389,7 +393,7 @@ NO_PADS, LEFT, RIGHT = [1] * 9, [0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 
 
 
 def padded(*rows: list[int]) -> dict[str, torch.Tensor]:
-    """What a model is given for rows with these masks."""
+    """Inputs of a model for rows with these masks."""
     mask = torch.tensor(rows)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     ids = text(tokens=mask.shape[1]) * mask
@@ -398,7 +402,8 @@ def padded(*rows: list[int]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("variant", ["h2o", "local", "global", "flexgen"])
 def test_columns_of_evictions(variant):
-    """With a window of 3, token i evicts key i - 3."""
+    """Evictions must be counted in padded columns, not in tokens. With a window of 3, token i
+    evicts key i - 3."""
     model = tiny.model("llama", "sdpa")
     policy = {"heavy": 0, "recent": 3, "masks": MASKS.get(variant)}
     with h2o.simulated(model, trace=True, **policy) as simulation:
@@ -427,7 +432,8 @@ def test_columns_of_evictions(variant):
     ],
 )  # fmt: skip
 def test_columns_of_evictions_of_a_cache(columns, want):
-    """The same window. A forward pass evicts when all its columns, pads too, have been seen."""
+    """The trace of a cache must count columns as well, here with the same window. A forward pass
+    evicts after all its columns, padding included."""
     model = tiny.model("llama", "h2o")
     inputs = padded(NO_PADS, LEFT, RIGHT, [1, 1, 1, 1, 0, 0, 1, 1, 1])
     cache = h2o.H2OCache(model.config, heavy=0, recent=3, trace=True)
@@ -564,7 +570,7 @@ def test_calls_that_are_no_whole_text():
     model, ids = tiny.model("llama", "sdpa"), text()
     with h2o.simulated(model, heavy=3, recent=3):
         past = DynamicCache(config=model.config)
-        model(ids[:, :5], **with_cache(past))  # the first of several is a whole text
+        model(ids[:, :5], **with_cache(past))  # the first chunk counts as a whole text
         with pytest.raises(ValueError, match="whole texts"):
             model(ids[:, 5:], **with_cache(past))
         with pytest.raises(ValueError, match="whole texts"):

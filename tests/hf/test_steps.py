@@ -1,4 +1,4 @@
-"""What a decode step costs in memory: its output, and nothing else."""
+"""A decode step allocates its output and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ATTENTION = Attention()
 
 
 def steps(cache, start, count):
-    """Decode steps as a model takes them."""
+    """Run decode steps the way a model does."""
     query, key, value = tensors(TEXT)
     for i in range(start, start + count):
         q, k, v = (x[:, :, i : i + 1] for x in (query, key, value))
@@ -37,7 +37,7 @@ def steps(cache, start, count):
 
 @pytest.fixture
 def running():
-    """A cache whose budget is full, past the first steps' one-time work."""
+    """A cache with a full budget, after the one-time work of the first steps."""
     cache = new_cache(heavy=20, recent=20, sinks=2, value_weighted=True)
     forward(cache, TEXT.cut(0, 100))
     steps(cache, 100, 10)
@@ -45,7 +45,7 @@ def running():
 
 
 def test_nothing_moves(running):
-    """The slots stay where they are, and one key and value row of each head is written."""
+    """A step must not move the slots, and must write only one key and one value of each head."""
     addresses = [x.data_ptr() for x in running.layers[0].slots if x is not None]
     for i in range(110, 160):
         keys, values = running.layers[0].slots.keys.clone(), running.layers[0].slots.values.clone()
@@ -75,22 +75,24 @@ def test_torch_allocates_the_output_only(running):
 
 
 def test_python_keeps_nothing(running):
-    """But for free memory that Python holds back, which a full collection drops."""
+    """A step must not leave Python objects behind. A full collection first drops the free memory
+    that Python holds back."""
     steps(running, 110, 10)
     tracemalloc.start()
     held = []
     for start, count in [(120, 100), (220, 400)]:
         steps(running, start, count)
         gc.collect()
-        if not TABLE:  # the core asks for attributes, and Python's cache of them holds their names
+        if not TABLE:  # Python's attribute cache holds the names that the core looked up
             sys._clear_type_cache()
         held.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert held[1] - held[0] < 1000  # bytes over 400 steps: a counter may need another digit
+    assert held[1] - held[0] < 1000  # bytes over 400 steps; a counter may need another digit
 
 
 def test_the_core_keeps_nothing(running):
-    """Bytes that the C library has handed out, before and after 400 steps."""
+    """The core must not leak memory: the C library has handed out about as many bytes after 400
+    steps as before."""
     libc = ctypes.CDLL(ctypes.util.find_library("c"))
     if not hasattr(libc, "mallinfo2"):
         pytest.skip("needs glibc's mallinfo2")
@@ -117,7 +119,8 @@ def test_the_core_keeps_nothing(running):
 
 
 def test_a_prompt_takes_memory_in_proportion_to_its_length():
-    """Not to the square: with a matrix of weights 4096 tokens would take 512 MB, in 8 heads."""
+    """The memory of a prompt must grow with its length, not with the square. The attention weights
+    of 4096 tokens in 8 heads would take 512 MB."""
     for n in (2048, 4096):
         bytes_in_and_out = n * 64 * 4 * (8 + 2 + 2 + 8)  # query, keys, values, out
         assert peak_of_prompt(n) < 2 * bytes_in_and_out
@@ -125,15 +128,15 @@ def test_a_prompt_takes_memory_in_proportion_to_its_length():
 
 @pytest.mark.parametrize("shares", [None, "echo"])
 def test_echo_takes_memory_in_proportion_to_the_length(shares):
-    """Its weights would take 134 MB."""
+    """Echo must not hold all of its attention weights at once, which would take 134 MB."""
     by_echo = {"score_by": "mean-echo", "head_shares": shares}
-    peak_of_prompt(256, **by_echo)  # what the first one makes for good
+    peak_of_prompt(256, **by_echo)  # the first prompt allocates memory that stays
     bytes_in_and_out = 2048 * 64 * 4 * (8 + 2 + 2 + 8)
     assert peak_of_prompt(2048, **by_echo) < 4 * bytes_in_and_out
 
 
 def peak_of_prompt(n, **policy):
-    """Bytes by which the process was largest during attention and eviction of a prompt."""
+    """Bytes by which the process grew at most during attention and eviction of a prompt."""
     clear = Path("/proc/self/clear_refs")
     if not clear.exists():
         pytest.skip("needs Linux's /proc")
@@ -157,10 +160,10 @@ def status(name):
 
 
 def test_attention_reads_the_new_key_in_place(running):
-    """What `update` returns is the model's own tensor: no copy of the prompt either."""
+    """`update` must return the model's own tensors instead of copies."""
     _, key, value = tensors(TEXT.cut(110, 150))
     same_key, same_value = running.update(key, value, 0)
     assert same_key.data_ptr() == key.data_ptr()
     assert same_value is value
-    assert not hasattr(key, "h2o_layer")  # the link is on the view: the caller's tensor is free
+    assert not hasattr(key, "h2o_layer")  # the view links to the layer, the caller's tensor doesn't
     running.layers[0].guard.take_back(0, has_states=False)

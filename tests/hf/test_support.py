@@ -1,4 +1,4 @@
-"""What `supports` says is what a model does; the families that are served have their own table."""
+"""`supports` agrees with what a model does. The supported families have a table in tiny.py."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_encoders_are_refused_and_as_decoders_served(name):
 
 
 def test_attention_that_turns_out_to_look_both_ways():
-    """Where the config does not tell, the attention module or the mask does."""
+    """Bidirectional attention must be refused even if the config does not say so. The attention
+    module or the mask shows it."""
     both_ways, decoder = encoder("bert"), encoder("bert", is_decoder=True)
     (ids,) = prompts(20)
     for ours in (both_ways, decoder):
@@ -68,7 +69,8 @@ def test_attention_that_turns_out_to_look_both_ways():
 
 
 def test_a_language_model_beside_attention_code_of_the_images_own():
-    """GOT-OCR2: transformers cannot set the attention of the whole, but of the part."""
+    """transformers cannot set the attention of GOT-OCR2 as a whole, so h2o must set that of its
+    language model."""
     config = AutoConfig.for_model(
         "got_ocr2",
         text_config=FAMILIES["qwen2"].build_config().to_dict(),
@@ -123,18 +125,19 @@ def test_models_that_read_images(name, layers):
     assert len(support.layers) == layers
 
 
-# Language models are asked below, one by one.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of files of old models
+# The test below checks every language model, so an eighth of all configs is enough here.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # modules of old models warn
 @pytest.mark.parametrize("every", [8, slow_if(True, 1)])
 def test_configs_of_transformers_are_answered(every):
-    """Also those of no language model at all, and none says yes whose layers are not attention."""
+    """`supports` must answer for every config, also of models that are no language models: either
+    with layers or with a reason."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         for name in list(CONFIG_MAPPING)[::every]:
             try:
                 config = CONFIG_MAPPING[name]()
-            except Exception:  # one that cannot be made without arguments
+            except Exception:  # this config needs arguments
                 continue
             support = supports(config)
             assert support.model_type == config.model_type
@@ -146,7 +149,8 @@ def test_configs_of_transformers_are_answered(every):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("mapping", families.MAPPINGS)
 def test_of_every_family_of_transformers_is_said_whether_it_is_served(mapping):
-    """For new ones run `python -m tests.hf.families docs/reference/families.txt`, and read it."""
+    """The list of families must be up to date. To renew it, run `python -m tests.hf.families
+    docs/reference/families.txt`, and read the changes."""
     written = families.written(families.PAGE)[mapping]
     page = families.PAGE.read_text("utf-8")
     if page.startswith(f"transformers {transformers.__version__}\n"):
@@ -157,7 +161,8 @@ def test_of_every_family_of_transformers_is_said_whether_it_is_served(mapping):
 
 @pytest.mark.skipif(not HYBRIDS, reason="states as of transformers 5.21")
 def test_the_cache_has_the_layers_that_supports_tells():
-    """Also of a config that does not name what it has: LFM2 without layer_types has no states."""
+    """`supports` must name the layers that a cache has, for example for LFM2, which has no states
+    without layer_types."""
     for changes in ({}, {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}):
         config = AutoConfig.for_model("lfm2", **changes)
         cache = H2OCache(config, **SMALL)
@@ -173,7 +178,8 @@ def test_a_model_without_layers_to_cache():
 
 
 def test_models_that_do_not_tell_their_layers_about_the_cache():
-    """OLMo 3's layers take use_cache=False for the default, whatever generate() was told."""
+    """OLMo 3's layers always get the default use_cache=False. h2o must not take it for the caller's
+    choice."""
     numbers = FAMILIES["llama"].build_config().to_dict()
     for name in ("model_type", "tie_word_embeddings"):
         numbers.pop(name)
@@ -199,7 +205,8 @@ def test_a_model_is_asked_as_its_config_is():
 
 
 def test_windows_that_only_the_cache_knows():
-    """Moshi's: its mask is causal, over the last keys that the cache still holds."""
+    """Only the cache knows Moshi's sliding window, because the mask is plain causal. h2o must keep
+    the window."""
     numbers = FAMILIES["llama"].build_config().to_dict()
     for name in ("model_type", "tie_word_embeddings", "intermediate_size"):
         numbers.pop(name)

@@ -1,4 +1,4 @@
-"""An H2OCache that goes on where a DynamicCache has got to."""
+"""An H2OCache that continues a filled DynamicCache."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ KINDS = [
     "llama", "gemma2", "qwen2-mixed", "mistral-window", "gpt_oss", "mllama", "deepseek_v3", "youtu",
     "gemma3n_text", "gemma4_text", *LAYOUTS,
 ]  # fmt: skip
-"""A family of each kind of layer."""
+"""One family for each kind of layer."""
 
 
 def filled(theirs, inputs, *, config=True, grad=False):
-    """What a model makes of inputs in a DynamicCache."""
+    """A DynamicCache that a model has filled from these inputs."""
     cache = DynamicCache(config=theirs.config) if config else DynamicCache()
     with torch.set_grad_enabled(grad):
         theirs(**inputs, **with_cache(cache))
@@ -51,14 +51,14 @@ def filled(theirs, inputs, *, config=True, grad=False):
 
 
 def held(layer):
-    """Keys, values and states of a layer of transformers, by name."""
+    """Keys, values and states of one of transformers' layers, by name."""
     state = {name: getattr(layer, name, None) for name in ("keys", "values")}
     state |= tensors_of(layer) if has_states(layer) else {}
     return {name: x for name, x in state.items() if x is not None}
 
 
 def longer(inputs, tokens):
-    """The same batch, followed by so many tokens in each row."""
+    """The batch with this number of further tokens in each row."""
     more = torch.cat(prompts(*[tokens] * len(inputs["input_ids"]), seed=7))
     return {
         "input_ids": torch.cat([inputs["input_ids"], more], dim=1),
@@ -70,8 +70,9 @@ def longer(inputs, tokens):
     ("name", "new"), checkered([x for x in KINDS if x in FAMILIES | LATENT], [1, 5])
 )
 def test_a_dynamic_cache_is_taken_over_with_all_it_holds(name, new):
-    """A full budget continues a padded batch with the same tokens, a small one cuts it. Windows are
-    shorter than the text; states and the keys of an image come along."""
+    """A conversion must keep keys, windows, states and the keys of an image, and leave the
+    DynamicCache unchanged. A full budget continues a padded batch with the same tokens, and a small
+    one evicts."""
     ours, inputs = model(name), with_image(name, batch(prompts(17, 23)))
     theirs = ours if "pixel_values" in inputs else peer(name)
     full = filled(theirs, inputs)
@@ -95,7 +96,8 @@ def test_a_dynamic_cache_is_taken_over_with_all_it_holds(name, new):
 
 @pytest.mark.parametrize(("config", "grad"), [(False, False), (True, True)])
 def test_a_dynamic_cache_made_without_config_or_with_gradients(config, grad):
-    """Without a config its sliding layers hold everything; the window is cut out of it."""
+    """Without a config the sliding layers of a DynamicCache hold all keys. A conversion must keep
+    the window only."""
     ours, theirs = model("gemma2"), peer("gemma2")
     inputs = batch(prompts(23))
     full = filled(theirs, inputs, config=config, grad=grad)
@@ -107,7 +109,8 @@ def test_a_dynamic_cache_made_without_config_or_with_gradients(config, grad):
 
 @pytest.mark.parametrize(("name", "new", "padding"), pairs(POLICIES, [1, 6], [None, left, right]))
 def test_a_small_budget_keeps_what_the_reference_keeps(name, new, padding):
-    """One cut after the first pass, by its scores; then steps, a chunk and steps as ever."""
+    """The first pass must evict by the scores of the reference, and so must later steps and
+    chunks."""
     policy, n = POLICIES[name], 24
     calls = [new, 1, 1, 3, *[1] * 5]
     N = n + sum(calls)
@@ -138,7 +141,7 @@ def test_a_small_budget_keeps_what_the_reference_keeps(name, new, padding):
         real = mask[:, start:stop]
         stored = everything if start == n else slots
         expected, scores = reference.attend(query, key, value, stored, mask=real, **policy.ranking)
-        if start == n:  # everything at once, pads where the foreign cache has them
+        if start == n:  # converted and new keys together, with the padding of both
             received = torch.zeros(3, 2, n)
             for b in range(3):
                 count = int(mask[b, :n].sum())
@@ -274,7 +277,8 @@ def test_a_first_pass_that_fails_leaves_all_as_it_was(columns):
 
 
 def test_a_row_without_a_token_in_the_first_pass():
-    """Its keys would be cut before anything has scored them."""
+    """A row that has only padding in the first pass must be refused, because its keys would be
+    evicted before any query has scored them."""
     ours, inputs = model("llama"), batch(prompts(20, 14))
     full = filled(peer("llama"), inputs)
     cache, other = (

@@ -1,4 +1,4 @@
-"""More than one thread: a cache is one conversation, a patched model serves any number of calls."""
+"""Several threads: a cache serves one at a time, and a patched model any number of calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = {"heavy": 6, "recent": 6}
 
 
 def elsewhere(function):
-    """What a function returns or raises in a thread of its own."""
+    """Run a function in a new thread. Returns its result, or the exception that it raised."""
     results = []
 
     def run():
@@ -37,7 +37,7 @@ def elsewhere(function):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_cache_that_another_thread_is_using(name):
-    """The second one comes in while the first is between two layers."""
+    """A second thread must not change a cache while the first is between two layers."""
     ours = model(name)
     (ids,) = prompts(20)
     cache = H2OCache(ours.config, **SMALL)
@@ -65,7 +65,8 @@ def test_a_cache_that_another_thread_is_using(name):
 
 
 def test_a_cache_goes_from_thread_to_thread():
-    """One after the other is no misuse, also where the first has ended amid a pass."""
+    """Threads may use a cache one after the other. This must work even after one of them has ended
+    in the middle of a pass, once `reset()` was called."""
     ours = model("llama")
     (ids,) = prompts(20)
     cache = H2OCache(ours.config, **SMALL)
@@ -162,7 +163,8 @@ def test_a_call_keeps_its_cache_where_another_thread_makes_one_at_that_moment(
 
 
 def test_a_block_serves_the_threads_that_it_starts():
-    """As the one that `generate()` runs in beside a streamer, with its context or without."""
+    """A thread that a block starts, such as one that runs `generate()` with a streamer, must use
+    the block's settings, with the block's context or without."""
     plain, (ids,) = model("llama", "sdpa"), prompts(20)
     full = greedy(plain, {"input_ids": ids}).tolist()
     with patched(plain, **SMALL):
@@ -174,7 +176,7 @@ def test_a_block_serves_the_threads_that_it_starts():
 
 
 def test_an_enabled_model_that_is_collected_is_forgotten():
-    """Another thread may have a model with the same config then."""
+    """A collected model must not keep other threads from changing a model with the same config."""
     config = FAMILIES["llama"].build_config()
     one, two = (AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
     reference = weakref.ref(one)
@@ -201,7 +203,7 @@ def test_one_model_is_one_threads_to_change(outer, inner):
         with inner(plain, **SMALL):
             pass
 
-    same = outer is inner is patched  # with the same settings, which they share
+    same = outer is inner is patched  # threads may share a patch with equal settings
     with outer(plain, **({"heavy": 4, "recent": 4} if same else SMALL)):
         error = elsewhere(enter)
         assert isinstance(error, RuntimeError)
@@ -215,7 +217,8 @@ def test_one_model_is_one_threads_to_change(outer, inner):
 
 
 def test_each_thread_patches_for_itself():
-    """As the handlers of a server do; the last one to leave puts all back."""
+    """Threads that patch one model, like the handlers of a server, must each get their own caches.
+    The last one to leave must restore the model."""
     plain, texts = model("llama", "sdpa"), prompts(20, 24, 28, 32)
     before = set(vars(plain))
     with patched(plain, **SMALL):

@@ -1,4 +1,4 @@
-"""What is done with caches beside generating: copied prefixes, iteration, columns, other dtypes."""
+"""Uses of caches other than generation: iteration, columns, other dtypes, comparisons."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_layers_one_by_one_as_of_a_dynamic_cache(name):
             assert logits[0].shape == full[0].shape
             continue
         positions = small.kept(index)[0][..., None].expand(*logits[0].shape)
-        if index == 0:  # deeper layers see what the ones before have made of it
+        if index == 0:  # the inputs of deeper layers differ between the caches
             torch.testing.assert_close(logits[0], full[0].gather(2, positions))
             torch.testing.assert_close(logits[1], full[1].gather(2, positions))
     assert all(keys.numel() == 0 for keys, *_ in H2OCache(model("llama").config, **SMALL))

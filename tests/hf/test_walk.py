@@ -1,8 +1,8 @@
-"""How far it is to walk: calls within h2o that a prompt, a step and a new cache make.
+"""Length of the call path: calls within h2o that a new cache, a prompt and a step make.
 
-Who reads or debugs a forward pass follows these calls. A number is raised on purpose, or not at
-all: what never changes for a model is asked when a cache is planned, what belongs to a pass once
-in the pass.
+Whoever reads or debugs a forward pass follows these calls, so raise a number only on purpose. Facts
+that never change for a model are looked up when a cache is planned, and facts about a pass once in
+the pass.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from h2o.compat import CROPS_TO_LENGTH, with_cache
 from tests.hf.tiny import batch, prompts, shared
 
 ROOT = str(Path(h2o.__file__).parent)
-BACKENDS = str(Path(ROOT, "backends"))  # of which another machine has another one
+BACKENDS = str(Path(ROOT, "backends"))  # not counted: which one runs depends on the machine
 
 
 def walk(function):
-    """Calls within h2o and changes from file to file that a function makes."""
+    """Number of calls within h2o that a function makes, and how often they change file."""
     files = []
 
     def note(frame, event, _):
@@ -43,7 +43,7 @@ def walk(function):
 
 
 def walks(layers):
-    """Walks of a new cache, a prompt and a decode step, in a model with so many layers."""
+    """Walks of a new cache, a prompt and a decode step, in a model with `layers` layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=layers,
@@ -60,7 +60,7 @@ def walks(layers):
         return lambda: model(ids, **held)
 
     with torch.no_grad():
-        make()  # what is known of a model is found out once
+        make()  # the first call looks up the facts about the model
         read(ids)()
         made, prompt = walk(make), walk(read(ids))
         read(ids[:, :1])()
@@ -69,7 +69,7 @@ def walks(layers):
 
 @pytest.fixture(scope="module")
 def measured():
-    """Walks of the first two layers, and of each further one."""
+    """Walks with two layers, and what each further layer adds."""
     two, four = walks(2), walks(4)
     return [(x.tolist(), ((y - x) / 2).tolist()) for x, y in zip(two, four, strict=True)]
 
@@ -80,7 +80,8 @@ def measured():
     ids=["made", "prompt", "step"],
 )
 def test_a_walk_has_become_no_longer(measured, index, two_layers, further_layer):
-    """(calls, changes of file); from Python 3.12 on a comprehension is no call."""
+    """No change may add calls or changes of file. Limits are pairs (calls, changes of file). From
+    Python 3.12 on a comprehension is not a call."""
     two, further = measured[index]
     assert two[0] <= two_layers[0], two
     assert two[1] <= two_layers[1], two
@@ -89,13 +90,13 @@ def test_a_walk_has_become_no_longer(measured, index, two_layers, further_layer)
 
 
 def test_a_step_asks_nothing_of_the_plan(measured):
-    """A further layer makes a step no longer by what its prompt has decided."""
+    """A step must not repeat in each layer what was decided when the prompt was prefilled."""
     _, (_, prompt), (_, step) = measured
     assert step[0] < prompt[0] / 3
 
 
 def test_what_is_found_once_a_pass_is_of_no_other_pass():
-    """A prompt's lengths are not those of an interrupted one, nor of what was cropped."""
+    """A prompt must not get the lengths of an interrupted prompt, or those from before a crop."""
     model, settings = shared("llama"), {"heavy": 0.2, "recent": 0.2, "min_tokens": 0}
 
     def assert_as_fresh(cache, texts):

@@ -1,4 +1,4 @@
-"""Models that were copied, compiled, tuned or cut, enabled or with a cache by hand."""
+"""Models that were copied, compiled, tuned or cut short, enabled or with a cache passed by hand."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_copies_of_an_enabled_model_are_enabled(duplicate):
 
 @pytest.mark.filterwarnings("default")
 def test_compiled_models():
-    """A layer falls into many graphs, of which a warning says what to do instead."""
-    torch._dynamo.reset()  # which gives up after eight graphs of a function, also of other tests
+    """A compiled model whose layers fall into many graphs must warn once, and say what helps."""
+    torch._dynamo.reset()  # dynamo gives up after eight graphs of a function, across tests
     continuation.warn_of_many_graphs.__wrapped__.cache_clear()
     plain = llama(1)
     plain.set_attn_implementation("sdpa")
@@ -82,15 +82,16 @@ def test_compiled_models():
 
 
 def repeats_virtual_tokens(wrapped):
-    """Whether PEFT puts them before each decode step too: it does where it does not know the cache
-    by the name that this transformers gives it."""
+    """Whether PEFT adds virtual tokens before each decode step too, because it does not know the
+    name that this version of transformers gives the cache."""
     return CACHE not in type(wrapped).prepare_inputs_for_generation.__code__.co_consts
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_prompts_that_were_tuned():
-    """Prompt tuning puts embeddings before the text, prefix tuning keys into PEFT's own cache."""
+    """Prompt tuning adds embeddings before the text, which must be counted. Prefix tuning puts keys
+    into PEFT's own cache, so it must be refused."""
     peft = pytest.importorskip("peft")
     tuned = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
     (ids,) = prompts(20)
@@ -112,14 +113,14 @@ def test_prompts_that_were_tuned():
     with pytest.raises(UnsupportedError, match="prefix tuning"):
         H2OCache(wrapped, **SMALL)
     if repeats_virtual_tokens(wrapped):
-        return  # such a PEFT leaves the prefix out, with a warning, beside any cache
+        return  # this PEFT leaves out the prefix, with a warning, if it is given a cache
     cache = H2OCache(wrapped.get_base_model().config, **SMALL)
     with pytest.raises(AttributeError, match="prefix tuning"):
         greedy(wrapped, inputs, 8, **with_cache(cache))
 
 
 def by_hand(wrapped, ids, config, tokens):
-    """Greedy decoding whose first pass alone goes through the wrapper."""
+    """Greedy decoding in which only the first pass goes through the wrapper."""
     cache = H2OCache(wrapped.get_base_model().config, config)
     new = [wrapped(input_ids=ids, **with_cache(cache)).logits[0, -1].argmax()]
     for _ in range(tokens - 1):
@@ -140,7 +141,8 @@ def tuned_prompt(kind):
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_rows_with_prompts_that_were_tuned(kind, rows):
-    """Their embeddings stand before a prompt once, also where it is read in chunks."""
+    """The tuned embeddings must come before each prompt once, even if the prompt is prefilled in
+    chunks."""
     wrapped = tuned_prompt(kind)
     texts, config = prompts(20, 33, 9), H2OConfig(heavy=0.2, recent=0.2)
     results = h2o.generate_all(
@@ -171,7 +173,8 @@ def test_a_tuned_prompt_where_each_pass_would_repeat_it():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_adapter_that_tokens_switch_on():
-    """PEFT would look for them in each decode step."""
+    """PEFT would look for the invocation tokens in each decode step, so such an adapter must be
+    refused."""
     peft = pytest.importorskip("peft")
     (ids,) = prompts(20)
     adapter = peft.LoraConfig(

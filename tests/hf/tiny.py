@@ -1,7 +1,7 @@
 """Tiny models of many families, with random weights that make attention sharp.
 
-One table: what a family is called, what its config needs beyond the common
-numbers, and which of its layers are H2O's. Tests cross it with modes and policies.
+One table lists the name of each family, what its config needs beyond the common numbers, and which
+of its layers are H2O layers. Tests cross the table with modes and policies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from h2o import H2OConfig
-from h2o.compat import CROPS_TO_LENGTH  # true of the older versions of transformers
+from h2o.compat import CROPS_TO_LENGTH  # True with older versions of transformers
 from h2o.hf.families.latent_attention import expands_after_cache
 from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.hf.families.shared_keys import SHARES_KEYS
@@ -41,17 +41,17 @@ needs_compiler = pytest.mark.skipif(
 CUTS_POSITIONS_BY_ROWS = "position_ids[:, past_length" in inspect.getsource(
     GenerationMixin._prefill
 )
-"""Versions of transformers, 5.17 for one, that cut positions [3, B, N] into chunks along B."""
+"""True with versions of transformers, such as 5.17, that split positions [3, B, N] along B."""
 
 VOCABULARY = 97
 IMAGE_STARTS, IMAGE, IMAGE_TOKENS = 95, 96, 4
 DEVICE = torch.device("cuda" if os.environ.get("H2O_TEST_DEVICE") == "cuda" else "cpu")
-"""Of models and texts: see tests/cuda/carry.py."""
-SPREAD = 0.5  # of the weights: at the usual 0.02 attention is flat and every token the same
+"""Device of models and token ids; see tests/cuda/carry.py."""
+SPREAD = 0.5  # std of the weights; at the usual 0.02 attention is flat and all tokens are equal
 
 
 def exact(config: H2OConfig) -> H2OConfig:
-    """A config whose fractions may be as small as they are."""
+    """`config` without `min_tokens`, so that fractions of a short prompt are not raised."""
     return dataclasses.replace(config, min_tokens=0)
 
 
@@ -62,15 +62,15 @@ class Family:
     model_type: str = ""
     layers: tuple[str, ...] = ("h2o", "h2o")
     vision: dict[str, Any] | None = None
-    """The config of what reads images, for a model that does."""
+    """Config of the vision tower; None for a text model."""
     image: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """One image as the model takes it: IMAGE_TOKENS places in the text are its."""
+    """Model inputs for one image, which occupies IMAGE_TOKENS tokens of the text."""
     lacks: tuple[str, ...] = ()
-    """Modes in which transformers itself fails, with its own cache too."""
+    """Modes in which transformers itself fails, even with its own cache."""
     weights: str = ""
-    """How torchao quantizes them, "int8" or "int4"; "": not at all."""
+    """How torchao quantizes the weights, "int8" or "int4"; empty: not quantized."""
     architecture: str = ""
-    """Its class, where AutoModelForCausalLM has none of it."""
+    """The model's class, if AutoModelForCausalLM does not know the family."""
 
     def build_config(self) -> Any:
         numbers = {
@@ -238,10 +238,10 @@ FAMILIES = {
                     "mamba_dt_rank": 4,
                 },
                 layers=_TWICE,
-                lacks=("chat turns",),  # its states of one turn are not used in the next
+                lacks=("chat turns",),  # the states of one turn are not used in the next
             ),
             Family(
-                "bamba",  # which counts positions from 0 in each pass where it is given none
+                "bamba",  # without position_ids it counts positions from 0 in each pass
                 _MAMBA | {"attn_layer_indices": [1, 3]},
                 layers=_TWICE,
                 lacks=_EMBEDS,
@@ -253,7 +253,7 @@ FAMILIES = {
                 | {
                     "shared_intermediate_size": 32,
                     "layer_types": _LINEAR["layer_types"],
-                    "attention_multiplier": 0.1,  # where the largest attention is 1, ranks are ties
+                    "attention_multiplier": 0.1,  # with more, attention reaches 1 and ranks tie
                 },
                 layers=_TWICE,
             ),
@@ -318,7 +318,7 @@ FAMILIES = {
                     "ssm_state_size": 8,
                     "n_groups": 1,
                     "chunk_size": 8,
-                    "initializer_range": 0.2,  # with more it multiplies rounding errors
+                    "initializer_range": 0.2,  # with more, the model amplifies rounding errors
                 },
                 layers=("none", "states", "h2o", "states"),
                 lacks=_EMBEDS,
@@ -379,7 +379,7 @@ FAMILIES = {
 }
 if importlib.util.find_spec("torchao"):
     FAMILIES["llama, int8 weights"] = Family("llama", model_type="llama", weights="int8")
-    if DEVICE.type == "cpu":  # for which these four bits are laid out
+    if DEVICE.type == "cpu":  # this int4 layout is for CPUs only
         FAMILIES["qwen3, int4 weights"] = Family("qwen3", model_type="qwen3", weights="int4")
 
 _LATENT = {
@@ -406,10 +406,10 @@ LATENT = {
         Family("axk1", {**_LATENT_MOE, "v_head_dim": 20}),
         Family("longcat_flash", _LONGCAT),
     ]
-    * expands_after_cache(transformers.DeepseekV3ForCausalLM)  # older ones cache what they expand
+    * expands_after_cache(transformers.DeepseekV3ForCausalLM)  # older ones cache expanded keys
 }
-"""Of multi-head latent attention; one with so many heads that a step is a product of matrices, one
-whose values have the size of its keys."""
+"""Families with multi-head latent attention. youtu has so many heads that a decode step is a matrix
+product; the values of axk1 have the size of its keys."""
 
 _WITH_KEYS = ("falcon_h1", "zaya")
 LATENT_AND_STATES = {
@@ -445,11 +445,12 @@ LATENT_AND_STATES = {
     ]
     if HYBRIDS and family.name in transformers.CONFIG_MAPPING
 }
-"""Layers with latents beside layers with states."""
+"""Families that have layers with latents and layers with states."""
 WITH_STATES = [name for name, x in FAMILIES.items() if "states" in x.layers or name in _WITH_KEYS]
-"""Convolution or recurrent states, beside keys or instead of them."""
+"""Families with convolution or recurrent states, next to keys or instead of them."""
 LAYOUTS = ["qwen3_next", "lfm3", "nemotron_h", "falcon_h1", "zamba2"] if HYBRIDS else []
-"""States before keys, beside a window, beside nothing, in one layer, of a shared block."""
+"""One family for each layout: layers with states before layers with keys, next to a sliding window,
+or next to layers with neither; states and keys in one layer; states in a shared block."""
 OTHERS = [name for name in FAMILIES if name not in WITH_STATES]
 PURE = [name for name in OTHERS if "sliding" not in FAMILIES[name].layers]
 HYBRID = [name for name in OTHERS if name not in PURE and "h2o" in FAMILIES[name].layers]
@@ -457,12 +458,14 @@ TWINS = tuple(
     "gpt_neox qwen2 qwen3 mistral mixtral qwen3_moe phi gpt2 gemma olmo2 granite smollm3 stablelm"
     " cohere starcoder2".split()
 )
-"""Families that h2o cannot tell from llama or opt, but for a scale: generate() is the same code for
-them, and so are shapes and kinds of layers (test_families.py shows that). What a mode or a policy
-does to these two it does to the twins: tests without `-m slow` cross them with a few of each."""
+"""Families that look to h2o like llama or opt, except for a scale: generate() runs the same code,
+and shapes and kinds of layers are the same (test_families.py checks this). A mode or a policy that
+works with these two works with the twins, so the tests that are not slow cross the twins with only
+a few modes and policies."""
 
 WITHOUT_ROTARY = ("opt", "gpt2", "jamba", "granitemoehybrid", "nemotron_h", "zamba", "zamba2")
-"""Learned positions, or none; Granite 4 and Zamba 2 have rotary ones where configs say so."""
+"""Families with learned positions or none. Granite 4 and Zamba 2 can be configured to use rotary
+positions."""
 ROTARY = [
     name
     for name, family in FAMILIES.items()
@@ -482,7 +485,7 @@ def _model(name: str) -> Any:
     else:
         made = auto.from_config(config).eval()
     for part, gate in made.named_parameters():
-        if part.endswith(("attn_gate", "mlp_gate")):  # which are 0 until a model is trained
+        if part.endswith(("attn_gate", "mlp_gate")):  # 0 until a model is trained
             torch.nn.init.constant_(gate, 0.3)
     if family.weights:
         quantize(made, family.weights)
@@ -490,9 +493,9 @@ def _model(name: str) -> Any:
 
 
 def quantize(model: Any, weights: str) -> None:
-    """The weights of linear layers, with torchao; four bits want them to be multiples of 16."""
+    """Quantize the weights of linear layers with torchao. int4 needs multiples of 16 outputs."""
     from torchao.prototype.quantization.int4.inference_workflow import (
-        PrototypeInt4WeightOnlyConfig,  # which has a layout for the CPU
+        PrototypeInt4WeightOnlyConfig,  # it has a layout for CPUs
     )
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -505,14 +508,14 @@ def quantize(model: Any, weights: str) -> None:
 
 
 def model(name: str, attention: str = "h2o") -> Any:
-    """A model of its own, always with the same weights, in fp32."""
+    """A fresh copy of a family's model in fp32, always with the same weights."""
     twin = copy.deepcopy(_model(name)).to(DEVICE)
     twin.set_attn_implementation(attention)
     return twin
 
 
 def llama(layers: int, **config: Any) -> Any:
-    """A llama of so many layers, and with other numbers than the family's, in fp32."""
+    """A llama in fp32 with this number of layers; `config` overrides the family's numbers."""
     torch.manual_seed(5)
     config = Family("llama", config, layers=("h2o",) * layers).build_config()
     built = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
@@ -522,13 +525,13 @@ def llama(layers: int, **config: Any) -> Any:
 
 @functools.cache
 def shared(name: str, attention: str = "h2o") -> Any:
-    """The same model for all tests that change nothing of it: a copy takes as long as ten steps."""
+    """One model for all tests that do not change it. A copy takes as long as ten steps."""
     return model(name, attention)
 
 
 @contextlib.contextmanager
 def failing(part: torch.nn.Module) -> Iterator[None]:
-    """A part of a model that raises instead of running, and so must the block."""
+    """Make a part of a model raise ZeroDivisionError, and expect the block to raise it."""
     hook = part.register_forward_pre_hook(lambda *_: 1 / 0)
     try:
         with pytest.raises(ZeroDivisionError):
@@ -538,12 +541,12 @@ def failing(part: torch.nn.Module) -> Iterator[None]:
 
 
 def slow_if(slow: bool, *values: Any) -> Any:
-    """A case of parametrize: marked as slow where another case runs the same lines."""
+    """A case for parametrize, marked as slow if another case runs the same code."""
     return pytest.param(*values, marks=[pytest.mark.slow] if slow else [])
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
-    """Token ids [1, length] each."""
+    """Random token ids, [1, length] for each length."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(2, VOCABULARY, (1, length), generator=generator) for length in lengths]
     return [row.to(DEVICE) for row in rows]
@@ -562,7 +565,7 @@ def batch(rows: list[torch.Tensor], side: str = "left") -> dict[str, torch.Tenso
 
 
 def with_image(name: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same batch for a family that reads images: one amid each row, another one in each."""
+    """The batch with a different image in the middle of each row, if the family has images."""
     image = (FAMILIES | LATENT | LATENT_AND_STATES)[name].image
     if not image:
         return inputs
@@ -576,7 +579,7 @@ def with_image(name: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
         pixels * torch.linspace(1, 2, len(pixels))[(..., *[None] * (pixels.ndim - 1))]
     )
     more = {key: value.to(ids.device) for key, value in more.items()}
-    if "aspect_ratio_ids" in image:  # what stands behind it sees it
+    if "aspect_ratio_ids" in image:  # tokens after the image attend to it
         seen = (ids == IMAGE).cumsum(1) > 0
         more["cross_attention_mask"] = seen.long()[:, :, None, None]
     if "image_grid_thw" in image:
@@ -585,6 +588,6 @@ def with_image(name: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def greedy(model: Any, inputs: dict[str, Any], tokens: int = 16, **kwargs: Any) -> torch.Tensor:
-    """The new tokens [B, tokens]."""
+    """Generate greedily and return the new tokens [B, tokens]."""
     out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, **kwargs)
     return out[:, -tokens:]
