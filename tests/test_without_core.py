@@ -89,7 +89,7 @@ def test_what_is_no_operand_is_named(name, tensor, refused):
     refused(call.put(tensor, array[None]), ValueError, f"^{tensor}: has shape .*, wanted \\[")
     refused(call.put(tensor, array.astype("S1")), TypeError, f"^{tensor}: ")
     refused(call.put(tensor, array.astype(np.int16)), TypeError, f"^{tensor}: has dtype int16")
-    refused(call.put(tensor, "text"), TypeError, f"^{tensor}: a str is no tensor")
+    refused(call.put(tensor, "text"), TypeError, f"^{tensor}: a str is not a tensor")
     meta = torch.empty(array.shape, device="meta", dtype=torch.from_numpy(array).dtype)
     with pytest.raises(ValueError, match=r"is on (meta|cpu), but .* on (cpu|meta)$"):
         call.put(tensor, meta).run()
