@@ -98,7 +98,7 @@ def test_heat_map(held):
     assert parsed.tags.count("rect") == 4 * 9
     model = tiny.model("llama")
     cache = h2o.H2OCache(model.config, heavy=300, recent=4)
-    assert "nothing" in cache.kept(0)._repr_html_()
+    assert "no keys" in cache.kept(0)._repr_html_()
     model(tiny.prompts(450)[0], **with_cache(cache))
     parsed = Balanced(cache.kept(0)._repr_html_())
     assert 2 * 100 < parsed.tags.count("rect") <= 2 * 200

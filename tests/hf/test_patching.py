@@ -379,7 +379,7 @@ def test_what_cannot_be_patched(llama):
     with pytest.raises(TypeError, match="a model of transformers"):
         enable(llama.config, **SMALL)
     pipe = pipeline("text-generation", model=llama, tokenizer=tiny_tokenizer(None))
-    with pytest.raises(TypeError, match=r"a pipeline has it as \.model"):
+    with pytest.raises(TypeError, match=r"for a pipeline pass its \.model"):
         enable(pipe, **SMALL)
     with pytest.raises(TypeError, match="unknown parameter 'heavi'"):
         enable(llama, heavi=3)

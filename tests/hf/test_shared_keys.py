@@ -191,7 +191,7 @@ def test_rows_of_a_simulation_are_the_rows_alone(chosen, side):
 
 def test_what_is_not_simulated():
     with (
-        pytest.raises(UnsupportedError, match="keys of others"),
+        pytest.raises(UnsupportedError, match="reuse others' keys"),
         simulated(model("gemma4_text"), **SMALL, masks=MASKS["local"]),
     ):
         pass

@@ -103,7 +103,7 @@ def test_shares_for_another_model():
     with pytest.raises(ValueError, match="shares has 3 rows, but the model has 2 layers"):
         H2OCache(ours.config, H2OConfig(heavy=8, recent=8, head_shares=[[1.0, 1.0]] * 3))
     cache = H2OCache(ours.config, H2OConfig(heavy=8, recent=8, head_shares=[[1.0, 1.5, 0.5]] * 2))
-    with pytest.raises(ValueError, match=r"has 2 key/value heads.*how much 3 heads"):
+    with pytest.raises(ValueError, match=r"has 2 key/value heads.*numbers for 3 heads"):
         ours(torch.arange(9)[None] + 3, **with_cache(cache))
 
 
