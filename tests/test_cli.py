@@ -441,7 +441,7 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
     lines = text.splitlines()
     names = ["full", "h2o", "budget=0.1", "local"]
     assert [line.split()[0] for line in lines if " held, prefill " in line] == names
-    table = text[text.index("prompt of") :].splitlines()[1:]
+    table = text[text.rindex("prompt of") :].splitlines()[1:]
     assert table[0].split() == names
     rows = {name: cells for name, *cells in (re.split(r"  +", x) for x in table[2:])}
     assert rows["attention mass evicted"][0] == "0.0%"

@@ -255,6 +255,6 @@ def test_a_build_without_a_compiler_names_the_pure_wheel(sources):
     done = run(sources, "setup.py", "--quiet", "build_ext", CC="no-such-compiler")
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
-    assert said.startswith("h2o-kv is built with a C compiler, and 'no-such-compiler' is not here")
+    assert said.startswith("h2o-kv needs a C compiler, and 'no-such-compiler' was not found")
     assert "py3-none-any" in said
     assert "H2O_PURE=1" in said
