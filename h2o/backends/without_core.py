@@ -242,6 +242,6 @@ def _as_torch(name: str, tensor: Any, written: bool) -> Any:
     except (BufferError, RuntimeError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from error
     raise TypeError(
-        f"{name}: a {type(tensor).__name__} is not a tensor; wanted a torch tensor, a NumPy array or "
-        "another object with __dlpack__"
+        f"{name}: a {type(tensor).__name__} is not a tensor; wanted a torch tensor, a NumPy array "
+        "or another object with __dlpack__"
     )
