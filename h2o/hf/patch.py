@@ -29,7 +29,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.wrappers import check_pins, unwrap
-from h2o.hf.layers.cache_relative import at_zero
+from h2o.hf.layers.cache_relative import zero_positions
 
 SCORED = 8
 """Number of texts, each scored in a single forward pass, after which `patched` warns that no budget
@@ -196,7 +196,7 @@ class PatchStack:
         if wants_cache and (patch := self.serving()) is not None:
             cache = compat.with_cache(patch.make_pass_cache())
             kwargs = {**compat.without_cache(kwargs), **cache, "use_cache": True}
-        return args, at_zero(args, kwargs)
+        return args, zero_positions(args, kwargs)
 
     def _original(self, name: str) -> Any:
         return self.before[name] or MethodType(getattr(type(self.model), name), self.model)

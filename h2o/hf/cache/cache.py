@@ -102,7 +102,7 @@ class H2OCache(ReadableCache):
         guard.pins = Pins.of(pinned, plan.h2o_config.decay)
         guard.plans = plan.plans
         guard.rereads_after = plan.rereads_after
-        guard.rope_deltas.may_be = config.get_text_config(decoder=True) is not config
+        guard.rope_deltas.is_possible = config.get_text_config(decoder=True) is not config
         Cache.__init__(self, layers=layers)  # a model's own cache class may accept no arguments
         self.guard = guard
         self.not_dealt, self.model_shape = plan.not_dealt, plan.model_shape

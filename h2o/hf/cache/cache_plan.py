@@ -115,7 +115,7 @@ class CachePlan:
         return layers
 
     def _form(self, layer: int, angles: Rotary | None) -> PlainForm:
-        if angles is not None and angles.turns(layer):
+        if angles is not None and angles.rotates_layer(layer):
             return CacheRelativeForm(angles)
         if self._traits.latent:
             return LatentForm(self._traits.latent)

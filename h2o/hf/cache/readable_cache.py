@@ -50,7 +50,7 @@ class ReadableCache(Cache):
         Models with `rope_deltas` call this before they use them, so it also sets them to those of
         this cache."""
         seen = super().get_seq_length(layer_idx)
-        if self.guard.rope_deltas.may_be:
+        if self.guard.rope_deltas.is_possible:
             self.guard.rope_deltas.begin(seen)
         return seen
 

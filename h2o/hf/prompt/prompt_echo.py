@@ -103,7 +103,7 @@ def _rotary(config: Any) -> Rotary | str:
     if latent_row(config):
         return "its keys are latents, which all heads share"
     try:
-        return Rotary(config, asked='score_by="mean-echo"')
+        return Rotary(config, needed_by='score_by="mean-echo"')
     except UnsupportedError as error:
         return str(error).partition(": ")[2] or str(error)
 
@@ -114,7 +114,7 @@ class PromptEcho:
     def __init__(self, rotary: Rotary, layer: int, policy: Policy) -> None:
         """`policy` is `H2OConfig.policy`; its `score_by` is "mean"."""
         self.policy = policy
-        self.rotary, self.is_rotated = rotary, rotary.turns(layer)
+        self.rotary, self.is_rotated = rotary, rotary.rotates_layer(layer)
 
     def scores(self, tokens: NewTokens, received: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and echo of the tokens in a first pass, each [B, G, Q] float32.

@@ -143,7 +143,7 @@ class PassGuard:
 
     def _finish(self) -> None:
         self.end_pass()
-        if self.rope_deltas.may_be:
+        if self.rope_deltas.is_possible:
             self.rope_deltas.end()
 
     @property
