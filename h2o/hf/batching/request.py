@@ -29,7 +29,7 @@ from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.system_turn import system_span
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.continuation import check_ids
-from h2o.hf.families.wrappers import check_pins, continuing, input_device, virtual_tokens
+from h2o.hf.families.wrappers import check_pins, input_device, model_after_prompt, virtual_tokens
 from h2o.hf.rotary.angles import AnglesByLength, positions_after
 from h2o.hf.store.pins import Pins
 
@@ -279,7 +279,7 @@ class ActiveRequest:
         ids, forward = self.ids[:, begin:end], self.forward
         where = {}
         if begin:
-            forward = continuing(forward)
+            forward = model_after_prompt(forward)
         if begin or not self.settings.virtual:
             seen = begin + self.settings.virtual + self.cache.guard.rope_deltas.offset
             where = positions_after(self.settings.model, seen, ids)

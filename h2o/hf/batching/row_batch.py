@@ -21,7 +21,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.batching.compiled_prefill import CompiledForward
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.families.wrappers import check_passes, continuing, input_device
+from h2o.hf.families.wrappers import check_passes, input_device, model_after_prompt
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.rotary.angles import AnglesByLength
 from h2o.hf.store import states
@@ -40,7 +40,7 @@ class RowBatch:
 
     def __init__(self, model: Any, config: H2OConfig, compileable: bool = False) -> None:
         check_passes(model, "generate_all")
-        self.model = continuing(model)
+        self.model = model_after_prompt(model)
         self.compiled = CompiledForward(self.model, "steps") if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
         self.cache.guard.by_row = True

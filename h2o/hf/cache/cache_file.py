@@ -254,7 +254,7 @@ def _settings(cache: Any) -> dict[str, Any]:
     return {
         "config": fields,
         "not_dealt": cache.not_dealt,
-        "trace": first is not None and first.traced,
+        "trace": first is not None and first.has_trace,
         "compileable": first is not None and isinstance(first.stepper, CapturedStepper),
     }
 

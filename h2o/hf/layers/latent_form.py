@@ -108,7 +108,7 @@ class LatentForm(PlainForm):
             out = self._answers(out)
         if self._mesh is not None:
             for x in (*held, scores):
-                tensor_parallel.over_all_heads(x, self._mesh, layer.policy.scores_largest)
+                tensor_parallel.reduce_over_heads(x, self._mesh, layer.policy.scores_largest)
         return out, scores
 
     def step(
@@ -124,7 +124,7 @@ class LatentForm(PlainForm):
 
     def _answers(self, out: Tensor) -> Tensor:
         """Convert output over rows to output over values, except when `crop` repeats a pass."""
-        return out if self._pass is None else self._pass.expansion.answers(out)
+        return out if self._pass is None else self._pass.expansion.expand_output(out)
 
     def end_call(self) -> None:
         self._pass: _Pass | None = None

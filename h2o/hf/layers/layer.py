@@ -82,7 +82,7 @@ class H2OLayer(CroppableLayer):
         self.scorer = scorer or AttentionScorer()
         self.stepper = stepper or EagerStepper()
         self.columns = self.stepper.zero()
-        self.traced = trace
+        self.has_trace = trace
         self.part = tensor_parallel.WHOLE  # the part of the model's heads in this process
         self.empty()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from h2o import compat
 from h2o.errors import UnsupportedError
 from h2o.hf.families.layer_kinds import full_layers
-from h2o.hf.families.shared_keys import reusing
+from h2o.hf.families.shared_keys import shared_key_layers
 from h2o.hf.rotary.angles import BY_LENGTH
 from h2o.hf.rotary.rotary_parts import Parts, Probe, parts_of
 
@@ -63,7 +63,7 @@ def rotary_refusal(config: Any, *, windows: bool = False) -> str | None:
     )
     if is_without or not getattr(text, "rope_parameters", None):
         return _NONE
-    if reusing(config):
+    if shared_key_layers(config):
         return "some layers attend to the keys of others"
     if windows:
         return "its sliding-window layers keep their keys at original positions"

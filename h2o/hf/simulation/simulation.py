@@ -31,9 +31,9 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.attention.attention_hook import attending
 from h2o.hf.families import tensor_parallel
-from h2o.hf.families.latent_attention import over_latents, trace_latents
+from h2o.hf.families.latent_attention import to_absorbed_form, trace_latents
 from h2o.hf.families.layer_kinds import kind_of, warn_of_windows
-from h2o.hf.families.shared_keys import reusing
+from h2o.hf.families.shared_keys import shared_key_layers
 from h2o.hf.families.wrappers import unwrap
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.prompt_echo import PromptEcho, served_as
@@ -108,7 +108,7 @@ def simulated(
     ]
     if not any(plans):
         warn_of_windows(model.config, stacklevel=4)
-    shared = reusing(model.config)
+    shared = shared_key_layers(model.config)
     if shared and masks is not None:
         raise UnsupportedError(
             f"masks {masks.name!r} do not support models whose layers reuse others' keys"
@@ -146,7 +146,7 @@ class Simulation:
         self._evicted_at: dict[int, Tensor] | None = {} if trace else None
         self._scores: dict[int, Tensor] | None = {} if trace else None
         self._mass: dict[int, Tensor] | None = {} if mass else None
-        self._reuses = {layer: of for of, layers in shared.items() for layer in layers}
+        self._key_sources = {layer: of for of, layers in shared.items() for layer in layers}
         self._rotary, self._pins = rotary, pins
         self._places = SharedPlaces.of(plans, prompt_length, rotary)
         self._here = threading.local()  # VisibleKeys of layers whose keys later layers reuse
@@ -190,13 +190,13 @@ class Simulation:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """The attention output [B, N, H, D] with an H2O cache; called through `attending`."""
-        if (of := self._reuses.get(call.layer)) is not None:
+        if (of := self._key_sources.get(call.layer)) is not None:
             visible: VisibleKeys = vars(self._here)[str(of)]
             _refuse(call, visible.evicted_at.shape[2])
             return _without_backward(visible.attend(call), call)
         if (latent := getattr(call.key, "latent", None)) is not None:
-            call, expansion = over_latents(call, latent)
-            return expansion.answers(self._attend(call, shared=True))
+            call, expansion = to_absorbed_form(call, latent)
+            return expansion.expand_output(self._attend(call, shared=True))
         return self._attend(call)
 
     def _attend(self, call: AttentionCall, *, shared: bool = False) -> Tensor:
@@ -226,7 +226,7 @@ class Simulation:
             out, evicted_at, scores = self._through_cache(text, prompts, by_row, plan, part, pins)
             if self._scores is not None:
                 self._scores[call.layer] = scores
-            if call.layer in self._reuses.values():
+            if call.layer in self._key_sources.values():
                 visible = VisibleKeys(evicted_at, prompts, plan.config.kv_dtype)
                 vars(self._here)[str(call.layer)] = visible
         elif call.softcap:

@@ -42,7 +42,7 @@ class LayerContents(CacheLayerMixin):
     stepper: Any
     columns: Any
     """Columns seen: an int, or a tensor that captured steps change in place"""
-    traced: bool
+    has_trace: bool
 
     def take_over(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
         """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
@@ -204,7 +204,7 @@ class LayerContents(CacheLayerMixin):
         self.raised = False  # whether a budget below one token was rounded up to one
         self.floored = False  # whether a head may keep `min_tokens` keys, more than its fraction
         self.waits_for_pins = False  # whether some pinned tokens have not arrived yet
-        self.trace = Trace() if self.traced else None
+        self.trace = Trace() if self.has_trace else None
         self.last: Any = None  # the last forward pass, if passes are recorded
         self.guard.waiting = self.guard.prompt_counts = None
 
