@@ -125,7 +125,7 @@ def supports(model: Any) -> Support:
     kinds = traits.kinds
     reads_images = config.get_text_config(decoder=True) is not config
     not_images = BIDIRECTIONAL_IMAGES if reads_images and has_bidirectional_images(config) else ""
-    not_echo = prompt_echo.not_dealt(config) if "h2o" in kinds else ""
+    not_echo = prompt_echo.echo_replacement(config) if "h2o" in kinds else ""
     return Support(model_type, True, "", kinds, traits.not_cache_relative, not_images, not_echo)
 
 

@@ -60,9 +60,9 @@ def can_deal(vllm_config: VllmConfig) -> bool:
     is_whole = vllm_config.parallel_config.tensor_parallel_size == 1
     if not (current_platform.is_cpu() and is_whole) or has_windows(vllm_config):
         return False
-    from h2o.vllm.echo_of_prompts import not_dealt  # imports transformers
+    from h2o.vllm.echo_of_prompts import echo_replacement  # imports transformers
 
-    return not not_dealt(vllm_config.model_config.hf_config)
+    return not echo_replacement(vllm_config.model_config.hf_config)
 
 
 def has_windows(vllm_config: VllmConfig) -> bool:

@@ -105,7 +105,7 @@ class H2OCache(ReadableCache):
         guard.rope_deltas.is_possible = config.get_text_config(decoder=True) is not config
         Cache.__init__(self, layers=layers)  # a model's own cache class may accept no arguments
         self.guard = guard
-        self.not_dealt, self.model_shape = plan.not_dealt, plan.model_shape
+        self.echo_replacement, self.model_shape = plan.echo_replacement, plan.model_shape
         self.config = plan.h2o_config
         if not plan.plans:
             warn_of_windows(config, stacklevel=3)
@@ -229,7 +229,7 @@ class H2OCache(ReadableCache):
         except RuntimeError as error:
             raise ValueError(f"{path}: {error}") from error
         cache_file.restore_guard(loaded.guard, content)
-        loaded.not_dealt = content["settings"].get("not_dealt", "")
+        loaded.echo_replacement = content["settings"].get("not_dealt", "")
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -253,7 +253,7 @@ def _settings(cache: Any) -> dict[str, Any]:
     first = next((x for x in cache.layers if isinstance(x, H2OLayer)), None)
     return {
         "config": fields,
-        "not_dealt": cache.not_dealt,
+        "not_dealt": cache.echo_replacement,
         "trace": first is not None and first.has_trace,
         "compileable": first is not None and isinstance(first.stepper, CapturedStepper),
     }

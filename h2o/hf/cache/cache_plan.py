@@ -30,7 +30,7 @@ from h2o.hf.layers.plain_form import PlainForm
 from h2o.hf.layers.shared_form import SharedForm
 from h2o.hf.layers.steppers import CapturedStepper, EagerStepper
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
-from h2o.hf.prompt.prompt_echo import EchoScorer, PromptEcho, served_as
+from h2o.hf.prompt.prompt_echo import EchoScorer, PromptEcho, adapt_config
 from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store.pass_guard import PassGuard
@@ -51,7 +51,7 @@ class CachePlan:
             UnsupportedError: h2o does not support the model, or not with these settings.
         """
         self._config, self._empty = config, transformers_layers(config)
-        self.h2o_config, self._echo, self.not_dealt = served_as(config, h2o_config)
+        self.h2o_config, self._echo, self.echo_replacement = adapt_config(config, h2o_config)
         self._traits = Traits.of(config)
         self._refuse()
         self.model_shape = describe(config)

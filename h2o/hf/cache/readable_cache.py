@@ -141,7 +141,7 @@ class ReadableCache(Cache):
             if has_states(layer):
                 report = replace(report, bytes_states=states.bytes_of(layer))
             reports.append(report)
-        return Report(reports, broken=self._is_broken(), not_dealt=self.not_dealt)
+        return Report(reports, broken=self._is_broken(), echo_replacement=self.echo_replacement)
 
     def is_prompt_only(self) -> bool:
         """Whether the cache has seen a single forward pass."""

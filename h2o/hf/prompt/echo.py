@@ -67,7 +67,7 @@ def largest(
     grouped = query.unflatten(0, (G, H // G))
     for first in range(0, n, rows):
         asked = grouped[:, :, first : first + rows]
-        near = how.capped(_nearest(asked, keys[:, first : first + rows + BEFORE], how.scale))
+        near = how.apply_softcap(_nearest(asked, keys[:, first : first + rows + BEFORE], how.scale))
         best = _highest_by_key(near - log_sums.compute(asked, near))[:, : n - first]
         part = logs[:, first : first + best.shape[1]]
         torch.maximum(part, best, out=part)
@@ -81,7 +81,7 @@ class _Logits(NamedTuple):
     softcap: float
     sink_logits: Tensor | None
 
-    def capped(self, logits: Tensor) -> Tensor:
+    def apply_softcap(self, logits: Tensor) -> Tensor:
         """Apply the softcap in place."""
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)

@@ -36,7 +36,7 @@ from h2o.hf.families.layer_kinds import kind_of, warn_of_windows
 from h2o.hf.families.shared_keys import shared_key_layers
 from h2o.hf.families.wrappers import unwrap
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.prompt_echo import PromptEcho, served_as
+from h2o.hf.prompt.prompt_echo import PromptEcho, adapt_config
 from h2o.hf.prompt.shared_places import SharedPlaces
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.simulation.masks import Masks
@@ -98,7 +98,7 @@ def simulated(
             text.
     """
     config = one_config(h2o_config, parameters).for_model(unwrap(model))
-    config, rotary, _ = served_as(model.config, config)
+    config, rotary, _ = adapt_config(model.config, config)
     pins = Pins.of(pinned, config.decay)
     prompt_length = check(config, masks, prompt_length, ratio_of, pins)
     layers = transformers_layers(model.config)
@@ -118,7 +118,7 @@ def simulated(
     )
     tracing = trace_latents(unwrap(model))
     attended = [*simulation.layers(), *itertools.chain(*shared.values())]
-    with attending(model, attended, simulation.attend), tracing, simulation.dealing(model):
+    with attending(model, attended, simulation.attend), tracing, simulation.budget_pass(model):
         yield simulation
 
 
@@ -149,12 +149,12 @@ class Simulation:
         self._key_sources = {layer: of for of, layers in shared.items() for layer in layers}
         self._rotary, self._pins = rotary, pins
         self._places = SharedPlaces.of(plans, prompt_length, rotary)
-        self._here = threading.local()  # VisibleKeys of layers whose keys later layers reuse
+        self._thread_local = threading.local()  # VisibleKeys of layers whose keys others reuse
 
-    def dealing(self, model: Any) -> AbstractContextManager[None]:
+    def budget_pass(self, model: Any) -> AbstractContextManager[None]:
         """Context within which a pass that divides the budget among heads precedes each pass."""
         places = self._places
-        return nullcontext() if places is None else places.dealt_before(unwrap(model))
+        return nullcontext() if places is None else places.budget_pass(unwrap(model))
 
     def layers(self) -> list[int]:
         """The layers that are simulated: those with full attention."""
@@ -172,11 +172,11 @@ class Simulation:
         With `masks` the shape is [B, H, N], one number per query head, and a key that the last
         token evicts has N, whatever the padding.
         """
-        return _asked_for(self._evicted_at, "trace", layer_idx)
+        return _get_record(self._evicted_at, "trace", layer_idx)
 
     def scores(self, layer_idx: int) -> Tensor:
         """float32 [B, G, N]: each key's score at the end or at its eviction. Not with `masks`."""
-        return _asked_for(self._scores, "trace", layer_idx)
+        return _get_record(self._scores, "trace", layer_idx)
 
     def retained_mass(self, layer_idx: int, *, per_token: bool = False) -> Tensor:
         """float32 [B, H]: the share of a full cache's attention that falls on keys still held.
@@ -185,13 +185,13 @@ class Simulation:
         still sees (`h2o.attention_blocks.retained_mass`). The result is the mean over the row's
         tokens, or with `per_token` each token's own sum, [B, H, N], NaN for padding.
         """
-        mass = _asked_for(self._mass, "mass", layer_idx)
+        mass = _get_record(self._mass, "mass", layer_idx)
         return mass if per_token else mass.nanmean(-1)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """The attention output [B, N, H, D] with an H2O cache; called through `attending`."""
         if (of := self._key_sources.get(call.layer)) is not None:
-            visible: VisibleKeys = vars(self._here)[str(of)]
+            visible: VisibleKeys = vars(self._thread_local)[str(of)]
             _refuse(call, visible.evicted_at.shape[2])
             return _without_backward(visible.attend(call), call)
         if (latent := getattr(call.key, "latent", None)) is not None:
@@ -219,7 +219,7 @@ class Simulation:
                 q, k, None if shared else v, mask, call.scale, call.softcap, call.sink_logits
             )
             if self._places is not None:
-                if self._places.is_reading:
+                if self._places.is_collecting:
                     self._places.take(call.layer, text, prompts, by_row, pins)
                     return call.full()
                 by_row = self._places.budgets(call.layer)
@@ -228,7 +228,7 @@ class Simulation:
                 self._scores[call.layer] = scores
             if call.layer in self._key_sources.values():
                 visible = VisibleKeys(evicted_at, prompts, plan.config.kv_dtype)
-                vars(self._here)[str(call.layer)] = visible
+                vars(self._thread_local)[str(call.layer)] = visible
         elif call.softcap:
             raise UnsupportedError(f"masks {self._masks.name!r} do not support logit softcapping")
         elif call.sink_logits is not None:
@@ -352,7 +352,7 @@ _NO_GRADIENT = (
 )
 
 
-def _asked_for(values: dict[int, Tensor] | None, argument: str, layer: int) -> Tensor:
+def _get_record(values: dict[int, Tensor] | None, argument: str, layer: int) -> Tensor:
     if values is None:
         raise ValueError(f"this was not recorded: call simulated(..., {argument}=True)")
     if layer not in values:
