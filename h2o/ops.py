@@ -136,7 +136,7 @@ def attend(
     (`h2o info` says so), outputs of up to about a hundred earlier tokens may be NaN too.
     """
     if grad_enabled():
-        _refuse_grad(
+        _check_no_grad(
             slots, query=query, keys=keys, values=values, out=out, scores=scores,
             sink_logits=sink_logits,
         )  # fmt: skip
@@ -167,7 +167,7 @@ def log_sums(
     needed, this takes half the work of `attend`. Arguments are as in `attend`. None is modified.
     """
     if grad_enabled():
-        _refuse_grad(slots, query=query, keys=keys, sink_logits=sink_logits)
+        _check_no_grad(slots, query=query, keys=keys, sink_logits=sink_logits)
     scale, out, scores = _fill_in(query, keys, scale, None, float32=None)
     sums = None if four_sizes(query) is None else empty(query, tuple(query.shape[:3]), "float32")
     values = keys if slots is None or slots.values is not None else None
@@ -206,7 +206,7 @@ def evict(
             decay divides by the sum of decay^age over the queries.
     """
     if grad_enabled():
-        _refuse_grad(slots, keys=keys, values=values, scores=scores)
+        _check_no_grad(slots, keys=keys, values=values, scores=scores)
     if fields:
         policy = one_policy(policy, fields)
     backends.serving(keys).evict(keys, values, scores, mask, slots, policy)
@@ -248,7 +248,7 @@ def step(
         out
     """
     if grad_enabled():
-        _refuse_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
+        _check_no_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
     if fields:
         policy = one_policy(policy, fields)
     backend = backends.serving_if_open(query)
@@ -308,7 +308,7 @@ def simulate(
         padding. scores is [B, G, Q] float32, the score at the end or at eviction.
     """
     if grad_enabled():
-        _refuse_grad(
+        _check_no_grad(
             None, query=query, keys=keys, values=values, out=out, scores=scores,
             sink_logits=sink_logits,
         )  # fmt: skip
@@ -371,7 +371,7 @@ def _fill_in(
     return scale, out, *made
 
 
-def _refuse_grad(slots: Slots | None, **tensors: Tensor) -> None:
+def _check_no_grad(slots: Slots | None, **tensors: Tensor) -> None:
     """Raise BufferError for tensors that require grad. Called only if torch records gradients."""
     more = slots if isinstance(slots, Slots) else ()
     for index, tensor in enumerate((*tensors.values(), *more)):

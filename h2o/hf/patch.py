@@ -160,7 +160,7 @@ class PatchStack:
         has_cache = compat.cache_in(model_kwargs) is not None
         wants_cache = not has_cache and generation_config.use_cache is not False
         if patch is not None:
-            _refuse(generation_config, wants_cache)
+            _check_generation(generation_config, wants_cache)
         if patch is None or not wants_cache:
             return self._original(PREPARE_CACHE)(generation_config, model_kwargs, *args, **kwargs)
         assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
@@ -302,7 +302,7 @@ def _warn_without_cache(model: Any) -> None:
         )
 
 
-def _refuse(generation_config: Any, wants_cache: bool) -> None:
+def _check_generation(generation_config: Any, wants_cache: bool) -> None:
     """Raise for drafts, before early exit removes layers from the config, and for other caches."""
     early = getattr(generation_config, "assistant_early_exit", None) is not None
     if early or getattr(generation_config, "is_assistant", False):

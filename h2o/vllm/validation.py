@@ -42,7 +42,7 @@ def page_budget(vllm_config: VllmConfig) -> PageBudget:
     Raises: TypeError, ValueError for a wrong entry, and for a model or setting that is not
     supported.
     """
-    refuse(vllm_config)
+    check_supported(vllm_config)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     entry, ranks = entry_of(vllm_config), parallel.tensor_parallel_size
     part = parallel.rank % ranks, ranks
@@ -76,7 +76,7 @@ def _has_other_scheduler(vllm_config: VllmConfig) -> bool:
     return scheduler is not None and getattr(scheduler, "__module__", "") != "h2o.vllm.scheduler"
 
 
-def refuse(vllm_config: VllmConfig) -> None:
+def check_supported(vllm_config: VllmConfig) -> None:
     """Raise ValueError with the reason if the model or a setting is not supported."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     cache, attention = vllm_config.cache_config, vllm_config.attention_config

@@ -53,7 +53,7 @@ class CachePlan:
         self._config, self._empty = config, transformers_layers(config)
         self.h2o_config, self._echo, self.echo_replacement = adapt_config(config, h2o_config)
         self._traits = Traits.of(config)
-        self._refuse()
+        self._check_settings()
         self.model_shape = describe(config)
         self.rereads_after = rereads_after(config)
         """See `h2o.hf.support.rereads_after`"""
@@ -83,7 +83,7 @@ class CachePlan:
         Raises:
             UnsupportedError: the settings cannot be combined.
         """
-        self._refuse(trace=trace, compileable=compileable)
+        self._check_settings(trace=trace, compileable=compileable)
         angles, echo = copy.copy(self._angles), copy.copy(self._echo)
         cross_head = None
         if self.h2o_config.shares_by_echo:
@@ -131,7 +131,7 @@ class CachePlan:
             return AttentionScorer()
         return EchoScorer(PromptEcho(echo, layer, self.plans[layer].policy), cross_head)
 
-    def _refuse(self, **settings: bool) -> None:
+    def _check_settings(self, **settings: bool) -> None:
         """Raise `UnsupportedError` if the settings do not suit the model or each other."""
         if reasons := setting_reasons(self._traits, self.h2o_config, **settings):
             raise UnsupportedError(reasons[0])

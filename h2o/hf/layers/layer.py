@@ -108,7 +108,7 @@ class H2OLayer(CroppableLayer):
             last = rows if values is None else values
             self.row_size = last.shape[-1], last.element_size()
         elif shape[0] != self.batch_size:
-            self._refuse_rows(shape[0])
+            self._raise_batch_error(shape[0])
         elif shape[1] != self.num_heads:
             raise ValueError(
                 f"this cache holds keys of {self.num_heads} heads in layer {self.layer_idx} and "

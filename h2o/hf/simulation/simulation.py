@@ -192,7 +192,7 @@ class Simulation:
         """The attention output [B, N, H, D] with an H2O cache; called through `attending`."""
         if (of := self._key_sources.get(call.layer)) is not None:
             visible: VisibleKeys = vars(self._thread_local)[str(of)]
-            _refuse(call, visible.evicted_at.shape[2])
+            _check_call(call, visible.evicted_at.shape[2])
             return _without_backward(visible.attend(call), call)
         if (latent := getattr(call.key, "latent", None)) is not None:
             call, expansion = to_absorbed_form(call, latent)
@@ -204,7 +204,7 @@ class Simulation:
         plan = self._plans[call.layer]
         assert plan is not None
         B, _, N, _ = query.shape
-        _refuse(call, N)
+        _check_call(call, N)
         lengths = [N] * B
         if mask is not None and (plan.needs_prompt_length or mask.is_cpu):  # else without effect
             lengths = mask.sum(1).tolist()
@@ -331,7 +331,7 @@ def check(
     return prompts
 
 
-def _refuse(call: AttentionCall, tokens: int) -> None:
+def _check_call(call: AttentionCall, tokens: int) -> None:
     """Raise if a call does not have all `tokens` of a text, or if the model is in training."""
     if call.cached or call.key.shape[2] != tokens:
         raise ValueError(

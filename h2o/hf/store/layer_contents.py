@@ -106,7 +106,7 @@ class LayerContents(CacheLayerMixin):
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
-    def _refuse_rows(self, given: int) -> None:
+    def _raise_batch_error(self, given: int) -> None:
         """Raise ValueError because a batch of `given` rows does not fit."""
         text = f"this cache holds a batch of {self.batch_size} rows and was given {given}"
         if given % self.batch_size == 0:
