@@ -168,7 +168,7 @@ class PatchStack:
             cache = patch.make_cache(compat.known_prompt_length(generation_config, model_kwargs))
         else:
             cache = patch.make_cache()  # the prompt's only forward pass tells it the length
-            cache.guard.allow_rereading()
+            cache.guard.allow_cache_drop()
         if assisted:
             cache.activate_past_recording()  # transformers does so itself from 5.16 on
         model_kwargs[CACHE] = cache

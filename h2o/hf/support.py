@@ -258,7 +258,7 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
     return layers_of(config.get_text_config(decoder=True))
 
 
-def rereads_after(config: Any) -> float | None:
+def drops_cache_after(config: Any) -> float | None:
     """Number of tokens after which `generate()` drops the cache and prefills the whole text again,
     because the rotary angles of all earlier tokens change (Phi-3 with longrope). Infinity if the
     angles do not change. None for a model that always keeps its cache."""

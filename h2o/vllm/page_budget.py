@@ -47,7 +47,7 @@ class PageBudget:
     """(i, n): this rank has the i-th of n equal parts of each layer's key/value heads"""
 
     @property
-    def together(self) -> bool:
+    def has_shared_page(self) -> bool:
         """Whether all layers of a request share one page."""
         return self.config.shares_by_echo
 
@@ -152,7 +152,7 @@ class PageBudget:
         """Bytes of a layer's page. All pages have the size that the largest layer needs on any
         rank, since vLLM requires equal sizes. If layers share a page, the result is one layer's
         part of that page."""
-        if self.together:
+        if self.has_shared_page:
             part = -(-page_bytes(self.empty_pages(keys)) // self.layers)
             return -(-part // ALIGNMENT) * ALIGNMENT
         layers = range(self.layers)

@@ -162,7 +162,7 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
         from h2o.vllm.echo_of_prompts import Dealer, PromptEchoes  # imports transformers
 
         echoes = PromptEchoes(vllm_config.model_config.hf_config, budget.config)
-        dealer = Dealer(budget.layers) if budget.together else None
+        dealer = Dealer(budget.layers) if budget.has_shared_page else None
     set_up(vllm_config)
     stores = WeakValueDictionary[tuple[int, int], PageStore]()
     shared = budget, has_windows(vllm_config), echoes, dealer, stores, Forks()

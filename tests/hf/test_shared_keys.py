@@ -89,7 +89,7 @@ def test_pads_of_a_prompt_of_a_chunk_and_of_a_step():
 def test_keys_that_came_from_a_dynamic_cache():
     for Q in (1, 4):
         layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), form=SharedForm([1, 2]))
-        layer.take_over(torch.randn(2, G, 20, D), torch.randn(2, G, 20, D), None)
+        layer.import_keys(torch.randn(2, G, 20, D), torch.randn(2, G, 20, D), None)
         first, (all_queries, _) = a_pass(layer, Q, 0)
         assert torch.equal(all_queries, first)
         first, (all_queries, _) = a_pass(layer, 1, 1)
@@ -254,7 +254,7 @@ def test_a_pass_ends_with_the_last_layer_that_attends():
     ours(ids, **with_cache(cache))
     hook.remove()
     assert "another thread" in errors[0]
-    assert not cache.guard.under_way
+    assert not cache.guard.is_under_way
     begin()
     assert len(errors) == 1
 

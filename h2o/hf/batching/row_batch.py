@@ -43,7 +43,7 @@ class RowBatch:
         self.model = model_after_prompt(model)
         self.compiled = CompiledForward(self.model, "steps") if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
-        self.cache.guard.by_row = True
+        self.cache.guard.has_independent_rows = True
         for index, layer in enumerate(self.cache.layers):
             if kind_of(layer) in ("sliding", "cross"):
                 raise UnsupportedError(

@@ -27,7 +27,7 @@ from h2o.config.fields import CacheFields, ConfigFields, Pinned, PromptLength
 from h2o.hf.cache import cache_file
 from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.continuation import check_text, warn_of_many_graphs
-from h2o.hf.cache.from_dynamic_cache import take_over
+from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
 from h2o.hf.cache.readable_cache import ReadableCache
 from h2o.hf.families.layer_kinds import has_states, kind_of, warn_of_windows
 from h2o.hf.families.wrappers import check_pins, unwrap
@@ -101,7 +101,7 @@ class H2OCache(ReadableCache):
         layers = plan.layers(guard, trace=trace, compileable=compileable)
         guard.pins = Pins.of(pinned, plan.h2o_config.decay)
         guard.plans = plan.plans
-        guard.rereads_after = plan.rereads_after
+        guard.drops_cache_after = plan.drops_cache_after
         guard.rope_deltas.is_possible = config.get_text_config(decoder=True) is not config
         Cache.__init__(self, layers=layers)  # a model's own cache class may accept no arguments
         self.guard = guard
@@ -152,7 +152,7 @@ class H2OCache(ReadableCache):
                 `attention_mask` has the wrong shape.
         """
         converted = cls(config, h2o_config, **parameters)
-        take_over(cache, converted.layers, converted.guard, attention_mask)
+        import_dynamic_cache(cache, converted.layers, converted.guard, attention_mask)
         converted.guard.rope_deltas.is_known = False
         return converted
 
@@ -245,7 +245,7 @@ class H2OCache(ReadableCache):
         if self.guard.has_states:
             for layer in filter(has_states, self.layers):
                 states.make_writable(layer)
-        if not self.is_compileable or self.guard.under_way:
+        if not self.is_compileable or self.guard.is_under_way:
             self._check_layers_agree()
         seen = int(self.get_seq_length())
         if query_length == 0:

@@ -34,7 +34,7 @@ from h2o.hf.prompt.prompt_echo import EchoScorer, PromptEcho, adapt_config
 from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store.pass_guard import PassGuard
-from h2o.hf.support import Traits, rereads_after, setting_reasons, transformers_layers
+from h2o.hf.support import Traits, drops_cache_after, setting_reasons, transformers_layers
 from h2o.model_identity import describe
 
 
@@ -55,8 +55,8 @@ class CachePlan:
         self._traits = Traits.of(config)
         self._check_settings()
         self.model_shape = describe(config)
-        self.rereads_after = rereads_after(config)
-        """See `h2o.hf.support.rereads_after`"""
+        self.drops_cache_after = drops_cache_after(config)
+        """See `h2o.hf.support.drops_cache_after`"""
         self.kinds = self._traits.kinds
         self.number_of_states = {
             index: layer.number_of_states

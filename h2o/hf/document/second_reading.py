@@ -192,7 +192,8 @@ class _Reader:
 
     def _scores(self) -> list[Tensor]:
         return [
-            slot_layout.gather_held(x.slots, x.capacity.sizes, scores=0.0)[0] for x in self.layers
+            slot_layout.gather_held_keys(x.slots, x.capacity.sizes, scores=0.0)[0]
+            for x in self.layers
         ]
 
 

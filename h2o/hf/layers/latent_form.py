@@ -60,7 +60,7 @@ class LatentForm(PlainForm):
             )
         return torch.cat([keys, values.to(keys.dtype)], dim=-1), None
 
-    def hand_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
+    def attach_layer(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
         """The new latents, tagged with the layer. The model expands them before it attends."""
         self._rows = rows.detach()
         return TaggedTensor.of(keys, h2o_layer=layer)

@@ -42,7 +42,7 @@ class PlainForm:
             )
         return keys, values
 
-    def hand_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
+    def attach_layer(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
         """Return the new keys as a view that carries the layer to the attention function."""
         # A detached view is the cheapest. If gradients are required, the view must
         # stay in the graph, so that a backward pass raises an error.

@@ -44,7 +44,7 @@ class LayerContents(CacheLayerMixin):
     """Columns seen: an int, or a tensor that captured steps change in place"""
     has_trace: bool
 
-    def take_over(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
+    def import_keys(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
         """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
 
         The next forward pass scores and prunes them."""
@@ -241,7 +241,7 @@ class LayerContents(CacheLayerMixin):
         if self.slots is None:
             return Kept(_empty(3, torch.int64), _empty(3))
         return Kept(
-            *slot_layout.gather_held(self.slots, self.capacity.sizes, positions=-1, scores=0)
+            *slot_layout.gather_held_keys(self.slots, self.capacity.sizes, positions=-1, scores=0)
         )
 
     def kept_rows(self) -> tuple[Tensor, Tensor]:
@@ -249,7 +249,7 @@ class LayerContents(CacheLayerMixin):
         if self.slots is None:
             return _empty(4), _empty(4)
         fields = dict.fromkeys(self.row_fields, 0.0)
-        return self._read(slot_layout.gather_held(self.slots, self.capacity.sizes, **fields))
+        return self._read(slot_layout.gather_held_keys(self.slots, self.capacity.sizes, **fields))
 
     def by_slot(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another.
@@ -279,7 +279,7 @@ class LayerContents(CacheLayerMixin):
         """Report on this layer; see `h2o.hf.store.report`."""
         if self.slots is None:
             return LayerReport(self.layer_idx, "h2o")
-        figures = slot_layout.figures(self.slots, self.capacity.sizes, self.config.sinks)
+        figures = slot_layout.report_fields(self.slots, self.capacity.sizes, self.config.sinks)
         if not self.scorer.uses_attention:
             figures |= {"mass_evicted": math.nan, "mass_kept": math.nan}
         return LayerReport(
