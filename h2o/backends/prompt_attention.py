@@ -208,7 +208,7 @@ def fastest(
     }
 
     @functools.cache
-    def serves(name: str) -> bool:
+    def is_usable(name: str) -> bool:
         return not name or _is_right(attends[name], kernels, by_torch, depth, device)
 
     chosen: dict[int, str] = {}
@@ -216,7 +216,7 @@ def fastest(
     for prompt in MEASURED if WAYS else ():
         with default_settings(torch.device(device)):
             seconds = {name: _time(attend, depth, prompt, wait) for name, attend in attends.items()}
-        name = next(name for name in sorted(seconds, key=seconds.__getitem__) if serves(name))
+        name = next(name for name in sorted(seconds, key=seconds.__getitem__) if is_usable(name))
         if name != last:
             chosen[prompt.least] = last = name
     return chosen

@@ -111,19 +111,19 @@ class RowBatch:
         groups = self.angles.groups(live, [n + 1 for n in self.tokens])
         for rows in groups:
             self.angles.forget()
-            parts.append(self._of_rows(rows, ids))
+            parts.append(self._step_rows(rows, ids))
         self.tokens = [n and n + 1 for n in self.tokens]
         if len(groups) == 1:
             return parts[0]
         place = {row: i for i, row in enumerate(row for rows in groups for row in rows)}
         return torch.cat(parts)[[place[row] for row in live]]
 
-    def _of_rows(self, rows: list[int], ids: list[int]) -> Tensor:
+    def _step_rows(self, rows: list[int], ids: list[int]) -> Tensor:
         """Logits [len(rows), vocabulary] of a decode step in these rows."""
         if self.compiled:  # always with a mask: calls without one would need another graph
-            return self._of_all(self.compiled, ids, rows, masked=True)[rows]
+            return self._step_all_rows(self.compiled, ids, rows, masked=True)[rows]
         if self._has_states:
-            return self._of_all(self.model, ids, rows, masked=len(rows) < len(ids))[rows]
+            return self._step_all_rows(self.model, ids, rows, masked=len(rows) < len(ids))[rows]
         self._choose(rows if len(rows) < len(ids) else [])
         return self._forward(self.model, [ids[row] for row in rows], rows)
 
@@ -142,7 +142,9 @@ class RowBatch:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _of_all(self, forward: Any, ids: list[int], rows: list[int], *, masked: bool) -> Tensor:
+    def _step_all_rows(
+        self, forward: Any, ids: list[int], rows: list[int], *, masked: bool
+    ) -> Tensor:
         """Logits [all rows, vocabulary]. If `masked`, all rows but `rows` are masked."""
         here = [[row in rows] for row in range(len(ids))]
         mask = torch.tensor(here, dtype=torch.bool, device=input_device(self.model))
