@@ -17,7 +17,7 @@ from h2o.budgets import (
     layer_amount,
     mean_pair,
     pair_amounts,
-    raise_to_least,
+    raise_to_minimum,
     recent_part,
 )
 from h2o.config.fields import ConfigFields, Positions
@@ -272,7 +272,7 @@ class H2OConfig(Presets):
             one = [int(fraction > 0) for fraction in fractions]
             heavy, recent = max(heavy, one[0]), max(recent, one[1])
         least = min_tokens - self.sinks
-        return raise_to_least(least, recent_part(min_tokens), (heavy, recent), fractions)
+        return raise_to_minimum(least, recent_part(min_tokens), (heavy, recent), fractions)
 
     def truncate_pair(
         self, pair: tuple[Amount, Amount], n: int, token_bytes: tuple[int, int] | None

@@ -145,7 +145,7 @@ class PatchStack:
             self.before_forward, prepend=True, with_kwargs=True
         )
 
-    def serving(self) -> Patch | None:
+    def active_patch(self) -> Patch | None:
         """The patch that gives a call in this context its cache."""
         patches = list(self.patches)  # copied: another thread may end a patch
         blocks = [patch for entered in _entered.get() if (patch := entered()) in patches]
@@ -156,7 +156,7 @@ class PatchStack:
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Stand in for `GenerationMixin._prepare_cache_for_generation`."""
-        patch = self.serving()
+        patch = self.active_patch()
         has_cache = compat.cache_in(model_kwargs) is not None
         wants_cache = not has_cache and generation_config.use_cache is not False
         if patch is not None:
@@ -193,7 +193,7 @@ class PatchStack:
         if use_cache is None:
             use_cache = getattr(model.config.get_text_config(decoder=True), "use_cache", True)
         wants_cache = use_cache and not has_cache and not model.training
-        if wants_cache and (patch := self.serving()) is not None:
+        if wants_cache and (patch := self.active_patch()) is not None:
             cache = compat.with_cache(patch.make_pass_cache())
             kwargs = {**compat.without_cache(kwargs), **cache, "use_cache": True}
         return args, zero_positions(args, kwargs)

@@ -105,7 +105,7 @@ class LatentForm(PlainForm):
             out, scores = _expanded_attention(layer, *self._pass.expanded, tokens)
         else:
             out, scores = super().attention(layer, tokens, slots)
-            out = self._answers(out)
+            out = self._expand_output(out)
         if self._mesh is not None:
             for x in (*held, scores):
                 tensor_parallel.reduce_over_heads(x, self._mesh, layer.policy.scores_largest)
@@ -120,9 +120,9 @@ class LatentForm(PlainForm):
         if many or self._mesh is not None:
             attended: Tensor = layer.attend_and_evict(tokens, slots)
             return attended
-        return self._answers(super().step(layer, tokens, slots, None, **rotary))
+        return self._expand_output(super().step(layer, tokens, slots, None, **rotary))
 
-    def _answers(self, out: Tensor) -> Tensor:
+    def _expand_output(self, out: Tensor) -> Tensor:
         """Convert output over rows to output over values, except when `crop` repeats a pass."""
         return out if self._pass is None else self._pass.expansion.expand_output(out)
 

@@ -60,7 +60,7 @@ def largest(
     keys = keys.to(query.dtype)
     if angles is not None:
         keys = rotate(keys, torch.stack([angles[0], -angles[1]]))
-    by_core = backends.HAS_CORE and backends.serving(keys) is backends.core
+    by_core = backends.HAS_CORE and backends.backend_for(keys) is backends.core
     rows = ROWS if by_core else max(1, ENTRIES // max(1, H * n))
     is_bounded = by_core and keys.is_cpu and n >= FEWEST_BOUNDED
     log_sums = (_NeededLogSums if is_bounded else _AllLogSums)(keys, how)
