@@ -31,7 +31,7 @@ class PromptEchoes:
         self.config = config
         self.rotary = rotary_for(model, config)
 
-    def of_layer(self, layer: int, scale: float, softcap: float) -> PromptScores | None:
+    def layer_scorer(self, layer: int, scale: float, softcap: float) -> PromptScores | None:
         """The scoring function of a layer, or None if prompts keep the scores that attention gives
         (`rotary_for`)."""
         if self.rotary is None:

@@ -253,7 +253,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         impls = impls_of(vllm_config, layer_names)
         engine = impls[0].engine
-        Requests.check_asked(vllm_config)
+        Requests.check_created(vllm_config)
         self.begun = PartialPrompts(engine.budget.places)
         self.requests, self.forks = engine.requests, engine.forks
         self.forks.partial.append(self.begun.chunks)
@@ -270,7 +270,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         if rows.causal is not True:
             raise ValueError("h2o supports only causal attention in vLLM, and this model's is not")
         if self.meter is not None:
-            self.meter.stepped()
+            self.meter.schedule_write()
         # On a GPU the host waits for one of these only, the pages. Without drafts the upper bounds
         # of the lengths are exact.
         starts, lengths, pages = (
@@ -371,7 +371,7 @@ class H2OAttention(AttentionImpl[Planned]):
             store = PageStore(kv_cache.flatten(1), page, alone=not engine.has_windows)
         else:
             store = self._store_of_all(kv_cache, keys)
-        scores = engine.echoes and engine.echoes.of_layer(index, self.scale, self.softcap)
+        scores = engine.echoes and engine.echoes.layer_scorer(index, self.scale, self.softcap)
         known = store, budget, index, self.scale, self.softcap
         return PagedLayer(*known, scores, engine.dealer, engine.forks)
 

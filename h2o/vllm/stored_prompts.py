@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from h2o.vllm.paged_request import CONTEXT, PREFIX, reads_by_token
 
 
-class Asked(NamedTuple):
+class PromptHashes(NamedTuple):
     """Hashes by which a request shares a prompt with others."""
 
     tokens: int
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
 
 def identify(
     tokens: Sequence[int], prefix: int, arguments: Mapping[str, Any], salt: str | None
-) -> Asked:
+) -> PromptHashes:
     """Hash a request's tokens and those of its `vllm_xargs` that determine what its page holds.
 
     Args:
@@ -45,13 +45,13 @@ def identify(
         if name.startswith("h2o_") and name not in (PREFIX, CONTEXT)
     )
 
-    def known_by(n: int, *cut: int) -> bytes:
+    def hash_beginning(n: int, *cut: int) -> bytes:
         said = repr((settings, salt, cut)).encode()
         return hashlib.sha256(array.array("q", tokens[:n]).tobytes() + said).digest()
 
-    beginning = known_by(prefix) if prefix else None
+    beginning = hash_beginning(prefix) if prefix else None
     cut = (prefix, reads_by_token(arguments)) if prefix else ()
-    return Asked(len(tokens), known_by(len(tokens), *cut), prefix, beginning)
+    return PromptHashes(len(tokens), hash_beginning(len(tokens), *cut), prefix, beginning)
 
 
 class Begin(NamedTuple):
@@ -78,7 +78,7 @@ class Store(NamedTuple):
 class Reading:
     """A request whose prompt is being prefilled."""
 
-    asked: Asked
+    hashes: PromptHashes
     pages: list[int]
     """The request's page in each group of layers. There are several groups with sliding windows"""
     read: int
@@ -96,7 +96,7 @@ class StoredPrompts:
         """Prompts that are being prefilled, by request"""
         self._by_page: dict[int, bytes] = {}
 
-    def find(self, wanted: Asked) -> tuple[int, int, bool] | None:
+    def find(self, wanted: PromptHashes) -> tuple[int, int, bool] | None:
         """(page, tokens, whole) of the longest stored beginning of a request. The last token of a
         whole prompt is not counted, since it is computed again."""
         if wanted.whole in self.pages and wanted.tokens > 1:
@@ -105,11 +105,11 @@ class StoredPrompts:
             return self.pages[wanted.beginning], wanted.prefix, False
         return None
 
-    def is_read(self, request: str, wanted: Asked) -> bool:
+    def is_being_prefilled(self, request: str, wanted: PromptHashes) -> bool:
         """Whether another request is prefilling a prompt or prefix that this one could use."""
         keys = {wanted.whole, wanted.beginning} - {None}
         return any(
-            other != request and one.exact and not keys.isdisjoint(_to_come(one))
+            other != request and one.exact and not keys.isdisjoint(_pending_hashes(one))
             for other, one in self.reading.items()
         )
 
@@ -120,7 +120,7 @@ class StoredPrompts:
         for request, one in [*self.reading.items()]:
             new = scheduled.get(request, 0)
             before, one.read = one.read, one.read + new
-            wanted = one.asked
+            wanted = one.hashes
             if before < wanted.prefix == one.read and wanted.beginning is not None:
                 done.append((one, wanted.beginning))
             if one.read >= wanted.tokens:
@@ -155,7 +155,7 @@ class StoredPrompts:
         return {page for one in gone for page in one.pages}
 
 
-def _to_come(one: Reading) -> set[bytes]:
+def _pending_hashes(one: Reading) -> set[bytes]:
     """Hashes of the prompt and prefix that a request in prefill will store."""
-    beginning = one.asked.beginning if one.read < one.asked.prefix else None
-    return {one.asked.whole} | ({beginning} if beginning is not None else set())
+    beginning = one.hashes.beginning if one.read < one.hashes.prefix else None
+    return {one.hashes.whole} | ({beginning} if beginning is not None else set())

@@ -47,13 +47,13 @@ def page_budget(vllm_config: VllmConfig) -> PageBudget:
     entry, ranks = entry_of(vllm_config), parallel.tensor_parallel_size
     part = parallel.rank % ranks, ranks
     config = served_budget_config(
-        entry, model.hf_text_config, can_deal=lambda: can_deal(vllm_config)
+        entry, model.hf_text_config, can_divide_budget=lambda: can_divide_budget(vllm_config)
     )
     layers = model.get_num_layers(parallel)
     return PageBudget(config, layers, model.max_model_len, entry_places(entry), part)
 
 
-def can_deal(vllm_config: VllmConfig) -> bool:
+def can_divide_budget(vllm_config: VllmConfig) -> bool:
     """Whether the budget of a request can be divided across all layers of the model. All layers
     must use h2o's attention, with all of their heads on one rank. Only the CPU is supported, since
     this has never run on a GPU."""
@@ -156,7 +156,7 @@ class Requests(Unchanged, ProcessorOfV1, ProcessorOfV2):
             self.of_config[vllm_config.instance_id] = self
 
     @classmethod
-    def check_asked(cls, vllm_config: VllmConfig) -> None:
+    def check_created(cls, vllm_config: VllmConfig) -> None:
         """Raise RuntimeError if vLLM has created no processor. It would then accept wrong requests,
         and these end the scheduler."""
         if vllm_config.instance_id not in cls.of_config:

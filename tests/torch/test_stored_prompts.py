@@ -54,13 +54,13 @@ def test_the_longest_beginning_is_found():
 def test_who_reads_what_others_want():
     prompts = StoredPrompts()
     prompts.reading["a"] = Reading(of(30, 20), [3], 0)
-    assert prompts.is_read("b", of(40, 20))
-    assert prompts.is_read("b", of(30, 20))
-    assert not prompts.is_read("a", of(30, 20))
-    assert not prompts.is_read("b", of(30))
+    assert prompts.is_being_prefilled("b", of(40, 20))
+    assert prompts.is_being_prefilled("b", of(30, 20))
+    assert not prompts.is_being_prefilled("a", of(30, 20))
+    assert not prompts.is_being_prefilled("b", of(30))
     assert prompts.advance({"a": 12}) == []
     assert prompts.advance({"a": 8}) == [(3, of(20).whole)]
-    assert not prompts.is_read("b", of(40, 20))
+    assert not prompts.is_being_prefilled("b", of(40, 20))
     assert prompts.advance({"a": 10}) == [(3, of(30, 20).whole)]
     assert not prompts.reading
 
@@ -76,7 +76,7 @@ def test_prompts_that_began_with_other_weights_are_not_stored():
     prompts.reading["a"] = Reading(of(30), [3], 0)
     prompts.advance({"a": 8})
     assert prompts.clear() == []
-    assert not prompts.is_read("b", of(30))
+    assert not prompts.is_being_prefilled("b", of(30))
     assert prompts.advance({"a": 22}) == []
     prompts.reading["c"] = Reading(of(30), [5], 0)
     prompts.advance({"c": 8})
