@@ -224,7 +224,7 @@ class H2OLM(HFLM):
             lengths.append(len(tokens) + new)
             if self.protocol != "simulate":
                 self.tally.truncated += len(tokens) > self.max_length - new
-                self._hold(tokens[new - self.max_length :])
+                self._count_kept(tokens[new - self.max_length :])
         texts = [""] * len(requests)
         if self.is_counting:
             return texts
@@ -275,11 +275,11 @@ class H2OLM(HFLM):
                 "Later requests are truncated likewise (the result file has their number)",
                 len(context) + len(continuation), self.max_length, cut,
             )  # fmt: skip
-        self._hold(text[:-1] if self.protocol == "simulate" else text[: -len(continuation)])
+        self._count_kept(text[:-1] if self.protocol == "simulate" else text[: -len(continuation)])
         self.tally.one_token_answers += len(continuation) == 1
         self.tally.truncated += cut > 0
 
-    def _hold(self, text: list[int]) -> None:
+    def _count_kept(self, text: list[int]) -> None:
         """Count the keys that are kept of a simulated text or of a prompt."""
         self.add(len(self._parts(text)[0]))
 

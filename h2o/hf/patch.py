@@ -93,7 +93,7 @@ class Patch:
         """Patch the model. Raises what `enable` raises, and then leaves the model as it was."""
         with CHANGING:
             for other in _patches_of(self.model):
-                elsewhere = other.switch.elsewhere()
+                elsewhere = other.switch.owner_elsewhere()
                 if elsewhere and other.settings != self.settings:
                     raise RuntimeError(
                         f"this model is patched by another {elsewhere} with other settings. Give "
