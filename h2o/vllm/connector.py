@@ -25,7 +25,7 @@ from h2o.vllm.page_budget import one_key
 from h2o.vllm.page_store import PageStore
 from h2o.vllm.paged_request import arguments_of, prefix_of
 from h2o.vllm.scheduler import PrefixAsyncScheduler, PrefixScheduler
-from h2o.vllm.stored_prompts import Begin, PromptHashes, Reading, Store, StoredPrompts, identify
+from h2o.vllm.stored_prompts import Begin, Prefill, PromptHashes, Store, StoredPrompts, identify
 from h2o.vllm.validation import CONNECTOR, has_windows, read_request
 
 
@@ -147,7 +147,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         if not whole:
             wanted = self._hashes_of(request)
             nothing = PromptHashes(request.num_prompt_tokens, b"", prefix_of(request), None)
-            self.prompts.reading[name] = Reading(
+            self.prompts.prefilling[name] = Prefill(
                 wanted or nothing, pages, num_external_tokens, wanted is not None
             )
 
@@ -194,7 +194,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         self.plan.dropped.append(block.block_id)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        for known in (self.found, self.hashes, self.prompts.reading):
+        for known in (self.found, self.hashes, self.prompts.prefilling):
             known.pop(request.request_id, None)
         self.plan.left.update(self._pages(block_ids))
         return False, None

@@ -75,13 +75,13 @@ class Store(NamedTuple):
 
 
 @dataclasses.dataclass
-class Reading:
+class Prefill:
     """A request whose prompt is being prefilled."""
 
     hashes: PromptHashes
     pages: list[int]
     """The request's page in each group of layers. There are several groups with sliding windows"""
-    read: int
+    tokens_prefilled: int
     """Number of tokens prefilled, including those of the pass that is planned"""
     exact: bool = True
     """Whether the prompt may be stored: not if the weights have changed during its prefill"""
@@ -92,7 +92,7 @@ class StoredPrompts:
 
     def __init__(self) -> None:
         self.pages: dict[bytes, int] = {}
-        self.reading: dict[str, Reading] = {}
+        self.prefilling: dict[str, Prefill] = {}
         """Prompts that are being prefilled, by request"""
         self._by_page: dict[int, bytes] = {}
 
@@ -110,21 +110,21 @@ class StoredPrompts:
         keys = {wanted.whole, wanted.beginning} - {None}
         return any(
             other != request and one.exact and not keys.isdisjoint(_pending_hashes(one))
-            for other, one in self.reading.items()
+            for other, one in self.prefilling.items()
         )
 
     def advance(self, scheduled: Mapping[str, int]) -> list[tuple[int, bytes]]:
         """Advance by a pass with `scheduled` tokens of each request. Return (page, key) of each
         prompt and prefix that may be stored after the pass."""
         done = []
-        for request, one in [*self.reading.items()]:
+        for request, one in [*self.prefilling.items()]:
             new = scheduled.get(request, 0)
-            before, one.read = one.read, one.read + new
+            before, one.tokens_prefilled = one.tokens_prefilled, one.tokens_prefilled + new
             wanted = one.hashes
-            if before < wanted.prefix == one.read and wanted.beginning is not None:
+            if before < wanted.prefix == one.tokens_prefilled and wanted.beginning is not None:
                 done.append((one, wanted.beginning))
-            if one.read >= wanted.tokens:
-                del self.reading[request]
+            if one.tokens_prefilled >= wanted.tokens:
+                del self.prefilling[request]
                 if new > 1:  # one token is a decode step, whose attention output is not noted
                     done.append((one, wanted.whole))
         return [(one.pages[0], key) for one, key in done if one.exact]
@@ -142,7 +142,7 @@ class StoredPrompts:
     def clear(self) -> list[int]:
         """Forget all stored prompts, and do not store those that are being prefilled. Return the
         pages that held prompts."""
-        for one in self.reading.values():
+        for one in self.prefilling.values():
             one.exact = False
         pages = [*self._by_page]
         for page in pages:
@@ -151,11 +151,11 @@ class StoredPrompts:
 
     def leave(self, requests: Iterable[str]) -> set[int]:
         """Forget requests that have left in the middle of their prompts. Return their pages."""
-        gone = [self.reading.pop(request) for request in requests if request in self.reading]
+        gone = [self.prefilling.pop(request) for request in requests if request in self.prefilling]
         return {page for one in gone for page in one.pages}
 
 
-def _pending_hashes(one: Reading) -> set[bytes]:
+def _pending_hashes(one: Prefill) -> set[bytes]:
     """Hashes of the prompt and prefix that a request in prefill will store."""
-    beginning = one.hashes.beginning if one.read < one.hashes.prefix else None
+    beginning = one.hashes.beginning if one.tokens_prefilled < one.hashes.prefix else None
     return {one.hashes.whole} | ({beginning} if beginning is not None else set())

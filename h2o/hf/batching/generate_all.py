@@ -173,7 +173,7 @@ class _Scheduler:
         """Made after the first prompt, if later prompts are prefilled by a graph"""
         self.running: list[ActiveRequest | None] = []
         """Request of each row, None if idle. Empty until the first prompt has been prefilled"""
-        self.reading: list[ActiveRequest] = []
+        self.prefilling: list[ActiveRequest] = []
         """Requests whose prompts are being prefilled, together if several"""
         self.next: ActiveRequest | None = None
         """Request that was taken but cannot be prefilled together with those"""
@@ -193,7 +193,7 @@ class _Scheduler:
             yield from self._admit()
             if any(self.running):
                 yield from self._step()
-            elif not self.reading:
+            elif not self.prefilling:
                 return
 
     def _admit(self) -> Iterator[Result]:
@@ -201,12 +201,12 @@ class _Scheduler:
         for at most one chunk of a prompt or `TOKENS_A_STEP` tokens."""
         read = 0
         while self._idle_rows():
-            if not self.reading:
+            if not self.prefilling:
                 yield from self._begin()
-            if not self.reading:
+            if not self.prefilling:
                 return
-            limit = self.reading[0].generation_config.prefill_chunk_size or TOKENS_A_STEP
-            read += (chunk := sum(x.chunk for x in self.reading))
+            limit = self.prefilling[0].generation_config.prefill_chunk_size or TOKENS_A_STEP
+            read += (chunk := sum(x.chunk for x in self.prefilling))
             if any(self.running) and read > max(limit, chunk):
                 return
             yield from self._prefill()
@@ -217,7 +217,7 @@ class _Scheduler:
 
     def _begin(self) -> Iterator[Result]:
         """Choose the prompts to prefill next: one, or several short ones for the idle rows."""
-        while len(self.reading) < self._idle_rows():
+        while len(self.prefilling) < self._idle_rows():
             if self.next is None:
                 taken = next(self.waiting, None)
                 if taken is None:
@@ -225,11 +225,11 @@ class _Scheduler:
                 yield from self._prepare(*taken)
             if self.next is None:
                 continue
-            if self.reading and not short_prompts.fits(self.next, self.reading):
+            if self.prefilling and not short_prompts.fits(self.next, self.prefilling):
                 return
-            self.reading.append(self.next)
+            self.prefilling.append(self.next)
             self.next = None
-            if self.uses_graph_prefill or not short_prompts.can_share(self.reading[0]):
+            if self.uses_graph_prefill or not short_prompts.can_share(self.prefilling[0]):
                 return
 
     def _prepare(self, index: int, prompt: Prompt) -> Iterator[Result]:
@@ -252,31 +252,31 @@ class _Scheduler:
             yield _failed(index, 0, error)
 
     def _prefill(self) -> Iterator[Result]:
-        if len(self.reading) > 1:
+        if len(self.prefilling) > 1:
             yield from self._prefill_together()
             return
-        (running,) = self.reading
+        (running,) = self.prefilling
         try:
-            is_read = running.read()
+            is_done = running.prefill_next_chunk()
         except UnsupportedError:
             raise
         except Exception as error:
-            self.reading = []
+            self.prefilling = []
             yield _failed(running.index, running.prompt_tokens, error)
             return
-        if is_read:
-            self.reading = []
+        if is_done:
+            self.prefilling = []
             yield from self._start([(running, 0)], running.cache)
 
     def _prefill_together(self) -> Iterator[Result]:
-        group, self.reading = self.reading, []
+        group, self.prefilling = self.prefilling, []
         try:
             cache, logits = short_prompts.prefill_together(group)
         except UnsupportedError:
             raise
         except Exception:  # one of the prompts failed: prefill each alone to find out which
             for running in group:
-                self.reading = [running]
+                self.prefilling = [running]
                 yield from self._prefill()
             return
         started = []

@@ -261,7 +261,7 @@ class ActiveRequest:
         chunk: int = self.generation_config.prefill_chunk_size or self.prompt_tokens
         return min(chunk, self.prompt_tokens - self.tokens_prefilled)
 
-    def read(self) -> bool:
+    def prefill_next_chunk(self) -> bool:
         """Prefill the next chunk. After the last one, choose the first token and return True."""
         if self.tokens_prefilled >= self.prompt_tokens:
             raise ValueError(

@@ -53,7 +53,7 @@ def check_text(cache: Any, seen: int, new: int) -> None:
         seen and _is_step_on_gpu(text, new) and not guard.ends_in_padding
     ):
         check_padding(guard, text.mask, seen, new)
-    guard.text.read(text.ids, text.mask, seen)
+    guard.text.record_ids(text.ids, text.mask, seen)
 
 
 def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:

@@ -77,7 +77,7 @@ def read_twice(
     largest = reader.repetition(request, at_once, others)
     cache = prune_cache(reader.cache, empty, config, attention, largest, by_attention)
     _put_other_layers(cache, others)
-    cache.guard.text.read(ids, mask, 0)
+    cache.guard.text.record_ids(ids, mask, 0)
     return cache
 
 

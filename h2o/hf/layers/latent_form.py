@@ -132,7 +132,7 @@ class LatentForm(PlainForm):
 
     forget = end_call
 
-    def read(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def unpack_rows(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [B, 1, K, L] and rotated keys [B, 1, K, P]."""
         return keys[..., : self.latent], keys[..., self.latent :]
 

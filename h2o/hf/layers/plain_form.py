@@ -95,6 +95,6 @@ class PlainForm:
     def slots_changed(self) -> None:
         """Called after the layer's slots were replaced."""
 
-    def read(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def unpack_rows(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Convert rows [B, G, S, D] of slots back to the model's keys and values."""
         return keys, values

@@ -64,7 +64,7 @@ class SharedPlaces:
         """Within the block, run a pass that deals the places before each forward pass of the
         model."""
 
-        def read(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        def collect_claims(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if self.is_collecting:
                 return
             self._thread_local.budgets = {}
@@ -75,7 +75,7 @@ class SharedPlaces:
             finally:
                 self._thread_local.cross_head = None
 
-        hook = model.register_forward_pre_hook(read, with_kwargs=True)
+        hook = model.register_forward_pre_hook(collect_claims, with_kwargs=True)
         try:
             yield
         finally:

@@ -249,7 +249,9 @@ class LayerContents(CacheLayerMixin):
         if self.slots is None:
             return _empty(4), _empty(4)
         fields = dict.fromkeys(self.row_fields, 0.0)
-        return self._read(slot_layout.gather_held_keys(self.slots, self.capacity.sizes, **fields))
+        return self._unpack_rows(
+            slot_layout.gather_held_keys(self.slots, self.capacity.sizes, **fields)
+        )
 
     def by_slot(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another.
@@ -257,17 +259,21 @@ class LayerContents(CacheLayerMixin):
         Does not wait for the device. Copies only if the slots are quantized or heads differ in
         their number of slots."""
         sizes = self.capacity.sizes
-        return self._read([slot_layout.by_head(self.slots, sizes, x) for x in self.row_fields])
+        return self._unpack_rows(
+            [slot_layout.by_head(self.slots, sizes, x) for x in self.row_fields]
+        )
 
     @property
     def row_fields(self) -> tuple[str, ...]:
         """Fields of `Slots` that hold the tokens' rows."""
         return ("keys", "values") if self.form.has_values else ("keys",)
 
-    def _read(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _unpack_rows(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Convert rows of slots to the model's keys and values."""
         D, _ = self.row_size
-        read: tuple[Tensor, Tensor] = self.form.read(*(dequantize(rows[i], D) for i in (0, -1)))
+        read: tuple[Tensor, Tensor] = self.form.unpack_rows(
+            *(dequantize(rows[i], D) for i in (0, -1))
+        )
         return read
 
     @property

@@ -48,7 +48,7 @@ class SeenText:
         """Mark the digest as unknown until the cache is emptied."""
         self._is_known, self._pending = False, []
 
-    def read(self, ids: Tensor | None, mask: Tensor | None, seen: int) -> None:
+    def record_ids(self, ids: Tensor | None, mask: Tensor | None, seen: int) -> None:
         """Record the ids of a forward pass before it begins.
 
         Args:
