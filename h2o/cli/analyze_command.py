@@ -75,10 +75,10 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
     check_single_process("h2o analyze")
     try:
-        from h2o.utils.draw import need
+        from h2o.utils.draw import import_optional
 
-        need("matplotlib")
-        need("jinja2")
+        import_optional("matplotlib")
+        import_optional("jinja2")
         make_writable(options.output.absolute().parent)
         measure(options)
     except (ImportError, TypeError, ValueError) as error:

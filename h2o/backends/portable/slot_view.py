@@ -98,10 +98,10 @@ class Store:
         """
         if self.first is None:
             return products(p, values)
-        finite, beyond = self.split(values)
+        finite, beyond = self.split_nonfinite(values)
         return products(p, finite) + beyond
 
-    def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def split_nonfinite(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Values [B, G or 1, S, D] with 0 in place of elements that are not finite, and the sums of
         these elements by head, [B, G, 1, D]."""
         finite = values.nan_to_num(0.0, 0.0, 0.0)

@@ -55,7 +55,7 @@ class RowBatch:
         """Number of tokens that each row has seen; 0 if the row is idle"""
         self.offsets: list[int] = []
         """Difference between each row's next position and its number of tokens"""
-        self._chosen: list[int] = []
+        self._selected_rows: list[int] = []
         self._has_states = any(map(has_states, self.cache.layers))
         self.angles = AnglesByLength(model)
         if self.angles and self._has_states:
@@ -124,7 +124,7 @@ class RowBatch:
             return self._step_all_rows(self.compiled, ids, rows, masked=True)[rows]
         if self._has_states:
             return self._step_all_rows(self.model, ids, rows, masked=len(rows) < len(ids))[rows]
-        self._choose(rows if len(rows) < len(ids) else [])
+        self._select_rows(rows if len(rows) < len(ids) else [])
         return self._forward(self.model, [ids[row] for row in rows], rows)
 
     def _forward(self, forward: Any, ids: list[int], rows: list[int], mask: Any = None) -> Tensor:
@@ -150,14 +150,14 @@ class RowBatch:
         mask = torch.tensor(here, dtype=torch.bool, device=input_device(self.model))
         return self._forward(forward, ids, [*range(len(ids))], mask if masked else None)
 
-    def _choose(self, rows: list[int]) -> None:
+    def _select_rows(self, rows: list[int]) -> None:
         """Run the following steps on these rows only; [] means all rows."""
-        if rows == self._chosen:
+        if rows == self._selected_rows:
             return
-        self._chosen = rows
+        self._selected_rows = rows
         for layer in self.cache.layers:
             numbers = torch.tensor(rows, dtype=torch.int32, device=layer.slots.keys.device)
-            layer.choose(numbers if rows else None)
+            layer.select_rows(numbers if rows else None)
 
 
 def h2o_layers(cache: H2OCache) -> list[H2OLayer]:

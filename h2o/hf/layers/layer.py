@@ -152,7 +152,7 @@ class H2OLayer(CroppableLayer):
             if (
                 call.use_cache is False
                 and 0 < self.seen == self.prompt_columns == call.query.shape[2] - 1
-                and call.may_begin_anew
+                and call.may_begin_text
             ):
                 raise ValueError(WITHOUT_CACHE)
             query, key, value = as_autocast(call.query, call.key, call.value)

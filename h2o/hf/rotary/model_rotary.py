@@ -123,13 +123,13 @@ class Rotary:
         self.function: Callable[..., Any] | None = None
         text = config.get_text_config(decoder=True)
         if not getattr(text, "rope_parameters", None):
-            raise self._cannot(config, _NONE)
+            raise self._unsupported(config, _NONE)
         name = f"{type(text).__qualname__} {text.to_json_string(use_diff=False)}"
         if name not in _proofs:
             _proofs[name] = self._find_proof(text)
         proof = _proofs[name]
         if isinstance(proof, str):
-            raise self._cannot(config, proof)
+            raise self._unsupported(config, proof)
         self._make_rotary_module(proof.embedding, text)
         self.rotated_layers, self.function, self.at_end = (
             proof.rotated_layers,
@@ -140,7 +140,7 @@ class Rotary:
         if self.rotated_layers:
             self._find_pairs()
 
-    def _cannot(self, config: Any, reason: str) -> UnsupportedError:
+    def _unsupported(self, config: Any, reason: str) -> UnsupportedError:
         return UnsupportedError(f"{self.needed_by} does not support {config.model_type}: {reason}")
 
     def _make_rotary_module(self, embedding: Any, text: Any) -> list[int]:

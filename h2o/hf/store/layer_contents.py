@@ -89,7 +89,7 @@ class LayerContents(CacheLayerMixin):
         self.set_slots(slots, Capacity(widest, sizes))
         self.longest = longest
 
-    def choose(self, rows: Tensor | None) -> None:
+    def select_rows(self, rows: Tensor | None) -> None:
         """Select the rows of the next batches: distinct numbers [n] int32, or None for all."""
         self.set_slots(self.slots._replace(rows=rows), self.capacity)
 
@@ -102,7 +102,7 @@ class LayerContents(CacheLayerMixin):
         """Advance the column count by Q, and update pins and trace after a pass."""
         self.columns += Q
         if self.waits_for_pins:
-            self.waits_for_pins = self.guard.pins.wait(self.slots.seen_tokens)
+            self.waits_for_pins = self.guard.pins.has_pending(self.slots.seen_tokens)
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
