@@ -42,7 +42,7 @@ from h2o.evaluation.protocols import pad_rows, read_documents
 from h2o.evaluation.questions import question_start
 from h2o.evaluation.setting import Setting, parse_all
 from h2o.evaluation.text_table import table
-from h2o.hf.batching.generate_all import generate_all, serves
+from h2o.hf.batching.generate_all import can_answer, generate_all
 from h2o.hf.batching.request import Request
 from h2o.result_cells import fingerprint, provenance
 
@@ -178,7 +178,11 @@ def written(
     if how.pad_token_id is None:
         how.pad_token_id = tokenizer.eos_token_id
     whole = [Request(torch.tensor(a + b), generation_config=how) for a, b in prompts]
-    if not cut and setting.variant == "h2o" and serves(model, setting.config, whole[0], tokenizer):
+    if (
+        not cut
+        and setting.variant == "h2o"
+        and can_answer(model, setting.config, whole[0], tokenizer)
+    ):
         how_many = {"rows": rows, "tokenizer": tokenizer, "as_completed": True}
         results = generate_all(model, whole, setting.config, **how_many)
         with contextlib.closing(results):  # else an error's traceback would hold the model's lock

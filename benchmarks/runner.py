@@ -63,7 +63,7 @@ def refuse_without_kernels() -> None:
     backend was not requested."""
     if not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no CUDA device here")
-    backends.serving(torch.empty(0, device="cuda"))
+    backends.backend_for(torch.empty(0, device="cuda"))
     served = backends.info()["backends"]["cuda"]
     if not backends.forced and not served.startswith("C ("):
         raise UserError(

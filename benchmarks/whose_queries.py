@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, D
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from h2o.evaluation.text_table import table
-from h2o.hf.families.shared_keys import reusing
+from h2o.hf.families.shared_keys import shared_key_layers
 
 NAME = "benchmarks_whose_queries"
 QUERIES = {
@@ -173,7 +173,7 @@ def main() -> None:
                 model = small(model_type)
                 trained(model.train(), text[: -16 * TEXT], steps)
                 model.eval()
-                ((layer, later),) = reusing(model.config).items()
+                ((layer, later),) = shared_key_layers(model.config).items()
                 for budget, result in zip(((4, 4), (8, 8), (16, 16)), results, strict=True):
                     result.append(lost(model, Trial(layer, later, *budget), held_out))
             for row, result in zip(rows[-3:], results, strict=True):

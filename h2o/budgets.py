@@ -55,7 +55,7 @@ def recent_part(min_tokens: int) -> int:
     return -(-min_tokens // 4)
 
 
-def raise_to_least(
+def raise_to_minimum(
     least: int, least_recent: int, tokens: tuple[int, int], fractions: tuple[float, float]
 ) -> tuple[int, int]:
     """If an amount is a fraction, raise (heavy, recent) to a total of at least `least` tokens,

@@ -158,7 +158,7 @@ def new_text() -> NewText | None:
     return NewText(mask, numbers, is_injected, ids, dropped, "_assisted_decoding" in calls)
 
 
-def keeper_of_rope_deltas() -> Any:
+def find_rope_deltas_module() -> Any:
     """The module with the attribute `rope_deltas` that led to the call of a cache, or None."""
     for _, here in _calls_under_way():
         module = here.get("self")

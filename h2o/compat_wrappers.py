@@ -63,7 +63,7 @@ def adapter_fields(layer: Any) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def adapters_at_work(layer: Any) -> tuple[str, ...]:
+def applied_adapters(layer: Any) -> tuple[str, ...]:
     """Names of the adapters that a PEFT layer applies on top of the wrapped layer: none that are
     disabled, and none at all once any were merged into the wrapped layer."""
     if layer.disable_adapters or layer.merged_adapters:

@@ -40,13 +40,13 @@ def fewest_bits(D: int | None) -> str:
     return "int8-int4" if isinstance(D, int) and D % 32 == 0 else "int8"
 
 
-def fitting(budget: int, slot: tuple[int, int], sinks: int) -> int:
+def count_fitting(budget: int, slot: tuple[int, int], sinks: int) -> int:
     """Number of keys, besides the sinks and a free slot, that fit into `budget` bytes per head; at
-    least 1. `slot`: see `per_token`."""
+    least 1. `slot`: see `bytes_per_token`."""
     return max(1, (budget - FIXED) // slot[1] - 1 - sinks)
 
 
-def per_token(
+def bytes_per_token(
     D: int, element: int, rows: int, kv_dtype: str | None, value_weighted: bool
 ) -> tuple[int, int]:
     """(bytes of a token in a full cache, bytes of a slot), for one key/value head.
@@ -59,9 +59,9 @@ def per_token(
     return full, held + 8 + 4 * value_weighted
 
 
-def in_elements(slot: tuple[int, int], full: int, kv_dtype: str | None) -> tuple[int, int]:
-    """Convert a result of `per_token` to elements of another size, with which a token takes `full`
-    bytes in a full cache."""
+def rescale_token_bytes(slot: tuple[int, int], full: int, kv_dtype: str | None) -> tuple[int, int]:
+    """Convert a result of `bytes_per_token` to elements of another size, with which a token takes
+    `full` bytes in a full cache."""
     before, each = slot
     if kv_dtype is None:
         each += full - before

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from h2o import backends
 from h2o.policy import PAPER, Policy, PolicyFields, one_policy
 from h2o.slots import Slots, new_slots, sizes_of_keys
-from h2o.tensors import default_scale, empty, four_sizes, full, grad_enabled
+from h2o.tensors import default_scale, empty, full, get_4d_sizes, grad_enabled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -136,13 +136,13 @@ def attend(
     (`h2o info` says so), outputs of up to about a hundred earlier tokens may be NaN too.
     """
     if grad_enabled():
-        _refuse_grad(
+        _check_no_grad(
             slots, query=query, keys=keys, values=values, out=out, scores=scores,
             sink_logits=sink_logits,
         )  # fmt: skip
     if fields:
         policy = one_policy(policy, fields)
-    backend = backends.serving(query)
+    backend = backends.backend_for(query)
     scale, out, scores = _fill_in(query, keys, scale, out, float32=scores)
     backend.attend(
         query, keys, values, mask, slots, out, scores, scale, softcap, policy, sink_logits, None,
@@ -167,11 +167,11 @@ def log_sums(
     needed, this takes half the work of `attend`. Arguments are as in `attend`. None is modified.
     """
     if grad_enabled():
-        _refuse_grad(slots, query=query, keys=keys, sink_logits=sink_logits)
+        _check_no_grad(slots, query=query, keys=keys, sink_logits=sink_logits)
     scale, out, scores = _fill_in(query, keys, scale, None, float32=None)
-    sums = None if four_sizes(query) is None else empty(query, tuple(query.shape[:3]), "float32")
+    sums = None if get_4d_sizes(query) is None else empty(query, tuple(query.shape[:3]), "float32")
     values = keys if slots is None or slots.values is not None else None
-    backends.serving(query).attend(
+    backends.backend_for(query).attend(
         query, keys, values, mask, slots, out, scores, scale, softcap, PAPER, sink_logits, sums,
         None,
     )  # fmt: skip
@@ -206,10 +206,10 @@ def evict(
             decay divides by the sum of decay^age over the queries.
     """
     if grad_enabled():
-        _refuse_grad(slots, keys=keys, values=values, scores=scores)
+        _check_no_grad(slots, keys=keys, values=values, scores=scores)
     if fields:
         policy = one_policy(policy, fields)
-    backends.serving(keys).evict(keys, values, scores, mask, slots, policy)
+    backends.backend_for(keys).evict(keys, values, scores, mask, slots, policy)
 
 
 def step(
@@ -248,12 +248,12 @@ def step(
         out
     """
     if grad_enabled():
-        _refuse_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
+        _check_no_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
     if fields:
         policy = one_policy(policy, fields)
-    backend = backends.serving_if_open(query)
+    backend = backends.backend_if_open(query)
     # Not `_fill_in`: this runs in every layer for every new token, often with both given.
-    sizes = four_sizes(query) if out is None or scale is None else None
+    sizes = get_4d_sizes(query) if out is None or scale is None else None
     if out is None and sizes is not None:
         B, H, Q, D = sizes
         out = empty(query, (B, Q, H, D))
@@ -308,13 +308,13 @@ def simulate(
         padding. scores is [B, G, Q] float32, the score at the end or at eviction.
     """
     if grad_enabled():
-        _refuse_grad(
+        _check_no_grad(
             None, query=query, keys=keys, values=values, out=out, scores=scores,
             sink_logits=sink_logits,
         )  # fmt: skip
     if fields:
         policy = one_policy(policy, fields)
-    backend = backends.serving(query)
+    backend = backends.backend_for(query)
     stored_keys = stored_values = None
     if kv_dtype is not None:
         stored_keys, stored_values = _quantized(keys, values, mask, kv_dtype)
@@ -341,7 +341,7 @@ def open_device(tensor: Tensor) -> None:
 
     The first `attend`, `evict` or `simulate` on a device does this automatically. Call it yourself
     if `step` comes first, for example with slots that were moved to the device."""
-    backends.serving(tensor)
+    backends.backend_for(tensor)
 
 
 def info() -> dict[str, Any]:
@@ -359,7 +359,7 @@ def _fill_in(
 ) -> Any:
     """Return (scale, out [B, Q, H, D], each of `by_key` [B, G, Q]), replacing None by defaults. The
     names in `by_key` are dtypes. Outputs stay None for tensors that the core will reject."""
-    sizes, key_sizes = four_sizes(query), four_sizes(keys)
+    sizes, key_sizes = get_4d_sizes(query), get_4d_sizes(keys)
     if scale is None:
         scale = default_scale(query, sizes)
     if sizes is None or key_sizes is None:
@@ -371,7 +371,7 @@ def _fill_in(
     return scale, out, *made
 
 
-def _refuse_grad(slots: Slots | None, **tensors: Tensor) -> None:
+def _check_no_grad(slots: Slots | None, **tensors: Tensor) -> None:
     """Raise BufferError for tensors that require grad. Called only if torch records gradients."""
     more = slots if isinstance(slots, Slots) else ()
     for index, tensor in enumerate((*tensors.values(), *more)):

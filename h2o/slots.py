@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from h2o.budgets import UNLIMITED
 from h2o.kv_dtype import stored_bytes
-from h2o.tensors import four_sizes, full
+from h2o.tensors import full, get_4d_sizes
 
 Tensor = Any  # any object that supports DLPack
 
@@ -112,7 +112,7 @@ def empty_row(slots: Slots, row: int) -> None:
 
 def sizes_of_keys(keys: Tensor) -> tuple[int, int, int, int]:
     """B, G, tokens and D. Raises: ValueError for keys of another shape."""
-    sizes = four_sizes(keys)
+    sizes = get_4d_sizes(keys)
     if sizes is None:
         raise ValueError(f"keys: has shape {getattr(keys, 'shape', None)}, wanted [B, G, any, D]")
     return sizes

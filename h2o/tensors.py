@@ -10,7 +10,7 @@ import numpy as np
 Tensor = Any  # any object that supports DLPack
 
 
-def four_sizes(tensor: Tensor) -> tuple[int, int, int, int] | None:
+def get_4d_sizes(tensor: Tensor) -> tuple[int, int, int, int] | None:
     """The four sizes of a tensor; None for anything else, which the core then rejects."""
     try:
         a, b, c, d = tensor.shape

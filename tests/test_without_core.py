@@ -36,7 +36,7 @@ def by_torch(monkeypatch):
     """Run the operations of this process as a build without the core does."""
     operations = {x: functools.partial(without_core.call, x, "run") for x in backends.OPERATIONS}
     served = types.SimpleNamespace(**operations)
-    for name in ("serving", "serving_if_open"):
+    for name in ("backend_for", "backend_if_open"):
         monkeypatch.setattr(backends, name, lambda tensor: served)
 
 

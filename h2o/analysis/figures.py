@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from h2o.utils.draw import need
+from h2o.utils.draw import import_optional
 
 if TYPE_CHECKING:
     from h2o.config import H2OConfig
@@ -31,7 +31,7 @@ def sparsity(a: Any, ax: Any, *, threshold: float = 0.01) -> None:
 
 def power_law(a: Any, ax: Any) -> None:
     """Accumulated attention of the sorted keys by layer. A power law is a straight line."""
-    colors = need("matplotlib").colormaps["viridis"]
+    colors = import_optional("matplotlib").colormaps["viridis"]
     law = a.power_law()
     ranks = np.arange(1, len(a) + 1)
     for index, layer in enumerate(a.layers):
@@ -147,7 +147,9 @@ def scores(a: Any, ax: Any, *, layer: int | None = None, per: str = "kv") -> Non
 
 def use_whole_numbers(axis: Any) -> None:
     """Put ticks of layers or heads at whole numbers."""
-    axis.set_major_locator(need("matplotlib.ticker").MaxNLocator(integer=True, min_n_ticks=1))
+    axis.set_major_locator(
+        import_optional("matplotlib.ticker").MaxNLocator(integer=True, min_n_ticks=1)
+    )
 
 
 def _by_layer(ax: Any, ylim: tuple[float, float] = (0, 101), **texts: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from h2o.analysis.figures import FIGURES
-from h2o.utils.draw import labels, need, pieces
+from h2o.utils.draw import import_optional, labels, pieces
 from h2o.utils.filesystem import atomic_write
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def write(
         configs: configs of the caches whose retained attention is drawn.
         removal: arguments of `a.removal`, or None to leave the removal of keys out.
     """
-    jinja2 = need("jinja2")
+    jinja2 = import_optional("jinja2")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("h2o.analysis", "web"),
         autoescape=True,
@@ -76,7 +76,9 @@ def _pictures(
     for name, draw in FIGURES.items():
         if (chosen := options.get(name, {})) is None:
             continue
-        figure = need("matplotlib.figure").Figure(figsize=(6.4, 4.2), layout="constrained")
+        figure = import_optional("matplotlib.figure").Figure(
+            figsize=(6.4, 4.2), layout="constrained"
+        )
         draw(a, figure.add_subplot(), **chosen)
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=110)

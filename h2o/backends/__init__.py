@@ -36,7 +36,7 @@ core = SimpleNamespace(**{name: functools.partial(_core.call, name, "run") for n
 """The operations of the C core on the CPU, or, without the core, those of torch on any device."""
 
 
-def serving(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
+def backend_for(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
     """The backend for a tensor: `OPERATIONS` by name, with the operands of `_core.call`.
 
     The first call for a CUDA device opens the device: it loads and checks the kernels and writes
@@ -46,13 +46,13 @@ def serving(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
     if on_cpu is None or not HAS_CORE or (on_cpu and not forced):
         return core
     if not forced and is_cuda(tensor) and not cuda.is_fake(tensor):
-        choose = cuda.serving if opens else cuda.serving_if_open
+        choose = cuda.backend_for if opens else cuda.backend_if_open
         return choose(tensor.device.index, _portable())
     return _portable()
 
 
-serving_if_open = functools.partial(serving, opens=False)
-"""`serving` for a decode step, which opens no device."""
+backend_if_open = functools.partial(backend_for, opens=False)
+"""`backend_for` for a decode step, which opens no device."""
 
 
 def is_cuda(tensor: Any) -> bool:
@@ -78,7 +78,7 @@ def _portable() -> SimpleNamespace:
     """The torch backend, preceded by the core's checks."""
     from h2o.backends import portable
 
-    def checked(name: str) -> Any:
+    def with_checks(name: str) -> Any:
         run = portable.operation(name)
 
         def operation(*operands: Any) -> None:
@@ -87,7 +87,7 @@ def _portable() -> SimpleNamespace:
 
         return operation
 
-    return SimpleNamespace(**{name: checked(name) for name in OPERATIONS})
+    return SimpleNamespace(**{name: with_checks(name) for name in OPERATIONS})
 
 
 def info() -> dict[str, Any]:

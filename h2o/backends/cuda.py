@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from h2o import _core
-from h2o.backends.verdict import Verdict, Ways, recall, remember
+from h2o.backends.verdict import AttentionByTokens, Verdict, recall, remember
 
 FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 """The kernels for all architectures. A plain build does not have this file."""
@@ -36,28 +36,28 @@ XZ = b"\xfd7zXZ\0"
 """First bytes of a file compressed by `tools/compile_kernels.py`."""
 
 _lock = threading.Lock()
-_serving: dict[int, SimpleNamespace] = {}
+_backends: dict[int, SimpleNamespace] = {}
 """The operations chosen for each open device, by index."""
 _reasons: dict[int, str] = {}
 """The reason why a device uses the torch backend, by index."""
 
 
-def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
+def backend_for(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     """The operations for torch's CUDA device `index`: the kernels, or `by_torch` if there are none.
 
     The first call loads the kernels, and checks them unless an earlier process has done so.
     """
-    operations = _serving.get(index)
+    operations = _backends.get(index)
     if operations is None:
         with _lock:
-            operations = _serving.get(index) or _choose(index, by_torch)
+            operations = _backends.get(index) or _choose(index, by_torch)
     return operations
 
 
-def serving_if_open(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
-    """`serving` for a decode step, which must not wait for a check or a file. If `serving` has not
-    opened the device, return `by_torch`, with a warning."""
-    operations = _serving.get(index)
+def backend_if_open(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
+    """`backend_for` for a decode step, which must not wait for a check or a file. If `backend_for`
+    has not opened the device, return `by_torch`, with a warning."""
+    operations = _backends.get(index)
     if operations is not None:
         return operations
     _warn_not_open(f"the torch backend is used for steps on {_device(index)}")
@@ -98,7 +98,7 @@ def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
                 RuntimeWarning,
                 stacklevel=4,
             )
-    _serving[index] = chosen
+    _backends[index] = chosen
     return chosen
 
 
@@ -186,11 +186,14 @@ def check_operands(name: str, *operands: Any) -> None:
 
 
 def _with_attention(
-    index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace, known: dict[int, Ways]
+    index: int,
+    kernels: SimpleNamespace,
+    by_torch: SimpleNamespace,
+    known: dict[int, AttentionByTokens],
 ) -> SimpleNamespace:
     """The kernels, with the fastest attention for long prompts. It is measured for each entry of
     `DEPTHS` when the first such prompt comes, unless `known` has it."""
-    from h2o.backends.prompt_attention import LEAST_TOKENS, WAYS, attend_by, depth_of
+    from h2o.backends.prompt_attention import LEAST_TOKENS, TORCH_ATTENTIONS, attend_by, depth_of
 
     def choose(call: Any) -> Any:
         tokens, D = call.query.shape[2:]
@@ -200,9 +203,9 @@ def _with_attention(
                 return None
             with _lock:
                 if depth not in known:
-                    known[depth] = _new_ways(index, depth, kernels, by_torch)
+                    known[depth] = _measure_attention(index, depth, kernels, by_torch)
         names = [name for least, name in known[depth].items() if tokens >= least]
-        return WAYS[names[-1]] if any(names[-1:]) else None
+        return TORCH_ATTENTIONS[names[-1]] if any(names[-1:]) else None
 
     by_choice = attend_by(choose, kernels.attend)
 
@@ -314,7 +317,9 @@ def _new_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) 
     return verdict
 
 
-def _new_ways(index: int, depth: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) -> Ways:
+def _measure_attention(
+    index: int, depth: int, kernels: SimpleNamespace, by_torch: SimpleNamespace
+) -> AttentionByTokens:
     """Measure the fastest attention for prompts of a depth, and store it in the cache folder."""
     from h2o.backends import prompt_attention
 
@@ -323,8 +328,8 @@ def _new_ways(index: int, depth: int, kernels: SimpleNamespace, by_torch: Simple
         facts = _facts(index)
         verdict = recall(facts) or Verdict([], {})
         if depth not in verdict.prompts:  # unless another process has measured it meanwhile
-            ways = prompt_attention.fastest(kernels, by_torch, depth, _device(index), wait)
-            verdict.prompts[depth] = ways
+            attentions = prompt_attention.fastest(kernels, by_torch, depth, _device(index), wait)
+            verdict.prompts[depth] = attentions
             remember(facts, verdict)
         return verdict.prompts[depth]
     except (OSError, RuntimeError) as error:  # such as a lack of memory
@@ -352,13 +357,13 @@ def _facts(index: int) -> dict[str, Any]:
     }
 
 
-def _known_ways(index: int) -> str:
+def _describe_attention(index: int) -> str:
     """The attention used for long prompts, as far as it has been measured, in words."""
     try:
         verdict = recall(_facts(index))
     except (ImportError, OSError):  # torch or the kernels are missing
         return ""
-    return verdict.ways if verdict else ""
+    return verdict.prompts_in_words if verdict else ""
 
 
 def describe() -> str:
@@ -375,7 +380,7 @@ def describe() -> str:
     names = ", ".join(
         f"{name}, compute capability {major}.{minor}"
         + (", torch for prompts in bfloat16 and heads above 128" if major < 8 else "")
-        + (f", outputs of prompts by {ways}" if (ways := _known_ways(index)) else "")
+        + (f", outputs of prompts by {text}" if (text := _describe_attention(index)) else "")
         for index, (name, major, minor) in enumerate(devices)
     )
     return f"C ({names or 'no device'}; driver for CUDA {version // 1000}.{version % 1000 // 10})"

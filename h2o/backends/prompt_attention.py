@@ -48,7 +48,7 @@ def cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Te
     return out, log_sums.reshape(query.shape[:3])
 
 
-WAYS: dict[str, Attention] = {"flash": flash, "cuDNN": cudnn}
+TORCH_ATTENTIONS: dict[str, Attention] = {"flash": flash, "cuDNN": cudnn}
 """The attentions of torch, by the name that `h2o info` prints."""
 
 DEPTHS = (64, 128, 256)
@@ -123,7 +123,7 @@ def attend_by(
         attention = choose(call) if _suits(call) else None
         if attention is not None:
             try:
-                call = call._replace(known_log_sums=_answer(attention, call))
+                call = call._replace(known_log_sums=_write_outputs(attention, call))
             except RuntimeError as error:  # before anything was written
                 if strict:
                     raise
@@ -160,7 +160,7 @@ def _is_aligned(x: Tensor) -> bool:
     return step == 1 and x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in steps)
 
 
-def _answer(attention: Attention, call: AttendOperands) -> Tensor:
+def _write_outputs(attention: Attention, call: AttendOperands) -> Tensor:
     """Write the outputs of a call, and return the log sums [B, H, Q].
 
     With a mask, tokens are moved to the front in order and padding to the end, so that no token
@@ -204,19 +204,19 @@ def fastest(
     """
     attends = {"": kernels.attend} | {
         name: attend_by(_always(attention), kernels.attend, strict=True)
-        for name, attention in WAYS.items()
+        for name, attention in TORCH_ATTENTIONS.items()
     }
 
     @functools.cache
-    def serves(name: str) -> bool:
+    def is_usable(name: str) -> bool:
         return not name or _is_right(attends[name], kernels, by_torch, depth, device)
 
     chosen: dict[int, str] = {}
     last = ""
-    for prompt in MEASURED if WAYS else ():
+    for prompt in MEASURED if TORCH_ATTENTIONS else ():
         with default_settings(torch.device(device)):
             seconds = {name: _time(attend, depth, prompt, wait) for name, attend in attends.items()}
-        name = next(name for name in sorted(seconds, key=seconds.__getitem__) if serves(name))
+        name = next(name for name in sorted(seconds, key=seconds.__getitem__) if is_usable(name))
         if name != last:
             chosen[prompt.least] = last = name
     return chosen
@@ -236,7 +236,7 @@ def _is_right(
     """Whether torch has this attention and it agrees with the torch backend."""
     operations = SimpleNamespace(**vars(kernels) | {"attend": attend})
     cases = _cases(depth)
-    return _if_there(
+    return _if_available(
         lambda: not kernel_check.mistakes(operations, by_torch, device, cases=cases), False
     )
 
@@ -250,10 +250,10 @@ def _cases(depth: int) -> tuple[kernel_check.Case, ...]:
 
 def _time(attend: Callable[..., None], D: int, prompt: Measured, wait: Callable[[], None]) -> float:
     """`_seconds`, or infinity if this torch or this device lacks the attention."""
-    return _if_there(lambda: _seconds(attend, D, prompt, wait), math.inf)
+    return _if_available(lambda: _seconds(attend, D, prompt, wait), math.inf)
 
 
-def _if_there(run: Callable[[], T], otherwise: T) -> T:
+def _if_available(run: Callable[[], T], otherwise: T) -> T:
     """The result of `run`, or `otherwise` if this torch or this device lacks the attention."""
     try:
         return run()
@@ -272,7 +272,7 @@ def _seconds(
     such prompt.
     """
 
-    def passed(call: AttendOperands, calls: int) -> float:
+    def time_calls(call: AttendOperands, calls: int) -> float:
         wait()
         begin = time.perf_counter()
         for _ in range(calls):
@@ -280,10 +280,10 @@ def _seconds(
         wait()
         return time.perf_counter() - begin
 
-    passed(_random_call(D, prompt, prompt.tokens - 3), 1)  # warm-up: loads libraries
+    time_calls(_random_call(D, prompt, prompt.tokens - 3), 1)  # warm-up: loads libraries
     call = _random_call(D, prompt, prompt.tokens - 1)
-    first = passed(call, 1)
-    later = min(passed(call, SAMPLE) for _ in range(2)) / SAMPLE
+    first = time_calls(call, 1)
+    later = min(time_calls(call, SAMPLE) for _ in range(2)) / SAMPLE
     return first + (prompt.calls - 1) * later
 
 

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-Ways = dict[int, str]
+AttentionByTokens = dict[int, str]
 """The attention for prompts, by the number of tokens from which it is used, ascending. Its name is
-from `h2o.backends.prompt_attention.WAYS`, or "" for h2o's own kernels, which also handle all
-prompts shorter than the first number."""
+from `h2o.backends.prompt_attention.TORCH_ATTENTIONS`, or "" for h2o's own kernels, which also
+handle all prompts shorter than the first number."""
 
 
 class Verdict(NamedTuple):
@@ -19,11 +19,11 @@ class Verdict(NamedTuple):
 
     mistakes: list[str]
     """Mistakes of the kernels. The kernels are used if there are none."""
-    prompts: dict[int, Ways]
+    prompts: dict[int, AttentionByTokens]
     """The attention for each entry of `h2o.backends.prompt_attention.DEPTHS` measured so far."""
 
     @property
-    def ways(self) -> str:
+    def prompts_in_words(self) -> str:
         """The attention for prompts in words. Empty if h2o's own kernels handle all prompts."""
         if not any(self.prompts.values()):
             return ""
@@ -35,10 +35,10 @@ class Verdict(NamedTuple):
         return ", ".join(f"{text} (head dimensions up to {top})" for top, text in parts.items())
 
 
-def _in_words(ways: Ways) -> str:
+def _in_words(attentions: AttentionByTokens) -> str:
     from h2o.backends.prompt_attention import LEAST_TOKENS
 
-    first, *others = ({LEAST_TOKENS: ""} | ways).items()
+    first, *others = ({LEAST_TOKENS: ""} | attentions).items()
     later = (f", from {least:,} tokens by {name or OWN}" for least, name in others)
     return (first[1] or OWN) + "".join(later)
 
@@ -50,20 +50,20 @@ def recall(facts: dict[str, Any]) -> Verdict | None:
     """The verdict stored for these facts, or None if there is none in this format."""
     try:
         known = json.loads(_file(facts).read_text("utf-8"))
-        prompts = {int(depth): _ways(ways) for depth, ways in known["prompts"].items()}
+        prompts = {int(depth): _parse_attention(x) for depth, x in known["prompts"].items()}
         return Verdict(list(map(str, known["mistakes"])), prompts)
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _ways(known: dict[str, str]) -> Ways:
-    """Parse the ways of one depth. Raises: ValueError for a name that this version lacks."""
-    from h2o.backends.prompt_attention import WAYS
+def _parse_attention(known: dict[str, str]) -> AttentionByTokens:
+    """Parse the attention for one depth. Raises: ValueError for a name that this version lacks."""
+    from h2o.backends.prompt_attention import TORCH_ATTENTIONS
 
-    ways = dict(sorted((int(least), name) for least, name in known.items()))
-    if not set(ways.values()) <= {*WAYS, ""}:
-        raise ValueError(f"unknown ways: {ways}")
-    return ways
+    attentions = dict(sorted((int(least), name) for least, name in known.items()))
+    if not set(attentions.values()) <= {*TORCH_ATTENTIONS, ""}:
+        raise ValueError(f"unknown attention: {attentions}")
+    return attentions
 
 
 def remember(facts: dict[str, Any], verdict: Verdict) -> None:

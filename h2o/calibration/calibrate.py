@@ -157,7 +157,7 @@ def calibrate(
     progress(total, total)
     return Profile(
         fractions=fractions,
-        shares=tuple(_of_model(tables[fraction], full, model) for fraction in fractions),
+        shares=tuple(_expand_to_layers(tables[fraction], full, model) for fraction in fractions),
         window=window,
         model=describe(model.config),
         weights=sample(model),
@@ -244,10 +244,10 @@ def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int
     generator = torch.Generator("cpu").manual_seed(int(piece.sha256[:12], 16) + seed)
     layers = watch_gradients(model, piece.ids, generator, draws)
     by_layer = [measure_costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]
-    return _of_all_heads(torch.stack(by_layer).numpy(), model)
+    return _gather_heads(torch.stack(by_layer).numpy(), model)
 
 
-def _of_all_heads(local: np.ndarray, model: Any) -> np.ndarray:
+def _gather_heads(local: np.ndarray, model: Any) -> np.ndarray:
     """Combine the results [full layers, heads, ...] of all processes into [full layers, G, ...]."""
     if local.shape[1] == describe(model.config).get("num_key_value_heads"):
         return local
@@ -292,7 +292,7 @@ def _step(
 
     def measure(piece: Window) -> dict[str, Any]:
         local, _ = measure_worth(model, piece.ids, budgets, policy)
-        return {"worth": _of_all_heads(local, model).tolist()}
+        return {"worth": _gather_heads(local, model).tolist()}
 
     results = [
         once(piece, functools.partial(measure, piece), budgets=budgets.tolist()) for piece in pieces
@@ -316,7 +316,9 @@ def scale_keys(shares: np.ndarray, mean: float, most: int) -> np.ndarray:
     return np.clip(high * shares, LEAST, most)
 
 
-def _of_model(shares: np.ndarray, full: Sequence[int], model: Any) -> tuple[tuple[float, ...], ...]:
+def _expand_to_layers(
+    shares: np.ndarray, full: Sequence[int], model: Any
+) -> tuple[tuple[float, ...], ...]:
     """Shares for every layer of the model, 1 for layers with a sliding window."""
     table = np.ones((len(transformers_layers(model.config)), shares.shape[1]))
     table[list(full)] = shares

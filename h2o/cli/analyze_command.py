@@ -71,14 +71,14 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises UserError."""
     from h2o.errors import UserError
     from h2o.utils.filesystem import make_writable
-    from h2o.utils.processes import refuse_several
+    from h2o.utils.processes import check_single_process
 
-    refuse_several("h2o analyze")
+    check_single_process("h2o analyze")
     try:
-        from h2o.utils.draw import need
+        from h2o.utils.draw import import_optional
 
-        need("matplotlib")
-        need("jinja2")
+        import_optional("matplotlib")
+        import_optional("jinja2")
         make_writable(options.output.absolute().parent)
         measure(options)
     except (ImportError, TypeError, ValueError) as error:

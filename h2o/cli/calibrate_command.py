@@ -40,9 +40,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError."""
     from h2o.errors import UserError
     from h2o.utils.filesystem import make_writable
-    from h2o.utils.processes import refuse_several
+    from h2o.utils.processes import check_single_process
 
-    refuse_several("h2o calibrate")
+    check_single_process("h2o calibrate")
     if options.output.suffix != ".json":
         parser.error(f"argument --output: {options.output} must end in .json, as profile.json does")
     texts.check_output(parser, "--output", options.output, options.text)

@@ -17,14 +17,14 @@ from h2o.budgets import (
     layer_amount,
     mean_pair,
     pair_amounts,
-    raise_to_least,
+    raise_to_minimum,
     recent_part,
 )
 from h2o.config.fields import ConfigFields, Positions
 from h2o.config.head_budgets import NAMED, SHARED_TWICE, check_table
 from h2o.config.presets import Presets
 from h2o.config.profile import Profile
-from h2o.kv_dtype import QUANTIZED, KvDtype, fewest_bits, fitting, per_token
+from h2o.kv_dtype import QUANTIZED, KvDtype, bytes_per_token, count_fitting, fewest_bits
 from h2o.model_identity import describe, key_size, latent_row
 from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_policy
 
@@ -221,7 +221,7 @@ class H2OConfig(Presets):
         if kv_dtype == "auto":
             kv_dtype = fewest_bits(None if latent_row(config) else describe(config).get("head_dim"))
         if self.budget_unit == "bytes":
-            token_bytes = per_token(*key_size(config), kv_dtype, self.value_weighted)
+            token_bytes = bytes_per_token(*key_size(config), kv_dtype, self.value_weighted)
         return dataclasses.replace(
             self, head_shares=shares, kv_dtype=kv_dtype, _token_bytes=token_bytes
         )
@@ -272,7 +272,7 @@ class H2OConfig(Presets):
             one = [int(fraction > 0) for fraction in fractions]
             heavy, recent = max(heavy, one[0]), max(recent, one[1])
         least = min_tokens - self.sinks
-        return raise_to_least(least, recent_part(min_tokens), (heavy, recent), fractions)
+        return raise_to_minimum(least, recent_part(min_tokens), (heavy, recent), fractions)
 
     def truncate_pair(
         self, pair: tuple[Amount, Amount], n: int, token_bytes: tuple[int, int] | None
@@ -288,7 +288,7 @@ class H2OConfig(Presets):
         part = sum(pair)
         if part == 0:  # only sinks are kept
             return 0, 0
-        rest = fitting(int(part * n * token_bytes[0]), token_bytes, self.sinks)
+        rest = count_fitting(int(part * n * token_bytes[0]), token_bytes, self.sinks)
         recent = int(rest * pair[1] / part)
         return rest - recent, recent
 

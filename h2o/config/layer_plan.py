@@ -11,7 +11,7 @@ from typing import Any
 from h2o.budgets import UNLIMITED, Amount, flatten, mean_pair, pair_amounts
 from h2o.config import H2OConfig
 from h2o.config.head_budgets import SHARED_TWICE, apportion, check_shares
-from h2o.kv_dtype import in_elements
+from h2o.kv_dtype import rescale_token_bytes
 from h2o.policy import Policy
 
 
@@ -83,7 +83,7 @@ class LayerPlan:
         full = rows * D * element
         if self.token_bytes is None or self.token_bytes[0] == full:
             return self
-        sizes = in_elements(self.token_bytes, full, self.config.kv_dtype)
+        sizes = rescale_token_bytes(self.token_bytes, full, self.config.kv_dtype)
         return dataclasses.replace(self, token_bytes=sizes)
 
     def head_tokens(

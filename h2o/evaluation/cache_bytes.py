@@ -8,7 +8,7 @@ from typing import Any
 from h2o.errors import UserError
 from h2o.evaluation.setting import Setting
 from h2o.hf.support import supports
-from h2o.kv_dtype import FIXED, per_token
+from h2o.kv_dtype import FIXED, bytes_per_token
 from h2o.model_identity import describe, key_size, latent_row
 
 
@@ -61,5 +61,5 @@ def _head_bytes(
     """
     config = setting.answering_config.for_model(model)
     size = key_size(getattr(model, "config", model))
-    full, slot = per_token(*size, config.kv_dtype, config.value_weighted)
+    full, slot = bytes_per_token(*size, config.kv_dtype, config.value_weighted)
     return seen * full, FIXED * texts + (kept + texts) * slot

@@ -40,14 +40,14 @@ WORDS = (
 )  # fmt: skip
 
 
-def ask(question: str, answer_begins: str) -> str:
+def format_question(question: str, answer_begins: str) -> str:
     """A question with the beginning of the answer."""
     return f"\n\nQuestion: {question}\nAnswer: {answer_begins}"
 
 
 def state(begins: str, end: str, question: str) -> Fact:
     """A fact whose sentence and answer begin with the same words."""
-    return Fact(f"{begins} {end}.", ask(question, begins), f" {end}")
+    return Fact(f"{begins} {end}.", format_question(question, begins), f" {end}")
 
 
 def number(draw: random.Random) -> Fact:
@@ -79,14 +79,14 @@ def pairs(draw: random.Random) -> Fact:
     names, numbers = draw.sample(NAMES, 10), draw.sample(range(100, 1000), 10)
     entries = [f"{name} {digits}" for name, digits in zip(names, numbers, strict=True)]
     name, digits = draw.choice(entries).split()
-    question = ask(f"Which room does {name} have?", f"The rooms of the guests: {name}")
+    question = format_question(f"Which room does {name} have?", f"The rooms of the guests: {name}")
     return Fact(f"The rooms of the guests: {', '.join(entries)}.", question, f" {digits}")
 
 
 def paraphrase(draw: random.Random) -> Fact:
     """A question that repeats little more than a name from the sentence."""
     name, digits = draw.choice(NAMES), str(draw.randint(1000, 9999))
-    question = ask(f"What must I dial to reach {name}?", f"To reach {name}, dial")
+    question = format_question(f"What must I dial to reach {name}?", f"To reach {name}, dial")
     return Fact(f"Call {name} on the telephone number {digits}.", question, f" {digits}")
 
 

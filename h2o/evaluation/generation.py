@@ -179,7 +179,7 @@ def generate(
         decode_seconds=times.decode,
         decode_tokens_per_second=(count - 1) / times.decode if count > 1 else 0.0,
         tokens_agree=None,
-        **_holdings(cache),
+        **_cache_facts(cache),
     )
     return run, times.tokens
 
@@ -206,7 +206,7 @@ def warm_up(model: Any, ids: Any) -> None:
         model(ids[:, :8], use_cache=False)
 
 
-def _holdings(cache: Any) -> dict[str, Any]:
+def _cache_facts(cache: Any) -> dict[str, Any]:
     """The fields of a `Run` about what a cache holds."""
     seen = held = cache.get_seq_length()
     if not hasattr(cache, "report"):

@@ -224,7 +224,7 @@ class H2OLM(HFLM):
             lengths.append(len(tokens) + new)
             if self.protocol != "simulate":
                 self.tally.truncated += len(tokens) > self.max_length - new
-                self._hold(tokens[new - self.max_length :])
+                self._count_kept(tokens[new - self.max_length :])
         texts = [""] * len(requests)
         if self.is_counting:
             return texts
@@ -257,7 +257,7 @@ class H2OLM(HFLM):
             return CPU_BATCH
         return super()._detect_batch_size(*args, **kwargs)
 
-    def _fit(self, context: list[int], continuation: list[int]) -> list[int]:
+    def _truncate(self, context: list[int], continuation: list[int]) -> list[int]:
         """Truncate a text from the left to the length that the model supports, as HFLM does."""
         return (context + continuation)[-(self.max_length + 1) :]
 
@@ -267,7 +267,7 @@ class H2OLM(HFLM):
                 f"a request has {len(context)} context and {len(continuation)} continuation "
                 f"tokens: both must be above 0, and the continuation at most {self.max_length}"
             )
-        text = self._fit(context, continuation)
+        text = self._truncate(context, continuation)
         cut = len(context) + len(continuation) - len(text)
         if cut and not self.tally.truncated:
             log.warning(
@@ -275,11 +275,11 @@ class H2OLM(HFLM):
                 "Later requests are truncated likewise (the result file has their number)",
                 len(context) + len(continuation), self.max_length, cut,
             )  # fmt: skip
-        self._hold(text[:-1] if self.protocol == "simulate" else text[: -len(continuation)])
+        self._count_kept(text[:-1] if self.protocol == "simulate" else text[: -len(continuation)])
         self.tally.one_token_answers += len(continuation) == 1
         self.tally.truncated += cut > 0
 
-    def _hold(self, text: list[int]) -> None:
+    def _count_kept(self, text: list[int]) -> None:
         """Count the keys that are kept of a simulated text or of a prompt."""
         self.add(len(self._parts(text)[0]))
 
@@ -294,7 +294,7 @@ class H2OLM(HFLM):
         logits = protocols.simulate(
             self._forward,
             self.model,
-            [self._fit(context, continuation) for _, context, continuation in batch],
+            [self._truncate(context, continuation) for _, context, continuation in batch],
             [len(continuation) for _, _, continuation in batch],
             h2o_config=self.setting.config,
             masks=MASKS.get(self.setting.variant),
@@ -304,7 +304,7 @@ class H2OLM(HFLM):
         return [self._answer(x, tokens) for x, (_, _, tokens) in zip(logits, batch, strict=True)]
 
     def _by_cache(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
-        texts = [self._fit(context, tokens)[: -len(tokens)] for _, context, tokens in batch]
+        texts = [self._truncate(context, tokens)[: -len(tokens)] for _, context, tokens in batch]
         continuations = [tokens for _, _, tokens in batch]
         *prompts, cache = self._prompts(texts)
         logits = protocols.by_cache(self._forward, prompts, continuations, cache)

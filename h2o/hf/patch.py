@@ -29,7 +29,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.wrappers import check_pins, unwrap
-from h2o.hf.layers.cache_relative import at_zero
+from h2o.hf.layers.cache_relative import zero_positions
 
 SCORED = 8
 """Number of texts, each scored in a single forward pass, after which `patched` warns that no budget
@@ -93,7 +93,7 @@ class Patch:
         """Patch the model. Raises what `enable` raises, and then leaves the model as it was."""
         with CHANGING:
             for other in _patches_of(self.model):
-                elsewhere = other.switch.elsewhere()
+                elsewhere = other.switch.owner_elsewhere()
                 if elsewhere and other.settings != self.settings:
                     raise RuntimeError(
                         f"this model is patched by another {elsewhere} with other settings. Give "
@@ -145,7 +145,7 @@ class PatchStack:
             self.before_forward, prepend=True, with_kwargs=True
         )
 
-    def serving(self) -> Patch | None:
+    def active_patch(self) -> Patch | None:
         """The patch that gives a call in this context its cache."""
         patches = list(self.patches)  # copied: another thread may end a patch
         blocks = [patch for entered in _entered.get() if (patch := entered()) in patches]
@@ -156,11 +156,11 @@ class PatchStack:
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Stand in for `GenerationMixin._prepare_cache_for_generation`."""
-        patch = self.serving()
+        patch = self.active_patch()
         has_cache = compat.cache_in(model_kwargs) is not None
         wants_cache = not has_cache and generation_config.use_cache is not False
         if patch is not None:
-            _refuse(generation_config, wants_cache)
+            _check_generation(generation_config, wants_cache)
         if patch is None or not wants_cache:
             return self._original(PREPARE_CACHE)(generation_config, model_kwargs, *args, **kwargs)
         assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
@@ -168,7 +168,7 @@ class PatchStack:
             cache = patch.make_cache(compat.known_prompt_length(generation_config, model_kwargs))
         else:
             cache = patch.make_cache()  # the prompt's only forward pass tells it the length
-            cache.guard.allow_rereading()
+            cache.guard.allow_cache_drop()
         if assisted:
             cache.activate_past_recording()  # transformers does so itself from 5.16 on
         model_kwargs[CACHE] = cache
@@ -193,10 +193,10 @@ class PatchStack:
         if use_cache is None:
             use_cache = getattr(model.config.get_text_config(decoder=True), "use_cache", True)
         wants_cache = use_cache and not has_cache and not model.training
-        if wants_cache and (patch := self.serving()) is not None:
+        if wants_cache and (patch := self.active_patch()) is not None:
             cache = compat.with_cache(patch.make_pass_cache())
             kwargs = {**compat.without_cache(kwargs), **cache, "use_cache": True}
-        return args, at_zero(args, kwargs)
+        return args, zero_positions(args, kwargs)
 
     def _original(self, name: str) -> Any:
         return self.before[name] or MethodType(getattr(type(self.model), name), self.model)
@@ -302,7 +302,7 @@ def _warn_without_cache(model: Any) -> None:
         )
 
 
-def _refuse(generation_config: Any, wants_cache: bool) -> None:
+def _check_generation(generation_config: Any, wants_cache: bool) -> None:
     """Raise for drafts, before early exit removes layers from the config, and for other caches."""
     early = getattr(generation_config, "assistant_early_exit", None) is not None
     if early or getattr(generation_config, "is_assistant", False):

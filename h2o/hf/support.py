@@ -21,7 +21,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention import BIDIRECTIONAL_IMAGES, has_bidirectional_images
 from h2o.hf.families import latent_attention, shared_keys
 from h2o.hf.families.layer_kinds import has_states, kind_of, layers_of, type_refusal
-from h2o.hf.families.shared_keys import reusing
+from h2o.hf.families.shared_keys import shared_key_layers
 from h2o.hf.prompt import prompt_echo
 from h2o.hf.rotary import model_rotary
 from h2o.kv_dtype import stored_bytes
@@ -125,7 +125,7 @@ def supports(model: Any) -> Support:
     kinds = traits.kinds
     reads_images = config.get_text_config(decoder=True) is not config
     not_images = BIDIRECTIONAL_IMAGES if reads_images and has_bidirectional_images(config) else ""
-    not_echo = prompt_echo.not_dealt(config) if "h2o" in kinds else ""
+    not_echo = prompt_echo.echo_replacement(config) if "h2o" in kinds else ""
     return Support(model_type, True, "", kinds, traits.not_cache_relative, not_images, not_echo)
 
 
@@ -151,7 +151,7 @@ class Traits(NamedTuple):
             config.model_type,
             kinds,
             text.kv_lora_rank if latent_row(config) else 0,
-            reusing(config),
+            shared_key_layers(config),
             model_rotary.rotary_refusal(config, windows="sliding" in kinds) or "",
         )
 
@@ -258,7 +258,7 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
     return layers_of(config.get_text_config(decoder=True))
 
 
-def rereads_after(config: Any) -> float | None:
+def drops_cache_after(config: Any) -> float | None:
     """Number of tokens after which `generate()` drops the cache and prefills the whole text again,
     because the rotary angles of all earlier tokens change (Phi-3 with longrope). Infinity if the
     angles do not change. None for a model that always keeps its cache."""
@@ -318,7 +318,7 @@ def _layers_reason(config: Any) -> str | None:
     if any(has_states(layer) and kind == "h2o" for layer, kind in zip(layers, kinds, strict=True)):
         if latent_row(config) is not None:
             return "one of its layers has both states and latents"
-        if reusing(config):
+        if shared_key_layers(config):
             return "one of its layers has both states and keys that later layers reuse"
     if "states" in kinds and "h2o" not in kinds:
         return f"none of its {len(kinds)} layers has full attention, so there is nothing to evict"

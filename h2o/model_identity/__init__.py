@@ -46,7 +46,7 @@ def describe(config: Any) -> dict[str, Any]:
     text = _text_config(config)
     shape: dict[str, Any] = {}
     for name in SHAPE:
-        value = _of_full_attention(text, name)
+        value = _full_attention_value(text, name)
         if isinstance(value, int | str):
             shape[name] = value
     heads = shape.get("num_attention_heads")
@@ -82,7 +82,7 @@ def latent_row(config: Any) -> int | None:
     return latent + text.qk_rope_head_dim if isinstance(latent, int) else None
 
 
-def _of_full_attention(text: Any, name: str) -> Any:
+def _full_attention_value(text: Any, name: str) -> Any:
     """An attribute of a config. If layers differ in it, its value for full attention layers."""
     try:
         return getattr(text, name, None)
@@ -124,7 +124,7 @@ def difference(
             return f"this model's {name} is {here[name]}, not {wanted}"
     if config is model or not weights:
         return None
-    return _weights_apart({x.name: x for x in weights_of(model)}, weights)
+    return _weights_difference({x.name: x for x in weights_of(model)}, weights)
 
 
 def attention_difference(
@@ -143,10 +143,10 @@ def attention_difference(
             wanted[name] = numbers
     if not any(map(is_of_adapter, weights)):
         here |= {name: x for name, x in inside.items() if is_of_adapter(name)}
-    return _weights_apart(here, wanted)
+    return _weights_difference(here, wanted)
 
 
-def _weights_apart(
+def _weights_difference(
     here: Mapping[str, Weight], weights: Mapping[str, Sequence[float]]
 ) -> str | None:
     for name, wanted in weights.items():
@@ -155,7 +155,7 @@ def _weights_apart(
         values = _values(here[name], len(wanted)) if name in here else None
         if values is None:  # quantized or cut weights cannot be compared
             continue
-        if apart := _apart(values, wanted):
+        if apart := _distance(values, wanted):
             return f"the shapes are equal, but the weights of {name} differ by {apart:.1%}"
     added = next(filter(is_of_adapter, here), None)
     if added is not None and not any(map(is_of_adapter, weights)):
@@ -163,7 +163,7 @@ def _weights_apart(
     return None
 
 
-def _apart(values: Sequence[float], wanted: Sequence[float]) -> float:
+def _distance(values: Sequence[float], wanted: Sequence[float]) -> float:
     """Relative distance of two samples; 0 if it is within the tolerance."""
     apart = math.dist(values, wanted) / (math.hypot(*wanted) or 1.0)
     return 0.0 if apart <= TOLERANCE else apart
@@ -221,7 +221,7 @@ def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
     only its settings are compared. A setting that only one of the two configs has is ignored.
     """
     config = getattr(model, "config", model)
-    if reason := _settings_apart(there["config"], _settings(config)):
+    if reason := _settings_difference(there["config"], _settings(config)):
         return reason
     if config is model:
         return None
@@ -236,7 +236,7 @@ def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
         )  # fmt: skip
         if dtype == wanted_dtype and digest != wanted_digest:
             return f"the shapes are equal, but the weights of {name} differ"
-        if values and wanted and dtype != wanted_dtype and (apart := _apart(values, wanted)):
+        if values and wanted and dtype != wanted_dtype and (apart := _distance(values, wanted)):
             return f"the shapes are equal, but the weights of {name} differ by {apart:.1%}"
     return None
 
@@ -265,11 +265,11 @@ def _settings(config: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _settings_apart(there: Any, here: Any, name: str = "config") -> str | None:
+def _settings_difference(there: Any, here: Any, name: str = "config") -> str | None:
     """The first setting that both configs have and that differs, described for an error."""
     if isinstance(there, dict) and isinstance(here, dict):
         both = (x for x in there if x in here)
-        apart = (_settings_apart(there[x], here[x], f"{name}.{x}") for x in both)
+        apart = (_settings_difference(there[x], here[x], f"{name}.{x}") for x in both)
         return next(filter(None, apart), None)
     return None if there == here else f"this model's {name} is {here}, not {there}"
 
@@ -291,7 +291,7 @@ def model_fingerprint(model: Any, tokenizer: Any = None) -> str:
         digest.update(weight.name.encode())
         _add_weight(digest, weight, whole=True)
     if tokenizer is not None:
-        digest.update(_of_tokenizer(tokenizer).encode())
+        digest.update(_describe_tokenizer(tokenizer).encode())
     return digest.hexdigest()[:16]
 
 
@@ -302,7 +302,7 @@ def files_fingerprint(texts: Iterable[str]) -> str:
     each file.
     """
     digest = hashlib.sha256()
-    files = sorted({file for text in texts for path in _paths(text) for file in _below(path)})
+    files = sorted({file for text in texts for path in _paths(text) for file in _files_below(path)})
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file} {size}".encode())
@@ -325,7 +325,7 @@ def _add_weight(digest: Any, weight: Weight, *, whole: bool) -> None:
             digest.update(some.view(torch.uint8).numpy().tobytes())
 
 
-def _of_tokenizer(tokenizer: Any) -> str:
+def _describe_tokenizer(tokenizer: Any) -> str:
     fast = getattr(tokenizer, "backend_tokenizer", None)
     words = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
     return f"{words} {getattr(tokenizer, 'chat_template', None)} {tokenizer.special_tokens_map}"
@@ -339,5 +339,5 @@ def _paths(text: str) -> Iterator[Path]:
             yield path.resolve()
 
 
-def _below(path: Path) -> list[Path]:
+def _files_below(path: Path) -> list[Path]:
     return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]

@@ -50,7 +50,7 @@ def weights_of(model: Any) -> Iterator[Weight]:
     adapted = {name: module for name, module in modules.items() if has_adapters(module)}
     for name, module in modules.items():
         for own, _ in saved_tensors(module):
-            at_work = _at_work(_join(name, own), adapted)
+            at_work = _name_and_scale(_join(name, own), adapted)
             if at_work is not None:
                 places[at_work[0]] = module, own, at_work[1]
     for name, (module, own, scale) in sorted(places.items()):
@@ -95,9 +95,9 @@ def _join(*names: str) -> str:
     return ".".join(filter(None, names))
 
 
-def _at_work(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] | None:
+def _name_and_scale(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] | None:
     """(name without wrappers, scale) of a weight; None if it belongs to an inactive adapter."""
-    from h2o.compat_wrappers import ADAPTED, adapter_fields, adapter_scale, adapters_at_work
+    from h2o.compat_wrappers import ADAPTED, adapter_fields, adapter_scale, applied_adapters
 
     parts = name.split(".")
     kept, scale = list(parts), 1.0
@@ -108,7 +108,7 @@ def _at_work(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] | None:
         if part in ADAPTED:
             kept[index] = ""
         elif part in adapter_fields(layer):
-            at_work = adapters_at_work(layer)
+            at_work = applied_adapters(layer)
             adapter = next((x for x in parts[index + 1 :] if x in at_work), None)
             if adapter is None:
                 return None

@@ -108,7 +108,7 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
 # ---- packages needed for pictures only -----------------------------------------------------------
 
 
-def need(name: str) -> Any:
+def import_optional(name: str) -> Any:
     """Import a module, or raise an ImportError that says how to install it."""
     try:
         return importlib.import_module(name)
@@ -121,4 +121,4 @@ def axes_or_new(ax: Any = None, **size: Any) -> Any:
     """The given axes, or new ones from pyplot. Raises ImportError if matplotlib is missing."""
     if ax is not None:
         return ax
-    return need("matplotlib.pyplot").subplots(layout="constrained", **size)[1]
+    return import_optional("matplotlib.pyplot").subplots(layout="constrained", **size)[1]

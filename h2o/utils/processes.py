@@ -10,7 +10,7 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that launchers set for each process."""
 
 
-def refuse_several(command: str) -> None:
+def check_single_process(command: str) -> None:
     """Raise UserError if a launcher has started several processes of a single-process command."""
     if (world := world_size()) > 1:
         raise UserError(

@@ -23,9 +23,9 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec
 
 from h2o.vllm.page_budget import one_key
 from h2o.vllm.page_store import PageStore
-from h2o.vllm.paged_request import arguments_of, asked_prefix
+from h2o.vllm.paged_request import arguments_of, prefix_of
 from h2o.vllm.scheduler import PrefixAsyncScheduler, PrefixScheduler
-from h2o.vllm.stored_prompts import Asked, Begin, Reading, Store, StoredPrompts, identify
+from h2o.vllm.stored_prompts import Begin, Prefill, PromptHashes, Store, StoredPrompts, identify
 from h2o.vllm.validation import CONNECTOR, has_windows, read_request
 
 
@@ -102,7 +102,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         """The groups of layers with h2o's pages. There is one group if prompts are stored"""
         self.found: dict[str, tuple[int, int, bool]] = {}
         """The stored prompt of each request that waits for a page"""
-        self.asked: dict[str, Asked] = {}
+        self.hashes: dict[str, PromptHashes] = {}
         """Hashes of each request, cached because a waiting request needs them in every pass"""
 
     requires_kv_delivery = False
@@ -117,7 +117,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """Return the number of tokens that a stored prompt provides, and False, since they are
         loaded synchronously. The number is None while another request is prefilling them."""
-        wanted = self._asked(request)
+        wanted = self._hashes_of(request)
         self.found.pop(request.request_id, None)
         if wanted is None:
             return 0, False
@@ -125,7 +125,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         if found is not None:
             self.found[request.request_id] = found
             return found[1], False
-        return (None if self.prompts.is_read(request.request_id, wanted) else 0), False
+        return (None if self.prompts.is_being_prefilled(request.request_id, wanted) else 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note that a request has its page and its prefill begins. If a session continues instead,
@@ -145,9 +145,9 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
             if stored != page:  # if equal, the stored prompt's page was the last free one
                 self._keep(self.pool.blocks[stored], again=True)
         if not whole:
-            wanted = self._asked(request)
-            nothing = Asked(request.num_prompt_tokens, b"", asked_prefix(request), None)
-            self.prompts.reading[name] = Reading(
+            wanted = self._hashes_of(request)
+            nothing = PromptHashes(request.num_prompt_tokens, b"", prefix_of(request), None)
+            self.prompts.prefilling[name] = Prefill(
                 wanted or nothing, pages, num_external_tokens, wanted is not None
             )
 
@@ -166,14 +166,14 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         plan.dropped, self.plan.dropped = plan.dropped + self.plan.dropped, []
         return plan
 
-    def _asked(self, request: Any) -> Asked | None:
+    def _hashes_of(self, request: Any) -> PromptHashes | None:
         """The hashes by which a request may share a prompt, or None if it shares nothing."""
         if not (self.is_shared and _may_share(request)):
             return None
-        known = self.asked.get(request.request_id)
+        known = self.hashes.get(request.request_id)
         if known is None or known.tokens != request.num_prompt_tokens:  # a session's prompt grows
-            said = request.prompt_token_ids, asked_prefix(request), arguments_of(request)
-            known = self.asked[request.request_id] = identify(*said, request.cache_salt)
+            said = request.prompt_token_ids, prefix_of(request), arguments_of(request)
+            known = self.hashes[request.request_id] = identify(*said, request.cache_salt)
         return known
 
     def _pages(self, blocks: Any) -> list[int]:
@@ -187,14 +187,14 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         """Put the page of a stored prompt at the end of the free pages."""
         if again:
             self.pool.touch([block])
-        self.pool.unpin_blocks([block], self._reused)
+        self.pool.unpin_blocks([block], self._forget_page)
 
-    def _reused(self, block: Any) -> None:
+    def _forget_page(self, block: Any) -> None:
         self.prompts.drop(block.block_id)
         self.plan.dropped.append(block.block_id)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        for known in (self.found, self.asked, self.prompts.reading):
+        for known in (self.found, self.hashes, self.prompts.prefilling):
             known.pop(request.request_id, None)
         self.plan.left.update(self._pages(block_ids))
         return False, None

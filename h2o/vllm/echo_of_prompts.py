@@ -18,7 +18,7 @@ from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, Recipient
 from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.hf.prompt.prompt_echo import PromptEcho, rotary_for
-from h2o.hf.prompt.prompt_echo import not_dealt as not_dealt  # validation imports it from here
+from h2o.hf.prompt.prompt_echo import echo_replacement as echo_replacement  # for validation
 from h2o.hf.store.slot_layout import Budgets
 from h2o.vllm.paged_rows import Cut, PromptScores
 
@@ -31,7 +31,7 @@ class PromptEchoes:
         self.config = config
         self.rotary = rotary_for(model, config)
 
-    def of_layer(self, layer: int, scale: float, softcap: float) -> PromptScores | None:
+    def layer_scorer(self, layer: int, scale: float, softcap: float) -> PromptScores | None:
         """The scoring function of a layer, or None if prompts keep the scores that attention gives
         (`rotary_for`)."""
         if self.rotary is None:

@@ -16,7 +16,7 @@ another, unless `--long-prefill-token-threshold` is set."""
 
 
 def served_budget_config(
-    entry: Any, model: Any = None, *, can_deal: Callable[[], bool] = lambda: False
+    entry: Any, model: Any = None, *, can_divide_budget: Callable[[], bool] = lambda: False
 ) -> H2OConfig:
     """The config that the entry `h2o` in `--additional-config` describes.
 
@@ -26,8 +26,8 @@ def served_budget_config(
 
     Args:
         model: the model's transformers config.
-        can_deal: returns whether the budget of a prompt can be divided across all layers, which
-            then share one page. Called only if the entry asks for it.
+        can_divide_budget: returns whether the budget of a prompt can be divided across all
+            layers, which then share one page. Called only if the entry asks for it.
 
     Raises: TypeError, ValueError for an entry that is malformed or not supported in vLLM.
     """
@@ -39,7 +39,7 @@ def served_budget_config(
     places = entry_places(entry)
     config = _config(entry)
     if model is not None:
-        config = _of_pages(config.for_model(model), model, can_deal, places)
+        config = _adapt_to_pages(config.for_model(model), model, can_divide_budget, places)
     refused = {
         'positions="cache_relative"': (config.positions == "cache_relative", "keys come rotated"),
         'score_by="mean-echo" with prompts that are cut after each chunk': (
@@ -66,13 +66,13 @@ def _config(entry: Mapping[str, Any]) -> H2OConfig:
     return dataclasses.replace(config, **fields)
 
 
-def _of_pages(
-    config: H2OConfig, model: Any, can_deal: Callable[[], bool], places: int
+def _adapt_to_pages(
+    config: H2OConfig, model: Any, can_divide_budget: Callable[[], bool], places: int
 ) -> H2OConfig:
     """The config adapted to what pages support. If each layer has its own page, budgets cannot be
     divided across layers. Heads then share by the model's shipped profile, or equally without one,
     and echo ranks within a head."""
-    if config.head_shares != "echo" or (places and can_deal()):
+    if config.head_shares != "echo" or (places and can_divide_budget()):
         return config
     score_by = "mean-echo" if places else "mean"
     return dataclasses.replace(config, head_shares=Profile.shipped(model), score_by=score_by)

@@ -126,7 +126,7 @@ class Meter:
         folder = os.environ.get(FOLDER)
         return Path(folder, f"{self.place.engine}-{self.place.rank}.json") if folder else None
 
-    def stepped(self) -> None:
+    def schedule_write(self) -> None:
         """Schedule a write of the metrics, which will include the steps until then."""
         if self._waits or self.file is None:
             return

@@ -26,7 +26,7 @@ def one_key(heads: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(1, heads, 1, size, dtype=dtype, device="cpu")
 
 
-def _fit(heavy: int, recent: int, room: int, pins: int) -> tuple[int, int]:
+def _reduce_to_room(heavy: int, recent: int, room: int, pins: int) -> tuple[int, int]:
     """Reduce (heavy, recent) to `room` keys, of which at least `pins` are heavy."""
     recent = min(recent, room)
     heavy = min(heavy, room - recent)
@@ -47,7 +47,7 @@ class PageBudget:
     """(i, n): this rank has the i-th of n equal parts of each layer's key/value heads"""
 
     @property
-    def together(self) -> bool:
+    def has_shared_page(self) -> bool:
         """Whether all layers of a request share one page."""
         return self.config.shares_by_echo
 
@@ -76,7 +76,7 @@ class PageBudget:
         if len(budgets) < len(kept):
             budgets = budgets * len(kept)
         rooms = [k - self.config.sinks for k in kept]
-        return [_fit(*x, room, pins) for x, room in zip(budgets, rooms, strict=True)]
+        return [_reduce_to_room(*x, room, pins) for x, room in zip(budgets, rooms, strict=True)]
 
     def check_room(self, keys: torch.Tensor, pinned: Row) -> None:
         """Raise ValueError unless a page has room for the pinned keys and one recent key, on every
@@ -152,7 +152,7 @@ class PageBudget:
         """Bytes of a layer's page. All pages have the size that the largest layer needs on any
         rank, since vLLM requires equal sizes. If layers share a page, the result is one layer's
         part of that page."""
-        if self.together:
+        if self.has_shared_page:
             part = -(-page_bytes(self.empty_pages(keys)) // self.layers)
             return -(-part // ALIGNMENT) * ALIGNMENT
         layers = range(self.layers)

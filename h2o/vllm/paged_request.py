@@ -88,7 +88,7 @@ def arguments_of(request: Any) -> dict[str, Any]:
     return (params and params.extra_args) or {}
 
 
-def asked_prefix(request: Any) -> int:
+def prefix_of(request: Any) -> int:
     """Number of tokens of the prefix that a request in vLLM's scheduler asks to cut separately."""
     return prefix_tokens(arguments_of(request), request.num_prompt_tokens)
 

@@ -162,7 +162,7 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
         from h2o.vllm.echo_of_prompts import Dealer, PromptEchoes  # imports transformers
 
         echoes = PromptEchoes(vllm_config.model_config.hf_config, budget.config)
-        dealer = Dealer(budget.layers) if budget.together else None
+        dealer = Dealer(budget.layers) if budget.has_shared_page else None
     set_up(vllm_config)
     stores = WeakValueDictionary[tuple[int, int], PageStore]()
     shared = budget, has_windows(vllm_config), echoes, dealer, stores, Forks()
@@ -253,7 +253,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         impls = impls_of(vllm_config, layer_names)
         engine = impls[0].engine
-        Requests.check_asked(vllm_config)
+        Requests.check_created(vllm_config)
         self.begun = PartialPrompts(engine.budget.places)
         self.requests, self.forks = engine.requests, engine.forks
         self.forks.partial.append(self.begun.chunks)
@@ -270,7 +270,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         if rows.causal is not True:
             raise ValueError("h2o supports only causal attention in vLLM, and this model's is not")
         if self.meter is not None:
-            self.meter.stepped()
+            self.meter.schedule_write()
         # On a GPU the host waits for one of these only, the pages. Without drafts the upper bounds
         # of the lengths are exact.
         starts, lengths, pages = (
@@ -371,7 +371,7 @@ class H2OAttention(AttentionImpl[Planned]):
             store = PageStore(kv_cache.flatten(1), page, alone=not engine.has_windows)
         else:
             store = self._store_of_all(kv_cache, keys)
-        scores = engine.echoes and engine.echoes.of_layer(index, self.scale, self.softcap)
+        scores = engine.echoes and engine.echoes.layer_scorer(index, self.scale, self.softcap)
         known = store, budget, index, self.scale, self.softcap
         return PagedLayer(*known, scores, engine.dealer, engine.forks)
 

@@ -14,7 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from h2o.vllm.entry import entry_places
-from h2o.vllm.paged_request import arguments_of, asked_prefix, reads_by_token
+from h2o.vllm.paged_request import arguments_of, prefix_of, reads_by_token
 from h2o.vllm.validation import entry_of
 
 
@@ -51,7 +51,7 @@ class Prefixes(Scheduler):
 
     def _tokens(self, request: Any, computed: int, room: int) -> int:
         """Number of tokens of a request in this pass, at most `room`. 0 if the request waits."""
-        prefix, prompt, first = asked_prefix(request), request.num_prompt_tokens, _first(request)
+        prefix, prompt, first = prefix_of(request), request.num_prompt_tokens, _first(request)
         if computed < first:
             new = min(room, prefix - computed) if prefix else room
             if computed + new < first:
@@ -81,7 +81,7 @@ class Prefixes(Scheduler):
 def _first(request: Any) -> int:
     """Number of tokens of a request that are prefilled first and then cut: its prefix, or its whole
     prompt."""
-    return asked_prefix(request) or int(request.num_prompt_tokens)
+    return prefix_of(request) or int(request.num_prompt_tokens)
 
 
 class PrefixScheduler(Prefixes):

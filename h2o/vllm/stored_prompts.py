@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from h2o.vllm.paged_request import CONTEXT, PREFIX, reads_by_token
 
 
-class Asked(NamedTuple):
+class PromptHashes(NamedTuple):
     """Hashes by which a request shares a prompt with others."""
 
     tokens: int
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
 
 def identify(
     tokens: Sequence[int], prefix: int, arguments: Mapping[str, Any], salt: str | None
-) -> Asked:
+) -> PromptHashes:
     """Hash a request's tokens and those of its `vllm_xargs` that determine what its page holds.
 
     Args:
@@ -45,13 +45,13 @@ def identify(
         if name.startswith("h2o_") and name not in (PREFIX, CONTEXT)
     )
 
-    def known_by(n: int, *cut: int) -> bytes:
+    def hash_beginning(n: int, *cut: int) -> bytes:
         said = repr((settings, salt, cut)).encode()
         return hashlib.sha256(array.array("q", tokens[:n]).tobytes() + said).digest()
 
-    beginning = known_by(prefix) if prefix else None
+    beginning = hash_beginning(prefix) if prefix else None
     cut = (prefix, reads_by_token(arguments)) if prefix else ()
-    return Asked(len(tokens), known_by(len(tokens), *cut), prefix, beginning)
+    return PromptHashes(len(tokens), hash_beginning(len(tokens), *cut), prefix, beginning)
 
 
 class Begin(NamedTuple):
@@ -75,13 +75,13 @@ class Store(NamedTuple):
 
 
 @dataclasses.dataclass
-class Reading:
+class Prefill:
     """A request whose prompt is being prefilled."""
 
-    asked: Asked
+    hashes: PromptHashes
     pages: list[int]
     """The request's page in each group of layers. There are several groups with sliding windows"""
-    read: int
+    tokens_prefilled: int
     """Number of tokens prefilled, including those of the pass that is planned"""
     exact: bool = True
     """Whether the prompt may be stored: not if the weights have changed during its prefill"""
@@ -92,11 +92,11 @@ class StoredPrompts:
 
     def __init__(self) -> None:
         self.pages: dict[bytes, int] = {}
-        self.reading: dict[str, Reading] = {}
+        self.prefilling: dict[str, Prefill] = {}
         """Prompts that are being prefilled, by request"""
         self._by_page: dict[int, bytes] = {}
 
-    def find(self, wanted: Asked) -> tuple[int, int, bool] | None:
+    def find(self, wanted: PromptHashes) -> tuple[int, int, bool] | None:
         """(page, tokens, whole) of the longest stored beginning of a request. The last token of a
         whole prompt is not counted, since it is computed again."""
         if wanted.whole in self.pages and wanted.tokens > 1:
@@ -105,26 +105,26 @@ class StoredPrompts:
             return self.pages[wanted.beginning], wanted.prefix, False
         return None
 
-    def is_read(self, request: str, wanted: Asked) -> bool:
+    def is_being_prefilled(self, request: str, wanted: PromptHashes) -> bool:
         """Whether another request is prefilling a prompt or prefix that this one could use."""
         keys = {wanted.whole, wanted.beginning} - {None}
         return any(
-            other != request and one.exact and not keys.isdisjoint(_to_come(one))
-            for other, one in self.reading.items()
+            other != request and one.exact and not keys.isdisjoint(_pending_hashes(one))
+            for other, one in self.prefilling.items()
         )
 
     def advance(self, scheduled: Mapping[str, int]) -> list[tuple[int, bytes]]:
         """Advance by a pass with `scheduled` tokens of each request. Return (page, key) of each
         prompt and prefix that may be stored after the pass."""
         done = []
-        for request, one in [*self.reading.items()]:
+        for request, one in [*self.prefilling.items()]:
             new = scheduled.get(request, 0)
-            before, one.read = one.read, one.read + new
-            wanted = one.asked
-            if before < wanted.prefix == one.read and wanted.beginning is not None:
+            before, one.tokens_prefilled = one.tokens_prefilled, one.tokens_prefilled + new
+            wanted = one.hashes
+            if before < wanted.prefix == one.tokens_prefilled and wanted.beginning is not None:
                 done.append((one, wanted.beginning))
-            if one.read >= wanted.tokens:
-                del self.reading[request]
+            if one.tokens_prefilled >= wanted.tokens:
+                del self.prefilling[request]
                 if new > 1:  # one token is a decode step, whose attention output is not noted
                     done.append((one, wanted.whole))
         return [(one.pages[0], key) for one, key in done if one.exact]
@@ -142,7 +142,7 @@ class StoredPrompts:
     def clear(self) -> list[int]:
         """Forget all stored prompts, and do not store those that are being prefilled. Return the
         pages that held prompts."""
-        for one in self.reading.values():
+        for one in self.prefilling.values():
             one.exact = False
         pages = [*self._by_page]
         for page in pages:
@@ -151,11 +151,11 @@ class StoredPrompts:
 
     def leave(self, requests: Iterable[str]) -> set[int]:
         """Forget requests that have left in the middle of their prompts. Return their pages."""
-        gone = [self.reading.pop(request) for request in requests if request in self.reading]
+        gone = [self.prefilling.pop(request) for request in requests if request in self.prefilling]
         return {page for one in gone for page in one.pages}
 
 
-def _to_come(one: Reading) -> set[bytes]:
+def _pending_hashes(one: Prefill) -> set[bytes]:
     """Hashes of the prompt and prefix that a request in prefill will store."""
-    beginning = one.asked.beginning if one.read < one.asked.prefix else None
-    return {one.asked.whole} | ({beginning} if beginning is not None else set())
+    beginning = one.hashes.beginning if one.tokens_prefilled < one.hashes.prefix else None
+    return {one.hashes.whole} | ({beginning} if beginning is not None else set())

@@ -42,27 +42,27 @@ def page_budget(vllm_config: VllmConfig) -> PageBudget:
     Raises: TypeError, ValueError for a wrong entry, and for a model or setting that is not
     supported.
     """
-    refuse(vllm_config)
+    check_supported(vllm_config)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     entry, ranks = entry_of(vllm_config), parallel.tensor_parallel_size
     part = parallel.rank % ranks, ranks
     config = served_budget_config(
-        entry, model.hf_text_config, can_deal=lambda: can_deal(vllm_config)
+        entry, model.hf_text_config, can_divide_budget=lambda: can_divide_budget(vllm_config)
     )
     layers = model.get_num_layers(parallel)
     return PageBudget(config, layers, model.max_model_len, entry_places(entry), part)
 
 
-def can_deal(vllm_config: VllmConfig) -> bool:
+def can_divide_budget(vllm_config: VllmConfig) -> bool:
     """Whether the budget of a request can be divided across all layers of the model. All layers
     must use h2o's attention, with all of their heads on one rank. Only the CPU is supported, since
     this has never run on a GPU."""
     is_whole = vllm_config.parallel_config.tensor_parallel_size == 1
     if not (current_platform.is_cpu() and is_whole) or has_windows(vllm_config):
         return False
-    from h2o.vllm.echo_of_prompts import not_dealt  # imports transformers
+    from h2o.vllm.echo_of_prompts import echo_replacement  # imports transformers
 
-    return not not_dealt(vllm_config.model_config.hf_config)
+    return not echo_replacement(vllm_config.model_config.hf_config)
 
 
 def has_windows(vllm_config: VllmConfig) -> bool:
@@ -76,7 +76,7 @@ def _has_other_scheduler(vllm_config: VllmConfig) -> bool:
     return scheduler is not None and getattr(scheduler, "__module__", "") != "h2o.vllm.scheduler"
 
 
-def refuse(vllm_config: VllmConfig) -> None:
+def check_supported(vllm_config: VllmConfig) -> None:
     """Raise ValueError with the reason if the model or a setting is not supported."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     cache, attention = vllm_config.cache_config, vllm_config.attention_config
@@ -156,7 +156,7 @@ class Requests(Unchanged, ProcessorOfV1, ProcessorOfV2):
             self.of_config[vllm_config.instance_id] = self
 
     @classmethod
-    def check_asked(cls, vllm_config: VllmConfig) -> None:
+    def check_created(cls, vllm_config: VllmConfig) -> None:
         """Raise RuntimeError if vLLM has created no processor. It would then accept wrong requests,
         and these end the scheduler."""
         if vllm_config.instance_id not in cls.of_config:

@@ -105,8 +105,8 @@ def switch(device: str) -> None:
 
         return chosen
 
-    backends.serving, backends.serving_if_open = map(
-        carrying, (backends.serving, backends.serving_if_open)
+    backends.backend_for, backends.backend_if_open = map(
+        carrying, (backends.backend_for, backends.backend_if_open)
     )
 
 
@@ -115,7 +115,7 @@ def _cuda() -> SimpleNamespace:
         raise RuntimeError("torch finds no CUDA device here")
     torch.cuda.init()
     index = torch.cuda.current_device()
-    operations = cuda.serving(index, backends._portable())
+    operations = cuda.backend_for(index, backends._portable())
     if operations is backends._portable():
         raise RuntimeError(f"h2o's kernels do not serve cuda:{index}: {cuda.describe()}")
     return carry(operations, lambda x: x.to(f"cuda:{index}"), torch.Tensor.cpu)

@@ -33,7 +33,7 @@ def built(tmp_path, monkeypatch):
     path = tmp_path / "kernels.fatbin"
     path.write_bytes(IMAGE)
     monkeypatch.setattr(cuda, "FATBIN", path)
-    monkeypatch.setattr(cuda, "_serving", {})
+    monkeypatch.setattr(cuda, "_backends", {})
     monkeypatch.setattr(cuda, "_reasons", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("H2O_CACHE", raising=False)

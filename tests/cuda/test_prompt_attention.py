@@ -207,10 +207,10 @@ def chosen(kernels):
 def test_the_fastest_that_is_right_is_chosen(clock, monkeypatch):
     ways = {"slow": taking(clock, 4.0), "quick": taking(clock, 2.0)}
     ways |= {"wrong": taking(clock, 0.0, wrong), "absent": absent, "unable": unable}
-    monkeypatch.setattr(prompt_attention, "WAYS", ways)
+    monkeypatch.setattr(prompt_attention, "TORCH_ATTENTIONS", ways)
     assert chosen(own(clock, 4.0)) == {7: "quick"}
     assert chosen(own(clock, 2.5)) == {}
-    monkeypatch.setattr(prompt_attention, "WAYS", {"absent": absent, "unable": unable})
+    monkeypatch.setattr(prompt_attention, "TORCH_ATTENTIONS", {"absent": absent, "unable": unable})
     assert chosen(own(clock, 4.0)) == {}
 
 
@@ -220,12 +220,12 @@ def test_what_plans_for_each_length_is_chosen_for_long_prompts(clock, monkeypatc
     pays. With the sums, ten calls of the even way take 400 seconds for 20 tokens and 800 for 40.
     The other way takes half as long, plus 250 for its plan."""
     ways = {"even": taking(clock, 1.0), "planned": taking(clock, 0.0, plan=250.0)}
-    monkeypatch.setattr(prompt_attention, "WAYS", ways)
+    monkeypatch.setattr(prompt_attention, "TORCH_ATTENTIONS", ways)
     assert chosen(own(clock, seconds)) == first | {40: "planned"}
 
 
 def test_a_measurement_leaves_the_programs_generator_alone(clock, monkeypatch):
-    monkeypatch.setattr(prompt_attention, "WAYS", {"flash": taking(clock, 1.0)})
+    monkeypatch.setattr(prompt_attention, "TORCH_ATTENTIONS", {"flash": taking(clock, 1.0)})
     before = torch.get_rng_state()
     assert chosen(own(clock, 9.0)) == {7: "flash"}
     assert torch.equal(torch.get_rng_state(), before)
@@ -247,7 +247,7 @@ WORDS = [
 
 @pytest.mark.parametrize(("prompts", "words"), WORDS)
 def test_ways_are_said_in_words(prompts, words):
-    assert Verdict([], prompts).ways == words
+    assert Verdict([], prompts).prompts_in_words == words
 
 
 LEAST = 70
@@ -269,14 +269,14 @@ def measured(device, monkeypatch):  # noqa: F811
         return {LEAST: "noted", LEAST + 1: "", LEAST + 2: "noted"}
 
     monkeypatch.setattr(prompt_attention, "LEAST_TOKENS", LEAST)
-    monkeypatch.setattr(prompt_attention, "WAYS", {"noted": noted})
+    monkeypatch.setattr(prompt_attention, "TORCH_ATTENTIONS", {"noted": noted})
     monkeypatch.setattr(prompt_attention, "fastest", fastest)
     return seen
 
 
 def attend(call):
     assert serving() == "C"
-    cuda.serving(0, backends._portable()).attend(*call)
+    cuda.backend_for(0, backends._portable()).attend(*call)
 
 
 def remembered(built):

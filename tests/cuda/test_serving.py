@@ -31,7 +31,9 @@ def device(driver, kernels, built, monkeypatch):
     monkeypatch.setattr(cuda, "_device", lambda index: "cpu")
     monkeypatch.setattr(cuda, "_is_capturing", lambda: False)
     monkeypatch.setattr(cuda, "_synchronize", driver.wait)
-    monkeypatch.setattr(prompt_attention, "WAYS", {})  # tested in test_prompt_attention.py
+    monkeypatch.setattr(
+        prompt_attention, "TORCH_ATTENTIONS", {}
+    )  # tested in test_prompt_attention.py
     # test_launch.py runs all cases
     check_small(monkeypatch, kernel_check.Size(10, 3, 1, 4, 2))
     return driver
@@ -45,13 +47,13 @@ def check_small(monkeypatch, size: kernel_check.Size, simulated: bool = False) -
 def serving(by_torch=None):
     """Backend of device 0: "C" or "torch"."""
     by_torch = by_torch or backends._portable()
-    operations = cuda.serving(0, by_torch)
+    operations = cuda.backend_for(0, by_torch)
     return "torch" if operations is by_torch else "C"
 
 
 def forget() -> None:
     """Forget all verdicts, as a new process would."""
-    cuda._serving.clear()
+    cuda._backends.clear()
     cuda._reasons.clear()
 
 
@@ -300,21 +302,21 @@ def test_a_step_opens_no_device(device, built):
     by_torch = backends._portable()
     before = launches(device)
     with pytest.warns(RuntimeWarning, match=r"not open yet: call h2o.ops.open_device"):
-        assert cuda.serving_if_open(0, by_torch) is by_torch
+        assert cuda.backend_if_open(0, by_torch) is by_torch
     assert launches(device) == before
     assert not (built.parent / "cache" / "h2o").exists()
     assert serving() == "C"
     checked = launches(device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cuda.serving_if_open(0, by_torch) is cuda.serving(0, by_torch)
+        assert cuda.backend_if_open(0, by_torch) is cuda.backend_for(0, by_torch)
     assert launches(device) == checked
 
 
 def test_a_layer_that_goes_on_elsewhere_opens_the_device_before_its_step(monkeypatch):
     opening = []
-    serving = backends.serving
-    monkeypatch.setattr(backends, "serving", lambda x: opening.append(x) or serving(x))
+    serving = backends.backend_for
+    monkeypatch.setattr(backends, "backend_for", lambda x: opening.append(x) or serving(x))
     text = [torch.from_numpy(x) for x in drifting(3, B=1, H=2, G=2, N=12, D=16)]
     prompt, token = ([x[:, :, i:j] for x in text] for i, j in ((0, 11), (11, 12)))
     read, moved = (H2OLayer(LayerPlan.of(H2OConfig(heavy=4, recent=4), 0, 1)) for _ in range(2))
@@ -336,22 +338,22 @@ def test_fake_tensors_are_the_torch_backends_and_warn_nobody(device):
             warnings.simplefilter("error")
             tensor = torch.empty(2)
             assert tensor.is_cuda
-            assert backends.serving(tensor) is by_torch
-            assert backends.serving_if_open(tensor) is by_torch
-        assert bool(cuda._serving) == is_open
+            assert backends.backend_for(tensor) is by_torch
+            assert backends.backend_if_open(tensor) is by_torch
+        assert bool(cuda._backends) == is_open
         assert serving() == "C"
 
 
 def test_tensors_go_by_their_device(device, monkeypatch):
     here = SimpleNamespace(is_cpu=False, is_cuda=True, device=SimpleNamespace(index=0))
-    assert backends.serving(here).attend is not backends._portable().attend
+    assert backends.backend_for(here).attend is not backends._portable().attend
     with backends.by_torch():
-        assert backends.serving(here) is backends._portable()
+        assert backends.backend_for(here) is backends._portable()
     here.is_cuda = False
-    assert backends.serving(here) is backends._portable()
+    assert backends.backend_for(here) is backends._portable()
     here.is_cuda = True
     monkeypatch.setattr(torch.version, "hip", "6.0")  # AMD GPUs, which torch calls cuda
-    assert backends.serving(here) is backends._portable()
+    assert backends.backend_for(here) is backends._portable()
 
 
 def test_info_checks_on_demand(device, monkeypatch, capsys):

@@ -112,7 +112,7 @@ def test_one_captured_step_serves_all_tokens(kind, capacity):
     assert not torch.equal(eager.slots.positions, first[3])
 
 
-WAYS = prompt_attention.WAYS if ON_GPU else {"flash": flash}
+WAYS = prompt_attention.TORCH_ATTENTIONS if ON_GPU else {"flash": flash}
 
 
 @pytest.mark.parametrize("pads", [False, True], ids=["whole", "pads"])

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 import h2o
 from h2o import H2OCache, H2OConfig, Profile
 from h2o.compat import with_cache
-from h2o.kv_dtype import per_token
+from h2o.kv_dtype import bytes_per_token
 from h2o.model_identity import key_size
 from tests.hf.tiny import batch, exact, greedy, model, prompts
 
@@ -42,7 +42,9 @@ def test_values_take_the_bits_that_go_with_the_head_dimension():
         config = LlamaConfig(head_dim=D)
         sized = H2OConfig.robust(0.1, budget_unit="bytes").for_model(config)
         assert sized.kv_dtype == kv_dtype
-        assert sized._token_bytes == per_token(*key_size(config), kv_dtype, value_weighted=True)
+        assert sized._token_bytes == bytes_per_token(
+            *key_size(config), kv_dtype, value_weighted=True
+        )
         assert sized.for_model(config) == sized
     total = filled(exact(H2OConfig.robust(0.1, budget_unit="bytes"))).total
     assert total.bytes_held + total.bytes_bookkeeping <= 0.1 * total.bytes_full

@@ -306,7 +306,7 @@ def test_a_refused_thread_leaves_no_ids():
 
     def intrude(*_):
         hook.remove()
-        cache.guard.text.read(other, None, 0)
+        cache.guard.text.record_ids(other, None, 0)
         thread = threading.Thread(target=enter)
         thread.start()
         thread.join()

@@ -173,13 +173,13 @@ def test_a_pass_that_broke_off_raises_no_bar():
 
 def test_layers_that_have_more_places_than_were_foreseen(monkeypatch):
     """All heads together must keep no more keys than were foreseen at the first layer."""
-    foresee = CrossHeadBudget._foresee
+    foresee = CrossHeadBudget._count_places
 
     def foresee_less(self, layer, prompt):
         foresee(self, layer, prompt)
         self.places = [n - 20 for n in self.places]
 
-    monkeypatch.setattr(CrossHeadBudget, "_foresee", foresee_less)
+    monkeypatch.setattr(CrossHeadBudget, "_count_places", foresee_less)
     cache = read(deep(), prompts(60), **SMALL)
     heads = [n for layer in cache.report().layers for n in layer.kept_by_head[0]]
     assert sum(heads) == PLACES * len(heads) - 20

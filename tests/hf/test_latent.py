@@ -167,7 +167,7 @@ def test_a_plain_projection_is_read_as_it_is_now(dtype):
         near = {"rtol": 1e-2, "atol": 3e-2 if dtype == torch.bfloat16 else 1e-5}
         torch.testing.assert_close(expansion.queries(query).double(), wanted, **near)
         wanted = torch.einsum("bqhl,hvl->bqhv", out[..., :L].double(), values.double())
-        torch.testing.assert_close(expansion.answers(out).double(), wanted, **near)
+        torch.testing.assert_close(expansion.expand_output(out).double(), wanted, **near)
         return expansion
 
     assert check() is check()
@@ -194,8 +194,8 @@ def test_a_quantized_projection_is_asked_for_its_matrix_once(monkeypatch):
 
     ours, calls = model("deepseek_v2"), []
     quantize_(ours, Int8WeightOnlyConfig(), lambda _, name: name.endswith("kv_b_proj"))
-    ask = linear_matrix._ask
-    monkeypatch.setattr(linear_matrix, "_ask", lambda *x: (calls.append(1), ask(*x))[1])
+    ask = linear_matrix._compute_matrix
+    monkeypatch.setattr(linear_matrix, "_compute_matrix", lambda *x: (calls.append(1), ask(*x))[1])
     full, cache, (ids,) = (
         DynamicCache(config=ours.config),
         H2OCache(ours.config, **FULL),

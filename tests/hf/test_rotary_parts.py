@@ -18,7 +18,7 @@ def test_every_rotary_family_is_proven(name):
     config = (FAMILIES | LATENT)[name].build_config()
     rotary = Rotary(config)
     layers = (FAMILIES | LATENT)[name].layers
-    assert rotary.turning == {i for i, kind in enumerate(layers) if kind == "h2o"}
+    assert rotary.rotated_layers == {i for i, kind in enumerate(layers) if kind == "h2o"}
     assert rotary.at_end == (name in LATENT)
 
 
@@ -31,8 +31,8 @@ def test_what_has_none(name):
 def test_layers_without_positions():
     """Some layers of SmolLM3 and all full-attention layers of Cohere 2 have no rotary positions."""
     smollm3 = Family("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, layers=("h2o",) * 4)
-    assert Rotary(smollm3.build_config()).turning == {0, 2}
-    assert Rotary(AutoConfig.for_model("cohere2", num_hidden_layers=4)).turning == set()
+    assert Rotary(smollm3.build_config()).rotated_layers == {0, 2}
+    assert Rotary(AutoConfig.for_model("cohere2", num_hidden_layers=4)).rotated_layers == set()
 
 
 @pytest.mark.parametrize(

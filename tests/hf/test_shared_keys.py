@@ -18,7 +18,7 @@ from h2o.compat import with_cache
 from h2o.config.layer_plan import LayerPlan
 from h2o.evaluation.published_masks import MASKS
 from h2o.hf.attention.attention_call import AttentionCall
-from h2o.hf.families.shared_keys import SHARES_KEYS, reusing
+from h2o.hf.families.shared_keys import SHARES_KEYS, shared_key_layers
 from h2o.hf.layers import shared_form
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.plain_form import PlainForm
@@ -89,7 +89,7 @@ def test_pads_of_a_prompt_of_a_chunk_and_of_a_step():
 def test_keys_that_came_from_a_dynamic_cache():
     for Q in (1, 4):
         layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), form=SharedForm([1, 2]))
-        layer.take_over(torch.randn(2, G, 20, D), torch.randn(2, G, 20, D), None)
+        layer.import_keys(torch.randn(2, G, 20, D), torch.randn(2, G, 20, D), None)
         first, (all_queries, _) = a_pass(layer, Q, 0)
         assert torch.equal(all_queries, first)
         first, (all_queries, _) = a_pass(layer, 1, 1)
@@ -142,7 +142,7 @@ def test_training_is_refused_in_later_layers_too():
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_said_of_them(name):
     ours = model(name)
-    assert reusing(ours.config) == {SHARED: (4, 5)}
+    assert shared_key_layers(ours.config) == {SHARED: (4, 5)}
     support = supports(ours)
     assert str(support).startswith(
         f"{name}: supported, 2 of 6 layers by h2o, 1 keep their own sliding window, "
@@ -157,8 +157,8 @@ def test_what_is_said_of_them(name):
     [("ffssf", {1: (4,)}), ("fsfss", {}), ("fsfsf", {2: (4,)})],
 )
 def test_which_layers_attend_to_whose_keys(kinds, later):
-    """`reusing` must name the right layers, and none with sliding windows, which stay transformers'
-    own."""
+    """`shared_key_layers` must name the right layers, and none with sliding windows, which stay
+    transformers' own."""
     names = {"f": "full_attention", "s": "sliding_attention"}
     config = AutoConfig.for_model(
         "gemma3n_text",
@@ -167,9 +167,9 @@ def test_which_layers_attend_to_whose_keys(kinds, later):
         layer_types=[names[kind] for kind in kinds],
         activation_sparsity_pattern=[0.0] * 5,
     )
-    assert reusing(config) == later
+    assert shared_key_layers(config) == later
     config.num_kv_shared_layers = 0
-    assert reusing(config) == {}
+    assert shared_key_layers(config) == {}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -254,7 +254,7 @@ def test_a_pass_ends_with_the_last_layer_that_attends():
     ours(ids, **with_cache(cache))
     hook.remove()
     assert "another thread" in errors[0]
-    assert not cache.guard.under_way
+    assert not cache.guard.is_under_way
     begin()
     assert len(errors) == 1
 

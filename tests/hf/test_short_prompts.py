@@ -248,12 +248,12 @@ def test_what_one_number_stands_for(monkeypatch):
     monkeypatch.setattr(cache_plan, "_recent", [])
     cache = H2OCache(shared("llama"), budget=0.1)
     assert (cache.config.head_shares, cache.config.score_by) == (None, "mean-echo")
-    assert "the model has 4 key/value heads" in cache.not_dealt
+    assert "the model has 4 key/value heads" in cache.echo_replacement
     assert "the model has 4 key/value heads" in h2o.supports(shared("llama")).not_echo
     cache = H2OCache(shared("opt"), budget=0.1)
     assert cache.config == H2OConfig.robust(0.1, budget_unit="bytes").for_model(shared("opt"))
     words = "no rotary position embedding"
-    assert words in cache.not_dealt
+    assert words in cache.echo_replacement
     assert words in h2o.supports(shared("opt")).not_echo
     shared("opt")(prompts(200)[0], **with_cache(cache))
     assert "Instead of H2OConfig.echo: H2OConfig.robust, because " in cache.report().note

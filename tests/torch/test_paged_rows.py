@@ -406,7 +406,7 @@ def test_a_meter_leaves_its_numbers_for_the_servers_first_process(tmp_path, monk
     nothing = {"h2o:evicted_keys": 0, "h2o:share_held": None}
     assert json.loads(file.read_text()) == [list(place), numbers | nothing]
     traffic(layer, talks(), seed=3, room=1000)
-    meter.stepped()
+    meter.schedule_write()
     while json.loads(file.read_text())[1] == numbers | nothing:
         time.sleep(0.01)
     assert json.loads(file.read_text())[1]["h2o:evicted_keys"] == layer.store.eviction().keys
@@ -451,7 +451,7 @@ def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):
     monkeypatch.delenv(metrics.FOLDER, raising=False)
     place = metrics.Place("tiny", "0", "0")
     meter = metrics.Meter(place, 1, 1, lambda: pytest.fail("asked"), Forks())
-    meter.stepped()
+    meter.schedule_write()
     meter.write()
 
 

@@ -69,9 +69,9 @@ def test_the_core_serves_the_cpu_unless_told_otherwise():
     tensor = torch.zeros(1)
     assert backends.forced == os.environ.get("H2O_BACKEND", "")
     if not backends.forced:
-        assert backends.serving(tensor) is backends.serving(np.zeros(1))
+        assert backends.backend_for(tensor) is backends.backend_for(np.zeros(1))
     with backends.by_torch():
-        assert backends.serving(tensor) is not backends.serving(np.zeros(1))
+        assert backends.backend_for(tensor) is not backends.backend_for(np.zeros(1))
         assert ops.info()["backends"]["cpu"] == "torch"
 
 

@@ -6,7 +6,7 @@ import torch
 
 from h2o import ops
 from h2o.vllm.page_store import PageStore, page_bytes
-from h2o.vllm.stored_prompts import Reading, StoredPrompts, identify
+from h2o.vllm.stored_prompts import Prefill, StoredPrompts, identify
 
 TOKENS = list(range(100, 140))
 
@@ -53,39 +53,39 @@ def test_the_longest_beginning_is_found():
 
 def test_who_reads_what_others_want():
     prompts = StoredPrompts()
-    prompts.reading["a"] = Reading(of(30, 20), [3], 0)
-    assert prompts.is_read("b", of(40, 20))
-    assert prompts.is_read("b", of(30, 20))
-    assert not prompts.is_read("a", of(30, 20))
-    assert not prompts.is_read("b", of(30))
+    prompts.prefilling["a"] = Prefill(of(30, 20), [3], 0)
+    assert prompts.is_being_prefilled("b", of(40, 20))
+    assert prompts.is_being_prefilled("b", of(30, 20))
+    assert not prompts.is_being_prefilled("a", of(30, 20))
+    assert not prompts.is_being_prefilled("b", of(30))
     assert prompts.advance({"a": 12}) == []
     assert prompts.advance({"a": 8}) == [(3, of(20).whole)]
-    assert not prompts.is_read("b", of(40, 20))
+    assert not prompts.is_being_prefilled("b", of(40, 20))
     assert prompts.advance({"a": 10}) == [(3, of(30, 20).whole)]
-    assert not prompts.reading
+    assert not prompts.prefilling
 
 
 def test_a_step_that_ends_a_prompt_stores_nothing():
     prompts = StoredPrompts()
-    prompts.reading["a"] = Reading(of(21, 20), [3], 20)
+    prompts.prefilling["a"] = Prefill(of(21, 20), [3], 20)
     assert prompts.advance({"a": 1}) == []
 
 
 def test_prompts_that_began_with_other_weights_are_not_stored():
     prompts = StoredPrompts()
-    prompts.reading["a"] = Reading(of(30), [3], 0)
+    prompts.prefilling["a"] = Prefill(of(30), [3], 0)
     prompts.advance({"a": 8})
     assert prompts.clear() == []
-    assert not prompts.is_read("b", of(30))
+    assert not prompts.is_being_prefilled("b", of(30))
     assert prompts.advance({"a": 22}) == []
-    prompts.reading["c"] = Reading(of(30), [5], 0)
+    prompts.prefilling["c"] = Prefill(of(30), [5], 0)
     prompts.advance({"c": 8})
     assert prompts.advance({"c": 22}) == [(5, of(30).whole)]
 
 
 def test_who_leaves_in_the_middle_of_a_prompt():
     prompts = StoredPrompts()
-    prompts.reading["a"] = Reading(of(30, 20), [3, 5], 8)
+    prompts.prefilling["a"] = Prefill(of(30, 20), [3, 5], 8)
     assert prompts.leave(["a", "b"]) == {3, 5}
     assert prompts.leave(["a"]) == set()
 

@@ -72,9 +72,9 @@ def test_a_request_that_is_preempted_and_admitted_again_at_once_has_left_its_pag
     assert passes(made, a=32).left == set()
     admit(made, request(), 4)
     assert passes(made, preempted="a", a=32).left == {3}
-    assert [*made.prompts.reading] == ["a"]
+    assert [*made.prompts.prefilling] == ["a"]
     assert passes(made, preempted="a").left == {4}
-    assert not made.prompts.reading
+    assert not made.prompts.prefilling
 
 
 def test_a_request_leaves_its_pages_in_every_group_of_ours():
@@ -95,7 +95,7 @@ def test_a_session_that_goes_on_stores_no_prefix():
     made = connector(PAGE)
     made.update_state_after_alloc(request(prompt=130, computed=100, h2o_prefix=30), pages(3), 0)
     assert passes(made, a=30).stores == []
-    assert not made.prompts.reading
+    assert not made.prompts.prefilling
 
 
 def test_workers_know_what_the_requests_of_pages_ask_for():

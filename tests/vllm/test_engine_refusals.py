@@ -76,7 +76,7 @@ def test_ways_of_splitting_a_model_are_refused(llama, options, message):
     arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
     config = EngineArgs(**arguments, additional_config={"h2o": SMALL}, **options)
     with pytest.raises(ValueError, match=message):
-        validation.refuse(config.create_engine_config())
+        validation.check_supported(config.create_engine_config())
 
 
 def test_models_that_pool_and_micro_batches_are_refused(llama):
@@ -85,12 +85,12 @@ def test_models_that_pool_and_micro_batches_are_refused(llama):
     arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
     arguments |= {"additional_config": {"h2o": SMALL}}
     with pytest.raises(ValueError, match="pooling models: no decode step follows a prompt"):
-        validation.refuse(EngineArgs(**arguments, runner="pooling").create_engine_config())
+        validation.check_supported(EngineArgs(**arguments, runner="pooling").create_engine_config())
     config = EngineArgs(**arguments).create_engine_config()
-    validation.refuse(config)
+    validation.check_supported(config)
     config.parallel_config.ubatch_size = 2
     with pytest.raises(ValueError, match="micro-batches: the chunks of a prompt"):
-        validation.refuse(config)
+        validation.check_supported(config)
 
 
 def test_an_installation_without_the_entry_point_is_refused(llama, monkeypatch):
@@ -112,7 +112,7 @@ def test_models_with_states_are_refused(tmp_path):
     arguments = {"model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 256}
     config = EngineArgs(**arguments, additional_config={"h2o": SMALL})
     with pytest.raises(ValueError, match="layers with states"):
-        validation.refuse(config.create_engine_config())
+        validation.check_supported(config.create_engine_config())
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_gpus_are_served_by_the_backend_that_is_asked_for(llama, monkeypatch):
     config = EngineArgs(
         **arguments, additional_config={"h2o": SMALL}, attention_backend="CUSTOM"
     ).create_engine_config()
-    validation.refuse(config)
+    validation.check_supported(config)
     monkeypatch.setattr(
         NonNvmlCudaPlatform, "get_device_capability", lambda *_: DeviceCapability(9, 0)
     )
@@ -225,14 +225,14 @@ def test_gpus_are_served_by_the_backend_that_is_asked_for(llama, monkeypatch):
 
     config.attention_config.backend = None
     with pytest.raises(ValueError, match="own attention on a GPU: pass --attention-backend C"):
-        validation.refuse(config)
+        validation.check_supported(config)
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     config.model_config.hf_text_config.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(ValueError, match="sliding window in some layers on a GPU: these layers"):
-        validation.refuse(config)
+        validation.check_supported(config)
     monkeypatch.setattr(validation, "current_platform", UnspecifiedPlatform())
     with pytest.raises(ValueError, match="platforms other than the CPU and NVIDIA GPUs: none"):
-        validation.refuse(config)
+        validation.check_supported(config)
 
 
 def test_drafts_are_refused(llama):

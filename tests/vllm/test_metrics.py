@@ -60,7 +60,7 @@ os.waitpid(fork, 0)
 (folder / "0-2.json").write_text("")
 assert left() == ["0-0.json", "0-1.json", "0-2.json"], left()
 metrics.SECONDS = 0.2
-second.stepped()
+second.schedule_write()
 util._run_finalizers()  # as at the exit of a process that takes its time
 time.sleep(1)
 assert left() is None

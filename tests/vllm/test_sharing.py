@@ -133,11 +133,11 @@ def test_who_begins_anew_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
             if step == 1:
                 assert llm.reset_prefix_cache(reset_running_requests=True)
             if step == 2:
-                assert len(core.scheduler.connector.prompts.reading) == 1
+                assert len(core.scheduler.connector.prompts.prefilling) == 1
             if answers:
                 break
         assert answers == wanted[:1]
-        assert not core.scheduler.connector.prompts.reading
+        assert not core.scheduler.connector.prompts.prefilling
         assert served(llm, [long, other]) == wanted
         assert forks(llm).requests == 1
 

@@ -73,7 +73,7 @@ def attend(
         D = query.shape[-1]
         stored_values = store.values(D)
         empty = ~(held if store.first is None else held.any(1, keepdim=True))
-        finite, beyond = store.split(stored_values.masked_fill(empty[..., None], 0))
+        finite, beyond = store.split_nonfinite(stored_values.masked_fill(empty[..., None], 0))
         stored = Stored(store.rows("keys", D).float(), finite, beyond, held)
     values = keys if values is None else values
     largest = policy.scores_largest

@@ -101,7 +101,7 @@ def _write_kept_rows(
     if store.first is None:
         new = incoming.gather(2, index[..., None].expand(-1, -1, -1, D))
     else:
-        source, filled, index = map(store.of_slots, (source, filled, index))  # [B, T]
+        source, filled, index = map(store.take_own_head, (source, filled, index))  # [B, T]
         index = index + store.head * Q
         new = incoming.reshape(B, G * Q, D).gather(1, index[..., None].expand(-1, -1, D))
     stored = source.clamp(max=S - 1)[..., None].expand_as(rows)
@@ -110,5 +110,5 @@ def _write_kept_rows(
     result = torch.where((source >= S)[..., None], fresh, moved)
     result = result.masked_fill(~filled[..., None], 0)
     if store.first is not None:
-        result = torch.where(store.of_any[..., None], result, rows)
+        result = torch.where(store.in_any_head[..., None], result, rows)
     rows.copy_(result)

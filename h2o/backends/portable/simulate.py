@@ -151,11 +151,11 @@ def _one_by_one(
         answer = answer.permute(0, 3, 1, 2, 4).flatten(2, 3)
         part = out[:, start:stop]
         part.copy_(torch.where(later[:, start:stop, None, None], answer.to(out.dtype), part))
-    beyond = _beyond(unpadded, evicted_at).masked_fill(~later[:, None, :, None], 0)
+    beyond = _sum_nonfinite(unpadded, evicted_at).masked_fill(~later[:, None, :, None], 0)
     out.unflatten(2, (G, R)).add_(beyond.transpose(1, 2)[:, :, :, None])
 
 
-def _beyond(values: Tensor, evicted_at: Tensor) -> Tensor:
+def _sum_nonfinite(values: Tensor, evicted_at: Tensor) -> Tensor:
     """Sum [B, G, Q, D], float32, of the values that are not finite and that each query sees; 0 if
     there are none. A key is seen from its own column to the one that evicts it."""
     end = evicted_at.long()[..., None].expand(values.shape)

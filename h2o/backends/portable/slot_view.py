@@ -37,9 +37,9 @@ class Store:
         self.first = starts[:, :-1]
         """[B or 1, G]"""
         begun = index >= starts[:, :-1, None]
-        self.of_head = begun & (index < starts[:, 1:, None])
+        self.in_head = begun & (index < starts[:, 1:, None])
         """[B or 1, G, T] bool: slots of each head"""
-        self.of_any = self.of_head.any(1)
+        self.in_any_head = self.in_head.any(1)
         """[B or 1, T] bool: slots of any head"""
         self.head = begun[:, 1:].sum(1)
         """[B or 1, T] int64: the head of each slot; arbitrary for slots of no head"""
@@ -48,15 +48,15 @@ class Store:
         """Scores, positions or norms as [B, G, S]."""
         if self.first is None:
             return numbers
-        return torch.where(self.of_head, numbers[:, None], empty)
+        return torch.where(self.in_head, numbers[:, None], empty)
 
     def write_by_head(self, numbers: Tensor, new: Tensor) -> None:
         """Write numbers [B, G, S], as from `by_head`, to a field of the store."""
         if self.first is not None:
-            new = torch.where(self.of_any, self.of_slots(new), numbers)
+            new = torch.where(self.in_any_head, self.take_own_head(new), numbers)
         numbers.copy_(new)
 
-    def of_slots(self, by_head: Tensor) -> Tensor:
+    def take_own_head(self, by_head: Tensor) -> Tensor:
         """Convert [B, G, T] to [B, T], taking the entry of each slot's head."""
         return by_head.gather(1, self.head[:, None].expand(len(by_head), 1, -1))[:, 0]
 
@@ -64,7 +64,7 @@ class Store:
         """Add [B, G, S], 0 in slots of other heads, to a field of the store, and return the sums by
         head. With `largest` the maxima replace the sums."""
         if self.first is not None:
-            new = self.of_slots(new)
+            new = self.take_own_head(new)
         both = torch.maximum(numbers, new, out=numbers) if largest else numbers.add_(new)
         return self.by_head(both, 0)
 
@@ -74,22 +74,22 @@ class Store:
         if where is not None:
             faded = torch.where(where if self.first is None else where[..., 0], faded, scores)
         if self.first is not None:
-            faded = torch.where(self.of_any, faded, scores)
+            faded = torch.where(self.in_any_head, faded, scores)
         scores.copy_(faded)
 
     def rows(self, name: str, D: int) -> Tensor:
         """Dequantized keys or values [B, G or 1, S, D]."""
-        return self.shaped(dequantize(getattr(self.slots, name), D))
+        return self.add_head_axis(dequantize(getattr(self.slots, name), D))
 
     def values(self, D: int) -> Tensor:
         """Dequantized values [B, G or 1, S, D], or the keys if the slots have no values."""
         return self.rows("keys" if self.slots.values is None else "values", D)
 
-    def shaped(self, x: Tensor) -> Tensor:
+    def add_head_axis(self, x: Tensor) -> Tensor:
         """Tensor by slot as [B, G or 1, S, ...], not expanded over heads."""
         return x if self.first is None else x[:, None]
 
-    def answers(self, p: Tensor, values: Tensor) -> Tensor:
+    def weighted_values(self, p: Tensor, values: Tensor) -> Tensor:
         """p @ values, [B, G, M, D] float32, for probabilities p [B, G, M, S], which are 0 in slots
         of other heads, and values [B, G or 1, S, D].
 
@@ -98,35 +98,35 @@ class Store:
         """
         if self.first is None:
             return products(p, values)
-        finite, beyond = self.split(values)
+        finite, beyond = self.split_nonfinite(values)
         return products(p, finite) + beyond
 
-    def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def split_nonfinite(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Values [B, G or 1, S, D] with 0 in place of elements that are not finite, and the sums of
         these elements by head, [B, G, 1, D]."""
         finite = values.nan_to_num(0.0, 0.0, 0.0)
         beyond = values - finite  # 0 for finite elements
         if self.first is None:
             return finite, beyond.sum(2, keepdim=True)
-        beyond = beyond[:, 0].masked_fill(~self.of_any[..., None], 0)
+        beyond = beyond[:, 0].masked_fill(~self.in_any_head[..., None], 0)
         head = self.head[..., None].expand_as(beyond)
         by_head = beyond.new_zeros(len(values), self.first.shape[1], values.shape[-1])
         return finite, by_head.scatter_add_(1, head, beyond)[:, :, None]
 
-    def answers_stored(self, p: Tensor, D: int) -> Tensor:
-        """`answers` for the values in the slots.
+    def weighted_stored_values(self, p: Tensor, D: int) -> Tensor:
+        """`weighted_values` for the values in the slots.
 
         In a quantized store a NaN scale marks a row that was not finite, so that only the scales
         have to be searched.
         """
         stored = self.slots.keys if self.slots.values is None else self.slots.values
         if self.first is None or stored.dtype != torch.uint8:
-            return self.answers(p, self.values(D))
+            return self.weighted_values(p, self.values(D))
         q, scale, least = codes(stored, D)
         lost = scale.isnan().any(-2)[:, None, :, 0]  # [B, 1, T]
         values = floats(q, scale.nan_to_num(0.0), least)
         return products(
-            p.masked_fill((lost & self.of_head)[:, :, None], torch.nan), values[:, None]
+            p.masked_fill((lost & self.in_head)[:, :, None], torch.nan), values[:, None]
         )
 
     # ---- One slot of each head: index [B, G, 1] on axis S ------------------------------------
@@ -135,7 +135,7 @@ class Store:
         """Index on axis S of slots [B, G] that are counted within their heads."""
         return (free.long() if self.first is None else free + self.first)[..., None]
 
-    def counted(self, index: Tensor) -> Tensor:
+    def slot_within_head(self, index: Tensor) -> Tensor:
         """The slot within its head, [B, G, 1], of an index on axis S."""
         return index if self.first is None else index - self.first[..., None]
 

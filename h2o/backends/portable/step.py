@@ -56,14 +56,14 @@ def step(
     if table is not None and ranks is not None:
         before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] number of keys held
         store.write(ranks, index, before, real)
-        keys = rotate_by(keys.float(), table[store.shaped(ranks).clamp(0, len(table) - 1)])
+        keys = rotate_by(keys.float(), table[store.add_head_axis(ranks).clamp(0, len(table) - 1)])
         queries = rotate_by(queries, table[before])
     positions = store.by_head(slots.positions, -1)
     # Logits [B, G, R, S] must be float32 because scores are.
     logits = apply_softcap(products(queries, keys.mT, exact=True) * scale, softcap)
     sinks = None if sink_logits is None else sink_logits.view(1, G, H // G, 1)
     p = softmax(logits.masked_fill_((positions < 0)[:, :, None], -torch.inf), sinks)
-    answer = store.answers_stored(p, D).view(B, 1, H, D)
+    answer = store.weighted_stored_values(p, D).view(B, 1, H, D)
     received = p.amax(2) if policy.scores_largest else p.sum(2)
     if real is not None:
         answer = answer.masked_fill(~real[..., None], 0)
@@ -86,7 +86,7 @@ def step(
         after = store.by_head(ranks, -1)
         store.write_by_head(ranks, after - ((after > rank) & evicts).int())
         store.write(ranks, last, rank.masked_fill(evicts, -1))
-    free = torch.where(evicts, store.counted(last), seen)[..., 0]
+    free = torch.where(evicts, store.slot_within_head(last), seen)[..., 0]
     slots.next_slot.copy_(
         free if real is None else torch.where(real[..., 0], free, slots.next_slot)
     )

@@ -71,7 +71,7 @@ class AttentionCall(NamedTuple):
             )
 
     @property
-    def may_begin_anew(self) -> bool:
+    def may_begin_text(self) -> bool:
         """Whether the new tokens may be the beginning of a text, according to their positions."""
         return self.position_ids is None or not self.position_ids[..., 0].any()
 

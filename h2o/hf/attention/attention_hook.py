@@ -98,21 +98,21 @@ class _SharedModules:
     between layers and pass `layer_idx` to its forward."""
 
     def __init__(self, text_config: type) -> None:
-        self._here, self._text_config = threading.local(), text_config
+        self._thread_local, self._text_config = threading.local(), text_config
 
     def layer(self, module: nn.Module) -> int | None:
         """The layer that this module is computing; None if it is part of another model inside."""
         if not isinstance(getattr(module, "config", None), self._text_config | None):
             return None
         layer: int | None = getattr(module, "layer_idx", None)
-        return vars(self._here).get(str(id(module)), layer)
+        return vars(self._thread_local).get(str(id(module)), layer)
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
         """Record the `layer_idx` that such modules are given within the block."""
 
         def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            vars(self._here)[str(id(module))] = kwargs["layer_idx"]
+            vars(self._thread_local)[str(id(module))] = kwargs["layer_idx"]
 
         hooks = [
             module.register_forward_pre_hook(note, with_kwargs=True)

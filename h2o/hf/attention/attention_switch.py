@@ -49,9 +49,9 @@ class AttentionSwitch:
         """
         with CHANGING:
             for other in _in_force.values():
-                if other.name == self.name or not other._has(model.config):
+                if other.name == self.name or not other._covers(model.config):
                     continue
-                if elsewhere := other.elsewhere():
+                if elsewhere := other.owner_elsewhere():
                     raise RuntimeError(
                         f"this model is {other.kind} by another {elsewhere}. Wait until its block "
                         f"has ended, or give each {elsewhere} its own model"
@@ -74,13 +74,13 @@ class AttentionSwitch:
         with CHANGING:
             _in_force.pop(id(self), None)
             for config, name in self.original:
-                names = [other.name for other in _in_force.values() if other._has(config)]
+                names = [other.name for other in _in_force.values() if other._covers(config)]
                 compat.put_attention_name(config, names[-1] if names else name)
 
     def check(self, config: Any) -> None:
         """Raise RuntimeError if `set_attn_implementation` has since changed this config."""
         with CHANGING:
-            names = [other.name for other in _in_force.values() if other._has(config)]
+            names = [other.name for other in _in_force.values() if other._covers(config)]
             name = compat.attention_name(config)
         if names and name != names[-1]:
             raise RuntimeError(
@@ -93,7 +93,7 @@ class AttentionSwitch:
         """Whether the switch was applied and not undone. A copied switch is never in force."""
         return id(self) in _in_force
 
-    def elsewhere(self) -> str:
+    def owner_elsewhere(self) -> str:
         """Return "thread" or "task" if another one made the switch and still runs, else ""."""
         if self.thread is not threading.current_thread():
             return "thread" if self.thread and self.thread.is_alive() else ""
@@ -101,7 +101,7 @@ class AttentionSwitch:
         both_run = all(task and not task.done() for task in tasks)
         return "task" if both_run and tasks[0] is not tasks[1] else ""
 
-    def _has(self, config: Any) -> bool:
+    def _covers(self, config: Any) -> bool:
         return any(switched is config for switched, _ in self.original)
 
     def __getstate__(self) -> dict[str, Any]:

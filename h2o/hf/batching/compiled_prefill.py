@@ -24,7 +24,7 @@ from h2o.hf.prompt.scorers import AttentionScorer
 
 
 class CompiledPrefill:
-    """Prefill for one model. Call it like the model, with the cache that `emptied` returns.
+    """Prefill for one model. Call it like the model, with the cache that `get_empty_cache` returns.
 
     Args:
         like: a cache of one row that has read a prompt. Only its budgets are used.
@@ -38,7 +38,7 @@ class CompiledPrefill:
         self._forward = CompiledForward(model, "prompts")
 
     @staticmethod
-    def serves(model: Any, config: H2OConfig) -> bool:
+    def can_compile(model: Any, config: H2OConfig) -> bool:
         """Whether a graph can run all layers and the budgets do not depend on the prompt."""
         if config.needs_prompt_length or virtual_tokens(model):
             return False
@@ -51,7 +51,7 @@ class CompiledPrefill:
         """Whether a graph exists or may still be compiled."""
         return bool(self._forward)
 
-    def emptied(self) -> H2OCache:
+    def get_empty_cache(self) -> H2OCache:
         """The cache, emptied for the next prompt."""
         for layer in self._cache.layers:
             layer.stepper.empty_in_place(layer)

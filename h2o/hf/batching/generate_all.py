@@ -137,7 +137,7 @@ def _check_prefix(prefix: H2OCache, config: H2OConfig) -> H2OCache:
     return prefix
 
 
-def serves(model: Any, h2o_config: H2OConfig, request: Request, tokenizer: Any = None) -> bool:
+def can_answer(model: Any, h2o_config: H2OConfig, request: Request, tokenizer: Any = None) -> bool:
     """Whether `generate_all` supports a model's layers and a request's decoding mode.
 
     Raises:
@@ -164,16 +164,16 @@ class _Scheduler:
         self.waiting = enumerate(prompts)
         self.batch = batch
         self.rows, self.bytes = rows, bytes
-        self.graph_reads = (
+        self.uses_graph_prefill = (
             batch.compiled is not None
             and settings.prefix is None
-            and CompiledPrefill.serves(settings.model, settings.config)
+            and CompiledPrefill.can_compile(settings.model, settings.config)
         )
         self.reader: CompiledPrefill | None = None
         """Made after the first prompt, if later prompts are prefilled by a graph"""
         self.running: list[ActiveRequest | None] = []
         """Request of each row, None if idle. Empty until the first prompt has been prefilled"""
-        self.reading: list[ActiveRequest] = []
+        self.prefilling: list[ActiveRequest] = []
         """Requests whose prompts are being prefilled, together if several"""
         self.next: ActiveRequest | None = None
         """Request that was taken but cannot be prefilled together with those"""
@@ -193,7 +193,7 @@ class _Scheduler:
             yield from self._admit()
             if any(self.running):
                 yield from self._step()
-            elif not self.reading:
+            elif not self.prefilling:
                 return
 
     def _admit(self) -> Iterator[Result]:
@@ -201,12 +201,12 @@ class _Scheduler:
         for at most one chunk of a prompt or `TOKENS_A_STEP` tokens."""
         read = 0
         while self._idle_rows():
-            if not self.reading:
+            if not self.prefilling:
                 yield from self._begin()
-            if not self.reading:
+            if not self.prefilling:
                 return
-            limit = self.reading[0].generation_config.prefill_chunk_size or TOKENS_A_STEP
-            read += (chunk := sum(x.chunk for x in self.reading))
+            limit = self.prefilling[0].generation_config.prefill_chunk_size or TOKENS_A_STEP
+            read += (chunk := sum(x.chunk for x in self.prefilling))
             if any(self.running) and read > max(limit, chunk):
                 return
             yield from self._prefill()
@@ -217,7 +217,7 @@ class _Scheduler:
 
     def _begin(self) -> Iterator[Result]:
         """Choose the prompts to prefill next: one, or several short ones for the idle rows."""
-        while len(self.reading) < self._idle_rows():
+        while len(self.prefilling) < self._idle_rows():
             if self.next is None:
                 taken = next(self.waiting, None)
                 if taken is None:
@@ -225,11 +225,11 @@ class _Scheduler:
                 yield from self._prepare(*taken)
             if self.next is None:
                 continue
-            if self.reading and not short_prompts.fits(self.next, self.reading):
+            if self.prefilling and not short_prompts.fits(self.next, self.prefilling):
                 return
-            self.reading.append(self.next)
+            self.prefilling.append(self.next)
             self.next = None
-            if self.graph_reads or not short_prompts.can_share(self.reading[0]):
+            if self.uses_graph_prefill or not short_prompts.can_share(self.prefilling[0]):
                 return
 
     def _prepare(self, index: int, prompt: Prompt) -> Iterator[Result]:
@@ -244,7 +244,7 @@ class _Scheduler:
             if self.bytes is not None and pins and self.settings.config.head_shares is not None:
                 raise ValueError("pinned keys change head_shares: give rows= instead of bytes=")
             if self.reader and request.config is None and not pins:
-                self.next.read_by(self.reader)
+                self.next.use_reader(self.reader)
         except UnsupportedError:
             raise
         except Exception as error:  # concerns this prompt only; the others continue
@@ -252,31 +252,31 @@ class _Scheduler:
             yield _failed(index, 0, error)
 
     def _prefill(self) -> Iterator[Result]:
-        if len(self.reading) > 1:
-            yield from self._read_together()
+        if len(self.prefilling) > 1:
+            yield from self._prefill_together()
             return
-        (running,) = self.reading
+        (running,) = self.prefilling
         try:
-            is_read = running.read()
+            is_done = running.prefill_next_chunk()
         except UnsupportedError:
             raise
         except Exception as error:
-            self.reading = []
+            self.prefilling = []
             yield _failed(running.index, running.prompt_tokens, error)
             return
-        if is_read:
-            self.reading = []
+        if is_done:
+            self.prefilling = []
             yield from self._start([(running, 0)], running.cache)
 
-    def _read_together(self) -> Iterator[Result]:
-        group, self.reading = self.reading, []
+    def _prefill_together(self) -> Iterator[Result]:
+        group, self.prefilling = self.prefilling, []
         try:
-            cache, logits = short_prompts.read_together(group)
+            cache, logits = short_prompts.prefill_together(group)
         except UnsupportedError:
             raise
         except Exception:  # one of the prompts failed: prefill each alone to find out which
             for running in group:
-                self.reading = [running]
+                self.prefilling = [running]
                 yield from self._prefill()
             return
         started = []
@@ -293,7 +293,7 @@ class _Scheduler:
         joining = []
         for running, row in started:
             running.cache = None  # the tensors will be copied into a row of the batch
-            self._tell(running)
+            self._call_on_token(running)
             if running.finish_reason:
                 yield running.result(row_report(cache, row))
             else:
@@ -310,7 +310,7 @@ class _Scheduler:
         idle = [row for row, x in enumerate(self.running) if x is None][: len(joining)]
         tokens = [running.prompt_tokens + settings.virtual for running, _ in joining]
         self.batch.join(idle, cache, [row for _, row in joining], tokens)
-        if self.reader is None and self.graph_reads and cache.config == settings.config:
+        if self.reader is None and self.uses_graph_prefill and cache.config == settings.config:
             self.reader = CompiledPrefill(settings.model, cache)
         for row, (running, _) in zip(idle, joining, strict=True):
             self.running[row] = running
@@ -336,7 +336,7 @@ class _Scheduler:
             if error is not None:
                 yield self._failed(row, error)
                 continue
-            self._tell(running)
+            self._call_on_token(running)
             if running.finish_reason:
                 yield running.result(row_report(self.batch.cache, row))
                 self._leave(row)
@@ -349,7 +349,7 @@ class _Scheduler:
             except ValueError as error:
                 yield self._failed(row, error)
 
-    def _tell(self, running: ActiveRequest) -> None:
+    def _call_on_token(self, running: ActiveRequest) -> None:
         if self.settings.on_token is not None:
             self.settings.on_token(running.index, running.new[-1])
 
@@ -370,7 +370,7 @@ def _next_tokens(requests: list[ActiveRequest], logits: Tensor) -> list[Exceptio
     raised: list[Exception | None] = [None] * len(requests)
     for row, running in enumerate(requests):
         try:
-            if running.by_number:
+            if running.is_plain_greedy:
                 running.take(best[row])
             else:
                 running.accept(logits[row : row + 1])

@@ -42,8 +42,8 @@ def packed_weights(model: nn.Module) -> Iterator[int]:
             for module in model.modules():
                 if type(module) is nn.Linear and "forward" not in vars(module):
                     forward = _Forward(module, wrappers.get(module))
-                    if forward.serves(module.weight):
-                        forward.packed(module.weight)
+                    if forward.can_pack(module.weight):
+                        forward.get_packed(module.weight)
                         module.forward = forward  # type: ignore[method-assign, assignment]
                         forwards.append(forward)
         yield sum(forward.module.weight.nbytes for forward in forwards)
@@ -59,7 +59,7 @@ class _Forward:
 
     def __init__(self, module: nn.Linear, wrapper: Any = None) -> None:
         self.module, self.wrapper = module, wrapper
-        self._of: tuple[Any, ...] | None = None
+        self._packed_from: tuple[Any, ...] | None = None
         self._packed: Tensor | None = None
         self._weight = module.weight
 
@@ -67,26 +67,26 @@ class _Forward:
         weight, bias = self.module.weight, self.module.bias
         few = x.dtype == torch.bfloat16 and x.numel() <= FEW * x.shape[-1]
         wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        if not few or wants_gradient or torch.compiler.is_compiling() or not self.serves(weight):
+        if not few or wants_gradient or torch.compiler.is_compiling() or not self.can_pack(weight):
             return nn.functional.linear(x, weight, bias)
-        return compat.packed_linear(x, self.packed(weight), bias)
+        return compat.packed_linear(x, self.get_packed(weight), bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_of": None, "_packed": None}
+        return vars(self) | {"_packed_from": None, "_packed": None}
 
     @staticmethod
-    def serves(weight: Tensor) -> bool:
+    def can_pack(weight: Tensor) -> bool:
         """Whether a weight is a plain bfloat16 parameter on the CPU that counts its changes."""
         plain = type(weight) is nn.Parameter and not weight.is_inference()
         return plain and weight.dtype == torch.bfloat16 and weight.is_cpu
 
-    def packed(self, weight: Tensor) -> Tensor:
+    def get_packed(self, weight: Tensor) -> Tensor:
         """The weight in oneDNN's layout, as it is now."""
         of: tuple[Any, ...] = id(weight), weight.data_ptr(), compat.tensor_version(weight)
         if self.wrapper is not None:
             of += merged_state(self.wrapper)
-        if self._packed is None or self._of != of:
+        if self._packed is None or self._packed_from != of:
             with torch.no_grad():
                 self._packed = compat.pack_linear_weight(weight.detach())
-            self._of, self._weight = of, weight  # kept alive, so that its id is not reused
+            self._packed_from, self._weight = of, weight  # kept alive, so that its id is not reused
         return self._packed

@@ -29,7 +29,7 @@ from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.system_turn import system_span
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.continuation import check_ids
-from h2o.hf.families.wrappers import check_pins, continuing, input_device, virtual_tokens
+from h2o.hf.families.wrappers import check_pins, input_device, model_after_prompt, virtual_tokens
 from h2o.hf.rotary.angles import AnglesByLength, positions_after
 from h2o.hf.store.pins import Pins
 
@@ -136,7 +136,9 @@ class Settings:
             )
         return ids.to(input_device(self.model))
 
-    def prepared(self, request: Request, ids: Tensor, cache: H2OCache) -> dict[str, Any]:
+    def make_decoding_arguments(
+        self, request: Request, ids: Tensor, cache: H2OCache
+    ) -> dict[str, Any]:
         """Arguments that `generate()` passes to its decoding loop for a request."""
         settings = request.generation_config or self.generation_config
         limit = self.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
@@ -220,10 +222,10 @@ class ActiveRequest:
         self.prompt_tokens = self.ids.shape[1]
         self.cache = settings.cache_for(request, self.ids)
         self.forward = settings.model
-        self.tokens_read = max(0, int(self.cache.get_seq_length()) - settings.virtual)
-        if self.tokens_read < self.prompt_tokens:
-            check_ids(self.cache.guard.text, self.ids[:, : self.tokens_read])
-        prepared = settings.prepared(request, self.ids, self.cache)
+        self.tokens_prefilled = max(0, int(self.cache.get_seq_length()) - settings.virtual)
+        if self.tokens_prefilled < self.prompt_tokens:
+            check_ids(self.cache.guard.text, self.ids[:, : self.tokens_prefilled])
+        prepared = settings.make_decoding_arguments(request, self.ids, self.cache)
         self.processors = prepared["logits_processor"]
         self.criteria = prepared["stopping_criteria"]
         self.generation_config = prepared["generation_config"]
@@ -246,29 +248,29 @@ class ActiveRequest:
         limits = [x.max_length for x in self.criteria if type(x) is MaxLengthCriteria]
         self.limit = min(limits, default=self.generation_config.max_length)
         are_numbers = len(ends) + len(limits) == len(self.criteria)
-        self.by_number = not self.processors and self.generator is None and are_numbers
+        self.is_plain_greedy = not self.processors and self.generator is None and are_numbers
         """Whether the likeliest token is next, and only end tokens or the length end the answer"""
 
-    def read_by(self, reader: CompiledPrefill) -> None:
+    def use_reader(self, reader: CompiledPrefill) -> None:
         """Prefill the whole prompt with `reader`, in the reader's cache."""
-        self.cache, self.forward = reader.emptied(), reader
+        self.cache, self.forward = reader.get_empty_cache(), reader
 
     @property
     def chunk(self) -> int:
         """Number of prompt tokens in the next chunk."""
         chunk: int = self.generation_config.prefill_chunk_size or self.prompt_tokens
-        return min(chunk, self.prompt_tokens - self.tokens_read)
+        return min(chunk, self.prompt_tokens - self.tokens_prefilled)
 
-    def read(self) -> bool:
+    def prefill_next_chunk(self) -> bool:
         """Prefill the next chunk. After the last one, choose the first token and return True."""
-        if self.tokens_read >= self.prompt_tokens:
+        if self.tokens_prefilled >= self.prompt_tokens:
             raise ValueError(
-                f"the prompt has {self.prompt_tokens} tokens and the prefix {self.tokens_read}: a "
-                "prompt must contain the prefix and more tokens"
+                f"the prompt has {self.prompt_tokens} tokens and the prefix "
+                f"{self.tokens_prefilled}: a prompt must contain the prefix and more tokens"
             )
-        begin, end = self.tokens_read, self.tokens_read + self.chunk
+        begin, end = self.tokens_prefilled, self.tokens_prefilled + self.chunk
         logits = self._forward(begin, end)
-        self.tokens_read = end
+        self.tokens_prefilled = end
         if end < self.prompt_tokens:
             return False
         self.accept(logits)
@@ -279,7 +281,7 @@ class ActiveRequest:
         ids, forward = self.ids[:, begin:end], self.forward
         where = {}
         if begin:
-            forward = continuing(forward)
+            forward = model_after_prompt(forward)
         if begin or not self.settings.virtual:
             seen = begin + self.settings.virtual + self.cache.guard.rope_deltas.offset
             where = positions_after(self.settings.model, seen, ids)
@@ -296,7 +298,7 @@ class ActiveRequest:
 
     def accept(self, logits: Tensor) -> None:
         """Choose the next token by logits [1, vocabulary]."""
-        if self.by_number:
+        if self.is_plain_greedy:
             self.take(int(logits.argmax(-1)))
             return
         scores = self.processors(self.ids, logits.to(dtype=torch.float32, copy=True))
@@ -315,7 +317,7 @@ class ActiveRequest:
             self.finish_reason = "stop" if stopped else "length"
 
     def take(self, token: int) -> None:
-        """Append the next token of a request that is decoded `by_number`."""
+        """Append the next token of a request with `is_plain_greedy`."""
         self.new.append(token)
         if token in self.ends:
             self.finish_reason = "stop"

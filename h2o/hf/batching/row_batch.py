@@ -21,7 +21,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.batching.compiled_prefill import CompiledForward
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.families.wrappers import check_passes, continuing, input_device
+from h2o.hf.families.wrappers import check_passes, input_device, model_after_prompt
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.rotary.angles import AnglesByLength
 from h2o.hf.store import states
@@ -40,10 +40,10 @@ class RowBatch:
 
     def __init__(self, model: Any, config: H2OConfig, compileable: bool = False) -> None:
         check_passes(model, "generate_all")
-        self.model = continuing(model)
+        self.model = model_after_prompt(model)
         self.compiled = CompiledForward(self.model, "steps") if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
-        self.cache.guard.by_row = True
+        self.cache.guard.has_independent_rows = True
         for index, layer in enumerate(self.cache.layers):
             if kind_of(layer) in ("sliding", "cross"):
                 raise UnsupportedError(
@@ -55,7 +55,7 @@ class RowBatch:
         """Number of tokens that each row has seen; 0 if the row is idle"""
         self.offsets: list[int] = []
         """Difference between each row's next position and its number of tokens"""
-        self._chosen: list[int] = []
+        self._selected_rows: list[int] = []
         self._has_states = any(map(has_states, self.cache.layers))
         self.angles = AnglesByLength(model)
         if self.angles and self._has_states:
@@ -111,20 +111,20 @@ class RowBatch:
         groups = self.angles.groups(live, [n + 1 for n in self.tokens])
         for rows in groups:
             self.angles.forget()
-            parts.append(self._of_rows(rows, ids))
+            parts.append(self._step_rows(rows, ids))
         self.tokens = [n and n + 1 for n in self.tokens]
         if len(groups) == 1:
             return parts[0]
         place = {row: i for i, row in enumerate(row for rows in groups for row in rows)}
         return torch.cat(parts)[[place[row] for row in live]]
 
-    def _of_rows(self, rows: list[int], ids: list[int]) -> Tensor:
+    def _step_rows(self, rows: list[int], ids: list[int]) -> Tensor:
         """Logits [len(rows), vocabulary] of a decode step in these rows."""
         if self.compiled:  # always with a mask: calls without one would need another graph
-            return self._of_all(self.compiled, ids, rows, masked=True)[rows]
+            return self._step_all_rows(self.compiled, ids, rows, masked=True)[rows]
         if self._has_states:
-            return self._of_all(self.model, ids, rows, masked=len(rows) < len(ids))[rows]
-        self._choose(rows if len(rows) < len(ids) else [])
+            return self._step_all_rows(self.model, ids, rows, masked=len(rows) < len(ids))[rows]
+        self._select_rows(rows if len(rows) < len(ids) else [])
         return self._forward(self.model, [ids[row] for row in rows], rows)
 
     def _forward(self, forward: Any, ids: list[int], rows: list[int], mask: Any = None) -> Tensor:
@@ -142,20 +142,22 @@ class RowBatch:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _of_all(self, forward: Any, ids: list[int], rows: list[int], *, masked: bool) -> Tensor:
+    def _step_all_rows(
+        self, forward: Any, ids: list[int], rows: list[int], *, masked: bool
+    ) -> Tensor:
         """Logits [all rows, vocabulary]. If `masked`, all rows but `rows` are masked."""
         here = [[row in rows] for row in range(len(ids))]
         mask = torch.tensor(here, dtype=torch.bool, device=input_device(self.model))
         return self._forward(forward, ids, [*range(len(ids))], mask if masked else None)
 
-    def _choose(self, rows: list[int]) -> None:
+    def _select_rows(self, rows: list[int]) -> None:
         """Run the following steps on these rows only; [] means all rows."""
-        if rows == self._chosen:
+        if rows == self._selected_rows:
             return
-        self._chosen = rows
+        self._selected_rows = rows
         for layer in self.cache.layers:
             numbers = torch.tensor(rows, dtype=torch.int32, device=layer.slots.keys.device)
-            layer.choose(numbers if rows else None)
+            layer.select_rows(numbers if rows else None)
 
 
 def h2o_layers(cache: H2OCache) -> list[H2OLayer]:

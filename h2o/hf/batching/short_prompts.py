@@ -44,10 +44,10 @@ def can_share(request: ActiveRequest) -> bool:
     with the config of the call, and by a model that keeps padded rows apart."""
     guard, settings = request.cache.guard, request.settings
     return (
-        request.tokens_read == 0
+        request.tokens_prefilled == 0
         and request.generation_config.prefill_chunk_size is None
         and request.cache.config == settings.config
-        and not (guard.pins or guard.has_states or guard.rope_deltas.may_be)
+        and not (guard.pins or guard.has_states or guard.rope_deltas.is_possible)
         and not (settings.virtual or settings.angles)
         and accepts(unwrap(settings.model).forward, "position_ids")
     )
@@ -66,7 +66,7 @@ def fits(request: ActiveRequest, group: Sequence[ActiveRequest]) -> bool:
     return after <= limits.tokens and pads <= limits.pads
 
 
-def read_together(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
+def prefill_together(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
     """Prefill the prompts of a group.
 
     Returns:
@@ -89,6 +89,6 @@ def read_together(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
             **group[0].last_logits,
         )
     for request in group:
-        request.tokens_read = request.prompt_tokens
+        request.tokens_prefilled = request.prompt_tokens
     logits: Tensor = output.logits[:, -1]
     return cache, logits

@@ -54,12 +54,12 @@ def system_span(
 def _system_turn(tokenizer: Any, message: Any, text: str) -> str:
     """The beginning of a chat's text, up to the end of its system turn."""
     turn = _rendered_or_none(tokenizer, [message])
-    if turn is None or not _holds(turn, message) or not text.startswith(turn):
+    if turn is None or not _contains_message(turn, message) or not text.startswith(turn):
         users = [{"role": "user", "content": word} for word in ("a", "b")]
         one, other = (_rendered_or_none(tokenizer, [message, user]) or "" for user in users)
         alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
         turn = one[: len(list(alike))]
-    if not _holds(turn, message) or not text.startswith(turn):
+    if not _contains_message(turn, message) or not text.startswith(turn):
         raise ValueError(
             'pinned="system": the chat template of this tokenizer has no system turn at the '
             "beginning of the prompt. Give pinned as spans [(start, stop)] in tokens"
@@ -67,7 +67,7 @@ def _system_turn(tokenizer: Any, message: Any, text: str) -> str:
     return turn
 
 
-def _holds(turn: str, message: Any) -> bool:
+def _contains_message(turn: str, message: Any) -> bool:
     """Whether a text contains the whole content of a message."""
     content = message["content"]
     parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]

@@ -27,7 +27,7 @@ from h2o.config.fields import CacheFields, ConfigFields, Pinned, PromptLength
 from h2o.hf.cache import cache_file
 from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.continuation import check_text, warn_of_many_graphs
-from h2o.hf.cache.from_dynamic_cache import take_over
+from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
 from h2o.hf.cache.readable_cache import ReadableCache
 from h2o.hf.families.layer_kinds import has_states, kind_of, warn_of_windows
 from h2o.hf.families.wrappers import check_pins, unwrap
@@ -101,11 +101,11 @@ class H2OCache(ReadableCache):
         layers = plan.layers(guard, trace=trace, compileable=compileable)
         guard.pins = Pins.of(pinned, plan.h2o_config.decay)
         guard.plans = plan.plans
-        guard.rereads_after = plan.rereads_after
-        guard.rope_deltas.may_be = config.get_text_config(decoder=True) is not config
+        guard.drops_cache_after = plan.drops_cache_after
+        guard.rope_deltas.is_possible = config.get_text_config(decoder=True) is not config
         Cache.__init__(self, layers=layers)  # a model's own cache class may accept no arguments
         self.guard = guard
-        self.not_dealt, self.model_shape = plan.not_dealt, plan.model_shape
+        self.echo_replacement, self.model_shape = plan.echo_replacement, plan.model_shape
         self.config = plan.h2o_config
         if not plan.plans:
             warn_of_windows(config, stacklevel=3)
@@ -152,7 +152,7 @@ class H2OCache(ReadableCache):
                 `attention_mask` has the wrong shape.
         """
         converted = cls(config, h2o_config, **parameters)
-        take_over(cache, converted.layers, converted.guard, attention_mask)
+        import_dynamic_cache(cache, converted.layers, converted.guard, attention_mask)
         converted.guard.rope_deltas.is_known = False
         return converted
 
@@ -229,7 +229,7 @@ class H2OCache(ReadableCache):
         except RuntimeError as error:
             raise ValueError(f"{path}: {error}") from error
         cache_file.restore_guard(loaded.guard, content)
-        loaded.not_dealt = content["settings"].get("not_dealt", "")
+        loaded.echo_replacement = content["settings"].get("not_dealt", "")
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -245,7 +245,7 @@ class H2OCache(ReadableCache):
         if self.guard.has_states:
             for layer in filter(has_states, self.layers):
                 states.make_writable(layer)
-        if not self.is_compileable or self.guard.under_way:
+        if not self.is_compileable or self.guard.is_under_way:
             self._check_layers_agree()
         seen = int(self.get_seq_length())
         if query_length == 0:

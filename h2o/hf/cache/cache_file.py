@@ -113,7 +113,7 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 f"this cache belongs to another model: {reason}. Pass the model that processed the "
                 "text"
             )
-        _refuse_other_part(content["layers"], tensors, model)
+        _check_part(content["layers"], tensors, model)
         content["settings"]["config"] = _config(content["settings"]["config"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -197,9 +197,7 @@ def _heads(tensors: dict[str, Tensor], prefix: str) -> int | None:
     return None if free is None else free.shape[1]
 
 
-def _refuse_other_part(
-    layers: list[dict[str, Any]], tensors: dict[str, Tensor], model: Any
-) -> None:
+def _check_part(layers: list[dict[str, Any]], tensors: dict[str, Tensor], model: Any) -> None:
     """Raise ValueError if this process of a tensor-parallel model has other heads than the file."""
     parts = set()
     for index, numbers in enumerate(layers):
@@ -253,8 +251,8 @@ def _settings(cache: Any) -> dict[str, Any]:
     first = next((x for x in cache.layers if isinstance(x, H2OLayer)), None)
     return {
         "config": fields,
-        "not_dealt": cache.not_dealt,
-        "trace": first is not None and first.traced,
+        "not_dealt": cache.echo_replacement,
+        "trace": first is not None and first.has_trace,
         "compileable": first is not None and isinstance(first.stepper, CapturedStepper),
     }
 

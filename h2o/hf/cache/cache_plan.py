@@ -30,11 +30,11 @@ from h2o.hf.layers.plain_form import PlainForm
 from h2o.hf.layers.shared_form import SharedForm
 from h2o.hf.layers.steppers import CapturedStepper, EagerStepper
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
-from h2o.hf.prompt.prompt_echo import EchoScorer, PromptEcho, served_as
+from h2o.hf.prompt.prompt_echo import EchoScorer, PromptEcho, adapt_config
 from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store.pass_guard import PassGuard
-from h2o.hf.support import Traits, rereads_after, setting_reasons, transformers_layers
+from h2o.hf.support import Traits, drops_cache_after, setting_reasons, transformers_layers
 from h2o.model_identity import describe
 
 
@@ -51,12 +51,12 @@ class CachePlan:
             UnsupportedError: h2o does not support the model, or not with these settings.
         """
         self._config, self._empty = config, transformers_layers(config)
-        self.h2o_config, self._echo, self.not_dealt = served_as(config, h2o_config)
+        self.h2o_config, self._echo, self.echo_replacement = adapt_config(config, h2o_config)
         self._traits = Traits.of(config)
-        self._refuse()
+        self._check_settings()
         self.model_shape = describe(config)
-        self.rereads_after = rereads_after(config)
-        """See `h2o.hf.support.rereads_after`"""
+        self.drops_cache_after = drops_cache_after(config)
+        """See `h2o.hf.support.drops_cache_after`"""
         self.kinds = self._traits.kinds
         self.number_of_states = {
             index: layer.number_of_states
@@ -83,7 +83,7 @@ class CachePlan:
         Raises:
             UnsupportedError: the settings cannot be combined.
         """
-        self._refuse(trace=trace, compileable=compileable)
+        self._check_settings(trace=trace, compileable=compileable)
         angles, echo = copy.copy(self._angles), copy.copy(self._echo)
         cross_head = None
         if self.h2o_config.shares_by_echo:
@@ -115,7 +115,7 @@ class CachePlan:
         return layers
 
     def _form(self, layer: int, angles: Rotary | None) -> PlainForm:
-        if angles is not None and angles.turns(layer):
+        if angles is not None and angles.rotates_layer(layer):
             return CacheRelativeForm(angles)
         if self._traits.latent:
             return LatentForm(self._traits.latent)
@@ -131,7 +131,7 @@ class CachePlan:
             return AttentionScorer()
         return EchoScorer(PromptEcho(echo, layer, self.plans[layer].policy), cross_head)
 
-    def _refuse(self, **settings: bool) -> None:
+    def _check_settings(self, **settings: bool) -> None:
         """Raise `UnsupportedError` if the settings do not suit the model or each other."""
         if reasons := setting_reasons(self._traits, self.h2o_config, **settings):
             raise UnsupportedError(reasons[0])

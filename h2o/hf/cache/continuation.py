@@ -37,21 +37,23 @@ def check_text(cache: Any, seen: int, new: int) -> None:
             cache about earlier padding, or sliding windows or states would count padding as text.
     """
     guard = cache.guard
-    if guard.by_row:
+    if guard.has_independent_rows:
         return
-    if guard.rereads_after is not None:
+    if guard.drops_cache_after is not None:
         guard.check_angles(seen, new)
     text = new_text()
     if text is None:
-        guard.text.lose()
+        guard.text.mark_unknown()
         return
     if seen:
         _check_continuation(cache, seen, text, new)
     else:
         guard.skips_pads = _skips_pads(text, new)
-    if guard.counts_padding and not (seen and _would_wait(text, new) and not guard.ends_in_padding):
+    if guard.counts_padding and not (
+        seen and _is_step_on_gpu(text, new) and not guard.ends_in_padding
+    ):
         check_padding(guard, text.mask, seen, new)
-    guard.text.read(text.ids, text.mask, seen)
+    guard.text.record_ids(text.ids, text.mask, seen)
 
 
 def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:
@@ -78,7 +80,7 @@ def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
             "later PEFT's prompt tuning mistakes each step for a prompt, because it does not find "
             "the cache under its new name. Use h2o.generate_all, or transformers before 5.24"
         )
-    if _would_wait(text, new):
+    if _is_step_on_gpu(text, new):
         return
     lengths = _lengths(cache)
     if lengths is not None:
@@ -113,7 +115,7 @@ def _lengths(cache: Any) -> Tensor | None:
     return None if slots is None else slots.seen_tokens
 
 
-def _would_wait(text: NewText, new: int) -> bool:
+def _is_step_on_gpu(text: NewText, new: int) -> bool:
     """Whether this is a decode step whose tensors are on a GPU. Checking would stall each step."""
     mask, positions = text.mask, text.positions
     is_elsewhere = mask is not None and not mask.is_cpu

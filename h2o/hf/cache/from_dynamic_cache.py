@@ -22,7 +22,7 @@ from h2o.hf.store.pass_guard import PassGuard
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def take_over(
+def import_dynamic_cache(
     cache: Any, layers: list[CacheLayerMixin], guard: PassGuard, attention_mask: Any = None
 ) -> None:
     """Copy the contents of a DynamicCache of n columns into the empty layers of an H2OCache.
@@ -95,7 +95,7 @@ def take_over(
                 f"layer {index} of the DynamicCache has dtype {keys.dtype}. h2o supports float32, "
                 "float16 and bfloat16"
             )
-        layer.take_over(keys, values, None if mask is None else mask.to(keys.device))
+        layer.import_keys(keys, values, None if mask is None else mask.to(keys.device))
 
 
 def _sizes(cache: DynamicCache, layers: list[CacheLayerMixin]) -> tuple[int, int]:

@@ -42,7 +42,7 @@ class ReadableCache(Cache):
 
         For those models `generate()` silently drops a truthy cache once the text is longer than
         `original_max_position_embeddings`."""
-        return self.guard.rereads_after is None
+        return self.guard.drops_cache_after is None
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Number of columns seen.
@@ -50,7 +50,7 @@ class ReadableCache(Cache):
         Models with `rope_deltas` call this before they use them, so it also sets them to those of
         this cache."""
         seen = super().get_seq_length(layer_idx)
-        if self.guard.rope_deltas.may_be:
+        if self.guard.rope_deltas.is_possible:
             self.guard.rope_deltas.begin(seen)
         return seen
 
@@ -137,11 +137,11 @@ class ReadableCache(Cache):
         """Report tokens seen, kept and evicted, and bytes held, per layer and in total."""
         reports = []
         for index, layer in enumerate(self.layers):
-            report = layer.report() if isinstance(layer, H2OLayer) else _of_other(index, layer)
+            report = layer.report() if isinstance(layer, H2OLayer) else _report_other(index, layer)
             if has_states(layer):
                 report = replace(report, bytes_states=states.bytes_of(layer))
             reports.append(report)
-        return Report(reports, broken=self._is_broken(), not_dealt=self.not_dealt)
+        return Report(reports, broken=self._is_broken(), echo_replacement=self.echo_replacement)
 
     def is_prompt_only(self) -> bool:
         """Whether the cache has seen a single forward pass."""
@@ -164,7 +164,7 @@ class ReadableCache(Cache):
     def _is_broken(self) -> bool:
         """Whether a forward pass was interrupted or is still running."""
         state = self.guard
-        return state.waiting is not None or state.under_way or len(set(self._columns_seen())) > 1
+        return state.waiting is not None or state.is_under_way or len(set(self._columns_seen())) > 1
 
     def _h2o_layer(self, layer_idx: int) -> H2OLayer:
         layer = self.layers[layer_idx]
@@ -176,7 +176,7 @@ class ReadableCache(Cache):
         return layer
 
 
-def _of_other(index: int, layer: Any) -> LayerReport:
+def _report_other(index: int, layer: Any) -> LayerReport:
     """Report on a layer of transformers' own."""
     kind = str(kind_of(layer))
     if kind not in ("sliding", "cross"):

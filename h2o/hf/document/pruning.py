@@ -123,7 +123,7 @@ class _Held(NamedTuple):
     @classmethod
     def of(cls, layer: H2OLayer) -> _Held:
         fields = {"positions": -1.0, **dict.fromkeys(layer.row_fields, 0.0)}
-        positions, *rows = slot_layout.gather_held(layer.slots, layer.capacity.sizes, **fields)
+        positions, *rows = slot_layout.gather_held_keys(layer.slots, layer.capacity.sizes, **fields)
         return cls(rows[0], rows[1] if layer.form.has_values else None, positions[:, 0] >= 0)
 
 
@@ -155,7 +155,7 @@ def _keys_to_keep(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets)
     keys, values, mask = held
     widest = slot_layout.widest_budgets(budgets, policy.sinks)
     sizes = slot_layout.capacities(widest, keys.shape[2])
-    slots = slot_layout.with_budgets(
+    slots = slot_layout.create_slots(
         keys, sizes, budgets, value_weighted=policy.value_weighted, shared=values is None
     )
     ops.evict(keys, values, scores, slots, mask=mask, policy=policy)

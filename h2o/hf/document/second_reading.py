@@ -77,7 +77,7 @@ def read_twice(
     largest = reader.repetition(request, at_once, others)
     cache = prune_cache(reader.cache, empty, config, attention, largest, by_attention)
     _put_other_layers(cache, others)
-    cache.guard.text.read(ids, mask, 0)
+    cache.guard.text.record_ids(ids, mask, 0)
     return cache
 
 
@@ -192,7 +192,8 @@ class _Reader:
 
     def _scores(self) -> list[Tensor]:
         return [
-            slot_layout.gather_held(x.slots, x.capacity.sizes, scores=0.0)[0] for x in self.layers
+            slot_layout.gather_held_keys(x.slots, x.capacity.sizes, scores=0.0)[0]
+            for x in self.layers
         ]
 
 

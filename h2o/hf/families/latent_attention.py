@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from h2o.errors import UnsupportedError
 from h2o.hf.families import tensor_parallel
-from h2o.hf.families.linear_matrix import made_of_matrix
+from h2o.hf.families.linear_matrix import apply_to_matrix
 from h2o.hf.families.tagged_tensor import TaggedTensor, plain
 
 
@@ -86,7 +86,7 @@ class Expansion(NamedTuple):
                 keys, values = keys.contiguous(), values.mT.contiguous().mT
             return cls(keys, values)
 
-        return made_of_matrix(module.kv_b_proj, L, query, split, fresh=fresh)
+        return apply_to_matrix(module.kv_b_proj, L, query, split, fresh=fresh)
 
     def queries(self, query: Tensor) -> Tensor:
         """Turn queries [B, H, Q, C + P] for keys into queries [B, H, Q, L + P] for rows."""
@@ -94,7 +94,7 @@ class Expansion(NamedTuple):
         absorbed = torch.bmm(by_head[..., :C].flatten(1, 2), self.keys).view(*by_head.shape[:3], -1)
         return torch.cat([absorbed, by_head[..., C:]], dim=-1).transpose(0, 1)
 
-    def answers(self, out: Tensor) -> Tensor:
+    def expand_output(self, out: Tensor) -> Tensor:
         """Turn attention outputs [B, Q, H, L + P] over rows into outputs [B, Q, H, V] over
         values."""
         latents = out[..., : self.values.shape[2]].to(self.values.dtype)
@@ -102,7 +102,7 @@ class Expansion(NamedTuple):
         return by_head.unflatten(1, latents.shape[:2]).permute(1, 2, 0, 3)
 
 
-def over_latents(call: Any, latent: Tensor) -> tuple[Any, Expansion]:
+def to_absorbed_form(call: Any, latent: Tensor) -> tuple[Any, Expansion]:
     """Convert a call of `h2o.hf.attention.attention_hook` with expanded keys to its absorbed form.
 
     Args:

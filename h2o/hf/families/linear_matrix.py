@@ -23,17 +23,17 @@ from h2o.hf.families.tagged_tensor import plain
 Made = TypeVar("Made")
 
 
-class _Asked(NamedTuple):
+class _Remembered(NamedTuple):
     state: list[Any]
     tensors: list[Tensor]
     """The tensors in `state`, kept alive so that no other object gets their ids"""
-    made: Any
+    result: Any
 
 
-_asked: weakref.WeakKeyDictionary[nn.Module, _Asked] = weakref.WeakKeyDictionary()
+_remembered: weakref.WeakKeyDictionary[nn.Module, _Remembered] = weakref.WeakKeyDictionary()
 
 
-def made_of_matrix(
+def apply_to_matrix(
     module: nn.Module,
     width: int,
     like: Tensor,
@@ -52,7 +52,11 @@ def made_of_matrix(
     plain_weight = _weight(module, like)
 
     def matrix() -> Tensor:
-        return _ask(module, width, like) if plain_weight is None else plain_weight.to(like.dtype)
+        return (
+            _compute_matrix(module, width, like)
+            if plain_weight is None
+            else plain_weight.to(like.dtype)
+        )
 
     if torch.compiler.is_compiling() or is_offloaded(module):  # offloaded weights keep moving
         return make(matrix(), False)
@@ -62,11 +66,11 @@ def made_of_matrix(
         state = [like.dtype, like.device, width, *_state(parts, tensors)]
     except RuntimeError:  # inference tensors have no version counter
         return make(matrix(), False)
-    asked = _asked.get(module)
-    if asked is None or asked.state != state or (fresh and plain_weight is not None):
-        asked = _asked[module] = _Asked(state, tensors, make(matrix(), True))
-    made: Made = asked.made
-    return made
+    remembered = _remembered.get(module)
+    if remembered is None or remembered.state != state or (fresh and plain_weight is not None):
+        remembered = _remembered[module] = _Remembered(state, tensors, make(matrix(), True))
+    result: Made = remembered.result
+    return result
 
 
 def _weight(module: nn.Module, like: Tensor) -> Tensor | None:
@@ -78,7 +82,7 @@ def _weight(module: nn.Module, like: Tensor) -> Tensor | None:
     return None
 
 
-def _ask(module: nn.Module, width: int, like: Tensor) -> Tensor:
+def _compute_matrix(module: nn.Module, width: int, like: Tensor) -> Tensor:
     unit_vectors = torch.eye(width, dtype=like.dtype, device=like.device)
     return plain(module(unit_vectors)).detach().to(like.dtype).T.contiguous()
 

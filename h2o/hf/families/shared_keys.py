@@ -17,7 +17,7 @@ from torch import Tensor
 from h2o.compat import SHARES_KEYS, as_plain_tensors
 
 
-def reusing(config: Any) -> dict[int, tuple[int, ...]]:
+def shared_key_layers(config: Any) -> dict[int, tuple[int, ...]]:
     """The full-attention layer whose keys later layers reuse, mapped to these later layers; empty
     if there is none."""
     text = config.get_text_config(decoder=True)

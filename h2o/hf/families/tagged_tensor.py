@@ -21,27 +21,27 @@ class TaggedTensor(Tensor):
     @staticmethod
     def of(tensor: Tensor, /, **attributes: Any) -> Tensor:
         """A view of a tensor with these attributes."""
-        return _with(tensor[:], attributes)
+        return _tag(tensor[:], attributes)
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        attributes = next(_traced(args), {})
+        attributes = next(_find_attributes(args), {})
         made = function(*_plain(args), **(kwargs or {}))  # may dispatch to a weight's class
         if isinstance(made, Tensor):
-            return _with(made, attributes)
+            return _tag(made, attributes)
         if type(made) in (tuple, list):
-            return type(made)(_with(x, attributes) if isinstance(x, Tensor) else x for x in made)
+            return type(made)(_tag(x, attributes) if isinstance(x, Tensor) else x for x in made)
         return made
 
 
-def _traced(args: Any) -> Iterator[dict[str, Any]]:
+def _find_attributes(args: Any) -> Iterator[dict[str, Any]]:
     for x in args:
         if isinstance(x, TaggedTensor):
             yield vars(x)
         elif isinstance(x, tuple | list):
-            yield from _traced(x)
+            yield from _find_attributes(x)
 
 
 def _plain(x: Any) -> Any:
@@ -50,7 +50,7 @@ def _plain(x: Any) -> Any:
     return type(x)(map(_plain, x)) if type(x) in (tuple, list) else x
 
 
-def _with(tensor: Tensor, attributes: dict[str, Any]) -> Tensor:
+def _tag(tensor: Tensor, attributes: dict[str, Any]) -> Tensor:
     traced = tensor if isinstance(tensor, TaggedTensor) else tensor.as_subclass(TaggedTensor)
     vars(traced).update(attributes)
     return traced

@@ -72,7 +72,7 @@ def mesh_of(module: nn.Module) -> Any:
     return None
 
 
-def over_all_heads(scores: Tensor, mesh: Any, largest: bool) -> None:
+def reduce_over_heads(scores: Tensor, mesh: Any, largest: bool) -> None:
     """Sum scores over the processes of a mesh in place, or take their maximum with `largest`."""
     over = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
     distributed.all_reduce(scores, over, group=mesh.get_group())

@@ -42,7 +42,7 @@ def input_device(model: Any) -> torch.device:
     return device
 
 
-def continuing(model: Any) -> Any:
+def model_after_prompt(model: Any) -> Any:
     """The model to call after the first forward pass over a prompt. With prompt tuning this is the
     model without PEFT's wrapper, which would put its embeddings before the text again."""
     return unwrap(model) if virtual_tokens(model) else model

@@ -42,10 +42,10 @@ class CacheRelativeForm(PlainForm):
                 'positions="cache_relative" needs a model that passes position_ids to its '
                 'attention, and this one does not. Use H2OConfig(positions="original")'
             )
-        off = self.rotary.off(call.position_ids, query.dtype, layer.layer_idx)
+        inverse_angles = self.rotary.inverse_angles(call.position_ids, query.dtype, layer.layer_idx)
         query, key = self.rotary.halves(query), self.rotary.halves(key)
-        if off is not None:
-            query, key = rotate(query, off), rotate(key, off)
+        if inverse_angles is not None:
+            query, key = rotate(query, inverse_angles), rotate(key, inverse_angles)
         return super().tokens(layer, query, key, value, call)
 
     def attention(
@@ -74,7 +74,7 @@ class CacheRelativeForm(PlainForm):
         self._ranks = None
 
 
-def at_zero(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def zero_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Set all positions to 0 in the keyword arguments of a model's forward.
 
     The model then leaves queries and keys unrotated, so there is no rotation to undo, and positions

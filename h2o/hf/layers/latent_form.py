@@ -60,7 +60,7 @@ class LatentForm(PlainForm):
             )
         return torch.cat([keys, values.to(keys.dtype)], dim=-1), None
 
-    def hand_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
+    def attach_layer(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
         """The new latents, tagged with the layer. The model expands them before it attends."""
         self._rows = rows.detach()
         return TaggedTensor.of(keys, h2o_layer=layer)
@@ -105,10 +105,10 @@ class LatentForm(PlainForm):
             out, scores = _expanded_attention(layer, *self._pass.expanded, tokens)
         else:
             out, scores = super().attention(layer, tokens, slots)
-            out = self._answers(out)
+            out = self._expand_output(out)
         if self._mesh is not None:
             for x in (*held, scores):
-                tensor_parallel.over_all_heads(x, self._mesh, layer.policy.scores_largest)
+                tensor_parallel.reduce_over_heads(x, self._mesh, layer.policy.scores_largest)
         return out, scores
 
     def step(
@@ -120,11 +120,11 @@ class LatentForm(PlainForm):
         if many or self._mesh is not None:
             attended: Tensor = layer.attend_and_evict(tokens, slots)
             return attended
-        return self._answers(super().step(layer, tokens, slots, None, **rotary))
+        return self._expand_output(super().step(layer, tokens, slots, None, **rotary))
 
-    def _answers(self, out: Tensor) -> Tensor:
+    def _expand_output(self, out: Tensor) -> Tensor:
         """Convert output over rows to output over values, except when `crop` repeats a pass."""
-        return out if self._pass is None else self._pass.expansion.answers(out)
+        return out if self._pass is None else self._pass.expansion.expand_output(out)
 
     def end_call(self) -> None:
         self._pass: _Pass | None = None
@@ -132,7 +132,7 @@ class LatentForm(PlainForm):
 
     forget = end_call
 
-    def read(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def unpack_rows(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [B, 1, K, L] and rotated keys [B, 1, K, P]."""
         return keys[..., : self.latent], keys[..., self.latent :]
 

@@ -81,8 +81,8 @@ class H2OLayer(CroppableLayer):
         self.form = form or PlainForm()
         self.scorer = scorer or AttentionScorer()
         self.stepper = stepper or EagerStepper()
-        self.columns = self.stepper.zero()
-        self.traced = trace
+        self.columns = self.stepper.initial_columns()
+        self.has_trace = trace
         self.part = tensor_parallel.WHOLE  # the part of the model's heads in this process
         self.empty()
 
@@ -108,7 +108,7 @@ class H2OLayer(CroppableLayer):
             last = rows if values is None else values
             self.row_size = last.shape[-1], last.element_size()
         elif shape[0] != self.batch_size:
-            self._refuse_rows(shape[0])
+            self._raise_batch_error(shape[0])
         elif shape[1] != self.num_heads:
             raise ValueError(
                 f"this cache holds keys of {self.num_heads} heads in layer {self.layer_idx} and "
@@ -117,7 +117,7 @@ class H2OLayer(CroppableLayer):
             )
         elif self.slots.keys.device != rows.device:  # loaded from a file, or the model was moved
             restore(self, layer_state(self).each(lambda x: x.to(rows.device)))
-        keys = self.form.hand_over(self, key_states, rows)
+        keys = self.form.attach_layer(self, key_states, rows)
         self.guard.waiting = self.layer_idx
         return keys, value_states
 
@@ -152,7 +152,7 @@ class H2OLayer(CroppableLayer):
             if (
                 call.use_cache is False
                 and 0 < self.seen == self.prompt_columns == call.query.shape[2] - 1
-                and call.may_begin_anew
+                and call.may_begin_text
             ):
                 raise ValueError(WITHOUT_CACHE)
             query, key, value = as_autocast(call.query, call.key, call.value)
@@ -167,7 +167,7 @@ class H2OLayer(CroppableLayer):
                 if stored != dtype:  # autocast was switched on or off since the keys were stored
                     tokens = tokens.to(stored)
         except Exception:
-            self.guard.take_back(self.layer_idx, has_states=has_states(self))
+            self.guard.layer_rejected(self.layer_idx, has_states=has_states(self))
             raise
         if self.guard.waiting != self.layer_idx:
             raise RuntimeError(
@@ -180,7 +180,7 @@ class H2OLayer(CroppableLayer):
             out = self.forward(tokens)
         except Exception:
             if self.trace is None or seen == self.seen:
-                self.guard.take_back(self.layer_idx, has_states=has_states(self))
+                self.guard.layer_rejected(self.layer_idx, has_states=has_states(self))
             raise  # keys stored but missing from the trace: treat the pass as interrupted
         self.last = last
         self.guard.layer_done(self.layer_idx)
@@ -216,7 +216,7 @@ class H2OLayer(CroppableLayer):
                 budget,
             )  # fmt: skip
             if unscored is not None:
-                keys, values, mask = slot_layout.together(unscored, *prompt[:3])
+                keys, values, mask = slot_layout.join_slots_and_tokens(unscored, *prompt[:3])
                 scores = torch.cat([unscored.scores, scores], dim=2)
                 prompt = prompt._replace(keys=keys, values=values, mask=mask, scores=scores)
             if guard.pins.rows is not None:
@@ -284,7 +284,7 @@ class H2OLayer(CroppableLayer):
         """Create slots with the keys that fit the budgets. No row has more than `tokens` tokens."""
         widest = slot_layout.widest_budgets(by_row, self.config.sinks)
         capacity = Capacity(widest, self.stepper.capacities(widest, tokens))
-        slots = slot_layout.with_budgets(
+        slots = slot_layout.create_slots(
             keys, capacity.sizes, by_row, value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype, shared=not self.form.has_values,
         )  # fmt: skip

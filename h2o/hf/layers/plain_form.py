@@ -42,7 +42,7 @@ class PlainForm:
             )
         return keys, values
 
-    def hand_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
+    def attach_layer(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
         """Return the new keys as a view that carries the layer to the attention function."""
         # A detached view is the cheapest. If gradients are required, the view must
         # stay in the graph, so that a backward pass raises an error.
@@ -95,6 +95,6 @@ class PlainForm:
     def slots_changed(self) -> None:
         """Called after the layer's slots were replaced."""
 
-    def read(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def unpack_rows(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Convert rows [B, G, S, D] of slots back to the model's keys and values."""
         return keys, values

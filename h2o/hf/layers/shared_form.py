@@ -65,10 +65,10 @@ class SharedForm(PlainForm):
         self.reused_by = tuple(reused_by)
         self.attended: _Attended | None = None
 
-    def hand_over(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
+    def attach_layer(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
         """Return the new keys. A plain tensor carries the layer to other devices too."""
         self.attended = None
-        view = super().hand_over(layer, keys, rows)
+        view = super().attach_layer(layer, keys, rows)
         return TaggedTensor.of(view, h2o_layer=layer) if type(view) is Tensor else view
 
     def tokens(

@@ -40,7 +40,7 @@ class EagerStepper:
     def __init__(self) -> None:
         self._out: Tensor | None = None  # the last decode step's output, in the query's dtype
 
-    def zero(self) -> Any:
+    def initial_columns(self) -> Any:
         """The column count of a new layer."""
         return 0
 
@@ -100,7 +100,7 @@ class CapturedStepper(EagerStepper):
         super().__init__()
         register()
 
-    def zero(self) -> Any:
+    def initial_columns(self) -> Any:
         """A tensor, which each pass updates in place, as in transformers' StaticLayer."""
         return slot_layout.writable(torch.tensor(0, dtype=torch.int64, device="cpu"))
 

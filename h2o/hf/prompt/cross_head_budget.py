@@ -120,7 +120,7 @@ class CrossHeadBudget:
         if layer.layer_idx == self.first:
             self.forget()
             if self.alike:
-                self._foresee(layer, prompt)
+                self._count_places(layer, prompt)
         self.waiting[layer.layer_idx] = new
         if layer.layer_idx == self.last:
             waiting, places = list(self.waiting.values()), self.places
@@ -130,7 +130,7 @@ class CrossHeadBudget:
         elif self.places and new.is_ranked_alone:
             self._drop(new)
 
-    def _foresee(self, layer: Any, prompt: Prompt) -> None:
+    def _count_places(self, layer: Any, prompt: Prompt) -> None:
         """Compute the number of places in all layers from the first layer's prompt."""
         B, G, _ = prompt.scores.shape
         self.places = [0] * B
@@ -183,13 +183,13 @@ class _Waiting:
         self.ranks = _ranks(prompt, positions, tokens, self.policy)
         assert prompt.claims is not None
         self.spared = _always_kept(positions, tokens, sinks, self.floor)
-        self.lowest = self._spare_own()  # [B, G, 1], lowest rank among each head's own keys
+        self.lowest = self._spare_highest()  # [B, G, 1], lowest rank among each head's own keys
         self.claims = prompt.claims.masked_fill(self.spared, -math.inf)
         self.prompt = prompt._replace(claims=None)
         self.held: Tensor | None = None  # [M] int32, which of B * G * K keys are held; None: all
         self._highest: Tensor | None = None  # see `_rank_of`
 
-    def _spare_own(self) -> Tensor:
+    def _spare_highest(self) -> Tensor:
         """Add to `spared` the highest ranks of each head, as many as the head's own budget has room
         for. Return the lowest of them for each head, [B, G, 1], or infinity if there are none."""
         own = self.ranks.new_tensor([[heavy for heavy, _ in row] for row in self.floor])[..., None]

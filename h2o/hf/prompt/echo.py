@@ -60,14 +60,14 @@ def largest(
     keys = keys.to(query.dtype)
     if angles is not None:
         keys = rotate(keys, torch.stack([angles[0], -angles[1]]))
-    by_core = backends.HAS_CORE and backends.serving(keys) is backends.core
+    by_core = backends.HAS_CORE and backends.backend_for(keys) is backends.core
     rows = ROWS if by_core else max(1, ENTRIES // max(1, H * n))
     is_bounded = by_core and keys.is_cpu and n >= FEWEST_BOUNDED
     log_sums = (_NeededLogSums if is_bounded else _AllLogSums)(keys, how)
     grouped = query.unflatten(0, (G, H // G))
     for first in range(0, n, rows):
         asked = grouped[:, :, first : first + rows]
-        near = how.capped(_nearest(asked, keys[:, first : first + rows + BEFORE], how.scale))
+        near = how.apply_softcap(_nearest(asked, keys[:, first : first + rows + BEFORE], how.scale))
         best = _highest_by_key(near - log_sums.compute(asked, near))[:, : n - first]
         part = logs[:, first : first + best.shape[1]]
         torch.maximum(part, best, out=part)
@@ -81,7 +81,7 @@ class _Logits(NamedTuple):
     softcap: float
     sink_logits: Tensor | None
 
-    def capped(self, logits: Tensor) -> Tensor:
+    def apply_softcap(self, logits: Tensor) -> Tensor:
         """Apply the softcap in place."""
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)

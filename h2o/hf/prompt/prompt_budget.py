@@ -75,7 +75,7 @@ def begin_prompt(
     by_length = [x for x in plans if x.needs_prompt_length]
     is_unknown = guard.prompt_length is None
     if is_unknown and (by_length or guard.pins.needs_prompt_length):
-        _refuse_chunks(columns, bool(by_length))
+        _check_chunks(columns, bool(by_length))
     guard.repeat_to(B)
     counts = [Q] * B
     # Counting the mask's tokens waits for a GPU, so do it there only if budgets or pins need the
@@ -173,7 +173,7 @@ def _lengths(prompt_length: int | Sequence[int] | None, counts: list[int]) -> li
     return counts
 
 
-def _refuse_chunks(columns: int, by_length: bool) -> None:
+def _check_chunks(columns: int, by_length: bool) -> None:
     """Raise ValueError if `generate(prefill_chunk_size=...)` has more columns of the prompt than
     the first chunk. `by_length`: whether budgets are fractions of the prompt; if not, all of it is
     pinned."""

@@ -48,43 +48,43 @@ budget is as good or better, even if only 3 to 45 of the heads evict (docs/refer
 model with a number in between was measured."""
 
 
-class Served(NamedTuple):
+class AdaptedConfig(NamedTuple):
     """An `H2OConfig`, adapted to a model."""
 
     config: H2OConfig
     """The config, with equal budgets for all heads if the model does not support a shared one"""
     rotary: Rotary | None
     """Rotary embedding that echo rotates queries with; None: attention alone scores prompts"""
-    not_dealt: str
+    echo_replacement: str
     """What replaces one budget for all heads, and why; empty if nothing does"""
 
 
-def served_as(config: Any, h2o_config: H2OConfig) -> Served:
+def adapt_config(config: Any, h2o_config: H2OConfig) -> AdaptedConfig:
     """Adapt an `H2OConfig` to a model with this config."""
     rotary: Rotary | str = "attention ranks its keys"
     if h2o_config.positions == "cache_relative":
         rotary = "its positions are cache-relative"
     elif h2o_config.score_by == "mean-echo":
         rotary = _rotary(config)
-    instead = _instead(config, rotary) if h2o_config.shares_by_echo else ""
+    instead = _describe_replacement(config, rotary) if h2o_config.shares_by_echo else ""
     if instead:
         score_by = "mean" if isinstance(rotary, str) else h2o_config.score_by
         h2o_config = dataclasses.replace(h2o_config, score_by=score_by, head_shares=None)
-    return Served(h2o_config, None if isinstance(rotary, str) else rotary, instead)
+    return AdaptedConfig(h2o_config, None if isinstance(rotary, str) else rotary, instead)
 
 
-def not_dealt(config: Any) -> str:
+def echo_replacement(config: Any) -> str:
     """What replaces `H2OConfig.echo` for a model whose heads cannot share one budget, and why;
     empty for any other model."""
-    return _instead(config, _rotary(config))
+    return _describe_replacement(config, _rotary(config))
 
 
 def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:
     """The rotary embedding of a model if echo ranks its prompts, otherwise None."""
-    return served_as(config, h2o_config).rotary
+    return adapt_config(config, h2o_config).rotary
 
 
-def _instead(config: Any, rotary: Rotary | str) -> str:
+def _describe_replacement(config: Any, rotary: Rotary | str) -> str:
     """What replaces one budget for all heads, and why; empty if nothing does."""
     if isinstance(rotary, str):
         return f"H2OConfig.robust, because {rotary}"
@@ -103,7 +103,7 @@ def _rotary(config: Any) -> Rotary | str:
     if latent_row(config):
         return "its keys are latents, which all heads share"
     try:
-        return Rotary(config, asked='score_by="mean-echo"')
+        return Rotary(config, needed_by='score_by="mean-echo"')
     except UnsupportedError as error:
         return str(error).partition(": ")[2] or str(error)
 
@@ -114,7 +114,7 @@ class PromptEcho:
     def __init__(self, rotary: Rotary, layer: int, policy: Policy) -> None:
         """`policy` is `H2OConfig.policy`; its `score_by` is "mean"."""
         self.policy = policy
-        self.rotary, self.is_rotated = rotary, rotary.turns(layer)
+        self.rotary, self.is_rotated = rotary, rotary.rotates_layer(layer)
 
     def scores(self, tokens: NewTokens, received: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and echo of the tokens in a first pass, each [B, G, Q] float32.

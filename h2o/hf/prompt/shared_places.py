@@ -33,7 +33,7 @@ class SharedPlaces:
     def __init__(self, plans: dict[int, LayerPlan], rotary: Rotary) -> None:
         """`plans`: plans of the simulated layers, by layer number."""
         self._plans, self._rotary = plans, rotary
-        self._here = threading.local()
+        self._thread_local = threading.local()
 
     @classmethod
     def of(
@@ -55,27 +55,27 @@ class SharedPlaces:
         return cls(plans, rotary)
 
     @property
-    def is_reading(self) -> bool:
+    def is_collecting(self) -> bool:
         """Whether this thread is in the pass that collects claims and evicts nothing."""
-        return getattr(self._here, "cross_head", None) is not None
+        return getattr(self._thread_local, "cross_head", None) is not None
 
     @contextmanager
-    def dealt_before(self, model: nn.Module) -> Iterator[None]:
+    def budget_pass(self, model: nn.Module) -> Iterator[None]:
         """Within the block, run a pass that deals the places before each forward pass of the
         model."""
 
-        def read(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if self.is_reading:
+        def collect_claims(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if self.is_collecting:
                 return
-            self._here.budgets = {}
-            self._here.cross_head = CrossHeadBudget(self._plans, alike=False)
+            self._thread_local.budgets = {}
+            self._thread_local.cross_head = CrossHeadBudget(self._plans, alike=False)
             try:
                 with torch.no_grad():
                     model(*args, **kwargs)
             finally:
-                self._here.cross_head = None
+                self._thread_local.cross_head = None
 
-        hook = model.register_forward_pre_hook(read, with_kwargs=True)
+        hook = model.register_forward_pre_hook(collect_claims, with_kwargs=True)
         try:
             yield
         finally:
@@ -101,14 +101,14 @@ class SharedPlaces:
             tokens.key, tokens.value, mask, scores, echo, mask.sum(1).tolist(), mask.shape[1], mask,
             budget,
         )  # fmt: skip
-        budgets = self._here.budgets
+        budgets = self._thread_local.budgets
 
         def note(prompt: Prompt, by_row: Budgets) -> None:
             budgets[layer] = by_row
 
-        self._here.cross_head.take(Recipient(layer, plan, note), prompt)
+        self._thread_local.cross_head.take(Recipient(layer, plan, note), prompt)
 
     def budgets(self, layer: int) -> Budgets:
         """(heavy, recent) of each row and head in a layer, as the last pass dealt them."""
-        budgets: Budgets = self._here.budgets[layer]
+        budgets: Budgets = self._thread_local.budgets[layer]
         return budgets

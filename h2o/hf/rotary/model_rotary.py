@@ -21,7 +21,7 @@ from torch import Tensor
 from h2o import compat
 from h2o.errors import UnsupportedError
 from h2o.hf.families.layer_kinds import full_layers
-from h2o.hf.families.shared_keys import reusing
+from h2o.hf.families.shared_keys import shared_key_layers
 from h2o.hf.rotary.angles import BY_LENGTH
 from h2o.hf.rotary.rotary_parts import Parts, Probe, parts_of
 
@@ -63,7 +63,7 @@ def rotary_refusal(config: Any, *, windows: bool = False) -> str | None:
     )
     if is_without or not getattr(text, "rope_parameters", None):
         return _NONE
-    if reusing(config):
+    if shared_key_layers(config):
         return "some layers attend to the keys of others"
     if windows:
         return "its sliding-window layers keep their keys at original positions"
@@ -88,7 +88,7 @@ class Proof(NamedTuple):
     """Function that rotates queries and keys; None if no layer rotates them"""
     at_end: bool
     """Whether the last elements of a head are rotated instead of the first"""
-    turning: frozenset[int]
+    rotated_layers: frozenset[int]
     """Layers whose queries and keys are rotated; SmolLM3 skips some layers"""
 
 
@@ -107,9 +107,9 @@ class Rotary:
         UnsupportedError: the rotation is not known, with the reason.
     """
 
-    def __init__(self, config: Any, *, asked: str = 'positions="cache_relative"') -> None:
-        """`asked`: the setting that needs the rotation, for errors."""
-        self.asked = asked
+    def __init__(self, config: Any, *, needed_by: str = 'positions="cache_relative"') -> None:
+        """`needed_by`: the setting that needs the rotation, for errors."""
+        self.needed_by = needed_by
         self.adjacent = False  # whether pairs are adjacent elements once rotated
         self.comes_adjacent = False  # whether they are adjacent before the model rotates them
         self.at_end = False  # whether the last elements of a head are rotated, not the first
@@ -119,27 +119,31 @@ class Rotary:
         self._modules: dict[torch.device, Any] = {}  # copies of the rotary module by device
         self._layer = -1
         self._ids: Tensor | None = None
-        self._off: Tensor | None = None
+        self._inverse_angles: Tensor | None = None
         self.function: Callable[..., Any] | None = None
         text = config.get_text_config(decoder=True)
         if not getattr(text, "rope_parameters", None):
-            raise self._cannot(config, _NONE)
+            raise self._unsupported(config, _NONE)
         name = f"{type(text).__qualname__} {text.to_json_string(use_diff=False)}"
         if name not in _proofs:
-            _proofs[name] = self._proof_of(text)
+            _proofs[name] = self._find_proof(text)
         proof = _proofs[name]
         if isinstance(proof, str):
-            raise self._cannot(config, proof)
-        self._embed_by(proof.embedding, text)
-        self.turning, self.function, self.at_end = proof.turning, proof.function, proof.at_end
-        self.by_length &= bool(self.turning)
-        if self.turning:
+            raise self._unsupported(config, proof)
+        self._make_rotary_module(proof.embedding, text)
+        self.rotated_layers, self.function, self.at_end = (
+            proof.rotated_layers,
+            proof.function,
+            proof.at_end,
+        )
+        self.by_length &= bool(self.rotated_layers)
+        if self.rotated_layers:
             self._find_pairs()
 
-    def _cannot(self, config: Any, reason: str) -> UnsupportedError:
-        return UnsupportedError(f"{self.asked} does not support {config.model_type}: {reason}")
+    def _unsupported(self, config: Any, reason: str) -> UnsupportedError:
+        return UnsupportedError(f"{self.needed_by} does not support {config.model_type}: {reason}")
 
-    def _embed_by(self, embedding: Any, text: Any) -> list[int]:
+    def _make_rotary_module(self, embedding: Any, text: Any) -> list[int]:
         """Make the rotary module of a text config, and return the layers that may use it."""
         layers = full_layers(text)
         try:
@@ -163,52 +167,52 @@ class Rotary:
         self.unchanged = rope.get("original_max_position_embeddings") or self.most
         return layers
 
-    def _proof_of(self, text: Any) -> Proof | str:
+    def _find_proof(self, text: Any) -> Proof | str:
         try:
             parts = parts_of(text)
             if parts.embedding is None:
                 return _NONE
-            layers = self._embed_by(parts.embedding, text)
-            return self._proven(parts, text, layers)
+            layers = self._make_rotary_module(parts.embedding, text)
+            return self._prove(parts, text, layers)
         except LookupError as error:
             return f"its rotation of keys is not known: {error}"
 
-    def _proven(self, parts: Parts, text: Any, layers: list[int]) -> Proof:
+    def _prove(self, parts: Parts, text: Any, layers: list[int]) -> Proof:
         """Prove the rotation, or raise LookupError with the reason why it cannot be proven."""
         here = torch.tensor([_HERE], dtype=torch.long, device="cpu")
         end = max(_FURTHER, (self.unchanged if self.by_length else self.most) - 1 - _HERE[-1])
-        heard = []
+        recorded = []
         if layers:
             places = here, here + _FURTHER, here + end
             try:
-                cases = [(ids, self._embedded(ids, torch.float32)) for ids in places]
+                cases = [(ids, self._run_embedding(ids, torch.float32)) for ids in places]
             except Exception as error:
                 name = parts.embedding.__name__
                 raise LookupError(f"its {name} cannot be run: {error}") from None
-            heard = [
+            recorded = [
                 (layer, *attended)
                 for group, attended in Probe(parts, text).attended(layers, *cases)
                 for layer in group
                 if not all(map(torch.equal, 2 * attended[0], attended[1] + attended[2]))
             ]
-        if not heard:
+        if not recorded:
             return Proof(parts.embedding, None, False, frozenset())
         problems = []
         for self.function in parts.functions:
             try:
                 self._find_pairs()
-                for layer, first, later, last in heard:
+                for layer, first, later, last in recorded:
                     moved = (first[0] != last[0]).any(0).any(0).any(0).nonzero()[:, 0]
                     self.at_end = int(moved[0]) >= first[0].shape[-1] - self.width > 0
-                    if not self._is_turned(first, later, last):
+                    if not self._is_rotation(first, later, last):
                         raise LookupError(f"layer {layer} does more than rotate by these angles")
-                turning = frozenset(layer for layer, *_ in heard)
-                return Proof(parts.embedding, self.function, self.at_end, turning)
+                rotated_layers = frozenset(layer for layer, *_ in recorded)
+                return Proof(parts.embedding, self.function, self.at_end, rotated_layers)
             except (LookupError, TypeError, RuntimeError) as error:  # or it takes other arguments
                 problems.append(str(error))
         raise LookupError("; ".join(problems))
 
-    def _is_turned(self, *attended: tuple[Tensor, ...]) -> bool:
+    def _is_rotation(self, *attended: tuple[Tensor, ...]) -> bool:
         """Whether queries and keys of the later two runs are those of the first run, rotated. In
         the last run only the lengths of pairs are compared, because float32 is not precise enough
         for the angles of large positions."""
@@ -226,9 +230,9 @@ class Rotary:
         pairs = x[..., : self.width].unflatten(-1, (2, -1))
         return torch.cat([torch.linalg.vector_norm(pairs, dim=-2), x[..., self.width :]], dim=-1)
 
-    def turns(self, layer: int) -> bool:
+    def rotates_layer(self, layer: int) -> bool:
         """Whether a layer's queries and keys are rotated."""
-        return layer in self.turning
+        return layer in self.rotated_layers
 
     def _find_pairs(self) -> None:
         """Find which elements form pairs: adjacent elements, or i and i + D / 2. In DeepSeek, pairs
@@ -245,7 +249,7 @@ class Rotary:
         for self.comes_adjacent, self.adjacent in ((False, False), (True, True), (True, False)):
             firsts, seconds = row.unflatten(-1, (-1, 2)).unbind(-1)
             given = torch.cat([firsts, seconds], -1) if self.comes_adjacent else row
-            found = self._halves(self._applied(row, ids))
+            found = self._halves(self._rotate_like_model(row, ids))
             if torch.allclose(rotate(given, self._angles(ids, row.dtype)), found):
                 return
         raise LookupError("some pair of elements is not rotated by a single angle")
@@ -301,7 +305,7 @@ class Rotary:
             self._shifts[distance, length] = angles / torch.linalg.vector_norm(angles, dim=0)
         return self._shifts[distance, length]
 
-    def off(self, ids: Tensor, dtype: torch.dtype, layer: int) -> Tensor | None:
+    def inverse_angles(self, ids: Tensor, dtype: torch.dtype, layer: int) -> Tensor | None:
         """Angles [B or 1, 1, Q, 2, F] that undo the model's rotation of keys in the order of
         `halves`, at position_ids [B or 1, Q]; None if there is nothing to undo.
 
@@ -311,11 +315,11 @@ class Rotary:
             UnsupportedError: the model's angles depend on more than its config and ids.
         """
         if self._ids is not ids or layer <= self._layer:
-            self._off = self._inverse(ids, dtype)
+            self._inverse_angles = self._compute_inverse_angles(ids, dtype)
         self._ids, self._layer = ids, layer
-        return self._off
+        return self._inverse_angles
 
-    def _inverse(self, ids: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def _compute_inverse_angles(self, ids: Tensor, dtype: torch.dtype) -> Tensor | None:
         if ids.ndim != 2:
             raise UnsupportedError(
                 f'positions="cache_relative" needs position_ids [B, Q], not {list(ids.shape)}'
@@ -333,7 +337,13 @@ class Rotary:
         return torch.stack([cos / size, -sin / size], dim=-2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ids": None, "_off": None, "_table": None, "_shifts": {}}
+        return {
+            **self.__dict__,
+            "_ids": None,
+            "_inverse_angles": None,
+            "_table": None,
+            "_shifts": {},
+        }
 
     def __deepcopy__(self, memo: Any) -> Rotary:
         """A copy for another cache. It shares the rotary module, which is never changed."""
@@ -344,10 +354,10 @@ class Rotary:
         D = self.width
         first = torch.zeros(D, dtype=dtype, device=ids.device)  # 1 in each pair's first element
         first[slice(0, D, 2) if self.comes_adjacent else slice(D // 2)] = 1
-        out = self._applied(first.expand(ids.shape[0], 1, ids.shape[1], D), ids)
+        out = self._rotate_like_model(first.expand(ids.shape[0], 1, ids.shape[1], D), ids)
         return self._halves(out).float().unflatten(-1, (2, D // 2))
 
-    def _applied(self, x: Tensor, ids: Tensor) -> Tensor:
+    def _rotate_like_model(self, x: Tensor, ids: Tensor) -> Tensor:
         """Rotate x [B, heads, Q, D] at positions `ids` as the model would."""
         assert self.function is not None
         _, second, *_ = compat.parameters_of(self.function)
@@ -359,10 +369,10 @@ class Rotary:
 
     def _tables(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The output of the rotary module: cosines and sines, or one tensor of complex numbers."""
-        tables = self._embedded(ids, dtype)
+        tables = self._run_embedding(ids, dtype)
         return tables if isinstance(tables, tuple) else (tables,)
 
-    def _embedded(self, ids: Tensor, dtype: torch.dtype) -> Any:
+    def _run_embedding(self, ids: Tensor, dtype: torch.dtype) -> Any:
         """The output of the model's rotary module for positions `ids`, as it comes."""
         module = self._modules.get(ids.device, self.module)
         # Call a copy of a module whose angles depend on the length: each call changes the module.

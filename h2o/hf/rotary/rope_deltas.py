@@ -27,47 +27,47 @@ class RopeDeltas:
     images."""
 
     def __init__(self) -> None:
-        self.may_be = False
+        self.is_possible = False
         """Whether the model may keep such a number at all, as models for more than text do"""
         self.number: Tensor | None = None
         self.is_known = True
         """False for a cache converted from another one, whose number only the model has"""
-        self._is_between = True  # whether no forward pass is under way
-        self._keeper: Any = None
+        self._is_idle = True  # whether no forward pass is under way
+        self._module_ref: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_keeper": None, "_is_between": True}
+        return {**self.__dict__, "_module_ref": None, "_is_idle": True}
 
     def begin(self, seen: int) -> None:
         """Give the number to the model that asks how much the cache has `seen`. Models ask this
         before they use their number."""
         if torch.compiler.is_compiling():
             return
-        if (keeper := compat.keeper_of_rope_deltas()) is None:
+        if (module := compat.find_rope_deltas_module()) is None:
             return
-        latest = _latest.get(keeper)
-        if not self._is_between and latest is not None and latest() is self:
+        latest = _latest.get(module)
+        if not self._is_idle and latest is not None and latest() is self:
             return  # the model may have computed a new number since
-        _latest[keeper] = weakref.ref(self)
-        self._keeper, self._is_between = weakref.ref(keeper), False
+        _latest[module] = weakref.ref(self)
+        self._module_ref, self._is_idle = weakref.ref(module), False
         if seen == 0:
-            keeper.rope_deltas = None
+            module.rope_deltas = None
         elif self.is_known:
             number = self.number
-            device = next(keeper.parameters()).device
-            keeper.rope_deltas = None if number is None else number.to(device)
+            device = next(module.parameters()).device
+            module.rope_deltas = None if number is None else number.to(device)
 
     def end(self) -> None:
         """Take over the model's number after a forward pass."""
-        if torch.compiler.is_compiling() or self._is_between:
+        if torch.compiler.is_compiling() or self._is_idle:
             return
-        self._is_between = True
-        if (keeper := self._keeper()) is not None:
-            self.number, self.is_known = keeper.rope_deltas, True
+        self._is_idle = True
+        if (module := self._module_ref()) is not None:
+            self.number, self.is_known = module.rope_deltas, True
 
     def reset(self) -> None:
         """Forget the text."""
-        self.number, self.is_known, self._is_between = None, True, True
+        self.number, self.is_known, self._is_idle = None, True, True
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat rows as the cache does."""
@@ -83,6 +83,6 @@ class RopeDeltas:
     def least(self) -> int:
         """Lower bound over the rows of the difference between next position and number of tokens,
         at most 0."""
-        if self.may_be and not self.is_known:
+        if self.is_possible and not self.is_known:
             return -(2**30)  # it could be anything
         return 0 if self.number is None else min(0, int(self.number.min()))

@@ -48,9 +48,11 @@ def parts_of(text: Any) -> Parts:
         LookupError: the code is not as expected, with the reason.
     """
     model = _model_class(text)
-    made = _made_by(model)
-    embedding = _only("rotary module", [x for x in made if accepts(x.forward, "x", "position_ids")])
-    attention = _only(
+    made = _created_classes(model)
+    embedding = _find_single(
+        "rotary module", [x for x in made if accepts(x.forward, "x", "position_ids")]
+    )
+    attention = _find_single(
         "attention module that uses AttentionInterface and receives rotary positions",
         [
             x
@@ -65,7 +67,7 @@ def parts_of(text: Any) -> Parts:
     functions = tuple(dict.fromkeys(named))
     if not functions:
         raise LookupError("its attention calls no function named apply_rotary...")
-    return Parts(embedding if _makes(model, text, embedding) else None, attention, functions)
+    return Parts(embedding if _creates(model, text, embedding) else None, attention, functions)
 
 
 def _model_class(text: Any) -> Any:
@@ -86,17 +88,17 @@ def _model_class(text: Any) -> Any:
         and not x.__name__.endswith("PreTrainedModel")
     ]
     bases = [x for x in classes if not any(x is not y and issubclass(x, y) for y in classes)]
-    return _only("language model", bases)
+    return _find_single("language model", bases)
 
 
-def _only(what: str, found: list[Any]) -> Any:
+def _find_single(what: str, found: list[Any]) -> Any:
     if len(found) != 1:
         names = ", ".join(x.__name__ for x in found) or "none"
         raise LookupError(f"{what}: expected one, found {names}")
     return found[0]
 
 
-def _made_by(model: Any) -> list[Any]:
+def _created_classes(model: Any) -> list[Any]:
     """Classes of the modules that a module class creates, directly or through other modules."""
     found: list[Any] = [model]
     for maker in found:  # the list grows in the loop
@@ -121,7 +123,7 @@ def _names(function: Any) -> list[str]:
     return [] if code is None else list(of(code))
 
 
-def _makes(model: Any, text: Any, embedding: Any) -> bool:
+def _creates(model: Any, text: Any, embedding: Any) -> bool:
     """Whether a model with this config creates the rotary module. Granite 4 does so on request
     only."""
     text = copy.deepcopy(text)
@@ -189,32 +191,34 @@ class Probe:
                     module = attention(self.text, layer_idx=layer)
                 alike.setdefault(_fingerprint(module), ([], module))[0].append(layer)
             return [
-                (group, self._heard(_fill_weights(module.eval()), positions))
+                (group, self._record_queries_and_keys(_fill_weights(module.eval()), positions))
                 for group, module in alike.values()
             ]
         except Exception as error:
             raise LookupError(f"its {attention.__name__} cannot be run: {error}") from None
 
-    def _heard(
+    def _record_queries_and_keys(
         self, module: nn.Module, positions: Sequence[tuple[Tensor, Any]]
     ) -> list[tuple[Tensor, Tensor]]:
-        heard: list[tuple[Tensor, Tensor]] = []
+        recorded: list[tuple[Tensor, Tensor]] = []
 
-        def hear(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> Any:
-            heard.append((query, key))
+        def record_call(
+            _: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
+        ) -> Any:
+            recorded.append((query, key))
             B, H, Q, _ = query.shape
             return value.new_zeros(B, Q, H, value.shape[-1]), None
 
-        compat.register_attention(self.name, hear)
+        compat.register_attention(self.name, record_call)
         try:
             with torch.no_grad():
                 for ids, tables in positions:
                     module(**self._arguments(ids, tables))
         finally:
             compat.unregister_attention(self.name)
-        if len(heard) != len(positions):
-            raise LookupError(f"its attention function ran {len(heard)} times")
-        return heard
+        if len(recorded) != len(positions):
+            raise LookupError(f"its attention function ran {len(recorded)} times")
+        return recorded
 
     def _arguments(self, ids: Tensor, tables: Any) -> dict[str, Any]:
         Q, width = ids.shape[1], self.text.hidden_size

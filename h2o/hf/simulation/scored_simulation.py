@@ -27,7 +27,7 @@ from h2o.hf.simulation.visible_keys import VisibleKeys
 from h2o.hf.store import slot_layout
 from h2o.hf.store.pins import Pins
 from h2o.hf.store.slot_layout import Budgets
-from h2o.hf.store.trace import by_column, not_held
+from h2o.hf.store.trace import by_column, find_evicted
 
 
 def simulate_tokenwise(
@@ -59,7 +59,7 @@ def simulate_tokenwise(
     positions = order.masked_fill(~real, -1)[:, None]
     early = real & (order < torch.tensor(prompts, dtype=torch.long, device=device)[:, None])
     sizes = slot_layout.capacities(slot_layout.widest_budgets(by_row, policy.sinks), N)
-    slots = slot_layout.with_budgets(
+    slots = slot_layout.create_slots(
         text.key, sizes, by_row, value_weighted=policy.value_weighted,
         kv_dtype=plan.config.kv_dtype, shared=text.value is None,
     )  # fmt: skip
@@ -69,7 +69,7 @@ def simulate_tokenwise(
     def note(positions: Tensor, scores: Tensor) -> None:
         last.scatter_(2, positions.expand_as(scores) % (N + 1), scores)
 
-    def note_held() -> None:
+    def note_held_scores() -> None:
         positions, scores = (
             slot_layout.by_head(slots, sizes, x, -1) for x in ("positions", "scores")
         )
@@ -77,7 +77,7 @@ def simulate_tokenwise(
 
     def record(seen: Tensor) -> None:
         """Record which keys are gone now that rows [B] have seen `seen` columns."""
-        evicted = not_held(slots, sizes, N) & (evicted_after < 0)
+        evicted = find_evicted(slots, sizes, N) & (evicted_after < 0)
         evicted_after.copy_(torch.where(evicted, seen[:, None, None].int(), evicted_after))
 
     prompt = text._replace(mask=early)
@@ -95,7 +95,7 @@ def simulate_tokenwise(
         one = text.columns(i, i + 1)._replace(mask=late[:, i : i + 1])
         answer, score = attention(round_like_slots(one, slots), slots, policy)
         score = pins.score(score, positions[..., i : i + 1])
-        note_held()
+        note_held_scores()
         note(order[:, i : i + 1].masked_fill(~late[:, i : i + 1], N)[:, None], score)
         ops.evict(one.key, one.value, score, slots, mask=one.mask, policy=policy)
         out[:, i : i + 1] += answer  # 0 in rows where column i is masked

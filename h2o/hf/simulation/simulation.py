@@ -31,12 +31,12 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.attention.attention_hook import attending
 from h2o.hf.families import tensor_parallel
-from h2o.hf.families.latent_attention import over_latents, trace_latents
+from h2o.hf.families.latent_attention import to_absorbed_form, trace_latents
 from h2o.hf.families.layer_kinds import kind_of, warn_of_windows
-from h2o.hf.families.shared_keys import reusing
+from h2o.hf.families.shared_keys import shared_key_layers
 from h2o.hf.families.wrappers import unwrap
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.prompt_echo import PromptEcho, served_as
+from h2o.hf.prompt.prompt_echo import PromptEcho, adapt_config
 from h2o.hf.prompt.shared_places import SharedPlaces
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.simulation.masks import Masks
@@ -98,7 +98,7 @@ def simulated(
             text.
     """
     config = one_config(h2o_config, parameters).for_model(unwrap(model))
-    config, rotary, _ = served_as(model.config, config)
+    config, rotary, _ = adapt_config(model.config, config)
     pins = Pins.of(pinned, config.decay)
     prompt_length = check(config, masks, prompt_length, ratio_of, pins)
     layers = transformers_layers(model.config)
@@ -108,7 +108,7 @@ def simulated(
     ]
     if not any(plans):
         warn_of_windows(model.config, stacklevel=4)
-    shared = reusing(model.config)
+    shared = shared_key_layers(model.config)
     if shared and masks is not None:
         raise UnsupportedError(
             f"masks {masks.name!r} do not support models whose layers reuse others' keys"
@@ -118,7 +118,7 @@ def simulated(
     )
     tracing = trace_latents(unwrap(model))
     attended = [*simulation.layers(), *itertools.chain(*shared.values())]
-    with attending(model, attended, simulation.attend), tracing, simulation.dealing(model):
+    with attending(model, attended, simulation.attend), tracing, simulation.budget_pass(model):
         yield simulation
 
 
@@ -146,15 +146,15 @@ class Simulation:
         self._evicted_at: dict[int, Tensor] | None = {} if trace else None
         self._scores: dict[int, Tensor] | None = {} if trace else None
         self._mass: dict[int, Tensor] | None = {} if mass else None
-        self._reuses = {layer: of for of, layers in shared.items() for layer in layers}
+        self._key_sources = {layer: of for of, layers in shared.items() for layer in layers}
         self._rotary, self._pins = rotary, pins
         self._places = SharedPlaces.of(plans, prompt_length, rotary)
-        self._here = threading.local()  # VisibleKeys of layers whose keys later layers reuse
+        self._thread_local = threading.local()  # VisibleKeys of layers whose keys others reuse
 
-    def dealing(self, model: Any) -> AbstractContextManager[None]:
+    def budget_pass(self, model: Any) -> AbstractContextManager[None]:
         """Context within which a pass that divides the budget among heads precedes each pass."""
         places = self._places
-        return nullcontext() if places is None else places.dealt_before(unwrap(model))
+        return nullcontext() if places is None else places.budget_pass(unwrap(model))
 
     def layers(self) -> list[int]:
         """The layers that are simulated: those with full attention."""
@@ -172,11 +172,11 @@ class Simulation:
         With `masks` the shape is [B, H, N], one number per query head, and a key that the last
         token evicts has N, whatever the padding.
         """
-        return _asked_for(self._evicted_at, "trace", layer_idx)
+        return _get_record(self._evicted_at, "trace", layer_idx)
 
     def scores(self, layer_idx: int) -> Tensor:
         """float32 [B, G, N]: each key's score at the end or at its eviction. Not with `masks`."""
-        return _asked_for(self._scores, "trace", layer_idx)
+        return _get_record(self._scores, "trace", layer_idx)
 
     def retained_mass(self, layer_idx: int, *, per_token: bool = False) -> Tensor:
         """float32 [B, H]: the share of a full cache's attention that falls on keys still held.
@@ -185,18 +185,18 @@ class Simulation:
         still sees (`h2o.attention_blocks.retained_mass`). The result is the mean over the row's
         tokens, or with `per_token` each token's own sum, [B, H, N], NaN for padding.
         """
-        mass = _asked_for(self._mass, "mass", layer_idx)
+        mass = _get_record(self._mass, "mass", layer_idx)
         return mass if per_token else mass.nanmean(-1)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """The attention output [B, N, H, D] with an H2O cache; called through `attending`."""
-        if (of := self._reuses.get(call.layer)) is not None:
-            visible: VisibleKeys = vars(self._here)[str(of)]
-            _refuse(call, visible.evicted_at.shape[2])
+        if (of := self._key_sources.get(call.layer)) is not None:
+            visible: VisibleKeys = vars(self._thread_local)[str(of)]
+            _check_call(call, visible.evicted_at.shape[2])
             return _without_backward(visible.attend(call), call)
         if (latent := getattr(call.key, "latent", None)) is not None:
-            call, expansion = over_latents(call, latent)
-            return expansion.answers(self._attend(call, shared=True))
+            call, expansion = to_absorbed_form(call, latent)
+            return expansion.expand_output(self._attend(call, shared=True))
         return self._attend(call)
 
     def _attend(self, call: AttentionCall, *, shared: bool = False) -> Tensor:
@@ -204,7 +204,7 @@ class Simulation:
         plan = self._plans[call.layer]
         assert plan is not None
         B, _, N, _ = query.shape
-        _refuse(call, N)
+        _check_call(call, N)
         lengths = [N] * B
         if mask is not None and (plan.needs_prompt_length or mask.is_cpu):  # else without effect
             lengths = mask.sum(1).tolist()
@@ -219,16 +219,16 @@ class Simulation:
                 q, k, None if shared else v, mask, call.scale, call.softcap, call.sink_logits
             )
             if self._places is not None:
-                if self._places.is_reading:
+                if self._places.is_collecting:
                     self._places.take(call.layer, text, prompts, by_row, pins)
                     return call.full()
                 by_row = self._places.budgets(call.layer)
             out, evicted_at, scores = self._through_cache(text, prompts, by_row, plan, part, pins)
             if self._scores is not None:
                 self._scores[call.layer] = scores
-            if call.layer in self._reuses.values():
+            if call.layer in self._key_sources.values():
                 visible = VisibleKeys(evicted_at, prompts, plan.config.kv_dtype)
-                vars(self._here)[str(call.layer)] = visible
+                vars(self._thread_local)[str(call.layer)] = visible
         elif call.softcap:
             raise UnsupportedError(f"masks {self._masks.name!r} do not support logit softcapping")
         elif call.sink_logits is not None:
@@ -331,7 +331,7 @@ def check(
     return prompts
 
 
-def _refuse(call: AttentionCall, tokens: int) -> None:
+def _check_call(call: AttentionCall, tokens: int) -> None:
     """Raise if a call does not have all `tokens` of a text, or if the model is in training."""
     if call.cached or call.key.shape[2] != tokens:
         raise ValueError(
@@ -352,7 +352,7 @@ _NO_GRADIENT = (
 )
 
 
-def _asked_for(values: dict[int, Tensor] | None, argument: str, layer: int) -> Tensor:
+def _get_record(values: dict[int, Tensor] | None, argument: str, layer: int) -> Tensor:
     if values is None:
         raise ValueError(f"this was not recorded: call simulated(..., {argument}=True)")
     if layer not in values:

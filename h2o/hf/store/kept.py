@@ -74,7 +74,7 @@ class Kept(NamedTuple):
             IndexError: there is no such row or head.
             ValueError: `input_ids` is too short.
         """
-        held = self._held(row, head)
+        held = self._scores_by_position(row, head)
         texts = self._texts(tokenizer, input_ids, row, attention_mask, max(held, default=-1))
         return [
             KeptToken(position, texts[position], sum(by_head.values()), list(by_head))
@@ -96,12 +96,12 @@ class Kept(NamedTuple):
         """
         from h2o.utils.draw import shade_text
 
-        held = self._held(row, head)
+        held = self._scores_by_position(row, head)
         texts = self._texts(tokenizer, input_ids, row, attention_mask, max(held, default=-1))
         scores = [sum(held[j].values()) if j in held else 0.0 for j in range(len(texts))]
         return shade_text(
             texts,
-            _drawn(torch.tensor(scores, dtype=torch.float32, device="cpu")).tolist(),
+            _cap_pinned_scores(torch.tensor(scores, dtype=torch.float32, device="cpu")).tolist(),
             [j in held for j in range(len(texts))],
         )
 
@@ -139,7 +139,7 @@ class Kept(NamedTuple):
             parts.append(f"<p>Only the first {ROWS} rows and heads are shown.</p>")
         return '<div style="font:12px monospace">' + "".join(parts) + "</div>"
 
-    def _held(self, row: int, head: int | None) -> dict[int, dict[int, float]]:
+    def _scores_by_position(self, row: int, head: int | None) -> dict[int, dict[int, float]]:
         """Scores by position and head."""
         positions, scores = self.positions[row].tolist(), self.scores[row].tolist()
         heads = range(len(positions)) if head is None else [range(len(positions))[head]]
@@ -152,7 +152,7 @@ class Kept(NamedTuple):
 
     def _matrix(self, row: int) -> Tensor:
         """Scores by position: float32 [G, highest position + 1] on the CPU, NaN if not held."""
-        positions, scores = self.positions[row].cpu(), _drawn(self.scores[row].cpu())
+        positions, scores = self.positions[row].cpu(), _cap_pinned_scores(self.scores[row].cpu())
         n = int(positions.max()) + 1 if positions.numel() else 0
         matrix = scores.new_full((len(positions), n + 1), torch.nan)
         matrix.scatter_(1, positions % (n + 1), scores)  # empty entries go to the last column
@@ -182,7 +182,7 @@ class Kept(NamedTuple):
         return pieces(tokenizer, ids.tolist())
 
 
-def _drawn(scores: Tensor) -> Tensor:
+def _cap_pinned_scores(scores: Tensor) -> Tensor:
     """Replace the scores of pinned keys by the highest score of the others, for drawing."""
     is_pinned = scores == PINNED
     if bool(is_pinned.all()):

@@ -42,9 +42,9 @@ class LayerContents(CacheLayerMixin):
     stepper: Any
     columns: Any
     """Columns seen: an int, or a tensor that captured steps change in place"""
-    traced: bool
+    has_trace: bool
 
-    def take_over(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
+    def import_keys(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
         """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
 
         The next forward pass scores and prunes them."""
@@ -89,7 +89,7 @@ class LayerContents(CacheLayerMixin):
         self.set_slots(slots, Capacity(widest, sizes))
         self.longest = longest
 
-    def choose(self, rows: Tensor | None) -> None:
+    def select_rows(self, rows: Tensor | None) -> None:
         """Select the rows of the next batches: distinct numbers [n] int32, or None for all."""
         self.set_slots(self.slots._replace(rows=rows), self.capacity)
 
@@ -102,11 +102,11 @@ class LayerContents(CacheLayerMixin):
         """Advance the column count by Q, and update pins and trace after a pass."""
         self.columns += Q
         if self.waits_for_pins:
-            self.waits_for_pins = self.guard.pins.wait(self.slots.seen_tokens)
+            self.waits_for_pins = self.guard.pins.has_pending(self.slots.seen_tokens)
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
-    def _refuse_rows(self, given: int) -> None:
+    def _raise_batch_error(self, given: int) -> None:
         """Raise ValueError because a batch of `given` rows does not fit."""
         text = f"this cache holds a batch of {self.batch_size} rows and was given {given}"
         if given % self.batch_size == 0:
@@ -204,7 +204,7 @@ class LayerContents(CacheLayerMixin):
         self.raised = False  # whether a budget below one token was rounded up to one
         self.floored = False  # whether a head may keep `min_tokens` keys, more than its fraction
         self.waits_for_pins = False  # whether some pinned tokens have not arrived yet
-        self.trace = Trace() if self.traced else None
+        self.trace = Trace() if self.has_trace else None
         self.last: Any = None  # the last forward pass, if passes are recorded
         self.guard.waiting = self.guard.prompt_counts = None
 
@@ -241,7 +241,7 @@ class LayerContents(CacheLayerMixin):
         if self.slots is None:
             return Kept(_empty(3, torch.int64), _empty(3))
         return Kept(
-            *slot_layout.gather_held(self.slots, self.capacity.sizes, positions=-1, scores=0)
+            *slot_layout.gather_held_keys(self.slots, self.capacity.sizes, positions=-1, scores=0)
         )
 
     def kept_rows(self) -> tuple[Tensor, Tensor]:
@@ -249,7 +249,9 @@ class LayerContents(CacheLayerMixin):
         if self.slots is None:
             return _empty(4), _empty(4)
         fields = dict.fromkeys(self.row_fields, 0.0)
-        return self._read(slot_layout.gather_held(self.slots, self.capacity.sizes, **fields))
+        return self._unpack_rows(
+            slot_layout.gather_held_keys(self.slots, self.capacity.sizes, **fields)
+        )
 
     def by_slot(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another.
@@ -257,17 +259,21 @@ class LayerContents(CacheLayerMixin):
         Does not wait for the device. Copies only if the slots are quantized or heads differ in
         their number of slots."""
         sizes = self.capacity.sizes
-        return self._read([slot_layout.by_head(self.slots, sizes, x) for x in self.row_fields])
+        return self._unpack_rows(
+            [slot_layout.by_head(self.slots, sizes, x) for x in self.row_fields]
+        )
 
     @property
     def row_fields(self) -> tuple[str, ...]:
         """Fields of `Slots` that hold the tokens' rows."""
         return ("keys", "values") if self.form.has_values else ("keys",)
 
-    def _read(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _unpack_rows(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Convert rows of slots to the model's keys and values."""
         D, _ = self.row_size
-        read: tuple[Tensor, Tensor] = self.form.read(*(dequantize(rows[i], D) for i in (0, -1)))
+        read: tuple[Tensor, Tensor] = self.form.unpack_rows(
+            *(dequantize(rows[i], D) for i in (0, -1))
+        )
         return read
 
     @property
@@ -279,7 +285,7 @@ class LayerContents(CacheLayerMixin):
         """Report on this layer; see `h2o.hf.store.report`."""
         if self.slots is None:
             return LayerReport(self.layer_idx, "h2o")
-        figures = slot_layout.figures(self.slots, self.capacity.sizes, self.config.sinks)
+        figures = slot_layout.report_fields(self.slots, self.capacity.sizes, self.config.sinks)
         if not self.scorer.uses_attention:
             figures |= {"mass_evicted": math.nan, "mass_kept": math.nan}
         return LayerReport(

@@ -79,13 +79,13 @@ class PassGuard:
         self.ends_in_padding: list[bool] = []
         """Whether each row's last column was padding. Empty if none was or no layer counts it"""
         self._ends_in_states = kinds[self.last] == "states"
-        self.rereads_after: float | None = None
-        """See `h2o.hf.support.rereads_after`"""
+        self.drops_cache_after: float | None = None
+        """See `h2o.hf.support.drops_cache_after`"""
         self.rope_deltas = RopeDeltas()
         self.text = SeenText()
         self.skips_pads = False
         """Whether the positions of the prompt skip its padding"""
-        self.by_row = False
+        self.has_independent_rows = False
         """Whether the rows are independent conversations, as in `generate_all`"""
         self.may_be_transformed = True
         """Whether tensors may belong to a torch.func transform. False in a pass that began outside
@@ -128,7 +128,7 @@ class PassGuard:
         if layer == self.last:
             self._finish()
 
-    def take_back(self, layer: int, *, has_states: bool) -> None:
+    def layer_rejected(self, layer: int, *, has_states: bool) -> None:
         """Record that a layer rejected its new keys and stored nothing.
 
         If it was the first layer, the pass ends, unless its states may have seen the tokens."""
@@ -143,11 +143,11 @@ class PassGuard:
 
     def _finish(self) -> None:
         self.end_pass()
-        if self.rope_deltas.may_be:
+        if self.rope_deltas.is_possible:
             self.rope_deltas.end()
 
     @property
-    def under_way(self) -> bool:
+    def is_under_way(self) -> bool:
         """Whether a pass has begun and not ended."""
         return self._thread is not None
 
@@ -159,7 +159,7 @@ class PassGuard:
             return
         thread = self._thread
         if thread not in (None, threading.get_ident()) and calls_a_module(thread):
-            self.text.lose()  # it may have recorded the ids of the rejected pass
+            self.text.mark_unknown()  # it may have recorded the ids of the rejected pass
             raise RuntimeError(
                 "this H2OCache is in use by another thread, whose forward pass has not ended. A "
                 "cache holds one conversation, so make one cache per thread, or use h2o.patched(), "
@@ -189,8 +189,8 @@ class PassGuard:
             columns: number of columns seen by each layer in `counting`.
         """
         if columns != columns[:1] * len(columns):
-            raise RuntimeError(_parted(columns))
-        if self.has_states and self.under_way:
+            raise RuntimeError(_disagreement_message(columns))
+        if self.has_states and self.is_under_way:
             raise RuntimeError(
                 "the last forward pass was interrupted between two layers, and only some of the "
                 "model's states have seen its tokens. Call cache.reset() and start over"
@@ -198,7 +198,7 @@ class PassGuard:
 
     def check_angles(self, seen: int, new: int) -> None:
         """Raise ValueError if `new` tokens would change the rotary angles of the `seen` tokens."""
-        limit = self.rereads_after
+        limit = self.drops_cache_after
         if limit is not None and 0 < seen <= limit < seen + new:
             raise ValueError(
                 f"the cache has seen {seen} tokens and {new} follow. Beyond {limit} tokens this "
@@ -207,10 +207,10 @@ class PassGuard:
                 "longer prompt"
             )
 
-    def allow_rereading(self) -> None:
+    def allow_cache_drop(self) -> None:
         """Let the model drop the cache when angles change, because a patch will make another."""
-        if self.rereads_after != math.inf:
-            self.rereads_after = None
+        if self.drops_cache_after != math.inf:
+            self.drops_cache_after = None
 
     # ---- Rows ----------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class PassGuard:
         self.pins.reset()
 
 
-def _parted(counts: list[int]) -> str:
+def _disagreement_message(counts: list[int]) -> str:
     """Error message for layers that have seen different numbers of tokens."""
     seen, run = counts[0], sum(count > 0 for count in counts)
     if counts == [seen] * run + [0] * (len(counts) - run):

@@ -127,7 +127,7 @@ class Pins:
             return [0] * rows
         return [count(row, sinks) for row in self.rows]
 
-    def wait(self, lengths: Tensor) -> bool:
+    def has_pending(self, lengths: Tensor) -> bool:
         """Whether pinned tokens are yet to arrive in rows that have seen `lengths` [B] tokens."""
         ends = [row[-1][1] if row else 0 for row in self.rows or ()]
         return any(n < end for n, end in zip(lengths.tolist(), ends, strict=bool(ends)))

@@ -90,7 +90,7 @@ class Report:
     layers: list[LayerReport]
     broken: bool = False
     """Whether the last pass has not ended, so that layers may have seen different tokens."""
-    not_dealt: str = ""
+    echo_replacement: str = ""
     """What replaces `H2OConfig.echo`, and why, if the model does not support it."""
 
     @property
@@ -135,8 +135,8 @@ class Report:
                 "Converted from a DynamicCache: the next forward pass scores and prunes the keys."
             )
         short = ""
-        if self.not_dealt:
-            short = f"Instead of H2OConfig.echo: {self.not_dealt}. "
+        if self.echo_replacement:
+            short = f"Instead of H2OConfig.echo: {self.echo_replacement}. "
         if total.floored:
             short += "The prompt is short: heads keep min_tokens keys, more than their fraction. "
         elif total.raised:

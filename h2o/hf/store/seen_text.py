@@ -44,11 +44,11 @@ class SeenText:
         """Ids of each pending pass, and a mask that is False at padding (None: no padding)"""
         self._is_known = True
 
-    def lose(self) -> None:
+    def mark_unknown(self) -> None:
         """Mark the digest as unknown until the cache is emptied."""
         self._is_known, self._pending = False, []
 
-    def read(self, ids: Tensor | None, mask: Tensor | None, seen: int) -> None:
+    def record_ids(self, ids: Tensor | None, mask: Tensor | None, seen: int) -> None:
         """Record the ids of a forward pass before it begins.
 
         Args:
@@ -61,7 +61,7 @@ class SeenText:
         elif seen != self._columns:
             self._step_back(seen)
         if ids is None or ids.ndim != 2 or (mask is not None and mask.shape[1] < ids.shape[1]):
-            self.lose()
+            self.mark_unknown()
             return
         if not self._is_known:
             return
@@ -107,7 +107,7 @@ class SeenText:
         """Restore from the output of `as_dict`."""
         self.reset()
         if saved is None:
-            self.lose()
+            self.mark_unknown()
             return
         self._columns = saved["columns"]
         totals = [saved["digest"], saved["counts"]]
@@ -120,7 +120,7 @@ class SeenText:
             self._pending.pop()
             self._columns = seen
         else:
-            self.lose()
+            self.mark_unknown()
 
     def _fold(self) -> None:
         self._add(self._pending)

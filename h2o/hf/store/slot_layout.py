@@ -90,7 +90,7 @@ def widest_budgets(by_row: Budgets, sinks: int) -> list[int]:
     return [sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
 
 
-def with_budgets(keys: Tensor, sizes: list[int], by_row: Budgets, **kind: Any) -> ops.Slots:
+def create_slots(keys: Tensor, sizes: list[int], by_row: Budgets, **kind: Any) -> ops.Slots:
     """Create slots for keys like `keys` [B, G, any, D]. `sizes`: `Capacity.sizes`. `kind`: other
     arguments of `new_slots`."""
     slots = ops.new_slots(keys, sizes[0] if len(sizes) == 1 else sizes, **kind)
@@ -124,7 +124,7 @@ def by_head(slots: ops.Slots, sizes: list[int], field: str, empty: float = 0) ->
     return out
 
 
-def gather_held(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:
+def gather_held_keys(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:
     """Gather fields of all held keys, [B, G, K, ...] by ascending position.
 
     K is the largest number of keys that any row and head holds. `fields` gives the names, and the
@@ -142,7 +142,7 @@ def gather_held(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Ten
     return ordered
 
 
-def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
+def report_fields(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
     """Compute the fields of `LayerReport` that depend on the slots."""
     B, G = slots.next_slot.shape
     filled = slots.positions >= 0
@@ -241,7 +241,7 @@ def fill_slots(
     return slots
 
 
-def together(
+def join_slots_and_tokens(
     slots: ops.Slots, key: Tensor, value: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Join slots from `fill_slots` and new tokens [B, G, Q, D] with a mask [B, Q].

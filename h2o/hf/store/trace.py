@@ -29,7 +29,7 @@ class Trace:
         real = slots.seen_tokens.new_ones((B, Q), dtype=torch.bool)
         if mask is not None:
             real.copy_(mask)  # the mask belongs to the caller
-        evicted = not_held(slots, sizes, N := earlier + Q)
+        evicted = find_evicted(slots, sizes, N := earlier + Q)
         evicted_after = slots.positions.new_full((*evicted.shape[:2], Q), -1)
         if self.real is not None:
             real = torch.cat([self.real, real], dim=1)
@@ -49,7 +49,7 @@ class Trace:
             self.real, self.evicted_after = change(self.real), change(self.evicted_after)
 
 
-def not_held(slots: ops.Slots, sizes: list[int], N: int) -> Tensor:
+def find_evicted(slots: ops.Slots, sizes: list[int], N: int) -> Tensor:
     """[B, G, N] bool, by position: keys that a row has seen but its slots do not hold."""
     positions = by_head(slots, sizes, "positions", -1)
     held = torch.zeros((*positions.shape[:2], N + 1), dtype=torch.bool, device=positions.device)

@@ -179,7 +179,7 @@ def start() -> None:
     # Emulating all cases takes long. test_launch.py runs them.
     size = kernel_check.Size(10, 3, 1, 4, 2)
     kernel_check.CASES = (kernel_check.Case(16, torch.float32, size),)
-    prompt_attention.WAYS = {}  # tested in test_prompt_attention.py
+    prompt_attention.TORCH_ATTENTIONS = {}  # tested in test_prompt_attention.py
     for name, answer in ANSWERS.items():
         setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     torch.cuda.synchronize = lambda *_: driver.wait()
