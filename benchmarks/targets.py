@@ -27,7 +27,7 @@ class Cpu(Clock):
     compute = "FMA"
 
     def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """The same work as one CUDA graph, so that the host's time is not included."""
+        """Capture the work as one CUDA graph, so that the host's time is not included."""
         return run
 
     def peak_bytes(self, run: Callable[[], Any]) -> float:

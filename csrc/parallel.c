@@ -71,9 +71,9 @@ static void take_part(void *argument) {
  * pool waits only for the threads that take part.
  *
  * So each call of a borrowed pool measures its stall: its time before and after the work. If the
- * stall is longer than the work, the calls that follow use the own pool for as long as the stall took,
- * or twice as long as the last time if stalls cost a tenth of the time or more. Then the borrowed
- * pool gets another try. */
+ * stall is longer than the work, the calls that follow use the own pool, for as long as the stall
+ * took. Then the borrowed pool gets another try. If it stalls again within RARE times the stall's
+ * length, the time on the own pool doubles, up to MOST_DOUBLINGS times. */
 
 enum { LEAST_STALL = 200000, LONGEST_STALL = 10000000 }; /* nanoseconds */
 enum { MOST_DOUBLINGS = 6, RARE = 10 };
@@ -98,18 +98,21 @@ static void take_part_timed(void *argument) {
     const int64_t ended = h2o_now();
     if (atomic_compare_exchange_strong(&work->drained, &drained, ended) || began < drained) {
         int64_t done = work->done;
-        while (done < ended && !atomic_compare_exchange_weak(&work->done, &done, ended)) {}
+        while (done < ended && !atomic_compare_exchange_weak(&work->done, &done, ended)) {
+        }
     }
 }
 
 /* Learns from a job that a borrowed pool began at that time and has just finished. */
 static void measure_stall(const job *work, int64_t began) {
     const int64_t now = h2o_now(), useful = work->done - work->started;
-    int64_t stall = now - began - useful;
-    if (stall < LEAST_STALL || stall < useful) return;
-    stall = stall < LONGEST_STALL ? stall : LONGEST_STALL;
-    const int last = crowd.doublings, next = last < MOST_DOUBLINGS ? last + 1 : last;
-    const int doublings = now - crowd.until < RARE * stall ? next : 0;
+    const int64_t measured = now - began - useful;
+    if (measured < LEAST_STALL || measured < useful) return;
+    const int64_t stall = measured < LONGEST_STALL ? measured : LONGEST_STALL;
+    int doublings = 0;
+    if (now - crowd.until < RARE * stall) {
+        doublings = crowd.doublings < MOST_DOUBLINGS ? crowd.doublings + 1 : MOST_DOUBLINGS;
+    }
     crowd.doublings = doublings;
     crowd.until = now + (stall << doublings);
 }
@@ -171,6 +174,16 @@ static pool choose(void) {
 static void take_part_in_range(int64_t begin, int64_t end, void *context) {
     (void)begin, (void)end;
     take_part_timed(context);
+}
+
+static void run_on_borrowed(pool from, job *work) {
+    const int64_t began = h2o_now();
+    if (from == TORCH) {
+        borrowed.torch_parallel_for(0, work->workers, 1, take_part_in_range, work);
+    } else {
+        borrowed.gomp_parallel(take_part_timed, work, 0, 0);
+    }
+    measure_stall(work, began);
 }
 
 /* ---- The own pool ------------------------------------------------------ */
@@ -332,18 +345,11 @@ void h2o_parallel(int workers, h2o_worker_fn function, void *context) {
     job work = {.function = function, .context = context, .workers = workers};
     if (workers > 1 && !inside) {
         const pool from = is_crowded() ? OWN : choose();
-        const int64_t began = from == OWN ? 0 : h2o_now();
-        switch (from) {
-        case TORCH:
-            borrowed.torch_parallel_for(0, workers, 1, take_part_in_range, &work);
-            break;
-        case GOMP:
-            borrowed.gomp_parallel(take_part_timed, &work, 0, 0);
-            break;
-        default:
+        if (from == OWN) {
             run_on_own(&work);
+        } else {
+            run_on_borrowed(from, &work);
         }
-        if (from != OWN) measure_stall(&work, began);
     }
     take_part(&work); /* the workers that no pool has run */
 }

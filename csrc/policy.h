@@ -100,8 +100,8 @@ int64_t h2o_policy_select(const h2o_ranking *ranking, int64_t n, const float *sc
                           const int32_t *positions, const float *norms, uint8_t *keep,
                           uint32_t *keys);
 
-/* The same for keys of ranks that are already computed: the first n of keys [2n]; the rest is
- * scratch. */
+/* Does what h2o_policy_select does, for keys of ranks that are already computed: the first n of
+ * keys [2n]. The rest of keys is scratch. */
 int64_t h2o_policy_select_keys(int64_t n, int64_t budget, const int32_t *positions, uint8_t *keep,
                                uint32_t *keys);
 

@@ -1,4 +1,4 @@
-"""The same work in plain torch, with which h2o is compared.
+"""Peers in plain torch, which do the same work as h2o.
 
 Each function is written as users of torch write it, with its best settings. If torch offers several
 ways, `fastest` chooses one.

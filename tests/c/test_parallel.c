@@ -156,7 +156,7 @@ static void note_other_thread(void *caller) {
     if (!pthread_equal(pthread_self(), *(pthread_t *)caller)) late_thread = pthread_self();
 }
 
-/* libgomp waits for its late thread at each call. h2o soon returns while that thread still sleeps. */
+/* libgomp waits for its late thread at each call. h2o soon returns while the thread sleeps. */
 static void a_late_thread_is_not_waited_for(void *library) {
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
     pthread_t caller = pthread_self();

@@ -165,7 +165,7 @@ def test_subclasses_of_arrays(tmp_path):
 
 
 def flipped(array: np.ndarray) -> np.ndarray:
-    """The same numbers, stored in reverse order."""
+    """An array with the same numbers, stored in reverse order."""
     return np.flip(np.flip(array).copy())
 
 

@@ -232,7 +232,7 @@ def test_the_stream_is_what_the_caller_says(driver):
 
 
 def with_table(tensor: DeviceTensor, stream: ctypes.c_void_p):
-    """The same tensor, passed through DLPack's exchange table, which reports the stream."""
+    """Pass a tensor through DLPack's exchange table, which reports the stream."""
     requests = []
 
     @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))

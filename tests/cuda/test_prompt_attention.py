@@ -104,7 +104,7 @@ def test_pads_have_no_outputs_and_no_scores(driver, kernels):
 
 
 def shifted(x):
-    """The same numbers at an address that is not a multiple of 16."""
+    """Copy a tensor to an address that is not a multiple of 16."""
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 

@@ -26,7 +26,7 @@ SMALL = {"heavy": 6, "recent": 6}
 
 
 def those_here(*names):
-    """Those of `names` that this version of transformers has."""
+    """Select the names that this version of transformers has."""
     return [name for name in names if name in FAMILIES | LATENT]
 
 

@@ -74,19 +74,16 @@ class AttentionSwitch:
         with CHANGING:
             _in_force.pop(id(self), None)
             for config, name in self.original:
-                names = [other.name for other in _in_force.values() if other._covers(config)]
-                compat.put_attention_name(config, names[-1] if names else name)
+                compat.put_attention_name(config, _latest_name(config) or name)
 
     def check(self, config: Any) -> None:
         """Raise RuntimeError if `set_attn_implementation` has since changed this config."""
         with CHANGING:
-            names = [other.name for other in _in_force.values() if other._covers(config)]
-            name = compat.attention_name(config)
-        if names and name != names[-1]:
+            name, expected = compat.attention_name(config), _latest_name(config)
+        if name != expected is not None:
             raise RuntimeError(
                 f"the attention of this model was set to {name!r} while it is {self.kind}, which "
-                "would end that in silence. Call set_attn_implementation() before the block or "
-                "after it"
+                "would silently end here. Call set_attn_implementation() before or after the block"
             )
 
     def is_in_force(self) -> bool:
@@ -124,6 +121,12 @@ def _current_task() -> weakref.ref[asyncio.Task[Any]] | None:
         if task := asyncio.current_task():
             return weakref.ref(task)
     return None
+
+
+def _latest_name(config: Any) -> str | None:
+    """The attention implementation of a config's latest switch in force, or None without one."""
+    names = [change.name for change in _in_force.values() if change._covers(config)]
+    return names[-1] if names else None
 
 
 def _original_name(config: Any) -> str:

@@ -52,11 +52,9 @@ def apply_to_matrix(
     plain_weight = _weight(module, like)
 
     def matrix() -> Tensor:
-        return (
-            _compute_matrix(module, width, like)
-            if plain_weight is None
-            else plain_weight.to(like.dtype)
-        )
+        if plain_weight is None:
+            return _compute_matrix(module, width, like)
+        return plain_weight.to(like.dtype)
 
     if torch.compiler.is_compiling() or is_offloaded(module):  # offloaded weights keep moving
         return make(matrix(), False)

@@ -319,7 +319,7 @@ class H2OLayerWithStates(H2OLayer, StatesAndKeysLayer):
 
     @property
     def is_croppable(self) -> bool:
-        """As `H2OLayer`, but False with recurrent states, which are sums over all tokens."""
+        """Whether `crop` is possible. Recurrent states, sums over all tokens, prevent it."""
         return super().is_croppable and not any(self.is_recurrent_states_initialized.values())
 
     def crop(self, tokens: int) -> None:

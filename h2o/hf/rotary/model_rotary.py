@@ -131,11 +131,8 @@ class Rotary:
         if isinstance(proof, str):
             raise self._unsupported(config, proof)
         self._make_rotary_module(proof.embedding, text)
-        self.rotated_layers, self.function, self.at_end = (
-            proof.rotated_layers,
-            proof.function,
-            proof.at_end,
-        )
+        self.rotated_layers = proof.rotated_layers
+        self.function, self.at_end = proof.function, proof.at_end
         self.by_length &= bool(self.rotated_layers)
         if self.rotated_layers:
             self._find_pairs()
