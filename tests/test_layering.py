@@ -400,7 +400,7 @@ def test_what_is_borrowed_from_inside_other_packages_stands_in_two_files():
 
 
 def test_vllm_is_known_to_its_plugin():
-    """Only the plugin's files import vLLM, and only echo_of_prompts.py there imports h2o.hf."""
+    """Only the plugin's files import vLLM, and only prompt_scoring.py there imports h2o.hf."""
     files = {
         f"h2o/vllm/{name}.py"
         for name in (
@@ -414,7 +414,7 @@ def test_vllm_is_known_to_its_plugin():
     }
     assert importers("vllm") == files
     knowing = {name for name in importers("h2o.hf") if name.startswith("h2o/vllm/")}
-    assert knowing == {"h2o/vllm/echo_of_prompts.py"}
+    assert knowing == {"h2o/vllm/prompt_scoring.py"}
 
 
 FLOORS = 10

@@ -1,5 +1,5 @@
-"""`Analysis`, the result of `h2o.analyze`: measurements of one text, and methods that evaluate
-them."""
+"""`Analysis`, the result of `h2o.analyze`: measurements of one text, and methods that summarize and
+plot them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from h2o.config.fields import ConfigFields
 
 THRESHOLD = 0.01
-"""The paper's threshold: an entry below this share of its row's maximum is negligible."""
+"""The H2O paper's threshold: attention weights below this share of their row's maximum are tiny."""
 
 
 @dataclasses.dataclass(frozen=True)

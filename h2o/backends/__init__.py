@@ -40,7 +40,7 @@ def backend_for(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
     """The backend for a tensor: `OPERATIONS` by name, with the operands of `_core.call`.
 
     The first call for a CUDA device opens the device: it loads and checks the kernels and writes
-    the verdict to the cache folder. If `opens` is False, torch handles devices that are not open.
+    the result to the cache folder. If `opens` is False, torch handles devices that are not open.
     """
     on_cpu = getattr(tensor, "is_cpu", None)  # only torch tensors have it
     if on_cpu is None or not HAS_CORE or (on_cpu and not forced):

@@ -1,4 +1,4 @@
-"""Operations on CUDA devices by the C core's kernels, if the build and the driver support them.
+"""The backend for CUDA devices: the C core's kernels, if the build and the driver support them.
 
 The core checks a call and computes the size of its workspace ("measure"), torch allocates the
 workspace, and the core queues the kernels on torch's current stream ("launch"). Nothing waits for
@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from h2o import _core
-from h2o.backends.verdict import AttentionByTokens, Verdict, recall, remember
+from h2o.backends.check_result import AttentionByTokens, CheckResult, load_result, save_result
 
 FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 """The kernels for all architectures. A plain build does not have this file."""
@@ -80,16 +80,16 @@ def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
             f"used in this graph on {_device(index)}"
         )
         return by_torch
-    chosen, kernels, verdict = by_torch, _kernels(by_torch), Verdict([], {})
+    chosen, kernels, result = by_torch, _kernels(by_torch), CheckResult([], {})
     try:
         reason = _load(index)
         if reason is None:
-            verdict = recall(_facts(index)) or _new_check(index, kernels, by_torch)
-            reason = "; ".join(verdict.mistakes) or None
-    except Exception as error:  # such as a lack of memory: no verdict on the kernels
+            result = load_result(_facts(index)) or _new_check(index, kernels, by_torch)
+            reason = "; ".join(result.mistakes) or None
+    except Exception as error:  # such as a lack of memory: says nothing about the kernels
         reason = f"they could not be checked; the next process will try again ({_line(error)})"
     if reason is None:
-        chosen = _with_attention(index, kernels, by_torch, verdict.prompts)
+        chosen = _with_attention(index, kernels, by_torch, result.prompts)
     else:
         _reasons[index] = reason
         if FATBIN.is_file():
@@ -306,15 +306,15 @@ def _device(index: int) -> str:
     return f"cuda:{index}"
 
 
-def _new_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) -> Verdict:
-    """Check a device's kernels, and store the verdict in the cache folder."""
+def _new_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) -> CheckResult:
+    """Check a device's kernels, and store the result in the cache folder."""
     from h2o.backends import kernel_check
 
     facts = _facts(index)
     _synchronize(index)
-    verdict = Verdict(kernel_check.mistakes(kernels, by_torch, _device(index)), {})
-    remember(facts, verdict)
-    return verdict
+    result = CheckResult(kernel_check.mistakes(kernels, by_torch, _device(index)), {})
+    save_result(facts, result)
+    return result
 
 
 def _measure_attention(
@@ -326,12 +326,12 @@ def _measure_attention(
     wait = functools.partial(_synchronize, index)
     try:
         facts = _facts(index)
-        verdict = recall(facts) or Verdict([], {})
-        if depth not in verdict.prompts:  # unless another process has measured it meanwhile
+        result = load_result(facts) or CheckResult([], {})
+        if depth not in result.prompts:  # unless another process has measured it meanwhile
             attentions = prompt_attention.fastest(kernels, by_torch, depth, _device(index), wait)
-            verdict.prompts[depth] = attentions
-            remember(facts, verdict)
-        return verdict.prompts[depth]
+            result.prompts[depth] = attentions
+            save_result(facts, result)
+        return result.prompts[depth]
     except (OSError, RuntimeError) as error:  # such as a lack of memory
         warnings.warn(
             "h2o's kernels compute prompts in this process, because torch's attention could not be "
@@ -343,7 +343,7 @@ def _measure_attention(
 
 
 def _facts(index: int) -> dict[str, Any]:
-    """Everything that the result of the check may depend on: the key of a stored verdict."""
+    """Everything that the result of the check may depend on: the key of a stored result."""
     import torch
 
     version, devices = _core.devices("cuda")
@@ -360,10 +360,10 @@ def _facts(index: int) -> dict[str, Any]:
 def _describe_attention(index: int) -> str:
     """The attention used for long prompts, as far as it has been measured, in words."""
     try:
-        verdict = recall(_facts(index))
+        result = load_result(_facts(index))
     except (ImportError, OSError):  # torch or the kernels are missing
         return ""
-    return verdict.prompts_in_words if verdict else ""
+    return result.prompts_in_words if result else ""
 
 
 def describe() -> str:

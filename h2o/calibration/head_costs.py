@@ -1,10 +1,11 @@
-"""Costs of eviction in one head, to second order, from one forward and one backward pass.
+"""Estimates what evicting keys in each head costs, from one forward and one backward pass.
 
-The labels are not the text's own tokens. Continuations drawn from the model's own predictions give
-the Fisher information. For small changes its quadratic form is the Kullback-Leibler divergence of
-the evicting model's predictions from the full model's (Martens, "New Insights and Perspectives on
-the Natural Gradient Method", JMLR 2020, section 5). The changes are those of a head's attention
-output. The form is evaluated for each token and head separately, without interactions.
+The cost is the Kullback-Leibler divergence of the evicting model's predictions from those of the
+full model, to second order in the change of a head's attention output. This is the quadratic form
+of the Fisher information (Martens, "New Insights and Perspectives on the Natural Gradient Method",
+JMLR 2020, section 5). It needs gradients of the log-likelihood of tokens that are drawn from the
+model's own predictions, not of the text's tokens. It is evaluated for each token and head
+separately, as if nothing else were evicted.
 
 Shape letters: H query heads, G key/value heads (H = G * R), n tokens, D head dimension.
 """
@@ -27,7 +28,7 @@ from h2o.hf.families.wrappers import input_device
 
 
 @dataclasses.dataclass(frozen=True)
-class Watched(Attention):
+class AttentionAndGradients(Attention):
     """One layer's attention on one text, and gradients with respect to its output, in float32,
     because costs are computed from differences between outputs."""
 
@@ -37,9 +38,9 @@ class Watched(Attention):
 
 def watch_gradients(
     model: Any, ids: Tensor, generator: torch.Generator, draws: int
-) -> dict[int, Watched]:
+) -> dict[int, AttentionAndGradients]:
     """Run a model on a text [n] without eviction, and record the attention of each full layer."""
-    layers: dict[int, Watched] = {}
+    layers: dict[int, AttentionAndGradients] = {}
     outputs: list[Tensor] = []
 
     def attention(call: AttentionCall) -> Tensor:
@@ -48,7 +49,9 @@ def watch_gradients(
             out.requires_grad_()
         outputs.append(out)
         q, k, v = (x[0].detach().float() for x in (call.query, call.key, call.value))
-        layers[call.layer] = Watched(q, k, v, call.scale, call.softcap, call.sink_logits)
+        layers[call.layer] = AttentionAndGradients(
+            q, k, v, call.scale, call.softcap, call.sink_logits
+        )
         return out
 
     with attending(model, full_layers(model), attention), torch.enable_grad():
@@ -64,7 +67,7 @@ def watch_gradients(
 
 
 def measure_costs(
-    watched: Watched, budgets: Sequence[int], policy: Callable[[int], H2OConfig]
+    watched: AttentionAndGradients, budgets: Sequence[int], policy: Callable[[int], H2OConfig]
 ) -> Tensor:
     """Cost of evicting in each key/value head alone at each budget, in nats per token.
 

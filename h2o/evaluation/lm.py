@@ -37,7 +37,7 @@ from h2o.hf.attention.attention import switch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.layer_kinds import counts_padding
 from h2o.hf.families.wrappers import check_no_tuned_prompt
-from h2o.hf.rotary.angles import AnglesByLength
+from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.utils.processes import world_size
 
@@ -135,7 +135,7 @@ class H2OLM(HFLM):
         wanted = self._attention_before if protocol == "simulate" else "h2o"
         if compat.attention_name(self.model.config) != wanted:
             switch(self.model, wanted)
-        self.angles = AnglesByLength(self.model)
+        self.angles = LengthDependentRope(self.model)
         self.setting, self.protocol = setting, protocol
         self.prompt_length = prompt_length
         self.ratio_of = "text" if protocol == "simulate" else "prompt"

@@ -1,12 +1,12 @@
-"""The task h2o_needles: whether facts within a long text are still found at its end.
+"""The task h2o_needles: whether facts from a long text can still be retrieved after eviction.
 
-A sentence (`h2o.evaluation.facts`) is hidden in a piece of a text. The piece is the prompt of a
-real `H2OCache`, which is cut to its budget before the question is known. The question follows, and
-the answer counts if greedy decoding produces it token by token. Keys that no token attends to
-during the prefill must survive the cut, which is the hard case for any eviction (compare Kamradt,
-"Needle in a haystack", 2023). With decoys a text has several facts of each of two kinds, which
-differ only in their subjects. All questions use the same cut cache, so a cache that keeps only one
-fact of a kind does not pass.
+A sentence (`h2o.evaluation.facts`) is hidden in a passage. The passage is prefilled into an
+`H2OCache` (not a simulation), which evicts down to its budget before the question is known. The
+question follows, and the answer counts if greedy decoding produces it token by token. Keys that get
+little attention during prefill must survive, which is the hard case for any eviction (compare
+Kamradt, "Needle in a haystack", 2023). With decoys a text has several facts of each of two kinds;
+the facts of a kind differ only in their subjects. All questions use the same cache, so a cache that
+keeps only one fact of a kind does not pass.
 """
 
 from __future__ import annotations

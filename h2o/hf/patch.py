@@ -29,7 +29,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.wrappers import check_pins, unwrap
-from h2o.hf.layers.cache_relative import zero_positions
+from h2o.hf.layers.cache_relative_form import zero_positions
 
 SCORED = 8
 """Number of texts, each scored in a single forward pass, after which `patched` warns that no budget

@@ -22,7 +22,7 @@ from h2o.hf.attention.attention import BIDIRECTIONAL_IMAGES, has_bidirectional_i
 from h2o.hf.families import latent_attention, shared_keys
 from h2o.hf.families.layer_kinds import has_states, kind_of, layers_of, type_refusal
 from h2o.hf.families.shared_keys import shared_key_layers
-from h2o.hf.prompt import prompt_echo
+from h2o.hf.prompt import echo_scorer
 from h2o.hf.rotary import model_rotary
 from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import latent_row
@@ -125,7 +125,7 @@ def supports(model: Any) -> Support:
     kinds = traits.kinds
     reads_images = config.get_text_config(decoder=True) is not config
     not_images = BIDIRECTIONAL_IMAGES if reads_images and has_bidirectional_images(config) else ""
-    not_echo = prompt_echo.echo_replacement(config) if "h2o" in kinds else ""
+    not_echo = echo_scorer.echo_replacement(config) if "h2o" in kinds else ""
     return Support(model_type, True, "", kinds, traits.not_cache_relative, not_images, not_echo)
 
 

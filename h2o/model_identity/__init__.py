@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from h2o.model_identity.weights import Weight, is_cut, is_of_adapter, plain_tensors, weights_of
+from h2o.model_identity.weights import Weight, is_of_adapter, is_shard, plain_tensors, weights_of
 
 SHAPE = (
     "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -181,7 +181,7 @@ def _round(values: Sequence[float]) -> list[float]:
 def _values(weight: Weight, numbers: int) -> list[float] | None:
     """Evenly spaced numbers of a weight; None if it is quantized, cut or not in memory."""
     tensor = weight.tensor
-    if is_cut(weight) or not tensor.dtype.is_floating_point or tensor.element_size() < 2:
+    if is_shard(weight) or not tensor.dtype.is_floating_point or tensor.element_size() < 2:
         return None
     if tensor.is_meta or tensor.numel() < numbers or hasattr(tensor, "__tensor_flatten__"):
         return None
@@ -244,7 +244,7 @@ def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
 def _digest(weight: Weight) -> tuple[str, str]:
     """(format, digest of the scale and the numbers) of a weight. The digest is "" for a weight that
     is cut over processes, because processes may have different parts."""
-    if is_cut(weight):
+    if is_shard(weight):
         return "cut", ""
     digest = hashlib.sha256()
     _add_weight(digest, weight, whole=False)

@@ -1,9 +1,9 @@
-"""The weights of a model that currently take part in a forward pass, by the names that they would
-have without wrappers and adapters.
+"""The weights that a model currently uses, under their names without wrappers and adapters.
 
-PEFT and torch.compile wrap models, and PEFT also wraps layers, which renames their weights. The
-weights of an adapter count while the adapter is active. They do not count if the adapter is
-disabled, or merged, since they are part of the layer's weights then.
+The fingerprint of a model is computed from them (`h2o.model_identity`). PEFT and torch.compile wrap
+models, and PEFT also wraps layers, which renames their weights. The weights of an adapter count
+while the adapter is active. They do not count while it is disabled. Nor do they count once it is
+merged, because the layer's own weights then contain it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Weight(NamedTuple):
 
     name: str
     tensor: Any
-    is_cut: bool
-    """Whether this process has only a part of it, in a plain tensor that does not show this."""
+    is_shard: bool
+    """Whether the tensor is this process's part of the weight, in a plain tensor (not a DTensor)"""
     scale: float
     """Scaling factor of the adapter, or 1."""
 
@@ -81,9 +81,9 @@ def plain_tensors(name: str, value: Any, *, whole: bool) -> Iterator[tuple[str, 
         yield name, value
 
 
-def is_cut(weight: Weight) -> bool:
+def is_shard(weight: Weight) -> bool:
     """Whether the weight is cut over several processes."""
-    return weight.is_cut or hasattr(weight.tensor, "full_tensor")
+    return weight.is_shard or hasattr(weight.tensor, "full_tensor")
 
 
 def _segment(number: int) -> str:

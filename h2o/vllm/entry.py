@@ -10,7 +10,7 @@ from typing import Any
 from h2o.config import PARAMETERS, H2OConfig, one_config
 from h2o.config.profile import Profile
 
-PLACES = 2
+WHOLE_PROMPTS = 2
 """Default number of prompts that are kept whole at a time. vLLM prefills one prompt in chunks after
 another, unless `--long-prefill-token-threshold` is set."""
 
@@ -22,7 +22,7 @@ def served_budget_config(
 
     The entry has fields of `H2OConfig`, or a preset such as {"preset": "robust", "budget": 256},
     optionally with "budget_unit" and other fields. {"budget": 0.2} alone is the policy recommended
-    for the model. The entry may also have the keys of `entry_places`.
+    for the model. The entry may also have the keys of `whole_prompts_of`.
 
     Args:
         model: the model's transformers config.
@@ -36,14 +36,14 @@ def served_budget_config(
             f'additional_config["h2o"] must be an object such as {{"heavy": 64, "recent": 64}}, '
             f"not {json.dumps(entry, default=str)}"
         )
-    places = entry_places(entry)
+    buffers = whole_prompts_of(entry)
     config = _config(entry)
     if model is not None:
-        config = _adapt_to_pages(config.for_model(model), model, can_divide_budget, places)
+        config = _adapt_to_pages(config.for_model(model), model, can_divide_budget, buffers)
     refused = {
         'positions="cache_relative"': (config.positions == "cache_relative", "keys come rotated"),
         'score_by="mean-echo" with prompts that are cut after each chunk': (
-            config.score_by == "mean-echo" and places == 0,
+            config.score_by == "mean-echo" and buffers == 0,
             'a prompt\'s echo is known only at its end; use score_by="mean"',
         ),
         'score_by="random"': (config.score_by == "random", "it is a baseline for h2o eval"),
@@ -67,18 +67,18 @@ def _config(entry: Mapping[str, Any]) -> H2OConfig:
 
 
 def _adapt_to_pages(
-    config: H2OConfig, model: Any, can_divide_budget: Callable[[], bool], places: int
+    config: H2OConfig, model: Any, can_divide_budget: Callable[[], bool], buffers: int
 ) -> H2OConfig:
     """The config adapted to what pages support. If each layer has its own page, budgets cannot be
     divided across layers. Heads then share by the model's shipped profile, or equally without one,
     and echo ranks within a head."""
-    if config.head_shares != "echo" or (places and can_divide_budget()):
+    if config.head_shares != "echo" or (buffers and can_divide_budget()):
         return config
-    score_by = "mean-echo" if places else "mean"
+    score_by = "mean-echo" if buffers else "mean"
     return dataclasses.replace(config, head_shares=Profile.shipped(model), score_by=score_by)
 
 
-def entry_places(entry: Mapping[str, Any]) -> int:
+def whole_prompts_of(entry: Mapping[str, Any]) -> int:
     """Number of prompts that are kept whole at a time while they are prefilled in chunks
     ("whole_prompts"). At its end each is cut to its budget.
 
@@ -91,10 +91,10 @@ def entry_places(entry: Mapping[str, Any]) -> int:
     cut = entry.get("cut", "prompt")
     if cut not in ("prompt", "chunk"):
         raise ValueError(f'cut must be "prompt" or "chunk", not {json.dumps(cut, default=str)}')
-    places = entry.get("whole_prompts", PLACES)
-    if isinstance(places, bool) or not isinstance(places, int) or places < 1:
+    buffers = entry.get("whole_prompts", WHOLE_PROMPTS)
+    if isinstance(buffers, bool) or not isinstance(buffers, int) or buffers < 1:
         raise ValueError(
-            f"whole_prompts must be an integer of at least 1, not {json.dumps(places, default=str)}"
-            '; "cut": "chunk" keeps no prompt whole'
+            "whole_prompts must be an integer of at least 1, not "
+            f'{json.dumps(buffers, default=str)}; "cut": "chunk" keeps no prompt whole'
         )
-    return 0 if cut == "chunk" else places
+    return 0 if cut == "chunk" else buffers

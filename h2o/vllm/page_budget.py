@@ -17,7 +17,7 @@ from h2o.config import H2OConfig
 from h2o.config.head_budgets import expand_to_heads
 from h2o.config.layer_plan import LayerPlan
 from h2o.spans import Row, count
-from h2o.vllm.entry import PLACES
+from h2o.vllm.entry import WHOLE_PROMPTS
 from h2o.vllm.page_store import ALIGNMENT, page_bytes
 
 
@@ -41,8 +41,8 @@ class PageBudget:
     layers: int
     longest: int
     """Maximum number of tokens of a request, prompt and answer together"""
-    places: int = PLACES
-    """Number of prompts that are kept whole at a time, see `entry_places`"""
+    buffers: int = WHOLE_PROMPTS
+    """Number of prompts that are kept whole at a time, see `whole_prompts_of`"""
     part: tuple[int, int] = (0, 1)
     """(i, n): this rank has the i-th of n equal parts of each layer's key/value heads"""
 
@@ -135,18 +135,18 @@ class PageBudget:
         )
 
     def whole(self, keys: torch.Tensor) -> ops.Slots:
-        """Slots of one layer for the prompts that are kept whole: `places` rows of the longest
+        """Slots of one layer for the prompts that are kept whole: `buffers` rows of the longest
         length, without a budget."""
-        keys = keys.new_empty(self.places, *keys.shape[1:])
+        keys = keys.new_empty(self.buffers, *keys.shape[1:])
         return ops.new_slots(keys, self.longest, value_weighted=self.config.value_weighted)
 
     def whole_bytes(self, keys: torch.Tensor, heads: int) -> int:
         """Bytes of `whole`, and of the queries of `heads` heads if prompts are ranked by echo."""
-        if self.places == 0:
+        if self.buffers == 0:
             return 0
         slots = sum(x.nbytes for x in self.whole(keys.to("meta")) if x is not None)
         row = heads * keys.shape[-1] * keys.element_size()
-        return slots + (self.config.score_by == "mean-echo") * self.places * self.longest * row
+        return slots + (self.config.score_by == "mean-echo") * self.buffers * self.longest * row
 
     def page_bytes(self, keys: torch.Tensor) -> int:
         """Bytes of a layer's page. All pages have the size that the largest layer needs on any

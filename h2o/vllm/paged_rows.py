@@ -1,10 +1,12 @@
 """One layer's work for a batch of requests: prompts, chunks of prompts and decode steps together.
 
-`plan` sorts the rows of the batch once for each forward pass, and `PagedLayer` runs them in each
-layer. A page holds all keys and values that one request keeps. A prompt that comes in chunks is
-kept whole until its end and then cut to its budget, so the keys that a request keeps do not depend
-on how vLLM divides the prompt, nor on other requests. The number of prompts that can be kept whole
-is limited (`PartialPrompts`), and the scheduler does not begin more.
+`plan` divides the requests of a forward pass into these three kinds, and `PagedLayer` runs them in
+each layer. A request has a single page, which holds all keys and values that it keeps, unlike the
+usual blocks of vLLM. With chunked prefill, a prompt stays uncompressed outside the pages until its
+last chunk has been processed, and is then cut to its budget. The keys that a request keeps
+therefore depend neither on how vLLM divides the prompt nor on other requests. The number of prompts
+that can stay uncompressed is limited (`PartialPrompts`), and h2o's scheduler (`h2o.vllm.scheduler`)
+admits no more.
 
 Shape letters: n tokens of the batch, H query heads, G key/value heads, D head dimension.
 """
@@ -49,7 +51,7 @@ class Cut(NamedTuple):
     """The plan of the layer for this request"""
 
 
-class Deals(Protocol):
+class DividesBudgets(Protocol):
     """An object that divides the budgets of prompts across all layers."""
 
     def take(self, page: int, layer: int, cut: Cut) -> list[Cut]:
@@ -70,7 +72,7 @@ class Chunk(NamedTuple):
     """Whether the prompt begins with this chunk"""
     ends: bool
     """Whether the prompt is cut to its budget after this chunk"""
-    place: int | None
+    buffer: int | None
     """Row in which the prompt is kept whole, or None if it is not"""
 
 
@@ -93,25 +95,25 @@ class Batch(NamedTuple):
 
 
 class PartialPrompts:
-    """Prompts that are being prefilled in chunks, and the row in which each is kept whole."""
+    """Prompts that are being prefilled in chunks, and the buffer in which each is kept whole."""
 
-    def __init__(self, places: int) -> None:
-        """`places` is the number of rows, 0 if no prompt is kept whole."""
-        self.places = places
+    def __init__(self, buffers: int) -> None:
+        """`buffers` is 0 if no prompt is kept whole."""
+        self.buffers = buffers
         self.chunks: dict[int, Chunk] = {}
         """The last chunk of each prompt, by page"""
 
-    def place(self) -> int:
-        """A free row.
+    def free_buffer(self) -> int:
+        """The number of a free buffer.
 
         Raises: RuntimeError if there is none.
         """
-        taken = {chunk.place for chunk in self.chunks.values()}
-        for place in range(self.places):
-            if place not in taken:
-                return place
+        taken = {chunk.buffer for chunk in self.chunks.values()}
+        for buffer in range(self.buffers):
+            if buffer not in taken:
+                return buffer
         raise RuntimeError(
-            f"h2o: vLLM prefills more than {self.places} prompts in chunks at once: the scheduler "
+            f"h2o: vLLM prefills more than {self.buffers} prompts in chunks at once: the scheduler "
             "is not h2o's"
         )
 
@@ -154,15 +156,15 @@ def plan(
             continue
         request = requests.get(page) or Request(length)
         # A prompt that was cut before its end is cut again after each further chunk.
-        place = begun.chunks[page].place if page in begun.chunks else None
+        buffer = begun.chunks[page].buffer if page in begun.chunks else None
         is_first = opens or page in begun.chunks
-        ends = length >= request.first or not is_first or begun.places == 0
+        ends = length >= request.first or not is_first or begun.buffers == 0
         if is_first and length > request.first and request.prefix:
             raise RuntimeError(
                 f"h2o: vLLM prefills a prompt up to token {length} at once, but its prefix of "
                 f"{request.prefix} tokens must be cut first: the scheduler is not h2o's"
             )
-        chunk = Chunk(begin, end, page, length, request, opens, ends, place)
+        chunk = Chunk(begin, end, page, length, request, opens, ends, buffer)
         (opening if opens else later).append(chunk)
     for chunk in later:  # before `opening`, so that chunks that end make room
         if chunk.ends:
@@ -171,7 +173,7 @@ def plan(
             begun.chunks[chunk.page] = chunk
     for i, chunk in enumerate(opening):
         if not chunk.ends:
-            opening[i] = begun.chunks[chunk.page] = chunk._replace(place=begun.place())
+            opening[i] = begun.chunks[chunk.page] = chunk._replace(buffer=begun.free_buffer())
     return Batch(later + opening, _steps(single, device), again)
 
 
@@ -205,15 +207,15 @@ class PagedLayer:
 
     def __init__(
         self, store: PageStore, budget: PageBudget, layer: int, scale: float, softcap: float,
-        prompt_scores: PromptScores | None = None, deals: Deals | None = None,
+        prompt_scores: PromptScores | None = None, cross_layer: DividesBudgets | None = None,
         forks: Forks | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
-            store: the pages of this layer, or of all layers if `deals` is given.
+            store: the pages of this layer, or of all layers if `cross_layer` is given.
             prompt_scores: computes the scores by which a prompt is cut. By default these are the
                 attention that its keys have received.
-            deals: shared by all layers, divides a request's budget across them.
+            cross_layer: shared by all layers, divides a request's budget across them.
             forks: shared by all layers, has the prompts that are stored for later requests.
         """
         self.store = store
@@ -222,12 +224,12 @@ class PagedLayer:
         self.logits = {"scale": scale, "softcap": softcap}
         self.policy = budget.config.policy
         self.prompt_scores = prompt_scores
-        self.deals = deals
+        self.cross_layer = cross_layer
         self.forks = forks
         self.whole: ops.Slots | None = None
-        """[places, ...], the prompts that are kept whole: without a budget, ordered by position"""
+        """[buffers, ...], the prompts that are kept whole: without a budget, ordered by position"""
         self.queries: Tensor | None = None
-        """[places, H, tokens, D], the queries of these prompts if `prompt_scores` needs them"""
+        """[buffers, H, tokens, D], the queries of these prompts if `prompt_scores` needs them"""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, out: Tensor) -> None:
         """Compute the attention of a batch's tokens, and evict.
@@ -257,7 +259,7 @@ class PagedLayer:
     def _chunk(self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """Run a chunk: query [1, H, Q, D], key and value [1, G, Q, D], out [1, Q, H, D]."""
         tokens = query, key, value
-        if chunk.place is not None:
+        if chunk.buffer is not None:
             self._keep_whole(chunk, tokens, out)
         elif chunk.opens:
             self._put(chunk, *tokens, self._attend(tokens, None, out))
@@ -268,25 +270,25 @@ class PagedLayer:
 
     def _keep_whole(self, chunk: Chunk, tokens: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         query, key, value = tokens
-        place = chunk.place
+        buffer = chunk.buffer
         if self.whole is None:
             self.whole = self._make_room(query, key)
-        assert place is not None
+        assert buffer is not None
         if chunk.opens:
-            empty_row(self.whole, place)
-        held = self.whole._replace(rows=_number(place, key))
+            empty_row(self.whole, buffer)
+        held = self.whole._replace(rows=_number(buffer, key))
         scores = self._attend(tokens, held, out)
         ops.evict(key, value, scores, held, policy=self.policy)
         if self.queries is not None:
-            self.queries[place, :, chunk.length - query.shape[2] : chunk.length] = query[0]
+            self.queries[buffer, :, chunk.length - query.shape[2] : chunk.length] = query[0]
         if chunk.ends:
             self._cut(chunk)
 
     def _make_room(self, query: Tensor, key: Tensor) -> ops.Slots:
         """Allocate rows for the longest prompts. Shorter prompts leave the rest untouched."""
-        places, longest = self.budget.places, self.budget.longest
+        buffers, longest = self.budget.buffers, self.budget.longest
         if self.prompt_scores is not None:
-            self.queries = query.new_zeros(places, query.shape[1], longest, query.shape[3])
+            self.queries = query.new_zeros(buffers, query.shape[1], longest, query.shape[3])
         return self.budget.whole(key)
 
     def _attend(
@@ -298,7 +300,7 @@ class PagedLayer:
 
     def _rows(self, numbers: Tensor) -> ops.Slots:
         """This layer's slots in the pages `numbers`."""
-        return self.store.rows(numbers, 0 if self.deals is None else self.layer)
+        return self.store.rows(numbers, 0 if self.cross_layer is None else self.layer)
 
     def _put(
         self, chunk: Chunk, query: Tensor | None, keys: Tensor, values: Tensor, scores: Tensor
@@ -314,29 +316,29 @@ class PagedLayer:
             self.layer, keys, request.first, request.config, request.pinned
         )
         number = _number(chunk.page, keys)
-        if self.deals is None:
+        if self.cross_layer is None:
             self.store.empty(chunk.page, budgets)
             ops.evict(keys, values, scores, self.store.rows(number), policy=self.policy)
             return
         pinned = count(request.pinned, self.budget.config.sinks)
         plan = self.budget.layer_plan(request.config or self.budget.config, self.layer, keys)
         cut = Cut(keys, values, scores, echo, budgets, pinned, plan)
-        if dealt := self.deals.take(chunk.page, self.layer, cut):
-            budgets = [budget for part in dealt for budget in part.budgets]
+        if divided := self.cross_layer.take(chunk.page, self.layer, cut):
+            budgets = [budget for part in divided for budget in part.budgets]
             sizes = [self.budget.slots(self.budget.config.sinks + sum(x)) for x in budgets]
             self.store.empty(chunk.page, budgets, sizes)
-            for layer, part in enumerate(dealt):
+            for layer, part in enumerate(divided):
                 page = self.store.rows(number, layer)
                 ops.evict(part.keys, part.values, part.scores, page, policy=self.policy)
 
     def _cut(self, chunk: Chunk) -> None:
         """Cut a prompt that was kept whole to its budget, and write it to its page."""
         assert self.whole is not None
-        place, n = chunk.place, chunk.length
+        buffer, n = chunk.buffer, chunk.length
         keys, values, scores = (
-            x[place, :, :n][None] for x in (self.whole.keys, self.whole.values, self.whole.scores)
+            x[buffer, :, :n][None] for x in (self.whole.keys, self.whole.values, self.whole.scores)
         )
-        query = None if self.queries is None else self.queries[place, :, :n][None]
+        query = None if self.queries is None else self.queries[buffer, :, :n][None]
         self._put(chunk, query, keys, values, scores)
 
     def _step(self, steps: Steps, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:

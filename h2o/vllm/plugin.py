@@ -108,7 +108,7 @@ def meter_of(vllm_config: VllmConfig, impls: list[H2OAttention], spec: PageSpec)
         "per layer instead of %d; up to %d prompts at a time are kept whole while they are "
         "prefilled in chunks, in at most %d bytes per layer outside the pages",
         *(pages - 1, pages * spec.page_size_bytes // full, spec.page_size_bytes, full),
-        *(budget.places, budget.whole_bytes(keys, impls[0].num_heads)),
+        *(budget.buffers, budget.whole_bytes(keys, impls[0].num_heads)),
     )
     if parallel._api_process_count > 1:
         logger.warning_once(
@@ -137,8 +137,8 @@ class Engine(NamedTuple):
     """Whether other layers have a sliding window. Those use vLLM's own attention"""
     echoes: Any
     """`PromptEchoes`, or None if prompts keep the scores that attention gives"""
-    dealer: Any
-    """`Dealer`, or None if each layer has its own pages"""
+    cross_layer: Any
+    """`CrossLayerBudget`, or None if each layer has its own pages"""
     stores: WeakValueDictionary[tuple[int, int], PageStore]
     """Stores that all layers share, by address and number of the pages. The layers own them"""
     forks: Forks
@@ -152,20 +152,20 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
     Raises: TypeError, ValueError for a wrong entry, and for a model or setting that is not
     supported.
     """
-    budget, echoes, dealer = page_budget(vllm_config), None, None
+    budget, echoes, cross_layer = page_budget(vllm_config), None, None
     if not current_platform.is_cpu():
         logger.warning_once(
             "h2o: attention on GPUs in vLLM was tested in an emulation and has not run on a GPU: "
             "compare answers first, as examples/serve_on_gpus.py does"
         )
     if budget.config.score_by == "mean-echo":
-        from h2o.vllm.echo_of_prompts import Dealer, PromptEchoes  # imports transformers
+        from h2o.vllm.prompt_scoring import CrossLayerBudget, PromptEchoes  # imports transformers
 
         echoes = PromptEchoes(vllm_config.model_config.hf_config, budget.config)
-        dealer = Dealer(budget.layers) if budget.has_shared_page else None
+        cross_layer = CrossLayerBudget(budget.layers) if budget.has_shared_page else None
     set_up(vllm_config)
     stores = WeakValueDictionary[tuple[int, int], PageStore]()
-    shared = budget, has_windows(vllm_config), echoes, dealer, stores, Forks()
+    shared = budget, has_windows(vllm_config), echoes, cross_layer, stores, Forks()
     return Engine(vllm_config.instance_id, *shared, requests={})
 
 
@@ -196,7 +196,7 @@ class H2OAttentionBackend(CPUAttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> Any:
-        if cls.engine is not None and cls.engine.dealer is not None:
+        if cls.engine is not None and cls.engine.cross_layer is not None:
             return (KVCacheLayout.BLHNC,)  # the pages of a block are adjacent for all layers
         return super().supported_kv_cache_layouts()
 
@@ -254,7 +254,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         impls = impls_of(vllm_config, layer_names)
         engine = impls[0].engine
         Requests.check_created(vllm_config)
-        self.begun = PartialPrompts(engine.budget.places)
+        self.begun = PartialPrompts(engine.budget.buffers)
         self.requests, self.forks = engine.requests, engine.forks
         self.forks.partial.append(self.begun.chunks)
         self.meter: Meter | None = None
@@ -366,14 +366,14 @@ class H2OAttention(AttentionImpl[Planned]):
         index = extract_layer_index(layer.layer_name)
         engine, budget = self.engine, self.engine.budget
         keys = key[:1].transpose(0, 1)[None]
-        if engine.dealer is None:
+        if engine.cross_layer is None:
             page = budget.empty_page(index, keys)
             store = PageStore(kv_cache.flatten(1), page, alone=not engine.has_windows)
         else:
             store = self._store_of_all(kv_cache, keys)
         scores = engine.echoes and engine.echoes.layer_scorer(index, self.scale, self.softcap)
         known = store, budget, index, self.scale, self.softcap
-        return PagedLayer(*known, scores, engine.dealer, engine.forks)
+        return PagedLayer(*known, scores, engine.cross_layer, engine.forks)
 
     def _store_of_all(self, kv_cache: Tensor, keys: Tensor) -> PageStore:
         """The store that all layers share. Their pages are adjacent in each block."""

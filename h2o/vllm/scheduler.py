@@ -13,7 +13,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from h2o.vllm.entry import entry_places
+from h2o.vllm.entry import whole_prompts_of
 from h2o.vllm.paged_request import arguments_of, prefix_of, reads_by_token
 from h2o.vllm.validation import entry_of
 
@@ -27,13 +27,13 @@ class Prefixes(Scheduler):
     """Whether a waiting request could not begin in this pass for lack of room"""
 
     @functools.cached_property
-    def places(self) -> int:
+    def buffers(self) -> int:
         """Number of prompts that can be kept whole at a time, 0 if none is kept whole."""
-        return entry_places(entry_of(self.vllm_config))
+        return whole_prompts_of(entry_of(self.vllm_config))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.room_is_awaited = False
-        self.in_places = {
+        self.buffered = {
             one.request_id for one in self.running if 0 < one.num_computed_tokens < _first(one)
         }
         return super().schedule(*args, **kwargs)
@@ -55,8 +55,8 @@ class Prefixes(Scheduler):
         if computed < first:
             new = min(room, prefix - computed) if prefix else room
             if computed + new < first:
-                return new if self._has_place(request) else 0
-            self.in_places.discard(request.request_id)  # makes room for another in this pass
+                return new if self._gets_buffer(request) else 0
+            self.buffered.discard(request.request_id)  # makes room for another in this pass
             return new
         if prefix and computed < prompt:
             most = 1 if reads_by_token(arguments_of(request)) else self._largest_chunk()
@@ -64,11 +64,11 @@ class Prefixes(Scheduler):
             return chunk if chunk <= room else 0
         return room
 
-    def _has_place(self, request: Any) -> bool:
+    def _gets_buffer(self, request: Any) -> bool:
         """Whether a prompt that is prefilled in part can be kept whole. Reserves room for it."""
-        if len(self.in_places) < self.places:
-            self.in_places.add(request.request_id)
-        return self.places == 0 or request.request_id in self.in_places
+        if len(self.buffered) < self.buffers:
+            self.buffered.add(request.request_id)
+        return self.buffers == 0 or request.request_id in self.buffered
 
     def _largest_chunk(self) -> int:
         """Largest chunk that fits in a pass together with a decode step of all other requests."""

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Proces
 
 from h2o.config import H2OConfig
 from h2o.packages import install_command
-from h2o.vllm.entry import entry_places, served_budget_config
+from h2o.vllm.entry import served_budget_config, whole_prompts_of
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.paged_request import Request, prefix_tokens, with_budget, with_pins
 from h2o.vllm.refusing_backends import Unchanged
@@ -50,7 +50,7 @@ def page_budget(vllm_config: VllmConfig) -> PageBudget:
         entry, model.hf_text_config, can_divide_budget=lambda: can_divide_budget(vllm_config)
     )
     layers = model.get_num_layers(parallel)
-    return PageBudget(config, layers, model.max_model_len, entry_places(entry), part)
+    return PageBudget(config, layers, model.max_model_len, whole_prompts_of(entry), part)
 
 
 def can_divide_budget(vllm_config: VllmConfig) -> bool:
@@ -60,7 +60,7 @@ def can_divide_budget(vllm_config: VllmConfig) -> bool:
     is_whole = vllm_config.parallel_config.tensor_parallel_size == 1
     if not (current_platform.is_cpu() and is_whole) or has_windows(vllm_config):
         return False
-    from h2o.vllm.echo_of_prompts import echo_replacement  # imports transformers
+    from h2o.vllm.prompt_scoring import echo_replacement  # imports transformers
 
     return not echo_replacement(vllm_config.model_config.hf_config)
 

@@ -11,8 +11,8 @@ import torch
 
 from h2o import backends, ops
 from h2o.backends import cuda, prompt_attention
+from h2o.backends.check_result import CheckResult
 from h2o.backends.prompt_attention import AttendOperands, Measured, attend_by
-from h2o.backends.verdict import Verdict
 from h2o.policy import Policy
 from tests import inputs
 from tests.cuda.carry import flash
@@ -247,7 +247,7 @@ WORDS = [
 
 @pytest.mark.parametrize(("prompts", "words"), WORDS)
 def test_ways_are_said_in_words(prompts, words):
-    assert Verdict([], prompts).prompts_in_words == words
+    assert CheckResult([], prompts).prompts_in_words == words
 
 
 LEAST = 70

@@ -16,7 +16,7 @@ from h2o.backends import cuda, kernel_check, prompt_attention
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store.layer_state import layer_state, restore
+from h2o.hf.store.layer_snapshot import restore, take_snapshot
 from tests.cuda.device import IMAGE, carried
 from tests.devices import elsewhere, forget_default_device
 from tests.inputs import drifting
@@ -323,7 +323,7 @@ def test_a_layer_that_goes_on_elsewhere_opens_the_device_before_its_step(monkeyp
     read.update(*prompt[1:])
     read.forward(NewTokens(*prompt, None, 0.25, 0.0))
     opening.clear()
-    restore(moved, layer_state(read))
+    restore(moved, take_snapshot(read))
     assert len(opening) == 1
     moved.update(*token[1:])
     moved.forward(NewTokens(*token, None, 0.25, 0.0))

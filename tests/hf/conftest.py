@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from h2o.hf.cache import cache_plan
-from h2o.hf.prompt import prompt_echo
+from h2o.hf.prompt import echo_scorer
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,5 +23,5 @@ def gradients():
 @pytest.fixture(autouse=True)
 def _few_heads_are_enough(monkeypatch):
     """Let heads share one budget, although tiny models have fewer heads than that requires."""
-    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    monkeypatch.setattr(echo_scorer, "FEWEST_HEADS", 1)
     monkeypatch.setattr(cache_plan, "_recent", [])  # plans made with another FEWEST_HEADS

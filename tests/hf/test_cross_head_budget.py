@@ -13,14 +13,14 @@ import h2o
 from h2o import H2OCache, UnsupportedError
 from h2o.compat import with_cache
 from h2o.hf.prompt.cross_head_budget import ROOM, CrossHeadBudget
-from h2o.hf.prompt.prompt_echo import PromptEcho
-from h2o.hf.store.layer_state import layer_state
+from h2o.hf.prompt.echo_scorer import PromptEcho
+from h2o.hf.store.layer_snapshot import take_snapshot
 from tests.hf.test_compress import positions
 from tests.hf.test_prompt_echo import read
 from tests.hf.tiny import DEVICE, failing, llama, prompts, shared, slow_if
 
 SMALL = {"heavy": 8, "recent": 4, "sinks": 2, "score_by": "mean-echo", "head_shares": "echo"}
-PLACES = 8 + 4 + 2
+POOL = 8 + 4 + 2
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def as_if_all_were_held(ours, documents, **parameters):
             caches.append(read(ours, documents, **parameters))
         most.append(max(held))
     for ours_, theirs in zip(*(cache.layers for cache in caches), strict=True):
-        got, wanted = layer_state(ours_), layer_state(theirs)
+        got, wanted = take_snapshot(ours_), take_snapshot(theirs)
         assert got.numbers == wanted.numbers
         torch.testing.assert_close(got.tensors, wanted.tensors, rtol=0, atol=0, equal_nan=True)
     return most
@@ -136,7 +136,7 @@ def test_what_is_held_while_a_prompt_is_read():
     """Layers must hold no more than an eighth above the keys that all heads will keep, and no more
     memory than the keys held need."""
     (document,), heads, rows = prompts(90), [], []
-    places = 6 * 2 * PLACES
+    pool = 6 * 2 * POOL
 
     def watching(self, layer, prompt):
         take(self, layer, prompt)
@@ -152,7 +152,7 @@ def test_what_is_held_while_a_prompt_is_read():
     read_by_then = [2 * 90 * layer for layer in range(1, 6)]
     assert heads[:-1] == [min(n, held) for n, held in zip(read_by_then, heads[:-1], strict=True)]
     assert heads[-1] == 0
-    assert max(heads) <= ROOM * places < read_by_then[1]
+    assert max(heads) <= ROOM * pool < read_by_then[1]
     assert rows == [2 * held * 8 * 4 for held in heads]
 
 
@@ -173,16 +173,16 @@ def test_a_pass_that_broke_off_raises_no_bar():
 
 def test_layers_that_have_more_places_than_were_foreseen(monkeypatch):
     """All heads together must keep no more keys than were foreseen at the first layer."""
-    foresee = CrossHeadBudget._count_places
+    foresee = CrossHeadBudget._count_pool
 
     def foresee_less(self, layer, prompt):
         foresee(self, layer, prompt)
-        self.places = [n - 20 for n in self.places]
+        self.pool = [n - 20 for n in self.pool]
 
-    monkeypatch.setattr(CrossHeadBudget, "_count_places", foresee_less)
+    monkeypatch.setattr(CrossHeadBudget, "_count_pool", foresee_less)
     cache = read(deep(), prompts(60), **SMALL)
     heads = [n for layer in cache.report().layers for n in layer.kept_by_head[0]]
-    assert sum(heads) == PLACES * len(heads) - 20
+    assert sum(heads) == POOL * len(heads) - 20
 
 
 def test_a_part_of_the_heads_cannot_choose(monkeypatch):

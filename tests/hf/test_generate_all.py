@@ -291,7 +291,7 @@ def test_rows_wait_for_so_many_tokens(monkeypatch):
         return tokens
 
     assert order() == [0, 1, 2] * 4
-    monkeypatch.setattr("h2o.hf.batching.generate_all.TOKENS_A_STEP", 70)
+    monkeypatch.setattr("h2o.hf.batching.batch_scheduler.TOKENS_A_STEP", 70)
     assert order() == [0, 0, 1, 0, 1, 2, 0, 1, 2, 1, 2, 2]
 
 

@@ -20,8 +20,8 @@ from h2o import (
 )
 from h2o.compat import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS, has_states, kind_of
-from h2o.hf.store import states
-from h2o.hf.store.layer_state import layer_state
+from h2o.hf.store import recurrent_states
+from h2o.hf.store.layer_snapshot import take_snapshot
 from tests.hf.test_saved import assert_same
 from tests.hf.tiny import (
     LAYOUTS,
@@ -40,7 +40,7 @@ SMALL = {"heavy": 6, "recent": 6}
 
 def everything(cache):
     """Keys and states of each layer, as {name: tensor}."""
-    return [layer_state(layer).tensors for layer in cache.layers]
+    return [take_snapshot(layer).tensors for layer in cache.layers]
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "mllama"])
@@ -80,7 +80,7 @@ def test_the_report_tells_states_from_keys(name):
     report = cache.report()
     for layer, layer_cache in zip(report.layers, cache.layers, strict=True):
         assert layer.kind == kind_of(layer_cache)
-        expected = states.bytes_of(layer_cache) if has_states(layer_cache) else 0
+        expected = recurrent_states.bytes_of(layer_cache) if has_states(layer_cache) else 0
         assert layer.bytes_states == expected
         assert (expected > 0) == has_states(layer_cache)
     assert report.total.bytes_states == sum(x.bytes_states for x in report.layers) > 0

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, supports
 from h2o.compat import with_cache
-from h2o.hf.families import linear_matrix
+from h2o.hf.families import effective_weight
 from h2o.hf.families.latent_attention import Expansion
 from tests.hf.test_families import generation
 from tests.hf.tiny import LATENT, batch, exact, greedy, model, prompts, shared, slow_if
@@ -194,8 +194,10 @@ def test_a_quantized_projection_is_asked_for_its_matrix_once(monkeypatch):
 
     ours, calls = model("deepseek_v2"), []
     quantize_(ours, Int8WeightOnlyConfig(), lambda _, name: name.endswith("kv_b_proj"))
-    ask = linear_matrix._compute_matrix
-    monkeypatch.setattr(linear_matrix, "_compute_matrix", lambda *x: (calls.append(1), ask(*x))[1])
+    ask = effective_weight._compute_matrix
+    monkeypatch.setattr(
+        effective_weight, "_compute_matrix", lambda *x: (calls.append(1), ask(*x))[1]
+    )
     full, cache, (ids,) = (
         DynamicCache(config=ours.config),
         H2OCache(ours.config, **FULL),

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from h2o import H2OCache
 from h2o.compat import with_cache
-from h2o.hf.store.layer_state import layer_state
+from h2o.hf.store.layer_snapshot import take_snapshot
 from tests.hf.tiny import (
     FAMILIES,
     LATENT_AND_STATES,
@@ -65,7 +65,7 @@ def read(ours, cache, inputs, *stops):
 
 def contents(cache):
     return [
-        {name: x.clone() for name, x in layer_state(layer).tensors.items()}
+        {name: x.clone() for name, x in take_snapshot(layer).tensors.items()}
         for layer in cache.layers
     ]
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import h2o
 from h2o import H2OCache, Request, cli
 from h2o.compat import with_cache
-from h2o.hf.batching.generate_all import _Scheduler
+from h2o.hf.batching.batch_scheduler import Scheduler
 from tests.hf.test_cross_head_budget import deep
 from tests.hf.test_pinned import SMALL, SPAN, held, survives
 from tests.hf.tiny import batch, needs_compiler, prompts, shared
@@ -84,13 +84,13 @@ def test_chats_without_a_system_message(tokenizer):
 def rows_at_their_ends(monkeypatch):
     """A dict that gets the positions held by each request at its last token, by request index."""
     ends = {}
-    leave = _Scheduler._leave
+    leave = Scheduler._leave
 
     def watching(self, row):
         ends[self.running[row].index] = held(self.batch.cache, row)
         leave(self, row)
 
-    monkeypatch.setattr(_Scheduler, "_leave", watching)
+    monkeypatch.setattr(Scheduler, "_leave", watching)
     return ends
 
 

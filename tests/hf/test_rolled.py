@@ -11,7 +11,7 @@ from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, suppo
 from h2o.compat import with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
 from h2o.hf.families.shared_keys import SHARES_KEYS
-from h2o.hf.layers.cache_relative import CacheRelativeForm
+from h2o.hf.layers.cache_relative_form import CacheRelativeForm
 from h2o.hf.rotary.model_rotary import ROLLED, Rotary
 from tests import inputs
 from tests.hf.drive import feed, new_cache

@@ -18,7 +18,7 @@ from h2o import H2OCache, H2OConfig, Profile
 from h2o.compat import with_cache
 from h2o.hf.cache import cache_file
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store.layer_state import layer_state
+from h2o.hf.store.layer_snapshot import take_snapshot
 from tests.hf.modes import uneven
 from tests.hf.tiny import (
     FAMILIES,
@@ -79,8 +79,8 @@ every_second_store = pytest.mark.parametrize(
         *[slow_if(True, name) for name in ALL_FAMILIES if name not in KINDS],
     ],
 )
-"""Every second store, for tests of forks. Files and forks hold what hf/store/layer_state.py lists,
-so the tests of files, with every store, notice what the list lacks."""
+"""Every second store, for tests of forks. Files and forks hold what hf/store/layer_snapshot.py
+lists, so the tests of files, with every store, notice what the list lacks."""
 
 
 def opened(store):
@@ -118,7 +118,7 @@ def after(document, question):
 def assert_same(one, other):
     """Assert that all layers have the same bits, except in memory that was never written."""
     for a, b in zip(one.layers, other.layers, strict=True):
-        (tensors, numbers), (more, others) = layer_state(a), layer_state(b)
+        (tensors, numbers), (more, others) = take_snapshot(a), take_snapshot(b)
         assert numbers == others
         assert tensors.keys() == more.keys()
         for name, x in tensors.items():
@@ -138,9 +138,9 @@ def test_copies_are_independent(store):
         assert answered(ours, inputs, **with_cache(twin)).tolist() == expected.tolist()
         assert_same(twin, alone)
         assert_same(cache, before)
-    shared = {x.data_ptr() for layer in cache.layers for x in layer_state(layer).tensors.values()}
+    shared = {x.data_ptr() for layer in cache.layers for x in take_snapshot(layer).tensors.values()}
     for layer in cache.fork().layers:
-        assert not shared & {x.data_ptr() for x in layer_state(layer).tensors.values()}
+        assert not shared & {x.data_ptr() for x in take_snapshot(layer).tensors.values()}
 
 
 @every_second_store
@@ -421,9 +421,9 @@ def test_states_are_whole():
         for layer, old in zip(cache.layers, before, strict=True):
             assert isinstance(layer, H2OLayer)
             changed = {name for name, x in attributes(layer).items() if x is not old[name]}
-            names = {name.partition(".")[0] for name in layer_state(layer).tensors}
+            names = {name.partition(".")[0] for name in take_snapshot(layer).tensors}
             assert "columns" in changed
-            assert changed - anew <= names | set(layer_state(layer).numbers)
+            assert changed - anew <= names | set(take_snapshot(layer).numbers)
 
 
 def attributes(layer):

@@ -1,4 +1,4 @@
-"""`H2OConfig.echo`: all layers and heads share the places of a prompt, which are dealt by echo."""
+"""`H2OConfig.echo`: all layers and heads share one budget, which is divided by echo."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from h2o.config import PRESETS
 from h2o.config.layer_plan import LayerPlan
 from h2o.evaluation.setting import parse
 from h2o.hf.cache import cache_plan
-from h2o.hf.prompt import prompt_echo
+from h2o.hf.prompt import echo_scorer
 from tests.hf.tiny import batch, greedy, model, prompts, shared
 
 LEAST = 24
@@ -244,7 +244,7 @@ def test_what_one_number_stands_for(monkeypatch):
     assert H2OConfig.recommended(0.1) == H2OConfig.echo(0.1, budget_unit="bytes")
     assert H2OConfig.recommended(64) == H2OConfig.echo(64)
     assert H2OCache(shared("llama"), budget=0.1).config.head_shares == "echo"
-    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 16)
+    monkeypatch.setattr(echo_scorer, "FEWEST_HEADS", 16)
     monkeypatch.setattr(cache_plan, "_recent", [])
     cache = H2OCache(shared("llama"), budget=0.1)
     assert (cache.config.head_shares, cache.config.score_by) == (None, "mean-echo")

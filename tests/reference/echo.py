@@ -1,5 +1,5 @@
 """`score_by="mean-echo"` and `head_shares="echo"` in plain torch, written to be read.
-`h2o.hf.prompt.prompt_echo` and `h2o.hf.prompt.cross_head_budget` are tested against it.
+`h2o.hf.prompt.echo_scorer` and `h2o.hf.prompt.cross_head_budget` are tested against it.
 
 The functions go key by key, in double precision. `tests.reference.operations` attends and evicts,
 so rows, heads and slots are as they are there.

@@ -20,7 +20,7 @@ import torch
 from h2o import H2OConfig, ops
 from h2o.hf.store import slot_layout
 from h2o.vllm import metrics
-from h2o.vllm.entry import entry_places, served_budget_config
+from h2o.vllm.entry import served_budget_config, whole_prompts_of
 from h2o.vllm.forks import Forks
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
@@ -138,11 +138,11 @@ def traffic(
     layer: PagedLayer, talks: list[Talk], seed: int, room: int, most: int = LONGEST, held=held
 ) -> int:
     """Serve the requests, with at most `room` tokens per pass and `most` of one request, and as
-    many requests at once as there are pages and places. Returns the number of passes whose prompt
+    many requests at once as there are pages and buffers. Returns the number of passes whose prompt
     was cut into chunks."""
     rng = np.random.default_rng(seed)
     free, waiting, running = list(range(1, PAGES)), list(talks), []
-    begun = PartialPrompts(layer.budget.places)
+    begun = PartialPrompts(layer.budget.buffers)
     rng.shuffle(free)
     cut = 0
     while waiting or running:
@@ -154,7 +154,7 @@ def traffic(
         for each in running:
             n = min(left, most, each.prompt - each.seen if each.seen < each.prompt else 1)
             if each.seen + n < each.prompt and each not in whole:
-                n = n if len(whole) < begun.places else 0
+                n = n if len(whole) < begun.buffers else 0
                 whole += [each] if n else []
             if n > 0:
                 rows.append((each, n))
@@ -325,8 +325,8 @@ def test_a_request_that_left_in_its_prompt_leaves_nothing():
 
 
 def test_more_prompts_at_once_than_there_is_room_for():
-    """More prompts in chunks than there are places are an error, because none may be cut before its
-    end. The scheduler makes them wait."""
+    """More prompts in chunks than there are buffers are an error, because none may be cut before
+    its end. The scheduler makes them wait."""
     layer, begun = paged(CONFIGS["tokens"]), PartialPrompts(2)
     rows = [(talk(seed, 60, 65), 9) for seed in range(3)]
     for page, (each, _) in enumerate(rows, start=1):
@@ -559,7 +559,7 @@ def test_entries_are_configs():
     calibrated = H2OConfig.calibrated(64)
     assert served_budget_config(chunk) == dataclasses.replace(calibrated, score_by="mean")
     assert served_budget_config({"preset": "calibrated", "budget": 64}).score_by == "mean-echo"
-    assert [entry_places(x) for x in ({}, {"whole_prompts": 5}, chunk)] == [2, 5, 0]
+    assert [whole_prompts_of(x) for x in ({}, {"whole_prompts": 5}, chunk)] == [2, 5, 0]
 
 
 def test_one_number_and_the_floor_of_fractions():

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 
 from h2o import backends, ops
-from h2o.hf.layers import cache_relative
+from h2o.hf.layers import cache_relative_form
 from h2o.hf.store import slot_layout
 from tests import inputs
 from tests.conversation import Conversation
@@ -54,7 +54,9 @@ def rolling(engine, angles: Angles, most: int = 200):
             return engine.module.attend(query, keys, values, slots, rotary=table, **more)
         with backends.by_torch() if engine.name == "torch" else contextlib.nullcontext():
             sizes = [] if slots is None else slot_layout.sizes(slots)
-            return cache_relative.attend(query, keys, values, slots, sizes, rotary=angles, **more)
+            return cache_relative_form.attend(
+                query, keys, values, slots, sizes, rotary=angles, **more
+            )
 
     def step(query, key, value, slots, **more):
         rotary = ops.Rotary(table, reference.ranks(slots))
@@ -234,7 +236,9 @@ def test_ranks_of_the_torch_side():
     for budget in (None, np.array([[[9, 5], [2, 1], [30, 11]], [[4, 4], [12, 0], [0, 7]]])):
         talk = Conversation(core(), text, POLICIES["h2o"], budget=budget).feed_all([24, *[1] * 9])
         sizes = slot_layout.sizes(talk.slots)
-        assert torch.equal(cache_relative.ranks(talk.slots, sizes), reference.ranks(talk.slots))
+        assert torch.equal(
+            cache_relative_form.ranks(talk.slots, sizes), reference.ranks(talk.slots)
+        )
 
 
 def test_ranks_that_say_nonsense_read_nothing_they_should_not():

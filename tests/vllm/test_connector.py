@@ -134,7 +134,7 @@ def test_workers_forget_chunks_of_pages_that_requests_have_left():
 def planning(kind=scheduler.PrefixScheduler, **entry):
     """A scheduler in the middle of a pass."""
     one = kind.__new__(kind)
-    one.num_prefill_lookahead, one.in_places = 1, set()
+    one.num_prefill_lookahead, one.buffered = 1, set()
     one.scheduler_config = SimpleNamespace(
         max_num_batched_tokens=40, max_num_seqs=8, long_prefill_token_threshold=0
     )
@@ -143,13 +143,13 @@ def planning(kind=scheduler.PrefixScheduler, **entry):
 
 
 def test_a_prompt_waits_for_a_place_in_which_its_chunks_are_kept():
-    """A prompt must wait for a place, or for room for all of it. Tokens after a prefix need no
-    place."""
+    """A prompt must wait for a buffer, or for room for all of it. Tokens after a prefix need no
+    buffer."""
     one = planning(whole_prompts=2)
     first, last = request("a", status=RequestStatus.RUNNING), request("d")
     assert one._reserve_prefill_lookahead(first, 60, 20) == 20
     assert one._reserve_prefill_lookahead(request("b", h2o_prefix=90), 0, 20) == 20
-    assert one.in_places == {"a", "b"}
+    assert one.buffered == {"a", "b"}
     assert one._reserve_prefill_lookahead(request("c", prompt=20), 0, 20) == 20
     assert one._reserve_prefill_lookahead(request("c", h2o_prefix=20), 0, 20) == 20
     assert one._reserve_prefill_lookahead(request("c", h2o_prefix=20), 20, 32) == 32
@@ -158,7 +158,7 @@ def test_a_prompt_waits_for_a_place_in_which_its_chunks_are_kept():
     assert one.room_is_awaited
     one.room_is_awaited = False
     assert one._reserve_prefill_lookahead(first, 80, 20) == 20
-    assert one._reserve_prefill_lookahead(last, 0, 20) == 20  # in the place of the first request
+    assert one._reserve_prefill_lookahead(last, 0, 20) == 20  # in the buffer of the first request
     cut = planning(cut="chunk")
     assert [cut._reserve_prefill_lookahead(request(x), 0, 20) for x in "abc"] == [20] * 3
 

@@ -12,7 +12,7 @@ from h2o import H2OCache, H2OConfig, models
 from h2o.cli.texts import article
 from h2o.compat import with_cache
 from h2o.config import UNLIMITED
-from h2o.hf.prompt import prompt_echo
+from h2o.hf.prompt import echo_scorer
 from tests.vllm.engines import (
     NEW,
     AttentionBackendEnum,
@@ -44,10 +44,10 @@ def test_tokens_are_those_of_an_h2o_cache(name, tmp_path):
 
 
 @pytest.mark.parametrize("chunk", [256, 32])
-def test_places_that_are_dealt_over_all_layers(chunk, llama, monkeypatch):
+def test_budgets_that_are_divided_across_layers(chunk, llama, monkeypatch):
     """Budgets distributed over all layers, with prompts whole or in chunks together with others,
     with and without pins, and with pages that are used again."""
-    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    monkeypatch.setattr(echo_scorer, "FEWEST_HEADS", 1)
     folder, model = llama
     config, requests = H2OConfig(budget=24), prompts() + prompts(seed=1)
     pinned = [ids for ids in requests if len(ids) > 8]
@@ -61,7 +61,7 @@ def test_places_that_are_dealt_over_all_layers(chunk, llama, monkeypatch):
 
 def test_an_engine_that_has_ended_leaves_no_pages_in_the_process(llama, monkeypatch, request):
     """Neither pages nor requests may stay, whether layers share a page or not."""
-    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    monkeypatch.setattr(echo_scorer, "FEWEST_HEADS", 1)
     # pytest keeps log records, and one of vLLM's has a traceback that refers to the engine.
     logging.disable()
     request.addfinalizer(lambda: logging.disable(logging.NOTSET))
@@ -113,7 +113,7 @@ def test_full_attention_beside_sliding_windows(name, entry, tmp_path):
 
 def test_who_leaves_in_the_middle_of_a_prompt_harms_no_windows(tmp_path):
     """The pages that two requests left may already hold windows of others when the next prompt
-    needs their places for chunks."""
+    needs their buffers for chunks."""
     tiny("gemma2", tmp_path, sliding_window=32, tie_word_embeddings=True, head_dim=32)
     long, requests = prompts((120, 110), 2), prompts((5, 3, 4, 6, 100))
     options = {"max_num_batched_tokens": 32, "long_prefill_token_threshold": 16}
@@ -198,7 +198,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_and_stored_dtypes(name, llama, monkeypatch):
-    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    monkeypatch.setattr(echo_scorer, "FEWEST_HEADS", 1)
     folder, model = llama
     entry = POLICIES[name]
     unit = entry.get("budget_unit", "keys")

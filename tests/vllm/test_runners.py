@@ -8,7 +8,7 @@ import re
 import pytest
 
 from h2o import H2OConfig
-from h2o.hf.prompt import prompt_echo
+from h2o.hf.prompt import echo_scorer
 from tests.launch import launch
 from tests.vllm.engines import alone, engine, prompts, served, tiny
 
@@ -18,7 +18,7 @@ ENGINES = "tests/vllm/test_engine.py"
 SHARING = "tests/vllm/test_sharing.py"
 HERE = "tests/vllm/test_runners.py"
 ON_V2 = (
-    "test_places_that_are_dealt_over_all_layers[32]",
+    "test_budgets_that_are_divided_across_layers[32]",
     "test_pins_of_requests[16]",
     "test_full_attention_beside_sliding_windows[entry0-gemma2]",
     "test_requests_that_come_while_others_are_answered",
@@ -30,8 +30,8 @@ ON_V2 = (
 
 
 SHARING_ON_V2 = (
-    "test_a_prompt_that_comes_again_is_not_read_again[32-dealt]",
-    "test_a_prefix_is_read_once[32-dealt]",
+    "test_a_prompt_that_comes_again_is_not_read_again[32-divided]",
+    "test_a_prefix_is_read_once[32-divided]",
     "test_who_leaves_in_the_middle_of_a_prompt_leaves_nothing_behind",
 )
 
@@ -44,7 +44,7 @@ def test_the_warm_up_of_a_gpu_changes_no_answer(entry, tmp_path, monkeypatch):
     """vLLM runs made-up requests before the first real one, and a batch of an idle rank."""
     from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
-    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    monkeypatch.setattr(echo_scorer, "FEWEST_HEADS", 1)
     model, requests = tiny("llama", tmp_path, head_dim=32), prompts((5, 100, 40, 1, 17))
     with engine(tmp_path, entry, max_num_batched_tokens=32, kv_cache_memory_bytes=100_000) as llm:
         worker = llm.llm_engine.model_executor.driver_worker.worker

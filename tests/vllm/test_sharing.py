@@ -9,7 +9,7 @@ import torch
 
 from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
-from h2o.hf.prompt import prompt_echo
+from h2o.hf.prompt import echo_scorer
 from tests.vllm.engines import (
     NEW,
     SamplingParams,
@@ -23,7 +23,7 @@ from tests.vllm.engines import (
 SMALL = {"heavy": 8, "recent": 8}
 ENTRIES = {
     "tokens": SMALL,
-    "dealt": {"budget": 24},
+    "divided": {"budget": 24},
     "stored in bytes": {"heavy": 0.2, "recent": 0.1, "min_tokens": 0, "kv_dtype": "int8"},
     "heads": {"heavy": [[4, 12], [9, 3]], "recent": 4, "score_by": "mean-echo"},
 }
@@ -41,7 +41,7 @@ def forks(llm):
 @pytest.mark.parametrize("chunk", [256, 32])
 def test_a_prompt_that_comes_again_is_not_read_again(name, chunk, llama, monkeypatch):
     """Equal prompts that come together share too. A prompt of one token is prefilled each time."""
-    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    monkeypatch.setattr(echo_scorer, "FEWEST_HEADS", 1)
     folder, model = llama
     requests = prompts() + prompts((50,)) * 3
     wanted = alone(model, requests, H2OConfig(**ENTRIES[name]))
@@ -62,7 +62,7 @@ def test_a_prompt_that_comes_again_is_not_read_again(name, chunk, llama, monkeyp
 def test_a_prefix_is_read_once(name, chunk, llama, monkeypatch):
     """After the cut the state must be that of an H2OCache that has prefilled the prefix. The rest
     comes in chunks that do not depend on other requests."""
-    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    monkeypatch.setattr(echo_scorer, "FEWEST_HEADS", 1)
     folder, model = llama
     (beginning,), config = prompts((60,), 5), H2OConfig(**ENTRIES[name])
     requests = [beginning + rest for rest in prompts((5, 100, 1, 40, 26, 24), 6)]
@@ -162,7 +162,7 @@ def test_nothing_is_stored_where_prefix_caching_is_off(llama):
 def test_few_pages_and_requests_that_leave(entry, llama, monkeypatch):
     """Stored prompts must make room, the least recently used first. A request that leaves in the
     middle of a prompt must not affect the next one in its page."""
-    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    monkeypatch.setattr(echo_scorer, "FEWEST_HEADS", 1)
     folder, model = llama
     config, dice = H2OConfig(**entry), random.Random(1)
     rests, requests = prompts((30, 70, 100), 6), []
@@ -203,7 +203,7 @@ def test_few_pages_and_requests_that_leave(entry, llama, monkeypatch):
 def test_log_likelihoods_after_a_context(entry, chunk, llama, monkeypatch):
     """Log-likelihoods after a context are those of `h2o eval --protocol drop`: the context is cut
     at its end, and the rest follows token by token."""
-    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
+    monkeypatch.setattr(echo_scorer, "FEWEST_HEADS", 1)
     folder, model = llama
     model.set_attn_implementation("h2o")
     (ids,) = prompts((100,))

@@ -91,7 +91,7 @@ def stages(device: str, tiny: bool, output: Path) -> list[tuple[Stage, ...]]:
 
 
 def environment(device: str, output: Path) -> dict[str, str]:
-    """Environment variables of all stages. The check writes its verdict into the output folder."""
+    """Environment variables of all stages. The check writes its result into the output folder."""
     path = [os.getcwd(), os.environ.get("PYTHONPATH", "")]
     more = {
         "PYTHONUNBUFFERED": "1",

@@ -1,4 +1,4 @@
-"""Records of one attention call, and the operations on them.
+"""`AttentionCall`: the arguments of one attention call, and `NewTokens`, made from it for a layer.
 
 `h2o.hf.attention.attention` fills an `AttentionCall` and passes it to the layer, which checks it,
 converts it to the dtype of its store (`NewTokens`) and attends.
@@ -22,8 +22,8 @@ from h2o.spans import PINNED
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of one call of an attention function, for a layer of an `H2OCache` or for the
-    function that `h2o.hf.attention.attention_hook` calls instead of a layer."""
+    """The arguments of one attention call, for the layer of an `H2OCache` or for the function that
+    `h2o.hf.attention.attention_hook` puts in its place."""
 
     module: nn.Module
     """The model's attention module"""

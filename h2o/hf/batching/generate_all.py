@@ -1,36 +1,26 @@
 """`h2o.generate_all`: answer many prompts in a batch of fixed size, refilling rows as they finish.
 
 In a static batch every row waits for the longest answer. Here the next prompt gets a row as soon
-as the row's answer is complete. Between two decode steps `_Scheduler._admit` prefills the prompt in
-its own cache, or together with other short prompts (`h2o.hf.batching.short_prompts`), and copies it
-into the row (`h2o.hf.batching.row_batch`). With H2O a row has a constant size, so no memory is
-moved or freed in between. This is continuous batching (Yu et al., Orca, OSDI 2022) without pages.
+as the row's answer is complete (`h2o.hf.batching.batch_scheduler`). With H2O a row has a constant
+size, so no memory is moved or freed in between. This is continuous batching (Yu et al., Orca, OSDI
+2022) without pages.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from numbers import Integral
 from typing import Any, Literal
 
-from torch import Tensor
 from typing_extensions import Unpack
 
 from h2o.config import PARAMETERS, H2OConfig, one_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
-from h2o.hf.attention.attention_switch import use_attention
-from h2o.hf.batching import short_prompts
-from h2o.hf.batching.compiled_prefill import CompiledPrefill
+from h2o.hf.batching.batch_scheduler import Scheduler
 from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings
-from h2o.hf.batching.row_batch import RowBatch, h2o_layers, row_bytes, row_report
+from h2o.hf.batching.row_batch import RowBatch, h2o_layers
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.wrappers import unwrap
-
-TOKENS_A_STEP = 2048
-"""Prompt tokens to prefill between two decode steps, like vLLM's `max_num_batched_tokens`. With
-fewer, rows stay idle; with more, active rows wait."""
 
 
 def generate_all(
@@ -120,7 +110,7 @@ def generate_all(
     )  # fmt: skip
     if rows is not None and isinstance(prompts, Sized):
         rows = max(1, min(rows, len(prompts)))
-    results = _Scheduler(settings, prompts, batch, rows, bytes).run()
+    results = Scheduler(settings, prompts, batch, rows, bytes).run()
     return results if as_completed else _in_order(results)
 
 
@@ -151,242 +141,6 @@ def can_answer(model: Any, h2o_config: H2OConfig, request: Request, tokenizer: A
     except UnsupportedError:
         return False
     return True
-
-
-class _Scheduler:
-    """Scheduler of one call: its rows, the active requests in them, and the waiting prompts."""
-
-    def __init__(
-        self, settings: Settings, prompts: Iterable[Prompt], batch: RowBatch, rows: int | None,
-        bytes: int | None,
-    ) -> None:  # fmt: skip
-        self.settings = settings
-        self.waiting = enumerate(prompts)
-        self.batch = batch
-        self.rows, self.bytes = rows, bytes
-        self.uses_graph_prefill = (
-            batch.compiled is not None
-            and settings.prefix is None
-            and CompiledPrefill.can_compile(settings.model, settings.config)
-        )
-        self.reader: CompiledPrefill | None = None
-        """Made after the first prompt, if later prompts are prefilled by a graph"""
-        self.running: list[ActiveRequest | None] = []
-        """Request of each row, None if idle. Empty until the first prompt has been prefilled"""
-        self.prefilling: list[ActiveRequest] = []
-        """Requests whose prompts are being prefilled, together if several"""
-        self.next: ActiveRequest | None = None
-        """Request that was taken but cannot be prefilled together with those"""
-
-    def run(self) -> Iterator[Result]:
-        """Yield the results. While the caller handles one, the model has its own attention."""
-        with contextlib.closing(self._results()) as results:
-            while True:
-                with use_attention("served", unwrap(self.settings.model), "h2o"):
-                    result = next(results, None)
-                if result is None:
-                    return
-                yield result
-
-    def _results(self) -> Generator[Result, None, None]:
-        while True:
-            yield from self._admit()
-            if any(self.running):
-                yield from self._step()
-            elif not self.prefilling:
-                return
-
-    def _admit(self) -> Iterator[Result]:
-        """Prefill waiting prompts while a row is idle. Between two decode steps active rows wait
-        for at most one chunk of a prompt or `TOKENS_A_STEP` tokens."""
-        read = 0
-        while self._idle_rows():
-            if not self.prefilling:
-                yield from self._begin()
-            if not self.prefilling:
-                return
-            limit = self.prefilling[0].generation_config.prefill_chunk_size or TOKENS_A_STEP
-            read += (chunk := sum(x.chunk for x in self.prefilling))
-            if any(self.running) and read > max(limit, chunk):
-                return
-            yield from self._prefill()
-
-    def _idle_rows(self) -> int:
-        """Number of idle rows. Until the bytes of a row are known, one row is assumed."""
-        return self.running.count(None) if self.running else self.rows or 1
-
-    def _begin(self) -> Iterator[Result]:
-        """Choose the prompts to prefill next: one, or several short ones for the idle rows."""
-        while len(self.prefilling) < self._idle_rows():
-            if self.next is None:
-                taken = next(self.waiting, None)
-                if taken is None:
-                    return
-                yield from self._prepare(*taken)
-            if self.next is None:
-                continue
-            if self.prefilling and not short_prompts.fits(self.next, self.prefilling):
-                return
-            self.prefilling.append(self.next)
-            self.next = None
-            if self.uses_graph_prefill or not short_prompts.can_share(self.prefilling[0]):
-                return
-
-    def _prepare(self, index: int, prompt: Prompt) -> Iterator[Result]:
-        request = prompt if isinstance(prompt, Request) else Request(prompt)
-        try:
-            if self.bytes is not None and request.config is not None:
-                raise ValueError(
-                    "a request with its own budget needs rows=: bytes= fixes the size of a row"
-                )
-            self.next = ActiveRequest(index, request, self.settings)
-            pins = self.next.cache.guard.pins
-            if self.bytes is not None and pins and self.settings.config.head_shares is not None:
-                raise ValueError("pinned keys change head_shares: give rows= instead of bytes=")
-            if self.reader and request.config is None and not pins:
-                self.next.use_reader(self.reader)
-        except UnsupportedError:
-            raise
-        except Exception as error:  # concerns this prompt only; the others continue
-            self.next = None
-            yield _failed(index, 0, error)
-
-    def _prefill(self) -> Iterator[Result]:
-        if len(self.prefilling) > 1:
-            yield from self._prefill_together()
-            return
-        (running,) = self.prefilling
-        try:
-            is_done = running.prefill_next_chunk()
-        except UnsupportedError:
-            raise
-        except Exception as error:
-            self.prefilling = []
-            yield _failed(running.index, running.prompt_tokens, error)
-            return
-        if is_done:
-            self.prefilling = []
-            yield from self._start([(running, 0)], running.cache)
-
-    def _prefill_together(self) -> Iterator[Result]:
-        group, self.prefilling = self.prefilling, []
-        try:
-            cache, logits = short_prompts.prefill_together(group)
-        except UnsupportedError:
-            raise
-        except Exception:  # one of the prompts failed: prefill each alone to find out which
-            for running in group:
-                self.prefilling = [running]
-                yield from self._prefill()
-            return
-        started = []
-        for row, error in enumerate(_next_tokens(group, logits)):
-            running = group[row]
-            if error is None:
-                started.append((running, row))
-            else:
-                yield _failed(running.index, running.prompt_tokens, error)
-        yield from self._start(started, cache)
-
-    def _start(self, started: list[tuple[ActiveRequest, int]], cache: H2OCache) -> Iterator[Result]:
-        """Start requests whose first token is chosen. A prompt is in row `row` of `cache`."""
-        joining = []
-        for running, row in started:
-            running.cache = None  # the tensors will be copied into a row of the batch
-            self._call_on_token(running)
-            if running.finish_reason:
-                yield running.result(row_report(cache, row))
-            else:
-                joining.append((running, row))
-        if joining:
-            self._join(joining, cache)
-
-    def _join(self, joining: list[tuple[ActiveRequest, int]], cache: H2OCache) -> None:
-        settings = self.settings
-        if not self.running:
-            rows = self.rows or _rows_in(self.bytes, row_bytes(cache))
-            self.batch.make_rows(rows)
-            self.running = [None] * rows
-        idle = [row for row, x in enumerate(self.running) if x is None][: len(joining)]
-        tokens = [running.prompt_tokens + settings.virtual for running, _ in joining]
-        self.batch.join(idle, cache, [row for _, row in joining], tokens)
-        if self.reader is None and self.uses_graph_prefill and cache.config == settings.config:
-            self.reader = CompiledPrefill(settings.model, cache)
-        for row, (running, _) in zip(idle, joining, strict=True):
-            self.running[row] = running
-
-    def _step(self) -> Iterator[Result]:
-        """Decode one token in each active row."""
-        yield from self._end_at_other_angles()
-        if not any(self.running):
-            return
-        before = int(self.batch.cache.get_seq_length())  # copied: steps change the tensor in place
-        try:
-            logits = self.batch.step([0 if x is None else x.new[-1] for x in self.running])
-        except IndexError as error:  # the longest row is past the end of the model's position table
-            if int(self.batch.cache.get_seq_length()) != before:
-                raise
-            row = max(range(len(self.running)), key=self.batch.tokens.__getitem__)
-            yield self._failed(row, error)
-            return
-        live = self.batch.live
-        errors = _next_tokens([self.running[row] for row in live], logits)
-        for row, error in zip(live, errors, strict=True):
-            running = self.running[row]
-            if error is not None:
-                yield self._failed(row, error)
-                continue
-            self._call_on_token(running)
-            if running.finish_reason:
-                yield running.result(row_report(self.batch.cache, row))
-                self._leave(row)
-
-    def _end_at_other_angles(self) -> Iterator[Result]:
-        """End the rows whose whole text `generate()` would prefill again at this length."""
-        for row in self.batch.live:
-            try:
-                self.batch.cache.guard.check_angles(self.batch.tokens[row], 1)
-            except ValueError as error:
-                yield self._failed(row, error)
-
-    def _call_on_token(self, running: ActiveRequest) -> None:
-        if self.settings.on_token is not None:
-            self.settings.on_token(running.index, running.new[-1])
-
-    def _failed(self, row: int, error: Exception) -> Result:
-        running = self.running[row]
-        self._leave(row)
-        return _failed(running.index, running.prompt_tokens, error)
-
-    def _leave(self, row: int) -> None:
-        self.batch.leave(row)
-        self.running[row] = None
-
-
-def _next_tokens(requests: list[ActiveRequest], logits: Tensor) -> list[Exception | None]:
-    """Choose each request's next token from its row of logits [n, vocabulary]. Returns for each
-    request the exception that this raised, or None."""
-    best = logits.float().argmax(-1).tolist()  # torch's argmax is five times slower in 16 bits
-    raised: list[Exception | None] = [None] * len(requests)
-    for row, running in enumerate(requests):
-        try:
-            if running.is_plain_greedy:
-                running.take(best[row])
-            else:
-                running.accept(logits[row : row + 1])
-        except Exception as error:
-            raised[row] = error
-    return raised
-
-
-def _rows_in(bytes: int, each: int) -> int:
-    if bytes < each:
-        raise ValueError(f"bytes={bytes:,} cannot hold a row, which takes {each:,} in this config")
-    return bytes // each
-
-
-def _failed(index: int, prompt_tokens: int, error: Exception) -> Result:
-    return Result(index, [], None, prompt_tokens, "error", {}, error)
 
 
 def _in_order(results: Iterator[Result]) -> Iterator[Result]:

@@ -30,7 +30,7 @@ from h2o.hf.batching.system_turn import system_span
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.continuation import check_ids
 from h2o.hf.families.wrappers import check_pins, input_device, model_after_prompt, virtual_tokens
-from h2o.hf.rotary.angles import AnglesByLength, positions_after
+from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after
 from h2o.hf.store.pins import Pins
 
 Prompt = Any  # a text, a chat, token ids, or a Request with one of them
@@ -88,7 +88,7 @@ class Settings:
     seed: int
     pinned: Any
     on_token: Callable[[int, int], Any] | None
-    angles: AnglesByLength
+    angles: LengthDependentRope
 
     def __post_init__(self) -> None:
         self.virtual = virtual_tokens(self.model)

@@ -23,8 +23,8 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.families.wrappers import check_passes, input_device, model_after_prompt
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.rotary.angles import AnglesByLength
-from h2o.hf.store import states
+from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
+from h2o.hf.store import recurrent_states
 
 
 class RowBatch:
@@ -57,7 +57,7 @@ class RowBatch:
         """Difference between each row's next position and its number of tokens"""
         self._selected_rows: list[int] = []
         self._has_states = any(map(has_states, self.cache.layers))
-        self.angles = AnglesByLength(model)
+        self.angles = LengthDependentRope(model)
         if self.angles and self._has_states:
             raise UnsupportedError(
                 "generate_all does not support a model that has states and rotary angles that "
@@ -89,7 +89,7 @@ class RowBatch:
             if isinstance(layer, H2OLayer):
                 layer.take_rows(rows, other, source_rows, B, longest)
             if has_states(layer):
-                states.take_row(layer, rows[0], other, B)
+                recurrent_states.take_row(layer, rows[0], other, B)
 
     def leave(self, row: int) -> None:
         """Make a row idle."""
@@ -169,7 +169,7 @@ def row_bytes(cache: H2OCache) -> int:
     have read a prompt."""
     with_states = (layer for layer in cache.layers if has_states(layer))
     keys = sum(x.row_bytes() for x in h2o_layers(cache))
-    return keys + sum(map(states.states_row_bytes, with_states))
+    return keys + sum(map(recurrent_states.states_row_bytes, with_states))
 
 
 def row_report(cache: H2OCache, row: int) -> dict[str, int]:

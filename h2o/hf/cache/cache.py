@@ -1,8 +1,8 @@
-"""`H2OCache`: H2O as a cache of Hugging Face transformers.
+"""`H2OCache`: a cache of Hugging Face transformers that evicts keys as H2O does.
 
 A cache is a list of layers. A full-attention layer is an `H2OLayer`, which keeps only as many keys
 as its budget allows. All other layers are transformers' own. This file creates, copies, saves and
-crops a cache. readable_cache.py has the read-only methods.
+crops a cache. cache_inspection.py has its read-only methods.
 
 Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A column is an index in
 the padded batch. A position is a token's index in its own row, not counting padding.
@@ -25,21 +25,21 @@ from h2o import packages
 from h2o.config import H2OConfig, one_config
 from h2o.config.fields import CacheFields, ConfigFields, Pinned, PromptLength
 from h2o.hf.cache import cache_file
+from h2o.hf.cache.cache_inspection import CacheInspection
 from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.continuation import check_text, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
-from h2o.hf.cache.readable_cache import ReadableCache
 from h2o.hf.families.layer_kinds import has_states, kind_of, warn_of_windows
 from h2o.hf.families.wrappers import check_pins, unwrap
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store import states
+from h2o.hf.store import recurrent_states
 from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.pins import Pins
 from h2o.hf.support import text_config_of
 
 
-class H2OCache(ReadableCache):
+class H2OCache(CacheInspection):
     """A KV cache that keeps only as many keys per layer, row and head as its budget allows.
 
     ```python
@@ -244,7 +244,7 @@ class H2OCache(ReadableCache):
         self.guard.check_thread()
         if self.guard.has_states:
             for layer in filter(has_states, self.layers):
-                states.make_writable(layer)
+                recurrent_states.make_writable(layer)
         if not self.is_compileable or self.guard.is_under_way:
             self._check_layers_agree()
         seen = int(self.get_seq_length())
@@ -271,7 +271,7 @@ class H2OCache(ReadableCache):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
             if has_states(layer):
-                states.forget(layer)
+                recurrent_states.forget(layer)
         self.guard.reset()
 
     def crop(self, tokens: int) -> None:
@@ -370,4 +370,4 @@ class H2OCache(ReadableCache):
             if kind_of(layer) != "states":
                 getattr(layer, method)(argument)
             if has_states(layer):
-                states.each(layer, change)
+                recurrent_states.each(layer, change)

@@ -1,7 +1,7 @@
 """The file format of a saved cache, with which another process can continue a text.
 
-The file is in safetensors format. Its tensors are those of the layers' states
-(`h2o.hf.store.layer_state`), named `<layer>.<tensor>`. Its metadata contains a JSON text with
+The file is in safetensors format. Its tensors are those of the layers' snapshots
+(`h2o.hf.store.layer_snapshot`), named `<layer>.<tensor>`. Its metadata contains a JSON text with
 everything else (settings, a description of the model, numbers of each layer), and a checksum of the
 JSON text and all tensors.
 """
@@ -24,7 +24,7 @@ from h2o.config.profile import Profile
 from h2o.hf.families import tensor_parallel
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.steppers import CapturedStepper
-from h2o.hf.store.layer_state import State, layer_state, restore
+from h2o.hf.store.layer_snapshot import Snapshot, restore, take_snapshot
 from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.pins import Pins
 from h2o.model_identity import difference, record, record_difference
@@ -40,7 +40,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
     """Write an `H2OCache` to a file; see `H2OCache.save`."""
     if model is not None and (reason := difference(model, cache.model_shape, {})):
         raise ValueError(f"this cache was made for another model: {reason}")
-    states = [_with_part(layer_state(layer), cache, model) for layer in cache.layers]
+    snapshots = [_with_part(take_snapshot(layer), cache, model) for layer in cache.layers]
     number, rope_deltas = cache.guard.rope_deltas.number, {}
     if cache.guard.rope_deltas.is_known:
         rope_deltas["rope_deltas"] = None if number is None else number.tolist()
@@ -56,14 +56,14 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             "pins": cache.guard.pins.as_dict(),
             "ends_in_padding": cache.guard.ends_in_padding,
             "text": cache.guard.text.as_dict(),
-            "layers": [state.numbers for state in states],
+            "layers": [snapshot.numbers for snapshot in snapshots],
             **rope_deltas,
         }
     )
     tensors = {
         f"{index}.{name}": x.cpu().contiguous()
-        for index, state in enumerate(states)
-        for name, x in state.tensors.items()
+        for index, snapshot in enumerate(snapshots)
+        for name, x in snapshot.tensors.items()
     }
     metadata = {"format": "pt", "h2o": text, "sha256": _checksum(text, tensors)}
     with atomic_write(path) as draft:
@@ -142,7 +142,7 @@ def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor])
             name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)
         }
         try:
-            restore(layer, State(of_layer, numbers))
+            restore(layer, Snapshot(of_layer, numbers))
         except (KeyError, TypeError) as error:
             raise ValueError(f"layer {index} was written by another version: {error}") from error
 
@@ -169,8 +169,8 @@ def restore_guard(guard: PassGuard, content: dict[str, Any]) -> None:
         deltas.number = torch.tensor(number, dtype=torch.long, device="cpu")
 
 
-def _with_part(state: State, cache: Any, model: Any) -> State:
-    """Add `part` to a layer's state: the part of the model's heads whose keys the layer holds.
+def _with_part(snapshot: Snapshot, cache: Any, model: Any) -> Snapshot:
+    """Add `part` to a layer's snapshot: the part of the model's heads whose keys the layer holds.
 
     A layer filled from a DynamicCache learns this in its next forward pass. Before that only the
     model knows.
@@ -178,17 +178,18 @@ def _with_part(state: State, cache: Any, model: Any) -> State:
     Raises:
         ValueError: the layer holds only part of the heads, and no model was given.
     """
-    if not state.numbers.get("unscored"):
-        return state
+    if not snapshot.numbers.get("unscored"):
+        return snapshot
     if model is not None:
-        return State(state.tensors, state.numbers | {"part": tensor_parallel.part_of_heads(model)})
-    total, held = cache.model_shape.get("num_key_value_heads"), _heads(state.tensors, "")
+        part = tensor_parallel.part_of_heads(model)
+        return Snapshot(snapshot.tensors, snapshot.numbers | {"part": part})
+    total, held = cache.model_shape.get("num_key_value_heads"), _heads(snapshot.tensors, "")
     if total not in (None, held) and tensor_parallel.is_distributed():
         raise ValueError(
             f"this cache holds {held} of {total} key/value heads, copied from a DynamicCache. "
             "Before its first forward pass it does not know which. Pass the model to save()"
         )
-    return state
+    return snapshot
 
 
 def _heads(tensors: dict[str, Tensor], prefix: str) -> int | None:

@@ -14,9 +14,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.padding import note_padding
 from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.layers.cache_relative import CacheRelativeForm
+from h2o.hf.layers.cache_relative_form import CacheRelativeForm
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store import states
+from h2o.hf.store import recurrent_states
 from h2o.hf.store.pass_guard import PassGuard
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -70,8 +70,10 @@ def import_dynamic_cache(
                 "describes another kind of layer. Pass the config of the model that filled it"
             )
         if has_states(source):
-            held = {name: x.detach().clone() for name, x in states.tensors_of(source).items()}
-            states.put(layer, held, states.numbers_of(source))
+            held = {
+                name: x.detach().clone() for name, x in recurrent_states.tensors_of(source).items()
+            }
+            recurrent_states.put(layer, held, recurrent_states.numbers_of(source))
         if kind_of(layer) in ("states", "none"):
             continue
         if kind_of(layer) == "cross":

@@ -17,7 +17,12 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families import tensor_parallel
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.cross_head_budget import deal_places, each_head, positions_in, reserve_for_heads
+from h2o.hf.prompt.cross_head_budget import (
+    allocate_slots,
+    each_head,
+    positions_in,
+    reserve_for_heads,
+)
 from h2o.hf.store import slot_layout
 from h2o.hf.store.pins import Pins
 from h2o.hf.store.slot_layout import Budgets
@@ -88,7 +93,7 @@ def prune_cache(
     if not layers:
         return cache
     free_slots = [sum(row) for row in zip(*spare, strict=True)]
-    more = deal_places(free_slots, kept, largest)
+    more = allocate_slots(free_slots, kept, largest)
     for (source, layer), budgets, first_budget, chosen, scores, counts in zip(
         layers, wanted, first, kept, largest, more, strict=True
     ):

@@ -1,9 +1,10 @@
-"""`h2o.compress_document(readings=2)`: the model reads a document twice before the cache evicts.
+"""`h2o.compress_document(readings=2)`: scores a document's keys by having the model repeat it.
 
-The keys that a later question needs often get no attention while the document is read. The model
-therefore repeats the document while all keys are held. To reproduce each token it attends to the
-same keys that an answer would attend to (Kim et al., "KVzip", NeurIPS 2025, arXiv:2505.23416). The
-cache is then pruned once (`h2o.hf.document.pruning`).
+The keys that a later question needs often get no attention during prefill. The model therefore
+reads the document a second time, as text to reproduce, with the full cache. To reproduce a token it
+tends to attend to the keys that an answer would need, and the attention that each key gets is its
+score (Kim et al., "KVzip", NeurIPS 2025, arXiv:2505.23416). The cache is then pruned once
+(`h2o.hf.document.pruning`).
 
 Shape letters: B batch rows, G key/value heads, N columns of the document, Q columns of one forward
 pass, K tokens of the longest row. A column is an index in the padded batch.
@@ -30,8 +31,8 @@ from h2o.hf.families.layer_kinds import has_states
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.steppers import ScoringStepper
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.rotary.angles import AnglesByLength
-from h2o.hf.store import slot_layout, states
+from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
+from h2o.hf.store import recurrent_states, slot_layout
 from h2o.policy import Policy
 
 Progress = Callable[[int, int], Any]
@@ -112,7 +113,7 @@ class _Reader:
 
     def check_angles(self, request: Tensor) -> None:
         """Raise UnsupportedError if the rotary angles would change between the passes."""
-        N, angles = self.ids.shape[1], AnglesByLength(self.model)
+        N, angles = self.ids.shape[1], LengthDependentRope(self.model)
         ends = [min(N, begin + CHUNK) for begin in range(0, N, CHUNK)]
         ends.append(N + request.shape[1] + min(N, CHUNK + OVERLAP))
         if len({angles.regime(end) for end in ends}) > 1:
@@ -213,8 +214,8 @@ def _other_layers(cache: H2OCache) -> dict[int, Any]:
         if not isinstance(layer, H2OLayer):
             others[index] = copy.deepcopy(layer)
         elif has_states(layer):
-            copies = {name: x.clone() for name, x in states.tensors_of(layer).items()}
-            others[index] = copies, states.numbers_of(layer)
+            copies = {name: x.clone() for name, x in recurrent_states.tensors_of(layer).items()}
+            others[index] = copies, recurrent_states.numbers_of(layer)
     return others
 
 
@@ -222,7 +223,7 @@ def _put_other_layers(cache: H2OCache, others: dict[int, Any]) -> None:
     """Restore the layers that `_other_layers` copied."""
     for index, other in copy.deepcopy(others).items():
         if isinstance(cache.layers[index], H2OLayer):
-            states.put(cache.layers[index], *other)
+            recurrent_states.put(cache.layers[index], *other)
         else:
             cache.layers[index] = other
 

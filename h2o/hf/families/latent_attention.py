@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from h2o.errors import UnsupportedError
 from h2o.hf.families import tensor_parallel
-from h2o.hf.families.linear_matrix import apply_to_matrix
+from h2o.hf.families.effective_weight import apply_to_weight
 from h2o.hf.families.tagged_tensor import TaggedTensor, plain
 
 
@@ -86,7 +86,7 @@ class Expansion(NamedTuple):
                 keys, values = keys.contiguous(), values.mT.contiguous().mT
             return cls(keys, values)
 
-        return apply_to_matrix(module.kv_b_proj, L, query, split, fresh=fresh)
+        return apply_to_weight(module.kv_b_proj, L, query, split, fresh=fresh)
 
     def queries(self, query: Tensor) -> Tensor:
         """Turn queries [B, H, Q, C + P] for keys into queries [B, H, Q, L + P] for rows."""

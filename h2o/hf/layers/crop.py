@@ -15,8 +15,14 @@ from torch import Tensor
 from h2o.compat import CROPS_TO_LENGTH
 from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.store.layer_contents import LayerContents
-from h2o.hf.store.layer_state import State, keys_state, layer_state, restore, restore_keys
+from h2o.hf.store.base_layer import BaseLayer
+from h2o.hf.store.layer_snapshot import (
+    Snapshot,
+    restore,
+    restore_keys,
+    take_keys_snapshot,
+    take_snapshot,
+)
 
 _NO_RECORD = (
     "an H2OCache cannot remove tokens of a pass that was not recorded: evicted keys cannot be "
@@ -24,7 +30,7 @@ _NO_RECORD = (
 )
 
 
-class CroppableLayer(LayerContents):
+class CroppableLayer(BaseLayer):
     """The part of an `H2OLayer` that removes tokens of the last forward pass."""
 
     record_past = False
@@ -73,7 +79,7 @@ class CroppableLayer(LayerContents):
 class LastPass(NamedTuple):
     """Record with which a layer can repeat its last forward pass."""
 
-    before: State
+    before: Snapshot
     """Copy of the layer's state before the pass"""
     tokens: NewTokens
 
@@ -81,7 +87,7 @@ class LastPass(NamedTuple):
     def of(cls, layer: Any, tokens: NewTokens) -> LastPass:
         """Record the state of a layer before a pass, and the tokens of the pass."""
         without_layer = tokens._replace(key=tokens.key.detach())
-        return cls(keys_state(layer).each(Tensor.clone), without_layer)
+        return cls(take_keys_snapshot(layer).each(Tensor.clone), without_layer)
 
 
 def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
@@ -103,7 +109,7 @@ def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
                 "this model's recurrent states are sums over all tokens, from which no token can "
                 "be removed. Call cache.fork() before you add tokens that you may have to remove"
             )
-    before = [(layer, layer_state(layer)) for layer in {*h2o_layers, *with_states}]
+    before = [(layer, take_snapshot(layer)) for layer in {*h2o_layers, *with_states}]
     try:
         for layer in h2o_layers:
             layer.crop(tokens)

@@ -39,9 +39,9 @@ from h2o.hf.layers.steppers import EagerStepper
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
 from h2o.hf.prompt.scorers import AttentionScorer
-from h2o.hf.store import slot_layout, states
-from h2o.hf.store.layer_contents import LayerContents
-from h2o.hf.store.layer_state import layer_state, restore
+from h2o.hf.store import recurrent_states, slot_layout
+from h2o.hf.store.base_layer import BaseLayer
+from h2o.hf.store.layer_snapshot import restore, take_snapshot
 from h2o.hf.store.pass_guard import WITHOUT_CACHE, PassGuard
 from h2o.hf.store.slot_layout import Budgets, Capacity
 
@@ -116,7 +116,7 @@ class H2OLayer(CroppableLayer):
                 "model split over another number of processes. Use a new H2OCache"
             )
         elif self.slots.keys.device != rows.device:  # loaded from a file, or the model was moved
-            restore(self, layer_state(self).each(lambda x: x.to(rows.device)))
+            restore(self, take_snapshot(self).each(lambda x: x.to(rows.device)))
         keys = self.form.attach_layer(self, key_states, rows)
         self.guard.waiting = self.layer_idx
         return keys, value_states
@@ -208,11 +208,11 @@ class H2OLayer(CroppableLayer):
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
             out, scores = self.attention(tokens, unscored)
-            claims = None
+            echo = None
             if unscored is None:
-                scores, claims = self.scorer.after_prompt(tokens, scores)
+                scores, echo = self.scorer.after_prompt(tokens, scores)
             prompt = Prompt(
-                tokens.key, tokens.value, tokens.mask, scores, claims, counts, Q, tokens.mask,
+                tokens.key, tokens.value, tokens.mask, scores, echo, counts, Q, tokens.mask,
                 budget,
             )  # fmt: skip
             if unscored is not None:
@@ -267,7 +267,7 @@ class H2OLayer(CroppableLayer):
 
     def set_pruned(
         self, keys: Tensor, values: Tensor | None, mask: Tensor, scores: Tensor,
-        by_row: Budgets, source: LayerContents,
+        by_row: Budgets, source: BaseLayer,
     ) -> None:  # fmt: skip
         """Become what a prompt with these keys and values [B, G, K, D], mask [B, K], scores
         [B, G, K] and budgets would leave. `source` is the layer that processed the prompt."""
@@ -315,7 +315,7 @@ class H2OLayerWithStates(H2OLayer, StatesAndKeysLayer):
     def reset(self) -> None:
         """Empty the slots and the states."""
         super().reset()
-        states.forget(self)
+        recurrent_states.forget(self)
 
     @property
     def is_croppable(self) -> bool:
@@ -331,4 +331,4 @@ class H2OLayerWithStates(H2OLayer, StatesAndKeysLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace each batch row i with row beam_idx[i]."""
         super().reorder_cache(beam_idx)
-        states.each(self, lambda x: x.index_select(0, beam_idx.to(x.device)))
+        recurrent_states.each(self, lambda x: x.index_select(0, beam_idx.to(x.device)))

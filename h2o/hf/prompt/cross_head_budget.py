@@ -2,19 +2,19 @@
 
 With `head_shares="echo"` all layers and heads of a row share one budget (compare Feng et al.,
 "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent keys. All other
-slots are pooled and called places here. They go to the keys with the highest claims; a key's claim
-is its echo (`h2o.hf.prompt.prompt_echo`). The places that a head wins are added to its budget, and
-the head fills them with the keys that it ranks highest. If the prompt is prefilled in chunks, the
-first chunk decides the budgets.
+slots form a pool, from which the keys with the highest echo (`h2o.hf.prompt.echo_scorer`) get a
+slot each. The slots that a head gets from the pool are added to its budget, and the head fills them
+with the keys that it ranks highest. If the prompt is prefilled in chunks, the first chunk decides
+the budgets.
 
-The choice needs the claims of all layers, but not all of their keys. Suppose a row has N places.
-The N-th highest claim so far is the bar. It never falls, because later layers only add claims. A
-head wins at most as many places as it has claims at or above the bar. Beyond the keys that it keeps
-anyway, it therefore needs only that many of its highest-ranked keys. All other keys and values are
-dropped at once. Their scores stay, because the cache reports what it evicted. During prefill the
-layers thus hold at most N keys of each row plus ties, an eighth more (`ROOM`), and the keys that
-each head keeps anyway. If the policy ranks by a decaying mean, or layers differ in the number or
-size of their heads, the layers hold the whole prompt.
+The choice needs the echo of all layers, but not all of their keys. Suppose the pool of a row has N
+slots. The N-th highest echo so far is the threshold. It never falls, because later layers only add
+keys. A head gets at most as many slots as it has keys whose echo reaches the threshold. Beyond the
+keys that it keeps anyway, it therefore needs only that many of its highest-ranked keys. All other
+keys and values are dropped at once. Their scores stay, because the cache reports what it evicted.
+During prefill the layers thus hold at most N keys of each row plus ties, an eighth more (`ROOM`),
+and the keys that each head keeps anyway. If the policy ranks by a decaying mean, or layers differ
+in the number or size of their heads, the layers hold the whole prompt.
 
 Shape letters: B batch rows, G key/value heads of a layer, K tokens of the prompt, D head dimension,
 M keys in memory of all rows and heads of a layer.
@@ -50,8 +50,8 @@ class Prompt(NamedTuple):
     """[B, K] bool, False at padding"""
     scores: Tensor
     """[B, G, K] float32"""
-    claims: Tensor | None
-    """Claims to places, [B, G, K] float32; None if each head has its own budget"""
+    echo: Tensor | None
+    """[B, G, K] float32; None if each head has its own budget"""
     counts: list[int]
     """Number of tokens in each row"""
     columns: int
@@ -59,11 +59,11 @@ class Prompt(NamedTuple):
     column_mask: Tensor | None
     """[B, columns] bool, False at padding"""
     budget: PromptBudget
-    """Budgets of the layer's heads before any places are dealt"""
+    """Budgets of the layer's heads before it gets slots from the pool"""
 
 
 @dataclasses.dataclass
-class Recipient:
+class LayerStandIn:
     """Stands in for an `H2OLayer` when a `CrossHeadBudget` is used without a cache."""
 
     layer_idx: int
@@ -73,8 +73,8 @@ class Recipient:
 
 
 ROOM = 1.125
-"""Factor by which the number of keys held in all layers may grow before the bar is applied to every
-layer again. Applying it copies the keys that stay."""
+"""Factor by which the number of keys held in all layers may grow before the threshold is applied to
+every layer again. Applying it copies the keys that stay."""
 
 
 class CrossHeadBudget:
@@ -86,7 +86,7 @@ class CrossHeadBudget:
         Args:
             plans: plans of the layers that share the budget, by layer number.
             alike: whether all these layers have the same number of heads of the same size, so that
-                the number of places is known at the first layer.
+                the size of the pool is known at the first layer.
         """
         self.plans, self.alike = plans, alike
         self.first, self.last = min(plans, default=-1), max(plans, default=-1)
@@ -95,9 +95,9 @@ class CrossHeadBudget:
     def forget(self) -> None:
         """Discard the state of an interrupted pass."""
         self.waiting: dict[int, _Waiting] = {}
-        self.places: list[int] = []  # number for each row, over all layers
-        self.best: list[Tensor] = []  # highest claims of each row, at most one for each place
-        self.left = 0  # keys left in memory when the bar was last applied to all layers
+        self.pool: list[int] = []  # number of pooled slots of each row, over all layers
+        self.best: list[Tensor] = []  # highest echo in each row, at most one value a pooled slot
+        self.left = 0  # keys left in memory when the threshold was last applied to all layers
 
     @property
     def keys_held(self) -> int:
@@ -106,7 +106,7 @@ class CrossHeadBudget:
         return sum(x.keys_held for x in self.waiting.values())
 
     def take(self, layer: Any, prompt: Prompt) -> None:
-        """Add the prompt of an `H2OLayer`, with claims. After the last layer, store all prompts.
+        """Add the prompt of an `H2OLayer`, with its echo. After the last layer, store all prompts.
 
         Raises:
             UnsupportedError: this process has only some of the model's heads.
@@ -120,20 +120,20 @@ class CrossHeadBudget:
         if layer.layer_idx == self.first:
             self.forget()
             if self.alike:
-                self._count_places(layer, prompt)
+                self._count_pool(layer, prompt)
         self.waiting[layer.layer_idx] = new
         if layer.layer_idx == self.last:
-            waiting, places = list(self.waiting.values()), self.places
+            waiting, pool = list(self.waiting.values()), self.pool
             self.forget()
-            spare = [sum(row) for row in zip(*(x.spare for x in waiting), strict=True)]
-            _share(waiting, list(map(min, spare, places)) if self.alike else spare)
-        elif self.places and new.is_ranked_alone:
+            total = [sum(row) for row in zip(*(x.pool for x in waiting), strict=True)]
+            _share(waiting, list(map(min, total, pool)) if self.alike else total)
+        elif self.pool and new.is_ranked_alone:
             self._drop(new)
 
-    def _count_places(self, layer: Any, prompt: Prompt) -> None:
-        """Compute the number of places in all layers from the first layer's prompt."""
+    def _count_pool(self, layer: Any, prompt: Prompt) -> None:
+        """Compute the size of the pool, over all layers, from the first layer's prompt."""
         B, G, _ = prompt.scores.shape
-        self.places = [0] * B
+        self.pool = [0] * B
         self.best = [prompt.scores.new_empty(0)] * B
         for plan in self.plans.values():
             budget = prompt_budget(
@@ -141,31 +141,31 @@ class CrossHeadBudget:
             )
             by_row = each_head(budget.by_row, G)
             _, left = reserve_for_heads(by_row, plan.sinks, plan.floor, prompt.budget.pinned)
-            self.places = [x + y for x, y in zip(self.places, left, strict=True)]
+            self.pool = [x + y for x, y in zip(self.pool, left, strict=True)]
 
     def _drop(self, new: _Waiting) -> None:
-        """Raise the bar by a layer's claims, and drop keys that no budget can have room for."""
-        claims = new.claims.flatten(1)
-        bar = []
-        for b, places in enumerate(self.places):
-            best = torch.cat([self.best[b], claims[b].to(self.best[b].device)])
-            if len(best) > places:
-                best = best.topk(places, sorted=False).values
+        """Raise the threshold by a layer's echo, and drop keys that no budget can have room for."""
+        echo = new.echo.flatten(1)
+        thresholds = []
+        for b, pool in enumerate(self.pool):
+            best = torch.cat([self.best[b], echo[b].to(self.best[b].device)])
+            if len(best) > pool:
+                best = best.topk(pool, sorted=False).values
             self.best[b] = best
-            bar.append(-math.inf if len(best) < places else _lowest(best))
-        if max(bar) == -math.inf:
+            thresholds.append(-math.inf if len(best) < pool else _lowest(best))
+        if max(thresholds) == -math.inf:
             return
-        new.drop_below(bar)
+        new.drop_below(thresholds)
         if self.keys_held > ROOM * self.left:
             for waiting in self.waiting.values():
                 if waiting is not new:
-                    waiting.drop_below(bar)
+                    waiting.drop_below(thresholds)
             self.left = self.keys_held
 
 
 def _lowest(best: Tensor) -> float:
-    """The lowest claim, or infinity if there are none. A NaN among the claims gives NaN, and no
-    claim compares as lower."""
+    """The lowest echo, or infinity if there is none. A NaN among them gives NaN, and no echo
+    compares as lower."""
     return float(best.min()) if len(best) else math.inf
 
 
@@ -178,25 +178,25 @@ class _Waiting:
         G, sinks = prompt.scores.shape[1], self.policy.sinks
         by_row = each_head(prompt.budget.by_row, G)
         pinned = prompt.budget.pinned
-        self.floor, self.spare = reserve_for_heads(by_row, sinks, layer.plan.floor, pinned)
+        self.floor, self.pool = reserve_for_heads(by_row, sinks, layer.plan.floor, pinned)
         positions, tokens = positions_in(prompt.mask, prompt.scores)
         self.ranks = _ranks(prompt, positions, tokens, self.policy)
-        assert prompt.claims is not None
-        self.spared = _always_kept(positions, tokens, sinks, self.floor)
-        self.lowest = self._spare_highest()  # [B, G, 1], lowest rank among each head's own keys
-        self.claims = prompt.claims.masked_fill(self.spared, -math.inf)
-        self.prompt = prompt._replace(claims=None)
+        assert prompt.echo is not None
+        self.protected = _always_kept(positions, tokens, sinks, self.floor)
+        self.lowest = self._protect_highest()  # [B, G, 1], lowest rank among each head's own keys
+        self.echo = prompt.echo.masked_fill(self.protected, -math.inf)
+        self.prompt = prompt._replace(echo=None)
         self.held: Tensor | None = None  # [M] int32, which of B * G * K keys are held; None: all
         self._highest: Tensor | None = None  # see `_rank_of`
 
-    def _spare_highest(self) -> Tensor:
-        """Add to `spared` the highest ranks of each head, as many as the head's own budget has room
-        for. Return the lowest of them for each head, [B, G, 1], or infinity if there are none."""
+    def _protect_highest(self) -> Tensor:
+        """Add to `protected` the highest ranks of each head, as many as the head's own budget has
+        room for. Return the lowest of them for each head, [B, G, 1], infinity if there are none."""
         own = self.ranks.new_tensor([[heavy for heavy, _ in row] for row in self.floor])[..., None]
-        ranks = self.ranks.masked_fill(self.spared, -math.inf)
+        ranks = self.ranks.masked_fill(self.protected, -math.inf)
         best = ranks.topk(min(int(own.max()), ranks.shape[-1]))
         is_own = torch.arange(best.indices.shape[-1], device=own.device) < own
-        self.spared = self.spared | torch.zeros_like(self.spared).expand_as(ranks).scatter(
+        self.protected = self.protected | torch.zeros_like(self.protected).expand_as(ranks).scatter(
             -1, best.indices, is_own
         )
         lowest = best.values.masked_fill(~is_own, math.inf)
@@ -212,17 +212,17 @@ class _Waiting:
         """Number of keys in memory, over all rows and heads."""
         return self.prompt.scores.numel() if self.held is None else len(self.prompt.keys)
 
-    def drop_below(self, bar: list[float]) -> None:
-        """Drop the keys that no budget can have room for, given the bar of each row.
+    def drop_below(self, thresholds: list[float]) -> None:
+        """Drop the keys that no budget can have room for, given the threshold of each row.
 
-        A head wins at most as many places as it has claims at or above the bar.
+        A head gets at most as many pooled slots as it has keys whose echo reaches the threshold.
         """
         prompt, policy = self.prompt, self.policy
-        places = ~(self.claims < self.ranks.new_tensor(bar)[:, None, None])
-        lowest = self._rank_of(places.sum(-1, keepdim=True)).minimum(self.lowest)
+        candidates = ~(self.echo < self.ranks.new_tensor(thresholds)[:, None, None])
+        lowest = self._rank_of(candidates.sum(-1, keepdim=True)).minimum(self.lowest)
         if policy.score_by == "mean" or policy.value_weighted:
             lowest = lowest * _ROUNDED
-        stay = (self.ranks >= lowest).logical_or_(self.spared)
+        stay = (self.ranks >= lowest).logical_or_(self.protected)
         if prompt.mask is not None:
             stay &= prompt.mask.bool()[:, None]
         stay = stay.flatten()
@@ -240,14 +240,14 @@ class _Waiting:
         self.prompt = prompt._replace(keys=pick(prompt.keys), values=values)
 
     def _rank_of(self, count: Tensor) -> Tensor:
-        """The count-th highest rank of each head that is not spared, for counts [B, G, 1]; infinity
-        for a count of 0.
+        """The count-th highest rank of each head among keys that are not protected, for counts
+        [B, G, 1]; infinity for a count of 0.
 
-        Ranks are sorted once, up to the first count, because counts only shrink as the bar rises. A
-        bar that has become NaN drops no further keys.
+        Ranks are sorted once, up to the first count, because counts only shrink as the threshold
+        rises. A threshold that has become NaN drops no further keys.
         """
         if self._highest is None:
-            ranks = self.ranks.masked_fill(self.spared, -math.inf).topk(int(count.max())).values
+            ranks = self.ranks.masked_fill(self.protected, -math.inf).topk(int(count.max())).values
             self._highest = torch.cat([torch.full_like(self.lowest, math.inf), ranks], dim=-1)
         return self._highest.gather(-1, count.clamp(max=self._highest.shape[-1] - 1))
 
@@ -270,12 +270,12 @@ _ROUNDED = 0.999
 stores the keys may round such ranks differently."""
 
 
-def _share(waiting: list[_Waiting], places: list[int]) -> None:
-    """Deal each row's places to its highest claims, and have every layer store its prompt.
+def _share(waiting: list[_Waiting], pool: list[int]) -> None:
+    """Allocate each row's pool to the highest echo, and have every layer store its prompt.
 
     Empties `waiting`, so that no prompt is in memory twice.
     """
-    more = deal_places(places, [x.spared for x in waiting], [x.claims for x in waiting])
+    more = allocate_slots(pool, [x.protected for x in waiting], [x.echo for x in waiting])
     for counts in more:
         first = waiting.pop(0)
         budgets = [
@@ -283,8 +283,8 @@ def _share(waiting: list[_Waiting], places: list[int]) -> None:
             for heads in zip(first.floor, counts, strict=True)
         ]
         prompt = first.whole()
-        won_none = any(n == 0 for heads in counts for n in heads)
-        if first.layer.plan.floor and won_none:
+        has_none = any(n == 0 for heads in counts for n in heads)
+        if first.layer.plan.floor and has_none:
             prompt = prompt._replace(budget=prompt.budget._replace(floored=True))
         first.layer.store(prompt, budgets)
 
@@ -333,7 +333,7 @@ def reserve_for_heads(
     of_head: float = 0.0,
     most_recent: int | None = None,
 ) -> tuple[Budgets, list[int]]:
-    """Split budgets into the part that each head keeps and the places that heads compete for.
+    """Split budgets into the part that each head keeps and the slots that go to the pool.
 
     Args:
         budgets: (heavy, recent) of each row and head.
@@ -346,7 +346,8 @@ def reserve_for_heads(
             says.
 
     Returns:
-        Each head's own budget, and the number of places in each row of this layer.
+        Each head's own budget, and the number of slots that this layer adds to the pool of
+        each row.
     """
     first, left = [], []
     for row, pins in zip(budgets, pinned, strict=True):
@@ -362,30 +363,30 @@ def reserve_for_heads(
     return first, left
 
 
-def deal_places(
-    places: list[int], kept: list[Tensor], claims: list[Tensor]
+def allocate_slots(
+    pool: list[int], kept: list[Tensor], scores: list[Tensor]
 ) -> list[list[list[int]]]:
-    """Give each row's places to its highest claims.
+    """Allocate the pooled slots of each row to the keys with the highest scores in any head.
 
     Args:
-        places: number of places in each row.
+        pool: number of slots in each row.
         kept: [B, G, K] bool for each layer, True for keys that are kept anyway and for padding.
-        claims: [B, G, K] for each layer, not negative.
+        scores: [B, G, K] for each layer, such as the echo of keys; not negative.
 
     Returns:
-        Number of places that each head wins, by layer, row and head.
+        Number of slots for each head, by layer, row and head.
     """
     counted = []
     heads, device = [x.shape[1] for x in kept], kept[0].device  # layers may differ in device
-    for b, count in enumerate(places):
+    for b, count in enumerate(pool):
         unkept = [
             x[b].masked_fill(kept_of[b], -1.0).to(device)
-            for x, kept_of in zip(claims, kept, strict=True)
+            for x, kept_of in zip(scores, kept, strict=True)
         ]
         waiting = torch.cat(unkept)
         candidates = int((waiting >= 0).sum())
         best = waiting.flatten().topk(min(count, candidates)).indices
         counts = torch.bincount(best // waiting.shape[1], minlength=len(waiting))
-        counts += max(0, count - candidates) // len(waiting)  # spare places, for later tokens
+        counts += max(0, count - candidates) // len(waiting)  # slots left over, for later tokens
         counted.append([part.tolist() for part in counts.split(heads)])
     return list(map(list, zip(*counted, strict=True)))

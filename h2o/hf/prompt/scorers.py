@@ -1,10 +1,10 @@
 """Scorers: `AttentionScorer` for policies that rank keys by attention, and `RandomScorer`, a
-baseline. `EchoScorer` is in `h2o.hf.prompt.prompt_echo`.
+baseline. `EchoScorer` is in `h2o.hf.prompt.echo_scorer`.
 
 A layer passes its scorer the attention that its keys received, and stores the scores that the
-scorer returns. Eviction then ranks keys by these scores, as the policy says (`h2o.policy`). A
-ranking that follows from the attention needs no scorer of its own; CONTRIBUTING.md ("How to add")
-lists the files to change.
+scorer returns. Eviction then ranks keys by these scores, as the policy says (`h2o.policy`). A new
+ranking that can be computed from the attention that each key has received belongs in the policy and
+needs no scorer. CONTRIBUTING.md ("How to add") lists the files to change in both cases.
 
 Shape letters: B batch rows, G key/value heads, Q new tokens.
 """
@@ -32,8 +32,8 @@ class AttentionScorer:
         """Turn the attention that a prompt's keys received in its forward pass into scores.
 
         Returns:
-            The scores, and the claims by which the keys of all heads compete for places (None: they
-            do not compete), each [B, G, Q].
+            The scores, and the echo by which the keys of all heads compete for pooled slots (None:
+            they do not compete), each [B, G, Q].
         """
         return scores, None
 

@@ -22,7 +22,7 @@ from h2o import compat
 from h2o.errors import UnsupportedError
 from h2o.hf.families.layer_kinds import full_layers
 from h2o.hf.families.shared_keys import shared_key_layers
-from h2o.hf.rotary.angles import BY_LENGTH
+from h2o.hf.rotary.length_dependent_rope import BY_LENGTH
 from h2o.hf.rotary.rotary_parts import Parts, Probe, parts_of
 
 ROLLED = frozenset(

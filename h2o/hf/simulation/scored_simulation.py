@@ -21,7 +21,7 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import NewTokens, attention, round_like_slots
 from h2o.hf.prompt.cross_head_budget import positions_in
-from h2o.hf.prompt.prompt_echo import PromptEcho
+from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.prompt.scorers import draw_ranks, head_numbers
 from h2o.hf.simulation.visible_keys import VisibleKeys
 from h2o.hf.store import slot_layout

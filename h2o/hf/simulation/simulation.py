@@ -1,9 +1,9 @@
 """`h2o.simulated(model)`: a model's outputs with an H2O cache, from one pass over a whole text.
 
 Log-likelihoods and perplexities need the output at every token. A real cache computes them token by
-token. `simulated` computes the same in a single forward pass, in which each token attends to the
-keys that the cache would hold at that token (`h2o.ops.simulate`). This is possible because an
-evicted key never returns. No memory is saved; a simulation is for measurements.
+token. `simulated` gives the same outputs in a single forward pass, in which each token attends to
+the keys that the cache would hold at that token (`h2o.ops.simulate`). This is possible because an
+evicted key never returns. A simulation saves no memory; it is for measurements.
 
 Shape letters: B batch rows, H query heads, G key/value heads, N columns of the padded batch.
 """
@@ -36,11 +36,11 @@ from h2o.hf.families.layer_kinds import kind_of, warn_of_windows
 from h2o.hf.families.shared_keys import shared_key_layers
 from h2o.hf.families.wrappers import unwrap
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.prompt_echo import PromptEcho, adapt_config
-from h2o.hf.prompt.shared_places import SharedPlaces
+from h2o.hf.prompt.echo_scorer import PromptEcho, adapt_config
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.simulation.masks import Masks
 from h2o.hf.simulation.scored_simulation import simulate_random, simulate_tokenwise
+from h2o.hf.simulation.simulated_budgets import SimulatedBudgets
 from h2o.hf.simulation.visible_keys import VisibleKeys, columns, retained_by_token
 from h2o.hf.store.pins import Pins
 from h2o.hf.support import transformers_layers
@@ -148,13 +148,13 @@ class Simulation:
         self._mass: dict[int, Tensor] | None = {} if mass else None
         self._key_sources = {layer: of for of, layers in shared.items() for layer in layers}
         self._rotary, self._pins = rotary, pins
-        self._places = SharedPlaces.of(plans, prompt_length, rotary)
+        self._simulated_budgets = SimulatedBudgets.of(plans, prompt_length, rotary)
         self._thread_local = threading.local()  # VisibleKeys of layers whose keys others reuse
 
     def budget_pass(self, model: Any) -> AbstractContextManager[None]:
         """Context within which a pass that divides the budget among heads precedes each pass."""
-        places = self._places
-        return nullcontext() if places is None else places.budget_pass(unwrap(model))
+        budgets = self._simulated_budgets
+        return nullcontext() if budgets is None else budgets.budget_pass(unwrap(model))
 
     def layers(self) -> list[int]:
         """The layers that are simulated: those with full attention."""
@@ -218,11 +218,11 @@ class Simulation:
             text = NewTokens(
                 q, k, None if shared else v, mask, call.scale, call.softcap, call.sink_logits
             )
-            if self._places is not None:
-                if self._places.is_collecting:
-                    self._places.take(call.layer, text, prompts, by_row, pins)
+            if self._simulated_budgets is not None:
+                if self._simulated_budgets.is_collecting:
+                    self._simulated_budgets.take(call.layer, text, prompts, by_row, pins)
                     return call.full()
-                by_row = self._places.budgets(call.layer)
+                by_row = self._simulated_budgets.budgets(call.layer)
             out, evicted_at, scores = self._through_cache(text, prompts, by_row, plan, part, pins)
             if self._scores is not None:
                 self._scores[call.layer] = scores

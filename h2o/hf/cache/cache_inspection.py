@@ -1,6 +1,7 @@
-"""Read-only methods of `H2OCache`: settings, held keys, and reports on evicted keys.
+"""`CacheInspection`: the read-only methods of `H2OCache`, about settings, held and evicted keys.
 
-Shape letters as in cache.py.
+Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A column is an index in
+the padded batch. A position is a token's index in its own row, not counting padding.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from h2o.config import H2OConfig
 from h2o.hf.cache import cache_file
 from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store import states
-from h2o.hf.store.kept import Kept, KeptToken
+from h2o.hf.store import recurrent_states
+from h2o.hf.store.kept_keys import Kept, KeptToken
 from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.report import LayerReport, Report
 
@@ -30,7 +31,7 @@ _OTHERS = {
 }
 
 
-class ReadableCache(Cache):
+class CacheInspection(Cache):
     """Read-only methods of `H2OCache`."""
 
     guard: PassGuard
@@ -88,8 +89,8 @@ class ReadableCache(Cache):
             (positions, scores), int64 and float32 [B, G, K], by ascending position. K is the
             largest number of keys that any row and head holds. Smaller ones are padded with
             position -1 and score 0. A position is a token's index in its row, not counting padding.
-            Before the prompt both tensors are empty. The result (`h2o.hf.store.kept.Kept`) also has
-            methods that show text and plots, and notebooks show it as a heat map.
+            Before the prompt both tensors are empty. The result (`h2o.hf.store.kept_keys.Kept`)
+            also has methods that show text and plots, and notebooks show it as a heat map.
 
         Raises:
             IndexError: the cache has no such layer.
@@ -109,8 +110,8 @@ class ReadableCache(Cache):
         ```
 
         `input_ids` must contain everything that the cache has seen. For the keyword arguments
-        `row`, `head` and `attention_mask` see `h2o.hf.store.kept.Kept.tokens`. Raises the errors of
-        that method and of `kept`.
+        `row`, `head` and `attention_mask` see `h2o.hf.store.kept_keys.Kept.tokens`. Raises the
+        errors of that method and of `kept`.
         """
         return self.kept(layer_idx).tokens(tokenizer, input_ids, **which)
 
@@ -139,7 +140,7 @@ class ReadableCache(Cache):
         for index, layer in enumerate(self.layers):
             report = layer.report() if isinstance(layer, H2OLayer) else _report_other(index, layer)
             if has_states(layer):
-                report = replace(report, bytes_states=states.bytes_of(layer))
+                report = replace(report, bytes_states=recurrent_states.bytes_of(layer))
             reports.append(report)
         return Report(reports, broken=self._is_broken(), echo_replacement=self.echo_replacement)
 

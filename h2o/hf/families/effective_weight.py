@@ -1,10 +1,11 @@
-"""The matrix of a linear module, even one that is quantized, offloaded or has an adapter.
+"""The effective weight of a linear module, even one that is quantized, offloaded or has an adapter.
 
-The matrix is recovered by feeding the identity through the module. This takes as long as hundreds
-of tokens, so the result is remembered together with everything that it depends on: the tensors of
-the module with their version counters, and every other attribute, such as an adapter's scale and
-the name of the active adapter. If any of these has changed, the matrix is recovered again. Writes
-through a parameter's `.data` go unnoticed, except in a plain linear module with `fresh`.
+It is computed by feeding the identity matrix through the module. This costs as much as a forward
+pass over hundreds of tokens, so the result is cached together with everything that it depends on:
+the tensors of the module with their version counters, and every other attribute, such as an
+adapter's scale and the name of the active adapter. If any of these has changed, the weight is
+computed again. Writes through a parameter's `.data` go unnoticed, except in a plain linear module
+if the caller asks for a fresh result.
 """
 
 from __future__ import annotations
@@ -20,34 +21,34 @@ from h2o import compat
 from h2o.compat_wrappers import is_offloaded
 from h2o.hf.families.tagged_tensor import plain
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
-class _Remembered(NamedTuple):
+class _CacheEntry(NamedTuple):
     state: list[Any]
     tensors: list[Tensor]
     """The tensors in `state`, kept alive so that no other object gets their ids"""
     result: Any
 
 
-_remembered: weakref.WeakKeyDictionary[nn.Module, _Remembered] = weakref.WeakKeyDictionary()
+_cache: weakref.WeakKeyDictionary[nn.Module, _CacheEntry] = weakref.WeakKeyDictionary()
 
 
-def apply_to_matrix(
+def apply_to_weight(
     module: nn.Module,
     width: int,
     like: Tensor,
-    make: Callable[[Tensor, bool], Made],
+    make: Callable[[Tensor, bool], T],
     *,
     fresh: bool = False,
-) -> Made:
-    """Apply `make` to the matrix [outputs, width] of a module, or return the remembered result.
+) -> T:
+    """Apply `make` to the weight [outputs, width] of a module, or return the cached result.
 
     Args:
-        like: a tensor with the dtype and device that the matrix gets. The matrix has no gradient.
-        make: called with the matrix and with whether the result will be remembered. It must be the
+        like: a tensor with the dtype and device that the weight gets. The weight has no gradient.
+        make: called with the weight and with whether the result will be cached. It must be the
             same for every call with a module.
-        fresh: for a plain linear module, do not use a remembered result.
+        fresh: for a plain linear module, do not use a cached result.
     """
     plain_weight = _weight(module, like)
 
@@ -64,10 +65,10 @@ def apply_to_matrix(
         state = [like.dtype, like.device, width, *_state(parts, tensors)]
     except RuntimeError:  # inference tensors have no version counter
         return make(matrix(), False)
-    remembered = _remembered.get(module)
-    if remembered is None or remembered.state != state or (fresh and plain_weight is not None):
-        remembered = _remembered[module] = _Remembered(state, tensors, make(matrix(), True))
-    result: Made = remembered.result
+    entry = _cache.get(module)
+    if entry is None or entry.state != state or (fresh and plain_weight is not None):
+        entry = _cache[module] = _CacheEntry(state, tensors, make(matrix(), True))
+    result: T = entry.result
     return result
 
 

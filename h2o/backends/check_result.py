@@ -1,4 +1,4 @@
-"""The verdict on the kernels of a device, and its file in the cache folder."""
+"""The result of checking the kernels of a device, and its file in the cache folder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 AttentionByTokens = dict[int, str]
-"""The attention for prompts, by the number of tokens from which it is used, ascending. Its name is
-from `h2o.backends.prompt_attention.TORCH_ATTENTIONS`, or "" for h2o's own kernels, which also
-handle all prompts shorter than the first number."""
+"""The attention implementation for prompts, by the smallest number of tokens for which it is used,
+in ascending order. Each is a name in `h2o.backends.prompt_attention.TORCH_ATTENTIONS`, or "" for
+h2o's own kernels, which also handle all prompts with fewer tokens than the first number."""
 
 
-class Verdict(NamedTuple):
+class CheckResult(NamedTuple):
     """Result of a check of a device's kernels."""
 
     mistakes: list[str]
@@ -46,12 +46,12 @@ def _in_words(attentions: AttentionByTokens) -> str:
 OWN = "h2o's kernels"
 
 
-def recall(facts: dict[str, Any]) -> Verdict | None:
-    """The verdict stored for these facts, or None if there is none in this format."""
+def load_result(facts: dict[str, Any]) -> CheckResult | None:
+    """The result stored for these facts, or None if there is none in this format."""
     try:
         known = json.loads(_file(facts).read_text("utf-8"))
         prompts = {int(depth): _parse_attention(x) for depth, x in known["prompts"].items()}
-        return Verdict(list(map(str, known["mistakes"])), prompts)
+        return CheckResult(list(map(str, known["mistakes"])), prompts)
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -66,15 +66,15 @@ def _parse_attention(known: dict[str, str]) -> AttentionByTokens:
     return attentions
 
 
-def remember(facts: dict[str, Any], verdict: Verdict) -> None:
-    """Store a verdict. If the folder is not writable, every process checks the kernels again."""
+def save_result(facts: dict[str, Any], result: CheckResult) -> None:
+    """Store a result. If the folder is not writable, every process checks the kernels again."""
     from h2o.utils.filesystem import atomic_write
 
     try:
         path = _file(facts)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as draft:
-            draft.write_text(json.dumps(facts | verdict._asdict(), indent=2), "utf-8")
+            draft.write_text(json.dumps(facts | result._asdict(), indent=2), "utf-8")
     except (OSError, RuntimeError):
         return
 

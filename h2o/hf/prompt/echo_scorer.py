@@ -165,13 +165,13 @@ class EchoScorer(AttentionScorer):
         self.echo, self.cross_head = echo, cross_head
 
     def after_prompt(self, tokens: NewTokens, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `AttentionScorer.after_prompt`. The claims are the keys' echo."""
+        """See `AttentionScorer.after_prompt`."""
         return self.echo.scores(tokens, scores)
 
     def store(self, layer: Any, prompt: Prompt) -> None:
         """See `AttentionScorer.store`. If layers share one budget, the last layer's call stores the
         prompts of all."""
-        if self.cross_head is None or prompt.claims is None:
+        if self.cross_head is None or prompt.echo is None:
             super().store(layer, prompt)
         else:
             self.cross_head.take(layer, prompt)

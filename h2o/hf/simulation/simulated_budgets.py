@@ -1,8 +1,8 @@
 """Budgets of layers and heads in a simulation of `head_shares="echo"`.
 
 A layer's budgets depend on the echo of all layers, including later ones. Each simulated forward
-pass is therefore preceded by a pass that evicts nothing. This first pass collects the claims of the
-prompts' keys and deals the places as an `H2OCache` does (`h2o.hf.prompt.cross_head_budget`).
+pass is therefore preceded by a pass that evicts nothing. This first pass collects the echo of the
+prompts' keys and divides the budget as an `H2OCache` does (`h2o.hf.prompt.cross_head_budget`).
 
 Shape letters: B batch rows, G key/value heads, N columns of the text.
 """
@@ -19,15 +19,15 @@ from torch import nn
 
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.attention.attention_call import NewTokens, attention
-from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, Recipient, positions_in
+from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, LayerStandIn, Prompt, positions_in
+from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.prompt.prompt_budget import PromptBudget
-from h2o.hf.prompt.prompt_echo import PromptEcho
 from h2o.hf.rotary.model_rotary import Rotary
 from h2o.hf.store.pins import Pins
 from h2o.hf.store.slot_layout import Budgets
 
 
-class SharedPlaces:
+class SimulatedBudgets:
     """Budgets of each layer, row and head, for the text that each thread simulates."""
 
     def __init__(self, plans: dict[int, LayerPlan], rotary: Rotary) -> None:
@@ -41,11 +41,11 @@ class SharedPlaces:
         budgets: Sequence[LayerPlan | None],
         prompt_length: int | Sequence[int],
         rotary: Rotary | None,
-    ) -> SharedPlaces | None:
+    ) -> SimulatedBudgets | None:
         """Create from the plans of all layers (`budgets`; None for layers that are not H2O's).
 
         Returns None if no budget depends on echo, and for prompts of a single token or of sinks
-        alone, which have no places to deal.
+        alone, which have nothing to divide.
         """
         plans = {i: x for i, x in enumerate(budgets) if x is not None}
         shares = [x for x in plans.values() if x.config.shares_by_echo]
@@ -56,15 +56,15 @@ class SharedPlaces:
 
     @property
     def is_collecting(self) -> bool:
-        """Whether this thread is in the pass that collects claims and evicts nothing."""
+        """Whether this thread is in the pass that collects echo and evicts nothing."""
         return getattr(self._thread_local, "cross_head", None) is not None
 
     @contextmanager
     def budget_pass(self, model: nn.Module) -> Iterator[None]:
-        """Within the block, run a pass that deals the places before each forward pass of the
-        model."""
+        """Within the block, run a pass that divides the budget before each forward pass of
+        the model."""
 
-        def collect_claims(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        def collect_echo(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if self.is_collecting:
                 return
             self._thread_local.budgets = {}
@@ -75,7 +75,7 @@ class SharedPlaces:
             finally:
                 self._thread_local.cross_head = None
 
-        hook = model.register_forward_pre_hook(collect_claims, with_kwargs=True)
+        hook = model.register_forward_pre_hook(collect_echo, with_kwargs=True)
         try:
             yield
         finally:
@@ -84,7 +84,7 @@ class SharedPlaces:
     def take(
         self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets, pins: Pins
     ) -> None:
-        """Collect the claims of the prompts' keys in a layer, whose heads have the budgets `by_row`
+        """Collect the echo of the prompts' keys in a layer, whose heads have the budgets `by_row`
         so far."""
         plan = self._plans[layer]
         real = text.key.new_ones(text.key.shape[0], text.key.shape[2], dtype=torch.bool)
@@ -106,9 +106,9 @@ class SharedPlaces:
         def note(prompt: Prompt, by_row: Budgets) -> None:
             budgets[layer] = by_row
 
-        self._thread_local.cross_head.take(Recipient(layer, plan, note), prompt)
+        self._thread_local.cross_head.take(LayerStandIn(layer, plan, note), prompt)
 
     def budgets(self, layer: int) -> Budgets:
-        """(heavy, recent) of each row and head in a layer, as the last pass dealt them."""
+        """(heavy, recent) of each row and head in a layer, as the last pass divided them."""
         budgets: Budgets = self._thread_local.budgets[layer]
         return budgets

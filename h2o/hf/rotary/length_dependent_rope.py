@@ -1,7 +1,8 @@
-"""Rotary angles that depend on the longest text in a forward pass (longrope, dynamic NTK).
+"""Rotary embeddings whose angles depend on the longest text in a forward pass (longrope, dynamic
+NTK).
 
 In `generate()` the longest row of a batch decides the angles of all rows. Code that batches texts
-of several lengths finds out here which of them have the same angles.
+of several lengths therefore groups the texts that have the same angles.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding whose angles depend on the length of the text."""
 
 
-class AnglesByLength:
+class LengthDependentRope:
     """How the angles of a model's rotary modules depend on the length of a text."""
 
     def __init__(self, model: Any) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from h2o import H2OConfig, ops
 from h2o.config.layer_plan import LayerPlan
-from h2o.vllm.echo_of_prompts import Dealer
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
 from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts
+from h2o.vllm.prompt_scoring import CrossLayerBudget
 from tests.torch.test_paged_rows import (
     LAYERS,
     LONGEST,
@@ -57,9 +57,11 @@ class Model:
         self.budget = PageBudget(config, LAYERS, LONGEST)
         page = self.budget.empty_pages(torch.empty(1, G, 1, D))
         memory = apart(0, PAGES, page_bytes(page), dtype=torch.int8).fill_(7)
-        self.store, deals = PageStore(memory, page, LAYERS), Dealer(LAYERS)
+        self.store, cross_layer = PageStore(memory, page, LAYERS), CrossLayerBudget(LAYERS)
         self.layers = [
-            PagedLayer(self.store, self.budget, i, SCALE, 0.0, functools.partial(echo, i), deals)
+            PagedLayer(
+                self.store, self.budget, i, SCALE, 0.0, functools.partial(echo, i), cross_layer
+            )
             for i in range(LAYERS)
         ]
 
@@ -110,10 +112,10 @@ def alone(config: H2OConfig, each: Talk) -> tuple[torch.Tensor, list[list[list[i
         ranks = ranks / torch.arange(each.prompt, 0, -1)
         own = ranks[0, :, sinks : each.prompt - recent].topk(min(least, claim.shape[1])).indices
         claim.scatter_(1, own, -1.0)
-    places, best = LAYERS * G * (heavy - least), torch.cat(claims)
+    pool, best = LAYERS * G * (heavy - least), torch.cat(claims)
     free = int((best >= 0).sum())
-    won = best.flatten().topk(min(places, free)).indices // max(1, best.shape[1])
-    won = won.bincount(minlength=len(best)) + max(0, places - free) // len(best)
+    won = best.flatten().topk(min(pool, free)).indices // max(1, best.shape[1])
+    won = won.bincount(minlength=len(best)) + max(0, pool - free) // len(best)
     answer, held = torch.zeros(0), []
     for layer, (query, keys, values, out, scores) in enumerate(layers):
         sizes = (least + won[layer * G : (layer + 1) * G]).tolist()
@@ -191,8 +193,8 @@ def test_a_pass_that_broke_off_leaves_nothing():
     assert torch.equal(torch.cat(other.answer), wanted)
 
 
-def test_a_page_has_room_for_whatever_is_dealt():
-    """One head of one layer may win all places, so its part of the page must have room for all."""
+def test_a_page_has_room_for_any_division():
+    """One head of one layer may get all pooled slots, so its part of the page must have room."""
 
     def greedy(layer, query, key, value, received):
         wins = torch.tensor([1.0 if layer == 1 and g == 1 else 0.0 for g in range(G)])

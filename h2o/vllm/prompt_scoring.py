@@ -15,10 +15,10 @@ from torch import Tensor
 
 from h2o.config import H2OConfig
 from h2o.hf.attention.attention_call import NewTokens
-from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, Recipient
+from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, LayerStandIn, Prompt
+from h2o.hf.prompt.echo_scorer import PromptEcho, rotary_for
+from h2o.hf.prompt.echo_scorer import echo_replacement as echo_replacement  # for validation
 from h2o.hf.prompt.prompt_budget import PromptBudget
-from h2o.hf.prompt.prompt_echo import PromptEcho, rotary_for
-from h2o.hf.prompt.prompt_echo import echo_replacement as echo_replacement  # for validation
 from h2o.hf.store.slot_layout import Budgets
 from h2o.vllm.paged_rows import Cut, PromptScores
 
@@ -46,7 +46,7 @@ class PromptEchoes:
         return scores
 
 
-class Dealer:
+class CrossLayerBudget:
     """Divides the budget of each prompt across all layers, as `H2OCache` does, once the last layer
     has processed the prompt. Until then it holds a copy of each layer's part."""
 
@@ -66,14 +66,14 @@ class Dealer:
             return []
         del self._waiting[page]
         cross_head = CrossHeadBudget({i: part.plan for i, part in enumerate(parts)}, alike=False)
-        dealt: list[Cut] = []
+        divided: list[Cut] = []
 
         def note(prompt: Prompt, by_row: Budgets) -> None:  # called for the layers in order
-            dealt.append(parts[len(dealt)]._replace(budgets=by_row[0]))
+            divided.append(parts[len(divided)]._replace(budgets=by_row[0]))
 
         for i, part in enumerate(parts):
-            cross_head.take(Recipient(i, part.plan, note), _prompt(part))
-        return dealt
+            cross_head.take(LayerStandIn(i, part.plan, note), _prompt(part))
+        return divided
 
 
 def _prompt(cut: Cut) -> Prompt:

@@ -1,6 +1,6 @@
-"""The contents of one layer of an `H2OCache` between forward passes: slots and token counts.
+"""`BaseLayer`: what a layer of an `H2OCache` holds between forward passes, slots and token counts.
 
-`LayerContents` is the base of `H2OLayer` (`h2o.hf.layers.layer`), which adds the forward pass.
+It is the base class of `H2OLayer` (`h2o.hf.layers.layer`), which adds the forward pass.
 
 Shape letters: B batch rows, G key/value heads, S slots, n columns of another cache, D head
 dimension, K keys held. A column is an index in the padded batch. A position is a token's index in
@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from h2o import ops
 from h2o.config import H2OConfig
 from h2o.hf.store import slot_layout
-from h2o.hf.store.kept import Kept
+from h2o.hf.store.kept_keys import Kept
 from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.report import LayerReport
 from h2o.hf.store.slot_layout import Capacity
@@ -27,7 +27,7 @@ from h2o.hf.store.trace import Trace
 from h2o.quantization import dequantize
 
 
-class LayerContents(CacheLayerMixin):
+class BaseLayer(CacheLayerMixin):
     """Slots and counts of an `H2OLayer`, without its forward pass."""
 
     kind = "h2o"
@@ -58,7 +58,7 @@ class LayerContents(CacheLayerMixin):
         self.count(keys.shape[2], mask)
 
     def take_rows(
-        self, rows: list[int], source: LayerContents, source_rows: list[int], B: int, longest: int
+        self, rows: list[int], source: BaseLayer, source_rows: list[int], B: int, longest: int
     ) -> None:
         """Overwrite some of the B rows with rows of another layer, in place.
 
