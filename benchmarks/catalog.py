@@ -19,7 +19,6 @@ from . import (
     random_model_tables,
     serving_table,
     store_tables,
-    thread_table,
     throughput_tables,
     torch_backend_tables,
 )
@@ -60,10 +59,6 @@ TABLES = (
         cuda="G2, G3: a decode step with its eviction, against SDPA and FlashInfer",
     ),
     Table(
-        "strides", decode_tables.strides,
-        cpu="P13: a decode step over strided views, against contiguous ones",
-    ),
-    Table(
         "lengths", attention_tables.lengths,
         cpu="P19: the rate of a prefill with scores for long prompts, against 4096 tokens",
     ),
@@ -99,10 +94,6 @@ TABLES = (
     Table(
         "portable", torch_backend_tables.portable,
         cpu="P20: the torch backend on the CPU, against eager with scores and the core's step",
-    ),
-    Table(
-        "threads", thread_table.threads,
-        cpu="whether h2o's threads slow down torch's operators",
     ),
     Table(
         "busy", busy_table.busy,

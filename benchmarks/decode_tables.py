@@ -1,4 +1,4 @@
-"""P3 to P5, P9, P13, G2, G3: a decode step of a layer.
+"""P3 to P5, P9, G2, G3: a decode step of a layer.
 
 On a GPU it is timed as a CUDA graph over several layers, as servers run it. The host's time is then
 not included, and no layer finds its keys in the GPU's cache. On a CPU each call is one layer, and
@@ -20,7 +20,6 @@ import h2o
 import h2o.ops
 
 from . import correctness, inputs
-from .correctness import WrongResult
 from .machine import roofline
 from .options import DTYPES, Options
 from .peers import attention_peers, torch_peers
@@ -183,58 +182,6 @@ def gpu_decode_rows(options: Options, device: DryRun, layers: Layers, case: str)
             ours=times["h2o step"], peer=times[peer], bound="copy", peak=times[peak.name],
             error=layers.error, facts=facts,
         )  # fmt: skip
-
-
-# ---- Strided views ----
-
-
-def strides(options: Options) -> Iterator[Row]:
-    """P13: a decode step over keys and values that are views, as in other layouts of stores.
-
-    The layer fits into the last-level cache. From memory, the page layout of such views would
-    dominate the time.
-    """
-    B, H, G, D, k = (2, 4, 2, 64, 12) if options.quick else (1, 32, 8, 128, 820)
-    fill = 2 * k
-    for name, dtype in options.wanted("float32", "bfloat16"):
-        query, keys, values = inputs.text(B, H, G, fill + 1, D, dtype)
-        token = tuple(x[:, :, fill:].contiguous() for x in (query, keys, values))
-        prompt = (keys[:, :, :fill], values[:, :, :fill], query[:, :, :fill])
-        first = inputs.filled_slots(*(x.contiguous() for x in prompt), k - k // 2, k // 2)
-        row = 32768 // dtype.itemsize
-        ways: dict[str, Callable[[Tensor], Tensor]] = {
-            "contiguous": torch.clone,
-            "[B,S,G,D]": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-            "rows of 32 KiB": lambda x, row=row: torch.cat(
-                [x, x.new_zeros(*x.shape[:3], row - x.shape[3])], dim=3
-            )[..., : x.shape[3]],
-        }
-        stores = {way: with_layout(first, layout) for way, layout in ways.items()}
-        answers = {way: h2o.ops.step(*token, slots) for way, slots in stores.items()}
-        for way, out in answers.items():
-            if not out.equal(answers["contiguous"]):
-                raise WrongResult(f"{way} gives another answer than contiguous")
-        out = query.new_empty(B, 1, H, D)
-        contenders = []
-        for way, slots in stores.items():
-
-            def step(slots=slots, out=out, token=token) -> None:
-                h2o.ops.step(*token, slots, out=out)
-
-            contenders.append(Contender(way, step))
-        times = race(contenders, options.rounds)
-        case = f"{name}, B={B}, H={H}, G={G}, D={D}, {k} keys"
-        for way in list(ways)[1:]:
-            yield Row(
-                "P13", f"decode step, {way} / contiguous", case, ours=times[way],
-                peer=times["contiguous"], error="bitwise equal",
-            )  # fmt: skip
-
-
-def with_layout(slots: Any, layout: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of the slots whose keys and values have another layout."""
-    copy = inputs.copy_slots(slots)
-    return copy._replace(keys=layout(copy.keys), values=layout(copy.values))
 
 
 # ---- One call ----

@@ -24,7 +24,7 @@ from h2o.vllm.entry import served_budget_config, whole_prompts_of
 from h2o.vllm.forks import Forks
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
-from h2o.vllm.paged_request import Request, with_budget, with_pins
+from h2o.vllm.paged_request import Request, prefix_tokens, with_budget, with_pins
 from h2o.vllm.paged_rows import PagedLayer, PartialPrompts, plan
 from tests import inputs
 from tests.devices import elsewhere
@@ -595,8 +595,31 @@ def test_a_request_says_a_budget_of_its_own():
     assert with_budget(config, {"h2o_heavy": 0.1, "h2o_recent": 3}) == H2OConfig(
         heavy=0.1, recent=3, sinks=4
     )
-    for wrong in ({"h2o_heavy": "8"}, {"h2o_recent": True}, {"h2o_heavy": -1}, {"h2o_budget": 3}):
-        with pytest.raises(
-            (TypeError, ValueError), match=r"heavy|recent|h2o_budget: a request has"
-        ):
-            with_budget(config, wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"h2o_heavy": "a lot"}, "h2o_heavy must be a number of tokens"),
+        ({"h2o_heavy": -3}, "h2o_heavy must be from 0"),
+        ({"h2o_recent": 1.5}, "h2o_recent=1.5: a float is a fraction"),
+        ({"h2o_heav": 3}, "h2o_heav: unknown; a request can have h2o_heavy, h2o_recent, "),
+        ({"h2o_prefix": "40"}, "h2o_prefix must be a number of tokens from 1"),
+        ({"h2o_prefix": 0}, "h2o_prefix must be a number of tokens from 1"),
+        ({"h2o_pinned": "system"}, "h2o_pinned: this process does not see chats"),
+        ({"h2o_pinned": "4:x"}, "'4:x' is neither system nor prompt nor spans of tokens"),
+        ({"h2o_pinned": 4}, 'h2o_pinned must be spans of tokens as text, such as "0:40,100:120"'),
+        ({"h2o_pinned": [0, 40]}, r"h2o_pinned must be spans of tokens .* not \[0, 40\]"),
+        ({"h2o_pinned": ["12"]}, r"h2o_pinned must be spans of tokens .* not \['12'\]"),
+        ({"h2o_recent": True}, "h2o_recent must be a number of tokens"),
+        ({"h2o_prefix": 4, "h2o_context": 4}, "pass only one"),
+    ],
+)
+def test_wrong_budgets_prefixes_and_pins(arguments, reason):
+    def read() -> None:
+        with_budget(H2OConfig(), arguments)
+        with_pins(H2OConfig(), arguments)
+        prefix_tokens(arguments, 9)
+
+    with pytest.raises((TypeError, ValueError), match=reason):
+        read()

@@ -40,7 +40,7 @@ def test_the_server_and_its_clients(tmp_path):
         out = subprocess.run(shlex.split("curl -sS" + asked), capture_output=True, text=True)
         assert 0 < json.loads(out.stdout)["usage"]["completion_tokens"] <= 50
         names = {"openai": openai, "NAME": MODEL, "text": "A lighthouse is"}
-        code = block("client = openai").replace("localhost:8000", f"127.0.0.1:{port}")
+        code = block("import openai").replace("localhost:8000", f"127.0.0.1:{port}")
         exec(code, names)
         assert 0 < names["answer"].usage.completion_tokens <= 50
     assert re.search(r"h2o: \d+ requests fit, and \d+ of the longest ", log.read_text())
@@ -48,7 +48,6 @@ def test_the_server_and_its_clients(tmp_path):
 
 BATCH = f"""
 if __name__ == "__main__":  # where vLLM starts its engine anew, it imports this
-    import vllm
     name, prompts = {FOLDER!r}, ["A lighthouse is", "Once"]
 %s
     print("\\nTOKENS", *(len(one.outputs[0].token_ids) for one in answers))
@@ -57,7 +56,7 @@ if __name__ == "__main__":  # where vLLM starts its engine anew, it imports this
 
 def test_batches_without_a_server(tmp_path):
     """The page's batch works as a script."""
-    code = block("llm = vllm.LLM").replace("name,\n", "name,\n    enforce_eager=True,\n", 1)
+    code = block("import vllm").replace("name,\n", "name,\n    enforce_eager=True,\n", 1)
     assert "enforce_eager" in code
     (tmp_path / "script.py").write_text(BATCH % indent(code, "    "))
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

@@ -42,6 +42,7 @@ WRONG = (
     {"vllm_xargs": {"h2o_context": 0}},
     {"prompt": []},
     {"prompt": [5] * 3000},
+    {"prompt": [10**9]},
     {"max_tokens": -1},
     {"temperature": "hot"},
 )
