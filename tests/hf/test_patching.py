@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeline
+from transformers import AutoModelForCausalLM, DynamicCache, pipeline
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import h2o
@@ -237,22 +237,6 @@ def test_an_error_in_a_forward_pass_does_not_spoil_the_next(llama):
     assert got == expected_tokens(llama, {"input_ids": ids}, **SMALL)
 
 
-def test_nested_the_inner_one_counts_then_the_outer_again(llama):
-    inputs = {"input_ids": prompts(20)[0]}
-    with patched(llama, heavy=6, recent=6) as outer:
-        between = traces(llama)
-        with patched(llama, heavy=2, recent=2) as inner:
-            assert greedy(llama, inputs, 12).tolist() == expected_tokens(
-                llama, inputs, heavy=2, recent=2
-            )
-            assert llama(**inputs)[CACHE] is inner.cache
-            assert outer.cache is None
-        assert traces(llama) == between
-        got = greedy(llama, inputs, 12).tolist()
-        assert llama(**inputs)[CACHE] is outer.cache
-    assert got == expected_tokens(llama, inputs, heavy=6, recent=6)
-
-
 def test_enable_and_disable(llama):
     inputs = {"input_ids": prompts(20)[0]}
     patch = enable(llama, H2OConfig(**SMALL), trace=True)
@@ -360,13 +344,6 @@ def test_other_caches_are_refused(llama, wanted):
         pytest.raises(UnsupportedError, match=f"cache_implementation='{wanted}"),
     ):
         greedy(llama, {"input_ids": ids}, cache_implementation=wanted)
-
-
-def test_a_static_cache_object_is_refused(llama):
-    (ids,) = prompts(20)
-    static = StaticCache(config=llama.config, max_cache_len=64)
-    with patched(llama, **SMALL), pytest.raises(UnsupportedError, match="StaticCache"):
-        greedy(llama, {"input_ids": ids}, **with_cache(static))
 
 
 def test_dynamic_by_name_is_ours(llama):
