@@ -15,8 +15,8 @@ from h2o import H2OCache, H2OConfig, UnsupportedError, disable, enable, patched
 from h2o.compat import CACHE, with_cache
 from h2o.hf.cache.new_cache import new_cache
 from tests.cases import checkered
-from tests.hf.modes import MODES, POLICIES, policy
-from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, slow_if
+from tests.hf.modes import MODES, policy
+from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
 
@@ -77,18 +77,8 @@ def test_generate_has_a_fresh_cache_each_time(plain):
 
 # A block makes a cache from its config. Of the policy it only needs to know whether budgets are
 # fractions, because the cache then needs the prompt's length.
-@pytest.mark.parametrize(
-    ("mode", "chosen"),
-    [
-        slow_if(
-            chosen not in ("h2o", "fractions") and mode not in ("greedy", "chunked prompt"),
-            mode, chosen,
-        )
-        for mode in MODES
-        if mode != "chat turns"
-        for chosen in POLICIES
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("chosen", ["h2o", "fractions"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "chat turns"])
 def test_every_mode_as_with_a_cache_by_hand(mode, chosen):
     """Each mode must generate the tokens that it generates with a cache passed by hand. Chat turns
     are left out, because a fresh cache for each call has no second turn."""
