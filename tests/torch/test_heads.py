@@ -135,7 +135,7 @@ def test_rows_with_places_of_their_own(engine, kv_dtype, name):
     before = [x.clone() for x in apart.slots[:4]]
     for talk in (plain, apart):
         talk.feed_all(CALLS)
-    rounding = 0.0 if engine.name == "core" else 1e-5
+    rounding = 0.0 if engine.name == "core" and not backends.forced else 1e-5
     np.testing.assert_allclose(apart.answer, plain.answer, rounding, rounding)
     for (positions, scores), (wanted, wanted_scores) in zip(apart.kept, plain.kept, strict=True):
         np.testing.assert_array_equal(positions, wanted)
