@@ -2,7 +2,10 @@
 
 import gc
 import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -47,6 +50,30 @@ def one_thread(request):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory):
+    """A folder with the files of this checkout, and with the sdist and the pure wheel built from
+    them in dist, without a compiler. A file of kernels is there too."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        pytest.skip("needs a checkout")
+    folder = tmp_path_factory.mktemp("checkout")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, check=True, capture_output=True)
+    for name in listed.stdout.decode().splitlines():
+        if (root / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, folder / name)
+    (folder / "h2o" / "kernels.fatbin").write_bytes(b"kernels")
+    for command, variables in (("sdist", {}), ("bdist_wheel", {"H2O_PURE": "1"})):
+        subprocess.run(
+            [sys.executable, "setup.py", "--quiet", command],
+            cwd=folder, env=os.environ | {"CC": "no-such-compiler"} | variables, check=True,
+            capture_output=True,
+        )  # fmt: skip
+    return folder
 
 
 if device := os.environ.get("H2O_TEST_DEVICE"):

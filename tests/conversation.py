@@ -167,6 +167,78 @@ def check_as_rows_in_sequence(
     assert placed.others() == placed.before
 
 
+def check_simulation(
+    engine: Engine, text: Text, policy: Policy, prompt: list[int], *,
+    budget: np.ndarray | None = None, mask: np.ndarray | None = None, kv_dtype: str | None = None,
+    tolerance: float = 2e-5, compares_evictions: bool = True,
+) -> None:  # fmt: skip
+    """Check that a simulated text has the outputs, the evictions after each column and the last
+    scores of caches that are each fed one row: its `prompt` tokens at once, the others one by one.
+
+    Args:
+        budget: int [B, 2] or [B, G, 2]; None for the policy's.
+        compares_evictions: False for 16 bits, whose rounding may choose another of two keys.
+    """
+    B, G, N = text.keys.shape[:3]
+    rows = np.array([[policy.heavy, policy.recent]] * B) if budget is None else budget
+    mask = np.ones((B, N), bool) if mask is None else mask
+    counts = (engine.tensor(np.asarray(x, np.int32)) for x in (prompt, rows))
+    simulated = engine.module.simulate(
+        *map(engine.tensor, text), *counts, mask=engine.tensor(mask), kv_dtype=kv_dtype,
+        **policy.ranking,
+    )  # fmt: skip
+    out, evicted_at, scores = map(as_float64, simulated)
+    for b in range(B):
+        one, columns = slice(b, b + 1), np.flatnonzero(mask[b])
+        talk = Conversation(
+            engine, Text(*(x[one] for x in text)), policy, mask=mask[one], budget=rows[one],
+            kv_dtype=kv_dtype, stepwise=False,  # a prompt of one token is no decode step
+        )  # fmt: skip
+        first = int(columns[prompt[b] - 1]) + 1
+        talk.feed(first)
+        talk.stepwise = True
+        talk.feed_all([1] * (N - first))
+        np.testing.assert_allclose(out[b], talk.answer[0], rtol=tolerance, atol=tolerance)
+        for stop, (positions, sums) in enumerate(talk.kept if compares_evictions else (), first):
+            for g in range(G):
+                held = columns[positions[0, g][positions[0, g] >= 0]]
+                if stop < N:
+                    alive = np.flatnonzero(evicted_at[b, g, :stop] > stop)
+                    np.testing.assert_array_equal(held, alive, err_msg=f"{b}, {g}, {stop}")
+                else:  # what the last column evicts is not in evicted_at
+                    assert (evicted_at[b, g, held] == N).all()
+                    wanted = sums[0, g, : len(held)]
+                    np.testing.assert_allclose(scores[b, g, held], wanted, rtol=2e-5, atol=1e-5)
+
+
+def check_heads_alone(
+    engine: Engine, text: Text, policy: Policy, calls: list[int], budgets: np.ndarray, *,
+    mask: np.ndarray | None = None, kv_dtype: str | None = None, tolerance: float = 0.0,
+) -> None:  # fmt: skip
+    """Check that each head, with budgets [B, G, 2], has the answers and slots that it has alone."""
+    more = {"mask": mask, "kv_dtype": kv_dtype}
+    talk = Conversation(engine, text, policy, budget=budgets, **more).feed_all(calls)
+    G = text.keys.shape[1]
+    assert talk.slots.positions.shape == (len(budgets), int(talk.slots.starts[-1]))
+
+    def assert_same(got: np.ndarray, wanted: np.ndarray, near: float) -> None:
+        np.testing.assert_allclose(as_float64(got), as_float64(wanted), rtol=near, atol=near)
+
+    R = text.query.shape[1] // G
+    for g in range(G):
+        heads_of_g = slice(g * R, (g + 1) * R)
+        head = Text(text.query[:, heads_of_g], *(x[:, g : g + 1] for x in text[1:]))
+        alone = Conversation(engine, head, policy, budget=budgets[:, g], **more).feed_all(calls)
+        assert_same(talk.answer[:, :, heads_of_g], alone.answer, tolerance)
+        near = min(tolerance, 1e-5)
+        for (positions, scores), (wanted, wanted_scores) in zip(talk.kept, alone.kept, strict=True):
+            K = wanted.shape[-1]
+            np.testing.assert_array_equal(positions[:, g, :K], wanted[:, 0])
+            assert_same(scores[:, g, :K], wanted_scores[:, 0], near)
+            assert (positions[:, g, K:] == -1).all()
+        assert_same(talk.slots.evicted_score[:, g], alone.slots.evicted_score[:, 0], near)
+
+
 def as_float64(tensor: Any) -> np.ndarray:
     """A copy of a NumPy array or a CPU torch tensor. (NumPy cannot read bfloat16 tensors.)"""
     return np.array(tensor if isinstance(tensor, np.ndarray) else tensor.double().numpy(), float)

@@ -108,10 +108,6 @@ def test_caches_take_turns(tiny, monkeypatch):  # noqa: F811
     ("arguments", "code", "words"),
     [
         (["--prompts", "1990"], 1, "exceed the 2000 positions"),
-        (["--device", "nowhere"], 1, "--device nowhere: torch finds no such device here"),
-        (["--device", "cuda:77"], 1, "--device cuda:77: torch finds no such device here"),
-        (["--model", "no/such/model"], 1, "cannot load the model 'no/such/model'"),
-        (["--budgets", "1.5"], 2, "1.5"),
         (["--compare", "nonsense"], 2, "setting 'nonsense': unknown"),
         (["--compare", "mask-local:0.1+0.1"], 2, "mask-local:0.1+0.1: a mask, not a cache"),
     ],

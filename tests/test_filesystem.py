@@ -71,6 +71,26 @@ def test_a_process_that_was_killed_holds_nothing(tmp_path):
     make_once(path, lambda draft: pytest.fail("made twice"))
 
 
+def test_a_maker_that_fails_leaves_nothing(tmp_path):
+    path = tmp_path / "folder"
+
+    def fail(draft):
+        draft.mkdir()
+        (draft / "file").write_text("half")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        make_once(path, fail)
+    assert os.listdir(tmp_path) == [".folder.lock"]
+
+
+def test_what_has_been_made_needs_no_lock(tmp_path):
+    """The folder of a finished file may be read-only."""
+    (tmp_path / "file").write_text("whole")
+    make_once(tmp_path / "file", lambda draft: pytest.fail("made twice"))
+    assert os.listdir(tmp_path) == ["file"]
+
+
 def test_errors_name_the_file_and_not_its_lock(tmp_path):
     (tmp_path / "in the way").write_text("")
     path = tmp_path / "in the way" / "file"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,21 +23,10 @@ import release  # noqa: E402
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
-@pytest.fixture(scope="module")
-def dist(tmp_path_factory) -> Path:
-    """Folder with the sdist and the pure wheel, built from the files that git tracks."""
-    folder = tmp_path_factory.mktemp("checkout")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True)
-    for name in listed.stdout.decode().splitlines():
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    for command, variables in (("sdist", {}), ("bdist_wheel", {"H2O_PURE": "1"})):
-        subprocess.run(
-            [sys.executable, "setup.py", "--quiet", command],
-            cwd=folder, env=os.environ | variables, check=True, capture_output=True,
-        )  # fmt: skip
-    return folder / "dist"
+@pytest.fixture
+def dist(checkout) -> Path:
+    """Folder with the sdist and the pure wheel."""
+    return checkout / "dist"
 
 
 def test_a_release_of_this_checkout(dist):

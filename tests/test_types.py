@@ -29,7 +29,6 @@ class Lengths:  # as tensors and arrays have it
 
 cache = h2o.H2OCache(model.config, heavy=0.1, prompt_length=Lengths())
 h2o.H2OCache.from_dynamic_cache(cache, model.config, prompt_length=Lengths())
-{mistake}
 """
 
 MISTAKES = """
@@ -59,30 +58,27 @@ follow_imports = silent
 """
 
 
-def check(folder, mistake=""):
-    (folder / "script.py").write_text(SCRIPT.format(mistake=mistake))
-    (folder / "mypy.ini").write_text(CONFIG)
+def test_strict_types(tmp_path):
+    """A script must have the right types, and an error in each line with a mistake only."""
+    pytest.importorskip("mypy")
+    (tmp_path / "script.py").write_text(SCRIPT + MISTAKES)
+    (tmp_path / "mypy.ini").write_text(CONFIG)
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "script.py"],
-        cwd=folder, text=True, capture_output=True, check=False, timeout=300,
+        cwd=tmp_path, text=True, capture_output=True, check=False, timeout=300,
         env={**os.environ, "MYPYPATH": str(Path(__file__).parents[1])},
     )  # fmt: skip
-    return done.returncode, done.stdout
-
-
-def test_strict_types(tmp_path):
-    pytest.importorskip("mypy")
-    code, out = check(tmp_path)
-    assert code == 0, out
-    assert [line.partition('type is "')[2].rstrip('"') for line in out.splitlines()[:4]] == [
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert [line.partition('type is "')[2].rstrip('"') for line in lines[:4]] == [
         "float",
         "h2o.hf.cache.cache.H2OCache | None",
         "list[int]",
         "h2o.hf.support.Support",
     ]
-    code, out = check(tmp_path, MISTAKES)
-    assert code == 1
-    wrong = [line for line in out.splitlines() if ": error: " in line]
-    assert len(wrong) == len(MISTAKES.strip().splitlines()), out
-    for line, said in zip(wrong, SAID, strict=True):
-        assert said in line, out
+    first = len(SCRIPT.splitlines()) + 2  # MISTAKES begins with an empty line
+    wrong = [line for line in lines if ": error: " in line]
+    assert len(wrong) == len(SAID) == len(MISTAKES.strip().splitlines()), done.stdout
+    for number, (line, said) in enumerate(zip(wrong, SAID, strict=True), first):
+        assert line.startswith(f"script.py:{number}: "), done.stdout
+        assert said in line, done.stdout

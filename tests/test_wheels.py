@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import lzma
-import os
 import shutil
 import subprocess
 import sys
@@ -69,48 +68,28 @@ def test_sizes_are_limited_with_kernels_and_without(tmp_path):
     assert whole.endswith("expected at most 6000000")
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory) -> Path:
-    """A copy of the sources with built kernels in it."""
-    folder = tmp_path_factory.mktemp("sources")
-    for path in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / path, folder)
-    for path in ("h2o", "csrc", "tools"):
-        ignored = shutil.ignore_patterns("__pycache__", "_core*.so")
-        shutil.copytree(ROOT / path, folder / path, ignore=ignored)
-    (folder / "h2o" / "kernels.fatbin").write_bytes(KERNELS)
-    return folder
-
-
-def setup(folder: Path, *command: str, **variables: str) -> None:
-    subprocess.run(
-        [sys.executable, "setup.py", "--quiet", *command],
-        cwd=folder,
-        env={**os.environ, **variables},
-        check=True,
-        capture_output=True,
-    )
-
-
-def test_the_sdist_has_sources_of_kernels_only(sources):
-    setup(sources, "sdist")
-    (sdist,) = (sources / "dist").glob("*.tar.gz")
+def test_the_sdist_has_sources_of_kernels_only(checkout):
+    (sdist,) = (checkout / "dist").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     assert "csrc/cuda/kernels.cu" in names
     assert [x for x in names if x.endswith(".fatbin")] == []
 
 
-def test_a_build_takes_kernels_and_tasks_that_lie_there(sources):
-    setup(sources, "build_py", "--build-lib", "core")
-    setup(sources, "build_py", "--build-lib", "pure", H2O_PURE="1")
-    assert (sources / "core" / wheel_contents.KERNELS).read_bytes() == KERNELS
-    assert not (sources / "pure" / wheel_contents.KERNELS).exists()
-    tasks = {path.name for path in (ROOT / "h2o" / "evaluation" / "tasks").glob("*.yaml")}
+def test_a_build_takes_kernels_and_tasks_that_lie_there(checkout):
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", "core"],
+        cwd=checkout,
+        check=True,
+        capture_output=True,
+    )
+    with_core = {str(x.relative_to(checkout / "core")) for x in (checkout / "core").rglob("*.*")}
+    (pure,) = (checkout / "dist").glob("*.whl")
+    without = set(zipfile.ZipFile(pure).namelist())
+    assert wheel_contents.KERNELS in with_core - without
+    tasks = {str(x.relative_to(ROOT)) for x in (ROOT / "h2o" / "evaluation").rglob("*.yaml")}
     assert tasks
-    for build in ("core", "pure"):  # lm-eval's tasks are not Python files
-        packed = (sources / build / "h2o" / "evaluation" / "tasks").iterdir()
-        assert {path.name for path in packed} == tasks
+    assert tasks <= with_core & without  # lm-eval's tasks are not Python files
 
 
 def test_the_makefile_and_the_build_know_one_word():

@@ -205,54 +205,33 @@ def test_a_checkout_has_no_such_file():
     assert backends.HAS_CORE
 
 
-@pytest.fixture
-def sources(tmp_path):
-    """The sources of a wheel, without C."""
-    root = PACKAGE.parent
-    if not (root / "setup.py").exists():
-        pytest.skip("the sources are not here")
-    shutil.copytree(PACKAGE, tmp_path / "h2o", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(root / name, tmp_path)
-    return tmp_path
-
-
-def test_the_wheel_is_for_any_system_and_holds_no_core(sources):
-    words = "setup.py --quiet bdist_wheel --dist-dir built".split()
-    done = run(sources, *words, H2O_PURE="1", CC="no-such-compiler")
-    assert done.returncode == 0, done.stderr
-    (wheel,) = (sources / "built").iterdir()
+def test_the_wheel_is_for_any_system_and_holds_no_core(checkout):
+    (wheel,) = (checkout / "dist").glob("*.whl")
     version = importlib.metadata.version("h2o-kv")
     assert wheel.name == f"h2o_kv-{version}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         assert archive.read(f"h2o/{packages.PURE_BUILD}").decode() == f"{version}\n"
     assert not [name for name in names if "_core" in Path(name).name and "without" not in name]
-    assert {
-        f"h2o/{path.relative_to(PACKAGE).as_posix()}" for path in PACKAGE.rglob("*.py")
-    } <= names
+    files = (checkout / "h2o").rglob("*.py")
+    assert {path.relative_to(checkout).as_posix() for path in files} <= names
 
 
-def test_an_editable_install_in_place_compiles_nothing(sources):
+def test_an_editable_install_in_place_compiles_nothing(checkout):
     """`make` compiles the core afterwards, so an editable install must not. A wheel built this way
     would lack the core and is rejected."""
-    hooks = "from setuptools import build_meta as made; made.build_editable('built')"
-    (sources / "built").mkdir()
-    done = run(sources, "-c", hooks, H2O_IN_PLACE="1", CC="no-such-compiler")
+    hooks = "from setuptools import build_meta as made; made.build_editable('editable')"
+    (checkout / "editable").mkdir()
+    done = run(checkout, "-c", hooks, H2O_IN_PLACE="1", CC="no-such-compiler")
     assert done.returncode == 0, done.stderr
-    assert [path.suffix for path in (sources / "built").iterdir()] == [".whl"]
-    refused = run(sources, "setup.py", "--quiet", "bdist_wheel", H2O_IN_PLACE="1")
+    assert [path.suffix for path in (checkout / "editable").iterdir()] == [".whl"]
+    refused = run(checkout, "setup.py", "--quiet", "bdist_wheel", H2O_IN_PLACE="1")
     assert refused.returncode == 1
     assert "pip install with -e" in refused.stderr
 
 
-def test_a_build_without_a_compiler_names_the_pure_wheel(sources):
-    (sources / "csrc").mkdir()
-    (sources / "csrc" / "a.c").touch()
-    for path in ("csrc/cuda/kernels.h", "csrc/cuda/plan.c"):
-        (sources / path).parent.mkdir(exist_ok=True)
-        (sources / path).touch()
-    done = run(sources, "setup.py", "--quiet", "build_ext", CC="no-such-compiler")
+def test_a_build_without_a_compiler_names_the_pure_wheel(checkout):
+    done = run(checkout, "setup.py", "--quiet", "build_ext", CC="no-such-compiler")
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
     assert said.startswith("h2o-kv needs a C compiler, and 'no-such-compiler' was not found")

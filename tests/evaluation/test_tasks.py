@@ -407,21 +407,6 @@ def test_no_model(tmp_path, capsys):
     assert "nowhere" in error
 
 
-def test_threads_of_torch_do_not_matter(folder, tmp_path):
-    threads = torch.get_num_threads()
-    metrics = []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            out = tmp_path / str(count)
-            assert run(folder, "--compare", "h2o:4+4", "--limit", 3, "-o", out) == 0
-            (content,) = measured(out).values()
-            metrics.append(content["results"])
-    finally:
-        torch.set_num_threads(threads)
-    assert metrics[0] == metrics[1]
-
-
 # ---- What a result depends on, and where it goes -------------------------------------------------
 
 

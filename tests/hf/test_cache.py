@@ -12,7 +12,6 @@ import torch
 
 from h2o import H2OConfig, ops
 from h2o.config import UNLIMITED
-from h2o.hf.attention.attention import h2o_attention_forward
 from h2o.hf.attention.attention_call import AttentionCall
 from tests.cases import checkered
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
@@ -422,7 +421,7 @@ def test_prompt_length_for_prompts_in_pieces():
     text = drifting(13, B=2, N=30)
     at_once = new_cache(heavy=0.3, recent=0.2, min_tokens=0)
     feed(at_once, text, [24, *[1] * 6])
-    for prompt_length in (24, [24, 24], torch.tensor([24, 24]).tolist(), np.int64(24)):
+    for prompt_length in (24, [24, 24], torch.tensor([24, 24]), torch.tensor(24), np.int64(24)):
         pieces = new_cache(heavy=0.3, recent=0.2, min_tokens=0, prompt_length=prompt_length)
         feed(pieces, text, [7, 7, 7, 3, *[1] * 6])
         assert pieces.report().layers[0].budget == at_once.report().layers[0].budget == [11, 11]
@@ -456,22 +455,3 @@ def test_memory_is_returned_without_the_cyclic_collector():
         assert layer() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.usefixtures("gradients")
-def test_gradients_are_refused_not_wrong():
-    text = drifting(1, B=1, N=12)
-    cache = new_cache(heavy=4, recent=4)
-    query, key, value = tensors(text)
-    query.requires_grad_()
-    key.requires_grad_()
-    held, value = cache.update(key, value, 0)
-    out, _ = h2o_attention_forward(Attention(), query, held, value, None, scaling=0.25)
-    assert not cache.layers[0].slots.keys.requires_grad
-    assert not cache.layers[0].slots.scores.requires_grad
-    with pytest.raises(RuntimeError, match="has no gradient"):
-        out.sum().backward()
-    # the cache can still be used
-    held, value = cache.update(*tensors(text.cut(0, 1))[1:], 0)
-    h2o_attention_forward(Attention(), tensors(text.cut(0, 1))[0], held, value, None, scaling=0.25)
-    assert cache.get_seq_length() == 13

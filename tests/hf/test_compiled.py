@@ -94,7 +94,7 @@ def test_families(name):
 def test_one_graph_for_steps_prompts_and_caches():
     """A prompt of another length, a prompt shorter than the budget, and a fork must not need
     another graph."""
-    ours = model("llama")
+    ours = llama(1)
     for seed, length in enumerate((20, 20, 31, 5)):
         inputs = {"input_ids": prompts(length, seed=seed)[0]}
         expected = greedy(ours, inputs, **with_cache(H2OCache(ours.config, **SMALL)))

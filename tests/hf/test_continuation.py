@@ -387,3 +387,35 @@ def test_a_turn_of_one_token_more_than_the_prompt(name, tokens):
         ours(ids, **with_cache(cache))
         found = ours(more, **with_cache(cache)).logits
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
+def test_what_is_found_once_a_pass_is_of_no_other_pass():
+    """A prompt must not get the lengths of an interrupted prompt, or those from before a crop."""
+    model, settings = shared("llama"), {"heavy": 0.2, "recent": 0.2, "min_tokens": 0}
+
+    def assert_as_fresh(cache, texts):
+        fresh = H2OCache(model, **settings)
+        model(**texts, **with_cache(fresh))
+        for layer in range(len(cache.layers)):
+            assert torch.equal(cache.kept(layer).positions, fresh.kept(layer).positions)
+
+    def interrupt(tokens):
+        raise KeyboardInterrupt
+
+    cache, last = H2OCache(model, **settings), len(model.model.layers) - 1
+    cache.layers[last].forward = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch(prompts(40, 25)), **with_cache(cache))
+    del cache.layers[last].forward
+    cache.reset()
+    texts = batch(prompts(22, 31))
+    model(**texts, **with_cache(cache))
+    assert_as_fresh(cache, texts)
+
+    cache = H2OCache(model, **settings)
+    cache.activate_past_recording()
+    ids = prompts(40)[0]
+    model(ids, **with_cache(cache))
+    cache.crop(21 if CROPS_TO_LENGTH else -19)
+    assert cache.guard.prompt_counts is None
+    assert_as_fresh(cache, {"input_ids": ids[:, :21]})

@@ -45,14 +45,6 @@ def test_a_copy_goes_on_with_what_it_is_asked():
         cache.fork(rows=0)
 
 
-def test_the_length_of_a_prompt_may_be_a_tensor():
-    ours = model("llama")
-    for length in (torch.tensor(40), torch.tensor([40]), 40):
-        cache = H2OCache(ours.config, heavy=0.25, recent=0.25, min_tokens=0, prompt_length=length)
-        ours(prompts(20)[0], **with_cache(cache))
-        assert cache.report().total.kept == [2 * 20]
-
-
 def test_a_cache_of_all_keys_grows_by_little():
     """The slots of a full cache must grow in small steps. Growth by a factor of 1.5 would take half
     as much memory again for a single token."""

@@ -11,11 +11,10 @@ import functools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 import h2o
-from h2o import H2OCache, H2OConfig, patched, simulated
-from h2o.compat import with_cache
+from h2o import H2OCache, H2OConfig
 from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.hf.families.shared_keys import SHARES_KEYS
 from tests.devices import forget_default_device
@@ -112,70 +111,3 @@ def test_other_families(name):
     """States, latents and keys that layers share must not follow the default device or dtype."""
     ours = without_windows(name)
     alike(lambda: by_hand(ours, H2OCache(ours.config, heavy=6, recent=6)))
-
-
-def test_patched_simulated_and_copies(tmp_path):
-    ours = shared("llama")
-
-    def answers():
-        with patched(ours, heavy=6, recent=6) as patch:
-            logits = [ours(**inputs()).logits]
-            assert patch.cache.fork().kept(0).positions.shape[-1] == 12
-        patch.cache.save(tmp_path / "cache", model=ours)
-        loaded = H2OCache.load(tmp_path / "cache", ours)
-        ids = inputs()["input_ids"][:, :1]
-        logits += [ours(ids, **with_cache(x)).logits for x in (loaded, patch.cache)]
-        return [*logits, *held(loaded)]
-
-    alike(answers)
-
-
-@pytest.mark.parametrize("score_by", ["sum", "mean-echo"])
-def test_simulated(score_by):
-    ours = shared("llama")
-    more = {"score_by": score_by, "value_weighted": score_by == "sum", "prompt_length": 12}
-
-    def answers():
-        with simulated(ours, **ECHO, **more, trace=True) as simulation:
-            logits = ours(**inputs(), use_cache=False).logits
-            return [logits, simulation.evicted_at(0)]
-
-    alike(answers)
-
-
-def test_read():
-    ours, document = shared("llama"), prompts(40)[0]
-    question = torch.tensor([[5, 9, 2]])
-
-    def answers():
-        cache = h2o.compress_document(ours, document, heavy=12, recent=8, readings=2, repeat=[5, 9])
-        return [*held(cache), ours(question, **with_cache(cache)).logits]
-
-    alike(answers)
-
-
-def test_generate_all():
-    ours = shared("llama")
-    texts = [[2, 5, 9, 7] * 5, prompts(23)[0], torch.arange(3, 20, dtype=torch.int32)]
-
-    def answers():
-        results = h2o.generate_all(ours, texts, rows=2, heavy=6, recent=6, max_new_tokens=5)
-        return [result.ids for result in results]
-
-    alike(answers)
-
-
-def test_from_dynamic_cache():
-    ours = shared("llama")
-    ids, mask = inputs()["input_ids"], inputs()["attention_mask"]
-
-    def answers():
-        full = DynamicCache(config=ours.config)
-        ours(ids, attention_mask=mask, **with_cache(full))
-        cache = H2OCache.from_dynamic_cache(
-            full, ours.config, heavy=6, recent=6, attention_mask=mask.tolist()
-        )
-        longer = torch.cat([mask, mask[:, -1:]], dim=1)
-        return [ours(ids[:, :1], attention_mask=longer, **with_cache(cache)).logits]
-
-    alike(answers)

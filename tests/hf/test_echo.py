@@ -195,6 +195,7 @@ def test_queries_that_are_left_out_change_no_bit(size, how, dtype, monkeypatch):
     assert torch.equal(got, echo.largest(query, keys, None, **how))
 
 
+@pytest.mark.slow
 def test_half_of_the_queries_of_a_text_are_left_out(monkeypatch):
     """On a real model no more queries may be evaluated over all keys than the documents say."""
     model, tokenizer = h2o.load_model()

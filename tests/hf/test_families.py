@@ -269,7 +269,7 @@ def test_small_budgets_change_the_text():
     """Small budgets must change the text. Otherwise the tests above would pass with a cache that
     evicts nothing."""
     rows = batch(prompts(*LENGTHS))
-    for name in ("llama", "opt", "gpt_neox", "gemma3"):
+    for name in ("llama", "gemma3"):
         ours = model(name)
         full = greedy(ours, rows, TOKENS)
         texts = {name: full.tolist()}

@@ -220,7 +220,6 @@ def test_messages_without_an_installation_name_the_folder(monkeypatch):
 
 
 OLD = [
-    ("__version__ = '1.26.4'", "3.11", "numpy >= 2, but numpy is 1.26.4"),
     (
         "raise ModuleNotFoundError('No numpy', name='numpy')",
         "3.11",

@@ -20,7 +20,7 @@ from h2o.compat import with_cache
 from h2o.hf.families import effective_weight
 from h2o.hf.families.latent_attention import Expansion
 from tests.hf.test_families import generation
-from tests.hf.tiny import LATENT, batch, exact, greedy, model, prompts, shared, slow_if
+from tests.hf.tiny import LATENT, batch, exact, greedy, model, prompts, shared
 
 pytestmark = pytest.mark.skipif(not LATENT, reason="a newer transformers caches latents")
 LENGTHS = (5, 17, 23, 30)
@@ -36,16 +36,6 @@ def test_what_the_cases_left_out_rest_on(name):
     ours(prompts(30)[0], **with_cache(cache))
     assert {layer.slots.keys.shape for layer in cache.layers} == {(1, 1, 13, 24)}
     assert all(layer.slots.values is None for layer in cache.layers)
-
-
-@pytest.mark.parametrize(
-    "name", [slow_if(name not in ("deepseek_v2", "youtu"), name) for name in LATENT]
-)
-def test_a_long_text_of_a_full_budget(name):
-    ours, theirs = model(name), model(name, "sdpa")
-    row = {"input_ids": prompts(40)[0]}
-    cache = H2OCache(ours.config, H2OConfig.full())
-    assert greedy(ours, row, 32, **with_cache(cache)).tolist() == greedy(theirs, row, 32).tolist()
 
 
 @pytest.mark.parametrize("name", LATENT)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import h2o
-from h2o import H2OCache, H2OConfig, UnsupportedError, attention_blocks, ops, supports
+from h2o import H2OCache, H2OConfig, UnsupportedError, attention_blocks, supports
 from h2o.analysis import collect, removal
 from h2o.calibration import head_costs, refine
 from h2o.compat import with_cache
@@ -202,23 +202,6 @@ def test_a_cache_has_no_gradient_for_sinks():
     assert out.requires_grad
     with pytest.raises(RuntimeError, match="no gradient"):
         out.sum().backward()
-
-
-@pytest.mark.parametrize("operation", ["attend", "step", "simulate"])
-@pytest.mark.usefixtures("gradients")
-def test_operations_refuse_gradients(operation):
-    q, k, v = tensors(drifting(3, B=1, N=1))
-    more = {
-        "attend": (),
-        "step": (ops.new_slots(k, 4, 1, 1),),
-        "simulate": (torch.ones(1, dtype=torch.int32), torch.ones(1, 2, dtype=torch.int32)),
-    }[operation]
-    sinks = torch.zeros(4, requires_grad=True)
-    with pytest.raises(BufferError, match="sink_logits: requires grad"):
-        getattr(ops, operation)(q, k, v, *more, sink_logits=sinks)
-    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # without it torch raises in any mode
-        with torch.no_grad():
-            getattr(ops, operation)(q, k, v, *more, sink_logits=sinks)
 
 
 # ---- What is measured ----------------------------------------------------------------------------

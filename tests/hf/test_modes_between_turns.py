@@ -55,9 +55,18 @@ def test_autocast_ends_or_begins(case, begins):
     name, chosen = case
     ours = shared(name)
     modes = (contextlib.nullcontext, autocast) if begins else (autocast, contextlib.nullcontext)
+    config, (prompt, question) = config_of(chosen, ours), prompts(40, 5)
     for backend in (contextlib.nullcontext, backends.by_torch):
         with backend():
-            assert turns(ours, H2OCache(ours.config, config_of(chosen, ours)), *modes)
+            assert turns(ours, H2OCache(ours.config, config), *modes)
+    logits = []
+    for first, second in (modes, [contextlib.nullcontext] * 2):
+        cache = H2OCache(ours.config, config)
+        with first():
+            ours(prompt, **with_cache(cache))
+        with second():
+            logits.append(ours(question[:, :1], **with_cache(cache)).logits.float())
+    assert (logits[0] - logits[1]).abs().mean() < 0.2 * logits[1].abs().mean()
 
 
 @pytest.mark.parametrize("chosen", ["h2o", "robust bytes", "echo int8"])

@@ -19,7 +19,7 @@ from tests.hf import drive, tiny
 from tests.hf.test_compress import positions
 from tests.hf.test_echo import echo_of
 from tests.hf.test_families import KEPT_ALIKE
-from tests.hf.test_simulation import PROMPT, TEXT, fitted, prove, text
+from tests.hf.test_simulation import PROMPT, TEXT, check_rows_alone, fitted, prove, text
 from tests.hf.tiny import ROTARY, TWINS, batch, model, prompts, shared, slow_if
 from tests.reference import echo as reference_echo
 from tests.reference import operations as reference
@@ -209,20 +209,7 @@ def test_every_model_type(family):
 def test_simulated_rows_of_a_batch_are_alone(side):
     ours = tiny.model("llama", "sdpa")
     rows, lengths = [text(seed, n) for seed, n in enumerate([50, 23, 64])], [20, 9, 30]
-    padded = tiny.batch(rows, side)
-    padded["position_ids"] = (padded["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    with h2o.simulated(ours, prompt_length=lengths, trace=True, **SMALL) as together:
-        batched = ours(**padded, use_cache=False).logits
-    for b, row in enumerate(rows):
-        with h2o.simulated(ours, prompt_length=lengths[b], trace=True, **SMALL) as alone:
-            logits = ours(row, use_cache=False).logits[0]
-        real = padded["attention_mask"][b].bool()
-        torch.testing.assert_close(batched[b, real], logits, atol=2e-4, rtol=0)
-        first, n = int(real.nonzero()[0]), row.shape[1]
-        left = together.evicted_at(1)[b]
-        assert (left[:, ~real] == 0).all()
-        left = torch.where(left[:, real] == len(real), n, left[:, real] - first)
-        assert torch.equal(left, alone.evicted_at(1)[0].long())
+    check_rows_alone(ours, rows, lengths, side, **SMALL)
 
 
 def test_a_first_token_is_no_prompt():

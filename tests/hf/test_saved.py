@@ -268,15 +268,6 @@ def written(tmp_path):
     return path, ours
 
 
-@pytest.mark.parametrize("part", [0, 0.001, 0.1, 0.5, 0.999])
-def test_a_truncated_file(written, part):
-    path, ours = written
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * part)])
-    with pytest.raises(ValueError, match=r"document.safetensors: is truncated, damaged"):
-        H2OCache.load(path, ours)
-
-
 def rewritten(path, change):
     """Rewrite a file with the JSON that `change(text, tensors)` returns, and the old checksum."""
     with safe_open(path, framework="pt") as file:
@@ -287,23 +278,21 @@ def rewritten(path, change):
     return metadata["h2o"], tensors
 
 
-EDITS = {
-    "a score": lambda text, tensors: (tensors["0.slots.scores"].mul_(1.0001), text)[1],
-    "a position": lambda text, tensors: (tensors["1.slots.positions"].add_(1), text)[1],
-    "a shape": lambda text, tensors: (
-        tensors.update({"0.slots.keys": tensors["0.slots.keys"][..., :4].contiguous()}), text)[1],
-    "a name": lambda text, tensors: (
-        tensors.update({"1.slots.weights": tensors.pop("1.slots.scores")}), text)[1],
-    "a budget": lambda text, tensors: text.replace('"recent": 6', '"recent": 7'),
-    "a number": lambda text, tensors: text.replace('"seen": 40', '"seen": 41'),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edited_file(written, edit):
+def test_an_edited_or_truncated_file(written):
+    """An edit that leaves a valid file, with the same bytes in a tensor of another shape, must be
+    noticed too."""
     path, ours = written
-    rewritten(path, EDITS[edit])
+
+    def reshape(text, tensors):
+        tensors["0.slots.keys"] = tensors["0.slots.keys"].squeeze(0)
+        return text
+
+    rewritten(path, reshape)
     with pytest.raises(ValueError, match=r"document.safetensors: .*was edited or damaged"):
+        H2OCache.load(path, ours)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"document.safetensors: is truncated, damaged"):
         H2OCache.load(path, ours)
 
 

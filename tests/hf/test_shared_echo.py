@@ -14,7 +14,7 @@ from tests.hf.modes import MODES
 from tests.hf.test_compress import positions
 from tests.hf.test_echo import echo_of
 from tests.hf.test_prompt_echo import read
-from tests.hf.test_simulation import TEXT, prove, text
+from tests.hf.test_simulation import TEXT, check_rows_alone, prove, text
 from tests.hf.tiny import LATENT, batch, failing, greedy, model, needs_compiler, prompts, shared
 from tests.reference.echo import shared_echo
 
@@ -247,11 +247,5 @@ def test_simulation_equals_the_cache(more, prompt_length):
 
 
 def test_a_simulated_row_is_what_it_is_alone():
-    ours, documents = model("llama", "sdpa"), prompts(60, 25, 44)
-    inputs = batch(documents)
-    with h2o.simulated(ours, **SMALL, prompt_length=[50, 20, 30]):
-        together = ours(**inputs, use_cache=False).logits
-    for row, (document, prompt) in enumerate(zip(documents, (50, 20, 30), strict=True)):
-        with h2o.simulated(ours, **SMALL, prompt_length=prompt):
-            alone = ours(document, use_cache=False).logits[0]
-        torch.testing.assert_close(together[row, -len(alone) :], alone, rtol=0, atol=1e-4)
+    documents = prompts(60, 25, 44)
+    check_rows_alone(model("llama", "sdpa"), documents, [50, 20, 30], **SMALL)

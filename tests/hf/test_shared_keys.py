@@ -24,7 +24,8 @@ from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.plain_form import PlainForm
 from h2o.hf.layers.shared_form import SharedForm
 from tests.hf.modes import POLICIES
-from tests.hf.tiny import batch, failing, greedy, model, prompts
+from tests.hf.test_simulation import check_rows_alone
+from tests.hf.tiny import failing, greedy, model, prompts
 
 pytestmark = pytest.mark.skipif(not SHARES_KEYS, reason="a newer transformers shares keys so")
 SMALL = {"heavy": 6, "recent": 6}
@@ -176,16 +177,10 @@ def test_which_layers_attend_to_whose_keys(kinds, later):
 @pytest.mark.parametrize("chosen", ["h2o", "int8"])
 def test_rows_of_a_simulation_are_the_rows_alone(chosen, side):
     ours, rows = model("gemma4_text"), prompts(20, 30)
-    padded = batch(rows, side)
-    mask = padded["attention_mask"]
-    padded["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    with simulated(ours, POLICIES[chosen], prompt_length=9):
-        together = ours(**padded, use_cache=False).logits
-        alone = [ours(row, use_cache=False).logits for row in rows]
+    config = POLICIES[chosen]
+    together, padded = check_rows_alone(ours, rows, [9, 9], side, h2o_config=config)
+    with simulated(ours, config, prompt_length=9):
         last = ours(**padded, use_cache=False, logits_to_keep=1).logits
-    for b, expected in enumerate(alone):
-        got = together[b][mask[b].bool()]
-        torch.testing.assert_close(got, expected[0], rtol=0, atol=2e-4)
     torch.testing.assert_close(last, together[:, -1:], rtol=0, atol=2e-4)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from h2o import H2OCache, disable, enable, generate_all, patched, simulated
+from h2o import H2OCache, enable, generate_all, patched, simulated
 from h2o.compat import CACHE, with_cache
 from tests.hf.tiny import FAMILIES, greedy, model, prompts
 
@@ -84,52 +84,6 @@ def test_a_cache_goes_from_thread_to_thread():
         ours(ids[:, :1], **with_cache(cache))
     cache.reset()
     greedy(ours, {"input_ids": ids}, **with_cache(cache))
-
-
-def test_many_threads_on_one_cache_are_refused_or_right():
-    ours = model("llama")
-    texts = prompts(20, 24, 28, 32)
-    cache = H2OCache(ours.config, **SMALL)
-    errors = []
-
-    def work(ids):
-        for _ in range(5):
-            try:
-                with torch.no_grad():
-                    ours(ids, **with_cache(cache))
-            except RuntimeError as error:
-                errors.append(str(error))
-
-    threads = [threading.Thread(target=work, args=[ids]) for ids in texts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert all("another thread" in error for error in errors)
-    seen = {layer.get_seq_length() for layer in cache.layers}
-    held = [cache.kept(layer)[0] for layer in range(2)]
-    if len(seen) == 1:
-        assert {positions.shape[-1] for positions in held} == {12}
-
-
-def test_one_enabled_model_serves_many_threads():
-    plain = model("llama", "sdpa")
-    texts = prompts(20, 24, 28)
-    enable(plain, **SMALL)
-    want = [greedy(plain, {"input_ids": ids}).tolist() for ids in texts]
-    got: dict[int, list] = {}
-    threads = [
-        threading.Thread(
-            target=lambda i=i: got.update({i: greedy(plain, {"input_ids": texts[i]}).tolist()})
-        )
-        for i in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    disable(plain)
-    assert [got[i] for i in range(3)] == want
 
 
 @pytest.mark.parametrize("generates", [True, False])

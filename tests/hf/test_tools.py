@@ -52,20 +52,6 @@ def test_kept_as_columns(side):
     assert torch.equal(kept.columns(), kept.positions)
 
 
-@pytest.mark.parametrize("autocast_first", [True, False])
-def test_autocast_that_ends_or_begins_amid_a_conversation(autocast_first):
-    ours = model("llama")
-    (ids,) = prompts(20)
-    cache, plain = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
-    ours(ids, **with_cache(plain))
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast_first):
-        ours(ids, **with_cache(cache))
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not autocast_first):
-        got = ours(ids[:, :1], **with_cache(cache)).logits
-    expected = ours(ids[:, :1], **with_cache(plain)).logits
-    assert (got - expected).abs().mean() < 0.2 * expected.abs().mean()
-
-
 def test_double_precision_names_the_remedy():
     ours = model("llama").double()
     with pytest.raises(TypeError, match=r"model\.float\(\)"):

@@ -59,6 +59,24 @@ def test_copies_of_an_enabled_model_are_enabled(duplicate):
     assert not twin._forward_pre_hooks
 
 
+def test_a_compiled_call_of_a_cache_that_is_not_compileable():
+    """test_compiled_models compiles a whole model, which takes half a minute."""
+    torch._dynamo.reset()
+    continuation.warn_of_many_graphs.__wrapped__.cache_clear()
+    plain = llama(1)
+    plain.set_attn_implementation("sdpa")
+    inputs = {"input_ids": prompts(20)[0]}
+    with patched(plain, **SMALL):
+        tokens = greedy(plain, inputs, 2).tolist()
+    compiled = torch.compile(plain, backend="eager")
+    with patched(compiled, **SMALL) as patch:
+        assert greedy(compiled, inputs, 2).tolist() == tokens
+        sizes = torch.compile(patch.cache.get_mask_sizes, backend="eager")
+        with pytest.warns(RuntimeWarning, match="compileable=True"):
+            sizes(1, 0)
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_compiled_models():
     """A compiled model whose layers fall into many graphs must warn once, and say what helps."""

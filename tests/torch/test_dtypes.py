@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from h2o import ops
-from tests import inputs
 from tests.conversation import Conversation, as_float64
 from tests.core.dense import Answers, answers
 from tests.inputs import POLICIES, Policy, Scenario, Text
-from tests.torch.engines import ROUNDING, assert_same, core
+from tests.torch.engines import core
 
 CLEAR = 3e-5
 """Ranks with a larger relative difference than this cannot swap through float32 rounding."""
@@ -151,46 +150,6 @@ def in_plain_torch(scenario: Scenario, engine, drawn: Text, want: Answers):
     for call in p.float().split(scenario.calls, dim=2):
         scores += call.sum(2).unflatten(1, (scenario.G, scenario.R)).sum(2)
     return as_float64((p @ v).transpose(1, 2)), as_float64(scores)
-
-
-# ---- Layouts of torch tensors -------------------------------------------------------------------
-
-
-def transposed(x):  # [B, N, heads, D] in memory, as models project them
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def fused(x):  # the middle third of a projection to query, key and value
-    return torch.cat([x, x, x], dim=-1).chunk(3, dim=-1)[1]
-
-
-def columns_first(x):  # the last stride is not 1
-    return x.mT.contiguous().mT
-
-
-def expanded(x):  # every head has the same memory
-    return x[:, :1].expand(x.shape)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", [transposed, fused, columns_first, expanded])
-def test_strides_do_not_matter(layout, dtype):
-    policy, calls = POLICIES["value-weighted"], [30, *[1] * 10, 8, 1]
-    talk = Conversation(core(dtype), inputs.drifting(3, B=2, N=49, D=64), policy)
-    if layout is expanded:
-        talk.query, talk.keys, talk.values = (
-            expanded(x).contiguous() for x in (talk.query, talk.keys, talk.values)
-        )
-    viewed = Conversation(core(dtype), inputs.drifting(3, B=2, N=49, D=64), policy)
-    viewed.query, viewed.keys, viewed.values = (
-        layout(x) for x in (talk.query, talk.keys, talk.values)
-    )
-    assert viewed.keys.stride() != talk.keys.stride()
-    for conversation in (talk, viewed):
-        conversation.feed_all(calls)
-    assert_same(viewed.answer, talk.answer, ROUNDING[dtype])
-    for one, two in zip(talk.slots, viewed.slots, strict=True):
-        assert one is two is None or assert_same(one, two) is None
 
 
 # ---- Simulation ---------------------------------------------------------------------------------

@@ -110,21 +110,14 @@ def test_forced_calls_reach_the_backend(name, monkeypatch):
 # ---- The algorithm -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stepwise", [True, False], ids=["step", "attend-evict"])
-@pytest.mark.parametrize("name", inputs.CACHE_CASES)
-def test_cache_keeps_what_the_authors_cache_keeps(name, stepwise):
-    golden = inputs.golden_cache(name)
-    policy = Policy(golden.heavy, golden.recent)
-    talk = Conversation(torch_engine(), golden.text, policy, stepwise=stepwise)
-    talk.feed_all(golden.calls)
-    for call, (positions, scores) in enumerate(talk.kept):
-        np.testing.assert_array_equal(positions, golden.kept[call])
-        np.testing.assert_allclose(scores, golden.scores[call], rtol=0, atol=5e-5)
-    np.testing.assert_allclose(talk.answer, golden.out, rtol=0, atol=1e-5)
-
-
-LAYOUTS = list(itertools.product([False, True], [None, UNEVEN], [None, "int8", "int8-int4"]))
-"""Padding, budgets of heads, kv_dtype."""
+LAYOUTS = list(
+    itertools.product(
+        [False, True],
+        [None, UNEVEN],
+        [(None, False), ("int8", False), ("int8-int4", False), (None, True), ("int8", True)],
+    )
+)
+"""Padding, budgets of heads, and kv_dtype with whether keys are the values too."""
 
 CROSSED = [
     *((name, *LAYOUTS[i % len(LAYOUTS)]) for i, name in enumerate(POLICIES)),
@@ -132,16 +125,16 @@ CROSSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "pads", "budget", "kv_dtype"), CROSSED)
-def test_as_the_oracle(name, pads, budget, kv_dtype):
+@pytest.mark.parametrize(("name", "pads", "budget", "stored"), CROSSED)
+def test_as_the_oracle(name, pads, budget, stored):
     """A prompt, steps and a chunk, in blocks of a few queries, must give the reference's
     history."""
     text = inputs.drifting(21, B=2, H=6, G=2, N=N, D=32, sink=True)
     mask = padded() if pads else None
+    kv_dtype, shared = stored
+    more = {"mask": mask, "budget": budget, "kv_dtype": kv_dtype, "shared": shared}
     talks = [
-        Conversation(
-            engine, text, POLICIES[name], mask=mask, budget=budget, kv_dtype=kv_dtype
-        ).feed_all(CALLS)
+        Conversation(engine, text, POLICIES[name], **more).feed_all(CALLS)
         for engine in (torch_engine(), oracle())
     ]
     assert_same_history(*talks)
@@ -174,17 +167,22 @@ def test_blocks_of_any_size(size, monkeypatch):
     assert_same_history(talk.feed_all(CALLS), wanted)
 
 
-@pytest.mark.parametrize(("name", "pads", "budget", "kv_dtype"), CROSSED[::2])
+@pytest.mark.parametrize(("name", "pads", "budget", "stored"), CROSSED[::2])
 @pytest.mark.parametrize("prompt", [(1, 1), (24, 9), (90, 30)], ids=str)
-def test_simulation_as_with_the_core(name, pads, budget, kv_dtype, prompt):
+def test_simulation_as_with_the_core(name, pads, budget, stored, prompt):
     policy = POLICIES[name]
     text = inputs.drifting(21, B=2, H=6, G=2, N=N, D=32, sink=True)
     rows = np.array([[policy.heavy, policy.recent]] * 2) if budget is None else budget
+    query, keys, values = map(torch.from_numpy, text)
+    kv_dtype, shared = stored
+    more = {"kv_dtype": kv_dtype, **policy.ranking}
+    if pads:
+        sinks = torch.from_numpy(inputs.sink_logits(3, 6))
+        more |= {"softcap": 3.0, "mask": torch.from_numpy(padded()), "sink_logits": sinks}
     answers = [
         engine.module.simulate(
-            *map(engine.tensor, text), torch.tensor(prompt, dtype=torch.int32),
-            torch.tensor(rows, dtype=torch.int32), kv_dtype=kv_dtype, softcap=3.0 * pads,
-            mask=torch.from_numpy(padded()) if pads else None, **policy.ranking,
+            query, keys, None if shared else values, torch.tensor(prompt, dtype=torch.int32),
+            torch.tensor(rows, dtype=torch.int32), **more,
         )
         for engine in (torch_engine(), core())
     ]  # fmt: skip

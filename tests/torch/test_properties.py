@@ -12,7 +12,7 @@ from h2o import backends, ops
 from h2o.config import UNLIMITED
 from tests import inputs
 from tests.cases import pairs
-from tests.conversation import Conversation
+from tests.conversation import Conversation, check_simulation
 from tests.core.dense import answers
 from tests.inputs import POLICIES, Policy, Text
 from tests.torch.engines import ROUNDING, assert_same, core, oracle
@@ -212,25 +212,8 @@ def test_permuted_rows_are_permuted_state(engine_of_any_dtype, name):
 @pytest.mark.parametrize("name", ["h2o", "everything", "local"])
 def test_simulation_is_the_cache(engine, name):
     """Outputs, scores and the time of each eviction must be those of the cache, token by token."""
-    policy, prompt, N = POLICIES[name], [20, 35], 60
-    text = inputs.drifting(53, B=2, N=N)
-    q, k, v = (engine.tensor(x) for x in text)
-    budget = torch.tensor([[policy.heavy, policy.recent]] * 2, dtype=torch.int32)
-    out, evicted_at, scores = engine.module.simulate(
-        q, k, v, torch.tensor(prompt, dtype=torch.int32), budget, **policy.ranking
-    )
-    for b in range(2):
-        row = Text(*(x[b : b + 1] for x in text))
-        talk = Conversation(engine, row, policy).feed_all([prompt[b], *[1] * (N - prompt[b])])
-        np.testing.assert_allclose(out[b], talk.answer[0], rtol=1e-5, atol=1e-5)
-        for stop, (positions, _) in enumerate(talk.kept[:-1], prompt[b]):
-            for g in range(2):
-                alive = evicted_at[b, g, :stop] > stop
-                assert alive.nonzero()[:, 0].tolist() == positions[0, g].tolist()
-        positions, last = talk.kept[-1]
-        np.testing.assert_allclose(
-            np.take_along_axis(scores[b].numpy(), positions[0], -1), last[0], rtol=2e-5, atol=1e-5
-        )
+    text = inputs.drifting(53, B=2, N=60)
+    check_simulation(engine, text, POLICIES[name], [20, 35], tolerance=1e-5)
 
 
 def test_a_prompt_that_is_the_whole_text_is_cut(engine):

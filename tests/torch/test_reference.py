@@ -1,4 +1,5 @@
-"""The reference and the whole-text masks keep what the authors' code kept (golden data)."""
+"""The reference, the torch backend and the whole-text masks keep what the authors' code kept (its
+golden data)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from tests import inputs
 from tests.conversation import Conversation
 from tests.reference import operations as reference
 from tests.reference.published_masks import simulation_mask
-from tests.torch.engines import one_thread, oracle
+from tests.torch.engines import one_thread, oracle, portable
 
 
 @pytest.fixture(autouse=True)
@@ -19,10 +20,16 @@ def _one_thread():
         yield
 
 
+@pytest.mark.parametrize(
+    ("engine", "stepwise"),
+    [(oracle(), True), (portable(), True), (portable(), False)],
+    ids=["oracle", "torch", "torch by attend and evict"],
+)
 @pytest.mark.parametrize("name", inputs.CACHE_CASES)
-def test_cache_keeps_what_the_authors_cache_keeps(name):
+def test_cache_keeps_what_the_authors_cache_keeps(name, engine, stepwise):
     golden = inputs.golden_cache(name)
-    talk = Conversation(oracle(), golden.text, inputs.Policy(golden.heavy, golden.recent))
+    policy = inputs.Policy(golden.heavy, golden.recent)
+    talk = Conversation(engine, golden.text, policy, stepwise=stepwise)
     talk.feed_all(golden.calls)
     for call, (positions, scores) in enumerate(talk.kept):
         np.testing.assert_array_equal(positions, golden.kept[call])

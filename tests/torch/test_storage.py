@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from h2o import ops, quantization
 from tests import inputs
 from tests.cases import pairs
-from tests.conversation import Conversation
+from tests.conversation import Conversation, check_simulation
 from tests.inputs import POLICIES
 from tests.torch.engines import core, oracle
 
@@ -133,34 +133,17 @@ def test_odd_head_dimensions(kv_dtype):
     pairs(KINDS, [1, 24], [oracle(), core(), core(torch.bfloat16)]),
 )
 def test_simulation_is_the_cache(kv_dtype, prompt, engine):
-    policy = POLICIES["everything"]
-    N = sum(CALLS)
-    text = inputs.drifting(7, B=2, H=6, G=3, N=N, D=32, sink=True)
-    mask = np.ones((2, N), bool)
+    text = inputs.drifting(7, B=2, H=6, G=3, N=sum(CALLS), D=32, sink=True)
+    mask = np.ones((2, sum(CALLS)), bool)
     if prompt > 1:
         mask[1, :5] = False
-    tensors = [engine.tensor(x) for x in text]
-    budgets = of_dtype(tensors[0].dtype)
-    out, evicted_at, _ = engine.module.simulate(
-        *tensors, engine.tensor(mask[:, :prompt].sum(1).astype(np.int32)),
-        engine.tensor(budgets.astype(np.int32)), mask=engine.tensor(mask), kv_dtype=kv_dtype,
-        **policy.ranking,
+    dtype = engine.tensor(text.keys).dtype
+    exact = dtype == torch.float32
+    check_simulation(
+        engine, text, POLICIES["everything"], mask[:, :prompt].sum(1).tolist(),
+        budget=of_dtype(dtype), mask=mask, kv_dtype=kv_dtype,
+        tolerance=2e-5 if exact else 3e-2, compares_evictions=exact,
     )  # fmt: skip
-    talk = Conversation(engine, text, policy, mask=mask, budget=budgets, kv_dtype=kv_dtype)
-    talk.stepwise = False  # a prompt of one token is not a decode step
-    talk.feed(prompt)
-    talk.stepwise = True
-    talk.feed_all([1] * (N - prompt))
-    exact = tensors[0].dtype == torch.float32
-    tolerance = 2e-5 if exact else 3e-2
-    np.testing.assert_allclose(out.double().numpy(), talk.answer, rtol=tolerance, atol=tolerance)
-    if exact:
-        for b in range(2):
-            real = np.flatnonzero(mask[b])
-            for g in range(3):
-                positions = talk.kept[-1][0][b, g]
-                alive = np.flatnonzero(np.asarray(evicted_at[b, g]) >= N)
-                assert set(real[positions[positions >= 0]]) <= set(alive.tolist())
 
 
 def test_values_that_are_not_finite_show_where_they_are_seen():
