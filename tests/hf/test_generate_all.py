@@ -689,7 +689,8 @@ def test_a_model_that_cannot_be_compiled_is_served_eagerly(dynamo):
             pytest.warns(RuntimeWarning, match="steps are not compiled"),
             pytest.warns(RuntimeWarning, match="prompts are not compiled"),
         ):
-            compiled, eager = compiled_and_eager(ours, CONFIGS["h2o"], texts(20, 5, 9), rows=2)
+            requests, how = texts(20, 5, 9), {"rows": 2, "max_new_tokens": 6}
+            compiled, eager = compiled_and_eager(ours, CONFIGS["h2o"], requests, **how)
     finally:
         hook.remove()
     assert compiled == eager
