@@ -683,13 +683,14 @@ def test_compiled_by_inductor():
 
 def test_a_model_that_cannot_be_compiled_is_served_eagerly(dynamo):
     ours = llama(1)
+    requests, how = texts(20, 5, 9), {"rows": 2, "max_new_tokens": 6}
     hook = ours.model.norm.register_forward_hook(lambda *_: torch._dynamo.graph_break())
     try:
         with (
             pytest.warns(RuntimeWarning, match="steps are not compiled"),
             pytest.warns(RuntimeWarning, match="prompts are not compiled"),
         ):
-            compiled, eager = compiled_and_eager(ours, CONFIGS["h2o"], texts(20, 5, 9), rows=2)
+            compiled, eager = compiled_and_eager(ours, CONFIGS["h2o"], requests, **how)
     finally:
         hook.remove()
     assert compiled == eager
