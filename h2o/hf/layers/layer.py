@@ -327,8 +327,3 @@ class H2OLayerWithStates(H2OLayer, StatesAndKeysLayer):
         super().crop(tokens)
         if self.record_past and self.seen:
             StatesLayer.crop(self, tokens)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace each batch row i with row beam_idx[i]."""
-        super().reorder_cache(beam_idx)
-        recurrent_states.each(self, lambda x: x.index_select(0, beam_idx.to(x.device)))

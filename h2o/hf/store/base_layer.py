@@ -10,6 +10,7 @@ its own row, not counting padding.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -155,12 +156,15 @@ class BaseLayer(CacheLayerMixin):
         return None if self.slots is None else self.by_slot()[1]
 
     @keys.setter
-    def keys(self, nothing: None) -> None:
-        """Do nothing. transformers' constructor sets the attribute to None."""
+    def keys(self, new: Tensor | None) -> None:
+        """Accept None, to which transformers' constructor sets the attribute."""
+        if new is not None:
+            raise AttributeError(
+                "the keys and values of an H2OLayer cannot be replaced. To select or repeat rows "
+                "call the methods of the H2OCache, such as cache.reorder_cache(beam_idx)"
+            )
 
-    @values.setter
-    def values(self, nothing: None) -> None:
-        """Do nothing, as for `keys`."""
+    values = values.setter(keys.fset)  # type: ignore[assignment]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing. Slots are created once the prompt's length is known."""
@@ -208,21 +212,10 @@ class BaseLayer(CacheLayerMixin):
         self.last: Any = None  # the last forward pass, if passes are recorded
         self.guard.waiting = self.guard.prompt_counts = None
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace each batch row i with row beam_idx[i], including its budgets."""
-        self.batch_select_indices(beam_idx)
+    def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Select or repeat the batch rows, including their budgets, but not those of states.
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these batch rows, in this order."""
-        if not isinstance(indices, Tensor):
-            indices = torch.as_tensor(indices, device="cpu")
-        self._each(lambda x: x[indices.to(x.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch row `repeats` times."""
-        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def _each(self, change: Any) -> None:
+        `change` does so with the first axis of a tensor."""
         if self.slots is not None:
             self.set_slots(slot_layout.change_rows(self.slots, change), self.capacity)
             self.last = None  # it recorded other rows
