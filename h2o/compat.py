@@ -77,7 +77,7 @@ PREPARE_PROCESSORS = "_get_logits_processor"
 
 
 def known_prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
-    """Length of the whole prompt, before `generate()` cuts it into chunks; None if unknown.
+    """Length of the prompt, before `generate()` appends a draft; None if unknown.
 
     Since about 5.17 transformers drops a mask of ones and stores its number of columns.
     """
@@ -87,9 +87,19 @@ def known_prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) ->
     return getattr(generation_config, "_mask_length", None)
 
 
-def columns_in_chunks() -> int:
-    """Padded length of the prompt that `generate(prefill_chunk_size=...)` is feeding in chunks; 0
-    outside such a call.
+class Chunks(NamedTuple):
+    """The chunks into which `generate(prefill_chunk_size=...)` has cut a prompt."""
+
+    cache: Any
+    """The cache that `generate()` fills"""
+    columns: list[int]
+    """Number of columns of each chunk"""
+    mask: Tensor | None
+    """Attention mask of earlier columns and of all chunks; None: no padding"""
+
+
+def chunks_of_prompt() -> Chunks | None:
+    """The chunks that `generate()` is prefilling; None outside such a call and for a single chunk.
 
     A cache cannot tell a first chunk from a whole prompt. So this function reads the local
     variables of `GenerationMixin._prefill`, which cuts the chunks in all versions from 5.4 to 5.24.
@@ -99,8 +109,11 @@ def columns_in_chunks() -> int:
         frame = frame.f_back
     found = {} if frame is None else frame.f_locals
     if getattr(found.get("generation_config"), "prefill_chunk_size", None) is None:
-        return 0
-    return int(found["input_ids"].shape[1])
+        return None
+    columns = [chunk.shape[1] for chunk in found["input_chunks"]]
+    if len(columns) == 1:
+        return None
+    return Chunks(cache_in(found["model_kwargs"]), columns, found["attention_mask"])
 
 
 def compile_everywhere(compile_config: Any) -> None:

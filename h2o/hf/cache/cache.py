@@ -61,9 +61,10 @@ class H2OCache(CacheInspection):
             or `heavy`, `recent`, `sinks`, `min_tokens`, `score_by`, `decay`, `value_weighted`,
             `positions`, `head_shares`, `kv_dtype`, `budget_unit`.
         prompt_length: number of tokens in the prompt, not counting padding: an int, or one int per
-            row. Needed only if the prompt is prefilled in chunks (`generate(
-            prefill_chunk_size=...)`) and the budget is a fraction of it or `pinned` is `"prompt"`.
-            Otherwise the first forward pass is the prompt. `reset()` discards the length.
+            row. Needed only if your own loop prefills the prompt in several forward passes, and the
+            budget is a fraction of it or `pinned` is `"prompt"`. Otherwise the first forward pass
+            is the prompt, or `generate(prefill_chunk_size=...)` knows its length. `reset()`
+            discards the length.
         pinned: keys that are never evicted but count toward the budget: spans `[(start, stop),
             ...]` of token positions, not counting padding; a list of such spans for each row;
             `"prompt"` for the whole first prompt; or a bool mask [B, n] over the n columns of the

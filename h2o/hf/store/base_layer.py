@@ -210,7 +210,7 @@ class BaseLayer(CacheLayerMixin):
         self.waits_for_pins = False  # whether some pinned tokens have not arrived yet
         self.trace = Trace() if self.has_trace else None
         self.last: Any = None  # the last forward pass, if passes are recorded
-        self.guard.waiting = self.guard.prompt_counts = None
+        self.guard.waiting = self.guard.prompt_counts = self.guard.chunked_lengths = None
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat the batch rows, including their budgets, but not those of states.

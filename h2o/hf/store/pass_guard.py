@@ -65,6 +65,9 @@ class PassGuard:
         self.rows = 0  # in the batch of the latest pass
         self.prompt_counts: list[int] | None = None
         """Number of tokens per row in the pass that begins the prompt, set during that pass only"""
+        self.chunked_lengths: list[int] | None = None
+        """`prompt_length` from this pass on, if it is the first chunk of a prompt in `generate()`;
+        set during the pass only"""
         self.pins = Pins()
         self.plans: Mapping[int, LayerPlan] = {}
         """Budgets of the H2O layers, by layer number"""
@@ -143,10 +146,12 @@ class PassGuard:
 
     def end_pass(self) -> None:
         """End the pass that is under way, if any."""
-        self._thread = self.prompt_counts = None
+        self._thread = self.prompt_counts = self.chunked_lengths = None
         self.may_be_transformed = True
 
     def _finish(self) -> None:
+        if self.chunked_lengths is not None:
+            self.prompt_length = self.chunked_lengths
         self.end_pass()
         if self.rope_deltas.is_possible:
             self.rope_deltas.end(self.rows)
