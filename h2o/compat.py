@@ -87,33 +87,21 @@ def known_prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) ->
     return getattr(generation_config, "_mask_length", None)
 
 
-class Chunks(NamedTuple):
-    """The chunks into which `generate(prefill_chunk_size=...)` has cut a prompt."""
+def chunks_of_prompt() -> tuple[Any, list[int], Tensor | None] | None:
+    """The cache, the columns of each chunk and the whole attention mask, while
+    `generate(prefill_chunk_size=...)` prefills several chunks; otherwise None.
 
-    cache: Any
-    """The cache that `generate()` fills"""
-    columns: list[int]
-    """Number of columns of each chunk"""
-    mask: Tensor | None
-    """Attention mask of earlier columns and of all chunks; None: no padding"""
-
-
-def chunks_of_prompt() -> Chunks | None:
-    """The chunks that `generate()` is prefilling; None outside such a call and for a single chunk.
-
-    A cache cannot tell a first chunk from a whole prompt. So this function reads the local
-    variables of `GenerationMixin._prefill`, which cuts the chunks in all versions from 5.4 to 5.24.
-    """
+    A cache cannot tell a first chunk from a prompt. So this function reads the local variables of
+    `GenerationMixin._prefill`, which cuts the chunks in all versions from 5.4 to 5.24."""
     frame = None if torch.compiler.is_compiling() else inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_prefill":
         frame = frame.f_back
     found = {} if frame is None else frame.f_locals
     if getattr(found.get("generation_config"), "prefill_chunk_size", None) is None:
         return None
-    columns = [chunk.shape[1] for chunk in found["input_chunks"]]
-    if len(columns) == 1:
-        return None
-    return Chunks(cache_in(found["model_kwargs"]), columns, found["attention_mask"])
+    chunks = [chunk.shape[1] for chunk in found["input_chunks"]]
+    cache, mask = cache_in(found["model_kwargs"]), found["attention_mask"]
+    return (cache, chunks, mask) if len(chunks) > 1 else None
 
 
 def compile_everywhere(compile_config: Any) -> None:

@@ -182,12 +182,13 @@ def _chunked_lengths(guard: PassGuard, B: int, Q: int) -> list[int] | None:
     Raises:
         ValueError: `generate()` fills another cache, or its mask does not say what is padding.
     """
-    chunks = compat.chunks_of_prompt()
-    if chunks is None:
+    found = compat.chunks_of_prompt()
+    if found is None:
         return None
-    mask, columns = chunks.mask, sum(chunks.columns)
+    cache, chunks, mask = found
+    columns = sum(chunks)
     is_padding_known = mask is None or (mask.ndim == 2 and mask.shape[1] >= columns)
-    if getattr(chunks.cache, "guard", None) is not guard or not is_padding_known:
+    if getattr(cache, "guard", None) is not guard or not is_padding_known:
         raise ValueError(
             "generate() prefills this prompt in chunks (prefill_chunk_size), and the budget or the "
             "pins depend on the length of the whole prompt, which the cache cannot find. Pass "
@@ -195,7 +196,7 @@ def _chunked_lengths(guard: PassGuard, B: int, Q: int) -> list[int] | None:
             "in tokens"
         )
     lengths = [columns] * B if mask is None else mask[:, -columns:].sum(1).tolist()
-    more = Q - chunks.columns[0]  # embeddings that a wrapper has inserted before the prompt
+    more = Q - chunks[0]  # embeddings that a wrapper has inserted before the prompt
     return [max(1, n + more) for n in lengths]  # a row may be all padding
 
 
