@@ -62,12 +62,14 @@ class AdaptedConfig(NamedTuple):
 
 def adapt_config(config: Any, h2o_config: H2OConfig) -> AdaptedConfig:
     """Adapt an `H2OConfig` to a model with this config."""
-    rotary: Rotary | str = "attention ranks its keys"
+    rotary: Rotary | str | None = None  # None: attention ranks the keys, as the settings say
     if h2o_config.positions == "cache_relative":
         rotary = "its positions are cache-relative"
     elif h2o_config.score_by == "mean-echo":
         rotary = _rotary(config)
-    instead = _describe_replacement(config, rotary) if h2o_config.shares_by_echo else ""
+    instead = ""
+    if h2o_config.shares_by_echo and rotary is not None:
+        instead = _describe_replacement(config, rotary)
     if instead:
         score_by = "mean" if isinstance(rotary, str) else h2o_config.score_by
         h2o_config = dataclasses.replace(h2o_config, score_by=score_by, head_shares=None)
