@@ -77,7 +77,7 @@ PREPARE_PROCESSORS = "_get_logits_processor"
 
 
 def known_prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
-    """Length of the whole prompt, before `generate()` cuts it into chunks; None if unknown.
+    """Length of the prompt, before `generate()` appends a draft; None if unknown.
 
     Since about 5.17 transformers drops a mask of ones and stores its number of columns.
     """
@@ -87,20 +87,21 @@ def known_prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) ->
     return getattr(generation_config, "_mask_length", None)
 
 
-def columns_in_chunks() -> int:
-    """Padded length of the prompt that `generate(prefill_chunk_size=...)` is feeding in chunks; 0
-    outside such a call.
+def chunks_of_prompt() -> tuple[Any, list[int], Tensor | None] | None:
+    """The cache, the columns of each chunk and the whole attention mask, while
+    `generate(prefill_chunk_size=...)` prefills several chunks; otherwise None.
 
-    A cache cannot tell a first chunk from a whole prompt. So this function reads the local
-    variables of `GenerationMixin._prefill`, which cuts the chunks in all versions from 5.4 to 5.24.
-    """
+    A cache cannot tell a first chunk from a prompt. So this function reads the local variables of
+    `GenerationMixin._prefill`, which cuts the chunks in all versions from 5.4 to 5.24."""
     frame = None if torch.compiler.is_compiling() else inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_prefill":
         frame = frame.f_back
     found = {} if frame is None else frame.f_locals
     if getattr(found.get("generation_config"), "prefill_chunk_size", None) is None:
-        return 0
-    return int(found["input_ids"].shape[1])
+        return None
+    chunks = [chunk.shape[1] for chunk in found["input_chunks"]]
+    cache, mask = cache_in(found["model_kwargs"]), found["attention_mask"]
+    return (cache, chunks, mask) if len(chunks) > 1 else None
 
 
 def compile_everywhere(compile_config: Any) -> None:

@@ -58,6 +58,14 @@ def test_every_prompt_has_its_answer(files, capsys):
     assert json.loads(capsys.readouterr().out)["runs"][0]["text"] == by_id[7]["text"]
 
 
+def test_a_file_without_prompts(files, capsys):
+    command, prompts, output = files
+    prompts.write_text("\n", "utf-8")
+    assert cli.main(command) == 0
+    assert f"{prompts} has no prompts" in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_an_id_that_is_no_unicode(files):
     """A lone surrogate in an id is written as a JSON escape, and is recognized when the run is
     repeated."""

@@ -17,6 +17,7 @@ from h2o.cli.cache_options import (
     add_compare,
     add_dtype,
     make_settings,
+    option_name,
     parse_count,
     parse_name,
 )
@@ -52,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Add the `settings` whose requests are counted to the options."""
     if options.memory is None:
+        counted = ("prompt", "new", "dtype", "compare", "preset", "budget", *options.cache_fields)
+        for name in counted:
+            if getattr(options, name) != parser.get_default(name):
+                option = option_name(name)
+                parser.error(f"argument {option}: requires --memory, such as --memory 40GB")
         return
     if options.model is None:
         parser.error("argument --memory: requires --model, such as --model Qwen/Qwen3-0.6B")

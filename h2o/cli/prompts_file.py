@@ -121,6 +121,8 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
     done = _done(output, settings, {line.id: line.digest for line in options.lines})
     numbered = enumerate(options.lines)
     lines = {number: line for number, line in numbered if line.id not in done}
+    if not options.lines:
+        progress.say(f"{options.prompts} has no prompts, so {output} gets no answers")
     if done:
         progress.say(f"{len(done)} of {len(options.lines)} prompts have an answer already")
     if not lines:

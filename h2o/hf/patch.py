@@ -164,13 +164,13 @@ class PatchStack:
         if patch is None or not wants_cache:
             return self._original(PREPARE_CACHE)(generation_config, model_kwargs, *args, **kwargs)
         assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
-        if assisted or generation_config.prefill_chunk_size is not None:
+        if assisted:  # the first forward pass is the prompt and a draft
             cache = patch.make_cache(compat.known_prompt_length(generation_config, model_kwargs))
-        else:
-            cache = patch.make_cache()  # the prompt's only forward pass tells it the length
-            cache.guard.allow_cache_drop()
-        if assisted:
             cache.activate_past_recording()  # transformers does so itself from 5.16 on
+        else:
+            cache = patch.make_cache()
+            if generation_config.prefill_chunk_size is None:
+                cache.guard.allow_cache_drop()
         model_kwargs[CACHE] = cache
         return None
 

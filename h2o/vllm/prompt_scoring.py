@@ -9,13 +9,14 @@ Shape letters: H query heads, G key/value heads, Q tokens of a prompt, D head di
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 from h2o.config import H2OConfig
 from h2o.hf.attention.attention_call import NewTokens
-from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, LayerStandIn, Prompt
+from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt
 from h2o.hf.prompt.echo_scorer import PromptEcho, rotary_for
 from h2o.hf.prompt.echo_scorer import echo_replacement as echo_replacement  # for validation
 from h2o.hf.prompt.prompt_budget import PromptBudget
@@ -66,14 +67,10 @@ class CrossLayerBudget:
             return []
         del self._waiting[page]
         cross_head = CrossHeadBudget({i: part.plan for i, part in enumerate(parts)}, alike=False)
-        divided: list[Cut] = []
-
-        def note(prompt: Prompt, by_row: Budgets) -> None:  # called for the layers in order
-            divided.append(parts[len(divided)]._replace(budgets=by_row[0]))
-
+        divided: Iterable[tuple[Cut, Prompt, Budgets]] = ()
         for i, part in enumerate(parts):
-            cross_head.take(LayerStandIn(i, part.plan, note), _prompt(part))
-        return divided
+            divided = cross_head.take(i, _prompt(part), part)
+        return [part._replace(budgets=by_row[0]) for part, _, by_row in divided]
 
 
 def _prompt(cut: Cut) -> Prompt:

@@ -22,7 +22,7 @@ ends."""
 def _return_capsules() -> None:
     """Free the capsules while Python can still run their destructors."""
     for kept in _KEPT:
-        vars(kept).get("given", []).clear()
+        vars(kept).get("capsules", []).clear()
 
 
 CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}

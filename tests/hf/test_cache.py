@@ -269,6 +269,15 @@ def test_rows_move_with_their_state(change, index):
     assert cache.report().layers[0].budget == straight.report().layers[0].budget
 
 
+def test_row_operations_of_a_layer_alone_raise():
+    """The methods that a layer inherits from transformers replace its keys, which would leave the
+    slots as they were."""
+    cache = new_cache(heavy=4, recent=4)
+    feed(cache, drifting(1, B=2, N=12), [10, 1, 1])
+    with pytest.raises(AttributeError, match=r"call the methods of the H2OCache"):
+        cache.layers[0].reorder_cache(torch.tensor([1, 0]))
+
+
 def test_row_operations_on_an_empty_cache_do_nothing():
     cache = new_cache(heavy=4, recent=4)
     cache.reorder_cache(torch.tensor([0]))

@@ -49,10 +49,10 @@ def watched(ours, drops=True):
     """Yield a list that gets the number of keys held before each layer adds its prompt."""
     held, take = [], CrossHeadBudget.take
 
-    def watching(self, layer, prompt):
+    def watching(self, *layer_and_prompt):
         self.alike = self.alike and drops
         held.append(self.keys_held)
-        take(self, layer, prompt)
+        return take(self, *layer_and_prompt)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CrossHeadBudget, "take", watching)
@@ -138,12 +138,13 @@ def test_what_is_held_while_a_prompt_is_read():
     (document,), heads, rows = prompts(90), [], []
     pool = 6 * 2 * POOL
 
-    def watching(self, layer, prompt):
-        take(self, layer, prompt)
+    def watching(self, *layer_and_prompt):
+        divided = take(self, *layer_and_prompt)
         waiting = self.waiting.values()
         heads.append(self.keys_held)
         tensors = [x for w in waiting for x in (w.prompt.keys, w.prompt.values)]
         rows.append(sum(x.untyped_storage().nbytes() for x in tensors if x.ndim == 2))
+        return divided
 
     with pytest.MonkeyPatch.context() as patch:
         take = CrossHeadBudget.take

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, models
 from h2o.compat import with_cache
@@ -99,6 +100,67 @@ def test_two_calls_are_one_conversation():
     assert logits[0, -1].argmax() == second[0, 29]
 
 
+@pytest.mark.parametrize("side", ["left", "none"])
+def test_chunks_of_a_prompt_in_generate(side):
+    """Budgets must be fractions of the whole prompt, not of its first chunk, as if its length were
+    given."""
+    ours = model("llama")
+    inputs = batch(prompts(12, 23) if side == "left" else prompts(23, 23))
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    settings = {"heavy": 0.3, "recent": 0.3, "min_tokens": 0, "trace": True}
+    answers, budgets = [], []
+    for length in (lengths, None):
+        cache = H2OCache(ours.config, **settings, prompt_length=length)
+        answers.append(greedy(ours, inputs, **with_cache(cache), prefill_chunk_size=8).tolist())
+        budgets.append([cache.report().layers[0].budget, cache.evicted_at(0).tolist()])
+        cache.reset()  # the next prompt has another length
+        greedy(ours, {"input_ids": prompts(50)[0]}, 2, **with_cache(cache), prefill_chunk_size=7)
+        assert cache.report().layers[0].budget == [30]
+    assert answers[0] == answers[1]
+    assert budgets[0] == budgets[1]
+    whole = H2OCache(ours.config, **settings)
+    greedy(ours, inputs, **with_cache(whole))
+    assert whole.report().layers[0].budget == budgets[1][0]
+
+
+def test_chunks_after_a_dynamic_cache():
+    """The converted tokens count toward the prompt, whether the ids of all tokens come again or
+    only those of the new ones."""
+    ours, (ids,) = model("llama"), prompts(60)
+    full = DynamicCache(config=ours.config)
+    ours(ids[:, :20], **with_cache(full))
+    settings = {"heavy": 0.25, "recent": 0.25, "min_tokens": 0}
+    for new in (ids, ids[:, 20:]):
+        cache = H2OCache.from_dynamic_cache(full, ours.config, **settings)
+        inputs = {"input_ids": new, "attention_mask": torch.ones_like(ids)}
+        greedy(ours, inputs, 2, **with_cache(cache), prefill_chunk_size=8)
+        assert cache.report().layers[0].budget == [30]
+
+
+def test_a_first_chunk_that_failed_leaves_no_length():
+    ours, (long, short) = model("llama"), prompts(60, 20)
+    settings = {"heavy": 20, "recent": 0.2, "min_tokens": 0, "pinned": "prompt"}
+    cache = H2OCache(ours.config, **settings)
+    with pytest.raises(ValueError, match="pinned"):
+        greedy(ours, {"input_ids": long}, 2, **with_cache(cache), prefill_chunk_size=16)
+    greedy(ours, {"input_ids": short}, 2, **with_cache(cache))
+    assert cache.report().layers[0].budget == [24]
+
+
+def test_chunks_into_another_cache_are_refused():
+    """A cache that is not the one of generate() does not know which tokens it will get."""
+    ours, (ids,) = model("llama"), prompts(40)
+    other = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0)
+    inner = model("llama")
+
+    def run_inner(*_):
+        inner(ids[:, :8], **with_cache(other))
+
+    hook = ours.register_forward_pre_hook(run_inner)
+    with hook, pytest.raises(ValueError, match=r"Pass H2OCache\(..., prompt_length="):
+        greedy(ours, {"input_ids": ids}, 2, prefill_chunk_size=8)
+
+
 def test_chunked_prompt_with_its_length_told():
     """Budgets must be fractions of the whole prompt, not of its first chunk."""
     ours = model("llama")
@@ -106,9 +168,6 @@ def test_chunked_prompt_with_its_length_told():
     with_length = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0, prompt_length=[12, 23])
     greedy(ours, inputs, **with_cache(with_length), prefill_chunk_size=8)
     assert with_length.report().layers[0].budget == [3 + 3, 6 + 6]
-    untold = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0)
-    with pytest.raises(ValueError, match="prompt_length"):
-        greedy(ours, inputs, **with_cache(untold), prefill_chunk_size=8)
 
 
 def test_half_precision_is_near_the_full_cache():

@@ -559,12 +559,33 @@ def test_threads_that_share_a_model(is_patched):
             h2o.UnsupportedError,
             "beam",
         ),
+        (
+            {"rows": 2, "generation_config": GenerationConfig(use_cache=False)},
+            h2o.UnsupportedError,
+            "use_cache=False, but generate_all always uses an H2OCache",
+        ),
+        (
+            {"rows": 2, "generation_config": GenerationConfig(output_attentions=True)},
+            h2o.UnsupportedError,
+            "output_attentions=True, but a Result has tokens only",
+        ),
+        ({"rows": 2, "seed": "x"}, ValueError, "seed is 'x'; expected an integer"),
     ],
 )
 def test_refused(how, error, words):
     how = {"prompts": texts(5), "max_new_tokens": 3, **how}
     with pytest.raises(error, match=words):
         list(h2o.generate_all(model("llama"), h2o_config=CONFIGS["h2o"], **how))
+
+
+def test_a_seed_of_a_request_is_an_integer():
+    """Even where nothing is sampled."""
+    requests = [h2o.Request(texts(5)[0], seed="x"), texts(5)[0]]
+    wrong, right = h2o.generate_all(
+        model("llama"), requests, CONFIGS["h2o"], rows=2, max_new_tokens=3
+    )
+    assert "seed is 'x'; expected an integer" in str(wrong.error)
+    assert right.error is None
 
 
 @pytest.mark.parametrize(

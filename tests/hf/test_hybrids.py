@@ -104,15 +104,16 @@ def test_states_that_have_seen_a_refused_prompt_are_not_used(name):
     """The first layer may update its states before its keys are refused. States that have seen a
     refused prompt must not be used."""
     ours, (ids,) = model(name), prompts(20)
-    cache = H2OCache(ours.config, heavy=0.4, recent=0.2, min_tokens=0)
+    settings = {"heavy": 20, "recent": 4, "pinned": "prompt"}
+    cache = H2OCache(ours.config, **settings)
     how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 2, "do_sample": False}
-    with pytest.raises(ValueError, match="prefill_chunk_size"):
-        ours.generate(ids, **how, prefill_chunk_size=8, **with_cache(cache))
+    with pytest.raises(ValueError, match="pinned"):
+        ours(prompts(60)[0], **with_cache(cache))
     if name != "llama":
         with pytest.raises(RuntimeError, match=r"was interrupted.*cache\.reset"):
             ours.generate(ids, **how, **with_cache(cache))
         cache.reset()
-    fresh = H2OCache(ours.config, heavy=0.4, recent=0.2, min_tokens=0)
+    fresh = H2OCache(ours.config, **settings)
     want = ours.generate(ids, **how, **with_cache(fresh))
     assert torch.equal(ours.generate(ids, **how, **with_cache(cache)), want)
 

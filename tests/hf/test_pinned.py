@@ -383,9 +383,13 @@ def test_rows_and_masks_that_do_not_fit():
         read(ours, prompts(30), H2OCache(ours, **SMALL, pinned=torch.ones(1, 40) > 0))
     with pytest.raises(ValueError, match="decay=0"):
         H2OCache(ours, heavy=9, recent=4, decay=0, **PINS)
-    whole = H2OCache(ours, heavy=50, recent=4, pinned="prompt")
-    with pytest.raises(ValueError, match="in chunks"):
-        greedy(ours, batch(prompts(30)), prefill_chunk_size=8, **with_cache(whole))
+
+
+def test_a_whole_prompt_in_chunks():
+    ours, (ids,) = shared("llama"), prompts(30)
+    cache = H2OCache(ours, heavy=40, recent=4, pinned="prompt")
+    greedy(ours, {"input_ids": ids}, 30, prefill_chunk_size=8, **with_cache(cache))
+    assert survives(cache, [0], (0, 30))
 
 
 # ---- Reports -------------------------------------------------------------------------------------

@@ -118,3 +118,53 @@ def test_the_same_picture_again(name):
     with pytest.raises(ValueError, match="input_ids must be everything seen so far"):
         greedy(ours, picture(name), 4, **with_cache(cache))
     assert cache.get_seq_length() == 43
+
+
+def two_pictures(name):
+    """Two rows, each with a picture of another shape, and the rows alone."""
+    inputs = with_image(name, batch(prompts(40, 40)))
+    inputs["image_grid_thw"] = torch.tensor([[1, 4, 4], [1, 2, 8]])
+    alone = [{key: x.chunk(2)[row] for key, x in inputs.items()} for row in range(2)]
+    return inputs, alone
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_reordered_rows(name):
+    ours, (inputs, _) = model(name), two_pictures(name)
+    cache = H2OCache(ours.config, H2OConfig.full())
+    ours(**inputs, **with_cache(cache))
+    assert len(set(ours.model.rope_deltas.flatten().tolist())) == 2
+    step = torch.tensor([[5], [5]])
+    swapped = cache.fork()
+    swapped.reorder_cache(torch.tensor([1, 0]))
+    expected = ours(step, **with_cache(cache)).logits.flip(0)
+    torch.testing.assert_close(ours(step, **with_cache(swapped)).logits, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_beams_of_two_pictures(name):
+    ours, (inputs, alone) = model(name), two_pictures(name)
+
+    def beams(inputs):
+        cache = H2OCache(ours.config, H2OConfig.full())
+        return greedy(ours, inputs, 6, num_beams=3, **with_cache(cache)).tolist()
+
+    assert beams(inputs) == [beams(row)[0] for row in alone]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sampled_answers_to_two_pictures_continue(name):
+    """generate() repeats the rows after the model has computed one number for each prompt."""
+    ours, (inputs, alone) = model(name), two_pictures(name)
+    cache = H2OCache(ours.config, H2OConfig.full())
+    how = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 4}
+    read = ours.generate(**inputs, **how, **with_cache(cache))
+    more = torch.cat([read, torch.full((4, 3), 7)], 1)
+    answers = greedy(ours, {"input_ids": more}, 4, **with_cache(cache)).tolist()
+    for row, answer in enumerate(answers):
+        cache = H2OCache(ours.config, H2OConfig.full())
+        one = alone[row // 2] | {"input_ids": more[row : row + 1]}
+        for key, new in (("attention_mask", 1), ("mm_token_type_ids", 0)):
+            one[key] = torch.nn.functional.pad(one[key], (0, 7), value=new)
+        assert greedy(ours, one, 4, **with_cache(cache)).tolist() == [answer]

@@ -94,6 +94,8 @@ def generate_all(
     for name, value in (("rows", rows), ("bytes", bytes), ("max_new_tokens", max_new_tokens)):
         if value is not None and (not isinstance(value, Integral) or value < 1):
             raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
+    if not isinstance(seed, Integral):
+        raise ValueError(f"seed is {seed!r}; expected an integer")
     if isinstance(prompts, str | Mapping):
         raise ValueError(f"prompts is a single {type(prompts).__name__}; pass a list of prompts")
     if bytes is not None and (config.needs_prompt_length or config.shares_by_echo):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -141,6 +142,7 @@ class Settings:
     ) -> dict[str, Any]:
         """Arguments that `generate()` passes to its decoding loop for a request."""
         settings = request.generation_config or self.generation_config
+        _check_generation(settings)
         limit = self.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         more: dict[str, Any] = {} if limit is None else {"max_new_tokens": limit}
         criteria = StoppingCriteriaList(request.stopping_criteria)
@@ -207,6 +209,21 @@ def _is_chat(prompt: Prompt) -> bool:
     return is_list and isinstance(prompt[0], Mapping)
 
 
+def _check_generation(settings: Any) -> None:
+    """Raise UnsupportedError for fields of a user's generation config that would have no effect."""
+    if getattr(settings, "use_cache", None) is False:
+        raise UnsupportedError(
+            "generation_config has use_cache=False, but generate_all always uses an H2OCache: "
+            "leave use_cache out, or call model.generate()"
+        )
+    for name in ("attentions", "hidden_states", "logits", "scores"):
+        if getattr(settings, f"output_{name}", None):
+            raise UnsupportedError(
+                f"generation_config has output_{name}=True, but a Result has tokens only: leave it "
+                "out, or call model.generate() with an H2OCache"
+            )
+
+
 def decoding_arguments(model: Any, input_ids: Tensor, **arguments: Any) -> dict[str, Any]:
     """Stand in for the decoding loop of `generate()` and return the loop's arguments."""
     return arguments
@@ -237,9 +254,11 @@ class ActiveRequest:
             )
         if (self.generation_config.num_return_sequences or 1) > 1:
             raise UnsupportedError("num_return_sequences is above 1: repeat the prompt instead")
+        if not isinstance(request.seed, Integral | None):
+            raise ValueError(f"seed is {request.seed!r}; expected an integer")
         self.generator = None
         if self.generation_config.do_sample:
-            at = settings.seed + index if request.seed is None else request.seed
+            at = settings.seed + index if request.seed is None else int(request.seed)
             self.generator = torch.Generator(input_device(settings.model)).manual_seed(at)
         self.new: list[int] = []
         self.finish_reason = ""

@@ -61,9 +61,10 @@ class H2OCache(CacheInspection):
             or `heavy`, `recent`, `sinks`, `min_tokens`, `score_by`, `decay`, `value_weighted`,
             `positions`, `head_shares`, `kv_dtype`, `budget_unit`.
         prompt_length: number of tokens in the prompt, not counting padding: an int, or one int per
-            row. Needed only if the prompt is prefilled in chunks (`generate(
-            prefill_chunk_size=...)`) and the budget is a fraction of it or `pinned` is `"prompt"`.
-            Otherwise the first forward pass is the prompt. `reset()` discards the length.
+            row. Needed only if your own loop prefills the prompt in several forward passes, and the
+            budget is a fraction of it or `pinned` is `"prompt"`. Otherwise the first forward pass
+            is the prompt, or `generate(prefill_chunk_size=...)` knows its length. `reset()`
+            discards the length.
         pinned: keys that are never evicted but count toward the budget: spans `[(start, stop),
             ...]` of token positions, not counting padding; a list of such spans for each row;
             `"prompt"` for the whole first prompt; or a bool mask [B, n] over the n columns of the
@@ -326,7 +327,7 @@ class H2OCache(CacheInspection):
         if guard.kinds[layer_idx] == "cross":  # not part of every pass, so the guard ignores it
             image: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
             return image
-        guard.enter()
+        guard.enter(key_states.shape[0])
         try:
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
         except Exception:
@@ -346,28 +347,26 @@ class H2OCache(CacheInspection):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace each batch row i with row beam_idx[i], in every layer."""
         self.guard.check_thread()
-        self.guard.select(beam_idx)
-        super().reorder_cache(beam_idx)
+        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         """Keep only these rows, in this order. `indices`: row numbers [n] or a bool mask [B]."""
         rows = indices if isinstance(indices, Tensor) else torch.as_tensor(indices, device="cpu")
         rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
-        self.guard.select(rows)
-        self._each_layer("batch_select_indices", rows, lambda x: x[rows.to(x.device)])
+        self._change_rows(lambda x: x[rows.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times, in every layer."""
-        self.guard.repeat(repeats)
-        self._each_layer(
-            "batch_repeat_interleave", repeats, lambda x: x.repeat_interleave(repeats, dim=0)
-        )
+        self._change_rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
-    def _each_layer(self, method: str, argument: Any, change: Callable[[Tensor], Tensor]) -> None:
-        """Change the batch rows of all layers, including states, which transformers skips."""
-        self.guard.rope_deltas.change_rows(change)
+    def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Select or repeat the rows [B, ...] of every tensor, including states, which transformers
+        skips."""
+        self.guard.change_rows(change)
         for layer in self.layers:
-            if kind_of(layer) != "states":
-                getattr(layer, method)(argument)
+            if isinstance(layer, H2OLayer):
+                layer.change_rows(change)
+            elif kind_of(layer) in ("sliding", "cross") and layer.is_initialized:
+                layer.keys, layer.values = change(layer.keys), change(layer.values)
             if has_states(layer):
                 recurrent_states.each(layer, change)

@@ -53,6 +53,7 @@ def import_dynamic_cache(
             "spans (start, stop) of tokens"
         )
     B, n = _sizes(cache, layers)
+    guard.repeat_to(B)
     mask = _mask(attention_mask, B, n)
     if mask is not None and guard.counts_padding:
         note_padding(guard, mask)

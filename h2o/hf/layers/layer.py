@@ -200,9 +200,7 @@ class H2OLayer(CroppableLayer):
         guard, unscored, size = self.guard, self.slots, self.token_size
         if guard.prompt_counts is None:  # this is the first layer
             before = None if unscored is None else unscored.seen_tokens
-            prompt_budget.begin_prompt(
-                guard, self.plan, tokens.mask, (B, Q), self.seen + Q, before, size
-            )
+            prompt_budget.begin_prompt(guard, self.plan, tokens.mask, (B, Q), before, size)
         counts = guard.prompt_counts
         budget = prompt_budget.prompt_budget(self.plan, guard, counts, G, self.part, size)
         scores_before = None if unscored is None else unscored.scores.clone()
@@ -327,8 +325,3 @@ class H2OLayerWithStates(H2OLayer, StatesAndKeysLayer):
         super().crop(tokens)
         if self.record_past and self.seen:
             StatesLayer.crop(self, tokens)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace each batch row i with row beam_idx[i]."""
-        super().reorder_cache(beam_idx)
-        recurrent_states.each(self, lambda x: x.index_select(0, beam_idx.to(x.device)))

@@ -22,17 +22,14 @@ M keys in memory of all rows and heads of a layer.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o.config.layer_plan import LayerPlan
-from h2o.errors import UnsupportedError
-from h2o.hf.families import tensor_parallel
 from h2o.hf.prompt.prompt_budget import PromptBudget, prompt_budget
 from h2o.hf.store.slot_layout import Budgets
 from h2o.policy import Policy
@@ -62,24 +59,14 @@ class Prompt(NamedTuple):
     """Budgets of the layer's heads before it gets slots from the pool"""
 
 
-@dataclasses.dataclass
-class LayerStandIn:
-    """Stands in for an `H2OLayer` when a `CrossHeadBudget` is used without a cache."""
-
-    layer_idx: int
-    plan: LayerPlan
-    store: Callable[[Prompt, Budgets], None]
-    part: tuple[int, int] = tensor_parallel.WHOLE
-
-
 ROOM = 1.125
 """Factor by which the number of keys held in all layers may grow before the threshold is applied to
 every layer again. Applying it copies the keys that stay."""
 
 
 class CrossHeadBudget:
-    """The budget that the layers of a cache share. Collects the prompt of each layer, and has all
-    of them stored after the last one."""
+    """The budget that the layers of a cache share. Collects the prompt of each layer, and divides
+    the budget after the last one."""
 
     def __init__(self, plans: dict[int, LayerPlan], *, alike: bool) -> None:
         """
@@ -105,30 +92,32 @@ class CrossHeadBudget:
         dropped nothing."""
         return sum(x.keys_held for x in self.waiting.values())
 
-    def take(self, layer: Any, prompt: Prompt) -> None:
-        """Add the prompt of an `H2OLayer`, with its echo. After the last layer, store all prompts.
+    def take(
+        self, index: int, prompt: Prompt, layer: Any = None
+    ) -> Iterable[tuple[Any, Prompt, Budgets]]:
+        """Add the prompt of a layer, with its echo.
 
-        Raises:
-            UnsupportedError: this process has only some of the model's heads.
+        Args:
+            index: number of the layer.
+            layer: returned with the prompt. If the layers are alike, an `H2OLayer`.
+
+        Returns:
+            After the last layer, the `layer`, prompt and budgets of each layer. Otherwise nothing.
         """
-        if layer.part != tensor_parallel.WHOLE:
-            raise UnsupportedError(
-                'head_shares="echo" does not support a model that is cut over several processes: '
-                'use H2OConfig.robust(budget, budget_unit="bytes")'
-            )
-        new = _Waiting(layer, prompt)
-        if layer.layer_idx == self.first:
+        new = _Waiting(layer, self.plans[index], prompt)
+        if index == self.first:
             self.forget()
             if self.alike:
                 self._count_pool(layer, prompt)
-        self.waiting[layer.layer_idx] = new
-        if layer.layer_idx == self.last:
+        self.waiting[index] = new
+        if index == self.last:
             waiting, pool = list(self.waiting.values()), self.pool
             self.forget()
             total = [sum(row) for row in zip(*(x.pool for x in waiting), strict=True)]
-            _share(waiting, list(map(min, total, pool)) if self.alike else total)
-        elif self.pool and new.is_ranked_alone:
+            return _share(waiting, list(map(min, total, pool)) if self.alike else total)
+        if self.pool and new.is_ranked_alone:
             self._drop(new)
+        return ()
 
     def _count_pool(self, layer: Any, prompt: Prompt) -> None:
         """Compute the size of the pool, over all layers, from the first layer's prompt."""
@@ -172,13 +161,13 @@ def _lowest(best: Tensor) -> float:
 class _Waiting:
     """The prompt of a layer until its budgets are known."""
 
-    def __init__(self, layer: Any, prompt: Prompt) -> None:
-        self.layer = layer
-        self.policy: Policy = layer.plan.policy
+    def __init__(self, layer: Any, plan: LayerPlan, prompt: Prompt) -> None:
+        self.layer, self.plan = layer, plan
+        self.policy: Policy = plan.policy
         G, sinks = prompt.scores.shape[1], self.policy.sinks
         by_row = each_head(prompt.budget.by_row, G)
         pinned = prompt.budget.pinned
-        self.floor, self.pool = reserve_for_heads(by_row, sinks, layer.plan.floor, pinned)
+        self.floor, self.pool = reserve_for_heads(by_row, sinks, plan.floor, pinned)
         positions, tokens = positions_in(prompt.mask, prompt.scores)
         self.ranks = _ranks(prompt, positions, tokens, self.policy)
         assert prompt.echo is not None
@@ -270,8 +259,8 @@ _ROUNDED = 0.999
 stores the keys may round such ranks differently."""
 
 
-def _share(waiting: list[_Waiting], pool: list[int]) -> None:
-    """Allocate each row's pool to the highest echo, and have every layer store its prompt.
+def _share(waiting: list[_Waiting], pool: list[int]) -> Iterator[tuple[Any, Prompt, Budgets]]:
+    """Allocate each row's pool to the highest echo. Yield the layer, prompt and budgets of each.
 
     Empties `waiting`, so that no prompt is in memory twice.
     """
@@ -284,9 +273,9 @@ def _share(waiting: list[_Waiting], pool: list[int]) -> None:
         ]
         prompt = first.whole()
         has_none = any(n == 0 for heads in counts for n in heads)
-        if first.layer.plan.floor and has_none:
+        if first.plan.floor and has_none:
             prompt = prompt._replace(budget=prompt.budget._replace(floored=True))
-        first.layer.store(prompt, budgets)
+        yield first.layer, prompt, budgets
 
 
 def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:

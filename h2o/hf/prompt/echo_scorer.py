@@ -28,6 +28,7 @@ from torch import Tensor
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import NewTokens
+from h2o.hf.families import tensor_parallel
 from h2o.hf.families.layer_kinds import full_layers
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 from h2o.hf.prompt.echo import largest
@@ -61,12 +62,14 @@ class AdaptedConfig(NamedTuple):
 
 def adapt_config(config: Any, h2o_config: H2OConfig) -> AdaptedConfig:
     """Adapt an `H2OConfig` to a model with this config."""
-    rotary: Rotary | str = "attention ranks its keys"
+    rotary: Rotary | str | None = None  # None: attention ranks the keys, as the settings say
     if h2o_config.positions == "cache_relative":
         rotary = "its positions are cache-relative"
     elif h2o_config.score_by == "mean-echo":
         rotary = _rotary(config)
-    instead = _describe_replacement(config, rotary) if h2o_config.shares_by_echo else ""
+    instead = ""
+    if h2o_config.shares_by_echo and rotary is not None:
+        instead = _describe_replacement(config, rotary)
     if instead:
         score_by = "mean" if isinstance(rotary, str) else h2o_config.score_by
         h2o_config = dataclasses.replace(h2o_config, score_by=score_by, head_shares=None)
@@ -170,11 +173,22 @@ class EchoScorer(AttentionScorer):
 
     def store(self, layer: Any, prompt: Prompt) -> None:
         """See `AttentionScorer.store`. If layers share one budget, the last layer's call stores the
-        prompts of all."""
+        prompts of all.
+
+        Raises:
+            UnsupportedError: layers share one budget, and this process has only some of the model's
+                heads.
+        """
         if self.cross_head is None or prompt.echo is None:
             super().store(layer, prompt)
-        else:
-            self.cross_head.take(layer, prompt)
+            return
+        if layer.part != tensor_parallel.WHOLE:
+            raise UnsupportedError(
+                'head_shares="echo" does not support a model that is cut over several processes: '
+                'use H2OConfig.robust(budget, budget_unit="bytes")'
+            )
+        for each, own, by_row in self.cross_head.take(layer.layer_idx, prompt, layer):
+            each.store(own, by_row)
 
     def reset(self) -> None:
         """See `AttentionScorer.reset`."""

@@ -7,7 +7,6 @@ tensors read are masks and token counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -41,7 +40,6 @@ def begin_prompt(
     plan: LayerPlan,
     mask: Tensor | None,
     shape: tuple[int, int],
-    columns: int,
     before: Tensor | None,
     row_size: RowSize,
 ) -> None:
@@ -52,15 +50,14 @@ def begin_prompt(
     Args:
         plan: plan of the calling layer, used if the guard has no plans.
         mask, shape: mask of the first forward pass, [B, Q] bool or None, and (B, Q).
-        columns: number of columns that the cache has seen after the first forward pass.
         before: tokens of each row that came from a DynamicCache, [B]; None: no such tokens.
         row_size: as for `prompt_budget`.
 
     Raises:
-        ValueError: the prompt comes in chunks, its length was not given, and a budget or the pins
-            depend on it. A layer's budget has no room for the pins. A row converted from a
-            DynamicCache has only padding in this pass, so nothing would score its keys before
-            eviction.
+        ValueError: the prompt comes in chunks, its length is neither given nor known to generate(),
+            and a budget or the pins depend on it. A layer's budget has no room for the pins. A row
+            converted from a DynamicCache has only padding in this pass, so nothing would score its
+            keys before eviction.
     """
     B, Q = shape
     if before is not None and mask is not None:
@@ -75,7 +72,7 @@ def begin_prompt(
     by_length = [x for x in plans if x.needs_prompt_length]
     is_unknown = guard.prompt_length is None
     if is_unknown and (by_length or guard.pins.needs_prompt_length):
-        _check_chunks(columns, bool(by_length))
+        guard.chunked_lengths = _chunked_lengths(guard, B, Q)
     guard.repeat_to(B)
     counts = [Q] * B
     # Counting the mask's tokens waits for a GPU, so do it there only if budgets or pins need the
@@ -83,7 +80,9 @@ def begin_prompt(
     if mask is not None and (mask.is_cpu or (by_length and is_unknown) or guard.pins):
         counts = mask.sum(1).tolist()
     if before is not None:
-        counts = [x + y for x, y in zip(counts, before.tolist(), strict=True)]
+        counts = _add(counts, before.tolist())
+        if guard.chunked_lengths is not None:
+            guard.chunked_lengths = _add(guard.chunked_lengths, before.tolist())
     guard.prompt_counts = counts
     begin_pins(guard, counts, mask, Q, row_size)
 
@@ -107,7 +106,7 @@ def begin_pins(
     """
     if not guard.pins:
         return
-    lengths = _lengths(guard.prompt_length, counts)
+    lengths = _lengths(guard, counts)
     guard.pins.begin(lengths, mask, columns)
     for plan in guard.plans.values():
         plan = plan if row_size is None else plan.for_keys(*row_size)
@@ -136,7 +135,7 @@ def prompt_budget(
     Raises:
         ValueError: the number of rows or heads does not match. The pinned keys do not fit.
     """
-    lengths = _lengths(guard.prompt_length, counts)
+    lengths = _lengths(guard, counts)
     pinned = guard.pins.counts(len(lengths), plan.sinks)
     plan = plan.for_keys(*row_size)
     by_row = expand_to_heads(budgets_by_row(plan, lengths, pinned), heads, part)
@@ -160,8 +159,11 @@ def budgets_by_row(plan: LayerPlan, lengths: list[int], pinned: list[int]) -> Bu
     return rows
 
 
-def _lengths(prompt_length: int | Sequence[int] | None, counts: list[int]) -> list[int]:
+def _lengths(guard: PassGuard, counts: list[int]) -> list[int]:
     """Number of tokens in each row's prompt."""
+    prompt_length = guard.prompt_length
+    if prompt_length is None:
+        prompt_length = guard.chunked_lengths
     if isinstance(prompt_length, int):
         return [prompt_length] * len(counts)
     if prompt_length is not None:
@@ -173,17 +175,30 @@ def _lengths(prompt_length: int | Sequence[int] | None, counts: list[int]) -> li
     return counts
 
 
-def _check_chunks(columns: int, by_length: bool) -> None:
-    """Raise ValueError if `generate(prefill_chunk_size=...)` has more columns of the prompt than
-    the first chunk. `by_length`: whether budgets are fractions of the prompt; if not, all of it is
-    pinned."""
-    if columns < compat.columns_in_chunks():
-        reason = 'pinned="prompt" means the whole prompt'
-        if by_length:
-            reason = "the budget is a fraction of the whole prompt"
+def _chunked_lengths(guard: PassGuard, B: int, Q: int) -> list[int] | None:
+    """Number of tokens in each of B rows of a prompt that `generate()` prefills in chunks, of which
+    this pass of Q columns is the first; None for any other prompt.
+
+    Raises:
+        ValueError: `generate()` fills another cache, or its mask does not say what is padding.
+    """
+    found = compat.chunks_of_prompt()
+    if found is None:
+        return None
+    cache, chunks, mask = found
+    columns = sum(chunks)
+    is_padding_known = mask is None or (mask.ndim == 2 and mask.shape[1] >= columns)
+    if getattr(cache, "guard", None) is not guard or not is_padding_known:
         raise ValueError(
-            f"generate() prefills this prompt in chunks (prefill_chunk_size), and {reason}. An "
-            "H2OCache cannot know the prompt's length from its first chunk. Pass H2OCache(..., "
-            "prompt_length=the number of tokens). Or use h2o.patched(), which finds the length "
-            "itself, or give budgets and pinned spans in tokens"
+            "generate() prefills this prompt in chunks (prefill_chunk_size), and the budget or the "
+            "pins depend on the length of the whole prompt, which the cache cannot find. Pass "
+            "H2OCache(..., prompt_length=the number of tokens), or give budgets and pinned spans "
+            "in tokens"
         )
+    lengths = [columns] * B if mask is None else mask[:, -columns:].sum(1).tolist()
+    more = Q - chunks[0]  # embeddings that a wrapper has inserted before the prompt
+    return [max(1, n + more) for n in lengths]  # a row may be all padding
+
+
+def _add(counts: list[int], more: list[int]) -> list[int]:
+    return [x + y for x, y in zip(counts, more, strict=True)]

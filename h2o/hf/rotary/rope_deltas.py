@@ -57,13 +57,17 @@ class RopeDeltas:
             device = next(module.parameters()).device
             module.rope_deltas = None if number is None else number.to(device)
 
-    def end(self) -> None:
-        """Take over the model's number after a forward pass."""
+    def end(self, rows: int) -> None:
+        """Take over the model's number after a forward pass over a batch of `rows` rows."""
         if torch.compiler.is_compiling() or self._is_idle:
             return
         self._is_idle = True
         if (module := self._module_ref()) is not None:
             self.number, self.is_known = module.rope_deltas, True
+            if self.number is not None and 1 < len(self.number) < rows:
+                # generate() repeats prompts (num_beams, num_return_sequences) after the model has
+                # computed its number.
+                self.number = self.number.repeat_interleave(rows // len(self.number), dim=0)
 
     def reset(self) -> None:
         """Forget the text."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.attention.attention_call import NewTokens, attention
-from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, LayerStandIn, Prompt, positions_in
+from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.hf.rotary.model_rotary import Rotary
@@ -64,8 +64,8 @@ class SimulatedBudgets:
         """Within the block, run a pass that divides the budget before each forward pass of
         the model."""
 
-        def collect_echo(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if self.is_collecting:
+        def collect_echo(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if self.is_collecting or module is not model:  # a copy of the model has the hook too
                 return
             self._thread_local.budgets = {}
             self._thread_local.cross_head = CrossHeadBudget(self._plans, alike=False)
@@ -101,12 +101,8 @@ class SimulatedBudgets:
             tokens.key, tokens.value, mask, scores, echo, mask.sum(1).tolist(), mask.shape[1], mask,
             budget,
         )  # fmt: skip
-        budgets = self._thread_local.budgets
-
-        def note(prompt: Prompt, by_row: Budgets) -> None:
-            budgets[layer] = by_row
-
-        self._thread_local.cross_head.take(LayerStandIn(layer, plan, note), prompt)
+        divided = self._thread_local.cross_head.take(layer, prompt, layer)
+        self._thread_local.budgets.update((index, by_row) for index, _, by_row in divided)
 
     def budgets(self, layer: int) -> Budgets:
         """(heavy, recent) of each row and head in a layer, as the last pass divided them."""

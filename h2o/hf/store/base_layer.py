@@ -2,14 +2,15 @@
 
 It is the base class of `H2OLayer` (`h2o.hf.layers.layer`), which adds the forward pass.
 
-Shape letters: B batch rows, G key/value heads, S slots, n columns of another cache, D head
-dimension, K keys held. A column is an index in the padded batch. A position is a token's index in
+Shape letters: B batch rows, G key/value heads, n columns of another cache, D head dimension, K
+keys held. A column is an index in the padded batch. A position is a token's index in
 its own row, not counting padding.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -143,24 +144,24 @@ class BaseLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """The key in each slot, [B, G, S, D], dequantized; None before the prompt.
-
-        This is the counterpart of a DynamicCache layer's `keys`, but slots are in no order, and
-        some are empty."""
-        return None if self.slots is None else self.by_slot()[0]
+        """The kept keys, a copy (`kept_rows`). None before the prompt, as in a DynamicCache."""
+        return None if self.slots is None else self.kept_rows()[0]
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """The value in each slot, like `keys`."""
-        return None if self.slots is None else self.by_slot()[1]
+        """The kept values, like `keys`."""
+        return None if self.slots is None else self.kept_rows()[1]
 
     @keys.setter
-    def keys(self, nothing: None) -> None:
-        """Do nothing. transformers' constructor sets the attribute to None."""
+    def keys(self, new: Tensor | None) -> None:
+        """Accept None, to which transformers' constructor sets the attribute."""
+        if new is not None:
+            raise AttributeError(
+                "the keys and values of an H2OLayer cannot be replaced. To select or repeat rows "
+                "call the methods of the H2OCache, such as cache.reorder_cache(beam_idx)"
+            )
 
-    @values.setter
-    def values(self, nothing: None) -> None:
-        """Do nothing, as for `keys`."""
+    values = values.setter(keys.fset)  # type: ignore[assignment]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing. Slots are created once the prompt's length is known."""
@@ -206,23 +207,12 @@ class BaseLayer(CacheLayerMixin):
         self.waits_for_pins = False  # whether some pinned tokens have not arrived yet
         self.trace = Trace() if self.has_trace else None
         self.last: Any = None  # the last forward pass, if passes are recorded
-        self.guard.waiting = self.guard.prompt_counts = None
+        self.guard.waiting = self.guard.prompt_counts = self.guard.chunked_lengths = None
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace each batch row i with row beam_idx[i], including its budgets."""
-        self.batch_select_indices(beam_idx)
+    def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Select or repeat the batch rows, including their budgets, but not those of states.
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these batch rows, in this order."""
-        if not isinstance(indices, Tensor):
-            indices = torch.as_tensor(indices, device="cpu")
-        self._each(lambda x: x[indices.to(x.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch row `repeats` times."""
-        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def _each(self, change: Any) -> None:
+        `change` does so with the first axis of a tensor."""
         if self.slots is not None:
             self.set_slots(slot_layout.change_rows(self.slots, change), self.capacity)
             self.last = None  # it recorded other rows
@@ -249,32 +239,17 @@ class BaseLayer(CacheLayerMixin):
         if self.slots is None:
             return _empty(4), _empty(4)
         fields = dict.fromkeys(self.row_fields, 0.0)
-        return self._unpack_rows(
-            slot_layout.gather_held_keys(self.slots, self.capacity.sizes, **fields)
+        rows = slot_layout.gather_held_keys(self.slots, self.capacity.sizes, **fields)
+        D, _ = self.row_size
+        kept: tuple[Tensor, Tensor] = self.form.unpack_rows(
+            *(dequantize(rows[i], D) for i in (0, -1))
         )
-
-    def by_slot(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another.
-
-        Does not wait for the device. Copies only if the slots are quantized or heads differ in
-        their number of slots."""
-        sizes = self.capacity.sizes
-        return self._unpack_rows(
-            [slot_layout.by_head(self.slots, sizes, x) for x in self.row_fields]
-        )
+        return kept
 
     @property
     def row_fields(self) -> tuple[str, ...]:
         """Fields of `Slots` that hold the tokens' rows."""
         return ("keys", "values") if self.form.has_values else ("keys",)
-
-    def _unpack_rows(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Convert rows of slots to the model's keys and values."""
-        D, _ = self.row_size
-        read: tuple[Tensor, Tensor] = self.form.unpack_rows(
-            *(dequantize(rows[i], D) for i in (0, -1))
-        )
-        return read
 
     @property
     def token_size(self) -> tuple[int, int, int]:

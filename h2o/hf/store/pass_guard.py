@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,8 +62,12 @@ class PassGuard:
         set, because it is then unknown how far the layer got."""
         self.prompt_length: int | Sequence[int] | None = prompt_length
         """Number of tokens in the whole prompt, or in each row's; None if the user did not say."""
+        self.rows = 0  # in the batch of the latest pass
         self.prompt_counts: list[int] | None = None
         """Number of tokens per row in the pass that begins the prompt, set during that pass only"""
+        self.chunked_lengths: list[int] | None = None
+        """`prompt_length` from this pass on, if it is the first chunk of a prompt in `generate()`;
+        set during the pass only"""
         self.pins = Pins()
         self.plans: Mapping[int, LayerPlan] = {}
         """Budgets of the H2O layers, by layer number"""
@@ -94,8 +98,11 @@ class PassGuard:
 
     # ---- A forward pass ------------------------------------------------------------------------
 
-    def enter(self) -> None:
+    def enter(self, rows: int = 0) -> None:
         """Claim the cache for this thread before a layer gets new keys.
+
+        Args:
+            rows: number of rows in the batch; 0 if the layer does not know it.
 
         Raises:
             RuntimeError: another thread is running a forward pass, or an earlier layer's keys never
@@ -104,6 +111,7 @@ class PassGuard:
         if torch.compiler.is_compiling():  # a captured graph cannot query the thread
             self.check_keys_arrived()
             return
+        self.rows = rows or self.rows
         thread = threading.get_ident()
         if self._thread == thread:  # within a pass
             if self.waiting is not None:
@@ -138,13 +146,15 @@ class PassGuard:
 
     def end_pass(self) -> None:
         """End the pass that is under way, if any."""
-        self._thread = self.prompt_counts = None
+        self._thread = self.prompt_counts = self.chunked_lengths = None
         self.may_be_transformed = True
 
     def _finish(self) -> None:
+        if self.chunked_lengths is not None:
+            self.prompt_length = self.chunked_lengths
         self.end_pass()
         if self.rope_deltas.is_possible:
-            self.rope_deltas.end()
+            self.rope_deltas.end(self.rows)
 
     @property
     def is_under_way(self) -> bool:
@@ -214,12 +224,22 @@ class PassGuard:
 
     # ---- Rows ----------------------------------------------------------------------------------
 
-    def repeat(self, rows: int) -> None:
-        """Repeat each batch row, even before the prompt."""
-        self.pins.each_row(lambda pinned: [row for row in pinned for _ in range(rows)])
-        self.text.change_rows(lambda x: x.repeat_interleave(rows, -1))
-        self.ends_in_padding = [row for row in self.ends_in_padding for _ in range(rows)]
-        self._repeat_lengths(rows)
+    def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Select or repeat the batch rows, even before the prompt.
+
+        `change` does so with the first axis of a tensor."""
+
+        def change_list(rows: Any) -> list[Any]:
+            numbers = torch.arange(len(rows), device="cpu")
+            return [rows[row] for row in change(numbers).tolist()]
+
+        self.rope_deltas.change_rows(change)
+        self.text.change_rows(change)
+        self.pins.each_row(change_list)
+        if self.ends_in_padding:
+            self.ends_in_padding = change_list(self.ends_in_padding)
+        if isinstance(self.prompt_length, Sequence):
+            self.prompt_length = change_list(self.prompt_length)
 
     def repeat_to(self, rows: int) -> None:
         """Repeat `prompt_length` for a batch of `rows` rows.
@@ -227,21 +247,7 @@ class PassGuard:
         `generate()` repeats each prompt for beams and `num_return_sequences`."""
         given = self.prompt_length
         if isinstance(given, Sequence) and len(given) < rows and rows % len(given) == 0:
-            self._repeat_lengths(rows // len(given))
-
-    def _repeat_lengths(self, rows: int) -> None:
-        if isinstance(self.prompt_length, Sequence):
-            self.prompt_length = [n for n in self.prompt_length for _ in range(rows)]
-
-    def select(self, rows: Tensor) -> None:
-        """Keep only these batch rows, in this order."""
-        self.pins.each_row(lambda pinned: [pinned[row] for row in rows.tolist()])
-        self.text.change_rows(lambda x: x[:, rows.to(x.device)])
-        if self.ends_in_padding:
-            self.ends_in_padding = [self.ends_in_padding[row] for row in rows.tolist()]
-        if isinstance(self.prompt_length, Sequence):
-            self.repeat_to(int(rows.max()) + 1)
-            self.prompt_length = [self.prompt_length[row] for row in rows.tolist()]
+            self.prompt_length = [n for n in given for _ in range(rows // len(given))]
 
     def reset(self) -> None:
         """Start over as the guard of an empty cache without a known prompt length."""

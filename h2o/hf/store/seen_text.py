@@ -90,10 +90,10 @@ class SeenText:
         return (found != self._totals[0].to(found.device)).nonzero()[:, 0].tolist()
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply a change of the cache's rows. `change` gets a tensor with rows on the last axis."""
+        """Select or repeat the rows, as `change` does with the first axis of a tensor."""
         self._fold()
         if self._totals is not None:
-            self._totals = change(self._totals)
+            self._totals = change(self._totals.T).T
 
     def as_dict(self) -> dict[str, Any] | None:
         """Convert the digest for JSON; None if it is unknown."""
