@@ -24,7 +24,7 @@ from h2o.hf.attention.attention_hook import attending
 from h2o.hf.families.layer_kinds import kind_of
 from h2o.hf.families.wrappers import input_device
 from h2o.hf.support import transformers_layers
-from h2o.model_identity import latent_row
+from h2o.model_identity import config_of, latent_row
 
 Result = TypeVar("Result")
 
@@ -56,7 +56,7 @@ def full_layers(model: Any) -> list[int]:
     Raises:
         UnsupportedError: h2o does not support the model, or its heads have no keys of their own.
     """
-    if latent_row(model.config) is not None:
+    if latent_row(config_of(model)) is not None:
         raise UnsupportedError(
             f"analysis and calibration do not support {model.config.model_type}: all heads of a "
             "layer share its latents (multi-head latent attention)"

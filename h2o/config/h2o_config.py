@@ -25,7 +25,7 @@ from h2o.config.head_budgets import NAMED, SHARED_TWICE, check_table
 from h2o.config.presets import Presets
 from h2o.config.profile import Profile
 from h2o.kv_dtype import QUANTIZED, KvDtype, bytes_per_token, count_fitting, fewest_bits
-from h2o.model_identity import describe, key_size, latent_row
+from h2o.model_identity import config_of, describe, key_size, latent_row
 from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_policy
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -203,12 +203,13 @@ class H2OConfig(Presets):
             model: a transformers model or its config.
 
         Raises: ValueError for a profile of another model, and if none is shipped for this one.
+        TypeError if `model` is neither a model nor a config.
         """
+        config = config_of(model)
         if self.budget is not None:
             return dataclasses.replace(self, budget=None).for_model(model)
         shares, kv_dtype = self.head_shares, self.kv_dtype
         token_bytes = self._token_bytes
-        config = getattr(model, "config", model)
         if isinstance(shares, str) and shares == "shipped":
             shares = Profile.shipped(model)
             if shares is None:

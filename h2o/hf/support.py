@@ -25,7 +25,7 @@ from h2o.hf.families.shared_keys import shared_key_layers
 from h2o.hf.prompt import echo_scorer
 from h2o.hf.rotary import model_rotary
 from h2o.kv_dtype import stored_bytes
-from h2o.model_identity import latent_row
+from h2o.model_identity import config_of, latent_row
 
 _PATTERN = "it gives its own attention pattern as a 4-D mask"
 
@@ -109,8 +109,10 @@ def supports(model: Any) -> Support:
 
     Args:
         model: a model of transformers, or its config.
+
+    Raises: TypeError for anything else.
     """
-    config = getattr(model, "config", model)
+    config = config_of(model)
     model_type = config.model_type
     if reasons := not_supported_reasons(config):
         return Support(model_type, False, reasons[0].partition(": ")[2], ())
@@ -166,12 +168,7 @@ def not_supported_reasons(model: Any, h2o_config: H2OConfig | None = None) -> li
     Raises:
         TypeError: `model` is neither a model nor a config.
     """
-    config = getattr(model, "config", model)
-    if not hasattr(config, "get_text_config"):
-        raise TypeError(
-            "H2OCache needs a model of transformers, or its config, as first argument, not "
-            f"{type(config).__name__}"
-        )
+    config = config_of(model)
     if reason := _config_reason(config) or _layers_reason(config):
         return [f"h2o does not support {config.model_type}: {reason}"]
     return [] if h2o_config is None else setting_reasons(Traits.of(config), h2o_config)
@@ -234,8 +231,8 @@ def text_config_of(model: Any) -> Any:
 
     Warns if the model does not run h2o's attention, without which an `H2OCache` does not work.
     """
-    config = getattr(model, "config", model)
-    if config is not model and hasattr(config, "get_text_config"):
+    config = config_of(model)
+    if config is not model:
         name = compat.attention_name(config.get_text_config(decoder=True))
         if not str(name).startswith("h2o"):
             warnings.warn(

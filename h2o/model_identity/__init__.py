@@ -41,6 +41,22 @@ SAMPLE = 4096
 # ---- the shape, from a config ----------------------------------------------------------------
 
 
+def config_of(model: Any) -> Any:
+    """The config of a transformers model, or the config that was given instead of a model.
+
+    Raises: TypeError for anything else, such as a name or what `h2o.load_model` returns.
+    """
+    config = getattr(model, "config", model)
+    if not hasattr(config, "get_text_config") or isinstance(config, type):
+        inner = getattr(model, "model", None)  # a pipeline has its model there
+        hint = "write model, tokenizer = h2o.load_model(name) and pass model"
+        if hasattr(inner, "config"):
+            hint = "pass its .model"
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"expected a model of transformers, or its config, not {name}: {hint}")
+    return config
+
+
 def describe(config: Any) -> dict[str, Any]:
     """Shape of a model from its config. Entries that the config does not have are left out."""
     text = _text_config(config)
@@ -117,7 +133,7 @@ def difference(
 ) -> str | None:
     """The first difference between a model and the model that `shape` (from `describe`) and
     `weights` (from `sample`) describe, or None. Of a config only the shape is compared."""
-    config = getattr(model, "config", model)
+    config = config_of(model)
     here = describe(config)
     for name, wanted in shape.items():
         if here.get(name, wanted) != wanted:

@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
     BatchEncoding,
+    DynamicCache,
     GenerationConfig,
     PreTrainedTokenizerFast,
     StoppingCriteria,
@@ -554,6 +555,7 @@ def test_threads_that_share_a_model(is_patched):
         ({"rows": 2, "max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
         ({"rows": 2, "prompts": "a text"}, ValueError, "a single str; pass a list"),
         ({"rows": 2, "prompts": {"input_ids": [[1, 2]]}}, ValueError, "a single dict"),
+        ({"rows": 2, "prefix": DynamicCache()}, TypeError, "prefix is a DynamicCache"),
         (
             {"rows": 2, "generation_config": GenerationConfig(num_beams=3)},
             h2o.UnsupportedError,

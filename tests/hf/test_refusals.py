@@ -4,6 +4,7 @@ instead."""
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from transformers.modeling_utils import AttentionInterface
 
 import h2o
-from h2o import H2OCache, UnsupportedError, patched, supports
+from h2o import H2OCache, H2OConfig, UnsupportedError, patched, supports
 from h2o.compat import CACHE, CROPS_TO_LENGTH, with_cache
 from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.hf.families.shared_keys import SHARES_KEYS
@@ -105,12 +106,44 @@ def test_no_causal_model_of_that_config():
 
 def test_not_a_config():
     ours = model("llama")
-    with pytest.raises(TypeError, match="needs a model of transformers, or its config"):
-        H2OCache(None, **SMALL)
     with pytest.raises(TypeError, match="unknown parameter 'budgets': expected one of budget, he"):
         H2OCache(ours.config, budgets=3)
     with pytest.raises(TypeError, match="expected an H2OConfig"):
         H2OCache(ours.config, 256)
+
+
+WITHOUT_A_MODEL = {
+    "H2OCache": lambda x, **how: H2OCache(x, **how),
+    "from_dynamic_cache": lambda x, **how: H2OCache.from_dynamic_cache(DynamicCache(), x, **how),
+    "for_model": lambda x, **how: H2OConfig(**how).for_model(x),
+    "compress_document": lambda x, **how: h2o.compress_document(x, torch.ones(1, 5).long(), **how),
+    "generate_all": lambda x, **how: h2o.generate_all(x, [[2, 3]], rows=1, **how),
+    "simulated": lambda x, **how: h2o.simulated(x, **how).__enter__(),
+    "patched": lambda x, **how: h2o.patched(x, **how).__enter__(),
+    "supports": lambda x, **how: h2o.supports(x),
+    "analyze": lambda x, **how: h2o.analyze(x, torch.ones(1, 5).long()),
+}
+
+
+@pytest.mark.parametrize("how", [{"budget": 0.2}, SMALL], ids=["bytes", "tokens"])
+@pytest.mark.parametrize("call", WITHOUT_A_MODEL)
+def test_neither_a_model_nor_a_config(call, how):
+    pair = (shared("llama"), None)  # what load_model returns
+    for wrong, name in ((None, "None"), ("gpt2", "str"), (pair, "tuple"), (type(pair[0]), "Llama")):
+        with pytest.raises(TypeError, match=f"expected a model of transformers.*, not {name}"):
+            WITHOUT_A_MODEL[call](wrong, **how)
+
+
+def test_a_pipeline_or_a_name_in_place_of_a_model(tmp_path):
+    ours = shared("llama")
+    pipe = SimpleNamespace(model=ours)
+    with pytest.raises(TypeError, match=r"not SimpleNamespace: pass its \.model"):
+        H2OCache(pipe, **SMALL)
+    cache = H2OCache(ours, **SMALL)
+    ours(prompts(8)[0], **with_cache(cache))
+    cache.save(tmp_path / "cache", ours)
+    with pytest.raises(TypeError, match=r"not str: write model, tokenizer = h2o\.load_model"):
+        H2OCache.load(tmp_path / "cache", "gpt2")
 
 
 # ---- By the attention that the model runs --------------------------------------------------------

@@ -117,6 +117,10 @@ def generate_all(
 
 
 def _check_prefix(prefix: H2OCache, config: H2OConfig) -> H2OCache:
+    if not isinstance(prefix, H2OCache):
+        raise TypeError(
+            f"prefix is a {type(prefix).__name__}; expected the H2OCache that has read the document"
+        )
     if (rows := h2o_layers(prefix)[0].batch_size) > 1:
         raise ValueError(f"prefix must be a cache of one row; this one has {rows} rows")
     for name in PARAMETERS:

@@ -69,7 +69,8 @@ def simulated(
 
     Each call must contain the whole text. Batches may be padded on either side. The output equals
     that of a model with an `H2OCache` that is fed the first `prompt_length` tokens at once and the
-    others one by one. After the block, also after an error, the model is as before.
+    others one by one. A fractional budget (`budget=0.2`) gives the cache's output only with
+    `ratio_of="prompt"`. After the block, also after an error, the model is as before.
 
     Args:
         model: a model that `H2OCache` supports. Layers without full attention are not changed.
@@ -83,7 +84,8 @@ def simulated(
             one number per row. 1 evicts from the very beginning (Zhang et al., NeurIPS 2023,
             Algorithm 1). Not with masks that have no prompt.
         ratio_of: whether fractional budgets are fractions of each row's "text", or of its "prompt"
-            (`prompt_length`) as in `H2OCache`.
+            (`prompt_length`) as in `H2OCache`. With "text" the budget is larger than the cache's if
+            the prompt is shorter than the text.
         pinned: as for `H2OCache`. "prompt" pins the first `prompt_length` tokens. Each layer then
             processes the text token by token, which is slower. Not with `masks`.
         trace: record evictions and scores of the last forward pass, see `Simulation`.
