@@ -14,7 +14,7 @@ CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # the sources that need Python's headers
 
-.PHONY: help demo bench cuda test no-cxx test-all test-c test-core test-pure test-driver test-cuda test-gpu gpu-tests gpu-day gpu-core gpu-kernels tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance bounds test-neon test-amx asan-amx test-windows test-python test-python-hf test-python-rest test-portable test-hf test-vllm test-vllm-fast test-ray test-versions test-newest asan tsan fuzz \
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-core test-pure test-driver test-cuda test-gpu gpu-tests gpu-day gpu-core gpu-kernels tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance bounds test-neon test-amx asan-amx test-windows test-python test-python-hf test-python-rest test-torch-backend test-hf test-vllm test-vllm-fast test-ray test-versions test-newest asan tsan fuzz \
 	lint workflows format notebooks stubs docs docs-links pictures wheels test-wheels wheel release-dry-run clean
 .DELETE_ON_ERROR:
 
@@ -142,7 +142,7 @@ test-python-hf:
 test-python-rest:
 	$(BIN)/python -m pytest -q $(PYTEST_MARKS) --ignore tests/hf
 
-test-portable: .venv/core .venv/test ## run tests/torch and tests/hf with the torch backend on the CPU
+test-torch-backend: .venv/core .venv/test ## run tests/torch and tests/hf with the torch backend on the CPU
 	H2O_BACKEND=torch $(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/torch tests/hf
 
 # Copies the Python sources into the folder $(1), without the core, which may be being built at the time.
@@ -289,7 +289,7 @@ $(CUDA)/lib: $(PACKAGED) $(CUDA_CORE)
 # Attention over head dimensions above the kernels' 256 uses torch's operations; tests/cuda tests decode
 # steps over them.
 CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py tests/core/test_shared.py \
-	tests/core/test_numbered_rows.py tests/torch/test_rolled.py \
+	tests/core/test_numbered_rows.py tests/torch/test_cache_relative.py \
 	tests/torch/test_heads.py tests/torch/test_precision.py tests/torch/test_numbered_rows.py \
 	tests/torch/test_paged_rows.py tests/torch/test_heavy_tails.py
 # The emulation takes a hundred times as long as the CPU's kernels. Cases that no kernel for GPUs tells
@@ -371,7 +371,7 @@ cuda-counts-check: $(PTX)/lib build/kernels/compute_80.program ## fail if a coun
 # and back, and models are on it. The last part needs compute-sanitizer, which is also a package on PyPI
 # but is installed outside of PATH. Errors that the driver's functions return are not reported: the core
 # handles those it expects, such as a missing kernel, and torch makes calls that an older driver lacks.
-GPU_TESTS := $(CUDA_TESTS) tests/gpu tests/hf/test_portable.py tests/hf/test_families.py tests/hf/test_compiled.py
+GPU_TESTS := $(CUDA_TESTS) tests/gpu tests/hf/test_torch_backend.py tests/hf/test_families.py tests/hf/test_compiled.py
 PACKAGED_SANITIZER = $(firstword $(wildcard $(BIN)/../lib/python*/site-packages/nvidia/*/bin/compute-sanitizer /usr/local/cuda*/bin/compute-sanitizer))
 SANITIZER = $(or $(shell command -v compute-sanitizer),$(PACKAGED_SANITIZER),compute-sanitizer)
 GPU_PYTHON := $(BIN)/python

@@ -29,7 +29,7 @@ from h2o.compat import with_cache
 from h2o.evaluation import windows
 from h2o.evaluation.setting import Setting, parse_all
 from h2o.evaluation.text_table import table
-from h2o.result_cells import Cells, fingerprint, provenance
+from h2o.result_file import ResultFile, fingerprint, provenance
 
 from . import text_windows
 from .peers.environments import Peer
@@ -94,7 +94,7 @@ def main() -> None:
     origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
     config = model.config
     full = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    cells = Cells(options.output_path / "peers.jsonl")
+    cells = ResultFile(options.output_path / "peers.jsonl")
     wanted = rows(options.window, options.rest)
     losses: dict[str, list[float]] = {name: [] for name, _ in wanted}
     sizes: dict[str, list[str]] = {}

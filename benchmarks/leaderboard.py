@@ -44,7 +44,7 @@ from h2o.evaluation.setting import Setting, parse_all
 from h2o.evaluation.text_table import table
 from h2o.hf.batching.generate_all import can_answer, generate_all
 from h2o.hf.batching.request import Request
-from h2o.result_cells import fingerprint, provenance
+from h2o.result_file import fingerprint, provenance
 
 GENERATED = (
     "niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe",

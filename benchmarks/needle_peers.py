@@ -25,7 +25,7 @@ from tqdm import tqdm
 from h2o import models
 from h2o.evaluation import needles
 from h2o.evaluation.text_table import table
-from h2o.result_cells import Cells, fingerprint, provenance
+from h2o.result_file import ResultFile, fingerprint, provenance
 
 from .equal_bytes import BUDGETS
 from .peers.environments import Peer
@@ -79,7 +79,7 @@ def main() -> None:
         text, tokenizer, lengths, options.limit, needles.parse_kinds(options.facts)
     )
     listed = rows(options.count)
-    cells = Cells(options.output_path / "needle_peers.jsonl")
+    cells = ResultFile(options.output_path / "needle_peers.jsonl")
     results: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in listed}
     arguments = str(models.embedded_folder()), str(torch.get_num_threads()), options.dtype
     with (

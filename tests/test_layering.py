@@ -321,10 +321,10 @@ def test_operands_without_a_core_are_those_of_the_core():
 def test_core_is_imported_where_backends_are_chosen():
     assert importers("h2o._core") == {"h2o/backends/__init__.py", "h2o/backends/cuda.py"}
     assert importers("h2o.backends.cuda") == {"h2o/backends/__init__.py"}
-    assert importers("h2o.backends.portable") <= {
+    assert importers("h2o.backends.torch_backend") <= {
         "h2o/backends/__init__.py",
         "h2o/backends/without_core.py",
-        *sources("h2o/backends/portable", ".py"),
+        *sources("h2o/backends/torch_backend", ".py"),
     }
 
 
@@ -337,7 +337,7 @@ def test_the_torch_backend_waits_for_no_device():
     """No code of the torch backend may read a tensor's values, which would wait for the device.
     tests/hf/test_elsewhere.py runs the backend where reading fails."""
     reads = r"\.(item|tolist|numpy|cpu|nonzero|unique)\(|(?<![.\w])(int|bool|float)\("
-    for name, text in sources("h2o/backends/portable", ".py").items():
+    for name, text in sources("h2o/backends/torch_backend", ".py").items():
         match = re.search(reads, text)
         assert not match, f"{name}: {match[0]}"
 
@@ -409,7 +409,7 @@ def test_vllm_is_known_to_its_plugin():
             "validation",
             "connector",
             "scheduler",
-            "refusing_backends",
+            "unsupported_backends",
         )
     }
     assert importers("vllm") == files
@@ -492,7 +492,7 @@ def test_files_import_one_another_in_one_direction():
     assert floors({"a": {"b"}, "b": set()}) == {"a": 2, "b": 1}
     with pytest.raises(AssertionError, match="a circle: a -> b -> a"):
         floors({"a": {"b"}, "b": {"a"}})
-    assert "h2o/ops.py" in IMPORTS["h2o/result_cells.py"]
+    assert "h2o/ops.py" in IMPORTS["h2o/result_file.py"]
     floors(IMPORTS)
 
 
@@ -534,7 +534,7 @@ def test_calibration_needs_nothing_of_evaluation():
     below, rooms = set(), {"calibration"}
     while rooms := {x for room in rooms for x in ROOMS[room]} - below:
         below |= rooms
-    assert "result_cells" in below
+    assert "result_file" in below
     assert not below & {"evaluation", "cli"}
 
 

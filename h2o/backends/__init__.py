@@ -1,7 +1,7 @@
 """Dispatch of operations by device: to the C core, or to torch operations where it has no kernels.
 
 The C core handles tensors of any library on the CPU, and torch tensors on CUDA devices for which it
-has kernels (`h2o.backends.cuda`). `h2o.backends.portable` handles torch tensors on all other
+has kernels (`h2o.backends.cuda`). `h2o.backends.torch_backend` handles torch tensors on all other
 devices, with operations that torch has everywhere. The environment variable `H2O_BACKEND=torch`
 selects it for all torch tensors, including those on the CPU. In a build without the core it handles
 everything (`h2o.backends.without_core`).
@@ -47,8 +47,8 @@ def backend_for(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
         return core
     if not forced and is_cuda(tensor) and not cuda.is_fake(tensor):
         choose = cuda.backend_for if opens else cuda.backend_if_open
-        return choose(tensor.device.index, _portable())
-    return _portable()
+        return choose(tensor.device.index, _torch_backend())
+    return _torch_backend()
 
 
 backend_if_open = functools.partial(backend_for, opens=False)
@@ -74,12 +74,12 @@ def by_torch() -> Iterator[None]:
 
 
 @functools.cache
-def _portable() -> SimpleNamespace:
+def _torch_backend() -> SimpleNamespace:
     """The torch backend, preceded by the core's checks."""
-    from h2o.backends import portable
+    from h2o.backends import torch_backend
 
     def with_checks(name: str) -> Any:
-        run = portable.operation(name)
+        run = torch_backend.operation(name)
 
         def operation(*operands: Any) -> None:
             cuda.check_operands(name, *operands)
@@ -115,4 +115,4 @@ def check() -> dict[str, list[str]]:
     count = torch.cuda.device_count()
     if count == 0:
         raise RuntimeError("torch has no CUDA device here")
-    return {f"cuda:{index}": cuda.check(index, _portable()) for index in range(count)}
+    return {f"cuda:{index}": cuda.check(index, _torch_backend()) for index in range(count)}

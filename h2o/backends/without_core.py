@@ -61,9 +61,9 @@ OPERANDS: dict[str, Kind] = {
 @functools.cache
 def parameters(operation: str) -> tuple[str, ...]:
     """Names of an operation's operands, in order."""
-    from h2o.backends import portable
+    from h2o.backends import torch_backend
 
-    return tuple(inspect.signature(portable.operation(operation)).parameters)
+    return tuple(inspect.signature(torch_backend.operation(operation)).parameters)
 
 
 def info() -> dict[str, Any]:
@@ -85,10 +85,10 @@ def call(operation: str, mode: str, /, *operands: Any) -> None:
     Raises: ValueError, TypeError and BufferError as documented in `h2o.ops`; ImportError if torch
     is missing.
     """
-    from h2o.backends import portable
+    from h2o.backends import torch_backend
 
     try:
-        run = portable.operation(operation)
+        run = torch_backend.operation(operation)
     except ModuleNotFoundError as error:
         needed = f"torch, which is missing: {packages.install_command('hf')}"
         raise ImportError(f"{packages.without_core()}; torch operations need {needed}") from error

@@ -25,7 +25,7 @@ from h2o.config.profile import Profile
 from h2o.hf.families import tensor_parallel
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
-from h2o.result_cells import Cells, provenance
+from h2o.result_file import ResultFile, provenance
 
 FRACTIONS = (0.04, 0.1, 0.2, 0.4, 0.7)
 """The budgets for which a profile has shares, as fractions of a text."""
@@ -121,7 +121,7 @@ def calibrate(
     }  # fmt: skip
     origin = provenance(model, None, str(getattr(model.config, "model_type", "")))
     origin = _gather(model, origin)[0]  # the fingerprint must be the same in all processes
-    cells = Cells(Path(resume)) if resume is not None and _rank(model) == 0 else None
+    cells = ResultFile(Path(resume)) if resume is not None and _rank(model) == 0 else None
     low = [x for x in fractions if x <= refine]
     total = len(chosen) + len(low) * STEPS * min(READ, len(chosen))
     count = itertools.count()

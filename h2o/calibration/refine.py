@@ -25,7 +25,7 @@ from h2o.config import H2OConfig
 from h2o.config.head_budgets import expand_to_heads
 from h2o.hf.attention.attention import softmax_attention
 from h2o.hf.attention.attention_call import AttentionCall
-from h2o.hf.attention.attention_hook import attending
+from h2o.hf.attention.attention_hook import replace_attention
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.wrappers import input_device
 
@@ -83,7 +83,7 @@ def measure_worth(
         outputs.append(attended)
         return attended
 
-    with attending(model, order, attention), torch.enable_grad():
+    with replace_attention(model, order, attention), torch.enable_grad():
         logits = model(ids[None].to(input_device(model)), use_cache=False).logits
         rise, divergence = _divergence(said, logits[0].detach())
         gradients = torch.autograd.grad(logits, outputs, rise[None])

@@ -1,4 +1,4 @@
-"""The command `h2o bench`: times a model on this machine with the full cache and with h2o."""
+"""The command `h2o bench`: times a model on this machine with the full cache and with H2O."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from h2o.cli.cache_options import (
 )
 
 COMPARE = "authors"
+"""The preset that is timed if no other setting is named."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Times are medians over rounds in which the caches take turns. To compare kernels and "
-        "models with other packages, run the project's benchmarks from a checkout: "
+        "Times are medians over interleaved rounds: in each round every cache runs once. To "
+        "compare h2o with other packages, run the project's benchmarks from a checkout: "
         "python -m benchmarks."
     )
     add = parser.add_argument_group("what to time").add_argument

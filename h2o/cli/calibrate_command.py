@@ -1,4 +1,4 @@
-"""The command `h2o calibrate`: measures the profile of a model on texts."""
+"""The command `h2o calibrate`: measures on sample texts how heads should share a model's budget."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from h2o.cli import texts
 from h2o.cli.cache_options import add_model, load_model, parse_count
 
 DESCRIPTION = """\
-Measures on texts of your choice which heads of a model need a larger part of the budget, and writes
-a profile for H2OConfig(head_shares=...): a small JSON file.
+Measures on texts of your choice which heads of a model need a larger share of the budget, and
+writes a profile for H2OConfig(head_shares=...), a small JSON file.
 
   h2o calibrate --text news.txt code.py --output profile.json
   h2o calibrate --model Qwen/Qwen3-0.6B --text chapter.txt --output profile.json
 """
 EPILOG = """\
-30000 tokens are enough. Use texts like those that the model will process; several kinds are better
-than one. An interrupted run leaves a file next to the profile, from which the next run continues.
+About 30000 tokens are enough. Use texts like those that the model will process, preferably of
+several kinds. An interrupted run leaves a file next to the profile, so that you can resume it.
 """
 
 

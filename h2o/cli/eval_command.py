@@ -25,7 +25,7 @@ from h2o.errors import UserError
 from h2o.evaluation.facts import KINDS
 from h2o.evaluation.setting import GRAMMAR, Setting, from_options
 from h2o.models import need_transformers, torch_device
-from h2o.result_cells import fingerprint
+from h2o.result_file import fingerprint
 from h2o.utils.filesystem import make_writable
 from h2o.utils.processes import is_first, world_size
 

@@ -24,7 +24,7 @@ from h2o.cli import texts
 from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
 from h2o.model_identity import files_fingerprint
-from h2o.result_cells import fingerprint
+from h2o.result_file import fingerprint
 from h2o.utils.filesystem import atomic_write, explain_unreadable, lock, make_writable
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from h2o.config import PRESETS, H2OConfig
 from h2o.config.head_budgets import NAMED
 from h2o.config.profile import Profile
 from h2o.policy import FIELDS
-from h2o.result_cells import fingerprint
+from h2o.result_file import fingerprint
 
 OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "head_shares", "min_tokens")
 """Fields of H2OConfig that may follow after slashes. Budgets come before the slashes, and the kind

@@ -29,7 +29,7 @@ from h2o.evaluation.setting import Setting
 from h2o.evaluation.text_table import table
 from h2o.evaluation.text_tasks import Samples, TextTask
 from h2o.models import DEFAULT_MODEL, embedded_folder, is_gguf, tokenizer_folder
-from h2o.result_cells import fingerprint, provenance
+from h2o.result_file import fingerprint, provenance
 from h2o.utils.filesystem import make_writable
 from h2o.utils.processes import world_size
 

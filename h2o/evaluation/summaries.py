@@ -1,4 +1,4 @@
-"""The task h2o_summaries: summaries of articles in a file, judged by ROUGE.
+"""The lm-eval task h2o_summaries: summaries of articles in a file, scored with ROUGE.
 
 ROUGE-1, ROUGE-2 and ROUGE-L are F-measures with stemming, from the rouge-score package (Lin,
 "ROUGE: A Package for Automatic Evaluation of Summaries", 2004).
@@ -20,11 +20,11 @@ TEMPLATE = "###\nArticle: {article}\n\n" + INSTRUCTION + " in {sentences}.\n"
 
 
 def dataset(file: str | None = None, **_: Any) -> dict[str, Any]:
-    """Make the task's rows: prompt and reference of each article in a JSON Lines file.
+    """Build the dataset: a prompt and a reference for each article in a JSON Lines file.
 
     Two formats are supported: requests as in HELM (`article`, `summary_gt` or `summary`) and
-    articles as in CNN/DailyMail (`article`, `highlights`). An article without an instruction gets
-    one. It asks for one sentence, or for three with `highlights`.
+    articles as in CNN/DailyMail (`article`, `highlights`). If an article has no
+    instruction, one is added that asks for one sentence (HELM) or three (CNN/DailyMail).
 
     Raises: UserError that names file, line and field.
     """

@@ -1,8 +1,9 @@
-"""`h2o.patched`, `h2o.enable`: H2O for code that only calls generate(), model(...) or a pipeline.
+"""`h2o.patched`, `h2o.enable`: use H2O without changing code that calls generate(), model(...) or a
+pipeline.
 
 Patching a model changes its attention implementation, replaces two methods of `generate()`, and
-adds a hook that gives direct forward passes a cache. The model's last patch undoes all of this when
-it ends.
+adds a hook that gives direct forward passes a cache. All of this is reverted when the last block or
+`enable` of the model ends.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def register() -> None:
         return
 
     tested = is_tested(version)
-    cpu_backend = "plugin.H2OAttentionBackend" if tested else "refusing_backends.CPU_ATTN"
+    cpu_backend = "plugin.H2OAttentionBackend" if tested else "unsupported_backends.CPU_ATTN"
     register_backend(AttentionBackendEnum.CPU_ATTN, f"h2o.vllm.{cpu_backend}")
     if tested and not AttentionBackendEnum.CUSTOM.is_overridden():  # by another plugin
         register_backend(AttentionBackendEnum.CUSTOM, "h2o.vllm.plugin.H2OCustomBackend")
@@ -42,7 +42,7 @@ def register() -> None:
         on_cpu = backend.name.startswith(("CPU_", "AMX_"))
         by_path = backend.name == "ROCM_AITER_FA"  # vLLM imports this backend's module directly
         if backend.value and not (on_cpu or by_path or backend.is_overridden()):
-            register_backend(backend, f"h2o.vllm.refusing_backends.{backend.name}")
+            register_backend(backend, f"h2o.vllm.unsupported_backends.{backend.name}")
     if tested:
         from h2o.vllm import metrics
 
@@ -60,6 +60,6 @@ def __getattr__(name: str) -> Any:
         from h2o.vllm import validation
 
         return validation.Requests
-    from h2o.vllm import refusing_backends
+    from h2o.vllm import unsupported_backends
 
-    return refusing_backends.logits_processor()
+    return unsupported_backends.logits_processor()

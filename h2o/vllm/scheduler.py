@@ -13,7 +13,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from h2o.vllm.entry import whole_prompts_of
+from h2o.vllm.config_entry import whole_prompts_of
 from h2o.vllm.paged_request import arguments_of, prefix_of, reads_by_token
 from h2o.vllm.validation import entry_of
 

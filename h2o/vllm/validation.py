@@ -16,10 +16,10 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Proces
 
 from h2o.config import H2OConfig
 from h2o.packages import install_command
-from h2o.vllm.entry import served_budget_config, whole_prompts_of
+from h2o.vllm.config_entry import served_budget_config, whole_prompts_of
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.paged_request import Request, prefix_tokens, with_budget, with_pins
-from h2o.vllm.refusing_backends import Unchanged
+from h2o.vllm.unsupported_backends import Unchanged
 
 logger = init_logger("vllm.h2o")
 

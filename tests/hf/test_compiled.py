@@ -12,7 +12,7 @@ from transformers import CompileConfig
 from h2o import H2OCache, H2OConfig, UnsupportedError, ops
 from h2o.compat import with_cache
 from h2o.hf.families.shared_keys import SHARES_KEYS
-from h2o.hf.layers import steppers
+from h2o.hf.layers import pass_runners
 from tests.hf.modes import policy
 from tests.hf.recordings import recording
 from tests.hf.test_saved import assert_same
@@ -165,7 +165,7 @@ def test_chunks_in_one_graph():
 
 
 def test_a_chunk_that_fails_leaves_the_slots_as_they_were(monkeypatch):
-    steppers.register()
+    pass_runners.register()
     text = drifting(3, B=2, N=12)
     query, keys, values = (torch.from_numpy(x).to(DEVICE) for x in text)
     slots = ops.new_slots(keys, 8, 2, 2)
@@ -191,7 +191,7 @@ def test_a_chunk_that_fails_leaves_the_slots_as_they_were(monkeypatch):
 def test_what_the_operations_say_of_themselves(operator, begin):
     """The operators must write only to tensors that they declare, give fake tensors the right
     shape, and compile."""
-    steppers.register()
+    pass_runners.register()
     text = drifting(3, B=2, N=12)
     query, keys, values = (torch.from_numpy(x).to(DEVICE) for x in text)
     stores = ({}, {"value_weighted": True}, {"kv_dtype": "int8"})

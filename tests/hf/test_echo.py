@@ -22,7 +22,7 @@ from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.prompt import echo
 from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.rotary.model_rotary import Rotary
-from tests.hf.test_rolled import SCALED, scaled
+from tests.hf.test_cache_relative import SCALED, scaled
 from tests.hf.tiny import (
     DEVICE,
     FAMILIES,

@@ -1,7 +1,8 @@
 """Models on a device that the core has no kernels for: nothing waits for the device or leaves it.
 
 The device does not exist (tests.devices). These tests show that every call runs without reading a
-number from the device. test_portable.py and `make test-portable` check the results on the CPU.
+number from the device. test_torch_backend.py and `make test-torch-backend` check the results on
+the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import h2o
 from h2o import H2OCache, ops
-from h2o.backends.portable import step
+from h2o.backends.torch_backend import step
 from h2o.compat import CACHE, with_cache
 from h2o.hf.layers.layer import H2OLayer
 from tests.devices import WAITS, elsewhere, moved

@@ -416,8 +416,8 @@ def test_states_are_whole():
 
 
 def attributes(layer):
-    """Attributes of a layer and of its form, scorer and stepper."""
-    parts = layer, layer.form, layer.scorer, layer.stepper
+    """Attributes of a layer and of its form, scorer and runner."""
+    parts = layer, layer.form, layer.scorer, layer.runner
     return {name: x for part in parts for name, x in vars(part).items()}
 
 

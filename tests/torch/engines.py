@@ -90,5 +90,5 @@ _PORTABLE = SimpleNamespace(
 
 
 def portable(dtype: torch.dtype = torch.float32) -> Engine:
-    """`h2o.ops` with the torch backend, `h2o.backends.portable`."""
+    """`h2o.ops` with the torch backend, `h2o.backends.torch_backend`."""
     return _engine("torch", _PORTABLE, dtype)

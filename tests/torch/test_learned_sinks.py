@@ -55,7 +55,7 @@ def test_by_hand(module):
 
 @every_engine
 def test_stored_bytes_with_sinks(engine):
-    """test_ops.py and test_portable.py test sinks with keys of every other dtype."""
+    """test_ops.py and test_torch_backend.py test sinks with keys of every other dtype."""
     text, mask = drifting()
     more = {"mask": mask, "sink_logits": SINKS, "kv_dtype": "int8-int4", "softcap": 6.0}
     talks = [

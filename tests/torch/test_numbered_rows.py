@@ -54,7 +54,7 @@ def test_ranks_of_rolled_keys_are_of_the_rows_too():
 
 def test_the_torch_backend_takes_what_is_no_row_for_the_nearest():
     """Numbers that are no rows are clamped where nobody can read them, as on a GPU."""
-    from h2o.backends.portable import operation
+    from h2o.backends.torch_backend import operation
 
     query, key, value = (torch.randn(2, 2, 1, 8) for _ in range(3))
     slots = ops.new_slots(key[:1].expand(3, -1, -1, -1), 6, 3, 2)

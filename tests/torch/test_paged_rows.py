@@ -20,7 +20,7 @@ import torch
 from h2o import H2OConfig, ops
 from h2o.hf.store import slot_layout
 from h2o.vllm import metrics
-from h2o.vllm.entry import served_budget_config, whole_prompts_of
+from h2o.vllm.config_entry import served_budget_config, whole_prompts_of
 from h2o.vllm.forks import Forks
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes

@@ -25,7 +25,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from vllm.v1.sample import logits_processor  # noqa: E402
 
-from h2o.vllm import plugin, refusing_backends, validation, versions  # noqa: E402
+from h2o.vllm import plugin, unsupported_backends, validation, versions  # noqa: E402
 
 SMALL = {"heavy": 8, "recent": 8}
 
@@ -160,7 +160,7 @@ def test_an_untested_vllm_is_refused_by_name(llama, monkeypatch):
     """Without the entry it serves as usual, although it finds h2o's logits processor."""
     from vllm.v1.attention import selector
 
-    for module in (versions, refusing_backends):
+    for module in (versions, unsupported_backends):
         monkeypatch.setattr(module, "TESTED", ("0.31",))
     h2o.vllm.register()
     forget = selector._cached_get_attn_backend, logits_processor.cached_load_custom_logitsprocs

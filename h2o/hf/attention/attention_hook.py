@@ -1,4 +1,4 @@
-"""`attending`: a context manager that replaces the attention of a model's layers with a function.
+"""`replace_attention`: a context manager that puts a function in place of some layers' attention.
 
 Simulation, analysis and calibration use it to see the queries, keys and values of a forward pass
 over a whole text.
@@ -25,7 +25,7 @@ from h2o.hf.families.wrappers import unwrap
 
 
 @contextmanager
-def attending(
+def replace_attention(
     model: Any, layers: Collection[int], visit: Callable[[AttentionCall], Tensor]
 ) -> Iterator[None]:
     """Within the block use `visit(call)` as the attention output [B, n, H, D] of some layers.

@@ -54,7 +54,7 @@ class CompiledPrefill:
     def get_empty_cache(self) -> H2OCache:
         """The cache, emptied for the next prompt."""
         for layer in self._cache.layers:
-            layer.stepper.empty_in_place(layer)
+            layer.runner.empty_in_place(layer)
         self._cache.guard.reset()
         return self._cache
 

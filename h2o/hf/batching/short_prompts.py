@@ -1,11 +1,12 @@
 """Prefill of several short prompts of `h2o.generate_all` in one forward pass.
 
-A forward pass reads all weights, however few tokens it has, and on a GPU it keeps the host busy.
-One by one, eight prompts of 8, 32 and 128 tokens take 2.7, 1.6 and 1.15 times as long as in one
-pass (SmolLM2 in float32, one thread, AVX2), and 64 prompts of 16, 64 and 128 tokens take 8.6, 6.9
-and 4.6 times as long (Llama-3.1-8B's shape in bfloat16, an H200, with one new token each).
-Consecutive prompts therefore share a pass, padded on the left, in a cache with one row for each
-prompt. The keys that a row keeps depend on its own tokens only.
+A forward pass reads all weights, however few tokens it has, and on a GPU it takes as long as the
+launch of its kernels. Consecutive short prompts therefore share a pass, padded on the left, in a
+cache with one row for each prompt. Prefilled one by one they would take longer by these factors:
+
+    8 prompts of   8 tokens: 2.7    32 tokens: 1.6    128 tokens: 1.15   (SmolLM2, one thread, AVX2)
+    64 prompts of 16 tokens: 8.6    64 tokens: 6.9    128 tokens: 4.6    (Llama-3.1-8B's size, H200)
+The keys that a row keeps depend on its own tokens only.
 
 Shape letter: B prompts.
 """

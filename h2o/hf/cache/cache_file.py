@@ -23,7 +23,7 @@ from h2o.config import PARAMETERS, H2OConfig
 from h2o.config.profile import Profile
 from h2o.hf.families import tensor_parallel
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.layers.steppers import CapturedStepper
+from h2o.hf.layers.pass_runners import CapturedRunner
 from h2o.hf.store.layer_snapshot import Snapshot, restore, take_snapshot
 from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.pins import Pins
@@ -254,7 +254,7 @@ def _settings(cache: Any) -> dict[str, Any]:
         "config": fields,
         "not_dealt": cache.echo_replacement,
         "trace": first is not None and first.has_trace,
-        "compileable": first is not None and isinstance(first.stepper, CapturedStepper),
+        "compileable": first is not None and isinstance(first.runner, CapturedRunner),
     }
 
 

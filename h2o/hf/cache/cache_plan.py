@@ -1,6 +1,6 @@
 """`CachePlan`: the layers of an `H2OCache`, derived from a model's config and an `H2OConfig`.
 
-A full-attention layer becomes an `H2OLayer` with the form, scorer and stepper that the model and
+A full-attention layer becomes an `H2OLayer` with the form, scorer and runner that the model and
 the settings require. All others stay transformers' own. A server creates a cache for every request,
 so the most recent plans are remembered. They are looked up by the content of both configs, so that
 a config that was modified gets a new plan.
@@ -26,9 +26,9 @@ from h2o.hf.families.layer_kinds import has_states, layers_of
 from h2o.hf.layers.cache_relative_form import CacheRelativeForm
 from h2o.hf.layers.latent_form import LatentForm
 from h2o.hf.layers.layer import H2OLayer, H2OLayerWithStates
+from h2o.hf.layers.pass_runners import CapturedRunner, EagerRunner
 from h2o.hf.layers.plain_form import PlainForm
 from h2o.hf.layers.shared_form import SharedForm
-from h2o.hf.layers.steppers import CapturedStepper, EagerStepper
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
 from h2o.hf.prompt.echo_scorer import EchoScorer, PromptEcho, adapt_config
 from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
@@ -107,7 +107,7 @@ class CachePlan:
                     guard,
                     form=self._form(index, angles),
                     scorer=self._scorer(index, echo, cross_head),
-                    stepper=CapturedStepper() if compileable else EagerStepper(),
+                    runner=CapturedRunner() if compileable else EagerRunner(),
                     trace=trace,
                     **more,
                 )

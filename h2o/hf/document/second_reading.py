@@ -29,7 +29,7 @@ from h2o.hf.document.pruning import prune_cache
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.layer_kinds import has_states
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.layers.steppers import ScoringStepper
+from h2o.hf.layers.pass_runners import ScoringRunner
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.store import recurrent_states, slot_layout
@@ -155,7 +155,7 @@ class _Reader:
         for layer in self.layers:
             layer.policy = Policy(score_by="max")
             layer.slots.scores.zero_()
-            layer.stepper = ScoringStepper()
+            layer.runner = ScoringRunner()
         rows = [row[real] for row, real in zip(self.ids, self.mask, strict=True)]
         passes = max(math.ceil(len(x) / n) for x, n in zip(rows, at_once, strict=True))
         N = self.ids.shape[1]

@@ -44,7 +44,7 @@ class CroppableLayer(BaseLayer):
     @property
     def is_compileable(self) -> bool:
         """Whether `generate()` may compile the decode steps. False while passes are recorded."""
-        return self.stepper.is_compileable and not self.record_past
+        return self.runner.is_compileable and not self.record_past
 
     def activate_past_recording(self) -> None:
         """See `H2OCache.activate_past_recording`."""

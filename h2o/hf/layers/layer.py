@@ -1,12 +1,12 @@
-"""A forward pass through one layer of an `H2OCache`: attention, then eviction by the budget.
+"""`H2OLayer`: a forward pass through one layer of an `H2OCache`, attention and then eviction.
 
-transformers calls `cache.update(key, value, layer)` and then the attention
-function, which never sees the cache. Therefore `update` returns the new keys as
-a view that carries the layer (`view.h2o_layer`), and the attention function in
-h2o.hf.attention.attention passes its arguments to that layer's `attend`. Each call
-gets its own view. This keeps threads apart and avoids a reference cycle between
-layer and tensor. `forward` has three paths: a prompt, a later chunk of several
-tokens, and a decode step. Each attends, evicts by the config's policy, and stores.
+transformers calls `cache.update(key, value, layer_idx)` and then the attention function, which
+never sees the cache. Therefore `update` returns the new keys as a view that carries the layer
+(`view.h2o_layer`), and the attention function in h2o.hf.attention.attention passes its arguments to
+that layer's `attend`, which checks and converts them and calls `forward`. Each call gets its own
+view, which keeps threads apart and avoids a reference cycle between layer and tensor. `forward` has
+three paths: a prompt, a later chunk of several tokens, and a decode step. Each attends, evicts down
+to the budget by the config's policy, and stores.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
 D head dimension. A column is an index in the padded batch. A position is a
@@ -34,8 +34,8 @@ from h2o.hf.attention.attention_call import (
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.layer_kinds import has_states
 from h2o.hf.layers.crop import CroppableLayer, LastPass
+from h2o.hf.layers.pass_runners import EagerRunner
 from h2o.hf.layers.plain_form import PlainForm
-from h2o.hf.layers.steppers import EagerStepper
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
 from h2o.hf.prompt.scorers import AttentionScorer
@@ -54,7 +54,7 @@ class H2OLayer(CroppableLayer):
     - `form`: what a slot holds for each token, and how attention uses it
       (`h2o.hf.layers.plain_form`).
     - `scorer`: how keys are scored (`h2o.hf.prompt.scorers`).
-    - `stepper`: how a pass after the prompt runs (`h2o.hf.layers.steppers`).
+    - `runner`: how a pass after the prompt runs (`h2o.hf.layers.pass_runners`).
 
     Args:
         plan: the layer's budgets, and the config of all layers.
@@ -69,7 +69,7 @@ class H2OLayer(CroppableLayer):
         *,
         form: PlainForm | None = None,
         scorer: AttentionScorer | None = None,
-        stepper: EagerStepper | None = None,
+        runner: EagerRunner | None = None,
         trace: bool = False,
     ) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ class H2OLayer(CroppableLayer):
         self.policy = self.plan.policy
         self.form = form or PlainForm()
         self.scorer = scorer or AttentionScorer()
-        self.stepper = stepper or EagerStepper()
-        self.columns = self.stepper.initial_columns()
+        self.runner = runner or EagerRunner()
+        self.columns = self.runner.initial_columns()
         self.has_trace = trace
         self.part = tensor_parallel.WHOLE  # the part of the model's heads in this process
         self.empty()
@@ -191,8 +191,8 @@ class H2OLayer(CroppableLayer):
         if self.slots is None or self.unscored:
             return self._attend_prompt(tokens)
         if tokens.query.shape[2] != 1 or self.waits_for_pins:  # a step cannot pin its key
-            return self.stepper.chunk(self, tokens)
-        return self.stepper.step(self, tokens)
+            return self.runner.chunk(self, tokens)
+        return self.runner.step(self, tokens)
 
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
         """Run the first pass, possibly over keys of a DynamicCache too, and set the budgets."""
@@ -227,7 +227,7 @@ class H2OLayer(CroppableLayer):
             raise
         return out
 
-    # ---- Called by form, scorer and stepper ----------------------------------------------------
+    # ---- Called by form, scorer and runner ----------------------------------------------------
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
         """Store the keys of a prompt that fit the budgets. `by_row`: see `Budgets`."""
@@ -281,7 +281,7 @@ class H2OLayer(CroppableLayer):
     ) -> None:  # fmt: skip
         """Create slots with the keys that fit the budgets. No row has more than `tokens` tokens."""
         widest = slot_layout.widest_budgets(by_row, self.config.sinks)
-        capacity = Capacity(widest, self.stepper.capacities(widest, tokens))
+        capacity = Capacity(widest, self.runner.capacities(widest, tokens))
         slots = slot_layout.create_slots(
             keys, capacity.sizes, by_row, value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype, shared=not self.form.has_values,

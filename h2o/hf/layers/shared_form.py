@@ -84,7 +84,7 @@ class SharedForm(PlainForm):
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
     ) -> tuple[Tensor, Tensor]:
-        overwrites = layer.stepper.stores and not layer.unscored
+        overwrites = layer.runner.stores and not layer.unscored
         before = None if slots is None else _copy(slots, rows=overwrites)
         self.attended = _Attended(tokens, before, in_step=False)
         return super().attention(layer, tokens, slots)

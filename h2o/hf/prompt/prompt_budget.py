@@ -1,8 +1,8 @@
 """The budget (heavy, recent) of each row and head of a layer, in tokens, once a prompt is known.
 
 Budgets may be fractions of the prompt. The prompt's length is the one that the user gave, otherwise
-the number of tokens in the first forward pass. Everything is computed in plain numbers. The only
-tensors read are masks and token counts.
+the number of tokens in the first forward pass. Budgets are Python integers. The only tensors that
+are read, which makes the host wait for a GPU, are masks and token counts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.store.slot_layout import Budgets
 
 RowSize = tuple[int, int, int]
-"""Head dimension, bytes per element in the model's dtype, and rows per token (a key and a value, or
-one row that is both)"""
+"""Head dimension, bytes per element in the model's dtype, and vectors per token (a key and a value,
+or a latent that is both)"""
 
 
 class PromptBudget(NamedTuple):

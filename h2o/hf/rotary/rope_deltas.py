@@ -1,10 +1,10 @@
-"""`rope_deltas`, a number that some models keep outside the cache: the difference between the next
-position of a text with images and its number of tokens (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4V and
-similar models).
+"""`rope_deltas`: state that some models keep outside the cache (Qwen2-VL, Qwen2.5-VL, Qwen3-VL,
+GLM-4V and similar models).
 
-Such a model keeps the number of the text that it processed last. A cache therefore remembers its
-own number, also in copies and files, and gives it back to the model whenever a forward pass
-continues the cache.
+For a text with images it is the difference between the next position and the number of tokens. The
+model holds only the value of the text that it processed last. A cache therefore keeps the value of
+its own text, which copies and files preserve, and restores it in the model before each forward pass
+that continues the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from h2o import compat
 
 _latest: weakref.WeakKeyDictionary[Any, weakref.ref[RopeDeltas]] = weakref.WeakKeyDictionary()
-"""The cache whose number each model holds now."""
+"""For each model, the `RopeDeltas` whose value it holds now."""
 
 
 class RopeDeltas:

@@ -29,7 +29,7 @@ from h2o.config.head_budgets import expand_to_heads
 from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
-from h2o.hf.attention.attention_hook import attending
+from h2o.hf.attention.attention_hook import replace_attention
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.latent_attention import to_absorbed_form, trace_latents
 from h2o.hf.families.layer_kinds import kind_of, warn_of_windows
@@ -120,7 +120,11 @@ def simulated(
     )
     tracing = trace_latents(unwrap(model))
     attended = [*simulation.layers(), *itertools.chain(*shared.values())]
-    with attending(model, attended, simulation.attend), tracing, simulation.budget_pass(model):
+    with (
+        replace_attention(model, attended, simulation.attend),
+        tracing,
+        simulation.budget_pass(model),
+    ):
         yield simulation
 
 
@@ -191,7 +195,7 @@ class Simulation:
         return mass if per_token else mass.nanmean(-1)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """The attention output [B, N, H, D] with an H2O cache; called through `attending`."""
+        """The attention output [B, N, H, D] with an H2O cache; see `replace_attention`."""
         if (of := self._key_sources.get(call.layer)) is not None:
             visible: VisibleKeys = vars(self._thread_local)[str(of)]
             _check_call(call, visible.evicted_at.shape[2])

@@ -40,7 +40,7 @@ class BaseLayer(CacheLayerMixin):
     guard: PassGuard
     form: Any
     scorer: Any
-    stepper: Any
+    runner: Any
     columns: Any
     """Columns seen: an int, or a tensor that captured steps change in place"""
     has_trace: bool
@@ -77,7 +77,7 @@ class BaseLayer(CacheLayerMixin):
             self.set_slots(slot_layout.rows_like(source.slots, B), source.capacity)
         capacity, others = self.capacity, source.capacity
         widest = list(map(max, capacity.widest, others.widest))
-        needed = self.stepper.capacities(widest, longest)
+        needed = self.runner.capacities(widest, longest)
         sizes = list(map(max, needed, capacity.sizes, others.sizes))
         slots = self.slots
         if sizes != capacity.sizes:
@@ -138,7 +138,7 @@ class BaseLayer(CacheLayerMixin):
         self.batch_size = 0 if batch is None else len(batch)
         self.num_heads = 0 if slots is None else slots.next_slot.shape[1]
         self.form.slots_changed()
-        self.stepper.slots_changed(self)
+        self.runner.slots_changed(self)
 
     # ---- For transformers --------------------------------------------------------------------
 

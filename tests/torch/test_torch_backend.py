@@ -1,6 +1,6 @@
 """The torch backend on the CPU, compared with golden data, the reference and the core.
 
-`make test-portable` runs more: all of tests/torch and tests/hf with H2O_BACKEND=torch.
+`make test-torch-backend` runs more: all of tests/torch and tests/hf with H2O_BACKEND=torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from h2o import backends, ops
-from h2o.backends.portable import attend, slot_view
+from h2o.backends.torch_backend import attend, slot_view
 from tests import inputs
 from tests.conversation import Conversation
 from tests.core.calls import EVERY_TENSOR, Call
@@ -93,7 +93,7 @@ def test_the_variable(name):
 @pytest.mark.parametrize("name", backends.OPERATIONS)
 def test_forced_calls_reach_the_backend(name, monkeypatch):
     backends._portable.cache_clear()
-    file = importlib.import_module(f"h2o.backends.portable.{name}")
+    file = importlib.import_module(f"h2o.backends.torch_backend.{name}")
 
     @functools.wraps(getattr(file, name))  # its parameters are inspected
     def reached(*arguments):

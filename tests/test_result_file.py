@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from h2o import model_identity  # noqa: E402
 from h2o.errors import UserError  # noqa: E402
-from h2o.result_cells import Cells  # noqa: E402
+from h2o.result_file import ResultFile  # noqa: E402
 from tests.evaluation import conftest  # noqa: E402
 
 
@@ -43,25 +43,25 @@ def test_fingerprints_of_models():
 
 def test_two_runs_into_one_folder_lose_nothing(tmp_path):
     file = tmp_path / "new" / "cells.jsonl"
-    one, two = (Cells(file) for _ in range(2))
+    one, two = (ResultFile(file) for _ in range(2))
     one.put({"setting": "a"}, {"value": 1})
     two.put({"setting": "b"}, {"value": 2})
     one.put({"setting": "c"}, {"value": 3})
     with file.open("a") as unfinished:
         unfinished.write('\n{"facts": {"setting": "d"}, "res')
-    again = Cells(file)
+    again = ResultFile(file)
     assert [again.find({"setting": name}) for name in "abc"] == [{"value": i} for i in (1, 2, 3)]
     assert again.find({"setting": "d"}) is None
     again.put({"setting": "d"}, {"value": 4})
-    assert Cells(file).find({"setting": "d"}) == {"value": 4}
+    assert ResultFile(file).find({"setting": "d"}) == {"value": 4}
 
 
 @pytest.mark.parametrize("content", ["\n", '\n{"fac', '\n{"facts": {"setting'])
 def test_a_run_that_ended_in_its_first_result_goes_on(tmp_path, content):
     file = tmp_path / "cells.jsonl"
     file.write_text(content)
-    Cells(file).put({"setting": "a"}, {"value": 1})
-    assert Cells(file).find({"setting": "a"}) == {"value": 1}
+    ResultFile(file).put({"setting": "a"}, {"value": 1})
+    assert ResultFile(file).find({"setting": "a"}) == {"value": 1}
 
 
 @pytest.mark.parametrize(
@@ -71,5 +71,5 @@ def test_results_of_something_else_are_not_overwritten(tmp_path, content):
     file = tmp_path / "cells.jsonl"
     file.write_bytes(content)
     with pytest.raises(UserError, match="is not a file of results"):
-        Cells(file)
+        ResultFile(file)
     assert file.read_bytes() == content

@@ -258,7 +258,7 @@ def test_ranks_that_say_nonsense_read_nothing_they_should_not():
 def test_at_level(level):
     command = [
         sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow",
-        "tests/torch/test_rolled.py",
+        "tests/torch/test_cache_relative.py",
     ]  # fmt: skip
     environment = {**os.environ, "H2O_CPU": level}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

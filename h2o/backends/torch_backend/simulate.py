@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.backends.portable.attend import apply_softcap, dense, rows_per_block
-from h2o.backends.portable.ranking import Budget, highest, lowest, rank_keys, split_budget
-from h2o.backends.portable.slot_view import row_norms
+from h2o.backends.torch_backend.attend import apply_softcap, dense, rows_per_block
+from h2o.backends.torch_backend.ranking import Budget, highest, lowest, rank_keys, split_budget
+from h2o.backends.torch_backend.slot_view import row_norms
 from h2o.policy import Policy
 from h2o.quantization import dequantize
 from h2o.sink_logits import softmax

@@ -1,4 +1,4 @@
-"""Steppers: how a layer runs a forward pass after its prompt (eager, scoring only, or captured).
+"""Runners: how a layer runs a forward pass after its prompt (eager, scoring only, or captured).
 
 torch.compile captures one graph for all decode steps, and one for all later passes of several
 tokens. The core accesses memory through DLPack, which a compiler's fake tensors do not support.
@@ -30,7 +30,7 @@ from h2o.policy import OperationScore, Policy
 from h2o.slots import KINDS, empty_row
 
 
-class EagerStepper:
+class EagerRunner:
     """Runs each pass eagerly, in slots that grow with the text. Each layer has its own object."""
 
     is_compileable = False
@@ -78,7 +78,7 @@ class EagerStepper:
         self._out = None
 
 
-class ScoringStepper(EagerStepper):
+class ScoringRunner(EagerRunner):
     """Adds attention to the scores of stored keys, but stores no new keys."""
 
     stores = False
@@ -91,7 +91,7 @@ class ScoringStepper(EagerStepper):
     chunk = step
 
 
-class CapturedStepper(EagerStepper):
+class CapturedRunner(EagerRunner):
     """For `compileable=True`: runs passes in captured graphs, or eagerly outside torch.compile."""
 
     is_compileable = True

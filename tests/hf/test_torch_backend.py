@@ -1,6 +1,6 @@
 """The torch backend on the CPU gives the same tokens and keeps the same keys as the core.
 
-This is a subset. `make test-portable` runs all of tests/hf with the torch backend.
+This is a subset. `make test-torch-backend` runs all of tests/hf with the torch backend.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_policies(name, chosen):
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
-def test_rolled(kv_dtype):
+def test_cache_relative(kv_dtype):
     ours = model("llama", "sdpa")
 
     def run():

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.backends.portable.attend import apply_softcap
-from h2o.backends.portable.ranking import lowest, rank_keys, split_budget
-from h2o.backends.portable.rotary_embedding import rotate_by
-from h2o.backends.portable.slot_view import Store, products, quantize_like_slots, row_norms
+from h2o.backends.torch_backend.attend import apply_softcap
+from h2o.backends.torch_backend.ranking import lowest, rank_keys, split_budget
+from h2o.backends.torch_backend.rotary_embedding import rotate_by
+from h2o.backends.torch_backend.slot_view import Store, products, quantize_like_slots, row_norms
 from h2o.policy import Policy
 from h2o.sink_logits import softmax
 

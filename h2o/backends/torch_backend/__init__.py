@@ -22,7 +22,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from h2o.backends.portable.numbered_rows import by_number
+from h2o.backends.torch_backend.numbered_rows import by_number
 
 
 def operation(name: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.backends.portable.slot_view import Store, products
+from h2o.backends.torch_backend.slot_view import Store, products
 from h2o.policy import Policy
 from h2o.sink_logits import softmax
 

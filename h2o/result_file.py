@@ -35,7 +35,7 @@ BEGINNING = '{"facts": '
 """The first characters of each line."""
 
 
-class Cells:
+class ResultFile:
     """A file of JSON lines, one for each result, from which a later run resumes.
 
     A result is stored with all the facts that its numbers depend on. A run that finds a result

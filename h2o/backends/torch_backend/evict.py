@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.backends.portable.ranking import highest, rank_keys, split_budget
-from h2o.backends.portable.slot_view import Store, row_norms
+from h2o.backends.torch_backend.ranking import highest, rank_keys, split_budget
+from h2o.backends.torch_backend.slot_view import Store, row_norms
 from h2o.policy import Policy
 from h2o.quantization import stored_like
 
