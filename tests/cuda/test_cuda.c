@@ -598,7 +598,7 @@ int main(void) {
     /* Under ThreadSanitizer, which takes a hundred times as long, the largest scene is left out. */
     for (size_t i = THREAD_SANITIZER ? 1 : 0; i < sizeof scenes / sizeof *scenes; i++) {
         for (size_t type = 0; type < 3; type++) {
-            if (is_left_out(i + 1, type)) continue;
+            if (is_left_out("cuda", i + 1, type)) continue;
             if (ONE_DTYPE && dtypes[type] != H2O_F16) continue;
             scene s = scenes[i];
             s.dtype = dtypes[type];
