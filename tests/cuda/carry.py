@@ -115,8 +115,8 @@ def _cuda() -> SimpleNamespace:
         raise RuntimeError("torch finds no CUDA device here")
     torch.cuda.init()
     index = torch.cuda.current_device()
-    operations = cuda.backend_for(index, backends._portable())
-    if operations is backends._portable():
+    operations = cuda.backend_for(index, backends._torch_backend())
+    if operations is backends._torch_backend():
         raise RuntimeError(f"h2o's kernels do not serve cuda:{index}: {cuda.describe()}")
     return carry(operations, lambda x: x.to(f"cuda:{index}"), torch.Tensor.cpu)
 

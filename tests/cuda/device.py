@@ -173,7 +173,7 @@ def carried(driver: Driver, operations: SimpleNamespace, device: int = 0) -> Sim
                 getattr(served, name)(*arguments)
             except NotImplementedError:
                 unserved.append((name, arguments[0].shape[-1]))
-                getattr(backends._portable(), name)(*arguments)
+                getattr(backends._torch_backend(), name)(*arguments)
 
         return run
 

@@ -86,4 +86,4 @@ def test_tensors_of_a_device_that_is_not_current_are_served(driver, kernels, mon
     with pytest.raises(NotImplementedError):  # no kernel supports it, so torch would
         kernels.step(*large)
     with pytest.raises((AttributeError, TypeError)):  # it is no torch tensor, but was exported
-        backends._portable().step(*large)
+        backends._torch_backend().step(*large)

@@ -14,7 +14,7 @@ from tests.cuda.test_serving import check_small
 
 
 def test_the_cpus_kernels_pass_the_check():
-    assert kernel_check.mistakes(backends.core, backends._portable(), "cpu") == []
+    assert kernel_check.mistakes(backends.core, backends._torch_backend(), "cpu") == []
 
 
 @pytest.mark.parametrize("case", kernel_check.CASES, ids=lambda case: case.name)
@@ -33,7 +33,7 @@ def test_rounding_changes_no_choice(case, monkeypatch):
 
     coarse = SimpleNamespace(**{name: rounded(name) for name in backends.OPERATIONS})
     monkeypatch.setattr(kernel_check, "CASES", (case,))
-    assert kernel_check.mistakes(coarse, backends._portable(), "cpu") == []
+    assert kernel_check.mistakes(coarse, backends._torch_backend(), "cpu") == []
 
 
 SETTINGS = torch.backends.cuda.matmul
@@ -55,7 +55,7 @@ def test_the_check_sets_the_precision_of_products_and_puts_it_back(settings, mon
     before = SETTINGS.fp32_precision, torch.backends.fp32_precision
     try:
         settings.fp32_precision = "tf32"
-        assert kernel_check.mistakes(kernels, backends._portable(), "cpu") == []
+        assert kernel_check.mistakes(kernels, backends._torch_backend(), "cpu") == []
         assert (seen, SETTINGS.fp32_precision) == ({"ieee"}, "tf32")
         settings.fp32_precision = "ieee"
         assert SETTINGS.fp32_precision == "ieee"
@@ -82,7 +82,7 @@ def test_what_kernels_forget_shows(what):
 
     kernels = SimpleNamespace(**vars(backends.core))
     setattr(kernels, operation, forgetful)
-    mistakes = kernel_check.mistakes(kernels, backends._portable(), "cpu")
+    mistakes = kernel_check.mistakes(kernels, backends._torch_backend(), "cpu")
     assert any(text.startswith(f"{operation} gets") for text in mistakes)
 
 

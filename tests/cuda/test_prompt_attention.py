@@ -201,7 +201,7 @@ def own(clock, seconds):
 
 
 def chosen(kernels):
-    return prompt_attention.fastest(kernels, backends._portable(), 64, "cpu", lambda: None)
+    return prompt_attention.fastest(kernels, backends._torch_backend(), 64, "cpu", lambda: None)
 
 
 def test_the_fastest_that_is_right_is_chosen(clock, monkeypatch):
@@ -276,7 +276,7 @@ def measured(device, monkeypatch):  # noqa: F811
 
 def attend(call):
     assert serving() == "C"
-    cuda.backend_for(0, backends._portable()).attend(*call)
+    cuda.backend_for(0, backends._torch_backend()).attend(*call)
 
 
 def remembered(built):
@@ -291,7 +291,7 @@ def test_ways_are_measured_when_asked_for_remembered_and_described(measured, bui
     call = prompt(B=1, N=LEAST)
     for got, most in zip(
         errors(lambda *operands: attend(operands), call),
-        errors(backends._portable().attend, call),
+        errors(backends._torch_backend().attend, call),
         strict=True,
     ):
         assert got <= 2 * most

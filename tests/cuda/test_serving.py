@@ -46,7 +46,7 @@ def check_small(monkeypatch, size: kernel_check.Size, simulated: bool = False) -
 
 def serving(by_torch=None):
     """Backend of device 0: "C" or "torch"."""
-    by_torch = by_torch or backends._portable()
+    by_torch = by_torch or backends._torch_backend()
     operations = cuda.backend_for(0, by_torch)
     return "torch" if operations is by_torch else "C"
 
@@ -116,7 +116,7 @@ def test_a_wrong_kernel_is_remembered(device):
     with pytest.warns(RuntimeWarning, match=mistake):
         assert serving() == "torch"  # ... in each process, ...
     assert launches(device) == checked
-    assert cuda.check(0, backends._portable()) == []  # ... until the next check
+    assert cuda.check(0, backends._torch_backend()) == []  # ... until the next check
     forget()
     assert serving() == "C"
 
@@ -133,7 +133,7 @@ def raising(error):
     def attend(*arguments):
         raise error
 
-    return SimpleNamespace(**{**vars(backends._portable()), "attend": attend})
+    return SimpleNamespace(**{**vars(backends._torch_backend()), "attend": attend})
 
 
 NOTHING_SAID = {
@@ -214,7 +214,7 @@ def test_the_programs_settings_of_torch_are_set_aside(device):
             assert torch.ones(1).dtype == torch.float32
             assert torch.ones(1).device.type == "cpu"
             assert not torch.is_grad_enabled()
-            getattr(backends._portable(), name)(*arguments)
+            getattr(backends._torch_backend(), name)(*arguments)
 
         return run
 
@@ -270,7 +270,7 @@ def test_a_build_without_kernels_says_so_and_warns_nobody(built, monkeypatch):
         assert serving() == "torch"
     assert ops.info()["backends"]["cuda"] == "torch (kernels not built)"
     with pytest.raises(RuntimeError, match="not built"):
-        cuda.check(0, backends._portable())
+        cuda.check(0, backends._torch_backend())
 
 
 @pytest.mark.parametrize("image", [IMAGE[:64], IMAGE[:-1] + b"?", b"", b"short"])
@@ -284,7 +284,7 @@ def test_kernels_of_other_sources_than_the_core_do_not_serve(device, built, imag
         assert serving() == "torch"
     assert "run `make cuda` again" in ops.info()["backends"]["cuda"]
     with pytest.raises(RuntimeError, match="from different sources"):
-        cuda.check(0, backends._portable())
+        cuda.check(0, backends._torch_backend())
 
 
 def test_a_graph_that_is_captured_first_is_the_torch_backends(device, monkeypatch):
@@ -299,7 +299,7 @@ def test_a_graph_that_is_captured_first_is_the_torch_backends(device, monkeypatc
 
 def test_a_step_opens_no_device(device, built):
     """A step may use a known verdict, but must not load, launch or write anything to get one."""
-    by_torch = backends._portable()
+    by_torch = backends._torch_backend()
     before = launches(device)
     with pytest.warns(RuntimeWarning, match=r"not open yet: call h2o.ops.open_device"):
         assert cuda.backend_if_open(0, by_torch) is by_torch
@@ -332,7 +332,7 @@ def test_a_layer_that_goes_on_elsewhere_opens_the_device_before_its_step(monkeyp
 
 def test_fake_tensors_are_the_torch_backends_and_warn_nobody(device):
     """Fake tensors have no memory, so the torch backend serves them, even if the device is open."""
-    by_torch = backends._portable()
+    by_torch = backends._torch_backend()
     for is_open in (False, True):
         with elsewhere(), warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -346,14 +346,14 @@ def test_fake_tensors_are_the_torch_backends_and_warn_nobody(device):
 
 def test_tensors_go_by_their_device(device, monkeypatch):
     here = SimpleNamespace(is_cpu=False, is_cuda=True, device=SimpleNamespace(index=0))
-    assert backends.backend_for(here).attend is not backends._portable().attend
+    assert backends.backend_for(here).attend is not backends._torch_backend().attend
     with backends.by_torch():
-        assert backends.backend_for(here) is backends._portable()
+        assert backends.backend_for(here) is backends._torch_backend()
     here.is_cuda = False
-    assert backends.backend_for(here) is backends._portable()
+    assert backends.backend_for(here) is backends._torch_backend()
     here.is_cuda = True
     monkeypatch.setattr(torch.version, "hip", "6.0")  # AMD GPUs, which torch calls cuda
-    assert backends.backend_for(here) is backends._portable()
+    assert backends.backend_for(here) is backends._torch_backend()
 
 
 def test_info_checks_on_demand(device, monkeypatch, capsys):

@@ -129,7 +129,7 @@ def test_a_prompt_by_torchs_attention_waits_for_nothing_and_is_captured(way, D, 
         query, keys, values, mask if pads else None, None, query.new_zeros(2, 200, 4, D),
         torch.zeros(2, 2, 200, device=DEVICE), D**-0.5, 0.0, Policy(), None, None, None,
     )  # fmt: skip
-    operations = cuda._kernels(backends._portable()) if ON_GPU else backends.core
+    operations = cuda._kernels(backends._torch_backend()) if ON_GPU else backends.core
     attend = prompt_attention.attend_by(lambda _: WAYS[way], operations.attend, strict=True)
     try:
         attend(*call)
@@ -138,7 +138,7 @@ def test_a_prompt_by_torchs_attention_waits_for_nothing_and_is_captured(way, D, 
     with unwaiting():
         attend(*call)
     wanted = call._replace(out=call.out.clone(), scores=call.scores.clone())
-    backends._portable().attend(*wanted)
+    backends._torch_backend().attend(*wanted)
     for x in (call.out, call.scores):
         x.fill_(7.0)
     recorded(lambda: attend(*call)).replay()
@@ -149,7 +149,7 @@ def test_a_prompt_by_torchs_attention_waits_for_nothing_and_is_captured(way, D, 
 def test_a_measurement_of_torchs_attention_takes_little_memory():
     if not ON_GPU:
         pytest.skip("make test-gpu")
-    by_torch, before = backends._portable(), torch.cuda.memory_allocated()
+    by_torch, before = backends._torch_backend(), torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     ways = prompt_attention.fastest(
         cuda._kernels(by_torch), by_torch, 128, DEVICE, torch.cuda.synchronize
@@ -183,7 +183,7 @@ def test_the_check_finds_nothing_wrong():
     if not ON_GPU:
         pytest.skip("make test-gpu")
     for index in range(torch.cuda.device_count()):
-        assert cuda.check(index, backends._portable()) == []
+        assert cuda.check(index, backends._torch_backend()) == []
 
 
 # ---- Models ------------------------------------------------------------------------------------

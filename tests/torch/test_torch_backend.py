@@ -92,7 +92,7 @@ def test_the_variable(name):
 
 @pytest.mark.parametrize("name", backends.OPERATIONS)
 def test_forced_calls_reach_the_backend(name, monkeypatch):
-    backends._portable.cache_clear()
+    backends._torch_backend.cache_clear()
     file = importlib.import_module(f"h2o.backends.torch_backend.{name}")
 
     @functools.wraps(getattr(file, name))  # its parameters are inspected
@@ -104,7 +104,7 @@ def test_forced_calls_reach_the_backend(name, monkeypatch):
         with backends.by_torch(), pytest.raises(NotImplementedError, match="reached"):
             make(name).run()
     finally:
-        backends._portable.cache_clear()
+        backends._torch_backend.cache_clear()
 
 
 # ---- The algorithm -----------------------------------------------------------------------------
