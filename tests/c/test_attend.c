@@ -241,6 +241,7 @@ int main(void) {
     CHECK(setenv("H2O_THREADS", "3", 1) == 0 && h2o_init(&error) == H2O_OK);
     for (size_t l = 0; l < LEVELS; l++) {
         for (size_t i = 0; has_level(levels[l]->name) && i < sizeof shapes / sizeof *shapes; i++) {
+            if (is_as_elsewhere(levels[l]->name, shapes[i].dtype == H2O_BF16)) continue;
             test_shape(levels[l], &shapes[i]);
         }
     }
