@@ -18,6 +18,7 @@ from transformers import (
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.compat import SHARES_KEYS, with_cache
+from h2o.hf.store.slot_layout import by_head
 from tests.hf.tiny import FAMILIES, LATENT, batch, failing, greedy, model, prompts, shared
 from tests.hf.tiny import with_image as illustrated
 
@@ -339,9 +340,10 @@ def test_keys_have_the_shape_of_a_dynamic_cache(config):
     ours(ids, **with_cache(full))
     near = 0.05 if config.kv_dtype else 0
     for layer, theirs in zip(cache.layers, full.layers, strict=True):
-        positions = layer.kept().positions
-        at = positions.clamp(min=0)[..., None].expand(-1, -1, -1, 8)
+        positions = by_head(layer.slots, layer.capacity.sizes, "positions", -1)
+        at = positions.long().clamp(min=0)[..., None].expand(-1, -1, -1, 8)
         real = positions >= 0
+        assert real.sum() == layer.kept()[0].ge(0).sum()
         for own, wanted in ((layer.keys, theirs.keys), (layer.values, theirs.values)):
             assert own.shape == at.shape
             assert layer.layer_idx or torch.allclose(

@@ -2,8 +2,8 @@
 
 It is the base class of `H2OLayer` (`h2o.hf.layers.layer`), which adds the forward pass.
 
-Shape letters: B batch rows, G key/value heads, n columns of another cache, D head dimension, K
-keys held. A column is an index in the padded batch. A position is a token's index in
+Shape letters: B batch rows, G key/value heads, S slots, n columns of another cache, D head
+dimension, K keys held. A column is an index in the padded batch. A position is a token's index in
 its own row, not counting padding.
 """
 
@@ -144,13 +144,16 @@ class BaseLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """The kept keys, a copy (`kept_rows`). None before the prompt, as in a DynamicCache."""
-        return None if self.slots is None else self.kept_rows()[0]
+        """The key in each slot, [B, G, S, D], dequantized; None before the prompt.
+
+        This is the counterpart of a DynamicCache layer's `keys`, but slots are in no order, and
+        some are empty."""
+        return None if self.slots is None else self.by_slot()[0]
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """The kept values, like `keys`."""
-        return None if self.slots is None else self.kept_rows()[1]
+        """The value in each slot, like `keys`."""
+        return None if self.slots is None else self.by_slot()[1]
 
     @keys.setter
     def keys(self, new: Tensor | None) -> None:
@@ -239,17 +242,32 @@ class BaseLayer(CacheLayerMixin):
         if self.slots is None:
             return _empty(4), _empty(4)
         fields = dict.fromkeys(self.row_fields, 0.0)
-        rows = slot_layout.gather_held_keys(self.slots, self.capacity.sizes, **fields)
-        D, _ = self.row_size
-        kept: tuple[Tensor, Tensor] = self.form.unpack_rows(
-            *(dequantize(rows[i], D) for i in (0, -1))
+        return self._unpack_rows(
+            slot_layout.gather_held_keys(self.slots, self.capacity.sizes, **fields)
         )
-        return kept
+
+    def by_slot(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another.
+
+        Does not wait for the device. Copies only if the slots are quantized or heads differ in
+        their number of slots."""
+        sizes = self.capacity.sizes
+        return self._unpack_rows(
+            [slot_layout.by_head(self.slots, sizes, x) for x in self.row_fields]
+        )
 
     @property
     def row_fields(self) -> tuple[str, ...]:
         """Fields of `Slots` that hold the tokens' rows."""
         return ("keys", "values") if self.form.has_values else ("keys",)
+
+    def _unpack_rows(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Convert rows of slots to the model's keys and values."""
+        D, _ = self.row_size
+        read: tuple[Tensor, Tensor] = self.form.unpack_rows(
+            *(dequantize(rows[i], D) for i in (0, -1))
+        )
+        return read
 
     @property
     def token_size(self) -> tuple[int, int, int]:
