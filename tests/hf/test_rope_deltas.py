@@ -158,10 +158,14 @@ def test_sampled_answers_to_two_pictures_continue(name):
     """generate() repeats the rows after the model has computed one number for each prompt."""
     ours, (inputs, alone) = model(name), two_pictures(name)
     cache = H2OCache(ours.config, H2OConfig.full())
-    how = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 4}
+    how = {"do_sample": True, "num_return_sequences": 2, "min_new_tokens": 4, "max_new_tokens": 4}
+    torch.manual_seed(0)
     read = ours.generate(**inputs, **how, **with_cache(cache))
     more = torch.cat([read, torch.full((4, 3), 7)], 1)
-    answers = greedy(ours, {"input_ids": more}, 4, **with_cache(cache)).tolist()
+    mask = torch.ones_like(more)  # a sampled token may be the padding token
+    answers = greedy(
+        ours, {"input_ids": more, "attention_mask": mask}, 4, **with_cache(cache)
+    ).tolist()
     for row, answer in enumerate(answers):
         cache = H2OCache(ours.config, H2OConfig.full())
         one = alone[row // 2] | {"input_ids": more[row : row + 1]}

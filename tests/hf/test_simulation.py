@@ -6,7 +6,6 @@ that is fed the first P tokens at once and then one at a time, and keep the same
 
 from __future__ import annotations
 
-import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -603,32 +602,3 @@ def test_nothing_was_recorded_before_a_pass():
         ours(tiny.prompts(20)[0])
         with pytest.raises(ValueError, match=r"recorded for layer 7: only for \[0, 1\]"):
             simulation.scores(7)
-
-
-@pytest.mark.parametrize("chosen", ["sum", "echo"])
-@torch.no_grad()
-def test_a_copy_made_within_the_block(chosen):
-    """A deep copy must attend as the model did before the block, within it and after it."""
-    model, ids = tiny.model("llama", "sdpa"), text()
-    expected = model(ids, use_cache=False).logits
-    chosen = {"heavy": 4, "recent": 3} if chosen == "sum" else {"budget": 8}
-    with h2o.simulated(model, **chosen, prompt_length=30):
-        simulated = model(ids, use_cache=False).logits
-        twin = copy.deepcopy(model)
-        torch.testing.assert_close(twin(ids, use_cache=False).logits, expected)
-        torch.testing.assert_close(model(ids, use_cache=False).logits, simulated)
-        with h2o.simulated(twin, **chosen, prompt_length=30):
-            torch.testing.assert_close(twin(ids, use_cache=False).logits, simulated)
-    torch.testing.assert_close(twin(ids, use_cache=False).logits, expected)
-    torch.testing.assert_close(copy.deepcopy(twin)(ids, use_cache=False).logits, expected)
-    assert not torch.allclose(simulated, expected)
-
-
-@torch.no_grad()
-def test_a_copy_of_a_patched_model_made_within_the_block():
-    model, ids = tiny.model("llama", "sdpa"), text()
-    with h2o.patched(model, heavy=4, recent=3):
-        expected = tiny.greedy(model, {"input_ids": ids}, 5).tolist()
-        with h2o.simulated(model, heavy=4, recent=3):
-            twin = copy.deepcopy(model)
-    assert tiny.greedy(twin, {"input_ids": ids}, 5).tolist() == expected

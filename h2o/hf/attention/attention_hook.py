@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from h2o import compat
 from h2o.hf.attention import attention
 from h2o.hf.attention.attention_call import AttentionCall, as_autocast, as_operand
-from h2o.hf.attention.attention_switch import copies_without, use_attention
+from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.families.shared_keys import pads_of
 from h2o.hf.families.wrappers import unwrap
 
@@ -83,11 +83,7 @@ def replace_attention(
     name = f"h2o_simulated:{next(_numbers)}"
     attention.register(name, function)
     try:
-        with (
-            use_attention("simulated", model, name) as change,
-            copies_without(change, model),
-            shared.watched(model),
-        ):
+        with use_attention("simulated", model, name) as change, shared.watched(model):
             hook = model.register_forward_pre_hook(lambda *_: change.check(config))
             try:
                 yield

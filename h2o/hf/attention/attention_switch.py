@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import itertools
 import threading
 import weakref
@@ -115,38 +114,6 @@ def use_attention(kind: str, model: Any, name: str) -> Iterator[AttentionSwitch]
         yield change
     finally:
         change.undo()
-
-
-@contextlib.contextmanager
-def copies_without(change: AttentionSwitch, model: Any) -> Iterator[None]:
-    """Within the block, a deep copy of the model has the attention from before the change, whose
-    name means nothing after it."""
-    attributes = vars(model)
-    before = attributes.get(_MARK)
-    attributes[_MARK] = _CopyMark(change)
-    try:
-        yield
-    finally:
-        attributes.pop(_MARK, None)
-        if before is not None:
-            attributes[_MARK] = before
-
-
-_MARK = "_h2o_copy_mark"
-
-
-class _CopyMark:
-    """Attribute of a model that is simulated. It renames the attention in a deep copy of it."""
-
-    def __init__(self, change: AttentionSwitch) -> None:
-        self.change = change
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        with CHANGING:
-            for config, original in self.change.original:
-                others = [x for x in _in_force.values() if x.kind != "simulated"]
-                names = [x.name for x in others if x._covers(config)] or [original]
-                compat.put_attention_name(copy.deepcopy(config, memo), names[-1])
 
 
 def _current_task() -> weakref.ref[asyncio.Task[Any]] | None:

@@ -64,8 +64,8 @@ class SimulatedBudgets:
         """Within the block, run a pass that divides the budget before each forward pass of
         the model."""
 
-        def collect_echo(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if self.is_collecting or module is not model:  # a copy of the model has the hook too
+        def collect_echo(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if self.is_collecting:
                 return
             self._thread_local.budgets = {}
             self._thread_local.cross_head = CrossHeadBudget(self._plans, alike=False)
