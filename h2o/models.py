@@ -163,7 +163,7 @@ def need_transformers() -> None:
         raise UserError(str(error)) from error
 
 
-def config_of(name: str) -> Any:
+def load_config(name: str) -> Any:
     """A model's config, without reading weights. `name` and errors are as in `load_model`."""
     need_transformers()
     from transformers import AutoConfig

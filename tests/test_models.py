@@ -120,7 +120,7 @@ def test_unknown_model_is_named(tmp_path):
             models.load_model(empty)
     with pytest.raises(models.UserError, match="nowhere"):
         models.load_model(str(tmp_path / "nowhere"))
-    for ask in (models.load_model, models.config_of):  # none of these is a name on the hub
+    for ask in (models.load_model, models.load_config):  # none of these is a name on the hub
         with pytest.raises(models.UserError, match=r"nowhere.gguf': there is no such file"):
             ask(str(tmp_path / "nowhere.gguf"))
         with pytest.raises(models.UserError, match="it does not exist: name a folder"):
@@ -190,7 +190,7 @@ def test_the_attention_of_a_loaded_model(tmp_path):
 
 def test_support_of_what_load_takes(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf")
-    assert str(h2o.supports(models.config_of(str(path)))) == f"llama: {SUPPORTED}"
+    assert str(h2o.supports(models.load_config(str(path)))) == f"llama: {SUPPORTED}"
 
 
 def build_refused(folder, **environment):
@@ -229,7 +229,7 @@ def test_gcc_of_mingw_is_refused(tmp_path):
 @needs_wheel
 def test_support_of_the_default_model():
     """The config comes from the header of the weights file, so nothing is converted."""
-    assert str(h2o.supports(models.config_of(models.DEFAULT_MODEL))).endswith(
+    assert str(h2o.supports(models.load_config(models.DEFAULT_MODEL))).endswith(
         "30 of 30 layers by h2o"
     )
     assert not models.cache_folder().exists()

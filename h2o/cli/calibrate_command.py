@@ -18,7 +18,7 @@ writes a profile for H2OConfig(head_shares=...), a small JSON file.
 """
 EPILOG = """\
 About 30000 tokens are enough. Use texts like those that the model will process, preferably of
-several kinds. An interrupted run leaves a file next to the profile, so that you can resume it.
+several kinds. An interrupted run leaves a file next to the profile: start it again to resume it.
 """
 
 

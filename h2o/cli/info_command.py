@@ -107,7 +107,7 @@ def print_support(name: str, as_json: bool) -> int:
     from h2o import models
     from h2o.hf.support import supports
 
-    support = supports(models.config_of(name))
+    support = supports(models.load_config(name))
     print(json.dumps(asdict(support), indent=2) if as_json else support)
     return 0 if support else 1
 
@@ -119,7 +119,7 @@ def print_requests(options: argparse.Namespace) -> int:
     from h2o.evaluation.model_fit import check_fit
     from h2o.evaluation.text_table import table
 
-    config = models.config_of(options.model)
+    config = models.load_config(options.model)
     if options.dtype != "auto":
         import torch
 

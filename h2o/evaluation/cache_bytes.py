@@ -9,7 +9,7 @@ from h2o.errors import UserError
 from h2o.evaluation.setting import Setting
 from h2o.hf.support import supports
 from h2o.kv_dtype import FIXED, bytes_per_token
-from h2o.model_identity import describe, key_size, latent_row
+from h2o.model_identity import config_of, describe, key_size, latent_row
 
 
 def bytes_share(setting: Setting, model: Any, kept: int, seen: int, texts: int = 1) -> float | None:
@@ -60,6 +60,6 @@ def _head_bytes(
     Raises: ValueError if the model's config does not say how large a key is.
     """
     config = setting.answering_config.for_model(model)
-    size = key_size(getattr(model, "config", model))
+    size = key_size(config_of(model))
     full, slot = bytes_per_token(*size, config.kv_dtype, config.value_weighted)
     return seen * full, FIXED * texts + (kept + texts) * slot

@@ -9,7 +9,7 @@ from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError, UserError
 from h2o.evaluation.setting import Setting
 from h2o.kv_dtype import stored_bytes
-from h2o.model_identity import describe, latent_row
+from h2o.model_identity import config_of, describe, latent_row
 
 
 def check_fit(settings: Iterable[Setting], *, full_cache: bool = False) -> Callable[[Any], None]:
@@ -46,7 +46,7 @@ def try_on(model: Any, h2o_config: H2OConfig) -> None:
     from h2o.hf.cache.cache import H2OCache
     from h2o.hf.support import supports
 
-    config = getattr(model, "config", model)
+    config = config_of(model)
     if model is config:
         if not (support := supports(config)):
             raise UnsupportedError(f"h2o does not support {support.model_type}: {support.reason}")

@@ -236,7 +236,7 @@ def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
     Weights in the same dtype must be identical, others equal within a tolerance. Given a config,
     only its settings are compared. A setting that only one of the two configs has is ignored.
     """
-    config = getattr(model, "config", model)
+    config = config_of(model)
     if reason := _settings_difference(there["config"], _settings(config)):
         return reason
     if config is model:

@@ -80,7 +80,7 @@ def test_a_model_that_is_not_supported():
 @pytest.fixture
 def _small_config(monkeypatch):
     """Replace the default model's config, which takes seconds to read."""
-    monkeypatch.setattr(models, "config_of", lambda name: model("llama").config)
+    monkeypatch.setattr(models, "load_config", lambda name: model("llama").config)
 
 
 @pytest.mark.usefixtures("_small_config")

@@ -18,7 +18,14 @@ from h2o.config import PARAMETERS, H2OConfig, one_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.batching.batch_scheduler import Scheduler
-from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings
+from h2o.hf.batching.request import (
+    ActiveRequest,
+    Prompt,
+    Request,
+    Result,
+    Settings,
+    check_seed,
+)
 from h2o.hf.batching.row_batch import RowBatch, h2o_layers
 from h2o.hf.cache.cache import H2OCache
 
@@ -94,8 +101,7 @@ def generate_all(
     for name, value in (("rows", rows), ("bytes", bytes), ("max_new_tokens", max_new_tokens)):
         if value is not None and (not isinstance(value, Integral) or value < 1):
             raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
-    if not isinstance(seed, Integral):
-        raise ValueError(f"seed is {seed!r}; expected an integer")
+    check_seed(seed)
     if isinstance(prompts, str | Mapping):
         raise ValueError(f"prompts is a single {type(prompts).__name__}; pass a list of prompts")
     if bytes is not None and (config.needs_prompt_length or config.shares_by_echo):

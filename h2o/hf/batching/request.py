@@ -209,6 +209,12 @@ def _is_chat(prompt: Prompt) -> bool:
     return is_list and isinstance(prompt[0], Mapping)
 
 
+def check_seed(seed: Any) -> None:
+    """Raise ValueError unless a seed is an integer."""
+    if not isinstance(seed, Integral):
+        raise ValueError(f"seed is {seed!r}; expected an integer")
+
+
 def _check_generation(settings: Any) -> None:
     """Raise UnsupportedError for fields of a user's generation config that would have no effect."""
     if getattr(settings, "use_cache", None) is False:
@@ -254,8 +260,8 @@ class ActiveRequest:
             )
         if (self.generation_config.num_return_sequences or 1) > 1:
             raise UnsupportedError("num_return_sequences is above 1: repeat the prompt instead")
-        if not isinstance(request.seed, Integral | None):
-            raise ValueError(f"seed is {request.seed!r}; expected an integer")
+        if request.seed is not None:
+            check_seed(request.seed)
         self.generator = None
         if self.generation_config.do_sample:
             at = settings.seed + index if request.seed is None else int(request.seed)
