@@ -71,8 +71,8 @@ class H2OLM(HFLM):
         heavy, recent, and every other field of `H2OConfig`; or, from Python, an `h2o_config`.
         prompt_length: number of tokens before the first eviction ("simulate" only).
 
-    In simulation, fractions are of the text. Otherwise they are of the prompt: the context, or the
-    document in it.
+    Fractions are of the prompt: the context, the document in it, or in simulation the first
+    `prompt_length` tokens. In simulation without a prompt they are of the text.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class H2OLM(HFLM):
         self.angles = LengthDependentRope(self.model)
         self.setting, self.protocol = setting, protocol
         self.prompt_length = prompt_length
-        self.ratio_of = "text" if protocol == "simulate" else "prompt"
+        self.ratio_of = "text" if protocol == "simulate" and prompt_length == 1 else "prompt"
         self.tally, self.is_counting = Tally(), False
 
     def describe(self) -> dict[str, Any]:
@@ -281,7 +281,8 @@ class H2OLM(HFLM):
 
     def _count_kept(self, text: list[int]) -> None:
         """Count the keys that are kept of a simulated text or of a prompt."""
-        self.add(len(self._parts(text)[0]))
+        seen = len(self._parts(text)[0])
+        self.add(min(seen, self.prompt_length) if self.prompt_length > 1 else seen)
 
     def add(self, seen: int) -> None:
         """Count a request with a text of `seen` tokens."""
@@ -299,7 +300,7 @@ class H2OLM(HFLM):
             h2o_config=self.setting.config,
             masks=MASKS.get(self.setting.variant),
             prompt_length=self.prompt_length,
-            ratio_of="text",
+            ratio_of=self.ratio_of,
         )
         return [self._answer(x, tokens) for x, (_, _, tokens) in zip(logits, batch, strict=True)]
 

@@ -121,7 +121,7 @@ def compare(
     tally = next(iter(measured.values()))["tally"]
     if protocol == "drop" and tally.one_token_answers:
         notes.insert(0, one_token_note(tally.one_token_answers, tally.requests))
-    units = dict.fromkeys(getattr(task, "UNIT", lm.ratio_of) for task in tasks.values())
+    units = dict.fromkeys(getattr(task, "unit", lm.ratio_of) for task in tasks.values())
     first = f"{origin['model']}, protocol {protocol}, fractions of the {' or the '.join(units)}"
     return "\n".join([first, "", as_table(measured, tasks, lm.model), "", *notes])
 
@@ -189,7 +189,7 @@ def measure(
     for logged in samples.values():
         logged.sort(key=lambda sample: sample["doc_id"])  # several processes take turns
     tally = sum((count_requests(lm, tasks[task], x) for task, x in samples.items()), Tally())
-    units = {name: getattr(task, "UNIT", lm.ratio_of) for name, task in tasks.items()}
+    units = {name: getattr(task, "unit", lm.ratio_of) for name, task in tasks.items()}
     results["config"]["model_args"] = config.model_args
     results["config"]["h2o"] = how | vars(tally) | {"fractions_of": units, "provenance": origin}
     tracked = tracker.general_config_tracker  # which has no name for a loaded model

@@ -56,8 +56,10 @@ class FileTask(ConfigurableTask):
 class TextTask(FileTask):
     """A task whose rows have a "text", and in "asked" the arguments for questions about it."""
 
-    UNIT: str
-    """The text that fractional budgets refer to"""
+    @property
+    def unit(self) -> str:
+        """The text that fractional budgets refer to."""
+        return "text"
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> Instance:
         """Construct one request per row, without few-shot examples and chat template."""
@@ -74,7 +76,9 @@ class Perplexity(TextTask):
     """Windows of a text (`h2o.evaluation.windows`). The answer to each is the total loss and the
     number of the scored tokens."""
 
-    UNIT = "window"
+    @property
+    def unit(self) -> str:
+        return "window" if self.dataset["test"][0]["asked"]["prompt_length"] == 1 else "prompt"
 
     @staticmethod
     def columns(samples: Samples, full: Samples | None) -> dict[str, str]:
@@ -101,8 +105,6 @@ def _error(each: Sequence[tuple[float, int]]) -> float:
 
 class Needles(TextTask):
     """Texts with facts (`h2o.evaluation.needles`). The answer to each is which facts are found."""
-
-    UNIT = "text"
 
     @staticmethod
     def columns(samples: Samples, full: Samples | None) -> dict[str, str]:

@@ -3,7 +3,7 @@
 The text is divided into independent windows. In each window the model predicts every token but the
 first, and eviction starts with the first token. With a prompt, which is prefilled whole and then
 cut, only tokens whose prediction the cut can change are scored: all after the first token that
-follows the prompt. Two protocols give the same numbers: the simulation, with one forward pass per
+follows the prompt. Fractional budgets are then fractions of the prompt, as in `generate()`. Two protocols give the same numbers: the simulation, with one forward pass per
 window, and the real cache, with one token at a time.
 """
 
@@ -100,7 +100,7 @@ def answer(lm: Any, window: list[int], prompt_length: int) -> tuple[float, int]:
         raise ValueError(
             f"--window {len(window)}: use a number from 2 to the model's {lm.max_length} positions"
         )
-    lm.add(len(window))
+    lm.add(prompt_length if prompt_length > 1 else len(window))
     if lm.is_counting:
         return 0.0, len(window)
     measure = by_simulation if lm.protocol == "simulate" else by_cache
@@ -113,7 +113,8 @@ def answer(lm: Any, window: list[int], prompt_length: int) -> tuple[float, int]:
 
 def by_simulation(model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1) -> Tensor:
     """Loss of tokens 1 to n-1 of ids [1, n], from one forward pass."""
-    how = {"masks": MASKS.get(setting.variant), "prompt_length": prompt_length}
+    unit = "prompt" if prompt_length > 1 else "text"
+    how = {"masks": MASKS.get(setting.variant), "prompt_length": prompt_length, "ratio_of": unit}
     is_full = setting.variant == "full"
     with nullcontext() if is_full else simulated(model, setting.config, **how), torch.no_grad():
         return _loss(model(ids, use_cache=False).logits[0, :-1], ids[0, 1:])
@@ -122,7 +123,8 @@ def by_simulation(model: Any, ids: Tensor, setting: Setting, prompt_length: int 
 def by_cache(model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1) -> Tensor:
     """Loss of tokens `prompt_length` to n-1 of ids [1, n], with one token at a time after the
     prompt. The model must run the attention "h2o"."""
-    cache = H2OCache(model.config, setting.config.for_model(model), prompt_length=ids.shape[1])
+    whole = prompt_length if prompt_length > 1 else ids.shape[1]
+    cache = H2OCache(model.config, setting.config.for_model(model), prompt_length=whole)
     prompt, rest = ids[:, :prompt_length].cpu(), ids[0, prompt_length:]
     forward = functools.partial(protocols.run_forward, model)
     prompts = prompt, torch.ones_like(prompt)

@@ -111,6 +111,14 @@ def test_the_precision_that_lm_eval_was_told(tokenizer, protocol, measure):
     assert windows.answer(ours, ids[0].tolist(), 1)[0] == pytest.approx(want, abs=1e-6)
 
 
+@pytest.mark.parametrize("measure", [windows.by_simulation, by_cache])
+@pytest.mark.parametrize(("prompt", "tokens"), [(1, 9), (20, 2)])
+def test_fractions_are_of_the_prompt_if_there_is_one(tokenizer, measure, prompt, tokens):
+    model, ids = conftest.build(), tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :90]
+    expected = measure(model, ids, parse(f"h2o:{tokens}+{tokens}"), prompt)
+    assert torch.equal(measure(model, ids, parse("h2o:0.1+0.1"), prompt), expected)
+
+
 @pytest.mark.parametrize("protocol", ["simulate", "drop"])
 def test_after_a_prompt_what_the_cut_can_change_counts(
     folder, text, tmp_path, capsys, tokenizer, protocol
