@@ -68,9 +68,9 @@ DEALT = {
 if LATENT:
     DEALT["latents, int8"] = "deepseek_v2", {"kv_dtype": "int8"}
 ALL_FAMILIES = FAMILIES | LATENT | LATENT_AND_STATES
-_EACH_KIND = ("gemma3", "mistral-window", "gpt_oss", "mllama", "gemma4_text", "deepseek_v2", "youtu",
+_OF_KINDS = ("gemma3", "mistral-window", "gpt_oss", "mllama", "gemma4_text", "deepseek_v2", "youtu",
              "llama, int8 weights", "qwen3_5, whole", *LAYOUTS)  # fmt: skip
-KINDS = [name for name in _EACH_KIND if name in ALL_FAMILIES]
+KINDS = [name for name in _OF_KINDS if name in ALL_FAMILIES]
 """One family for each kind of layer. The layers of the other families are of the same kinds."""
 answered = functools.partial(greedy, tokens=6)
 every_store = pytest.mark.parametrize(
