@@ -119,7 +119,8 @@ def warn_of_coarse_keys(query: Tensor, key: Tensor, scale: float | None) -> None
     """Warn if eight bits are too few for the keys of a prompt.
 
     All elements of a stored key share a scale. If a few are far larger than the others, as a bias
-    makes them in Qwen2 and Qwen2.5, the others are lost. The typical error of a logit tells.
+    makes them in Qwen2 and Qwen2.5, the others are lost. The typical error of a logit tells. It is
+    not computed on a GPU, for which the host would have to wait.
 
     Args:
         query: [B, H, Q, D].
@@ -127,7 +128,7 @@ def warn_of_coarse_keys(query: Tensor, key: Tensor, scale: float | None) -> None
         scale: factor of q.k; None means 1 / sqrt(D).
     """
     D = key.shape[-1]
-    if torch.compiler.is_compiling() or query.shape[-1] != D:
+    if torch.compiler.is_compiling() or not key.is_cpu or query.shape[-1] != D:
         return
     norm = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
     rounding = norm(key, math.inf).median() / 127 / 12**0.5
