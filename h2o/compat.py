@@ -130,13 +130,14 @@ class NewText(NamedTuple):
     """Whether the pass belongs to assisted decoding."""
 
 
-def new_text() -> NewText | None:
-    """The inputs of the forward pass whose mask is being made. transformers does not pass them to a
-    cache, so they are read from its calls: "attention_mask" of the mask function, "position_ids" of
-    the outermost forward(). None if no call has a mask, or a version names it differently."""
+def new_text(cache: Any) -> NewText | None:
+    """The inputs of the forward pass whose mask is being made for a cache. transformers does not
+    pass them to a cache, so they are read from its calls: "attention_mask" of the mask function,
+    "position_ids" of the outermost forward(). None if no call has a mask, or a version names it
+    differently."""
     masks, positions, embedded, calls = [], [], False, set()
     ids = dropped = None
-    for name, here in _calls_under_way():
+    for name, here in _calls_under_way(cache):
         calls.add(name)
         masks += [here["attention_mask"]] if "attention_mask" in here else []
         if "position_ids" in here and (name == "forward" or not positions):
@@ -169,18 +170,35 @@ def find_rope_deltas_module() -> Any:
     return None
 
 
-def _calls_under_way() -> list[tuple[str, dict[str, Any]]]:
-    """Name and local variables of each transformers call on the stack, the innermost first."""
-    calls = []
+def _calls_under_way(cache: Any = None) -> list[tuple[str, dict[str, Any]]]:
+    """Name and local variables of each transformers call on the stack, the innermost first.
+
+    A function of another package ends the list. It may wrap the model's forward(), as accelerate's
+    hooks do, so calls of `_OUTER` that have `cache` follow."""
+    calls, is_wrapped = [], False
     frame = sys._getframe(1)
     while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        name, package = frame.f_code.co_name, frame.f_globals.get("__name__", "").partition(".")[0]
         if package.startswith("transformers"):  # or transformers_modules: a model's remote code
-            calls.append((frame.f_code.co_name, frame.f_locals))  # other locals may hold tensors
+            # Locals of other calls may hold tensors.
+            if not is_wrapped or (name in _OUTER and _has_cache(frame.f_locals, cache)):
+                calls.append((name, frame.f_locals))
         elif package not in ("h2o", "torch"):
-            break
+            is_wrapped = True
+            if cache is None:
+                break
         frame = frame.f_back
     return calls
+
+
+_OUTER = ("forward", "generate", "_prefill", "_assisted_decoding")
+"""Calls that a wrapper of forward() may hide"""
+
+
+def _has_cache(here: dict[str, Any], cache: Any) -> bool:
+    """Whether a call with these local variables passes on a cache."""
+    passed = (here, here.get("model_kwargs"), here.get("kwargs"))
+    return any(isinstance(x, dict) and cache_in(x) is cache for x in passed)
 
 
 # ---- Attention functions -------------------------------------------------------------------------
@@ -360,24 +378,6 @@ def calls_a_module(thread: int) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def mark_static_address(tensor: Tensor) -> None:
-    """Tell torch.compile that a tensor's address does not change, so that CUDA graphs do not copy
-    it."""
-    torch._dynamo.mark_static_address(tensor)
-
-
-def mark_dynamic(tensor: Tensor, axis: int) -> None:
-    """Tell torch.compile that the length of an axis changes with every call."""
-    torch._dynamo.mark_dynamic(tensor, axis)
-
-
-def compile_errors() -> type[Exception]:
-    """Base class of torch.compile's errors. Importing it takes a second."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    return TorchDynamoException
 
 
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass

@@ -152,3 +152,21 @@ def device_mesh(module: nn.Module) -> Any:
     """The DeviceMesh of a tensor parallel module before transformers 5.11. None since then, because
     parameters are DTensors with a mesh of their own."""
     return getattr(module, "_hf_device_mesh", None)
+
+
+def mark_static_address(tensor: Tensor) -> None:
+    """Tell torch.compile that a tensor's address does not change, so that CUDA graphs do not copy
+    it."""
+    torch._dynamo.mark_static_address(tensor)
+
+
+def mark_dynamic(tensor: Tensor, axis: int) -> None:
+    """Tell torch.compile that the length of an axis changes with every call."""
+    torch._dynamo.mark_dynamic(tensor, axis)
+
+
+def compile_errors() -> type[Exception]:
+    """Base class of torch.compile's errors. Importing it takes a second."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException

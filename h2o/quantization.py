@@ -9,6 +9,10 @@ Shape letters: n rows, D head dimension.
 
 from __future__ import annotations
 
+import functools
+import math
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -105,3 +109,34 @@ def _ratio(x: Tensor, scale: Tensor) -> Tensor:
     """x / scale, rounded to an integer; 0 where the scale is 0 or NaN."""
     usable = scale.float() > 0
     return torch.where(usable, (x / scale.float().masked_fill(~usable, 1)).round(), 0)
+
+
+COARSE = 0.5
+"""Rounding error of attention logits from which answers suffer. Most models have less than 0.1."""
+
+
+def warn_of_coarse_keys(query: Tensor, key: Tensor, scale: float | None) -> None:
+    """Warn if eight bits are too few for the keys of a prompt.
+
+    All elements of a stored key share a scale. If a few are far larger than the others, as a bias
+    makes them in Qwen2 and Qwen2.5, the others are lost. The typical error of a logit tells. It is
+    not computed on a GPU, for which the host would have to wait.
+
+    Args:
+        query: [B, H, Q, D].
+        key: [B, G, Q, D]. Nothing is checked if the keys are latents, which have another D.
+        scale: factor of q.k; None means 1 / sqrt(D).
+    """
+    D = key.shape[-1]
+    if torch.compiler.is_compiling() or not key.is_cpu or query.shape[-1] != D:
+        return
+    norm = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
+    rounding = norm(key, math.inf).median() / 127 / 12**0.5
+    error = rounding * norm(query).median() * (D**-0.5 if scale is None else abs(scale))
+    if bool(error > COARSE):
+        warnings.warn(
+            "eight bits are too few for the keys of this model: a few elements of each key are far "
+            "larger than the others, so rounding changes what the model attends to. Pass "
+            'kv_dtype=None besides the budget (in vLLM "kv_dtype": null)',
+            stacklevel=2,
+        )

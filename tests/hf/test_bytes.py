@@ -3,6 +3,8 @@ they take."""
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -186,3 +188,24 @@ def test_a_single_token_among_padding_is_a_decode_step(compileable):
     padded = answer(turn.expand(2, -1), torch.cat([one, many]))
     alone = answer(turn[:, :1], one[:, :1])
     torch.testing.assert_close(padded, alone, rtol=1e-5, atol=1e-5)
+
+
+def quantized_after_bias(bias):
+    """A cache in eight bits of a Qwen2 whose bias adds a number to two elements of each key."""
+    ours = model("qwen2")
+    for layer in ours.model.layers:
+        for head in layer.self_attn.k_proj.bias.data.view(-1, 8):
+            head[[3, 7]] = bias  # a pair that rotates slowly
+    cache = H2OCache(ours.config, heavy=20, recent=20, kv_dtype="int8")
+    with torch.no_grad():
+        ours(prompts(40)[0], **with_cache(cache))
+
+
+def test_keys_with_outliers_are_warned_of():
+    """Eight bits with one scale cannot hold a key with a few elements that are a hundred times
+    larger than the others, which would show in the answers only."""
+    with pytest.warns(UserWarning, match="Pass kv_dtype=None"):
+        quantized_after_bias(2000.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantized_after_bias(0.0)

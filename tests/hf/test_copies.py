@@ -38,9 +38,9 @@ def test_a_copy_goes_on_with_what_it_is_asked():
     ours = model("llama")
     cache = H2OCache(ours.config, heavy=0.25, recent=0.25, min_tokens=0)
     ours(prompts(40)[0], **with_cache(cache))
-    fork = cache.fork()
-    ours(prompts(9)[0], **with_cache(fork))
-    assert fork.get_seq_length() == 49
+    for fork in (cache.fork(), copy.copy(cache)):
+        ours(prompts(9)[0], **with_cache(fork))
+        assert (fork.get_seq_length(), cache.get_seq_length()) == (49, 40)
     with pytest.raises(ValueError, match="rows: is 0, wanted at least 1"):
         cache.fork(rows=0)
 

@@ -571,6 +571,11 @@ def test_threads_that_share_a_model(is_patched):
             h2o.UnsupportedError,
             "output_attentions=True, but a Result has tokens only",
         ),
+        (
+            {"rows": 2, "generation_config": GenerationConfig(token_healing=True)},
+            h2o.UnsupportedError,
+            "token_healing=True, which generate_all does not support",
+        ),
         ({"rows": 2, "seed": "x"}, ValueError, "seed is 'x'; expected an integer"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -187,6 +188,66 @@ def test_a_tuned_prompt_where_each_pass_would_repeat_it():
         h2o.compress_document(
             wrapped, prompts(20)[0], SMALL_CONFIG, readings=2, repeat=torch.tensor([5])
         )
+
+
+def hooked(ours):
+    hooks = pytest.importorskip("accelerate").hooks
+    hooks.add_hook_to_module(ours, hooks.AlignDevicesHook("cpu", io_same_device=True))
+
+
+def offloaded(ours):
+    pytest.importorskip("accelerate").cpu_offload(ours, torch.device("cpu"))
+
+
+def wrapped_forward(ours):
+    forward = ours.forward
+
+    @functools.wraps(forward)  # generate() looks at the parameters
+    def wrapper(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    ours.forward = wrapper
+
+
+def wrapped_inside(ours):
+    wrapped_forward(ours.model)
+
+
+@pytest.mark.parametrize("wrap", [hooked, offloaded, wrapped_forward, wrapped_inside])
+def test_a_turn_with_other_ids_of_a_wrapped_model(wrap):
+    """A wrapper of forward(), such as a hook of accelerate, hides the calls of generate() from the
+    cache. Ids that differ from those seen must be refused all the same."""
+    ours, (ids, more) = model("llama"), prompts(30, 4)
+    wrap(ours)
+    cache = H2OCache(ours.config, **SMALL)
+    new = greedy(ours, {"input_ids": ids}, 5, **with_cache(cache))
+    turn = torch.cat([ids, new, more], 1)
+    other = turn.clone()
+    other[0, 7] += 1
+    with pytest.raises(ValueError, match="are not the ones that the cache has seen"):
+        greedy(ours, {"input_ids": other}, 3, **with_cache(cache))
+    greedy(ours, {"input_ids": turn}, 3, **with_cache(cache))
+    assert cache.get_seq_length() == 41
+
+
+def test_a_model_that_another_one_calls():
+    """The ids that generate() drops for the outer model are not those of the inner model's text,
+    even if there are as many."""
+    outer, inner, (ids, own) = model("llama"), model("llama"), prompts(20, 14)
+    ours, other = H2OCache(outer.config, **SMALL), H2OCache(inner.config, **SMALL)
+    new = greedy(outer, {"input_ids": ids}, 5, **with_cache(ours))
+    inner(torch.cat([own, own[:, :10]], 1), **with_cache(other))
+    assert ours.get_seq_length() == other.get_seq_length() == 24
+    forward = outer.forward
+
+    @functools.wraps(forward)
+    def consult(*args, **kwargs):
+        inner(own, **with_cache(other))
+        return forward(*args, **kwargs)
+
+    outer.forward = consult
+    greedy(outer, {"input_ids": torch.cat([ids, new, own], 1)}, 4, **with_cache(ours))
+    assert other.get_seq_length() == 24 + 4 * 14
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o import compat
-from h2o.compat import compile_errors
+from h2o.compat_wrappers import compile_errors, mark_dynamic
 from h2o.config import H2OConfig
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.wrappers import virtual_tokens
@@ -65,7 +64,7 @@ class CompiledPrefill:
         ids = input_ids.clone(memory_format=torch.contiguous_format)
         for tensor in (ids, inputs.get("position_ids")):
             if tensor is not None:
-                compat.mark_dynamic(tensor, 1)
+                mark_dynamic(tensor, 1)
         return self._forward(input_ids=ids, **inputs)
 
 

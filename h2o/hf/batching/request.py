@@ -222,6 +222,11 @@ def _check_generation(settings: Any) -> None:
             "generation_config has use_cache=False, but generate_all always uses an H2OCache: "
             "leave use_cache out, or call model.generate()"
         )
+    if getattr(settings, "token_healing", None):
+        raise UnsupportedError(
+            "generation_config has token_healing=True, which generate_all does not support: leave "
+            "it out, or call model.generate() with an H2OCache"
+        )
     for name in ("attentions", "hidden_states", "logits", "scores"):
         if getattr(settings, f"output_{name}", None):
             raise UnsupportedError(

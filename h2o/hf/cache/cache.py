@@ -166,7 +166,8 @@ class H2OCache(CacheInspection):
             model.generate(question, cache=cache.fork())
         ```
 
-        `copy.deepcopy(cache)` does the same. Fractional budgets remain fractions of the document.
+        `copy.copy(cache)` and `copy.deepcopy(cache)` do the same. Fractional budgets remain
+        fractions of the document.
 
         Args:
             rows: copies of each batch row, at least 1, for asking several questions in one batch.
@@ -181,6 +182,10 @@ class H2OCache(CacheInspection):
         if rows != 1:
             fork.batch_repeat_interleave(rows)
         return fork
+
+    def __copy__(self) -> H2OCache:
+        """Return a fork, because copies that share layers would read each other's text."""
+        return self.fork()
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
         """Write the cache to a safetensors file. Generation after `load` gives identical tokens.

@@ -41,7 +41,7 @@ def check_text(cache: Any, seen: int, new: int) -> None:
         return
     if guard.drops_cache_after is not None:
         guard.check_angles(seen, new)
-    text = new_text()
+    text = new_text(cache)
     if text is None:
         guard.text.mark_unknown()
         return

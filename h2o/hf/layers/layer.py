@@ -44,6 +44,7 @@ from h2o.hf.store.base_layer import BaseLayer
 from h2o.hf.store.layer_snapshot import restore, take_snapshot
 from h2o.hf.store.pass_guard import WITHOUT_CACHE, PassGuard
 from h2o.hf.store.slot_layout import Budgets, Capacity
+from h2o.quantization import warn_of_coarse_keys
 
 
 class H2OLayer(CroppableLayer):
@@ -209,6 +210,8 @@ class H2OLayer(CroppableLayer):
             echo = None
             if unscored is None:
                 scores, echo = self.scorer.after_prompt(tokens, scores)
+                if self.config.kv_dtype is not None:
+                    warn_of_coarse_keys(tokens.query, tokens.key, tokens.scale)
             prompt = Prompt(
                 tokens.key, tokens.value, tokens.mask, scores, echo, counts, Q, tokens.mask,
                 budget,

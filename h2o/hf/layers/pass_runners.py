@@ -16,7 +16,8 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from h2o import compat, ops
+from h2o import ops
+from h2o.compat_wrappers import mark_static_address
 from h2o.config import UNLIMITED
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import (
@@ -155,7 +156,7 @@ class CapturedRunner(EagerRunner):
         # A CUDA graph always uses the addresses from its capture.
         for tensor in (layer.columns, *slots):
             if tensor is not None:
-                compat.mark_static_address(tensor)
+                mark_static_address(tensor)
 
 
 @functools.cache
