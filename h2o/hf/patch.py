@@ -8,7 +8,6 @@ adds a hook that gives direct forward passes a cache. All of this is reverted wh
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
 import weakref
@@ -31,6 +30,7 @@ from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.families.wrappers import check_pins, unwrap
 from h2o.hf.layers.cache_relative_form import zero_positions
+from h2o.utils.with_block import with_block
 
 SCORED = 8
 """Number of texts, each scored in a single forward pass, after which `patched` warns that no budget
@@ -243,7 +243,7 @@ def disable(model: Any) -> None:
     enabled[-1].undo()
 
 
-@contextlib.contextmanager
+@with_block
 def patched(
     model: Any,
     h2o_config: H2OConfig | None = None,

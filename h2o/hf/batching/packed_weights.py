@@ -8,7 +8,6 @@ so the weights are copied. Within the block only the `forward` of each linear mo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,12 +15,13 @@ from torch import Tensor, nn
 
 from h2o import compat
 from h2o.compat_wrappers import layers_by_base, merged_state
+from h2o.utils.with_block import with_block
 
 FEW = 64
 """Largest number of tokens in a forward pass for which the layout is used."""
 
 
-@contextmanager
+@with_block
 def packed_weights(model: nn.Module) -> Iterator[int]:
     """Speed up forward passes of up to 64 tokens, counted over all rows, on the CPU.
 

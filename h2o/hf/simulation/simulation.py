@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -45,9 +45,10 @@ from h2o.hf.simulation.visible_keys import VisibleKeys, columns, retained_by_tok
 from h2o.hf.store.pins import Pins
 from h2o.hf.support import transformers_layers
 from h2o.policy import Policy
+from h2o.utils.with_block import with_block
 
 
-@contextmanager
+@with_block
 def simulated(
     model: Any,
     h2o_config: H2OConfig | None = None,
