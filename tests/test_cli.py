@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import re
@@ -524,6 +525,16 @@ def test_interruption_is_quiet(tiny, capsys, monkeypatch):
     assert "decode, tokens/s" not in captured.out
     assert captured.err.splitlines()[-1] == "interrupted"
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("more", [[], ["--compare", "local:0.5"]])
+def test_characters_that_the_output_cannot_encode_are_escaped(tiny, more, monkeypatch):
+    """The random model's bytes are decoded to characters outside of ASCII."""
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, "ascii"))
+    ours = ["generate", "--model", tiny, "--prompt", "a prompt", "--max-new-tokens", "40"]
+    assert cli.main([*ours, *more]) == 0
+    assert b"\\u" in output.getvalue()
 
 
 @pytest.mark.parametrize("amid", [False, pytest.param(True, marks=pytest.mark.slow)])

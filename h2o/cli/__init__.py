@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -64,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         print("h2o: error: standard output is closed", file=sys.stderr)
         return 1
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # An answer may have characters that the encoding of the output lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = Parser(prog="h2o", description="Heavy-hitter (H2O) KV-cache eviction.")
     try:
         try:

@@ -317,7 +317,44 @@ def test_a_refused_thread_leaves_no_ids():
     greedy(ours, {"input_ids": torch.cat([ids, more], 1)}, 3, **with_cache(cache))
 
 
-@pytest.mark.parametrize("how", ["embeddings", "a DynamicCache", "taken back"])
+def turns_after_drafts(ours, ids):
+    """A cache that has answered with drafts, most of which it took back."""
+    cache = H2OCache(ours.config, **SMALL)
+    turn = {"input_ids": ids.repeat(1, 3)}
+    out = ours.generate(
+        **turn, max_new_tokens=6, do_sample=False, prompt_lookup_num_tokens=3, **with_cache(cache)
+    )
+    return cache, out
+
+
+def turns_after_crop(ours, ids):
+    cache = H2OCache(ours.config, **SMALL)
+    ids = torch.cat([ids, *prompts(20)], 1)
+    cache.activate_past_recording()
+    ours(ids, **with_cache(cache))
+    cache.crop(27 if CROPS_TO_LENGTH else -13)
+    return cache, ids[:, :27]
+
+
+@pytest.mark.parametrize("removed", [turns_after_drafts, turns_after_crop])
+@pytest.mark.parametrize("column", [3, 25])
+def test_other_ids_after_tokens_were_removed(removed, column, tmp_path):
+    """`column`: in the pass of which nothing or a part was removed."""
+    ours, (ids, more) = shared("llama"), prompts(20, 4)
+    cache, seen = removed(ours, ids)
+    turn = torch.cat([seen, more], 1)
+    other = turn.clone()
+    other[0, column] += 1
+    with OTHERS:
+        greedy(ours, {"input_ids": other}, 3, **with_cache(cache))
+    cache.save(tmp_path / "cache", ours)
+    loaded = H2OCache.load(tmp_path / "cache", ours)
+    for each in (cache, loaded):
+        greedy(ours, {"input_ids": turn}, 3, **with_cache(each))
+        assert each.get_seq_length() == turn.shape[1] + 2
+
+
+@pytest.mark.parametrize("how", ["embeddings", "a DynamicCache"])
 def test_ids_that_are_not_known(how):
     """A cache that does not know the ids it has seen has nothing to compare, so it must accept any
     turn."""
@@ -325,14 +362,10 @@ def test_ids_that_are_not_known(how):
     cache = H2OCache(ours.config, heavy=40, recent=40)
     if how == "embeddings":
         ours(inputs_embeds=ours.get_input_embeddings()(ids), **with_cache(cache))
-    elif how == "a DynamicCache":
+    else:
         full = DynamicCache(config=ours.config)
         ours(ids, **with_cache(full))
         cache = H2OCache.from_dynamic_cache(full, ours.config, **SMALL)
-    else:
-        cache.activate_past_recording()
-        ours(torch.cat([ids, ids], 1), **with_cache(cache))
-        cache.crop(20 if CROPS_TO_LENGTH else -20)
     turn = torch.cat([ids + 1, ids], 1)
     greedy(ours, {"input_ids": turn}, 3, **with_cache(cache))
     assert cache.get_seq_length() == 42

@@ -50,7 +50,11 @@ def settings(device: str | None = None, dtype: torch.dtype = torch.float32):
         torch.set_default_dtype(before)
 
 
-SETTINGS = {"device": {"device": "meta"}, "dtype": {"dtype": torch.bfloat16}}
+SETTINGS = {
+    "device": {"device": "meta"},
+    "dtype": {"dtype": torch.bfloat16},
+    "wide dtype": {"dtype": torch.float64},
+}
 
 
 def without_windows(name):
@@ -111,3 +115,13 @@ def test_other_families(name):
     """States, latents and keys that layers share must not follow the default device or dtype."""
     ours = without_windows(name)
     alike(lambda: by_hand(ours, H2OCache(ours.config, heavy=6, recent=6)))
+
+
+def test_documents_read_twice():
+    ours, repeat = shared("llama"), torch.tensor([5, 9])
+    document = prompts(30)[0]
+    alike(
+        lambda: held(
+            h2o.compress_document(ours, document, heavy=8, recent=8, readings=2, repeat=repeat)
+        )
+    )

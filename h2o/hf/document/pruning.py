@@ -103,9 +103,9 @@ def prune_cache(
         ]
         # Scores are at most 1, so adding 2 ranks the keys chosen by `attention` above all others.
         held = _Held.of(source)
-        ranks = _with_pins(pins, held.mask, scores + 2.0 * chosen)
+        ranks = _with_pins(pins, held.mask, scores + 2 * chosen)
         layer.set_pruned(*held, ranks, budget, source)
-        layer.slots.scores.sub_(2.0 * (layer.slots.scores >= 2.0))
+        layer.slots.scores.sub_(2 * (layer.slots.scores >= 2))
         slot_layout.put_budgets(layer.slots, _later(budget, budgets))
         source.empty()
     return cache

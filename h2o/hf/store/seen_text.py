@@ -24,9 +24,8 @@ _A, _B, _C = 0x2545F4914F6CDD1D, 0x5851F42D4C957F2D, 0x369DEA0F31A53F85
 class SeenText:
     """Digest of the token ids of each row, without padding.
 
-    The digest becomes unknown after a pass of embeddings, a pass in a captured graph, a conversion
-    from a DynamicCache, or the removal of a part of a pass. Then nothing is compared until the
-    cache is emptied.
+    The digest becomes unknown after a pass of embeddings, a pass in a captured graph, or a
+    conversion from a DynamicCache. Then nothing is compared until the cache is emptied.
     """
 
     def __init__(self) -> None:
@@ -114,13 +113,15 @@ class SeenText:
         self._totals = torch.tensor(totals, dtype=torch.long, device="cpu")
 
     def _step_back(self, seen: int) -> None:
-        """Drop the last pass if it failed, which leaves `seen` columns. Otherwise the text is
-        unknown from now on."""
-        if self._pending and seen == self._before:
-            self._pending.pop()
-            self._columns = seen
-        else:
+        """Drop the columns of the last pass after `seen`, because it failed or `H2OCache.crop`
+        removed them. The text is unknown from now on if `seen` does not lie in the last pass."""
+        if not self._pending or not self._before <= seen < self._columns:
             self.mark_unknown()
+            return
+        ids, real = self._pending.pop()
+        if left := seen - self._before:
+            self._pending.append((ids[:, :left], None if real is None else real[:, :left]))
+        self._columns = seen
 
     def _fold(self) -> None:
         self._add(self._pending)
