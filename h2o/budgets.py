@@ -134,8 +134,8 @@ def check_amount(name: str, value: Any) -> Amount:
         fraction = float(value)
         if math.isnan(fraction) or not 0 <= fraction <= 1:
             raise ValueError(
-                f"{name}={value!r}: a float is a fraction of the prompt and must be in [0, 1]; "
-                "for a number of tokens give an int"
+                f"{name}={value!r}: a float is a fraction and must be in [0, 1]; for a number of "
+                "tokens give an int"
             )
         return fraction
     raise TypeError(

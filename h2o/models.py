@@ -175,6 +175,21 @@ def load_config(name: str) -> Any:
         raise cannot_load(name, error) from error
 
 
+def weight_bytes(config: Any) -> int | None:
+    """Bytes of a model's weights in its config's dtype, or in float32 if it has none. None if the
+    config is not that of a causal language model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, TypeError, ImportError, AttributeError, RuntimeError):
+        return None
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
 def is_gguf(name: str) -> bool:
     """Whether a name is the path of a .gguf file. Raises UserError if the file does not exist."""
     if not name.endswith(".gguf"):

@@ -132,7 +132,10 @@ def print_requests(options: argparse.Namespace) -> int:
         rows = [{"setting": x, "bytes": sizes[x], "requests": fitting[x]} for x in sizes]
         print(json.dumps(rows, indent=2))
         return 0
-    print(f"{options.model}: prompts of {options.prompt} tokens and {options.new} new ones\n")
+    print(f"{options.model}: prompts of {options.prompt} tokens and {options.new} new ones")
+    if weights := models.weight_bytes(config):
+        print(f"The weights take another {weights / 1e9:.2f} GB, which --memory must not include.")
+    print()
     rows = [(x, f"{sizes[x] / 1e6:.2f} MB", fitting[x]) for x in sizes]
     print(table(("setting", "a request", "requests"), rows))
     return 0

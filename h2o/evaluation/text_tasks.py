@@ -84,11 +84,11 @@ class Perplexity(TextTask):
     def columns(samples: Samples, full: Samples | None) -> dict[str, str]:
         each = [tuple(sample["perplexity"]) for sample in samples]
         perplexity = math.exp(-_mean(each))
-        cells = {"perplexity": f"{perplexity:.2f} ±{perplexity * _error(each):.2f}"}
+        cells = {"perplexity": f"{perplexity:.2f}" + _format_error(each, 2, perplexity)}
         if full:
             pairs = zip(each, (sample["perplexity"] for sample in full), strict=True)
             lost = [(there[0] - here[0], here[1]) for here, there in pairs]
-            cells["nats lost"] = f"{_mean(lost):.3f} ±{_error(lost):.3f}"
+            cells["nats lost"] = f"{_mean(lost):.3f}" + _format_error(lost, 3)
         return cells | {"scored": f"{sum(tokens for _, tokens in each)}"}
 
 
@@ -97,10 +97,12 @@ def _mean(each: Sequence[tuple[float, int]]) -> float:
     return sum(total for total, _ in each) / sum(tokens for _, tokens in each)
 
 
-def _error(each: Sequence[tuple[float, int]]) -> float:
-    """The standard error of `_mean`, over windows."""
+def _format_error(each: Sequence[tuple[float, int]], digits: int, factor: float = 1.0) -> str:
+    """Format the standard error of `_mean` over windows, times `factor`. One window has none."""
     means = [total / tokens for total, tokens in each]
-    return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+    if len(means) < 2:
+        return ""
+    return f" ±{factor * statistics.stdev(means) / math.sqrt(len(means)):.{digits}f}"
 
 
 class Needles(TextTask):
