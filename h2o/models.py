@@ -20,7 +20,7 @@ from typing import Any
 
 from h2o import packages
 from h2o.errors import UserError
-from h2o.model_identity import files_fingerprint
+from h2o.model_identity import dtype_of, files_fingerprint
 from h2o.utils.filesystem import cache_folder, make_once
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -176,16 +176,16 @@ def load_config(name: str) -> Any:
 
 
 def weight_bytes(config: Any) -> int | None:
-    """Bytes of a model's weights in its config's dtype, or in float32 if it has none. None if the
-    config is not that of a causal language model."""
+    """Bytes of a model's weights in its config's dtype. None if transformers cannot build a causal
+    language model from the config."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    dtype = getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
+    dtype = dtype_of(config) or torch.float32
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, TypeError, ImportError, AttributeError, RuntimeError):
+    except Exception:  # whatever the code of a model family raises for an incomplete config
         return None
     return sum(parameter.nbytes for parameter in model.parameters())
 

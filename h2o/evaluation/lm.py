@@ -138,7 +138,8 @@ class H2OLM(HFLM):
         self.angles = LengthDependentRope(self.model)
         self.setting, self.protocol = setting, protocol
         self.prompt_length = prompt_length
-        self.ratio_of = "text" if protocol == "simulate" and prompt_length == 1 else "prompt"
+        simulates = protocol == "simulate"
+        self.ratio_of = protocols.fractions_of(prompt_length) if simulates else "prompt"
         self.tally, self.is_counting = Tally(), False
 
     def describe(self) -> dict[str, Any]:
@@ -281,8 +282,7 @@ class H2OLM(HFLM):
 
     def _count_kept(self, text: list[int]) -> None:
         """Count the keys that are kept of a simulated text or of a prompt."""
-        seen = len(self._parts(text)[0])
-        self.add(min(seen, self.prompt_length) if self.prompt_length > 1 else seen)
+        self.add(protocols.fraction_base(len(self._parts(text)[0]), self.prompt_length))
 
     def add(self, seen: int) -> None:
         """Count a request with a text of `seen` tokens."""

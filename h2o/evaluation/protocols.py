@@ -70,6 +70,17 @@ def check(setting: Setting, protocol: str, prompt_length: int) -> None:
         simulation.check(setting.config, MASKS.get(setting.variant), prompt_length, "text")
 
 
+def fractions_of(prompt_length: int) -> str:
+    """What fractional budgets of a text are fractions of: its "prompt", or all of the "text" if it
+    has none (`prompt_length` 1)."""
+    return "text" if prompt_length == 1 else "prompt"
+
+
+def fraction_base(tokens: int, prompt_length: int) -> int:
+    """Number of tokens that fractional budgets of a text of `tokens` tokens refer to."""
+    return tokens if fractions_of(prompt_length) == "text" else min(tokens, prompt_length)
+
+
 def one_token_note(answers: int, requests: int) -> str:
     return (
         f"protocol=drop: {answers} of {requests} requests have answers of one "

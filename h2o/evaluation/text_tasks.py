@@ -17,6 +17,7 @@ from lm_eval.api.task import ConfigurableTask
 from tqdm import tqdm
 
 from h2o.evaluation import needles, windows
+from h2o.evaluation.protocols import fractions_of
 
 Samples = list[dict[str, Any]]
 """lm-eval's log of a task: the metrics of each row by name, and the row as "doc"."""
@@ -78,7 +79,8 @@ class Perplexity(TextTask):
 
     @property
     def unit(self) -> str:
-        return "window" if self.dataset["test"][0]["asked"]["prompt_length"] == 1 else "prompt"
+        unit = fractions_of(self.dataset["test"][0]["asked"]["prompt_length"])
+        return "window" if unit == "text" else unit
 
     @staticmethod
     def columns(samples: Samples, full: Samples | None) -> dict[str, str]:

@@ -101,7 +101,7 @@ def answer(lm: Any, window: list[int], prompt_length: int) -> tuple[float, int]:
         raise ValueError(
             f"--window {len(window)}: use a number from 2 to the model's {lm.max_length} positions"
         )
-    lm.add(prompt_length if prompt_length > 1 else len(window))
+    lm.add(protocols.fraction_base(len(window), prompt_length))
     if lm.is_counting:
         return 0.0, len(window)
     measure = by_simulation if lm.protocol == "simulate" else by_cache
@@ -114,7 +114,7 @@ def answer(lm: Any, window: list[int], prompt_length: int) -> tuple[float, int]:
 
 def by_simulation(model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1) -> Tensor:
     """Loss of tokens 1 to n-1 of ids [1, n], from one forward pass."""
-    unit = "prompt" if prompt_length > 1 else "text"
+    unit = protocols.fractions_of(prompt_length)
     how = {"masks": MASKS.get(setting.variant), "prompt_length": prompt_length, "ratio_of": unit}
     is_full = setting.variant == "full"
     with nullcontext() if is_full else simulated(model, setting.config, **how), torch.no_grad():
@@ -124,8 +124,8 @@ def by_simulation(model: Any, ids: Tensor, setting: Setting, prompt_length: int 
 def by_cache(model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1) -> Tensor:
     """Loss of tokens `prompt_length` to n-1 of ids [1, n], with one token at a time after the
     prompt. The model must run the attention "h2o"."""
-    whole = prompt_length if prompt_length > 1 else ids.shape[1]
-    cache = H2OCache(model.config, setting.config.for_model(model), prompt_length=whole)
+    base = protocols.fraction_base(ids.shape[1], prompt_length)
+    cache = H2OCache(model.config, setting.config.for_model(model), prompt_length=base)
     prompt, rest = ids[:, :prompt_length].cpu(), ids[0, prompt_length:]
     forward = functools.partial(protocols.run_forward, model)
     prompts = prompt, torch.ones_like(prompt)

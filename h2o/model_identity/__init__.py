@@ -83,8 +83,13 @@ def key_size(config: Any) -> tuple[int, int, int]:
     D = latent or describe(config).get("head_dim")
     if not isinstance(D, int):
         raise ValueError('budget_unit="bytes" needs a model whose config has a head dimension')
-    dtype = str(getattr(_text_config(config), "dtype", None) or getattr(config, "dtype", None))
-    return D, 2 if dtype.endswith(("float16", "half")) else 4, 1 if latent else 2
+    is_half = str(dtype_of(config)).endswith(("float16", "half"))
+    return D, 2 if is_half else 4, 1 if latent else 2
+
+
+def dtype_of(config: Any) -> Any:
+    """The dtype that a config names for its language model, or None: the model is in float32."""
+    return getattr(_text_config(config), "dtype", None) or getattr(config, "dtype", None)
 
 
 def latent_row(config: Any) -> int | None:

@@ -91,7 +91,10 @@ def test_the_command(capsys):
     assert full["bytes"] == request_bytes(model("llama").config, parse("full"), 100, 120)
     assert full["requests"] == 10**6 // full["bytes"] < half["requests"]
     assert cli.main(say) == 0
-    assert "budget:0.1" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "budget:0.1" in shown
+    weights = sum(x.nbytes for x in model("llama").parameters())
+    assert f"The weights take another {weights / 1e9:.2f} GB" in shown
 
 
 @pytest.mark.usefixtures("_small_config")
