@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
@@ -25,22 +26,16 @@ def with_block(
 
 
 class _Block(contextlib._GeneratorContextManager[Any]):
-    is_used = False
-
-    def __enter__(self) -> Any:
-        self.is_used = True
-        return super().__enter__()
-
     def __call__(self, function: Any) -> Any:
-        """Decorate a function, which then runs in a new block."""
-        self.is_used = True
+        """Decorate a function, each call of which runs in a new block."""
+        self.gen.close()
         return super().__call__(function)
 
     def __del__(self) -> None:
-        if not self.is_used:
-            name = self.func.__name__
+        block = getattr(self, "gen", None)  # None: the function was called with wrong arguments
+        if block is not None and inspect.getgeneratorstate(block) == inspect.GEN_CREATED:
             warnings.warn(
-                f"h2o.{name}() was called without `with`, so it changed nothing. Write "
-                f"`with h2o.{name}(...):`",
+                f"h2o.{block.__name__}() was called without `with`, so it changed nothing. Write "
+                f"`with h2o.{block.__name__}(...):`",
                 stacklevel=2,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -33,3 +34,10 @@ def test_blocks_and_decorators_do_not_warn(name):
         decorated = BLOCKS[name](ours)(lambda: "done")
         assert decorated() == decorated() == "done"
         del decorated
+
+
+@every_block
+def test_wrong_arguments_are_an_error_only(name):
+    with pytest.raises(TypeError, match="required positional argument"):
+        getattr(h2o, name)()
+    gc.collect()  # an exception of __del__ would be a warning, and so an error, here
