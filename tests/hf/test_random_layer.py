@@ -45,7 +45,9 @@ def test_simulation_equals_the_cache(chosen, prompt_length):
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "falcon_h1"])
 def test_capped_logits_learned_sinks_and_states(family):
-    prove(tiny.model(family, "h2o"), text(2), PROMPT, **SMALL)
+    # Falcon-H1's states alone differ by 2.3e-4 between a whole pass and steps with a DynamicCache
+    atol = 5e-4 if family == "falcon_h1" else 2e-4
+    prove(tiny.model(family, "h2o"), text(2), PROMPT, atol, **SMALL)
 
 
 @pytest.mark.parametrize("chunks", [1, 7, 50])
