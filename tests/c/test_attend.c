@@ -151,7 +151,7 @@ static void check_head(const shape *s, const h2o_attend_params *p, const h2o_vie
 static void check_workers(const h2o_ops *ops, const shape *s, h2o_attend_params p,
                           const h2o_view *scores, int workers) {
     h2o_attend_params other = p;
-    const runner with = {ops, workers, s->workspace_limit};
+    const runner with = {ops, workers, s->workspace_limit, false};
     other.out.data = test_alloc(tensor_bytes(&p.out));
     other.scores.data = test_alloc(tensor_bytes(&p.scores));
     memset(other.out.data, 0xa5, tensor_bytes(&p.out));
@@ -172,7 +172,7 @@ static void check_workers(const h2o_ops *ops, const shape *s, h2o_attend_params 
 
 /* Log sums [B,H,Q], computed by `workers` workers. Checks that out is not written. */
 static h2o_view log_sums_of(const h2o_ops *ops, const shape *s, h2o_attend_params p, int workers) {
-    const runner with = {ops, workers, s->workspace_limit};
+    const runner with = {ops, workers, s->workspace_limit, false};
     p.log_sums = make_layout(SPREAD, H2O_F32, 3, s->B, s->G * s->R, s->Q, 1, 1);
     p.out.data = test_alloc(tensor_bytes(&p.out));
     p.scores.data = test_alloc(tensor_bytes(&p.scores));
@@ -198,7 +198,8 @@ static void test_shape(const h2o_ops *ops, const shape *s) {
     const h2o_attend_params p = make_call(s, &random);
     h2o_attend_params checked = p; /* a call changes strides that mean nothing */
     h2o_view scores = {0};
-    const runner one = {ops, 1, s->workspace_limit};
+    const bool is_normal = s->dtype == H2O_F32 && s->decay == 1.0f;
+    const runner one = {ops, 1, s->workspace_limit, is_normal};
     if (p.has_slots) copy_scores(&p, &scores);
     run_operation(H2O_ATTEND, &checked, &one);
     h2o_view log_sums = log_sums_of(ops, s, p, 1), by_more = log_sums_of(ops, s, p, 7);

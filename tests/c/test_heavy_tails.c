@@ -369,7 +369,7 @@ static void fill_rows(const shape *s, const text *t, const answer *a, rows *out,
 
 /* Checks that neither the number of workers nor other batch rows change the answer. */
 static void check_same(const h2o_ops *ops, const shape *s, const text *t, const answer *a) {
-    const runner several = {ops, 5, 0}, one = {ops, 1, 0};
+    const runner several = {ops, 5, 0, false}, one = {ops, 1, 0, false};
     const answer other = run(&several, s, t);
     const text last = {row_alone(t->query, s->B - 1), row_alone(t->keys, s->B - 1),
                        row_alone(t->values, s->B - 1)};
@@ -391,7 +391,7 @@ static void check_as_by_vectors(const h2o_ops *ops, const shape *s, const text *
                                 const answer *a) {
     const bool by_unit = strncmp(ops->name, "avx512amx", 9) == 0;
     if (!by_unit || s->fresh > 1 || s->keys == H2O_NONE || s->values == H2O_NONE) return;
-    const runner by_vectors = {&h2o_ops_avx512bf16, 1, 0};
+    const runner by_vectors = {&h2o_ops_avx512bf16, 1, 0, false};
     const answer other = run(&by_vectors, s, t);
     CHECK(memcmp(other.out.data, a->out.data, tensor_bytes(&a->out)) == 0);
     CHECK(memcmp(other.slots.scores.data, a->slots.scores.data, tensor_bytes(&a->slots.scores)) ==
@@ -421,7 +421,7 @@ static void test_shape(const h2o_ops *ops, const shape *s, const char *kind,
     text t = gaussian_text(s, &random);
     change(&t);
     t = (text){rounded(t.query), rounded(t.keys), rounded(t.values)};
-    const runner one = {ops, 1, 0};
+    const runner one = {ops, 1, 0, false};
     const answer a = run(&one, s, &t);
     check_same(ops, s, &t, &a);
     check_as_by_vectors(ops, s, &t, &a);

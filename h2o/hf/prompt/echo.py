@@ -194,7 +194,8 @@ class _LowerBounds:
         """`asked`: all queries of a row, [G, R, n, D]; `keys`: [G, n, D]."""
         self.how = how
         G, n, D = keys.shape
-        logits = how.scale * (keys.float() @ asked.mean((1, 2), dtype=torch.float32)[..., None])
+        mean_query = asked.mean(2, dtype=torch.float32).mean(1)
+        logits = how.scale * (keys.float() @ mean_query[..., None])
         ordered = keys.gather(1, logits.argsort(1, descending=True).expand(G, n, D))
         self.top = _HeldKeys(ordered[:, :TOP_KEYS], how)
         blocks = max(0, n - TOP_KEYS) // BLOCK
