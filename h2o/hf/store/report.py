@@ -138,7 +138,7 @@ class Report:
         if self.echo_replacement:
             short = f"Instead of H2OConfig.echo: {self.echo_replacement}. "
         if total.floored:
-            short += "The prompt is short: heads keep min_tokens keys, more than their fraction. "
+            short += "Some heads keep min_tokens keys, more than their fraction. "
         elif total.raised:
             short += "The prompt is short: a fraction of it was rounded up to one token. "
         if any(total.pinned):
