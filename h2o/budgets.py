@@ -144,6 +144,18 @@ def check_amount(name: str, value: Any) -> Amount:
     )
 
 
+def check_whole_budget(value: Any) -> Amount:
+    """Check the amount of a `budget`. An int of 1 is refused, because it is usually meant as all
+    keys, and a cache of one key answers nothing."""
+    amount = check_amount("budget", value)
+    if isinstance(amount, int) and amount == 1:
+        raise ValueError(
+            "budget=1 would keep one key in each head: write budget=1.0 for the bytes of a full "
+            "cache, or heavy=1, recent=0 for a single key"
+        )
+    return amount
+
+
 def check_tokens(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a number of tokens (int), not {value!r}")

@@ -9,10 +9,10 @@ from h2o.budgets import (
     Amount,
     Budget,
     BudgetUnit,
-    check_amount,
     check_budget,
     check_tokens,
     check_total,
+    check_whole_budget,
     flatten,
     layer_amount,
     mean_pair,
@@ -296,7 +296,7 @@ class H2OConfig(Presets):
     def _take_preset(self, given: frozenset[str]) -> None:
         """Fill in the preset selected by `budget`, except for the fields that were given."""
         put = object.__setattr__
-        put(self, "budget", check_amount("budget", self.budget))
+        put(self, "budget", check_whole_budget(self.budget))
         if not self.budget:
             raise ValueError(f"budget={self.budget} keeps nothing: give more than 0")
         preset = self.recommended(self.budget)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from h2o.budgets import UNLIMITED, Amount, Budget, BudgetUnit, check_amount, split_heavy_recent
+from h2o.budgets import (
+    UNLIMITED,
+    Amount,
+    Budget,
+    BudgetUnit,
+    check_whole_budget,
+    split_heavy_recent,
+)
 from h2o.kv_dtype import KvDtype
 
 if TYPE_CHECKING:
@@ -46,7 +53,7 @@ class Presets:
     def authors(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
         """The published algorithm: half of the budget for heavy hitters, half for recent tokens, no
         `min_tokens`."""
-        heavy, recent = split_heavy_recent(check_amount("budget", budget), 0.5)
+        heavy, recent = split_heavy_recent(check_whole_budget(budget), 0.5)
         return cls(heavy=heavy, recent=recent, budget_unit=budget_unit, min_tokens=0)
 
     @classmethod
@@ -61,7 +68,7 @@ class Presets:
         that 2.2 times as many fit as in bfloat16. (Values take eight bits too if the head dimension
         is not a multiple of 32.)
         """
-        budget = check_amount("budget", budget)
+        budget = check_whole_budget(budget)
         sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
         heavy, recent = split_heavy_recent(
             budget if isinstance(budget, float) else budget - sinks, 0.75

@@ -102,12 +102,20 @@ def test_is_frozen_and_pickles():
         ({"heavy": [3, 0], "recent": [0, 0.0]}, ValueError, "keeps nothing"),
         ({"heavy": [3, 1], "recent": [1, 1, 1]}, ValueError, "2 amounts and recent 3"),
         ({"heavy": []}, ValueError, "heavy is an empty list"),
+        ({"budget": 1}, ValueError, "write budget=1.0 for the bytes of a full cache"),
         ({"heavy": [1, True]}, TypeError, r"heavy\[1\] must be"),
     ],
 )
 def test_refusals(parameters, error, words):
     with pytest.raises(error, match=words):
         H2OConfig(**parameters)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_preset_has_a_budget_of_one_key(preset):
+    with pytest.raises(ValueError, match="budget=1 would keep one key in each head"):
+        H2OConfig.preset(preset, 1)
+    assert H2OConfig.preset(preset, 1.0) != H2OConfig.preset(preset, 2)
 
 
 def test_refusals_that_need_the_model_or_the_prompt():
