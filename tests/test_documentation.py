@@ -158,7 +158,8 @@ def write_config(folder: Path) -> None:
     """Config of the model whose requests the pages count, with its published sizes."""
     transformers.AutoConfig.for_model(
         "qwen3", num_hidden_layers=28, hidden_size=2048, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, intermediate_size=6144, dtype="bfloat16",
+        num_key_value_heads=8, head_dim=128, intermediate_size=6144, tie_word_embeddings=True,
+        dtype="bfloat16",
     ).save_pretrained(folder)  # fmt: skip
 
 
