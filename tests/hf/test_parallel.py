@@ -20,10 +20,11 @@ from h2o.config.head_budgets import expand_to_heads
 from h2o.hf.families import tensor_parallel
 from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.model_identity import describe, sample
+from tests.default_model import random_default_model
 from tests.hf import cut, cut_latents, gathered
 from tests.hf.tiny import LATENT, Family, prompts
 from tests.hf.tiny import model as tiny_model
-from tests.launch import TORCHRUN, launch
+from tests.launch import ROOT, TORCHRUN, launch
 
 HEADS = {
     "vocab_size": 98,
@@ -133,6 +134,29 @@ def test_what_fsdp_gathers_is_whole(tmp_path):
         assert (
             H2OCache.load(tmp_path / f"{name}.cache", model).layers[0].part == tensor_parallel.WHOLE
         )
+
+
+@pytest.mark.slow
+def test_the_script_of_the_documents(tmp_path):
+    """docs/how_to/use_several_processes.md has a script that runs as it stands, and what the page
+    warns of raises an error."""
+    page = (ROOT / "docs/how_to/use_several_processes.md").read_text("utf-8")
+    script = re.search(r"^```python\n(# answer\.py .*?)^```$", page, re.DOTALL | re.MULTILINE)[1]
+    config = 'h2o.H2OConfig.robust(0.2, budget_unit="bytes")'
+    assert config in script
+    model, tokenizer = random_default_model(
+        num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+        hidden_size=64, intermediate_size=64,
+    )  # fmt: skip
+    model.save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    (tmp_path / "answer.py").write_text(script)
+    (tmp_path / "budget.py").write_text(script.replace(config, "budget=0.2"))
+    (tmp_path / "text").write_text("A lighthouse is a tower. " * 80)
+    out, _ = launch([tmp_path / "answer.py", tmp_path / "m", tmp_path / "text"])
+    assert len(tokenizer(out).input_ids) > 20
+    _, error = launch([tmp_path / "budget.py", tmp_path / "m", tmp_path / "text"], code=1)
+    assert "does not support a model that is cut over several processes" in error
 
 
 def joined(parts):
