@@ -359,7 +359,10 @@ class H2OLM(HFLM):
         columns, mask = context.shape[1], kwargs.pop("attention_mask", torch.ones_like(context))
         self.angles.forget()
         texts = [ids[real.bool()].tolist() for ids, real in zip(context, mask, strict=True)]
-        ids, mask, kwargs[compat.CACHE] = self._prompts(texts)
+        ids, mask, cache = self._prompts(texts)
+        if cache.get_seq_length():  # generate() repeats the prompts for beams, but not a full cache
+            cache.batch_repeat_interleave(kwargs.get("num_beams") or 1)
+        kwargs[compat.CACHE] = cache
         kwargs["attention_mask"] = mask.to(context.device)
         more = ids.shape[1] - columns  # padding between documents and questions
         tokens = super()._model_generate(ids.to(context.device), max_length + more, *args, **kwargs)
