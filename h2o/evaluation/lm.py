@@ -94,6 +94,9 @@ class H2OLM(HFLM):
         else:
             setting = from_options(**policy)
         check(setting, protocol, prompt_length)
+        size = str(kwargs.get("batch_size", 1))  # lm-eval would score nothing with a negative one
+        if not (size.startswith("auto") or (size.isdecimal() and int(size) > 0)):
+            raise ValueError(f"batch_size must be a number from 1 or auto, not {size}")
         if isinstance(pretrained, str) and pretrained in ("", models.DEFAULT_MODEL):
             pretrained = str(models.embedded_folder(log.info))
         elif isinstance(pretrained, str) and models.is_gguf(pretrained):
