@@ -105,6 +105,24 @@ def saved_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*parameters, *((name, x) for name, x in buffers if name not in passing)]
 
 
+def packed_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors that a module saves without having them as parameters or buffers, by name. The layers
+    that torch.ao quantizes keep their weights so. Quantized tensors are dequantized."""
+    if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+        return {}
+    saved: dict[str, Any] = {}
+    module._save_to_state_dict(saved, "", True)
+    for name, _ in saved_tensors(module):
+        saved.pop(name, None)
+    parts = {
+        f"{name}.{index}": part
+        for name, value in saved.items()
+        for index, part in enumerate(value if isinstance(value, tuple) else (value,))
+    }
+    tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+    return {name: x.dequantize() if x.is_quantized else x for name, x in tensors.items()}
+
+
 def peft_type(model: Any) -> str:
     """Method of the active adapter of a PEFT model, such as "LORA"; "" for any other model."""
     return str(getattr(getattr(model, "active_peft_config", None), "peft_type", "")).rpartition(

@@ -28,7 +28,7 @@ from h2o import compat, models
 from h2o.config import PARAMETERS, H2OConfig
 from h2o.evaluation import protocols, text_tasks
 from h2o.evaluation.model_fit import try_on
-from h2o.evaluation.protocols import PROTOCOLS, Tally, check, one_token_note
+from h2o.evaluation.protocols import PROTOCOLS, Tally, check, one_token_notes
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.questions import question_tokens
 from h2o.evaluation.setting import Setting, from_config, from_options
@@ -48,6 +48,9 @@ CPU_BATCH = 8
 which on a CPU hangs the machine instead of raising an error."""
 
 POLICY = ("variant", *PARAMETERS)
+
+GENERATES = "generates text, which cannot be simulated: use protocol=drop"
+"""Why a task has no answers under protocol=simulate"""
 
 OF_CACHES = {"drop": "context", "read": "document"}
 """The text that a real cache cuts, by protocol."""
@@ -91,6 +94,9 @@ class H2OLM(HFLM):
         else:
             setting = from_options(**policy)
         check(setting, protocol, prompt_length)
+        size = str(kwargs.get("batch_size", 1))  # lm-eval would score nothing with a negative one
+        if not (size.startswith("auto") or (size.isdecimal() and int(size) > 0)):
+            raise ValueError(f"batch_size must be a number from 1 or auto, not {size}")
         if isinstance(pretrained, str) and pretrained in ("", models.DEFAULT_MODEL):
             pretrained = str(models.embedded_folder(log.info))
         elif isinstance(pretrained, str) and models.is_gguf(pretrained):
@@ -153,8 +159,9 @@ class H2OLM(HFLM):
         }
 
     def get_model_info(self) -> dict[str, Any]:
-        if self.protocol == "drop" and self.tally.one_token_answers:
-            log.warning(one_token_note(self.tally.one_token_answers, self.tally.requests))
+        if self.protocol == "drop":
+            for note in one_token_notes(self.tally, [self.setting]):
+                log.warning(note)
         return super().get_model_info() | {"h2o": self.describe()}
 
     def _loglikelihood_tokens(
@@ -278,6 +285,7 @@ class H2OLM(HFLM):
             )  # fmt: skip
         self._count_kept(text[:-1] if self.protocol == "simulate" else text[: -len(continuation)])
         self.tally.one_token_answers += len(continuation) == 1
+        self.tally.one_token_contexts += len(text) == len(continuation) + 1
         self.tally.truncated += cut > 0
 
     def _count_kept(self, text: list[int]) -> None:
@@ -351,15 +359,16 @@ class H2OLM(HFLM):
     ) -> Tensor:
         if self.protocol == "simulate":
             if self.setting.variant != "full":
-                raise ValueError(
-                    "this task generates text, which cannot be simulated: use protocol=drop"
-                )
+                raise ValueError(f"this task {GENERATES}")
             self.angles.forget()
             return super()._model_generate(context, max_length, *args, **kwargs)
         columns, mask = context.shape[1], kwargs.pop("attention_mask", torch.ones_like(context))
         self.angles.forget()
         texts = [ids[real.bool()].tolist() for ids, real in zip(context, mask, strict=True)]
-        ids, mask, kwargs[compat.CACHE] = self._prompts(texts)
+        ids, mask, cache = self._prompts(texts)
+        if cache.get_seq_length():  # generate() repeats the prompts for beams, but not a full cache
+            cache.batch_repeat_interleave(kwargs.get("num_beams") or 1)
+        kwargs[compat.CACHE] = cache
         kwargs["attention_mask"] = mask.to(context.device)
         more = ids.shape[1] - columns  # padding between documents and questions
         tokens = super()._model_generate(ids.to(context.device), max_length + more, *args, **kwargs)

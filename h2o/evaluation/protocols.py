@@ -14,7 +14,7 @@ Rows are padded with a mask and have their own budgets, so results do not depend
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Tally:
 
     requests: int = 0
     one_token_answers: int = 0
+    one_token_contexts: int = 0
     truncated: int = 0
     tokens_seen: int = 0
     tokens_kept: int = 0
@@ -81,11 +82,22 @@ def fraction_base(tokens: int, prompt_length: int) -> int:
     return tokens if fractions_of(prompt_length) == "text" else min(tokens, prompt_length)
 
 
-def one_token_note(answers: int, requests: int) -> str:
-    return (
-        f"protocol=drop: {answers} of {requests} requests have answers of one "
-        "token, which is predicted before anything is evicted: no budget can change them"
-    )
+def one_token_notes(tally: Tally, settings: Iterable[Setting]) -> list[str]:
+    """Warnings about requests under protocol=drop that say nothing about the settings."""
+    notes, requests = [], tally.requests
+    if answers := tally.one_token_answers:
+        notes.append(
+            f"protocol=drop: {answers} of {requests} requests have answers of one "
+            "token, which is predicted before anything is evicted: no budget can change them"
+        )
+    has_fractions = any(setting.config.needs_prompt_length for setting in settings)
+    if has_fractions and (contexts := tally.one_token_contexts):
+        notes.append(
+            f"protocol=drop: {contexts} of {requests} requests have contexts of one token, as in "
+            "tasks of whole texts. A fraction of one token is one key, however long the text is: "
+            "use protocol=simulate, or budgets in tokens"
+        )
+    return notes
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ def question_tokens(tokens: list[int], tokenizer: Any) -> int:
     if len(tokens) < 2:
         raise ValueError(
             "protocol=read evicts before the question, but a request of one token has nothing "
-            "before it: use protocol=drop"
+            "before it: use protocol=drop, or for whole texts protocol=simulate"
         )
 
     def text(last: int) -> str:

@@ -22,9 +22,9 @@ from lm_eval.utils import sanitize_model_name
 
 from h2o.errors import UserError
 from h2o.evaluation.cache_bytes import bytes_share
-from h2o.evaluation.lm import H2OLM, POLICY
+from h2o.evaluation.lm import GENERATES, H2OLM, POLICY
 from h2o.evaluation.model_fit import check_fit
-from h2o.evaluation.protocols import Tally, check, one_token_note
+from h2o.evaluation.protocols import Tally, check, one_token_notes
 from h2o.evaluation.setting import Setting
 from h2o.evaluation.text_table import table
 from h2o.evaluation.text_tasks import Samples, TextTask
@@ -101,6 +101,10 @@ def compare(
     check_fit(settings, full_cache=protocol != "simulate")(lm.model)
     with readable_errors():
         tasks = manager.load(config.tasks)["tasks"]
+    if protocol == "simulate" and any(setting.variant != "full" for setting in settings):
+        for name, task in tasks.items():
+            if task.OUTPUT_TYPE == "generate_until":
+                raise UserError(f"task {name} {GENERATES}")
     origin = provenance(
         lm.model, lm.tokenizer, config.model_args.get("pretrained") or DEFAULT_MODEL
     )
@@ -119,8 +123,8 @@ def compare(
         return json.dumps({"folder": str(output), "settings": listed}, indent=1)
     notes = [f"written: {output}"]
     tally = next(iter(measured.values()))["tally"]
-    if protocol == "drop" and tally.one_token_answers:
-        notes.insert(0, one_token_note(tally.one_token_answers, tally.requests))
+    if protocol == "drop":
+        notes[:0] = one_token_notes(tally, settings)
     units = dict.fromkeys(getattr(task, "unit", lm.ratio_of) for task in tasks.values())
     first = f"{origin['model']}, protocol {protocol}, fractions of the {' or the '.join(units)}"
     return "\n".join([first, "", as_table(measured, tasks, lm.model), "", *notes])

@@ -19,7 +19,7 @@ ADAPTER = "*"
 
 
 class Weight(NamedTuple):
-    """A parameter or a persistent buffer."""
+    """A parameter, a persistent buffer, or a tensor that a module saves in its own format."""
 
     name: str
     tensor: Any
@@ -36,6 +36,7 @@ def weights_of(model: Any) -> Iterator[Weight]:
         device_mesh,
         has_adapters,
         innermost_model,
+        packed_tensors,
         saved_tensors,
         virtual_tokens,
     )
@@ -49,7 +50,7 @@ def weights_of(model: Any) -> Iterator[Weight]:
     modules = dict(model.named_modules(remove_duplicate=False))
     adapted = {name: module for name, module in modules.items() if has_adapters(module)}
     for name, module in modules.items():
-        for own, _ in saved_tensors(module):
+        for own in (*dict(saved_tensors(module)), *packed_tensors(module)):
             at_work = _name_and_scale(_join(name, own), adapted)
             if at_work is not None:
                 places[at_work[0]] = module, own, at_work[1]
@@ -121,9 +122,10 @@ def _load(module: Any, name: str) -> Any:
     """A parameter or buffer, or, if accelerate offloads it, the value that it has during a pass."""
     import torch
 
-    from h2o.compat_wrappers import accelerate_hooks
+    from h2o.compat_wrappers import accelerate_hooks, packed_tensors
 
-    value = getattr(module, name).detach()
+    value = getattr(module, name, None)
+    value = (packed_tensors(module)[name] if value is None else value).detach()
     for one in accelerate_hooks(module) if value.is_meta else ():
         weights = getattr(one, "weights_map", None)
         if weights is not None:

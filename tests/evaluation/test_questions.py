@@ -186,6 +186,21 @@ def written(lm, setting, context, n):
     return tokens
 
 
+def test_beams_continue_the_documents(lm):
+    """With --gen_kwargs num_beams=3, generate() repeats each question for three beams, and the
+    cache of the documents must follow."""
+    how = {"until": ["\n\n"], "max_gen_toks": 9, "num_beams": 3}
+    requests = [Instance("generate_until", {}, (x, how), i) for i, x in enumerate(CONTEXTS)]
+    lm.batch_size_per_gpu = 3
+    texts = {}
+    for protocol in ("drop", "read"):
+        for name in ("full", "h2o:4+2"):
+            lm.use(parse(name), protocol)
+            texts[protocol, name] = lm.generate_until(requests, True)
+    assert texts["read", "full"] == texts["drop", "full"]
+    assert texts["read", "h2o:4+2"] not in (texts["drop", "h2o:4+2"], texts["read", "full"])
+
+
 def test_what_is_said_of_it(lm):
     lm.use(parse("h2o:0.5+0"), "read")
     numbers(lm, PAIRS[:1])

@@ -369,6 +369,28 @@ def test_whole_texts(folder, tmp_path, capsys):
     full, small = (scores(x, "own")["word_perplexity,none"] for x in contents)
     assert full != small
     assert [x["config"]["h2o"]["requests"] for x in contents] == [2, 2]  # windows of 320 tokens
+    assert "contexts of one token" not in capsys.readouterr().out
+    for budgets, is_noted in (("full,h2o:4+4", False), ("full,h2o:0.1+0.1", True)):
+        arguments = ["--compare", budgets, "-o", tmp_path / "out", "--protocol", "drop"]
+        assert run(folder, *arguments, task="own", tasks=tmp_path) == 0
+        note = "1 of 2 requests have contexts of one token"
+        assert (note in capsys.readouterr().out) == is_noted
+
+
+def test_a_task_that_generates_is_known_before_anything_is_measured(
+    folder, tmp_path, capsys, monkeypatch
+):
+    """The full cache could be simulated, and would take hours before the next setting fails."""
+    monkeypatch.setattr(side_by_side, "measure", lambda *_: 1 / 0)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"q": "It rained, so", "a": "x"}))
+    task(tmp_path, f"test: {tmp_path}/rows.jsonl", text='"{{q}}"', target='"{{a}}"')
+    file = tmp_path / "own.yaml"
+    generating = file.read_text().replace("multiple_choice", "generate_until")
+    generating = generating.replace("doc_to_choice: choices\n", "")
+    file.write_text(generating.replace("metric: acc", "metric: exact_match"))
+    arguments = ["--compare", "full,h2o:4+4", "-o", tmp_path / "out"]
+    error = fails(capsys, run(folder, *arguments, task="own", tasks=tmp_path))
+    assert "task own generates text, which cannot be simulated" in error
 
 
 @pytest.mark.parametrize(

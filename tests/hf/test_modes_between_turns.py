@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, backends, generate_all
@@ -67,6 +68,23 @@ def test_autocast_ends_or_begins(case, begins):
         with second():
             logits.append(ours(question[:, :1], **with_cache(cache)).logits.float())
     assert (logits[0] - logits[1]).abs().mean() < 0.2 * logits[1].abs().mean()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("name", ["llama", *OTHERS])
+def test_a_dynamic_cache_filled_under_autocast(name, ends):
+    """Its rotated keys are in float32 and its values are not. The converted cache must answer as an
+    H2OCache that has processed the text, also if autocast ends after the conversion."""
+    ours, (prompt, question), answers = shared(name), prompts(40, 5), []
+    with autocast(), torch.no_grad():
+        full, cache = DynamicCache(config=ours.config), H2OCache(ours.config, heavy=64, recent=64)
+        for x in (full, cache):
+            ours(prompt, **with_cache(x))
+        taken = H2OCache.from_dynamic_cache(full, ours.config, heavy=64, recent=64)
+    with contextlib.nullcontext() if ends else autocast(), torch.no_grad():
+        for x in (taken, cache):
+            answers.append(ours(question, **with_cache(x)).logits.float())
+    assert (answers[0] - answers[1]).abs().mean() < 0.1 * answers[1].abs().mean()
 
 
 @pytest.mark.parametrize("chosen", ["h2o", "robust bytes", "echo int8"])

@@ -1,12 +1,15 @@
-"""Models whose weights torchao has quantized. h2o sees the keys and reads no quantized weight."""
+"""Models whose weights torchao or torch.ao has quantized."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, patched
-from tests.hf.tiny import FAMILIES, greedy, model, prompts
+from h2o.compat import with_cache
+from h2o.model_identity import model_fingerprint
+from tests.hf.tiny import FAMILIES, LATENT, greedy, model, prompts
 
 pytest.importorskip("torchao")
 
@@ -43,3 +46,37 @@ def test_a_file_is_told_from_that_of_other_weights(name, tmp_path):
             parameter.neg_()
     with pytest.raises(ValueError, match=r"the weights of .* differ"):
         H2OCache.load(tmp_path / "document", ours)
+
+
+def packed(name, factor=1.0):
+    """A family's model whose linear weights, multiplied by a factor, torch.ao has quantized. They
+    are no longer parameters."""
+    ours = model(name)
+    for module in ours.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data *= factor
+    return torch.ao.quantization.quantize_dynamic(ours, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_file_is_told_from_that_of_other_packed_weights(tmp_path):
+    ours = packed("llama")
+    H2OCache(ours.config, heavy=6, recent=6).save(tmp_path / "document", ours)
+    H2OCache.load(tmp_path / "document", packed("llama"))
+    with pytest.raises(ValueError, match=r"the weights of .*packed_params.* differ"):
+        H2OCache.load(tmp_path / "document", packed("llama", 1.1))
+    assert model_fingerprint(ours) == model_fingerprint(packed("llama"))
+    assert model_fingerprint(ours) != model_fingerprint(packed("llama", 1.1))
+
+
+@pytest.mark.skipif(not LATENT, reason="needs a transformers that caches latents")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_latents_are_expanded_by_packed_weights():
+    """The bias of such a layer is a method. Its absence must not be taken for a bias."""
+    ours, (ids,) = packed("deepseek_v3"), prompts(24)
+    logits = []
+    for cache in (DynamicCache(config=ours.config), H2OCache(ours.config, heavy=64, recent=64)):
+        with torch.no_grad():
+            ours(ids[:, :-4], **with_cache(cache))
+            logits.append(ours(ids[:, -4:], **with_cache(cache)).logits)
+    assert (logits[0] - logits[1]).abs().mean() < 0.1 * logits[0].abs().mean()

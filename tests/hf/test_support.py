@@ -13,6 +13,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    DynamicCache,
+    EncoderDecoderCache,
 )
 from transformers.utils import logging
 
@@ -66,6 +68,27 @@ def test_attention_that_turns_out_to_look_both_ways():
         decoder(ids, **with_cache(H2OCache(decoder.config, **SMALL)))
     with pytest.raises(UnsupportedError, match="bidirectional"), simulated(decoder, **SMALL):
         decoder(ids, use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["bert", "bart"])
+def test_a_decoder_with_cross_attention(name):
+    """An H2OCache alone cannot hold the keys of the other text, and the error must name the cache
+    that can. With it the decoder's own keys are evicted."""
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 32} if name == "bart" else {}
+    ours = encoder(name, is_decoder=True, add_cross_attention=True, **sizes)
+    ours.set_attn_implementation("h2o")
+    (ids,), other = prompts(24), {"encoder_hidden_states": torch.randn(1, 5, 32)}
+    expected = ours(ids, use_cache=False, **other).logits[:, 20:]
+    with pytest.raises((AttributeError, UnsupportedError), match=r"EncoderDecoderCache\(H2OCache"):
+        ours(ids, **with_cache(H2OCache(ours.config, **SMALL)), **other)
+    with pytest.raises(UnsupportedError, match="cross attention"), simulated(ours, **SMALL):
+        ours(ids, use_cache=False, **other)
+    for settings, kept in (({"heavy": 32, "recent": 32}, 24), (SMALL, 12)):
+        cache = EncoderDecoderCache(H2OCache(ours.config, **settings), DynamicCache())
+        ours(ids[:, :20], **with_cache(cache), **other)
+        logits = ours(ids[:, 20:], **with_cache(cache), **other).logits
+        assert cache.self_attention_cache.report().layers[0].kept == [kept]
+        assert torch.allclose(logits, expected, atol=1e-5) == (kept == 24)
 
 
 def test_a_language_model_beside_attention_code_of_the_images_own():

@@ -43,6 +43,12 @@ _FOREIGN = {
 """Keyword arguments of attention functions that request attention which h2o does not support."""
 
 
+CROSS_ATTENTION = (
+    "For cross attention in a decoder pass EncoderDecoderCache(H2OCache(...), DynamicCache()) of "
+    "transformers.cache_utils, whose second cache holds the keys of the other text"
+)
+
+
 def h2o_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -122,6 +128,11 @@ def find_unsupported(
             f"a sliding window of {sliding_window} in a layer that has full attention according to "
             "the H2OCache: make the cache from the config of this model"
         )
+    if not feature and not causal:
+        feature = (
+            "bidirectional attention (an encoder, is_causal=False): no key can be evicted while "
+            f"all tokens of its text still attend to it. {CROSS_ATTENTION}"
+        )
     if not feature and attention_mask is not None and attention_mask.ndim != 2:
         feature = (
             "4-D masks and other patterns (packed texts, prefix or block attention): give a 2-D "
@@ -130,11 +141,6 @@ def find_unsupported(
         config = getattr(module, "config", None)
         if config is not None and has_bidirectional_images(config):
             feature += f". Or, if there are images: {BIDIRECTIONAL_IMAGES}"
-    if not feature and not causal:
-        feature = (
-            "bidirectional attention (an encoder, is_causal=False): no key can be evicted while "
-            "all tokens of its text still attend to it"
-        )
     return _unsupported_error(module, feature) if feature else None
 
 

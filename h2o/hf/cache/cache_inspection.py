@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from h2o.compat import window_of
 from h2o.config import H2OConfig
+from h2o.hf.attention.attention import CROSS_ATTENTION
 from h2o.hf.cache import cache_file
 from h2o.hf.families.layer_kinds import has_states, kind_of
 from h2o.hf.layers.layer import H2OLayer
@@ -72,6 +73,12 @@ class CacheInspection(Cache):
             "an H2OCache has no max_cache_len, because texts may have any length. PEFT reads it in "
             "prefix tuning, which fills its own cache and is not supported by h2o"
         )
+
+    @property
+    def is_updated(self) -> Any:
+        """Not there. A decoder with cross attention asks its cache for it, as if the cache were an
+        EncoderDecoderCache."""
+        raise AttributeError(f"an H2OCache has no keys of another text. {CROSS_ATTENTION}")
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Any]]:
         """Yield (keys, values, sliding window or None) per layer, like a DynamicCache.

@@ -98,7 +98,10 @@ def import_dynamic_cache(
                 f"layer {index} of the DynamicCache has dtype {keys.dtype}. h2o supports float32, "
                 "float16 and bfloat16"
             )
-        layer.import_keys(keys, values, None if mask is None else mask.to(keys.device))
+        # Autocast leaves rotated keys in float32. Attention casts them like the values.
+        dtype = min(keys.dtype, values.dtype, key=lambda x: x.itemsize)
+        real = None if mask is None else mask.to(keys.device)
+        layer.import_keys(keys.to(dtype), values.to(dtype), real)
 
 
 def _sizes(cache: DynamicCache, layers: list[CacheLayerMixin]) -> tuple[int, int]:

@@ -71,7 +71,8 @@ class Expansion(NamedTuple):
         """
         H, width = query.shape[1], query.shape[-1]
         C, V = width - (row.shape[-1] - L), value.shape[-1]
-        if getattr(module.kv_b_proj, "bias", None) is not None:
+        bias = getattr(module.kv_b_proj, "bias", None)
+        if (bias() if callable(bias) else bias) is not None:  # torch.ao's layers have a method
             raise UnsupportedError("h2o attention does not support a kv_b_proj with a bias")
 
         def split(weight: Tensor, remembered: bool) -> Expansion:
