@@ -166,11 +166,11 @@ typedef struct {
     const h2o_ops *ops;
     int workers;
     int64_t workspace_limit; /* as in h2o_exec */
-    bool no_subnormals;      /* of numbers that are not subnormal, with one worker */
+    bool no_subnormals;      /* see run_operation; for one worker, and operands without any */
 } runner;
 
-/* Processors of Intel take a hundred times as long for operands that are subnormal, and remember
- * that they met one. */
+/* Whether this thread has computed with a subnormal number since it last forgot. Intel's processors
+ * take a hundred times as long for such an operation. */
 static inline bool met_subnormals(void) {
 #if defined(__x86_64__)
     return _mm_getcsr() & _MM_EXCEPT_DENORM;
@@ -186,8 +186,8 @@ static inline void forget_subnormals(void) {
 }
 
 /* Runs an operation through all stages of a call from Python. The workspace is filled as if it had
- * been used before: with 0.747, or with subnormal numbers, of which the operation must not compute
- * with any. Its size must not grow with workers that have no task. */
+ * been used before: with 0.747, or with subnormal numbers, with which the operation must not
+ * compute. Its size must not grow with workers that have no task. */
 static inline void run_operation(h2o_operation operation, void *params, const runner *with) {
     h2o_error error;
     h2o_call call = {.operation = operation,

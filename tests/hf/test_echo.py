@@ -4,6 +4,7 @@ attention, with each query at the position where echo evaluates it."""
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections import Counter
 from contextlib import nullcontext
@@ -195,6 +196,17 @@ def test_queries_that_are_left_out_change_no_bit(size, how, dtype, monkeypatch):
     got = echo.largest(query, keys, None, **how)
     monkeypatch.setattr(echo, "FEWEST_BOUNDED", n + 1)
     assert torch.equal(got, echo.largest(query, keys, None, **how))
+
+
+def test_numbers_that_are_none_reach_the_same_scores(monkeypatch):
+    """A NaN key must give its whole head NaN, and an infinite query only the keys after it."""
+    generator = torch.Generator().manual_seed(3)
+    query, keys = (torch.randn(heads, 700, 32, generator=generator) for heads in (6, 2))
+    keys[0, 400, 3], query[5, 10] = math.nan, math.inf
+    got = echo.largest(query, keys, None)
+    assert got.isnan().sum(1).tolist() == [700, 5]
+    monkeypatch.setattr(echo, "FEWEST_BOUNDED", 701)
+    torch.testing.assert_close(got, echo.largest(query, keys, None), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.slow

@@ -250,7 +250,7 @@ class _NeededLogSums:
 
 def _reach(bounds: Tensor, highest: Tensor) -> Tensor:
     """Whether any of a query's bounds [BEFORE + 1, G, R, m] reaches its key's entry in `highest`
-    [G, m + BEFORE]; bool [G, R, m]."""
+    [G, m + BEFORE], or is NaN; bool [G, R, m]."""
     m = bounds.shape[-1]
-    reached = [bound >= highest[:, None, o : o + m] for o, bound in enumerate(bounds)]
-    return torch.stack(reached).any(0)
+    below = [bound < highest[:, None, o : o + m] for o, bound in enumerate(bounds)]
+    return ~torch.stack(below).all(0)
