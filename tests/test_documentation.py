@@ -297,7 +297,7 @@ def test_pictures_show_what_they_are_drawn_from():
     from tools import draw_results, draw_rooms, draw_walk, pictures
 
     shown = draw_results.figures()
-    assert (len(shown.losses), len(shown.found), len(shown.token_ms)) == (4, 6, 2)
+    assert (len(shown.losses), len(shown.found), len(shown.token_ms)) == (5, 6, 2)
     assert all(len(losses) == len(shown.bytes_kept) > 2 for losses in shown.losses.values())
     assert all(len(times) == len(shown.prompts) > 2 for times in shown.token_ms.values())
     assert pictures.is_up_to_date("results", shown)

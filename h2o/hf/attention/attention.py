@@ -26,7 +26,7 @@ from h2o import compat
 from h2o.compat_wrappers import is_transformed
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall
-from h2o.hf.families.layer_kinds import cross_attention_layers
+from h2o.hf.families.layer_kinds import CROSS_ATTENTION, cross_attention_layers
 from h2o.hf.families.shared_keys import Pads, pads_of
 from h2o.sink_logits import softmax
 
@@ -41,12 +41,6 @@ _FOREIGN = {
     "output_attentions": "output_attentions=True (attention weights are never kept as a whole)",
 }
 """Keyword arguments of attention functions that request attention which h2o does not support."""
-
-
-CROSS_ATTENTION = (
-    "For cross attention in a decoder pass EncoderDecoderCache(H2OCache(...), DynamicCache()) of "
-    "transformers.cache_utils, whose second cache holds the keys of the other text"
-)
 
 
 def h2o_attention_forward(

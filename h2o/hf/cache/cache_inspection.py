@@ -15,9 +15,8 @@ from transformers.cache_utils import Cache
 
 from h2o.compat import window_of
 from h2o.config import H2OConfig
-from h2o.hf.attention.attention import CROSS_ATTENTION
 from h2o.hf.cache import cache_file
-from h2o.hf.families.layer_kinds import has_states, kind_of
+from h2o.hf.families.layer_kinds import CROSS_ATTENTION, has_states, kind_of
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.store import recurrent_states
 from h2o.hf.store.kept_keys import Kept, KeptToken

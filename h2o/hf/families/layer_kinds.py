@@ -40,6 +40,12 @@ def cross_attention_layers(config: Any) -> tuple[int, ...]:
     return tuple(getattr(config, "cross_attention_layers", None) or ())
 
 
+CROSS_ATTENTION = (
+    "For cross attention in a decoder pass EncoderDecoderCache(H2OCache(...), DynamicCache()) of "
+    "transformers.cache_utils, whose second cache holds the keys of the other text"
+)
+"""What an error about cross attention advises"""
+
 _KINDS = {
     StatesLayer: "states",
     StatesAndKeysLayer: "h2o",
