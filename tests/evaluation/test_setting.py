@@ -242,7 +242,7 @@ def test_presets():
     )
     assert H2OConfig.robust(44) == H2OConfig(heavy=30, recent=10, sinks=4, **ranking)
     assert exact(H2OConfig()) == H2OConfig.authors(0.2), "the default is the authors'"
-    for budget in (1, 3, 5, 8, 64, 65):
+    for budget in (2, 3, 5, 8, 64, 65):
         for preset in (H2OConfig.authors, H2OConfig.robust):
             config = preset(budget)
             assert config.sinks + sum(config.tokens(1000)) == budget
