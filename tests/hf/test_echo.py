@@ -184,7 +184,7 @@ def test_a_row_by_kernels_and_by_torch(how, size, n, by, monkeypatch):
 def test_queries_that_are_left_out_change_no_bit(size, how, dtype, monkeypatch):
     """Leaving out queries must not change any score. The keys have a sink, outliers and an outlier
     channel, and attention ranges from even to a single key."""
-    n, generator = 700, torch.Generator().manual_seed(2)
+    n, generator = 800, torch.Generator().manual_seed(2)
     query, keys = (torch.randn(heads, n, 32, generator=generator) for heads in (6, 2))
     query *= size
     query[:, :, 3] += 6
@@ -201,11 +201,11 @@ def test_queries_that_are_left_out_change_no_bit(size, how, dtype, monkeypatch):
 def test_numbers_that_are_none_reach_the_same_scores(monkeypatch):
     """A NaN key must give its whole head NaN, and an infinite query only the keys after it."""
     generator = torch.Generator().manual_seed(3)
-    query, keys = (torch.randn(heads, 700, 32, generator=generator) for heads in (6, 2))
+    query, keys = (torch.randn(heads, 800, 32, generator=generator) for heads in (6, 2))
     keys[0, 400, 3], query[5, 10] = math.nan, math.inf
     got = echo.largest(query, keys, None)
-    assert got.isnan().sum(1).tolist() == [700, 5]
-    monkeypatch.setattr(echo, "FEWEST_BOUNDED", 701)
+    assert got.isnan().sum(1).tolist() == [800, 5]
+    monkeypatch.setattr(echo, "FEWEST_BOUNDED", 801)
     torch.testing.assert_close(got, echo.largest(query, keys, None), rtol=0, atol=0, equal_nan=True)
 
 
@@ -223,6 +223,7 @@ def test_most_queries_of_a_text_are_left_out(monkeypatch):
         return log_sums(keys, queries, sinks)
 
     monkeypatch.setattr(echo._HeldKeys, "log_sums", count)
+    monkeypatch.setattr(echo, "FEWEST_BOUNDED", 600)
     cache = H2OCache(model.config, budget=0.5)
     model(ids, logits_to_keep=1, **with_cache(cache))
     every = 30 * 9 * 600
