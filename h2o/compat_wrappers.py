@@ -107,7 +107,7 @@ def saved_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def packed_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Tensors that a module saves without having them as parameters or buffers, by name. The layers
-    that torch.ao quantizes keep their weights so. Quantized tensors are dequantized."""
+    that torch.ao quantizes keep their weights so."""
     if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
         return {}
     saved: dict[str, Any] = {}
@@ -119,8 +119,7 @@ def packed_tensors(module: nn.Module) -> dict[str, Tensor]:
         for name, value in saved.items()
         for index, part in enumerate(value if isinstance(value, tuple) else (value,))
     }
-    tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
-    return {name: x.dequantize() if x.is_quantized else x for name, x in tensors.items()}
+    return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
 
 
 def peft_type(model: Any) -> str:

@@ -119,13 +119,17 @@ def _name_and_scale(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] 
 
 
 def _load(module: Any, name: str) -> Any:
-    """A parameter or buffer, or, if accelerate offloads it, the value that it has during a pass."""
+    """A parameter or buffer, or, if accelerate offloads it, the value that it has during a pass. A
+    packed tensor is dequantized."""
     import torch
 
     from h2o.compat_wrappers import accelerate_hooks, packed_tensors
 
     value = getattr(module, name, None)
-    value = (packed_tensors(module)[name] if value is None else value).detach()
+    if value is None:
+        value = packed_tensors(module)[name]
+        value = value.dequantize() if value.is_quantized else value
+    value = value.detach()
     for one in accelerate_hooks(module) if value.is_meta else ():
         weights = getattr(one, "weights_map", None)
         if weights is not None:

@@ -322,6 +322,13 @@ metric_list:
     return path / "own.yaml"
 
 
+def without_choices(file, output_type, metric):
+    """Change the file of a `task` to another type of output."""
+    text = file.read_text().replace("multiple_choice", output_type)
+    text = text.replace("doc_to_choice: choices\n", "")
+    file.write_text(text.replace("metric: acc", f"metric: {metric}"))
+
+
 # ---- What goes wrong ---------------------------------------------------------------------------
 
 
@@ -358,11 +365,8 @@ def test_bad_tasks(folder, tmp_path, capsys, mode):
 def test_whole_texts(folder, tmp_path, capsys):
     """Tasks of whole texts, such as wikitext, have an empty context for each text."""
     (tmp_path / "rows.jsonl").write_text(json.dumps({"page": "It rained. " * 40}))
-    task(tmp_path, f"test: {tmp_path}/rows.jsonl", text='""', target='"{{page}}"')
-    file = tmp_path / "own.yaml"
-    rolling = file.read_text().replace("multiple_choice", "loglikelihood_rolling")
-    rolling = rolling.replace("doc_to_choice: choices\n", "")
-    file.write_text(rolling.replace("metric: acc", "metric: word_perplexity"))
+    file = task(tmp_path, f"test: {tmp_path}/rows.jsonl", text='""', target='"{{page}}"')
+    without_choices(file, "loglikelihood_rolling", "word_perplexity")
     arguments = ["--compare", "full,h2o:4+4", "-o", tmp_path / "out"]
     assert run(folder, *arguments, task="own", tasks=tmp_path) == 0
     contents = measured(tmp_path / "out").values()
@@ -383,11 +387,8 @@ def test_a_task_that_generates_is_known_before_anything_is_measured(
     """The full cache could be simulated, and would take hours before the next setting fails."""
     monkeypatch.setattr(side_by_side, "measure", lambda *_: 1 / 0)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"q": "It rained, so", "a": "x"}))
-    task(tmp_path, f"test: {tmp_path}/rows.jsonl", text='"{{q}}"', target='"{{a}}"')
-    file = tmp_path / "own.yaml"
-    generating = file.read_text().replace("multiple_choice", "generate_until")
-    generating = generating.replace("doc_to_choice: choices\n", "")
-    file.write_text(generating.replace("metric: acc", "metric: exact_match"))
+    file = task(tmp_path, f"test: {tmp_path}/rows.jsonl", text='"{{q}}"', target='"{{a}}"')
+    without_choices(file, "generate_until", "exact_match")
     arguments = ["--compare", "full,h2o:4+4", "-o", tmp_path / "out"]
     error = fails(capsys, run(folder, *arguments, task="own", tasks=tmp_path))
     assert "task own generates text, which cannot be simulated" in error
