@@ -53,7 +53,9 @@ class Token(NamedTuple):
     """One key of a layer."""
 
     position: int
+    """Index of the token in the text, not counting padding"""
     text: str
+    """The token as text"""
     score: float
     """Attention received, with nothing evicted"""
     held: float
@@ -250,7 +252,7 @@ class Analysis:
             seed: seed of the random keys.
 
         Returns:
-            {"full": {0.0: perplexity}, "heavy": {share: perplexity}, "random": ..., "recent": ...}
+            `{"full": {0.0: perplexity}, "heavy": {share: perplexity}}`, and "random" and "recent".
         """
         ids = self._tensor[:limit]
 
