@@ -53,9 +53,7 @@ class Token(NamedTuple):
     """One key of a layer."""
 
     position: int
-    """Index of the token in the text, not counting padding"""
     text: str
-    """The token as text"""
     score: float
     """Attention received, with nothing evicted"""
     held: float
