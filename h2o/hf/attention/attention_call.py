@@ -200,10 +200,7 @@ class NoBackward(torch.autograd.Function):
 def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tuple[Tensor, Tensor]:
     """Output [B, Q, H, D] of new tokens over slots and each other, and scores [B, G, Q] of their
     keys."""
-    q, k, v, mask, scale, softcap, sinks = tokens
-    return ops.attend(
-        q, k, v, slots, mask=mask, scale=scale, softcap=softcap, sink_logits=sinks, policy=policy
-    )
+    return ops.attend(*tokens[:3], slots, policy=policy, **tokens.options)
 
 
 def evict_after(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,12 +83,12 @@ def replace_attention(
     name = f"h2o_simulated:{next(_numbers)}"
     attention.register(name, function)
     try:
-        with use_attention("simulated", model, name) as change, shared.watched(model):
-            hook = model.register_forward_pre_hook(lambda *_: change.check(config))
-            try:
-                yield
-            finally:
-                hook.remove()
+        with (
+            use_attention("simulated", model, name) as change,
+            shared.watched(model),
+            model.register_forward_pre_hook(lambda *_: change.check(config)),
+        ):
+            yield
     finally:
         compat.unregister_attention(name)
 
@@ -114,18 +114,12 @@ class _SharedModules:
         def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             vars(self._thread_local)[str(id(module))] = kwargs["layer_idx"]
 
-        hooks = [
-            module.register_forward_pre_hook(note, with_kwargs=True)
-            for module in model.modules()
-            if hasattr(module, "layer_idx")
-            and compat.accepts(module.forward, "layer_idx")
-            and hasattr(module, "is_causal")
-        ]
-        try:
+        with ExitStack() as hooks:
+            for module in model.modules():
+                is_attention = hasattr(module, "layer_idx") and hasattr(module, "is_causal")
+                if is_attention and compat.accepts(module.forward, "layer_idx"):
+                    hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 _numbers = itertools.count()

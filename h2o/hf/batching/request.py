@@ -24,13 +24,14 @@ from transformers.generation import (
 )
 
 from h2o.compat import with_cache
+from h2o.compat_wrappers import num_virtual_tokens
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.system_turn import system_span
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.continuation import check_ids
-from h2o.hf.families.wrappers import check_pins, input_device, model_after_prompt, virtual_tokens
+from h2o.hf.families.wrappers import check_pins, input_device, model_after_prompt
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after
 from h2o.hf.store.pins import Pins
 
@@ -92,7 +93,7 @@ class Settings:
     angles: LengthDependentRope
 
     def __post_init__(self) -> None:
-        self.virtual = virtual_tokens(self.model)
+        self.virtual = num_virtual_tokens(self.model)
         """Embeddings of prompt tuning before each text, which are in the cache but have no ids"""
 
     def pins_of(self, request: Request, ids: Tensor) -> Any:

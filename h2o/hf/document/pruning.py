@@ -18,6 +18,7 @@ from h2o.hf.families import tensor_parallel
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import (
+    add_slots,
     allocate_slots,
     each_head,
     positions_in,
@@ -97,10 +98,7 @@ def prune_cache(
     for (source, layer), budgets, first_budget, chosen, scores, counts in zip(
         layers, wanted, first, kept, largest, more, strict=True
     ):
-        budget = [
-            [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
-            for heads in zip(first_budget, counts, strict=True)
-        ]
+        budget = add_slots(first_budget, counts)
         # Scores are at most 1, so adding 2 ranks the keys chosen by `attention` above all others.
         held = _Held.of(source)
         ranks = _with_pins(pins, held.mask, scores + 2 * chosen)

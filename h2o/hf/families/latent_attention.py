@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -36,16 +36,11 @@ def trace_latents(model: nn.Module) -> Iterator[None]:
     def trace(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return TaggedTensor.of(args[0], latent=plain(args[0])), *args[1:]
 
-    hooks = [
-        module.kv_b_proj.register_forward_pre_hook(trace)
-        for module in model.modules()
-        if hasattr(module, "expand_kv")
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if hasattr(module, "expand_kv"):
+                hooks.enter_context(module.kv_b_proj.register_forward_pre_hook(trace))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class Expansion(NamedTuple):

@@ -58,10 +58,8 @@ class PlainForm:
         Raises:
             UnsupportedError: the layer does not support the call.
         """
-        sinks = call.sink_logits
-        if sinks is not None:
-            sinks = as_operand(sinks)
-        return NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
+        how = call.mask, call.scale, call.softcap, as_operand(call.sink_logits)
+        return NewTokens(query, key, value, *how)
 
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
@@ -73,11 +71,8 @@ class PlainForm:
         self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
     ) -> Tensor:
         """Store one token and return its output [B, 1, H, D], which may be written to `out`."""
-        q, k, v, mask, scale, softcap, sinks = tokens
-        step: Tensor = ops.step(
-            q, k, v, slots, mask=mask, scale=scale, softcap=softcap, sink_logits=sinks,
-            out=out, policy=layer.policy, **rotary,
-        )  # fmt: skip
+        more = {"out": out, "policy": layer.policy, **tokens.options, **rotary}
+        step: Tensor = ops.step(*tokens[:3], slots, **more)
         return step
 
     def attend_later(self, layer: Any, call: AttentionCall) -> Tensor:

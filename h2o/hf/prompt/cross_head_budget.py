@@ -267,10 +267,7 @@ def _share(waiting: list[_Waiting], pool: list[int]) -> Iterator[tuple[Any, Prom
     more = allocate_slots(pool, [x.protected for x in waiting], [x.echo for x in waiting])
     for counts in more:
         first = waiting.pop(0)
-        budgets = [
-            [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
-            for heads in zip(first.floor, counts, strict=True)
-        ]
+        budgets = add_slots(first.floor, counts)
         prompt = first.whole()
         has_none = any(n == 0 for heads in counts for n in heads)
         if first.plan.floor and has_none:
@@ -350,6 +347,14 @@ def reserve_for_heads(
         first.append(list(zip(heavies, recents, strict=True)))
         left.append(sum(rest) - sum(heavies))
     return first, left
+
+
+def add_slots(budgets: Budgets, counts: list[list[int]]) -> Budgets:
+    """Budgets with more heavy hitters, by row and head."""
+    return [
+        [(heavy + n, recent) for (heavy, recent), n in zip(*heads, strict=True)]
+        for heads in zip(budgets, counts, strict=True)
+    ]
 
 
 def allocate_slots(

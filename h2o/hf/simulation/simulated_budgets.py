@@ -75,11 +75,8 @@ class SimulatedBudgets:
             finally:
                 self._thread_local.cross_head = None
 
-        hook = model.register_forward_pre_hook(collect_echo, with_kwargs=True)
-        try:
+        with model.register_forward_pre_hook(collect_echo, with_kwargs=True):
             yield
-        finally:
-            hook.remove()
 
     def take(
         self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets, pins: Pins
