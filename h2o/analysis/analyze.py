@@ -9,7 +9,7 @@ from torch import Tensor
 from h2o.analysis.collect import Attention, attend, full_layers, measure_layers, sparsity
 from h2o.analysis.result import THRESHOLD, Analysis, Measured
 from h2o.config import H2OConfig, one_config
-from h2o.hf.families import tensor_parallel
+from h2o.hf.model_traits import tensor_parallel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -21,8 +21,8 @@ from h2o.attention_blocks import logit_blocks
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import replace_attention
-from h2o.hf.families.layer_kinds import kind_of
-from h2o.hf.families.wrappers import input_device
+from h2o.hf.model_traits.layer_kinds import kind_of
+from h2o.hf.model_traits.wrappers import input_device
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import config_of, latent_row
 

@@ -22,7 +22,7 @@ from h2o.calibration.refine import measure_worth, move_budgets, surround
 from h2o.config import H2OConfig
 from h2o.config.head_budgets import LEAST
 from h2o.config.profile import Profile
-from h2o.hf.families import tensor_parallel
+from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
 from h2o.result_file import ResultFile, provenance

@@ -24,7 +24,7 @@ from h2o.analysis.collect import Attention, full_layers
 from h2o.config import H2OConfig
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import replace_attention
-from h2o.hf.families.wrappers import input_device
+from h2o.hf.model_traits.wrappers import input_device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,8 +26,8 @@ from h2o.config.head_budgets import expand_to_heads
 from h2o.hf.attention.attention import softmax_attention
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import replace_attention
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.wrappers import input_device
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.wrappers import input_device
 
 RATIO = 1.5
 """The larger budget is this factor times a budget, the smaller one the budget divided by it."""

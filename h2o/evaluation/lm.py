@@ -35,8 +35,8 @@ from h2o.evaluation.setting import Setting, from_config, from_options
 from h2o.evaluation.text_tasks import is_text_request
 from h2o.hf.attention.attention import switch
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.layer_kinds import counts_padding
-from h2o.hf.families.wrappers import check_no_tuned_prompt
+from h2o.hf.model_traits.layer_kinds import counts_padding
+from h2o.hf.model_traits.wrappers import check_no_tuned_prompt
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.utils.processes import world_size

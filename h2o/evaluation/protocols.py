@@ -25,7 +25,7 @@ from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.setting import Setting
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.compress import compress_document
-from h2o.hf.families.wrappers import input_device
+from h2o.hf.model_traits.wrappers import input_device
 from h2o.hf.simulation import simulation
 
 PROTOCOLS = ("simulate", "drop", "read")

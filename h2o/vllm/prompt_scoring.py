@@ -16,11 +16,11 @@ from torch import Tensor
 
 from h2o.config import H2OConfig
 from h2o.hf.attention.attention_call import NewTokens
+from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt
 from h2o.hf.prompt.echo_scorer import PromptEcho, rotary_for
 from h2o.hf.prompt.echo_scorer import echo_replacement as echo_replacement  # for validation
 from h2o.hf.prompt.prompt_budget import PromptBudget
-from h2o.hf.store.slot_layout import Budgets
 from h2o.vllm.paged_rows import Cut, PromptScores
 
 

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.compat import with_cache
-from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
-from h2o.hf.families.shared_keys import SHARES_KEYS
 from h2o.hf.layers.cache_relative_form import CacheRelativeForm
+from h2o.hf.model_traits.layer_kinds import HYBRIDS, kind_of
+from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from h2o.hf.rotary.model_rotary import ROLLED, Rotary
 from tests import inputs
 from tests.hf.drive import feed, new_cache

@@ -11,8 +11,8 @@ from h2o import H2OCache, H2OConfig, UnsupportedError
 from h2o.compat import with_cache
 from h2o.hf.document import second_reading as reading
 from h2o.hf.document.pruning import LATER_RECENT, RECENT
-from h2o.hf.families.layer_kinds import HYBRIDS
 from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from tests.hf.tiny import HYBRID, LATENT, WITH_STATES, batch, greedy, model, prompts, shared
 
 REQUEST = torch.tensor([5, 9, 2])

@@ -18,11 +18,11 @@ from h2o.compat import with_cache
 from h2o.config.layer_plan import LayerPlan
 from h2o.evaluation.published_masks import MASKS
 from h2o.hf.attention.attention_call import AttentionCall
-from h2o.hf.families.shared_keys import SHARES_KEYS, shared_key_layers
 from h2o.hf.layers import shared_form
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.plain_form import PlainForm
 from h2o.hf.layers.shared_form import SharedForm
+from h2o.hf.model_traits.shared_keys import SHARES_KEYS, shared_key_layers
 from tests.hf.modes import POLICIES
 from tests.hf.test_simulation import check_rows_alone
 from tests.hf.tiny import failing, greedy, model, prompts

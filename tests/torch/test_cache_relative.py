@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 
 from h2o import backends, ops
+from h2o.hf.cache_state import slot_layout
 from h2o.hf.layers import cache_relative_form
-from h2o.hf.store import slot_layout
 from tests import inputs
 from tests.conversation import Conversation
 from tests.inputs import POLICIES

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from h2o import H2OConfig, ops
-from h2o.hf.store import slot_layout
+from h2o.hf.cache_state import slot_layout
 from h2o.vllm import metrics
 from h2o.vllm.config_entry import served_budget_config, whole_prompts_of
 from h2o.vllm.forks import Forks
@@ -27,7 +27,7 @@ from h2o.vllm.page_store import PageStore, page_bytes
 from h2o.vllm.paged_request import Request, prefix_tokens, with_budget, with_pins
 from h2o.vllm.paged_rows import PagedLayer, PartialPrompts, plan
 from tests import inputs
-from tests.devices import elsewhere
+from tests.devices import on_fake_device
 
 H, G, D = 4, 2, 32
 LAYERS, LAYER, LONGEST, PAGES, SCALE = 3, 1, 90, 40, 0.3
@@ -463,7 +463,7 @@ def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):
 def test_on_a_device_the_host_waits_for_nothing(name):
     """On a device no pass may wait: with whole and chunked prompts, steps in any order, and pages
     used again."""
-    with elsewhere():
+    with on_fake_device():
         layer, begun = paged(CONFIGS[name]), PartialPrompts(1)
         requests = {1: Request(40), 2: Request(12), 3: Request(33)}
         for starts, lengths, pages in [

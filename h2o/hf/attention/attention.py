@@ -26,8 +26,8 @@ from h2o import compat
 from h2o.compat_wrappers import is_transformed
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall
-from h2o.hf.families.layer_kinds import CROSS_ATTENTION, cross_attention_layers
-from h2o.hf.families.shared_keys import Pads, pads_of
+from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION, cross_attention_layers
+from h2o.hf.model_traits.shared_keys import Pads, pads_of
 from h2o.sink_logits import softmax
 
 _FOREIGN = {

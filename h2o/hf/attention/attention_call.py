@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o import ops
-from h2o.hf.families.tagged_tensor import plain
+from h2o.hf.model_traits.tagged_tensor import plain
 from h2o.policy import Policy
 from h2o.quantization import dequantize, stored_like
 from h2o.spans import PINNED

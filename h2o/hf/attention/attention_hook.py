@@ -20,8 +20,8 @@ from h2o import compat
 from h2o.hf.attention import attention
 from h2o.hf.attention.attention_call import AttentionCall, as_autocast, as_operand
 from h2o.hf.attention.attention_switch import use_attention
-from h2o.hf.families.shared_keys import pads_of
-from h2o.hf.families.wrappers import unwrap
+from h2o.hf.model_traits.shared_keys import pads_of
+from h2o.hf.model_traits.wrappers import unwrap
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings
 from h2o.hf.batching.row_batch import RowBatch, row_bytes, row_report
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.wrappers import unwrap
+from h2o.hf.model_traits.wrappers import unwrap
 
 TOKENS_A_STEP = 2048
 """Prompt tokens to prefill between two decode steps, like vLLM's `max_num_batched_tokens`. With

@@ -31,9 +31,9 @@ from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.system_turn import system_span
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.continuation import check_ids
-from h2o.hf.families.wrappers import check_pins, input_device, model_after_prompt
+from h2o.hf.cache_state.pins import Pins
+from h2o.hf.model_traits.wrappers import check_pins, input_device, model_after_prompt
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after
-from h2o.hf.store.pins import Pins
 
 Prompt = Any  # a text, a chat, token ids, or a Request with one of them
 

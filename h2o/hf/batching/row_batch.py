@@ -20,11 +20,11 @@ from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.batching.compiled_prefill import CompiledForward
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.families.wrappers import check_passes, input_device, model_after_prompt
+from h2o.hf.cache_state import recurrent_states
 from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.model_traits.layer_kinds import has_states, kind_of
+from h2o.hf.model_traits.wrappers import check_passes, input_device, model_after_prompt
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
-from h2o.hf.store import recurrent_states
 
 
 class RowBatch:

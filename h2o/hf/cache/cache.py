@@ -29,13 +29,13 @@ from h2o.hf.cache.cache_inspection import CacheInspection
 from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.continuation import check_text, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
-from h2o.hf.families.layer_kinds import has_states, kind_of, warn_of_windows
-from h2o.hf.families.wrappers import check_pins, unwrap
+from h2o.hf.cache_state import recurrent_states
+from h2o.hf.cache_state.pass_guard import PassGuard
+from h2o.hf.cache_state.pins import Pins
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store import recurrent_states
-from h2o.hf.store.pass_guard import PassGuard
-from h2o.hf.store.pins import Pins
+from h2o.hf.model_traits.layer_kinds import has_states, kind_of, warn_of_windows
+from h2o.hf.model_traits.wrappers import check_pins, unwrap
 from h2o.hf.support import text_config_of
 
 

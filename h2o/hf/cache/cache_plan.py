@@ -22,18 +22,18 @@ from h2o.config import H2OConfig
 from h2o.config.layer_plan import LayerPlan
 from h2o.config.profile import Profile
 from h2o.errors import UnsupportedError
-from h2o.hf.families.layer_kinds import has_states, layers_of
+from h2o.hf.cache_state.pass_guard import PassGuard
 from h2o.hf.layers.cache_relative_form import CacheRelativeForm
 from h2o.hf.layers.latent_form import LatentForm
 from h2o.hf.layers.layer import H2OLayer, H2OLayerWithStates
 from h2o.hf.layers.pass_runners import CapturedRunner, EagerRunner
 from h2o.hf.layers.plain_form import PlainForm
 from h2o.hf.layers.shared_form import SharedForm
+from h2o.hf.model_traits.layer_kinds import has_states, layers_of
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
 from h2o.hf.prompt.echo_scorer import EchoScorer, PromptEcho, adapt_config
 from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
 from h2o.hf.rotary.model_rotary import Rotary
-from h2o.hf.store.pass_guard import PassGuard
 from h2o.hf.support import Traits, drops_cache_after, setting_reasons, transformers_layers
 from h2o.model_identity import describe
 

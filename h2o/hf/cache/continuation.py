@@ -3,7 +3,7 @@
 `generate()` drops as many input_ids as the cache has seen, without comparing them. If the caller
 passes the prompt again, or another text, its beginning is therefore silently lost and the rest is
 taken for a continuation of the old text. The positions, the attention mask or the dropped ids
-(`h2o.hf.store.seen_text`) of the forward pass reveal such a mistake.
+(`h2o.hf.cache_state.seen_text`) of the forward pass reveal such a mistake.
 
 Shape letters: B batch rows, Q new tokens, n padded columns.
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 from h2o.compat import NewText, new_text
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.padding import check_padding
-from h2o.hf.store.pass_guard import WITHOUT_CACHE
-from h2o.hf.store.seen_text import SeenText
+from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE
+from h2o.hf.cache_state.seen_text import SeenText
 
 
 def check_text(cache: Any, seen: int, new: int) -> None:

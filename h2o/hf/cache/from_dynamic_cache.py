@@ -13,11 +13,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.padding import note_padding
-from h2o.hf.families.layer_kinds import has_states, kind_of
+from h2o.hf.cache_state import recurrent_states
+from h2o.hf.cache_state.pass_guard import PassGuard
 from h2o.hf.layers.cache_relative_form import CacheRelativeForm
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store import recurrent_states
-from h2o.hf.store.pass_guard import PassGuard
+from h2o.hf.model_traits.layer_kinds import has_states, kind_of
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

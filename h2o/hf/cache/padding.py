@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from h2o.hf.store.pass_guard import PassGuard
+from h2o.hf.cache_state.pass_guard import PassGuard
 
 
 def check_padding(guard: PassGuard, mask: Tensor | None, seen: int, new: int) -> None:

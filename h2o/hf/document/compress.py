@@ -13,8 +13,8 @@ from h2o.config import H2OConfig, one_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.second_reading import REPEAT, forward, read_twice
-from h2o.hf.families.layer_kinds import counts_padding
-from h2o.hf.families.wrappers import check_no_tuned_prompt, input_device
+from h2o.hf.model_traits.layer_kinds import counts_padding
+from h2o.hf.model_traits.wrappers import check_no_tuned_prompt, input_device
 from h2o.hf.support import transformers_layers
 
 

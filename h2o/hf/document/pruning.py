@@ -14,8 +14,11 @@ from torch import Tensor
 from h2o import ops
 from h2o.config import H2OConfig
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families import tensor_parallel
+from h2o.hf.cache_state import slot_layout
+from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import (
     add_slots,
@@ -24,9 +27,6 @@ from h2o.hf.prompt.cross_head_budget import (
     positions_in,
     reserve_for_heads,
 )
-from h2o.hf.store import slot_layout
-from h2o.hf.store.pins import Pins
-from h2o.hf.store.slot_layout import Budgets
 from h2o.policy import Policy
 
 RECENT = 4

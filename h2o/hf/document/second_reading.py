@@ -25,14 +25,14 @@ from h2o.config import H2OConfig
 from h2o.config.fields import Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
+from h2o.hf.cache_state import recurrent_states, slot_layout
 from h2o.hf.document.pruning import prune_cache
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.layer_kinds import has_states
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.pass_runners import ScoringRunner
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.layer_kinds import has_states
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
-from h2o.hf.store import recurrent_states, slot_layout
 from h2o.policy import Policy
 
 Progress = Callable[[int, int], Any]

@@ -20,9 +20,9 @@ from h2o import ops
 from h2o.compat import cache_in
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
+from h2o.hf.cache_state import slot_layout
 from h2o.hf.layers.plain_form import PlainForm
 from h2o.hf.rotary.model_rotary import Rotary, rotate
-from h2o.hf.store import slot_layout
 from h2o.quantization import dequantize
 
 

@@ -31,19 +31,19 @@ from h2o.hf.attention.attention_call import (
     evict_after,
     round_like_slots,
 )
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.layer_kinds import has_states
+from h2o.hf.cache_state import recurrent_states, slot_layout
+from h2o.hf.cache_state.layer_snapshot import restore, take_snapshot
+from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, PassGuard
+from h2o.hf.cache_state.slot_layout import Budgets, Capacity
+from h2o.hf.layers.base_layer import BaseLayer
 from h2o.hf.layers.crop import CroppableLayer, LastPass
 from h2o.hf.layers.pass_runners import EagerRunner
 from h2o.hf.layers.plain_form import PlainForm
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.layer_kinds import has_states
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
 from h2o.hf.prompt.scorers import AttentionScorer
-from h2o.hf.store import recurrent_states, slot_layout
-from h2o.hf.store.base_layer import BaseLayer
-from h2o.hf.store.layer_snapshot import restore, take_snapshot
-from h2o.hf.store.pass_guard import WITHOUT_CACHE, PassGuard
-from h2o.hf.store.slot_layout import Budgets, Capacity
 from h2o.quantization import warn_of_coarse_keys
 
 

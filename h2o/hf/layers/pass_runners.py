@@ -26,7 +26,7 @@ from h2o.hf.attention.attention_call import (
     evict_after,
     round_like_slots,
 )
-from h2o.hf.store import slot_layout
+from h2o.hf.cache_state import slot_layout
 from h2o.policy import OperationScore, Policy
 from h2o.slots import KINDS, empty_row
 

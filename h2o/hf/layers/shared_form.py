@@ -30,9 +30,9 @@ from h2o.hf.attention.attention_call import (
     as_autocast,
     as_operand,
 )
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.tagged_tensor import TaggedTensor, plain
 from h2o.hf.layers.plain_form import PlainForm
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.tagged_tensor import TaggedTensor, plain
 from h2o.slots import KINDS
 
 _ROWS = ("keys", "values")

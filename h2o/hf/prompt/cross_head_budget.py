@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from h2o.config.layer_plan import LayerPlan
+from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.prompt.prompt_budget import PromptBudget, prompt_budget
-from h2o.hf.store.slot_layout import Budgets
 from h2o.policy import Policy
 from h2o.spans import PINNED
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import NewTokens
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.layer_kinds import full_layers
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.layer_kinds import full_layers
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 from h2o.hf.prompt.echo import largest
 from h2o.hf.prompt.scorers import AttentionScorer

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from h2o import compat
 from h2o.errors import UnsupportedError
-from h2o.hf.families.layer_kinds import full_layers
-from h2o.hf.families.shared_keys import shared_key_layers
+from h2o.hf.model_traits.layer_kinds import full_layers
+from h2o.hf.model_traits.shared_keys import shared_key_layers
 from h2o.hf.rotary.length_dependent_rope import BY_LENGTH
 from h2o.hf.rotary.rotary_parts import Parts, Probe, parts_of
 

@@ -20,14 +20,14 @@ from h2o import ops
 from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import NewTokens, attention, round_like_slots
+from h2o.hf.cache_state import slot_layout
+from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.slot_layout import Budgets
+from h2o.hf.cache_state.trace import by_column, find_evicted
 from h2o.hf.prompt.cross_head_budget import positions_in
 from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.prompt.scorers import draw_ranks, head_numbers
 from h2o.hf.simulation.visible_keys import VisibleKeys
-from h2o.hf.store import slot_layout
-from h2o.hf.store.pins import Pins
-from h2o.hf.store.slot_layout import Budgets
-from h2o.hf.store.trace import by_column, find_evicted
 
 
 def simulate_tokenwise(

@@ -19,12 +19,12 @@ from torch import nn
 
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.attention.attention_call import NewTokens, attention
+from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.hf.rotary.model_rotary import Rotary
-from h2o.hf.store.pins import Pins
-from h2o.hf.store.slot_layout import Budgets
 
 
 class SimulatedBudgets:

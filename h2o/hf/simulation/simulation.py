@@ -30,11 +30,12 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.attention.attention_hook import replace_attention
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.latent_attention import to_absorbed_form, trace_latents
-from h2o.hf.families.layer_kinds import kind_of, warn_of_windows
-from h2o.hf.families.shared_keys import shared_key_layers
-from h2o.hf.families.wrappers import unwrap
+from h2o.hf.cache_state.pins import Pins
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.latent_attention import to_absorbed_form, trace_latents
+from h2o.hf.model_traits.layer_kinds import kind_of, warn_of_windows
+from h2o.hf.model_traits.shared_keys import shared_key_layers
+from h2o.hf.model_traits.wrappers import unwrap
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.echo_scorer import PromptEcho, adapt_config
 from h2o.hf.rotary.model_rotary import Rotary
@@ -42,7 +43,6 @@ from h2o.hf.simulation.masks import Masks
 from h2o.hf.simulation.scored_simulation import simulate_random, simulate_tokenwise
 from h2o.hf.simulation.simulated_budgets import SimulatedBudgets
 from h2o.hf.simulation.visible_keys import VisibleKeys, columns, retained_by_token
-from h2o.hf.store.pins import Pins
 from h2o.hf.support import transformers_layers
 from h2o.policy import Policy
 from h2o.utils.with_block import with_block

@@ -1,7 +1,7 @@
 """Attention over a whole text to the keys that a cache would have held at each of its tokens.
 
 `ops.simulate` finds these keys with the queries of the layer that stores them. In some models
-(h2o.hf.families.shared_keys) later layers attend to the same keys with their own queries.
+(h2o.hf.model_traits.shared_keys) later layers attend to the same keys with their own queries.
 
 Shape letters: B batch rows, H query heads, G key/value heads, N columns of the text, P queries (of
 the last P columns), D head dimension.

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from h2o.errors import UnsupportedError
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.effective_weight import apply_to_weight
-from h2o.hf.families.tagged_tensor import TaggedTensor, plain
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.effective_weight import apply_to_weight
+from h2o.hf.model_traits.tagged_tensor import TaggedTensor, plain
 
 
 @contextmanager

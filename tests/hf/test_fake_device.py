@@ -22,7 +22,7 @@ from h2o import H2OCache, ops
 from h2o.backends.torch_backend import step
 from h2o.compat import CACHE, with_cache
 from h2o.hf.layers.layer import H2OLayer
-from tests.devices import WAITS, elsewhere, moved
+from tests.devices import WAITS, moved, on_fake_device
 from tests.hf.modes import POLICIES
 from tests.hf.test_families import ALIKE
 from tests.hf.tiny import FAMILIES, WITH_STATES, llama, model, slow_if
@@ -47,7 +47,7 @@ def there(
     hundred times as long. Tensors that are made in the block are on the device too."""
     ours = (model(name) if name else llama(1)).to(dtype)
     ours.set_attn_implementation(attention)
-    with elsewhere():
+    with on_fake_device():
         yield moved(ours)
 
 
@@ -224,7 +224,7 @@ SEEDS = {
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_read_is_caught(seed):
     words = "devices" if seed == "another device" else WAITS
-    with elsewhere(), pytest.raises(RuntimeError, match=words):
+    with on_fake_device(), pytest.raises(RuntimeError, match=words):
         SEEDS[seed](torch.ones(4, dtype=torch.int32))
 
 
@@ -246,7 +246,7 @@ def test_a_read_in_the_step_is_caught(monkeypatch):
 @pytest.mark.filterwarnings("ignore:the torch backend is used:RuntimeWarning")  # kernels, no driver
 def test_devices_that_differ_are_told():
     slots = ops.new_slots(torch.ones(1, 2, 1, 8), 5, 2, 2)
-    with elsewhere():
+    with on_fake_device():
         x = torch.ones(1, 2, 1, 8)
     with (
         pytest.raises(ValueError, match=re.escape("slots.keys: is on CPU device 0, but query on")),
@@ -255,7 +255,7 @@ def test_devices_that_differ_are_told():
 
 
 def test_a_device_without_float64():
-    with elsewhere("mps"):
+    with on_fake_device("mps"):
         x = torch.ones(1, 2, 1, 8)
         slots = ops.new_slots(x, 5, 2, 2)
         assert slots.evicted_score.dtype == torch.float32

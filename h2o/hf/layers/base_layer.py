@@ -19,12 +19,12 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o import ops
 from h2o.config import H2OConfig
-from h2o.hf.store import slot_layout
-from h2o.hf.store.kept_keys import Kept
-from h2o.hf.store.pass_guard import PassGuard
-from h2o.hf.store.report import LayerReport
-from h2o.hf.store.slot_layout import Capacity
-from h2o.hf.store.trace import Trace
+from h2o.hf.cache_state import slot_layout
+from h2o.hf.cache_state.kept_keys import Kept
+from h2o.hf.cache_state.pass_guard import PassGuard
+from h2o.hf.cache_state.report import LayerReport
+from h2o.hf.cache_state.slot_layout import Capacity
+from h2o.hf.cache_state.trace import Trace
 from h2o.quantization import dequantize
 
 
@@ -275,7 +275,7 @@ class BaseLayer(CacheLayerMixin):
         return *self.row_size, 1 + self.form.has_values
 
     def report(self) -> LayerReport:
-        """Report on this layer; see `h2o.hf.store.report`."""
+        """Report on this layer; see `h2o.hf.cache_state.report`."""
         if self.slots is None:
             return LayerReport(self.layer_idx, "h2o")
         figures = slot_layout.report_fields(self.slots, self.capacity.sizes, self.config.sinks)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from h2o.hf.store.slot_layout import writable
+from h2o.hf.cache_state.slot_layout import writable
 
 _NAMES = ("conv", "recurrent")
 
