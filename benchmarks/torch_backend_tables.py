@@ -7,7 +7,6 @@ with it too.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from unittest import mock
 
 import torch
 
@@ -18,9 +17,6 @@ from . import correctness, inputs
 from .options import Options
 from .peers import torch_peers
 from .timing import Contender, Row, race
-
-BY_TORCH = mock.patch.object(backends, "forced", "torch")
-"""Context in which the torch backend runs all operations, as with H2O_BACKEND=torch"""
 
 
 def portable(options: Options) -> Iterator[Row]:
@@ -34,11 +30,11 @@ def _prefill(options: Options) -> Iterator[Row]:
     for name, dtype in options.wanted("float32", "bfloat16"):
         query, keys, values = inputs.text(B, H, G, n, D, dtype)
         out, scores = query.new_empty(B, n, H, D), torch.empty(B, G, n)
-        with BY_TORCH:
+        with backends.by_torch():
             error = correctness.check_attend(query, keys, values, torch_peers.eager_with_sums)
 
         def ours(x=(query, keys, values), out=out, scores=scores) -> None:
-            with BY_TORCH:
+            with backends.by_torch():
                 h2o.ops.attend(*x, out=out, scores=scores)
 
         def eager(x=(query, keys, values)) -> None:
@@ -64,7 +60,7 @@ def _step(options: Options) -> Iterator[Row]:
             tuple(x[:, :, i : i + 1].contiguous() for x in (query, keys, values))
             for i in range(2 * k, 2 * k + 8)
         ]
-        with BY_TORCH:
+        with backends.by_torch():
             error = correctness.check_steps(first, tokens)
         stores = inputs.copy_slots(first), inputs.copy_slots(first)
         out = query.new_empty(B, 1, H, D)
@@ -73,7 +69,7 @@ def _step(options: Options) -> Iterator[Row]:
             h2o.ops.step(*token, slots, out=out)
 
         def ours(token=tokens[0], slots=stores[1], out=out) -> None:
-            with BY_TORCH:
+            with backends.by_torch():
                 h2o.ops.step(*token, slots, out=out)
 
         times = race([Contender("torch backend", ours), Contender("core", core)], options.rounds)

@@ -9,8 +9,10 @@ everything (`h2o.backends.without_core`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +60,17 @@ def is_cuda(tensor: Any) -> bool:
     import torch
 
     return tensor.is_cuda and torch.version.hip is None
+
+
+@contextlib.contextmanager
+def by_torch() -> Iterator[None]:
+    """Use the torch backend in all threads, like H2O_BACKEND=torch, for tests and measurements."""
+    global forced
+    before, forced = forced, "torch"
+    try:
+        yield
+    finally:
+        forced = before
 
 
 @functools.cache

@@ -24,10 +24,10 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.quantization import warn_of_coarse_keys
 from h2o.slots import empty_row
 from h2o.spans import PINNED, count
-from h2o.vllm.forks import Forks
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore
 from h2o.vllm.paged_request import Request
+from h2o.vllm.worker_prompts import WorkerPrompts
 
 PromptScores = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function that returns a prompt's scores and echo, [1, G, Q] each, given its query [1, H, Q, D],
@@ -209,7 +209,7 @@ class PagedLayer:
     def __init__(
         self, store: PageStore, budget: PageBudget, layer: int, scale: float, softcap: float,
         prompt_scores: PromptScores | None = None, cross_layer: DividesBudgets | None = None,
-        forks: Forks | None = None,
+        worker_prompts: WorkerPrompts | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -217,7 +217,7 @@ class PagedLayer:
             prompt_scores: computes the scores by which a prompt is cut. By default these are the
                 attention that its keys have received.
             cross_layer: shared by all layers, divides a request's budget across them.
-            forks: shared by all layers, has the prompts that are stored for later requests.
+            worker_prompts: shared by all layers, the prompts that are stored for later requests.
         """
         self.store = store
         self.budget = budget
@@ -226,7 +226,7 @@ class PagedLayer:
         self.policy = budget.config.policy
         self.prompt_scores = prompt_scores
         self.cross_layer = cross_layer
-        self.forks = forks
+        self.worker_prompts = worker_prompts
         self.whole: ops.Slots | None = None
         """[buffers, ...], the prompts that are kept whole: without a budget, ordered by position"""
         self.queries: Tensor | None = None
@@ -249,15 +249,15 @@ class PagedLayer:
                 self._chunk(chunk, *tokens, out[part][None])
             if batch.steps is not None:
                 self._step(batch.steps, query, key, value, out)
-        if self.forks is not None:
-            self._fork(self.forks, batch, out)
+        if self.worker_prompts is not None:
+            self._replay_and_note(self.worker_prompts, batch, out)
 
-    def _fork(self, forks: Forks, batch: Batch, out: Tensor) -> None:
+    def _replay_and_note(self, worker_prompts: WorkerPrompts, batch: Batch, out: Tensor) -> None:
         for page, token in batch.replayed:
-            out[token] = forks.attention(page, self.layer)
+            out[token] = worker_prompts.attention(page, self.layer)
         for chunk in batch.chunks:
             if chunk.length in (chunk.request.first, chunk.request.prompt):
-                forks.note(chunk.page, self.layer, out[chunk.end - 1])
+                worker_prompts.note(chunk.page, self.layer, out[chunk.end - 1])
 
     def _chunk(self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """Run a chunk: query [1, H, Q, D], key and value [1, G, Q, D], out [1, Q, H, D]."""

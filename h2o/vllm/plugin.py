@@ -36,13 +36,13 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
 from h2o.vllm.connector import impls_of, set_up, stores_of
-from h2o.vllm.forks import Forks
-from h2o.vllm.metrics import Meter, Place
+from h2o.vllm.metrics import Labels, Meter
 from h2o.vllm.page_budget import PageBudget, one_key
 from h2o.vllm.page_store import ALIGNMENT, PageStore
 from h2o.vllm.paged_request import Request
 from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, plan
 from h2o.vllm.validation import Requests, entry_of, has_windows, logger, page_budget
+from h2o.vllm.worker_prompts import WorkerPrompts
 
 BLOCK = 1 << 20
 """Tokens in a vLLM block. No request has as many, so each needs one block only."""
@@ -116,11 +116,11 @@ def meter_of(vllm_config: VllmConfig, impls: list[H2OAttention], spec: PageSpec)
             "--api-server-count 1 to get them"
         )
     return Meter(
-        Place(str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
+        Labels(str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
         spec.page_size_bytes * len(impls),
         pages - 1,  # vLLM reserves the first page
         lambda: stores_of(impls),
-        impls[0].engine.forks,
+        impls[0].engine.worker_prompts,
     )
 
 
@@ -141,7 +141,7 @@ class Engine(NamedTuple):
     """`CrossLayerBudget`, or None if each layer has its own pages"""
     stores: WeakValueDictionary[tuple[int, int], PageStore]
     """Stores that all layers share, by address and number of the pages. The layers own them"""
-    forks: Forks
+    worker_prompts: WorkerPrompts
     requests: dict[int, Request]
     """The active requests, by page"""
 
@@ -165,7 +165,7 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
         cross_layer = CrossLayerBudget(budget.layers) if budget.has_shared_page else None
     set_up(vllm_config)
     stores = WeakValueDictionary[tuple[int, int], PageStore]()
-    shared = budget, has_windows(vllm_config), echoes, cross_layer, stores, Forks()
+    shared = budget, has_windows(vllm_config), echoes, cross_layer, stores, WorkerPrompts()
     return Engine(vllm_config.instance_id, *shared, requests={})
 
 
@@ -255,8 +255,8 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         engine = impls[0].engine
         Requests.check_created(vllm_config)
         self.begun = PartialPrompts(engine.budget.buffers)
-        self.requests, self.forks = engine.requests, engine.forks
-        self.forks.partial.append(self.begun.chunks)
+        self.requests, self.worker_prompts = engine.requests, engine.worker_prompts
+        self.worker_prompts.partial.append(self.begun.chunks)
         self.meter: Meter | None = None
         if engine.has_windows:
             logger.info_once("h2o: layers with a sliding window use vLLM's own attention")
@@ -281,7 +281,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
             )
         )
         known = starts, lengths, pages, self.requests
-        rest = self.begun, self.device, self.forks.replayed
+        rest = self.begun, self.device, self.worker_prompts.replayed
         return functools.cache(functools.partial(plan, *known, *rest))
 
 
@@ -373,7 +373,7 @@ class H2OAttention(AttentionImpl[Planned]):
             store = self._store_of_all(kv_cache, keys)
         scores = engine.echoes and engine.echoes.layer_scorer(index, self.scale, self.softcap)
         known = store, budget, index, self.scale, self.softcap
-        return PagedLayer(*known, scores, engine.cross_layer, engine.forks)
+        return PagedLayer(*known, scores, engine.cross_layer, engine.worker_prompts)
 
     def _store_of_all(self, kv_cache: Tensor, keys: Tensor) -> PageStore:
         """The store that all layers share. Their pages are adjacent in each block."""

@@ -347,8 +347,7 @@ def test_fake_tensors_are_the_torch_backends_and_warn_nobody(device):
 def test_tensors_go_by_their_device(device, monkeypatch):
     here = SimpleNamespace(is_cpu=False, is_cuda=True, device=SimpleNamespace(index=0))
     assert backends.backend_for(here).attend is not backends._torch_backend().attend
-    with monkeypatch.context() as patch:
-        patch.setattr(backends, "forced", "torch")
+    with backends.by_torch():
         assert backends.backend_for(here) is backends._torch_backend()
     here.is_cuda = False
     assert backends.backend_for(here) is backends._torch_backend()

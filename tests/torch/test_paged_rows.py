@@ -21,11 +21,11 @@ from h2o import H2OConfig, ops
 from h2o.hf.cache_state import slot_layout
 from h2o.vllm import metrics
 from h2o.vllm.config_entry import served_budget_config, whole_prompts_of
-from h2o.vllm.forks import Forks
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
 from h2o.vllm.paged_request import Request, prefix_tokens, with_budget, with_pins
 from h2o.vllm.paged_rows import PagedLayer, PartialPrompts, plan
+from h2o.vllm.worker_prompts import WorkerPrompts
 from tests import inputs
 from tests.devices import on_fake_device
 
@@ -78,10 +78,10 @@ def paged(config: H2OConfig, prompt_scores=None) -> PagedLayer:
     return PagedLayer(PageStore(memory, page), budget, LAYER, SCALE, 0.0, prompt_scores)
 
 
-def apart(place: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def apart(labels: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Uninitialized tensor. On a device that does not exist all tensors begin at one address, so
-    `place` shifts a tensor away from those of other places."""
-    count, before = math.prod(shape), (place + 1) << 22
+    `labels` shifts a tensor away from those of other places."""
+    count, before = math.prod(shape), (labels + 1) << 22
     return torch.empty(before + count, dtype=dtype)[before:].view(shape)
 
 
@@ -305,12 +305,12 @@ def test_pins_that_requests_ask_for():
 def test_a_request_that_left_in_its_prompt_leaves_nothing():
     """A request that left during its prompt must leave nothing in a page that another request
     takes. Its memory is freed after some more requests."""
-    layer, begun, forks = paged(CONFIGS["tokens"]), PartialPrompts(2), Forks()
-    forks.partial.append(begun.chunks)
+    layer, begun, worker_prompts = paged(CONFIGS["tokens"]), PartialPrompts(2), WorkerPrompts()
+    worker_prompts.partial.append(begun.chunks)
     left = [talk(seed, 40, 40) for seed in range(5)]
     for page, each in enumerate(left, start=1):
         each.page = page
-        forks.leave([page - 2])
+        worker_prompts.leave([page - 2])
         feed(layer, begun, [(each, 20)])
     assert [*begun.chunks] == [4, 5]
     assert layer.whole.keys.shape == (2, G, LONGEST, D)
@@ -394,17 +394,17 @@ def test_evictions_are_counted_where_pages_are_used_again(name):
 
 
 def test_a_meter_leaves_its_numbers_for_the_servers_first_process(tmp_path, monkeypatch):
-    layer, place = paged(CONFIGS["tokens"]), metrics.Place("tiny", "0", "1")
+    layer, labels = paged(CONFIGS["tokens"]), metrics.Labels("tiny", "0", "1")
     monkeypatch.setenv(metrics.FOLDER, str(tmp_path / "numbers"))
     monkeypatch.setattr(metrics, "SECONDS", 0.01)
-    meter = metrics.Meter(place, 4096, 12, lambda: [layer.store], Forks())
+    meter = metrics.Meter(labels, 4096, 12, lambda: [layer.store], WorkerPrompts())
     meter.write()
     (file,) = (tmp_path / "numbers").iterdir()
     numbers = {"h2o:request_bytes": 4096, "h2o:requests_that_fit": 12}
     numbers |= {f"h2o:{name}": 0 for name in ("stored_prompts", "stored_prompt_bytes")}
     numbers |= {f"h2o:forked_{name}": 0 for name in ("requests", "tokens")}
     nothing = {"h2o:evicted_keys": 0, "h2o:share_held": None}
-    assert json.loads(file.read_text()) == [list(place), numbers | nothing]
+    assert json.loads(file.read_text()) == [list(labels), numbers | nothing]
     traffic(layer, talks(), seed=3, room=1000)
     meter.schedule_write()
     while json.loads(file.read_text())[1] == numbers | nothing:
@@ -442,15 +442,15 @@ def test_a_folder_that_takes_no_numbers_is_a_warning(tmp_path, monkeypatch):
     for folder in (tmp_path / "missing" / "numbers", tmp_path / "file"):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv(metrics.FOLDER, str(folder))
-        meter = metrics.Meter(metrics.Place("tiny", "0", "0"), 1, 1, list, Forks())
+        meter = metrics.Meter(metrics.Labels("tiny", "0", "0"), 1, 1, list, WorkerPrompts())
         with pytest.warns(RuntimeWarning, match="/metrics is incomplete: .*(missing|file)"):
             meter.write()
 
 
 def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):
     monkeypatch.delenv(metrics.FOLDER, raising=False)
-    place = metrics.Place("tiny", "0", "0")
-    meter = metrics.Meter(place, 1, 1, lambda: pytest.fail("asked"), Forks())
+    labels = metrics.Labels("tiny", "0", "0")
+    meter = metrics.Meter(labels, 1, 1, lambda: pytest.fail("asked"), WorkerPrompts())
     meter.schedule_write()
     meter.write()
 

@@ -18,9 +18,9 @@ from vllm.v1.request import RequestStatus
 from h2o import H2OConfig
 from h2o.vllm import plugin, scheduler
 from h2o.vllm.connector import StoredPromptsConnector
-from h2o.vllm.forks import Forks
 from h2o.vllm.page_budget import PageBudget, one_key
 from h2o.vllm.paged_request import Request
+from h2o.vllm.worker_prompts import WorkerPrompts
 
 PAGE = plugin.PageSpec(
     block_size=plugin.BLOCK, num_kv_heads=1, head_size=8, dtype=torch.uint8, num_head_slots=1,
@@ -103,7 +103,7 @@ def test_workers_know_what_the_requests_of_pages_ask_for():
     the same one again, in the same pass."""
     made, worker = connector(PAGE, is_shared=False), connector(PAGE)
     budget = PageBudget(H2OConfig(heavy=8, recent=8), 2, 256)
-    worker.forks, worker.keys = Forks(), one_key(2, 8, torch.float32)
+    worker.worker_prompts, worker.keys = WorkerPrompts(), one_key(2, 8, torch.float32)
     worker.engine = SimpleNamespace(requests={}, budget=budget)
 
     def known(**scheduled):
@@ -125,10 +125,10 @@ def test_workers_know_what_the_requests_of_pages_ask_for():
 
 def test_workers_forget_chunks_of_pages_that_requests_have_left():
     """Chunks in the pages that requests have left must be dropped in every group of layers."""
-    forks = Forks()
-    forks.partial += [{3: "chunk", 4: "chunk"}, {5: "chunk"}]
-    forks.leave({3, 5, 6})
-    assert forks.partial == [{4: "chunk"}, {}]
+    worker_prompts = WorkerPrompts()
+    worker_prompts.partial += [{3: "chunk", 4: "chunk"}, {5: "chunk"}]
+    worker_prompts.leave({3, 5, 6})
+    assert worker_prompts.partial == [{4: "chunk"}, {}]
 
 
 def planning(kind=scheduler.PrefixScheduler, **entry):

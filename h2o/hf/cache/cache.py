@@ -130,9 +130,10 @@ class H2OCache(CacheInspection):
         model.generate(**text_and_question, cache=cache)  # now under "h2o"
         ```
 
-        A DynamicCache has no scores, so every key is kept until the next forward pass. The
-        attention of that pass then prunes converted and new tokens together, like one prompt. Use a
-        whole question for this pass, because a single token scores the keys poorly.
+        A DynamicCache has no scores, so every key is kept until the next forward pass. Its
+        attention scores converted and new tokens together, like one prompt, and the cache then
+        evicts down to its budget. Use a whole question for this pass, because a single token scores
+        the keys poorly.
 
         Keys and values are copied. Until the next pass this takes as much memory as the full cache,
         or twice as much if you keep the DynamicCache.

@@ -48,7 +48,7 @@ class BaseLayer(CacheLayerMixin):
     def import_keys(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
         """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
 
-        The next forward pass scores and prunes them."""
+        The next forward pass scores them and evicts down to the budget."""
         keys, values = self.form.rows(self, keys, values)
         self.row_size = keys.shape[-1], keys.element_size()
         slots = slot_layout.fill_slots(

@@ -266,7 +266,7 @@ class H2OLayer(CroppableLayer):
 
     # ---- Slots for a prompt -------------------------------------------------------------------
 
-    def set_pruned(
+    def set_prompt(
         self, keys: Tensor, values: Tensor | None, mask: Tensor, scores: Tensor,
         by_row: Budgets, source: BaseLayer,
     ) -> None:  # fmt: skip

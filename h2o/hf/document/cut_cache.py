@@ -1,4 +1,4 @@
-"""Prunes a cache that holds all keys of a document to its budget, in one step for all heads.
+"""Cuts a cache that holds all keys of a document to its budget, in one step for all heads.
 
 Shape letters: B batch rows, G key/value heads of a layer, K tokens of the longest row, D head
 dimension.
@@ -30,9 +30,9 @@ from h2o.hf.prompt.cross_head_budget import (
 from h2o.policy import Policy
 
 RECENT = 4
-"""Number of newest keys of each head that pruning keeps whatever their rank."""
+"""Number of newest keys of each head that the cut keeps whatever their rank."""
 LATER_RECENT = 8
-"""Number of newest keys that each head keeps after the pruning.
+"""Number of newest keys that each head keeps after the cut.
 
 To a question, a document's last words are worth no more than its other words. New text, however,
 depends on the words just before it. Measured at 4% of the bytes, with 45 facts and 127 tokens after
@@ -46,7 +46,7 @@ each of 16 texts:
 """
 
 
-def prune_cache(
+def cut_cache(
     full_cache: H2OCache,
     cache: H2OCache,
     config: H2OConfig,
@@ -102,7 +102,7 @@ def prune_cache(
         # Scores are at most 1, so adding 2 ranks the keys chosen by `attention` above all others.
         held = _Held.of(source)
         ranks = _with_pins(pins, held.mask, scores + 2 * chosen)
-        layer.set_pruned(*held, ranks, budget, source)
+        layer.set_prompt(*held, ranks, budget, source)
         layer.slots.scores.sub_(2 * (layer.slots.scores >= 2))
         slot_layout.put_budgets(layer.slots, _later(budget, budgets))
         source.empty()

@@ -3,8 +3,8 @@
 The keys that a later question needs often get no attention during prefill. The model therefore
 reads the document a second time, as text to reproduce, with the full cache. To reproduce a token it
 tends to attend to the keys that an answer would need, and the attention that each key gets is its
-score (Kim et al., "KVzip", NeurIPS 2025, arXiv:2505.23416). The cache is then pruned once
-(`h2o.hf.document.pruning`).
+score (Kim et al., "KVzip", NeurIPS 2025, arXiv:2505.23416). The cache is then cut to its budget
+once (`h2o.hf.document.cut_cache`).
 
 Shape letters: B batch rows, G key/value heads, N columns of the document, Q columns of one forward
 pass, K tokens of the longest row. A column is an index in the padded batch.
@@ -26,7 +26,7 @@ from h2o.config.fields import Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import recurrent_states, slot_layout
-from h2o.hf.document.pruning import prune_cache
+from h2o.hf.document.cut_cache import cut_cache
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.pass_runners import ScoringRunner
 from h2o.hf.model_traits import tensor_parallel
@@ -76,7 +76,7 @@ def read_twice(
     attention = reader.document(config.policy)
     others = _other_layers(reader.cache)
     largest = reader.repetition(request, at_once, others)
-    cache = prune_cache(reader.cache, empty, config, attention, largest, by_attention)
+    cache = cut_cache(reader.cache, empty, config, attention, largest, by_attention)
     _put_other_layers(cache, others)
     cache.guard.text.record_ids(ids, mask, 0)
     return cache
