@@ -97,7 +97,7 @@ def test_caches_take_turns(tiny, monkeypatch):  # noqa: F811
     monkeypatch.setattr(speed.Contender, "run", run)
     settings = [setting.parse(name) for name in ("full", "authors:8")]
     model, tokenizer = load_model(tiny)
-    speed.measure(model, tokenizer, settings, [20], tokens=2, rounds=3, say=lambda text: None)
+    speed.measure(model, tokenizer, settings, [20], tokens=2, rounds=3, log=lambda text: None)
     warm, *rounds = [log[i : i + 2] for i in range(0, len(log), 2)]
     assert [warm, *rounds] == [
         ["full", "authors:8"], ["full", "authors:8"], ["authors:8", "full"], ["full", "authors:8"]

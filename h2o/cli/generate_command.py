@@ -105,12 +105,12 @@ def generate(options: argparse.Namespace) -> Result:
     progress = Progress(quiet=options.json)
     parts = prompt_parts(options)
     settings = [from_config(options.config), *options.settings]
-    model, tokenizer = load_model(options, settings, progress.say)
+    model, tokenizer = load_model(options, settings, progress.print_line)
     chat = options.chat or (is_shipped(options) and tokenizer.chat_template is not None)
     ids = models.encode(tokenizer, "\n\n".join(parts), chat, options.system).to(model.device)
     tokens = ids.shape[1]
     models.check_length(model, tokens, options.max_new_tokens)
-    progress.say(f"reading a prompt of {tokens} tokens")
+    progress.print_line(f"reading a prompt of {tokens} tokens")
     pinned = find_pins(options, tokenizer, parts, ids)
     generation.warm_up(model, ids)
 

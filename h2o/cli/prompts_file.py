@@ -122,12 +122,12 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
     numbered = enumerate(options.lines)
     lines = {number: line for number, line in numbered if line.id not in done}
     if not options.lines:
-        progress.say(f"{options.prompts} has no prompts, so {output} gets no answers")
+        progress.print_line(f"{options.prompts} has no prompts, so {output} gets no answers")
     if done:
-        progress.say(f"{len(done)} of {len(options.lines)} prompts have an answer already")
+        progress.print_line(f"{len(done)} of {len(options.lines)} prompts have an answer already")
     if not lines:
         return 0
-    model, tokenizer = load_model(options, [from_config(options.config)], progress.say)
+    model, tokenizer = load_model(options, [from_config(options.config)], progress.print_line)
     requests = {
         number: _tokenized(_request(line, number, options), tokenizer, options.pin)
         for number, line in lines.items()
@@ -156,7 +156,7 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
             progress.update(f"{count} of {len(lines)} prompts")
     progress.update("")
     if failed:
-        progress.say(f"{failed} prompts failed: see the errors in {output}")
+        progress.print_line(f"{failed} prompts failed: see the errors in {output}")
     return 1 if failed else 0
 
 

@@ -113,7 +113,7 @@ class LayerPlan:
         `min_tokens` has no effect."""
         return self.config.truncate_pair(self.pairs[0], n, self.token_bytes)
 
-    def is_raised(self, n: int) -> bool:
+    def is_rounded_up(self, n: int) -> bool:
         """Whether a fraction of n tokens is less than one token, so that `head_tokens` raises it to
         one."""
         truncated = [self.config.truncate_pair(x, n, self.token_bytes) for x in self.pairs]

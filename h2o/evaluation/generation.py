@@ -149,7 +149,7 @@ def generate(
     """
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     if compile := compile and config is not None:
-        progress.say(f"{mode}: compiling the decode step, which takes a minute or two")
+        progress.print_line(f"{mode}: compiling the decode step, which takes a minute or two")
         how |= compiling()
         with _name_option("--compile", UnsupportedError):
             warm = new_cache(model, config, ids.shape[1], compile)

@@ -28,7 +28,7 @@ from h2o.config.fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.layers.cache_relative_form import zero_positions
+from h2o.hf.layers.cache_relative_variant import zero_positions
 from h2o.hf.model_traits.wrappers import check_pins, unwrap
 from h2o.utils.with_block import with_block
 

@@ -33,7 +33,7 @@ _BIAS = "it adds a bias to the attention logits that depends on positions"
 
 _LOOPS = "it runs its layers several times for each token, with a separate cache for each run"
 
-_UNSERVED_TYPES = {
+_UNSUPPORTED_TYPES = {
     "diffusion_gemma": "its attention is bidirectional within a block (block diffusion)",
     "diffllama": "it attends twice to the same keys (differential attention)",
     "doge": _PATTERN,
@@ -282,8 +282,8 @@ def _config_reason(config: Any) -> str | None:
             "needs config.is_decoder=True"
         )
     for part in (text, config):
-        if part.model_type in _UNSERVED_TYPES:
-            return _UNSERVED_TYPES[part.model_type]
+        if part.model_type in _UNSUPPORTED_TYPES:
+            return _UNSUPPORTED_TYPES[part.model_type]
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         return "its attention is bidirectional (use_bidirectional_attention)"
     if _attribute(text, "kv_lora_rank") is not None:

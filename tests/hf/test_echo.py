@@ -37,8 +37,8 @@ from tests.hf.tiny import (
     slow_if,
 )
 
-SERVED = {name: FAMILIES[name] for name in ROTARY}
-SERVED |= {"glm": Family("glm"), "glm4": Family("glm4")}
+SUPPORTED = {name: FAMILIES[name] for name in ROTARY}
+SUPPORTED |= {"glm": Family("glm"), "glm4": Family("glm4")}
 MORE = {f"llama, {kind}": scaled(kind) for kind in SCALED} | {
     "smollm3, a layer without rotation": Family("smollm3", {"no_rope_layers": [1, 0]}),
     "cohere2, full attention without rotation": Family(
@@ -51,7 +51,7 @@ MORE = {f"llama, {kind}": scaled(kind) for kind in SCALED} | {
         layers=FAMILIES["gemma2"].layers,
     ),
 }
-EVERY = SERVED | MORE
+EVERY = SUPPORTED | MORE
 
 
 def made(name):

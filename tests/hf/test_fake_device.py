@@ -36,7 +36,9 @@ OWN_KERNELS = {"gpt_oss", "mixtral", "qwen3_moe", *WITH_STATES}
 """Families whose experts or convolutions run in kernels that need a real device, or whose keys are
 linked to their layer in a way that fake tensors do not support."""
 
-SERVED = [name for name in FAMILIES if "h2o" in FAMILIES[name].layers and name not in OWN_KERNELS]
+SUPPORTED = [
+    name for name in FAMILIES if "h2o" in FAMILIES[name].layers and name not in OWN_KERNELS
+]
 
 
 @contextlib.contextmanager
@@ -70,7 +72,7 @@ def on_the_device(cache) -> bool:
 
 
 # The slow families differ in transformers' code only, and use a cache like another family.
-@pytest.mark.parametrize("name", [slow_if(x in ALIKE, x) for x in SERVED])
+@pytest.mark.parametrize("name", [slow_if(x in ALIKE, x) for x in SUPPORTED])
 def test_families(name):
     with there(name) as ours:
         cache = H2OCache(ours.config, heavy=6, recent=6)

@@ -423,7 +423,7 @@ def test_states_are_whole():
 
 def attributes(layer):
     """Attributes of a layer and of its form, scorer and runner."""
-    parts = layer, layer.form, layer.scorer, layer.runner
+    parts = layer, layer.variant, layer.scorer, layer.runner
     return {name: x for part in parts for name, x in vars(part).items()}
 
 

@@ -1,6 +1,6 @@
 """`CachePlan`: the layers of an `H2OCache`, derived from a model's config and an `H2OConfig`.
 
-A full-attention layer becomes an `H2OLayer` with the form, scorer and runner that the model and
+A full-attention layer becomes an `H2OLayer` with the variant, scorer and runner that the model and
 the settings require. All others stay transformers' own. A server creates a cache for every request,
 so the most recent plans are remembered. They are looked up by the content of both configs, so that
 a config that was modified gets a new plan.
@@ -23,12 +23,12 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.config.profile import Profile
 from h2o.errors import UnsupportedError
 from h2o.hf.cache_state.pass_guard import PassGuard
-from h2o.hf.layers.cache_relative_form import CacheRelativeForm
-from h2o.hf.layers.latent_form import LatentForm
+from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
+from h2o.hf.layers.latent_variant import LatentVariant
 from h2o.hf.layers.layer import H2OLayer, H2OLayerWithStates
 from h2o.hf.layers.pass_runners import CapturedRunner, EagerRunner
-from h2o.hf.layers.plain_form import PlainForm
-from h2o.hf.layers.shared_form import SharedForm
+from h2o.hf.layers.plain_variant import PlainVariant
+from h2o.hf.layers.shared_variant import SharedVariant
 from h2o.hf.model_traits.layer_kinds import has_states, layers_of
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
 from h2o.hf.prompt.echo_scorer import EchoScorer, PromptEcho, adapt_config
@@ -105,7 +105,7 @@ class CachePlan:
                 layer_class(
                     self.plans[index],
                     guard,
-                    form=self._form(index, angles),
+                    variant=self._variant(index, angles),
                     scorer=self._scorer(index, echo, cross_head),
                     runner=CapturedRunner() if compileable else EagerRunner(),
                     trace=trace,
@@ -114,13 +114,13 @@ class CachePlan:
             )
         return layers
 
-    def _form(self, layer: int, angles: Rotary | None) -> PlainForm:
+    def _variant(self, layer: int, angles: Rotary | None) -> PlainVariant:
         if angles is not None and angles.rotates_layer(layer):
-            return CacheRelativeForm(angles)
+            return CacheRelativeVariant(angles)
         if self._traits.latent:
-            return LatentForm(self._traits.latent)
+            return LatentVariant(self._traits.latent)
         reused_by = self._traits.reused_by.get(layer)
-        return SharedForm(reused_by) if reused_by else PlainForm()
+        return SharedVariant(reused_by) if reused_by else PlainVariant()
 
     def _scorer(
         self, layer: int, echo: Rotary | None, cross_head: CrossHeadBudget | None

@@ -97,8 +97,8 @@ def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
         if len({len(lengths), len(text.positions)} - {1}) > 1:
             return  # wrong batch size, which the first layer reports
         least = lengths + cache.guard.rope_deltas.least
-        is_rolled = cache.config.positions == "cache_relative"
-        _check_positions(text, least, seen, new, zero_is_free=is_rolled)
+        is_relative = cache.config.positions == "cache_relative"
+        _check_positions(text, least, seen, new, zero_is_free=is_relative)
 
 
 def _skips_pads(text: NewText, new: int) -> bool:

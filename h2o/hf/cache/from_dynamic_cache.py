@@ -15,7 +15,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.cache.padding import note_padding
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import PassGuard
-from h2o.hf.layers.cache_relative_form import CacheRelativeForm
+from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import has_states, kind_of
 
@@ -42,7 +42,7 @@ def import_dynamic_cache(
     if not isinstance(cache, DynamicCache):
         hint = ". To copy an H2OCache call its fork()" if hasattr(cache, "guard") else ""
         raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
-    if any(isinstance(getattr(x, "form", None), CacheRelativeForm) for x in layers):
+    if any(isinstance(getattr(x, "variant", None), CacheRelativeVariant) for x in layers):
         raise UnsupportedError(
             'positions="cache_relative" cannot continue from a DynamicCache, which does not record '
             "the positions at which its keys were rotated. Process the text with an H2OCache"

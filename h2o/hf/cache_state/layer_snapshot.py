@@ -96,7 +96,7 @@ def restore_keys(layer: Any, snapshot: Snapshot) -> None:
         return
     layer.empty()
     fields = _strip_prefix(_SLOTS, snapshot.tensors)
-    if fields and not layer.form.has_values:
+    if fields and not layer.variant.has_values:
         fields["values"] = None
     slots = ops.Slots(**fields) if fields else None
     if slots is not None:  # the next operation may be a step, which does not open its device

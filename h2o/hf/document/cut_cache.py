@@ -127,7 +127,7 @@ class _Held(NamedTuple):
     def of(cls, layer: H2OLayer) -> _Held:
         fields = {"positions": -1.0, **dict.fromkeys(layer.row_fields, 0.0)}
         positions, *rows = slot_layout.gather_held_keys(layer.slots, layer.capacity.sizes, **fields)
-        return cls(rows[0], rows[1] if layer.form.has_values else None, positions[:, 0] >= 0)
+        return cls(rows[0], rows[1] if layer.variant.has_values else None, positions[:, 0] >= 0)
 
 
 def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:

@@ -38,7 +38,7 @@ class BaseLayer(CacheLayerMixin):
     config: H2OConfig
     layer_idx: int
     guard: PassGuard
-    form: Any
+    variant: Any
     scorer: Any
     runner: Any
     columns: Any
@@ -49,7 +49,7 @@ class BaseLayer(CacheLayerMixin):
         """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
 
         The next forward pass scores them and evicts down to the budget."""
-        keys, values = self.form.rows(self, keys, values)
+        keys, values = self.variant.rows(self, keys, values)
         self.row_size = keys.shape[-1], keys.element_size()
         slots = slot_layout.fill_slots(
             keys, values, mask, value_weighted=self.config.value_weighted
@@ -137,7 +137,7 @@ class BaseLayer(CacheLayerMixin):
         batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
         self.batch_size = 0 if batch is None else len(batch)
         self.num_heads = 0 if slots is None else slots.next_slot.shape[1]
-        self.form.slots_changed()
+        self.variant.slots_changed()
         self.runner.slots_changed(self)
 
     # ---- For transformers --------------------------------------------------------------------
@@ -259,12 +259,12 @@ class BaseLayer(CacheLayerMixin):
     @property
     def row_fields(self) -> tuple[str, ...]:
         """Fields of `Slots` that hold the tokens' rows."""
-        return ("keys", "values") if self.form.has_values else ("keys",)
+        return ("keys", "values") if self.variant.has_values else ("keys",)
 
     def _unpack_rows(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Convert rows of slots to the model's keys and values."""
         D, _ = self.row_size
-        read: tuple[Tensor, Tensor] = self.form.unpack_rows(
+        read: tuple[Tensor, Tensor] = self.variant.unpack_rows(
             *(dequantize(rows[i], D) for i in (0, -1))
         )
         return read
@@ -272,7 +272,7 @@ class BaseLayer(CacheLayerMixin):
     @property
     def token_size(self) -> tuple[int, int, int]:
         """Elements per row, bytes per element in the model's dtype, and rows per token and head."""
-        return *self.row_size, 1 + self.form.has_values
+        return *self.row_size, 1 + self.variant.has_values
 
     def report(self) -> LayerReport:
         """Report on this layer; see `h2o.hf.cache_state.report`."""

@@ -62,7 +62,7 @@ class CroppableLayer(BaseLayer):
             if columns := left - self.seen:
                 self.forward(new.columns(0, columns))
         self.last = None
-        self.form.forget()  # the state of the repeated pass
+        self.variant.forget()  # the state of the repeated pass
 
     def check_crop(self, left: int) -> None:
         """Raise NotImplementedError if the layer cannot be cropped to `left` columns."""

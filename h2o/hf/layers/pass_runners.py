@@ -54,7 +54,7 @@ class EagerRunner:
         fits = last is not None and last.dtype == tokens.query.dtype  # autocast may change it
         if layer.scorer.uses_attention:
             new = torch.empty_like(last) if fits else None
-            out: Tensor = layer.form.step(layer, tokens, slots, new)
+            out: Tensor = layer.variant.step(layer, tokens, slots, new)
         else:
             out = layer.attend_and_evict(tokens, slots)
         self._out = out

@@ -6,7 +6,7 @@ the linear module `kv_b_proj`). The absorbed form multiplies queries and outputs
 `kv_b_proj` instead. All query heads then attend to a single key head, the rows, whose first L
 elements are also the values.
 
-This file computes the absorbed form. `h2o.hf.layers.latent_form` stores latents in a cache, and
+This file computes the absorbed form. `h2o.hf.layers.latent_variant` stores latents in a cache, and
 `h2o.model_identity` (`latent_row`) recognizes models with latents by their config.
 
 Shape letters: B batch rows, H query heads, Q new tokens, N keys, L elements of a latent, P elements

@@ -142,7 +142,7 @@ def prompt_budget(
     if not plan.needs_prompt_length:
         return PromptBudget(by_row, pinned)
     lengths = list(filter(None, lengths))
-    raised, floored = any(map(plan.is_raised, lengths)), any(map(plan.is_floored, lengths))
+    raised, floored = any(map(plan.is_rounded_up, lengths)), any(map(plan.is_floored, lengths))
     return PromptBudget(by_row, pinned, raised, floored)
 
 

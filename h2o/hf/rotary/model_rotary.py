@@ -25,7 +25,7 @@ from h2o.hf.model_traits.shared_keys import shared_key_layers
 from h2o.hf.rotary.length_dependent_rope import BY_LENGTH
 from h2o.hf.rotary.rotary_parts import Parts, Probe, parts_of
 
-ROLLED = frozenset(
+CACHE_RELATIVE_TYPES = frozenset(
     "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gpt_neox phi phi3 stablelm olmo2 granite "
     "cohere smollm3 starcoder2 qwen3_next qwen3_5_text olmo_hybrid bamba lfm2 lfm2_moe "
     "falcon_h1".split()
@@ -67,10 +67,13 @@ def rotary_refusal(config: Any, *, windows: bool = False) -> str | None:
         return "some layers attend to the keys of others"
     if windows:
         return "its sliding-window layers keep their keys at original positions"
-    if text.model_type not in ROLLED or config.model_type not in ROLLED | _PLAIN_POSITIONS:
+    if (
+        text.model_type not in CACHE_RELATIVE_TYPES
+        or config.model_type not in CACHE_RELATIVE_TYPES | _PLAIN_POSITIONS
+    ):
         return (
             "undoing its rotation of keys has not been tested; it has been tested for "
-            f"{', '.join(sorted(ROLLED))}"
+            f"{', '.join(sorted(CACHE_RELATIVE_TYPES))}"
         )
     return None
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from h2o import ops
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
-from h2o.hf.layers.plain_form import PlainForm
+from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.latent_attention import Expansion
 from h2o.hf.model_traits.tagged_tensor import TaggedTensor, plain
@@ -36,7 +36,7 @@ class _Pass(NamedTuple):
     """Queries [B, H, Q, D], keys [B, H, Q, D] and values [B, H, Q, V] of a prompt"""
 
 
-class LatentForm(PlainForm):
+class LatentVariant(PlainVariant):
     """Stores the latent and the rotated key of each token in one row."""
 
     has_values = False

@@ -21,12 +21,12 @@ from h2o.compat import cache_in
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.cache_state import slot_layout
-from h2o.hf.layers.plain_form import PlainForm
+from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.rotary.model_rotary import Rotary, rotate
 from h2o.quantization import dequantize
 
 
-class CacheRelativeForm(PlainForm):
+class CacheRelativeVariant(PlainVariant):
     """Stores keys without rotation. Attention rotates them by rank."""
 
     def __init__(self, rotary: Rotary) -> None:
@@ -82,8 +82,8 @@ def zero_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, A
     """
     cache = cache_in(kwargs)
     layers = getattr(cache, "layers", ())
-    forms = (getattr(layer, "form", None) for layer in layers)
-    if len(args) > 1 or not any(isinstance(form, CacheRelativeForm) for form in forms):
+    variants = (getattr(layer, "variant", None) for layer in layers)
+    if len(args) > 1 or not any(isinstance(x, CacheRelativeVariant) for x in variants):
         return kwargs
     ids = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
     zeros = torch.zeros(ids.shape[:2], dtype=torch.long, device=ids.device)

@@ -1,8 +1,9 @@
-"""`PlainForm`: a layer of an `H2OCache` stores keys and values as the model computes them.
+"""`PlainVariant`: a layer of an `H2OCache` stores keys and values as the model computes them.
 
-A form decides what slots hold for each token, and computes attention over them. Other forms
-override parts of this one: latents (`latent_form`), keys that later layers reuse (`shared_form`),
-keys without rotation (`cache_relative`). `h2o.hf.cache.cache_plan` chooses the form.
+A variant of attention decides what slots hold for each token, and computes attention over them.
+Other variants override parts of this one: latents (`latent_variant`), keys that later layers reuse
+(`shared_variant`), keys without rotation (`cache_relative_variant`). `h2o.hf.cache.cache_plan`
+chooses the variant.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, S slots, D head
 dimension.
@@ -19,7 +20,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens, as_operand, attention
 
 
-class PlainForm:
+class PlainVariant:
     """Stores a key and a value per token and head. Each layer has its own object."""
 
     has_values = True
@@ -53,7 +54,7 @@ class PlainForm:
     def tokens(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> NewTokens:
-        """Convert the new tokens to the form in which they are stored.
+        """Convert the new tokens to what the layer stores.
 
         Raises:
             UnsupportedError: the layer does not support the call.
