@@ -54,11 +54,11 @@ def test_the_full_cache_does_not_wait_for_plans():
     """cuDNN builds a new plan for each token, so it is disabled while the full cache is timed. The
     user's setting must be restored afterwards."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    with generation.without_plans(torch.device("cuda")):
+    with generation.without_cudnn(torch.device("cuda")):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.backends.cuda.flash_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
-    with generation.without_plans(torch.device("cpu")):
+    with generation.without_cudnn(torch.device("cpu")):
         assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 

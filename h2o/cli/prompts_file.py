@@ -118,7 +118,7 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
 
     progress = Progress()
     settings = _digest(options)
-    done = _done(output, settings, {line.id: line.digest for line in options.lines})
+    done = _answered_ids(output, settings, {line.id: line.digest for line in options.lines})
     numbered = enumerate(options.lines)
     lines = {number: line for number, line in numbered if line.id not in done}
     if not options.lines:
@@ -295,7 +295,7 @@ def _begin_alike(text: str, other: str) -> bool:
     return text[: len(other)] == other[: len(text)]
 
 
-def _done(output: Path, settings: str, prompts: dict[str | int, str]) -> set[str | int]:
+def _answered_ids(output: Path, settings: str, prompts: dict[str | int, str]) -> set[str | int]:
     """The ids that have an answer in the output file.
 
     Removes from the file an unfinished last line, which a killed run may leave, and the lines of

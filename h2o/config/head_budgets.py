@@ -156,7 +156,7 @@ def make_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tup
     ]
 
 
-def apportion(
+def divide_among_heads(
     shares: Any,
     layer: int,
     heavy: int,

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from h2o import compat, models
 from h2o.config import PARAMETERS, H2OConfig
 from h2o.evaluation import protocols, text_tasks
-from h2o.evaluation.model_fit import try_on
+from h2o.evaluation.model_fit import check_supported
 from h2o.evaluation.protocols import PROTOCOLS, Tally, check, one_token_notes
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.questions import question_tokens
@@ -137,7 +137,7 @@ class H2OLM(HFLM):
         if protocol != "simulate":
             check_no_tuned_prompt(self.model, f"protocol={protocol}")
         if protocol != "simulate" or setting.variant != "full":
-            try_on(self.model, setting.config)
+            check_supported(self.model, setting.config)
         wanted = self._attention_before if protocol == "simulate" else "h2o"
         if compat.attention_name(self.model.config) != wanted:
             switch(self.model, wanted)

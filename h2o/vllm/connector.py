@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 
-from h2o.vllm.page_budget import one_key
+from h2o.vllm.page_budget import example_keys
 from h2o.vllm.page_store import PageStore
 from h2o.vllm.paged_request import arguments_of, prefix_of
 from h2o.vllm.scheduler import PrefixAsyncScheduler, PrefixScheduler
@@ -213,7 +213,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         self.engine = self.impls[0].engine
         self.worker_prompts = self.engine.worker_prompts
         heads, size = self.impls[0].num_kv_heads, self.impls[0].head_size
-        self.keys = one_key(heads, size, self._vllm_config.model_config.dtype)
+        self.keys = example_keys(heads, size, self._vllm_config.model_config.dtype)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Update the active requests. vLLM calls this before every pass."""

@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
 from h2o.vllm.connector import impls_of, set_up, stores_of
 from h2o.vllm.metrics import Labels, Meter
-from h2o.vllm.page_budget import PageBudget, one_key
+from h2o.vllm.page_budget import PageBudget, example_keys
 from h2o.vllm.page_store import ALIGNMENT, PageStore
 from h2o.vllm.paged_request import Request
 from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, plan
@@ -79,7 +79,7 @@ def page_spec(spec: AttentionSpec, engine: Engine) -> PageSpec:
             f"h2o does not support keys of {spec.head_size} elements with values of "
             f"{spec.head_size_v} in vLLM"
         )
-    keys = one_key(spec.num_kv_heads, spec.head_size, spec.dtype)
+    keys = example_keys(spec.num_kv_heads, spec.head_size, spec.dtype)
     # Layers with a sliding window get blocks of the same number of bytes, which must therefore be
     # a multiple of the size of their own blocks.
     unit = spec.page_size_bytes if engine.has_windows else 1
@@ -101,7 +101,7 @@ def meter_of(vllm_config: VllmConfig, impls: list[H2OAttention], spec: PageSpec)
     pages = vllm_config.cache_config.num_gpu_blocks or 1
     size = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model).itemsize
     full = model.max_model_len * spec.num_kv_heads * 2 * spec.head_size * size
-    keys = one_key(spec.num_kv_heads, spec.head_size, model.dtype)
+    keys = example_keys(spec.num_kv_heads, spec.head_size, model.dtype)
     budget = impls[0].engine.budget
     logger.info_once(
         "h2o: %d requests fit, and %d of the longest would with a full cache: each takes %d bytes "

@@ -20,7 +20,7 @@ import torch
 from h2o import H2OConfig, ops
 from h2o.hf.cache_state import slot_layout
 from h2o.vllm import metrics
-from h2o.vllm.config_entry import served_budget_config, whole_prompts_of
+from h2o.vllm.config_entry import config_of_entry, whole_prompts_of
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
 from h2o.vllm.paged_request import Request, prefix_tokens, with_budget, with_pins
@@ -549,16 +549,16 @@ def test_a_page_is_as_large_as_its_fields():
 )
 def test_wrong_entries_are_refused(entry, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        served_budget_config(entry)
+        config_of_entry(entry)
 
 
 def test_entries_are_configs():
-    assert served_budget_config({"heavy": 8, "recent": [1, 2]}) == H2OConfig(heavy=8, recent=[1, 2])
-    assert served_budget_config({"preset": "robust", "budget": 64}) == H2OConfig.robust(64)
+    assert config_of_entry({"heavy": 8, "recent": [1, 2]}) == H2OConfig(heavy=8, recent=[1, 2])
+    assert config_of_entry({"preset": "robust", "budget": 64}) == H2OConfig.robust(64)
     chunk = {"preset": "calibrated", "budget": 64, "score_by": "mean", "cut": "chunk"}
     calibrated = H2OConfig.calibrated(64)
-    assert served_budget_config(chunk) == dataclasses.replace(calibrated, score_by="mean")
-    assert served_budget_config({"preset": "calibrated", "budget": 64}).score_by == "mean-echo"
+    assert config_of_entry(chunk) == dataclasses.replace(calibrated, score_by="mean")
+    assert config_of_entry({"preset": "calibrated", "budget": 64}).score_by == "mean-echo"
     assert [whole_prompts_of(x) for x in ({}, {"whole_prompts": 5}, chunk)] == [2, 5, 0]
 
 
@@ -566,18 +566,18 @@ def test_one_number_and_the_floor_of_fractions():
     transformers = pytest.importorskip("transformers")
     llama = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     by_echo = {"score_by": "mean-echo"}  # within a head, because all layers have equal pages
-    assert served_budget_config({"budget": 64}, llama) == dataclasses.replace(
+    assert config_of_entry({"budget": 64}, llama) == dataclasses.replace(
         H2OConfig.robust(64), **by_echo
     )
-    in_bytes = served_budget_config({"budget": 0.2}, llama)
+    in_bytes = config_of_entry({"budget": 0.2}, llama)
     assert in_bytes == dataclasses.replace(
         H2OConfig.robust(0.2, budget_unit="bytes").for_model(llama), **by_echo
     )
-    assert served_budget_config({"budget": 64, "cut": "chunk"}, llama) == H2OConfig.robust(64)
+    assert config_of_entry({"budget": 64, "cut": "chunk"}, llama) == H2OConfig.robust(64)
     keys = torch.empty(1, 2, 1, 16)
     for config in (
         in_bytes,
-        served_budget_config({"heavy": 0.1, "recent": 0.1, "sinks": 4}, llama),
+        config_of_entry({"heavy": 0.1, "recent": 0.1, "sinks": 4}, llama),
     ):
         budget = PageBudget(config, LAYERS, 1000)
         ((heavy, recent),) = budget.by_head(LAYER, keys, 40)

@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 from h2o import H2OConfig
 from h2o.vllm import plugin, scheduler
 from h2o.vllm.connector import StoredPromptsConnector
-from h2o.vllm.page_budget import PageBudget, one_key
+from h2o.vllm.page_budget import PageBudget, example_keys
 from h2o.vllm.paged_request import Request
 from h2o.vllm.worker_prompts import WorkerPrompts
 
@@ -103,7 +103,7 @@ def test_workers_know_what_the_requests_of_pages_ask_for():
     the same one again, in the same pass."""
     made, worker = connector(PAGE, is_shared=False), connector(PAGE)
     budget = PageBudget(H2OConfig(heavy=8, recent=8), 2, 256)
-    worker.worker_prompts, worker.keys = WorkerPrompts(), one_key(2, 8, torch.float32)
+    worker.worker_prompts, worker.keys = WorkerPrompts(), example_keys(2, 8, torch.float32)
     worker.engine = SimpleNamespace(requests={}, budget=budget)
 
     def known(**scheduled):

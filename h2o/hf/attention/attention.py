@@ -7,8 +7,7 @@ cache, transformers' own caches, training) get the same dense attention as under
 The only mask that an H2O layer needs is the padding mask [B, Q] of the new tokens: all stored keys
 are visible, and causality among new tokens follows from their order.
 
-Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
-N keys that attention sees, D head dimension.
+Shape letters as in `h2o.hf`, and N keys that attention sees.
 """
 
 from __future__ import annotations

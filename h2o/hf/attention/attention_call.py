@@ -3,7 +3,7 @@
 `h2o.hf.attention.attention` fills an `AttentionCall` and passes it to the layer, which checks it,
 converts it to the dtype of its store (`NewTokens`) and attends.
 
-Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, D head dimension.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations

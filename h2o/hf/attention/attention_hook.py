@@ -3,7 +3,7 @@
 Simulation, analysis and calibration use it to see the queries, keys and values of a forward pass
 over a whole text.
 
-Shape letters: B batch rows, H query heads, G key/value heads, n tokens, D head dimension.
+Shape letters as in `h2o.hf`, and n tokens.
 """
 
 from __future__ import annotations

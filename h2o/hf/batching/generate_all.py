@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from typing_extensions import Unpack
 
-from h2o.config import PARAMETERS, H2OConfig, one_config
+from h2o.config import PARAMETERS, H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.hf.batching.batch_scheduler import Scheduler
 from h2o.hf.batching.request import Prompt, Result, Settings, check_seed
@@ -87,7 +87,7 @@ def generate_all(
         UnsupportedError: beam search or assisted decoding; layers with sliding windows or images.
         ValueError: `rows` and `bytes` both given or both missing, or an invalid argument.
     """
-    config = one_config(h2o_config, parameters).for_model(model)
+    config = resolve_config(h2o_config, parameters).for_model(model)
     if (rows is None) == (bytes is None):
         raise ValueError("give either rows= (requests at a time) or bytes= (memory of the rows)")
     for name, value in (("rows", rows), ("bytes", bytes), ("max_new_tokens", max_new_tokens)):

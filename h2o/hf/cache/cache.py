@@ -4,8 +4,7 @@ A cache is a list of layers. A full-attention layer is an `H2OLayer`, which keep
 as its budget allows. All other layers are transformers' own. This file creates, copies, saves and
 crops a cache. cache_inspection.py has its read-only methods.
 
-Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A column is an index in
-the padded batch. A position is a token's index in its own row, not counting padding.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from typing_extensions import Unpack
 
 from h2o import packages
-from h2o.config import H2OConfig, one_config
+from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import CacheFields, ConfigFields, Pinned, PromptLength
 from h2o.hf.cache import cache_file
 from h2o.hf.cache.cache_inspection import CacheInspection
@@ -93,7 +92,7 @@ class H2OCache(CacheInspection):
         **parameters: Unpack[ConfigFields],
     ) -> None:
         packages.warn_without_core()
-        h2o_config = one_config(h2o_config, parameters)
+        h2o_config = resolve_config(h2o_config, parameters)
         unwrap(config)  # raises for prefix tuning
         check_pins(config, pinned)
         model, config = config, text_config_of(config)

@@ -1,7 +1,6 @@
 """`CacheInspection`: the read-only methods of `H2OCache`, about settings, held and evicted keys.
 
-Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A column is an index in
-the padded batch. A position is a token's index in its own row, not counting padding.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ passes the prompt again, or another text, its beginning is therefore silently lo
 taken for a continuation of the old text. The positions, the attention mask or the dropped ids
 (`h2o.hf.cache_state.seen_text`) of the forward pass reveal such a mistake.
 
-Shape letters: B batch rows, Q new tokens, n padded columns.
+Shape letters as in `h2o.hf`, and n padded columns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Conversion from DynamicCache: copies keys, values and states to a new `H2OCache`.
 
-Shape letters: B batch rows, G key/value heads, n columns, D head dimension.
+Shape letters as in `h2o.hf`, and n columns of the other cache.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Both treat padding that follows a token as text. States also do so with padding in a forward pass of
 one column.
 
-Shape letters: B batch rows, N padded columns.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations

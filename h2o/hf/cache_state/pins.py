@@ -4,7 +4,7 @@ A pinned key has the score infinity, which attention never produces and which ev
 (`csrc/policy.h`). A pin therefore follows its key wherever scores are copied. `Pins` says which
 tokens get this score when they arrive.
 
-Shape letters: B batch rows, G key/value heads, Q new tokens, K columns of a mask.
+Shape letters as in `h2o.hf`, and K columns of a mask.
 """
 
 from __future__ import annotations

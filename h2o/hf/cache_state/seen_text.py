@@ -4,7 +4,7 @@
 at them. A cache does not store ids. Their digest shows whether the dropped ids are the ones that
 the cache has seen. It takes two numbers per row, however long the text is.
 
-Shape letters: B batch rows, Q columns of one forward pass, n columns.
+Shape letters as in `h2o.hf`, and Q columns of a pass, n columns.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from h2o.config import H2OConfig, one_config
+from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.kvzip import REPEAT, forward, read_twice
@@ -94,7 +94,7 @@ def compress_document(
         if readings == 1 and value is not None:
             raise ValueError(f"{name} needs a second reading: pass readings=2, or leave out {name}")
     check_no_tuned_prompt(model, "h2o.compress_document")
-    config = one_config(h2o_config, parameters).for_model(model)
+    config = resolve_config(h2o_config, parameters).for_model(model)
     if not isinstance(input_ids, Tensor):
         raise TypeError(
             f"input_ids must be a tensor [B, N], not {type(input_ids).__name__}: pass "

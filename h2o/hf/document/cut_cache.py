@@ -1,7 +1,6 @@
 """Cuts a cache that holds all keys of a document to its budget, in one step for all heads.
 
-Shape letters: B batch rows, G key/value heads of a layer, K tokens of the longest row, D head
-dimension.
+Shape letters as in `h2o.hf`, and K tokens of the longest row.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ tends to attend to the keys that an answer would need, and the attention that ea
 score (Kim et al., "KVzip", NeurIPS 2025, arXiv:2505.23416). The cache is then cut to its budget
 once (`h2o.hf.document.cut_cache`).
 
-Shape letters: B batch rows, G key/value heads, N columns of the document, Q columns of one forward
-pass, K tokens of the longest row. A column is an index in the padded batch.
+Shape letters as in `h2o.hf`, and N columns of the document, Q columns of a pass, K tokens of the
+longest row.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 It is the base class of `H2OLayer` (`h2o.hf.layers.layer`), which adds the forward pass.
 
-Shape letters: B batch rows, G key/value heads, S slots, n columns of another cache, D head
-dimension, K keys held. A column is an index in the padded batch. A position is a token's index in
-its own row, not counting padding.
+Shape letters as in `h2o.hf`, and n columns of another cache.
 """
 
 from __future__ import annotations

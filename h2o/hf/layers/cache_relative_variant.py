@@ -5,8 +5,7 @@ al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024, sect
 passes rotated keys and queries. Their rotation is undone before keys are stored, and every forward
 pass rotates them again by rank.
 
-Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, Q new tokens, S slots, D
-head dimension, F rotary angles.
+Shape letters as in `h2o.hf`, and R = H / G, F rotary angles.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ the attention that it received from all query heads. During the prompt, attentio
 values that transformers expanded. Stored latents are never expanded. Later queries are projected to
 the latent space instead (`h2o.hf.model_traits.latent_attention`).
 
-Shape letters: B batch rows, H query heads, Q new tokens, D head dimension of expanded keys, L
-elements of a latent, P of a rotated key, V of a value, K rows held.
+Shape letters as in `h2o.hf`, and D of expanded keys, L elements of a latent, P of a rotated key, V
+of a value.
 """
 
 from __future__ import annotations

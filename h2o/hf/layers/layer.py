@@ -8,9 +8,7 @@ view, which keeps threads apart and avoids a reference cycle between layer and t
 three paths: a prompt, a later chunk of several tokens, and a decode step. Each attends, evicts down
 to the budget by the config's policy, and stores.
 
-Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
-D head dimension. A column is an index in the padded batch. A position is a
-token's index in its own row, not counting padding.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ Other variants override parts of this one: latents (`latent_variant`), keys that
 (`shared_variant`), keys without rotation (`cache_relative_variant`). `h2o.hf.cache.cache_plan`
 chooses the variant.
 
-Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, S slots, D head
-dimension.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ slot. A chunk overwrites stored keys, so the layer keeps copies until the last l
 The attention of later layers adds nothing to the scores, because models may skip all of their
 queries except the last during prefill.
 
-Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, P queries of a later
-layer (the last P of the Q), D head dimension.
+Shape letters as in `h2o.hf`, and P queries of a later layer (the last P of the Q).
 """
 
 from __future__ import annotations

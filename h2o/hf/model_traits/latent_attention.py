@@ -9,8 +9,8 @@ elements are also the values.
 This file computes the absorbed form. `h2o.hf.layers.latent_variant` stores latents in a cache, and
 `h2o.model_identity` (`latent_row`) recognizes models with latents by their config.
 
-Shape letters: B batch rows, H query heads, Q new tokens, N keys, L elements of a latent, P elements
-of a key that are rotated, C elements that are not, V elements of a value. A row has L + P elements.
+Shape letters as in `h2o.hf`, and N keys, L elements of a latent, P elements of a key that are
+rotated, C elements that are not, V elements of a value. A row has L + P elements.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ During prefill the layers thus hold at most N keys of each row plus ties, an eig
 and the keys that each head keeps anyway. If the policy ranks by a decaying mean, or layers differ
 in the number or size of their heads, the layers hold the whole prompt.
 
-Shape letters: B batch rows, G key/value heads of a layer, K tokens of the prompt, D head dimension,
-M keys in memory of all rows and heads of a layer.
+Shape letters as in `h2o.hf`, and K tokens of the prompt, M keys in memory of all rows and heads of
+a layer.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ With rotary positions, the second occurrence of a query is the query rotated by 
 Rotating the keys back by n positions gives the same products, and there are fewer key heads than
 query heads.
 
-Shape letters: H query heads, G key/value heads, R = H / G, n tokens of a row, m tokens of a part of
-the row, D head dimension, F rotary angles.
+Shape letters as in `h2o.hf`, and R = H / G, n tokens of a row, m tokens of a part of the row, F
+rotary angles.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ positions, with cache-relative positions, and for keys converted from a DynamicC
 without rotary positions, in a model that has them elsewhere, evaluates its queries again
 unrotated.
 
-Shape letters: B batch rows, H query heads, G key/value heads, Q columns of the prompt, D head
-dimension.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ rotate pairs of a key's elements by angles that grow with the key's position. Mo
 elements form pairs and in the angles. Both are therefore taken from the model's own modules
 (`h2o.hf.rotary.rotary_parts`) and verified by running its attention.
 
-Shape letters: B batch rows, Q tokens, P positions, D head dimension, F angles, which rotate 2 F of
-the D elements of a head.
+Shape letters as in `h2o.hf`, and P positions, F angles, which rotate 2 F of the D elements of a
+head.
 """
 
 from __future__ import annotations

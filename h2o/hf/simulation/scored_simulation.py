@@ -4,8 +4,7 @@ With `score_by="mean-echo"` a prompt's scores are not its sums of attention, and
 special score. Here prompts are therefore processed at once and later tokens one by one, with the
 operations that a layer uses. With `score_by="random"` all ranks are known in advance.
 
-Shape letters: B batch rows, H query heads, G key/value heads, N columns of the text, D head
-dimension.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A layer's budgets depend on the echo of all layers, including later ones. Each s
 pass is therefore preceded by a pass that evicts nothing. This first pass collects the echo of the
 prompts' keys and divides the budget as an `H2OCache` does (`h2o.hf.prompt.cross_head_budget`).
 
-Shape letters: B batch rows, G key/value heads, N columns of the text.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations

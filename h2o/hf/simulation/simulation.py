@@ -5,7 +5,7 @@ token. `simulated` gives the same outputs in a single forward pass, in which eac
 the keys that the cache would hold at that token (`h2o.ops.simulate`). This is possible because an
 evicted key never returns. A simulation saves no memory; it is for measurements.
 
-Shape letters: B batch rows, H query heads, G key/value heads, N columns of the padded batch.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 
 from h2o import ops
 from h2o.budgets import check_prompt_length
-from h2o.config import H2OConfig, one_config
+from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.config.head_budgets import expand_to_heads
 from h2o.config.layer_plan import LayerPlan
@@ -100,7 +100,7 @@ def simulated(
         ValueError, TypeError: invalid arguments, or in `model(...)` a call that is not a whole
             text.
     """
-    config = one_config(h2o_config, parameters).for_model(unwrap(model))
+    config = resolve_config(h2o_config, parameters).for_model(unwrap(model))
     config, rotary, _ = adapt_config(model.config, config)
     pins = Pins.of(pinned, config.decay)
     prompt_length = check(config, masks, prompt_length, ratio_of, pins)
