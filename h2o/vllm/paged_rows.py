@@ -208,16 +208,16 @@ class PagedLayer:
 
     def __init__(
         self, store: PageStore, budget: PageBudget, layer: int, scale: float, softcap: float,
-        prompt_scores: PromptScores | None = None, cross_layer: DividesBudgets | None = None,
-        worker_prompts: WorkerPrompts | None = None,
+        worker_prompts: WorkerPrompts, prompt_scores: PromptScores | None = None,
+        cross_layer: DividesBudgets | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             store: the pages of this layer, or of all layers if `cross_layer` is given.
+            worker_prompts: shared by all layers, the prompts that are stored for later requests.
             prompt_scores: computes the scores by which a prompt is cut. By default these are the
                 attention that its keys have received.
             cross_layer: shared by all layers, divides a request's budget across them.
-            worker_prompts: shared by all layers, the prompts that are stored for later requests.
         """
         self.store = store
         self.budget = budget
@@ -249,15 +249,11 @@ class PagedLayer:
                 self._chunk(chunk, *tokens, out[part][None])
             if batch.steps is not None:
                 self._step(batch.steps, query, key, value, out)
-        if self.worker_prompts is not None:
-            self._replay_and_note(self.worker_prompts, batch, out)
-
-    def _replay_and_note(self, worker_prompts: WorkerPrompts, batch: Batch, out: Tensor) -> None:
         for page, token in batch.replayed:
-            out[token] = worker_prompts.attention(page, self.layer)
+            out[token] = self.worker_prompts.attention(page, self.layer)
         for chunk in batch.chunks:
             if chunk.length in (chunk.request.first, chunk.request.prompt):
-                worker_prompts.note(chunk.page, self.layer, out[chunk.end - 1])
+                self.worker_prompts.note(chunk.page, self.layer, out[chunk.end - 1])
 
     def _chunk(self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """Run a chunk: query [1, H, Q, D], key and value [1, G, Q, D], out [1, Q, H, D]."""

@@ -372,8 +372,8 @@ class H2OAttention(AttentionImpl[Planned]):
         else:
             store = self._store_of_all(kv_cache, keys)
         scores = engine.echoes and engine.echoes.layer_scorer(index, self.scale, self.softcap)
-        known = store, budget, index, self.scale, self.softcap
-        return PagedLayer(*known, scores, engine.cross_layer, engine.worker_prompts)
+        known = store, budget, index, self.scale, self.softcap, engine.worker_prompts
+        return PagedLayer(*known, scores, engine.cross_layer)
 
     def _store_of_all(self, kv_cache: Tensor, keys: Tensor) -> PageStore:
         """The store that all layers share. Their pages are adjacent in each block."""

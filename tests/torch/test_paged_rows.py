@@ -75,7 +75,8 @@ def paged(config: H2OConfig, prompt_scores=None) -> PagedLayer:
     budget = PageBudget(config, LAYERS, LONGEST)
     page = budget.empty_page(LAYER, torch.empty(1, G, 1, D))
     memory = apart(0, PAGES, page_bytes(page), dtype=torch.int8).fill_(7)
-    return PagedLayer(PageStore(memory, page), budget, LAYER, SCALE, 0.0, prompt_scores)
+    known = PageStore(memory, page), budget, LAYER, SCALE, 0.0, WorkerPrompts()
+    return PagedLayer(*known, prompt_scores)
 
 
 def apart(labels: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -282,9 +282,9 @@ class ActiveRequest:
         self.is_plain_greedy = not self.processors and self.generator is None and are_numbers
         """Whether the likeliest token is next, and only end tokens or the length end the answer"""
 
-    def use_reader(self, reader: CompiledPrefill) -> None:
-        """Prefill the whole prompt with `reader`, in the reader's cache."""
-        self.cache, self.forward = reader.get_empty_cache(), reader
+    def use_compiled_prefill(self, prefill: CompiledPrefill) -> None:
+        """Prefill the whole prompt with a graph, in the graph's cache."""
+        self.cache, self.forward = prefill.get_empty_cache(), prefill
 
     @property
     def chunk(self) -> int:

@@ -96,7 +96,7 @@ class RowBatch:
         self.tokens[row] = 0
 
     @property
-    def live(self) -> list[int]:
+    def active_rows(self) -> list[int]:
         """The active rows, in order."""
         return [row for row, n in enumerate(self.tokens) if n]
 
@@ -105,10 +105,10 @@ class RowBatch:
         """Decode one token in each active row. Entries of `ids` for idle rows are ignored.
 
         Returns:
-            Logits [n, vocabulary], in the order of `live`.
+            Logits [n, vocabulary], in the order of `active_rows`.
         """
-        live, parts = self.live, []
-        groups = self.angles.groups(live, [n + 1 for n in self.tokens])
+        active, parts = self.active_rows, []
+        groups = self.angles.groups(active, [n + 1 for n in self.tokens])
         for rows in groups:
             self.angles.forget()
             parts.append(self._step_rows(rows, ids))
@@ -116,7 +116,7 @@ class RowBatch:
         if len(groups) == 1:
             return parts[0]
         place = {row: i for i, row in enumerate(row for rows in groups for row in rows)}
-        return torch.cat(parts)[[place[row] for row in live]]
+        return torch.cat(parts)[[place[row] for row in active]]
 
     def _step_rows(self, rows: list[int], ids: list[int]) -> Tensor:
         """Logits [len(rows), vocabulary] of a decode step in these rows."""
@@ -131,11 +131,11 @@ class RowBatch:
         """Logits [len(rows), vocabulary]."""
         device = input_device(self.model)
         next_positions = [[self.tokens[row] + self.offsets[row]] for row in rows]
-        places = torch.tensor(next_positions, dtype=torch.long, device=device)
+        positions = torch.tensor(next_positions, dtype=torch.long, device=device)
         output = forward(
             input_ids=torch.tensor([[i] for i in ids], dtype=torch.long, device=device),
             attention_mask=mask,
-            position_ids=places if mask is None else places * mask,
+            position_ids=positions if mask is None else positions * mask,
             **with_cache(self.cache),
             use_cache=True,
         )

@@ -62,7 +62,7 @@ def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:
     Raises:
         ValueError: a row has different ids.
     """
-    if rows := text.other_rows(ids, mask):
+    if rows := text.differing_rows(ids, mask):
         raise ValueError(
             f"the first {ids.shape[1]} tokens of row {rows[0]} are not the ones that the cache has "
             "seen. input_ids must be everything seen so far, followed by new tokens. Append the "

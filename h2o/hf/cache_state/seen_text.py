@@ -72,7 +72,7 @@ class SeenText:
             self._add(self._pending[:-1])
             del self._pending[:-1]  # the last pass may yet fail
 
-    def other_rows(self, ids: Tensor, mask: Tensor | None) -> list[int]:
+    def differing_rows(self, ids: Tensor, mask: Tensor | None) -> list[int]:
         """Numbers of the rows in which `ids` [B, n] differ from the text that the cache has seen.
 
         Empty if the digest is unknown. `mask`: [B, n or more], 0 at padding."""
