@@ -311,11 +311,6 @@ def _causal(Q: int, N: int, device: torch.device) -> Tensor:
     return torch.ones(Q, N, dtype=torch.bool, device=device).tril(N - Q)[None, None]
 
 
-def register(name: str, function: Any) -> None:
-    """Register an attention function with transformers, together with `h2o_mask`."""
-    compat.register_attention(name, function, h2o_mask)
-
-
 def switch(model: Any, name: str) -> None:
     """Make a model use the attention registered under a name.
 
@@ -338,7 +333,7 @@ def switch(model: Any, name: str) -> None:
     model.set_attn_implementation(name)
 
 
-register("h2o", h2o_attention_forward)
+compat.register_attention("h2o", h2o_attention_forward, h2o_mask)
 
 
 _TYPES = ("gemma3", "gemma3_text", "molmo2", "molmo2_text")

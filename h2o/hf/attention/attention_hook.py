@@ -81,7 +81,7 @@ def replace_attention(
     config = model.config.get_text_config(decoder=True)
     shared = _SharedModules(type(config))
     name = f"h2o_simulated:{next(_numbers)}"
-    attention.register(name, function)
+    compat.register_attention(name, function, attention.h2o_mask)
     try:
         with (
             use_attention("simulated", model, name) as change,

@@ -177,7 +177,12 @@ class Scheduler:
     def _join(self, joining: list[tuple[ActiveRequest, int]], cache: H2OCache) -> None:
         settings = self.settings
         if not self.running:
-            rows = self.rows or _rows_in(self.bytes, row_bytes(cache))
+            each = row_bytes(cache)
+            rows = self.rows or self.bytes // each
+            if rows == 0:
+                raise ValueError(
+                    f"bytes={self.bytes:,} cannot hold a row, which takes {each:,} in this config"
+                )
             self.batch.make_rows(rows)
             self.running = [None] * rows
         idle = [row for row, x in enumerate(self.running) if x is None][: len(joining)]
@@ -251,12 +256,6 @@ def _next_tokens(requests: list[ActiveRequest], logits: Tensor) -> list[Exceptio
         except Exception as error:
             raised[row] = error
     return raised
-
-
-def _rows_in(bytes: int, each: int) -> int:
-    if bytes < each:
-        raise ValueError(f"bytes={bytes:,} cannot hold a row, which takes {each:,} in this config")
-    return bytes // each
 
 
 def _error_result(index: int, prompt_tokens: int, error: Exception) -> Result:

@@ -167,9 +167,9 @@ def h2o_layers(cache: H2OCache) -> list[H2OLayer]:
 def row_bytes(cache: H2OCache) -> int:
     """Bytes of all tensors that one row of `cache` takes once its budget is full. The cache must
     have read a prompt."""
-    with_states = (layer for layer in cache.layers if has_states(layer))
     keys = sum(x.row_bytes() for x in h2o_layers(cache))
-    return keys + sum(map(recurrent_states.states_row_bytes, with_states))
+    states = (recurrent_states.tensors_of(x).values() for x in cache.layers if has_states(x))
+    return keys + sum(x[0].nbytes for tensors in states for x in tensors)
 
 
 def row_report(cache: H2OCache, row: int) -> dict[str, int]:

@@ -84,7 +84,9 @@ class CacheInspection(Cache):
         An H2O layer yields the keys and values that it holds, [B, G, K, D] in the order of `kept`.
         """
         for layer in self.layers:
-            held = layer.kept_rows() if isinstance(layer, H2OLayer) else _keys_of(layer)
+            held = getattr(layer, "keys", None), getattr(layer, "values", None)
+            if isinstance(layer, H2OLayer):
+                held = layer.kept_rows()
             yield *held, window_of(layer)
 
     def kept(self, layer_idx: int) -> Kept:
@@ -192,8 +194,3 @@ def _report_other(index: int, layer: Any) -> LayerReport:
     columns = layer.keys.shape[2] if held else 1
     full = held // columns * layer.get_seq_length()
     return LayerReport(index, kind, bytes_held=held, bytes_full=full)
-
-
-def _keys_of(layer: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Keys and values of transformers' own layer; None if it has none."""
-    return getattr(layer, "keys", None), getattr(layer, "values", None)

@@ -115,7 +115,7 @@ class CachePlan:
         return layers
 
     def _variant(self, layer: int, angles: Rotary | None) -> PlainVariant:
-        if angles is not None and angles.rotates_layer(layer):
+        if angles is not None and layer in angles.rotated_layers:
             return CacheRelativeVariant(angles)
         if self._traits.latent:
             return LatentVariant(self._traits.latent)

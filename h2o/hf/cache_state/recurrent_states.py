@@ -94,11 +94,6 @@ def take_row(layer: Any, row: int, source: Any, rows: int) -> None:
         state[row].copy_(taken[name][0])
 
 
-def states_row_bytes(layer: Any) -> int:
-    """Bytes of states per batch row."""
-    return sum(x[0].nbytes for x in tensors_of(layer).values())
-
-
 def bytes_of(layer: Any) -> int:
     """Bytes of all states."""
     return sum(x.nbytes for x in tensors_of(layer).values())

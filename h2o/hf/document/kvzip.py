@@ -130,7 +130,8 @@ class _Reader:
         N = self.ids.shape[1]
         for begin in range(0, N, CHUNK):
             piece = slice(begin, begin + CHUNK)
-            self._pass(self.ids[:, piece], self.mask[:, piece], self.mask[:, :begin])
+            tokens = self.ids[:, piece], self.mask[:, piece]
+            forward(self.model, self.cache, *tokens, self.mask[:, :begin])
             self.progress(min(N, begin + CHUNK), self.columns)
         if any(layer.part != tensor_parallel.WHOLE for layer in self.layers):
             raise UnsupportedError(
@@ -165,7 +166,7 @@ class _Reader:
                 piece = row[max(0, number * n - OVERLAP) : (number + 1) * n]
                 is_over = number * n >= len(row)
                 pieces.append(row[:0] if is_over else torch.cat([request[0], piece]))
-            self._pass(*_pad(pieces), self.mask)
+            forward(self.model, self.cache, *_pad(pieces), self.mask)
             _put_other_layers(self.cache, others)
             self.progress(N + min(N, (number + 1) * max(at_once)), self.columns)
         return self._scores()
@@ -187,9 +188,6 @@ class _Reader:
                 "readings=1"
             )
         return at_once
-
-    def _pass(self, ids: Tensor, mask: Tensor, before: Tensor) -> None:
-        forward(self.model, self.cache, ids, mask, before)
 
     def _scores(self) -> list[Tensor]:
         return [

@@ -81,11 +81,6 @@ def echo_replacement(config: Any) -> str:
     return _describe_replacement(config, _rotary(config))
 
 
-def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:
-    """The rotary embedding of a model if echo ranks its prompts, otherwise None."""
-    return adapt_config(config, h2o_config).rotary
-
-
 def _describe_replacement(config: Any, rotary: Rotary | str) -> str:
     """What replaces one budget for all heads, and why; empty if nothing does."""
     if isinstance(rotary, str):
@@ -116,7 +111,7 @@ class PromptEcho:
     def __init__(self, rotary: Rotary, layer: int, policy: Policy) -> None:
         """`policy` is `H2OConfig.policy`; its `score_by` is "mean"."""
         self.policy = policy
-        self.rotary, self.is_rotated = rotary, rotary.rotates_layer(layer)
+        self.rotary, self.is_rotated = rotary, layer in rotary.rotated_layers
 
     def scores(self, tokens: NewTokens, received: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and echo of the tokens in a first pass, each [B, G, Q] float32.

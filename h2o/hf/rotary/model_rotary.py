@@ -230,10 +230,6 @@ class Rotary:
         pairs = x[..., : self.width].unflatten(-1, (2, -1))
         return torch.cat([torch.linalg.vector_norm(pairs, dim=-2), x[..., self.width :]], dim=-1)
 
-    def rotates_layer(self, layer: int) -> bool:
-        """Whether a layer's queries and keys are rotated."""
-        return layer in self.rotated_layers
-
     def _find_pairs(self) -> None:
         """Find which elements form pairs: adjacent elements, or i and i + D / 2. In DeepSeek, pairs
         are adjacent before the rotation but not after it."""
