@@ -18,7 +18,7 @@ from h2o.cli.cache_options import (
     make_config,
     parse_count,
 )
-from h2o.cli.comparison import Result
+from h2o.cli.comparison import Comparison
 from h2o.config import H2OConfig
 from h2o.errors import UserError
 from h2o.evaluation.setting import from_config, parse_all
@@ -96,7 +96,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return 0
 
 
-def generate(options: argparse.Namespace) -> Result:
+def generate(options: argparse.Namespace) -> Comparison:
     """Generate greedily with an H2OCache, or with each of the caches to compare."""
     from h2o import models, packages
     from h2o.evaluation import generation
@@ -127,7 +127,7 @@ def generate(options: argparse.Namespace) -> Result:
     runs = list(starmap(generate_with, choose_caches(options, model, tokens).items()))
     full = runs[0][1] if options.compare else None
     agree = [full and generation.leading_agreement(new, full) for _, new in runs]
-    return Result(
+    return Comparison(
         model=options.model or models.DEFAULT_MODEL,
         dtype=str(model.dtype).removeprefix("torch."),
         prompt_tokens=tokens,

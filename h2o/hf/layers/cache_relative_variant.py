@@ -21,14 +21,14 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.layers.plain_variant import PlainVariant
-from h2o.hf.rotary.model_rotary import Rotary, rotate
+from h2o.hf.rotary.model_rotary import ModelRotary, rotate
 from h2o.quantization import dequantize
 
 
 class CacheRelativeVariant(PlainVariant):
     """Stores keys without rotation. Attention rotates them by rank."""
 
-    def __init__(self, rotary: Rotary) -> None:
+    def __init__(self, rotary: ModelRotary) -> None:
         self.rotary = rotary
         self._ranks: Tensor | None = None  # [B, G, S] int32; None: not computed yet
 
@@ -96,7 +96,7 @@ def attend(
     slots: ops.Slots | None,
     sizes: list[int],
     *,
-    rotary: Rotary,
+    rotary: ModelRotary,
     mask: Tensor | None = None,
     most: int | None = None,
     **more: Any,

@@ -51,7 +51,7 @@ def largest(
     """Compute the echo scores of the keys of a row, [G, n] float32, without an [n, n] matrix.
 
     Args:
-        query: [H, n, D], rotated by its positions and in the order of `Rotary.halves`.
+        query: [H, n, D], rotated by its positions and in the order of `ModelRotary.halves`.
         keys: [G, n, D], rotated and ordered likewise.
         angles: [2, F] cosines and sines that rotate a query by n positions; None: no rotation.
         scale, softcap, sink_logits: see `h2o.ops.attend`.

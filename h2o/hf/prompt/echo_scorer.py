@@ -32,7 +32,7 @@ from h2o.hf.model_traits.layer_kinds import full_layers
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 from h2o.hf.prompt.echo import largest
 from h2o.hf.prompt.scorers import AttentionScorer
-from h2o.hf.rotary.model_rotary import Rotary
+from h2o.hf.rotary.model_rotary import ModelRotary
 from h2o.model_identity import describe, latent_row
 from h2o.policy import Policy
 
@@ -53,7 +53,7 @@ class AdaptedConfig(NamedTuple):
 
     config: H2OConfig
     """The config, with equal budgets for all heads if the model does not support a shared one"""
-    rotary: Rotary | None
+    rotary: ModelRotary | None
     """Rotary embedding that echo rotates queries with; None: attention alone scores prompts"""
     echo_replacement: str
     """What replaces one budget for all heads, and why; empty if nothing does"""
@@ -61,7 +61,7 @@ class AdaptedConfig(NamedTuple):
 
 def adapt_config(config: Any, h2o_config: H2OConfig) -> AdaptedConfig:
     """Adapt an `H2OConfig` to a model with this config."""
-    rotary: Rotary | str | None = None  # None: attention ranks the keys, as the settings say
+    rotary: ModelRotary | str | None = None  # None: attention ranks the keys, as the settings say
     if h2o_config.positions == "cache_relative":
         rotary = "its positions are cache-relative"
     elif h2o_config.score_by == "mean-echo":
@@ -81,7 +81,7 @@ def echo_replacement(config: Any) -> str:
     return _describe_replacement(config, _rotary(config))
 
 
-def _describe_replacement(config: Any, rotary: Rotary | str) -> str:
+def _describe_replacement(config: Any, rotary: ModelRotary | str) -> str:
     """What replaces one budget for all heads, and why; empty if nothing does."""
     if isinstance(rotary, str):
         return f"H2OConfig.robust, because {rotary}"
@@ -95,12 +95,12 @@ def _describe_replacement(config: Any, rotary: Rotary | str) -> str:
     )
 
 
-def _rotary(config: Any) -> Rotary | str:
+def _rotary(config: Any) -> ModelRotary | str:
     """A model's rotary embedding, or the reason why its prompts have no echo."""
     if latent_row(config):
         return "its keys are latents, which all heads share"
     try:
-        return Rotary(config, needed_by='score_by="mean-echo"')
+        return ModelRotary(config, needed_by='score_by="mean-echo"')
     except UnsupportedError as error:
         return str(error).partition(": ")[2] or str(error)
 
@@ -108,7 +108,7 @@ def _rotary(config: Any) -> Rotary | str:
 class PromptEcho:
     """Computes the scores of a prompt in one layer."""
 
-    def __init__(self, rotary: Rotary, layer: int, policy: Policy) -> None:
+    def __init__(self, rotary: ModelRotary, layer: int, policy: Policy) -> None:
         """`policy` is `H2OConfig.policy`; its `score_by` is "mean"."""
         self.policy = policy
         self.rotary, self.is_rotated = rotary, layer in rotary.rotated_layers

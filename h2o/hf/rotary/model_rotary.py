@@ -99,7 +99,7 @@ _proofs: dict[str, Proof | str] = {}
 """Proofs by config, or the reason why there is none."""
 
 
-class Rotary:
+class ModelRotary:
     """The rotary embedding of the model that a config describes. Shared by the layers of a cache.
 
     The first use of a config verifies that positions act on the model's full attention only by this
@@ -341,7 +341,7 @@ class Rotary:
             "_shifts": {},
         }
 
-    def __deepcopy__(self, memo: Any) -> Rotary:
+    def __deepcopy__(self, memo: Any) -> ModelRotary:
         """A copy for another cache. It shares the rotary module, which is never changed."""
         return copy.copy(self)
 

@@ -24,13 +24,13 @@ from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.prompt.prompt_budget import PromptBudget
-from h2o.hf.rotary.model_rotary import Rotary
+from h2o.hf.rotary.model_rotary import ModelRotary
 
 
 class SimulatedBudgets:
     """Budgets of each layer, row and head, for the text that each thread simulates."""
 
-    def __init__(self, plans: dict[int, LayerPlan], rotary: Rotary) -> None:
+    def __init__(self, plans: dict[int, LayerPlan], rotary: ModelRotary) -> None:
         """`plans`: plans of the simulated layers, by layer number."""
         self._plans, self._rotary = plans, rotary
         self._thread_local = threading.local()
@@ -40,7 +40,7 @@ class SimulatedBudgets:
         cls,
         budgets: Sequence[LayerPlan | None],
         prompt_length: int | Sequence[int],
-        rotary: Rotary | None,
+        rotary: ModelRotary | None,
     ) -> SimulatedBudgets | None:
         """Create from the plans of all layers (`budgets`; None for layers that are not H2O's).
 

@@ -38,7 +38,7 @@ from h2o.hf.model_traits.shared_keys import shared_key_layers
 from h2o.hf.model_traits.wrappers import unwrap
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.echo_scorer import PromptEcho, adapt_config
-from h2o.hf.rotary.model_rotary import Rotary
+from h2o.hf.rotary.model_rotary import ModelRotary
 from h2o.hf.simulation.masks import Masks
 from h2o.hf.simulation.scored_simulation import simulate_random, simulate_tokenwise
 from h2o.hf.simulation.simulated_budgets import SimulatedBudgets
@@ -145,7 +145,7 @@ class Simulation:
         trace: bool,
         mass: bool,
         shared: dict[int, tuple[int, ...]],
-        rotary: Rotary | None,
+        rotary: ModelRotary | None,
         pins: Pins,
     ) -> None:
         self._plans, self._masks = plans, masks
