@@ -26,7 +26,7 @@ from h2o.slots import empty_row
 from h2o.spans import PINNED, count
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore
-from h2o.vllm.paged_request import Request
+from h2o.vllm.paged_request import PagedRequest
 from h2o.vllm.worker_prompts import WorkerPrompts
 
 PromptScores = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -68,7 +68,7 @@ class Chunk(NamedTuple):
     page: int
     length: int
     """Number of tokens of the request, including this chunk"""
-    request: Request
+    request: PagedRequest
     opens: bool
     """Whether the prompt begins with this chunk"""
     ends: bool
@@ -123,7 +123,7 @@ def plan(
     starts: Sequence[int],
     lengths: Sequence[int],
     pages: Sequence[int],
-    requests: Mapping[int, Request],
+    requests: Mapping[int, PagedRequest],
     begun: PartialPrompts,
     device: torch.device | str = "cpu",
     replayed: Container[int] = (),
@@ -155,7 +155,7 @@ def plan(
         elif end - begin == 1 and page not in begun.chunks:
             single.append((page, begin))
             continue
-        request = requests.get(page) or Request(length)
+        request = requests.get(page) or PagedRequest(length)
         # A prompt that was cut before its end is cut again after each further chunk.
         buffer = begun.chunks[page].buffer if page in begun.chunks else None
         is_first = opens or page in begun.chunks

@@ -39,7 +39,7 @@ from h2o.vllm.connector import impls_of, set_up, stores_of
 from h2o.vllm.metrics import Labels, Meter
 from h2o.vllm.page_budget import PageBudget, example_keys
 from h2o.vllm.page_store import ALIGNMENT, PageStore
-from h2o.vllm.paged_request import Request
+from h2o.vllm.paged_request import PagedRequest
 from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, plan
 from h2o.vllm.validation import Requests, entry_of, has_windows, logger, page_budget
 from h2o.vllm.worker_prompts import WorkerPrompts
@@ -142,7 +142,7 @@ class Engine(NamedTuple):
     stores: WeakValueDictionary[tuple[int, int], PageStore]
     """Stores that all layers share, by address and number of the pages. The layers own them"""
     worker_prompts: WorkerPrompts
-    requests: dict[int, Request]
+    requests: dict[int, PagedRequest]
     """The active requests, by page"""
 
 

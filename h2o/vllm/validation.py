@@ -18,7 +18,7 @@ from h2o.config import H2OConfig
 from h2o.packages import install_command
 from h2o.vllm.config_entry import config_of_entry, whole_prompts_of
 from h2o.vllm.page_budget import PageBudget
-from h2o.vllm.paged_request import Request, prefix_tokens, with_budget, with_pins
+from h2o.vllm.paged_request import PagedRequest, prefix_tokens, with_budget, with_pins
 from h2o.vllm.unsupported_backends import Unchanged
 
 logger = init_logger("vllm.h2o")
@@ -179,7 +179,7 @@ class Requests(Unchanged, ProcessorOfV1, ProcessorOfV2):
 
 def read_request(
     arguments: dict[str, Any], prompt: int, server: PageBudget, keys: Tensor
-) -> Request:
+) -> PagedRequest:
     """Create a request with a prompt of `prompt` tokens from its `vllm_xargs`.
 
     `h2o_heavy` and `h2o_recent` are its own budget, with the meaning that they have in `H2OConfig`.
@@ -201,4 +201,4 @@ def read_request(
         pinned = asked
     except (TypeError, ValueError) as error:
         logger.warning("h2o: a request is answered without the pins that it asks for: %s", error)
-    return Request(prompt, config, pinned, prefix)
+    return PagedRequest(prompt, config, pinned, prefix)

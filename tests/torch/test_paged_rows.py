@@ -23,7 +23,7 @@ from h2o.vllm import metrics
 from h2o.vllm.config_entry import config_of_entry, whole_prompts_of
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
-from h2o.vllm.paged_request import Request, prefix_tokens, with_budget, with_pins
+from h2o.vllm.paged_request import PagedRequest, prefix_tokens, with_budget, with_pins
 from h2o.vllm.paged_rows import PagedLayer, PartialPrompts, plan
 from h2o.vllm.worker_prompts import WorkerPrompts
 from tests import inputs
@@ -105,7 +105,7 @@ def feed(layer: PagedLayer, begun: PartialPrompts, rows: list[tuple[Talk, int]])
         starts,
         [each.seen for each, _ in rows],
         [each.page for each, _ in rows],
-        {each.page: Request(each.prompt, None, each.pinned) for each, _ in rows},
+        {each.page: PagedRequest(each.prompt, None, each.pinned) for each, _ in rows},
         begun,
     )
     out = torch.full(query.shape, torch.nan)
@@ -466,7 +466,7 @@ def test_on_a_device_the_host_waits_for_nothing(name):
     used again."""
     with on_fake_device():
         layer, begun = paged(CONFIGS[name]), PartialPrompts(1)
-        requests = {1: Request(40), 2: Request(12), 3: Request(33)}
+        requests = {1: PagedRequest(40), 2: PagedRequest(12), 3: PagedRequest(33)}
         for starts, lengths, pages in [
             ([0, 20, 32], [20, 12], [1, 2]),
             ([0, 1, 21], [13, 40], [2, 1]),

@@ -19,7 +19,7 @@ from h2o import H2OConfig
 from h2o.vllm import plugin, scheduler
 from h2o.vllm.connector import StoredPromptsConnector
 from h2o.vllm.page_budget import PageBudget, example_keys
-from h2o.vllm.paged_request import Request
+from h2o.vllm.paged_request import PagedRequest
 from h2o.vllm.worker_prompts import WorkerPrompts
 
 PAGE = plugin.PageSpec(
@@ -111,13 +111,13 @@ def test_workers_know_what_the_requests_of_pages_ask_for():
         return worker.engine.requests
 
     admit(made, request(h2o_heavy=3, h2o_pinned="2:4"), 3)
-    own = Request(100, H2OConfig(heavy=3, recent=8), [(2, 4)])
+    own = PagedRequest(100, H2OConfig(heavy=3, recent=8), [(2, 4)])
     assert known(a=32) == {3: own}
     made.request_finished_all_groups(request(), ([3],))
     admit(made, request("b", 50, h2o_prefix=30), 3)
-    assert known(b=30) == {3: Request(50, prefix=30)}
+    assert known(b=30) == {3: PagedRequest(50, prefix=30)}
     admit(made, request("b", 50), 3)
-    assert known(preempted="b", b=30) == {3: Request(50)}
+    assert known(preempted="b", b=30) == {3: PagedRequest(50)}
     made.request_finished_all_groups(request("b"), ([3],))
     made.request_finished_all_groups(request("c"), ([],))
     assert known() == {}
