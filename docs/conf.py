@@ -162,6 +162,10 @@ def relinked(text: str, written_in: str, page: str) -> str:
     return re.sub(r"\[([^\[\]]*)\]\(([^)\s]+)\)", replacement, text)
 
 
+COLON = "\0"
+"""Stands for a colon of an attribute. napoleon would take what precedes the colon for a type."""
+
+
 def as_rest(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
     """Docstrings are written in Markdown: fences become blocks, and code keeps its look."""
     fenced, out = False, []
@@ -172,10 +176,16 @@ def as_rest(app: Any, what: str, name: str, thing: Any, options: Any, lines: lis
         else:
             out.append(f"    {line}" if fenced else re.sub(r"(?<!`)(`[^`]+`)(?!`)", r"`\1`", line))
     if what in ("attribute", "property"):
-        out[:1] = [out[0].replace(": ", " - ", 1)]  # napoleon takes a colon for a type's end
+        out = [line.replace(":", COLON) for line in out]
     lines[:] = out
+
+
+def with_colons(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """The docstring with its colons again."""
+    lines[:] = [line.replace(COLON, ":") for line in lines]
 
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", as_rest, priority=100)  # before napoleon
+    app.connect("autodoc-process-docstring", with_colons, priority=900)  # after it
     app.connect("source-read", include_sections)

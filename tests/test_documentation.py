@@ -438,6 +438,16 @@ def conf():
     return conf
 
 
+def test_an_attribute_keeps_its_colons(conf):
+    """napoleon would take what stands before the first colon for a type."""
+    lines = ['"sum": all attention. "mean": attention per query.']
+    told = [None, "attribute", "h2o.H2OConfig.score_by", None, None]
+    conf.as_rest(*told, written := [*lines])
+    assert ":" not in written[0]
+    conf.with_colons(*told, written)
+    assert written == lines
+
+
 # ---- Tables of options -------------------------------------------------------------------------
 
 

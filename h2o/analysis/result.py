@@ -250,7 +250,7 @@ class Analysis:
             seed: seed of the random keys.
 
         Returns:
-            {"full": {0.0: perplexity}, "heavy": {share: perplexity}, "random": ..., "recent": ...}
+            `{"full": {0.0: perplexity}, "heavy": {share: perplexity}}`, and "random" and "recent".
         """
         ids = self._tensor[:limit]
 

@@ -71,7 +71,7 @@ class H2OLM(HFLM):
         batch_size: "auto" is 8 on the CPU.
         protocol: "simulate", "drop" or "read".
         variant: "h2o" (default), "full", or in simulation "local", "global", "flexgen".
-        heavy, recent, and every other field of `H2OConfig`; or, from Python, an `h2o_config`.
+        h2o_config: an `H2OConfig`, from Python. Otherwise its fields: `heavy`, `recent`, ...
         prompt_length: number of tokens before the first eviction ("simulate" only).
 
     Fractions are of the prompt: the context, the document in it, or in simulation the first

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -9,6 +13,7 @@ from transformers import DynamicCache
 from h2o import H2OCache, H2OConfig, patched
 from h2o.compat import with_cache
 from h2o.model_identity import model_fingerprint
+from tests.default_model import random_default_model
 from tests.hf.tiny import FAMILIES, LATENT, greedy, model, prompts
 
 pytest.importorskip("torchao")
@@ -80,3 +85,23 @@ def test_latents_are_expanded_by_packed_weights():
             ours(ids[:, :-4], **with_cache(cache))
             logits.append(ours(ids[:, -4:], **with_cache(cache)).logits)
     assert (logits[0] - logits[1]).abs().mean() < 0.1 * logits[0].abs().mean()
+
+
+def test_the_script_of_the_documents(tmp_path, monkeypatch, capsys):
+    """docs/how_to/keep_less_memory.md has a script that quantizes weights while it loads them."""
+    page = Path(__file__).parents[2] / "docs/how_to/keep_less_memory.md"
+    text = page.read_text("utf-8")
+    script = re.search(r"^```python\n(# int4\.py .*?)^```$", text, re.DOTALL | re.MULTILINE)[1]
+    ours, tokenizer = random_default_model(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=64, head_dim=32,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    ours.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["int4.py", str(tmp_path), "A lighthouse is", "Once"])
+    names = {}
+    exec(compile(script.replace("=50", "=3"), "int4.py", "exec"), names)
+    assert len(capsys.readouterr().out.splitlines()) >= 2
+    linear = [x.weight for x in names["model"].modules() if isinstance(x, torch.nn.Linear)]
+    assert len(linear) == 15  # with the output layer
+    assert all("Int4" in type(weight).__name__ for weight in linear)

@@ -137,12 +137,13 @@ class H2OCache(CacheInspection):
         Keys and values are copied. Until the next pass this takes as much memory as the full cache,
         or twice as much if you keep the DynamicCache.
 
+        A fractional budget counts the converted tokens and those of the next forward pass, unless
+        `prompt_length` is given. With `score_by="mean"` a key's score is divided by the number of
+        all later tokens, including those that gave no scores.
+
         Args:
             cache: a filled DynamicCache, created with or without `config`.
-            config, h2o_config, parameters: as for `H2OCache`, including `prompt_length` and
-                `trace`. A fractional budget counts the converted tokens and those of the next
-                forward pass, unless `prompt_length` is given. With `score_by="mean"` a key's score
-                is divided by the number of all later tokens, including those that gave no scores.
+            config, h2o_config, parameters: as for `H2OCache`, with `prompt_length` and `trace`.
             attention_mask: [B, n] for the n columns that the DynamicCache has seen, 0 at a pad.
                 Needed if rows are padded, because padding keys cannot be told from real ones.
 

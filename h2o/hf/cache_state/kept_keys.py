@@ -19,7 +19,9 @@ class KeptToken(NamedTuple):
     """A token whose key a layer holds."""
 
     position: int
+    """Index of the token in its row, not counting padding"""
     text: str
+    """The token as text"""
     score: float
     """Attention that the key received while held, summed over heads; infinity if pinned"""
     heads: list[int]
