@@ -289,8 +289,8 @@ $(CUDA)/lib: $(PACKAGED) $(CUDA_CORE)
 # Attention over head dimensions above the kernels' 256 uses torch's operations; tests/cuda tests decode
 # steps over them.
 CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py tests/core/test_shared.py \
-	tests/core/test_numbered_rows.py tests/torch/test_cache_relative.py \
-	tests/torch/test_heads.py tests/torch/test_precision.py tests/torch/test_numbered_rows.py \
+	tests/core/test_selected_rows.py tests/torch/test_cache_relative.py \
+	tests/torch/test_heads.py tests/torch/test_precision.py tests/torch/test_selected_rows.py \
 	tests/torch/test_paged_rows.py tests/torch/test_heavy_tails.py
 # The emulation takes a hundred times as long as the CPU's kernels. Cases that no kernel for GPUs tells
 # apart are therefore left out here, but not in `make test-gpu`: among others most policies in tests of

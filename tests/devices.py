@@ -1,7 +1,7 @@
 """Tensors on a device that this machine lacks. They have shapes but no values.
 
-Under `elsewhere()` torch's FakeTensorMode creates all tensors on that device. Their values cannot
-be read: `.item()`, `.tolist()`, `bool()`, `int()` and a boolean index raise. An operation on
+Under `on_fake_device()` torch's FakeTensorMode creates all tensors on that device. Their values
+cannot be read: `.item()`, `.tolist()`, `bool()`, `int()` and a boolean index raise. An operation on
 tensors of two devices raises as well. Code that runs here therefore never waits for the device.
 """
 
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WAITS", "elsewhere", "forget_default_device", "moved"]
+__all__ = ["WAITS", "forget_default_device", "moved", "on_fake_device"]
 
 WAITS = "aten._local_scalar_dense|aten.nonzero|aten.index|not linked with support"
 """Pattern of the RuntimeError that is raised where the host would wait for values of the device"""
 
 
 @contextlib.contextmanager
-def elsewhere(device: str = "cuda") -> Iterator[None]:
+def on_fake_device(device: str = "cuda") -> Iterator[None]:
     with torch.no_grad(), FakeTensorMode(), torch.device(device), _WithoutDriver():
         yield
 

@@ -54,11 +54,11 @@ def test_the_full_cache_does_not_wait_for_plans():
     """cuDNN builds a new plan for each token, so it is disabled while the full cache is timed. The
     user's setting must be restored afterwards."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    with generation.without_plans(torch.device("cuda")):
+    with generation.without_cudnn(torch.device("cuda")):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.backends.cuda.flash_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
-    with generation.without_plans(torch.device("cpu")):
+    with generation.without_cudnn(torch.device("cpu")):
         assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
@@ -97,7 +97,7 @@ def test_caches_take_turns(tiny, monkeypatch):  # noqa: F811
     monkeypatch.setattr(speed.Contender, "run", run)
     settings = [setting.parse(name) for name in ("full", "authors:8")]
     model, tokenizer = load_model(tiny)
-    speed.measure(model, tokenizer, settings, [20], tokens=2, rounds=3, say=lambda text: None)
+    speed.measure(model, tokenizer, settings, [20], tokens=2, rounds=3, log=lambda text: None)
     warm, *rounds = [log[i : i + 2] for i in range(0, len(log), 2)]
     assert [warm, *rounds] == [
         ["full", "authors:8"], ["full", "authors:8"], ["authors:8", "full"], ["full", "authors:8"]

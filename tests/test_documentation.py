@@ -568,9 +568,9 @@ def test_the_api_pages_have_all_that_is_public():
     members = [thing for thing in things.values() if not inspect.ismodule(thing)]
     given = {name for thing in members for name in given_by(thing)}
     assert {
-        "h2o.hf.store.kept_keys.Kept",
+        "h2o.hf.cache_state.kept_keys.Kept",
         "h2o.hf.patch.Patch",
-        "h2o.hf.store.report.LayerReport",
+        "h2o.hf.cache_state.report.LayerReport",
     } <= given
     code = "\n".join(PYTHON.values())
     given |= {name for name in re.findall(r"\bh2o(?:\.\w+)+\.[A-Z]\w+", code) if is_there(name)}

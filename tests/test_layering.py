@@ -335,7 +335,7 @@ def test_the_package_does_not_lean_on_the_oracle():
 
 def test_the_torch_backend_waits_for_no_device():
     """No code of the torch backend may read a tensor's values, which would wait for the device.
-    tests/hf/test_elsewhere.py runs the backend where reading fails."""
+    tests/hf/test_fake_device.py runs the backend where reading fails."""
     reads = r"\.(item|tolist|numpy|cpu|nonzero|unique)\(|(?<![.\w])(int|bool|float)\("
     for name, text in sources("h2o/backends/torch_backend", ".py").items():
         match = re.search(reads, text)

@@ -135,10 +135,10 @@ def test_unknown_model_is_named(tmp_path):
 @pytest.mark.slow
 def test_default_model_is_converted_once():
     said = []
-    model, tokenizer = models.load_model(say=said.append)
+    model, tokenizer = models.load_model(log=said.append)
     assert any("converting" in text for text in said)
     said.clear()
-    again, _ = models.load_model(say=said.append)
+    again, _ = models.load_model(log=said.append)
     assert not any("converting" in text for text in said)
     for parameter, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(parameter, other)
@@ -170,7 +170,7 @@ def test_a_broken_converted_model_names_its_folder(tmp_path, monkeypatch):
     models.convert(write_gguf(tmp_path / "tiny.gguf"), target)
     file = target / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    monkeypatch.setattr(models, "embedded_folder", lambda say: target)
+    monkeypatch.setattr(models, "embedded_folder", lambda log: target)
     with pytest.raises(models.UserError) as error:
         models.load_model()
     assert f"{target} are damaged, delete that folder" in str(error.value)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from h2o.analysis.collect import Attention, attend, full_layers, measure_layers, sparsity
+from h2o.analysis.collect import Attention, analyzable_layers, attend, measure_layers, sparsity
 from h2o.analysis.result import THRESHOLD, Analysis, Measured
-from h2o.config import H2OConfig, one_config
-from h2o.hf.families import tensor_parallel
+from h2o.config import H2OConfig, resolve_config
+from h2o.hf.model_traits import tensor_parallel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,9 +54,9 @@ def analyze(
         TypeError, ValueError: an argument is wrong.
     """
     parameters.pop("token_type_ids", None)  # some tokenizers return them, decoders ignore them
-    config = one_config(h2o_config, parameters).for_model(model)
+    config = resolve_config(h2o_config, parameters).for_model(model)
     ids = _one_text(input_ids, attention_mask)
-    if not full_layers(model):
+    if not analyzable_layers(model):
         raise ValueError("every layer has a sliding window: there is nothing for h2o to analyze")
     if (part := tensor_parallel.part_of_heads(model)) != tensor_parallel.WHOLE:
         raise ValueError(

@@ -21,8 +21,8 @@ from h2o.attention_blocks import logit_blocks
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import replace_attention
-from h2o.hf.families.layer_kinds import kind_of
-from h2o.hf.families.wrappers import input_device
+from h2o.hf.model_traits.layer_kinds import kind_of
+from h2o.hf.model_traits.wrappers import input_device
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import config_of, latent_row
 
@@ -50,7 +50,7 @@ Visit = Callable[[int, Attention], Tensor]
 """(layer, its attention) -> output [n, H, D]"""
 
 
-def full_layers(model: Any) -> list[int]:
+def analyzable_layers(model: Any) -> list[int]:
     """The layers with full attention.
 
     Raises:
@@ -77,7 +77,7 @@ def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Ten
         seen = Attention(call.query[0], call.key[0], call.value[0], *logits)
         return visit(call.layer, seen)[None]
 
-    with replace_attention(model, full_layers(model), attention):
+    with replace_attention(model, analyzable_layers(model), attention):
         return forward(model, ids, logits=logits)
 
 

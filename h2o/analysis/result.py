@@ -13,7 +13,7 @@ from torch import Tensor
 from h2o.analysis import measures, removal
 from h2o.analysis.collect import Attention, attend, forward, measure_layers, sparsity
 from h2o.analysis.figures import FIGURES
-from h2o.config import H2OConfig, one_config
+from h2o.config import H2OConfig, resolve_config
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.simulation.simulation import simulated
 from h2o.utils.draw import axes_or_new, pieces, shade_text
@@ -283,7 +283,7 @@ class Analysis:
         config would hold when the token comes. Another config, passed as to `analyze`, takes
         another forward pass.
         """
-        chosen = one_config(h2o_config, parameters) if h2o_config or parameters else None
+        chosen = resolve_config(h2o_config, parameters) if h2o_config or parameters else None
         mass = self.simulate_cache(chosen)[self._check_layer(layer)].retained
         return mass if per_token else mass.mean(-1)
 

@@ -167,11 +167,11 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
         def run(*operands: Any) -> None:
             leader = operands[0]
             if _has_table(leader):  # through which the core gets the stream, on any device
-                is_served = queue(leader, operands, None)
+                is_supported = queue(leader, operands, None)
             else:
                 with current(leader):
-                    is_served = queue(leader, operands, _stream(leader))
-            if not is_served:
+                    is_supported = queue(leader, operands, _stream(leader))
+            if not is_supported:
                 otherwise(*operands)
 
         return run

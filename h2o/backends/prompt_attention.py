@@ -18,6 +18,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
@@ -63,7 +64,7 @@ LEAST_SCALE = 1e-6
 """Minimum scale of q.k, because the kernels divide log sums by it."""
 
 
-class Measured(NamedTuple):
+class TimedPrompt(NamedTuple):
     """A prompt that is timed."""
 
     least: int
@@ -75,7 +76,10 @@ class Measured(NamedTuple):
     """Number of calls that such a prompt makes. Only `SAMPLE` of them are timed."""
 
 
-MEASURED = (Measured(LEAST_TOKENS, 2048, 32, 8, 32), Measured(16384, 16384, 8, 2, 4 * 32))
+TIMED_PROMPTS = (
+    TimedPrompt(LEAST_TOKENS, 2048, 32, 8, 32),
+    TimedPrompt(16384, 16384, 8, 2, 4 * 32),
+)
 """Prompts of a model with 32 layers of 32 query heads. The longer one uses a quarter of the heads
 in four times the calls: the same work in a quarter of the memory (120 MB for a depth of 128)."""
 
@@ -213,9 +217,12 @@ def fastest(
 
     chosen: dict[int, str] = {}
     last = ""
-    for prompt in MEASURED if TORCH_ATTENTIONS else ():
+    for prompt in TIMED_PROMPTS if TORCH_ATTENTIONS else ():
         with default_settings(torch.device(device)):
-            seconds = {name: _time(attend, depth, prompt, wait) for name, attend in attends.items()}
+            seconds = {
+                name: _if_available(partial(_seconds, attend, depth, prompt, wait), math.inf)
+                for name, attend in attends.items()
+            }
         name = next(name for name in sorted(seconds, key=seconds.__getitem__) if is_usable(name))
         if name != last:
             chosen[prompt.least] = last = name
@@ -248,11 +255,6 @@ def _cases(depth: int) -> tuple[kernel_check.Case, ...]:
     )
 
 
-def _time(attend: Callable[..., None], D: int, prompt: Measured, wait: Callable[[], None]) -> float:
-    """`_seconds`, or infinity if this torch or this device lacks the attention."""
-    return _if_available(lambda: _seconds(attend, D, prompt, wait), math.inf)
-
-
 def _if_available(run: Callable[[], T], otherwise: T) -> T:
     """The result of `run`, or `otherwise` if this torch or this device lacks the attention."""
     try:
@@ -264,7 +266,7 @@ def _if_available(run: Callable[[], T], otherwise: T) -> T:
 
 
 def _seconds(
-    attend: Callable[..., None], D: int, prompt: Measured, wait: Callable[[], None]
+    attend: Callable[..., None], D: int, prompt: TimedPrompt, wait: Callable[[], None]
 ) -> float:
     """Time that a prompt spends in `attend` in all layers, on torch's default device.
 
@@ -287,7 +289,7 @@ def _seconds(
     return first + (prompt.calls - 1) * later
 
 
-def _random_call(D: int, prompt: Measured, tokens: int) -> AttendOperands:
+def _random_call(D: int, prompt: TimedPrompt, tokens: int) -> AttendOperands:
     """A call with random bfloat16 operands, from its own generator, not the program's."""
     device = torch.get_default_device()
     generator = torch.Generator(device).manual_seed(0)

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h2o.analysis.collect import full_layers
+from h2o.analysis.collect import analyzable_layers
 from h2o.calibration.allocate import allocate
 from h2o.calibration.head_costs import measure_costs, watch_gradients
 from h2o.calibration.refine import measure_worth, move_budgets, surround
 from h2o.config import H2OConfig
 from h2o.config.head_budgets import LEAST
 from h2o.config.profile import Profile
-from h2o.hf.families import tensor_parallel
+from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
 from h2o.result_file import ResultFile, provenance
@@ -103,7 +103,7 @@ def calibrate(
     Raises: `UnsupportedError` for a model that h2o does not support, TypeError and ValueError for
     invalid arguments, UserError (`h2o.errors`) for a `resume` file of another kind.
     """
-    full = full_layers(model)
+    full = analyzable_layers(model)
     if not full:
         raise ValueError("every layer has a sliding window: there is no cache budget to divide")
     if model.training:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.analysis.collect import Attention, full_layers
+from h2o.analysis.collect import Attention, analyzable_layers
 from h2o.config import H2OConfig
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import replace_attention
-from h2o.hf.families.wrappers import input_device
+from h2o.hf.model_traits.wrappers import input_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def watch_gradients(
         )
         return out
 
-    with replace_attention(model, full_layers(model), attention), torch.enable_grad():
+    with replace_attention(model, analyzable_layers(model), attention), torch.enable_grad():
         logits = model(ids[None].to(input_device(model)), use_cache=False).logits
         for draw in range(draws):
             said = _likelihood_gradient(logits[0].detach(), generator)

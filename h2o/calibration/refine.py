@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from h2o import ops
-from h2o.analysis.collect import forward, full_layers
+from h2o.analysis.collect import analyzable_layers, forward
 from h2o.calibration.head_costs import ROWS
 from h2o.config import H2OConfig
 from h2o.config.head_budgets import expand_to_heads
 from h2o.hf.attention.attention import softmax_attention
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import replace_attention
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.wrappers import input_device
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.wrappers import input_device
 
 RATIO = 1.5
 """The larger budget is this factor times a budget, the smaller one the budget divided by it."""
@@ -54,7 +54,7 @@ def measure_worth(
         divergence from the larger to the smaller budget, to first order. Both are in nats per
         token.
     """
-    order = {layer: index for index, layer in enumerate(full_layers(model))}
+    order = {layer: index for index, layer in enumerate(analyzable_layers(model))}
     said = forward(model, ids, logits=True)
     outputs: list[Tensor] = []
     changes: list[Tensor] = []

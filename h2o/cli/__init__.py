@@ -157,7 +157,3 @@ def report_error(parser: Parser, error: Exception | str) -> int:
 def drop_output() -> None:
     """Discard the rest of the output, so that Python does not try to write it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

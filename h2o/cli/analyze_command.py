@@ -95,9 +95,9 @@ def measure(options: argparse.Namespace) -> None:
     from h2o.evaluation.setting import from_config
     from h2o.utils.progress import stopwatch
 
-    say = stopwatch()
+    log = stopwatch()
     config, settings = options.config, options.settings
-    model, tokenizer = load_model(options, [from_config(config), *settings], say)
+    model, tokenizer = load_model(options, [from_config(config), *settings], log)
     text = texts.article() if options.content is None else options.content
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -107,17 +107,17 @@ def measure(options: argparse.Namespace) -> None:
         raise ValueError(
             f"a page shows at most {LONGEST} tokens, not {ids.shape[1]}: pass --tokens {LONGEST}"
         )
-    say(f"running {ids.shape[1]} of {total} tokens, with full attention and with the cache")
+    log(f"running {ids.shape[1]} of {total} tokens, with full attention and with the cache")
     a = analyze(model, ids, h2o_config=config, prompt_length=options.prompt_length)
     for setting in settings:
-        say(f"cache {setting.name}")
+        log(f"cache {setting.name}")
         a.simulate_cache(setting.config)
     removal: dict[str, Any] | None = None
     if options.removal_tokens:
-        say(f"removing keys from the first {min(len(a), options.removal_tokens)} tokens")
+        log(f"removing keys from the first {min(len(a), options.removal_tokens)} tokens")
         removal = {"limit": options.removal_tokens}
         a.removal(**removal)
-    say("drawing")
+    log("drawing")
     write(
         a,
         tokenizer,
@@ -128,4 +128,4 @@ def measure(options: argparse.Namespace) -> None:
         configs={setting.name: setting.config for setting in settings} or OWN,
         removal=removal,
     )
-    say(f"written: {options.output}")
+    log(f"written: {options.output}")

@@ -64,13 +64,14 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError (`h2o.errors`)."""
     from h2o import models
     from h2o.evaluation import speed
+    from h2o.utils.progress import Progress
 
     models.need_transformers()
-    say = (lambda text: None) if options.json else models.say
-    model, tokenizer = load_model(options, options.settings, say)
+    log = Progress(quiet=options.json).print_line
+    model, tokenizer = load_model(options, options.settings, log)
     result = {"model": options.model or models.DEFAULT_MODEL} | speed.measure(
         model, tokenizer, options.settings, options.prompts,
-        tokens=options.tokens, rounds=options.rounds, say=say,
+        tokens=options.tokens, rounds=options.rounds, log=log,
     )  # fmt: skip
     print(json.dumps(result, indent=2) if options.json else format_result(result))
     return 0

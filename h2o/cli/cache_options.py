@@ -235,9 +235,9 @@ def make_settings(
 
 
 def load_model(
-    options: argparse.Namespace, settings: Iterable[Setting], say: Callable[[str], None]
+    options: argparse.Namespace, settings: Iterable[Setting], log: Callable[[str], None]
 ) -> tuple[Any, Any]:
-    """Load the model of --model and its tokenizer. `say` is called with a line before each part.
+    """Load the model of --model and its tokenizer. `log` is called with a line before each part.
 
     Raises: UserError for a model that cannot be loaded or does not support one of the settings.
     """
@@ -249,7 +249,7 @@ def load_model(
         dtype=options.dtype,
         device=options.device,
         attn_implementation=None,
-        say=say,
+        log=log,
         check=check_fit(settings),
     )
 

@@ -66,8 +66,8 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     from h2o.hf.support import supports
     from h2o.utils.progress import stopwatch
 
-    say = stopwatch()
-    model, tokenizer = load_model(options, [from_config(H2OConfig())], say)
+    log = stopwatch()
+    model, tokenizer = load_model(options, [from_config(H2OConfig())], log)
     ids = {
         name: tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
         for name, text in contents.items()
@@ -80,11 +80,11 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
         windows=options.limit,
         seed=options.seed,
         resume=unfinished,
-        progress=lambda done, total: say(f"{done} of {total} passes over a window"),
+        progress=lambda done, total: log(f"{done} of {total} passes over a window"),
     )
     profile.save(options.output)
     unfinished.unlink(missing_ok=True)
-    say(f"written: {options.output}")
+    log(f"written: {options.output}")
     print(profile)
     for line in extremes(profile.shares_for(0.1), supports(model.config).layers):
         print(line)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Result:
+class Comparison:
     """All runs of a command. --json prints its `asdict`."""
 
     model: str
@@ -26,7 +26,7 @@ class Result:
     runs: list[Run]
 
 
-def answers(result: Result, question: str = "", fact: str = "") -> list[str]:
+def answers(result: Comparison, question: str = "", fact: str = "") -> list[str]:
     """Format the texts of all runs as lines, and say which contain `fact`, the expected answer."""
     width = max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
     heading = f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens. {question}"
@@ -59,7 +59,7 @@ def milliseconds(run: Run) -> str:
     return f"{1000 * run.decode_seconds / steps:.0f} ms per token" if steps else "no more tokens"
 
 
-def figures(result: Result) -> list[str]:
+def figures(result: Comparison) -> list[str]:
     """Format the figures of the runs as a table with one column for each run."""
     values: dict[str, Callable[[Run], str]] = {
         "prefill, tokens/s": lambda run: f"{run.prefill_tokens_per_second:.0f}",

@@ -37,7 +37,7 @@ CACHE = ("variant", *OPTIONS)
 PROTOCOL = ("protocol", "prompt_length")
 
 
-class TextTask(NamedTuple):
+class TaskOption(NamedTuple):
     """One of h2o's tasks that has its own option, whose value is a file."""
 
     name: str
@@ -47,10 +47,10 @@ class TextTask(NamedTuple):
     """Options that are passed to the task by lm-eval's --metadata"""
 
 
-TEXT_TASKS = {
-    "summarize": TextTask("h2o_summaries", ("drop",)),
-    "perplexity": TextTask("h2o_perplexity", ("simulate", "drop"), ("window", "prompt_length")),
-    "needle": TextTask("h2o_needles", ("read", "drop"), ("lengths", "facts", "decoys")),
+TASK_OPTIONS = {
+    "summarize": TaskOption("h2o_summaries", ("drop",)),
+    "perplexity": TaskOption("h2o_perplexity", ("simulate", "drop"), ("window", "prompt_length")),
+    "needle": TaskOption("h2o_needles", ("read", "drop"), ("lengths", "facts", "decoys")),
 }
 
 DESCRIPTION = """\
@@ -204,8 +204,8 @@ def choose_settings(args: argparse.Namespace) -> list[Setting]:
 def choose_text_task(args: argparse.Namespace, how: dict[str, Any]) -> list[str]:
     """lm-eval's arguments for --summarize, --perplexity or --needle. Fills in the protocol in
     `how`."""
-    (option,) = get_given(args, tuple(TEXT_TASKS))
-    task = TEXT_TASKS[option]
+    (option,) = get_given(args, tuple(TASK_OPTIONS))
+    task = TASK_OPTIONS[option]
     protocol = how.setdefault("protocol", task.protocols[0])
     if protocol not in task.protocols:
         known = " or ".join(task.protocols)

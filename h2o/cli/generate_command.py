@@ -18,7 +18,7 @@ from h2o.cli.cache_options import (
     make_config,
     parse_count,
 )
-from h2o.cli.comparison import Result
+from h2o.cli.comparison import Comparison
 from h2o.config import H2OConfig
 from h2o.errors import UserError
 from h2o.evaluation.setting import from_config, parse_all
@@ -96,7 +96,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return 0
 
 
-def generate(options: argparse.Namespace) -> Result:
+def generate(options: argparse.Namespace) -> Comparison:
     """Generate greedily with an H2OCache, or with each of the caches to compare."""
     from h2o import models, packages
     from h2o.evaluation import generation
@@ -105,12 +105,12 @@ def generate(options: argparse.Namespace) -> Result:
     progress = Progress(quiet=options.json)
     parts = prompt_parts(options)
     settings = [from_config(options.config), *options.settings]
-    model, tokenizer = load_model(options, settings, progress.say)
+    model, tokenizer = load_model(options, settings, progress.print_line)
     chat = options.chat or (is_shipped(options) and tokenizer.chat_template is not None)
     ids = models.encode(tokenizer, "\n\n".join(parts), chat, options.system).to(model.device)
     tokens = ids.shape[1]
     models.check_length(model, tokens, options.max_new_tokens)
-    progress.say(f"reading a prompt of {tokens} tokens")
+    progress.print_line(f"reading a prompt of {tokens} tokens")
     pinned = find_pins(options, tokenizer, parts, ids)
     generation.warm_up(model, ids)
 
@@ -127,7 +127,7 @@ def generate(options: argparse.Namespace) -> Result:
     runs = list(starmap(generate_with, choose_caches(options, model, tokens).items()))
     full = runs[0][1] if options.compare else None
     agree = [full and generation.leading_agreement(new, full) for _, new in runs]
-    return Result(
+    return Comparison(
         model=options.model or models.DEFAULT_MODEL,
         dtype=str(model.dtype).removeprefix("torch."),
         prompt_tokens=tokens,

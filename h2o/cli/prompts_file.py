@@ -118,16 +118,16 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
 
     progress = Progress()
     settings = _digest(options)
-    done = _done(output, settings, {line.id: line.digest for line in options.lines})
+    done = _answered_ids(output, settings, {line.id: line.digest for line in options.lines})
     numbered = enumerate(options.lines)
     lines = {number: line for number, line in numbered if line.id not in done}
     if not options.lines:
-        progress.say(f"{options.prompts} has no prompts, so {output} gets no answers")
+        progress.print_line(f"{options.prompts} has no prompts, so {output} gets no answers")
     if done:
-        progress.say(f"{len(done)} of {len(options.lines)} prompts have an answer already")
+        progress.print_line(f"{len(done)} of {len(options.lines)} prompts have an answer already")
     if not lines:
         return 0
-    model, tokenizer = load_model(options, [from_config(options.config)], progress.say)
+    model, tokenizer = load_model(options, [from_config(options.config)], progress.print_line)
     requests = {
         number: _tokenized(_request(line, number, options), tokenizer, options.pin)
         for number, line in lines.items()
@@ -156,7 +156,7 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
             progress.update(f"{count} of {len(lines)} prompts")
     progress.update("")
     if failed:
-        progress.say(f"{failed} prompts failed: see the errors in {output}")
+        progress.print_line(f"{failed} prompts failed: see the errors in {output}")
     return 1 if failed else 0
 
 
@@ -295,7 +295,7 @@ def _begin_alike(text: str, other: str) -> bool:
     return text[: len(other)] == other[: len(text)]
 
 
-def _done(output: Path, settings: str, prompts: dict[str | int, str]) -> set[str | int]:
+def _answered_ids(output: Path, settings: str, prompts: dict[str | int, str]) -> set[str | int]:
     """The ids that have an answer in the output file.
 
     Removes from the file an unfinished last line, which a killed run may leave, and the lines of

@@ -321,7 +321,7 @@ PARAMETERS = tuple(x.name for x in dataclasses.fields(H2OConfig) if not x.name.s
 """The public fields."""
 
 
-def one_config(h2o_config: H2OConfig | None, parameters: ConfigFields) -> H2OConfig:
+def resolve_config(h2o_config: H2OConfig | None, parameters: ConfigFields) -> H2OConfig:
     """The config that a caller gave as an object or as keywords."""
     if h2o_config is None:
         if unknown := sorted(set(parameters) - set(PARAMETERS)):

@@ -107,7 +107,7 @@ def expand_to_heads(
     """Expand the budgets of a layer's rows to one entry per head, if any row has one per head.
 
     `part`: (index, number of parts) of the heads of this process, under tensor parallelism
-    (`h2o.hf.families.tensor_parallel`).
+    (`h2o.hf.model_traits.tensor_parallel`).
 
     Raises: ValueError if the number of entries is not the layer's number of heads.
     """
@@ -156,7 +156,7 @@ def make_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tup
     ]
 
 
-def apportion(
+def divide_among_heads(
     shares: Any,
     layer: int,
     heavy: int,

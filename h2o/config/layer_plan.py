@@ -10,7 +10,7 @@ from typing import Any
 
 from h2o.budgets import UNLIMITED, Amount, flatten, mean_pair, pair_amounts
 from h2o.config import H2OConfig
-from h2o.config.head_budgets import SHARED_TWICE, apportion, check_shares
+from h2o.config.head_budgets import SHARED_TWICE, check_shares, divide_among_heads
 from h2o.kv_dtype import rescale_token_bytes
 from h2o.policy import Policy
 
@@ -92,7 +92,7 @@ class LayerPlan:
         """(heavy, recent) in tokens for a row whose prompt has n tokens: one pair for each
         key/value head, or a single pair for all.
 
-        `pinned`: see `h2o.config.head_budgets.apportion`. `min_tokens` overrides the config's.
+        `pinned`: see `divide_among_heads`. `min_tokens` overrides the config's.
         """
         least = self.config.min_tokens if min_tokens is None else min_tokens
         heads = self._pair_tokens(n, least)
@@ -104,7 +104,7 @@ class LayerPlan:
             return heads
         fraction = k / n if self.needs_prompt_length and n else None
         least = least if self.floor else 0
-        return apportion(
+        return divide_among_heads(
             self.shares, self.layer, heavy, recent, self.sinks, fraction, least, pinned
         )
 
@@ -113,7 +113,7 @@ class LayerPlan:
         `min_tokens` has no effect."""
         return self.config.truncate_pair(self.pairs[0], n, self.token_bytes)
 
-    def is_raised(self, n: int) -> bool:
+    def is_rounded_up(self, n: int) -> bool:
         """Whether a fraction of n tokens is less than one token, so that `head_tokens` raises it to
         one."""
         truncated = [self.config.truncate_pair(x, n, self.token_bytes) for x in self.pairs]

@@ -104,13 +104,13 @@ def time_tokens(
     streamer = Streamer(tokenizer, show, model.device)
     mask = torch.ones_like(ids)
     how |= {"do_sample": False, "streamer": streamer, **with_cache(cache)}
-    with without_plans(model.device):
+    with without_cudnn(model.device):
         model.generate(ids, attention_mask=mask, **how)
     start, first, *_ = streamer.seconds
     return Times(streamer.tokens, first - start, streamer.seconds[-1] - first)
 
 
-def without_plans(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Keep sdpa on CUDA from using cuDNN's attention, which makes a new plan for each number of
     keys. On an H200 this costs a full cache at least 40 ms of host time per token."""
     if device.type != "cuda":
@@ -149,7 +149,7 @@ def generate(
     """
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     if compile := compile and config is not None:
-        progress.say(f"{mode}: compiling the decode step, which takes a minute or two")
+        progress.print_line(f"{mode}: compiling the decode step, which takes a minute or two")
         how |= compiling()
         with _name_option("--compile", UnsupportedError):
             warm = new_cache(model, config, ids.shape[1], compile)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from h2o import compat, models
 from h2o.config import PARAMETERS, H2OConfig
 from h2o.evaluation import protocols, text_tasks
-from h2o.evaluation.model_fit import try_on
+from h2o.evaluation.model_fit import check_supported
 from h2o.evaluation.protocols import PROTOCOLS, Tally, check, one_token_notes
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.questions import question_tokens
@@ -35,8 +35,8 @@ from h2o.evaluation.setting import Setting, from_config, from_options
 from h2o.evaluation.text_tasks import is_text_request
 from h2o.hf.attention.attention import switch
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.layer_kinds import counts_padding
-from h2o.hf.families.wrappers import check_no_tuned_prompt
+from h2o.hf.model_traits.layer_kinds import counts_padding
+from h2o.hf.model_traits.wrappers import check_no_tuned_prompt
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.utils.processes import world_size
@@ -137,7 +137,7 @@ class H2OLM(HFLM):
         if protocol != "simulate":
             check_no_tuned_prompt(self.model, f"protocol={protocol}")
         if protocol != "simulate" or setting.variant != "full":
-            try_on(self.model, setting.config)
+            check_supported(self.model, setting.config)
         wanted = self._attention_before if protocol == "simulate" else "h2o"
         if compat.attention_name(self.model.config) != wanted:
             switch(self.model, wanted)

@@ -28,14 +28,14 @@ def check_fit(settings: Iterable[Setting], *, full_cache: bool = False) -> Calla
     def check(model: Any) -> None:
         for name, config in tried:
             try:
-                try_on(model, config)
+                check_supported(model, config)
             except (TypeError, ValueError) as error:
                 raise UserError(f"{name}: {error}") from error
 
     return check
 
 
-def try_on(model: Any, h2o_config: H2OConfig) -> None:
+def check_supported(model: Any, h2o_config: H2OConfig) -> None:
     """Check that a model supports a cache with this config. `model` may be the model's own config.
 
     Raises: `UnsupportedError` for a model that h2o does not support, at all or with this config;

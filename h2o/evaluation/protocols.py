@@ -25,7 +25,7 @@ from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.setting import Setting
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.compress import compress_document
-from h2o.hf.families.wrappers import input_device
+from h2o.hf.model_traits.wrappers import input_device
 from h2o.hf.simulation import simulation
 
 PROTOCOLS = ("simulate", "drop", "read")
@@ -183,7 +183,7 @@ def by_cache(
     longest = prompts[0].shape[1]
     rest = pad_rows([tokens[:-1] for tokens in continuations], left=False)
     ids, mask = (torch.cat(parts, dim=1) for parts in zip(prompts, rest, strict=True))
-    places, logits = number_positions(mask), []
+    positions, logits = number_positions(mask), []
     steps = ((t, t + 1) for t in range(longest, ids.shape[1]))
     for start, stop in [(cache.get_seq_length(), longest), *steps]:
         logits.append(
@@ -191,7 +191,7 @@ def by_cache(
                 1,
                 ids[:, start:stop],
                 mask[:, :stop],
-                position_ids=places[:, start:stop],
+                position_ids=positions[:, start:stop],
                 **with_cache(cache),
                 use_cache=True,
             )

@@ -21,9 +21,6 @@ from h2o.evaluation.setting import Setting
 
 PACKAGES = ("h2o-kv", "torch", "transformers", "numpy")
 
-Report = Callable[[str], None]
-"""Function that is called with a line before each part"""
-
 
 class Contender:
     """One cache, which generates from the same prompt in every round."""
@@ -97,7 +94,7 @@ def measure(
     *,
     tokens: int,
     rounds: int,
-    say: Report,
+    log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Time every cache at every prompt length.
 
@@ -106,6 +103,7 @@ def measure(
         prompts: lengths in tokens.
         tokens: number of tokens decoded after the first one, in each round.
         rounds: number of timed rounds. An untimed round comes first.
+        log: called with a line before each part.
 
     Raises: UserError for a model or a length that a cache does not support.
     """
@@ -119,7 +117,7 @@ def measure(
     for length in prompts:
         ids = make_prompt(tokenizer, length).to(model.device)
         contenders = [Contender(x, model, tokenizer, ids, tokens) for x in settings]
-        take_turns(contenders, rounds, lambda text, n=length: say(f"{n} tokens: {text}"))
+        take_turns(contenders, rounds, lambda text, n=length: log(f"{n} tokens: {text}"))
         measurements += [contender.summarize(contenders[0]) for contender in contenders]
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -131,15 +129,15 @@ def measure(
     }
 
 
-def take_turns(contenders: list[Contender], rounds: int, say: Report) -> None:
+def take_turns(contenders: list[Contender], rounds: int, log: Callable[[str], None]) -> None:
     """Run each contender once untimed to warm up libraries, then in the timed rounds."""
-    say("warming up")
+    log("warming up")
     for contender in contenders:
         contender.run()
         contender.prefill.clear()
         contender.token.clear()
     for i in range(rounds):
-        say(f"round {i + 1} of {rounds}")
+        log(f"round {i + 1} of {rounds}")
         first = i % len(contenders)
         for contender in contenders[first:] + contenders[:first]:
             contender.run()

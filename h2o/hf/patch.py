@@ -23,13 +23,13 @@ from typing_extensions import Unpack
 
 from h2o import compat
 from h2o.compat import CACHE, PREPARE_CACHE, PREPARE_PROCESSORS
-from h2o.config import H2OConfig, one_config
+from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.wrappers import check_pins, unwrap
-from h2o.hf.layers.cache_relative_form import zero_positions
+from h2o.hf.layers.cache_relative_variant import zero_positions
+from h2o.hf.model_traits.wrappers import check_pins, unwrap
 from h2o.utils.with_block import with_block
 
 SCORED = 8
@@ -227,7 +227,7 @@ def enable(
         RuntimeError: another thread or task has the model patched with other settings, or the
             model is simulated.
     """
-    config, options = one_config(h2o_config, parameters), {"pinned": pinned, "trace": trace}
+    config, options = resolve_config(h2o_config, parameters), {"pinned": pinned, "trace": trace}
     return _apply(model, config, options, is_block=False)
 
 
@@ -265,7 +265,7 @@ def patched(
     has entered none. Blocks of several threads and tasks may overlap, as in a server, if all have
     the same settings. After the last block, also after an error, the model is as before.
     """
-    config, options = one_config(h2o_config, parameters), {"pinned": pinned, "trace": trace}
+    config, options = resolve_config(h2o_config, parameters), {"pinned": pinned, "trace": trace}
     patch = _apply(model, config, options, is_block=True)
     try:
         yield patch

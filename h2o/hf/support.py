@@ -19,9 +19,9 @@ from h2o import compat
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention import BIDIRECTIONAL_IMAGES, has_bidirectional_images
-from h2o.hf.families import latent_attention, shared_keys
-from h2o.hf.families.layer_kinds import has_states, kind_of, layers_of, type_refusal
-from h2o.hf.families.shared_keys import shared_key_layers
+from h2o.hf.model_traits import latent_attention, shared_keys
+from h2o.hf.model_traits.layer_kinds import has_states, kind_of, layers_of, type_refusal
+from h2o.hf.model_traits.shared_keys import shared_key_layers
 from h2o.hf.prompt import echo_scorer
 from h2o.hf.rotary import model_rotary
 from h2o.kv_dtype import stored_bytes
@@ -33,7 +33,7 @@ _BIAS = "it adds a bias to the attention logits that depends on positions"
 
 _LOOPS = "it runs its layers several times for each token, with a separate cache for each run"
 
-_UNSERVED_TYPES = {
+_UNSUPPORTED_TYPES = {
     "diffusion_gemma": "its attention is bidirectional within a block (block diffusion)",
     "diffllama": "it attends twice to the same keys (differential attention)",
     "doge": _PATTERN,
@@ -61,8 +61,8 @@ class Support:
     reason: str
     """Why the model is not supported; empty if it is."""
     layers: tuple[str, ...]
-    """Kind of each layer (`h2o.hf.families.layer_kinds`): "h2o", "sliding", "states", "cross" or
-    "none"; empty if the model is not supported."""
+    """Kind of each layer (`h2o.hf.model_traits.layer_kinds`): "h2o", "sliding", "states", "cross"
+    or "none"; empty if the model is not supported."""
     not_cache_relative: str = ""
     """Why positions="cache_relative" is not supported, if the rest is; empty otherwise."""
     not_images: str = ""
@@ -140,7 +140,7 @@ class Traits(NamedTuple):
     latent: int
     """Elements of a latent; 0 if the model caches keys and values"""
     reused_by: dict[int, tuple[int, ...]]
-    """Later layers that attend to a layer's keys (`h2o.hf.families.shared_keys`)"""
+    """Later layers that attend to a layer's keys (`h2o.hf.model_traits.shared_keys`)"""
     not_cache_relative: str
     """Why keys cannot have cache-relative positions; empty if they can"""
 
@@ -282,8 +282,8 @@ def _config_reason(config: Any) -> str | None:
             "needs config.is_decoder=True"
         )
     for part in (text, config):
-        if part.model_type in _UNSERVED_TYPES:
-            return _UNSERVED_TYPES[part.model_type]
+        if part.model_type in _UNSUPPORTED_TYPES:
+            return _UNSUPPORTED_TYPES[part.model_type]
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         return "its attention is bidirectional (use_bidirectional_attention)"
     if _attribute(text, "kv_lora_rank") is not None:

@@ -37,12 +37,12 @@ def weights_of(model: Any) -> Iterator[Weight]:
         has_adapters,
         innermost_model,
         packed_tensors,
+        prompt_encoders,
         saved_tensors,
-        virtual_tokens,
     )
 
     places: dict[str, tuple[Any, str, float]] = {}
-    for number, tokens in enumerate(virtual_tokens(model)):
+    for number, tokens in enumerate(prompt_encoders(model)):
         for name, module in tokens.named_modules():
             for own, _ in saved_tensors(module):
                 places[_join(_segment(number), name, own)] = module, own, 1.0

@@ -16,7 +16,7 @@ class Progress:
         self.terminal = sys.stderr.isatty()
         self.shown = False  # whether the terminal's last line is an update
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line."""
         if not self.quiet:
             self.update("")
@@ -34,7 +34,7 @@ def stopwatch() -> Callable[[str], None]:
     """Return a function that prints the seconds since this call, followed by a text."""
     start = time.perf_counter()
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(f"{time.perf_counter() - start:6.1f} s  {text}", file=sys.stderr, flush=True)
 
-    return say
+    return log

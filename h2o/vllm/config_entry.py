@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from h2o.config import PARAMETERS, H2OConfig, one_config
+from h2o.config import PARAMETERS, H2OConfig, resolve_config
 from h2o.config.profile import Profile
 
 WHOLE_PROMPTS = 2
@@ -15,7 +15,7 @@ WHOLE_PROMPTS = 2
 another, unless `--long-prefill-token-threshold` is set."""
 
 
-def served_budget_config(
+def config_of_entry(
     entry: Any, model: Any = None, *, can_divide_budget: Callable[[], bool] = lambda: False
 ) -> H2OConfig:
     """The config that the entry `h2o` in `--additional-config` describes.
@@ -58,7 +58,7 @@ def _config(entry: Mapping[str, Any]) -> H2OConfig:
     """The config of an entry, not yet checked for vLLM."""
     fields = {name: x for name, x in entry.items() if name not in ("cut", "whole_prompts")}
     if "preset" not in fields:
-        return one_config(None, fields)
+        return resolve_config(None, fields)
     preset = {name: fields.pop(name) for name in ("budget", "budget_unit") if name in fields}
     config = H2OConfig.preset(fields.pop("preset"), **preset)
     if unknown := sorted({*fields} - {*PARAMETERS}):

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 
-from h2o.vllm.page_budget import one_key
+from h2o.vllm.page_budget import example_keys
 from h2o.vllm.page_store import PageStore
 from h2o.vllm.paged_request import arguments_of, prefix_of
 from h2o.vllm.scheduler import PrefixAsyncScheduler, PrefixScheduler
@@ -210,13 +210,14 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         """Look up the layers with h2o's pages and the state that they share."""
         names = [name for group in self.groups.values() for name in group.layer_names]
         self.impls = impls_of(self._vllm_config, names)
-        self.engine, self.forks = self.impls[0].engine, self.impls[0].engine.forks
+        self.engine = self.impls[0].engine
+        self.worker_prompts = self.engine.worker_prompts
         heads, size = self.impls[0].num_kv_heads, self.impls[0].head_size
-        self.keys = one_key(heads, size, self._vllm_config.model_config.dtype)
+        self.keys = example_keys(heads, size, self._vllm_config.model_config.dtype)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Update the active requests. vLLM calls this before every pass."""
-        self.forks.leave(kv_connector_metadata.left)
+        self.worker_prompts.leave(kv_connector_metadata.left)
         for page in kv_connector_metadata.left:
             self.engine.requests.pop(page, None)
         for page, (prompt, arguments) in kv_connector_metadata.requests.items():
@@ -227,8 +228,8 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan: Any = self._get_connector_metadata()
         for page, other, tokens, whole in plan.begins:
-            self.forks.begin(stores_of(self.impls), page, other, tokens, whole=whole)
-        self.forks.drop(plan.dropped)
+            self.worker_prompts.begin(stores_of(self.impls), page, other, tokens, whole=whole)
+        self.worker_prompts.drop(plan.dropped)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: pages are copied before the pass."""
@@ -239,8 +240,8 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         plan: Any = self._get_connector_metadata()
         for page, other in plan.stores:
-            self.forks.store(stores_of(self.impls), page, other)
-        self.forks.end()
+            self.worker_prompts.store(stores_of(self.impls), page, other)
+        self.worker_prompts.end()
 
 
 def _may_share(request: Any) -> bool:

@@ -25,8 +25,8 @@ from multiprocessing.util import Finalize  # runs at the exit of this process, n
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from h2o.vllm.forks import Forks
 from h2o.vllm.page_store import PageStore
+from h2o.vllm.worker_prompts import WorkerPrompts
 
 FOLDER = "H2O_VLLM_METRICS"
 """The environment variable that names the folder of the metrics files"""
@@ -48,7 +48,7 @@ COUNTERS = {
 }
 
 
-class Place(NamedTuple):
+class Labels(NamedTuple):
     """The labels of a process's metrics."""
 
     model_name: str
@@ -75,10 +75,10 @@ class Collector:
         families = [(GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)]
         for family, names in families:
             for name, what in names.items():
-                metric = family(name, what, labels=Place._fields)
-                for place, numbers in left:
+                metric = family(name, what, labels=Labels._fields)
+                for labels, numbers in left:
                     if numbers.get(name) is not None:
-                        metric.add_metric(place, numbers[name])
+                        metric.add_metric(labels, numbers[name])
                 if metric.samples:
                     yield metric
 
@@ -107,16 +107,16 @@ class Meter:
 
     def __init__(
         self,
-        place: Place,
+        labels: Labels,
         request_bytes: int,
         requests: int,
         stores: Callable[[], list[PageStore]],
-        forks: Forks,
+        worker_prompts: WorkerPrompts,
     ) -> None:
         """`stores` returns the stores of the layers that have pages by now."""
-        self.place = place
+        self.labels = labels
         self.fixed = {"h2o:request_bytes": request_bytes, "h2o:requests_that_fit": requests}
-        self.stores, self.forks = stores, forks
+        self.stores, self.worker_prompts = stores, worker_prompts
         self._waits = False
         self._lock = threading.Lock()
 
@@ -124,7 +124,7 @@ class Meter:
     def file(self) -> Path | None:
         """The file for the metrics, or None if nobody reads them."""
         folder = os.environ.get(FOLDER)
-        return Path(folder, f"{self.place.engine}-{self.place.rank}.json") if folder else None
+        return Path(folder, f"{self.labels.engine}-{self.labels.rank}.json") if folder else None
 
     def schedule_write(self) -> None:
         """Schedule a write of the metrics, which will include the steps until then."""
@@ -144,7 +144,7 @@ class Meter:
         try:
             with self._lock:
                 file.parent.mkdir(mode=0o700, exist_ok=True)
-                written.write_text(json.dumps([self.place, self.numbers()]))
+                written.write_text(json.dumps([self.labels, self.numbers()]))
                 written.replace(file)
         except OSError as error:
             warnings.warn(f"h2o: /metrics is incomplete: {error}", RuntimeWarning, stacklevel=2)
@@ -152,14 +152,14 @@ class Meter:
     def numbers(self) -> dict[str, float | None]:
         evictions = [store.eviction() for store in self.stores()]
         lost, kept = (sum(getattr(x, name) for x in evictions) for name in ("lost", "kept"))
-        forks = self.forks
-        pages = len(forks.stored) * self.fixed["h2o:request_bytes"]
+        prompts = self.worker_prompts
+        pages = len(prompts.stored) * self.fixed["h2o:request_bytes"]
         return {
             **self.fixed,
             "h2o:evicted_keys": sum(x.keys for x in evictions),
             "h2o:share_held": kept / (kept + lost) if kept else None,
-            "h2o:stored_prompts": len(forks.stored),
-            "h2o:stored_prompt_bytes": pages + forks.outputs_bytes(),
-            "h2o:forked_requests": forks.requests,
-            "h2o:forked_tokens": forks.tokens,
+            "h2o:stored_prompts": len(prompts.stored),
+            "h2o:stored_prompt_bytes": pages + prompts.outputs_bytes(),
+            "h2o:forked_requests": prompts.requests,
+            "h2o:forked_tokens": prompts.tokens,
         }

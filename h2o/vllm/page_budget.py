@@ -21,7 +21,7 @@ from h2o.vllm.config_entry import WHOLE_PROMPTS
 from h2o.vllm.page_store import ALIGNMENT, page_bytes
 
 
-def one_key(heads: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+def example_keys(heads: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor [1, G, 1, D] with the shape and dtype of a layer's keys."""
     return torch.empty(1, heads, 1, size, dtype=dtype, device="cpu")
 

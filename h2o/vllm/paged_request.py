@@ -29,7 +29,7 @@ at a time, so that its log-likelihoods are those with the kept keys"""
 OF_REQUESTS = ("h2o_heavy", "h2o_recent", PINS, PREFIX, CONTEXT)
 
 
-class Request(NamedTuple):
+class PagedRequest(NamedTuple):
     """A request without its tokens."""
 
     prompt: int

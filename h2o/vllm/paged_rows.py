@@ -24,10 +24,10 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.quantization import warn_of_coarse_keys
 from h2o.slots import empty_row
 from h2o.spans import PINNED, count
-from h2o.vllm.forks import Forks
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore
-from h2o.vllm.paged_request import Request
+from h2o.vllm.paged_request import PagedRequest
+from h2o.vllm.worker_prompts import WorkerPrompts
 
 PromptScores = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function that returns a prompt's scores and echo, [1, G, Q] each, given its query [1, H, Q, D],
@@ -68,7 +68,7 @@ class Chunk(NamedTuple):
     page: int
     length: int
     """Number of tokens of the request, including this chunk"""
-    request: Request
+    request: PagedRequest
     opens: bool
     """Whether the prompt begins with this chunk"""
     ends: bool
@@ -123,7 +123,7 @@ def plan(
     starts: Sequence[int],
     lengths: Sequence[int],
     pages: Sequence[int],
-    requests: Mapping[int, Request],
+    requests: Mapping[int, PagedRequest],
     begun: PartialPrompts,
     device: torch.device | str = "cpu",
     replayed: Container[int] = (),
@@ -155,7 +155,7 @@ def plan(
         elif end - begin == 1 and page not in begun.chunks:
             single.append((page, begin))
             continue
-        request = requests.get(page) or Request(length)
+        request = requests.get(page) or PagedRequest(length)
         # A prompt that was cut before its end is cut again after each further chunk.
         buffer = begun.chunks[page].buffer if page in begun.chunks else None
         is_first = opens or page in begun.chunks
@@ -208,16 +208,16 @@ class PagedLayer:
 
     def __init__(
         self, store: PageStore, budget: PageBudget, layer: int, scale: float, softcap: float,
-        prompt_scores: PromptScores | None = None, cross_layer: DividesBudgets | None = None,
-        forks: Forks | None = None,
+        worker_prompts: WorkerPrompts, prompt_scores: PromptScores | None = None,
+        cross_layer: DividesBudgets | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             store: the pages of this layer, or of all layers if `cross_layer` is given.
+            worker_prompts: shared by all layers, the prompts that are stored for later requests.
             prompt_scores: computes the scores by which a prompt is cut. By default these are the
                 attention that its keys have received.
             cross_layer: shared by all layers, divides a request's budget across them.
-            forks: shared by all layers, has the prompts that are stored for later requests.
         """
         self.store = store
         self.budget = budget
@@ -226,7 +226,7 @@ class PagedLayer:
         self.policy = budget.config.policy
         self.prompt_scores = prompt_scores
         self.cross_layer = cross_layer
-        self.forks = forks
+        self.worker_prompts = worker_prompts
         self.whole: ops.Slots | None = None
         """[buffers, ...], the prompts that are kept whole: without a budget, ordered by position"""
         self.queries: Tensor | None = None
@@ -249,15 +249,11 @@ class PagedLayer:
                 self._chunk(chunk, *tokens, out[part][None])
             if batch.steps is not None:
                 self._step(batch.steps, query, key, value, out)
-        if self.forks is not None:
-            self._fork(self.forks, batch, out)
-
-    def _fork(self, forks: Forks, batch: Batch, out: Tensor) -> None:
         for page, token in batch.replayed:
-            out[token] = forks.attention(page, self.layer)
+            out[token] = self.worker_prompts.attention(page, self.layer)
         for chunk in batch.chunks:
             if chunk.length in (chunk.request.first, chunk.request.prompt):
-                forks.note(chunk.page, self.layer, out[chunk.end - 1])
+                self.worker_prompts.note(chunk.page, self.layer, out[chunk.end - 1])
 
     def _chunk(self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """Run a chunk: query [1, H, Q, D], key and value [1, G, Q, D], out [1, Q, H, D]."""

@@ -36,13 +36,13 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
 from h2o.vllm.connector import impls_of, set_up, stores_of
-from h2o.vllm.forks import Forks
-from h2o.vllm.metrics import Meter, Place
-from h2o.vllm.page_budget import PageBudget, one_key
+from h2o.vllm.metrics import Labels, Meter
+from h2o.vllm.page_budget import PageBudget, example_keys
 from h2o.vllm.page_store import ALIGNMENT, PageStore
-from h2o.vllm.paged_request import Request
+from h2o.vllm.paged_request import PagedRequest
 from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, plan
 from h2o.vllm.validation import Requests, entry_of, has_windows, logger, page_budget
+from h2o.vllm.worker_prompts import WorkerPrompts
 
 BLOCK = 1 << 20
 """Tokens in a vLLM block. No request has as many, so each needs one block only."""
@@ -79,7 +79,7 @@ def page_spec(spec: AttentionSpec, engine: Engine) -> PageSpec:
             f"h2o does not support keys of {spec.head_size} elements with values of "
             f"{spec.head_size_v} in vLLM"
         )
-    keys = one_key(spec.num_kv_heads, spec.head_size, spec.dtype)
+    keys = example_keys(spec.num_kv_heads, spec.head_size, spec.dtype)
     # Layers with a sliding window get blocks of the same number of bytes, which must therefore be
     # a multiple of the size of their own blocks.
     unit = spec.page_size_bytes if engine.has_windows else 1
@@ -101,7 +101,7 @@ def meter_of(vllm_config: VllmConfig, impls: list[H2OAttention], spec: PageSpec)
     pages = vllm_config.cache_config.num_gpu_blocks or 1
     size = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model).itemsize
     full = model.max_model_len * spec.num_kv_heads * 2 * spec.head_size * size
-    keys = one_key(spec.num_kv_heads, spec.head_size, model.dtype)
+    keys = example_keys(spec.num_kv_heads, spec.head_size, model.dtype)
     budget = impls[0].engine.budget
     logger.info_once(
         "h2o: %d requests fit, and %d of the longest would with a full cache: each takes %d bytes "
@@ -116,11 +116,11 @@ def meter_of(vllm_config: VllmConfig, impls: list[H2OAttention], spec: PageSpec)
             "--api-server-count 1 to get them"
         )
     return Meter(
-        Place(str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
+        Labels(str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
         spec.page_size_bytes * len(impls),
         pages - 1,  # vLLM reserves the first page
         lambda: stores_of(impls),
-        impls[0].engine.forks,
+        impls[0].engine.worker_prompts,
     )
 
 
@@ -141,8 +141,8 @@ class Engine(NamedTuple):
     """`CrossLayerBudget`, or None if each layer has its own pages"""
     stores: WeakValueDictionary[tuple[int, int], PageStore]
     """Stores that all layers share, by address and number of the pages. The layers own them"""
-    forks: Forks
-    requests: dict[int, Request]
+    worker_prompts: WorkerPrompts
+    requests: dict[int, PagedRequest]
     """The active requests, by page"""
 
 
@@ -165,7 +165,7 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
         cross_layer = CrossLayerBudget(budget.layers) if budget.has_shared_page else None
     set_up(vllm_config)
     stores = WeakValueDictionary[tuple[int, int], PageStore]()
-    shared = budget, has_windows(vllm_config), echoes, cross_layer, stores, Forks()
+    shared = budget, has_windows(vllm_config), echoes, cross_layer, stores, WorkerPrompts()
     return Engine(vllm_config.instance_id, *shared, requests={})
 
 
@@ -255,8 +255,8 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         engine = impls[0].engine
         Requests.check_created(vllm_config)
         self.begun = PartialPrompts(engine.budget.buffers)
-        self.requests, self.forks = engine.requests, engine.forks
-        self.forks.partial.append(self.begun.chunks)
+        self.requests, self.worker_prompts = engine.requests, engine.worker_prompts
+        self.worker_prompts.partial.append(self.begun.chunks)
         self.meter: Meter | None = None
         if engine.has_windows:
             logger.info_once("h2o: layers with a sliding window use vLLM's own attention")
@@ -281,7 +281,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
             )
         )
         known = starts, lengths, pages, self.requests
-        rest = self.begun, self.device, self.forks.replayed
+        rest = self.begun, self.device, self.worker_prompts.replayed
         return functools.cache(functools.partial(plan, *known, *rest))
 
 
@@ -372,8 +372,8 @@ class H2OAttention(AttentionImpl[Planned]):
         else:
             store = self._store_of_all(kv_cache, keys)
         scores = engine.echoes and engine.echoes.layer_scorer(index, self.scale, self.softcap)
-        known = store, budget, index, self.scale, self.softcap
-        return PagedLayer(*known, scores, engine.cross_layer, engine.forks)
+        known = store, budget, index, self.scale, self.softcap, engine.worker_prompts
+        return PagedLayer(*known, scores, engine.cross_layer)
 
     def _store_of_all(self, kv_cache: Tensor, keys: Tensor) -> PageStore:
         """The store that all layers share. Their pages are adjacent in each block."""

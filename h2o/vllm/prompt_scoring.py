@@ -16,11 +16,11 @@ from torch import Tensor
 
 from h2o.config import H2OConfig
 from h2o.hf.attention.attention_call import NewTokens
+from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt
-from h2o.hf.prompt.echo_scorer import PromptEcho, rotary_for
+from h2o.hf.prompt.echo_scorer import PromptEcho, adapt_config
 from h2o.hf.prompt.echo_scorer import echo_replacement as echo_replacement  # for validation
 from h2o.hf.prompt.prompt_budget import PromptBudget
-from h2o.hf.store.slot_layout import Budgets
 from h2o.vllm.paged_rows import Cut, PromptScores
 
 
@@ -30,11 +30,11 @@ class PromptEchoes:
     def __init__(self, model: Any, config: H2OConfig) -> None:
         """`model` is the model's transformers config."""
         self.config = config
-        self.rotary = rotary_for(model, config)
+        self.rotary = adapt_config(model, config).rotary
 
     def layer_scorer(self, layer: int, scale: float, softcap: float) -> PromptScores | None:
         """The scoring function of a layer, or None if prompts keep the scores that attention gives
-        (`rotary_for`)."""
+        (`AdaptedConfig.rotary`)."""
         if self.rotary is None:
             return None
         echo = PromptEcho(self.rotary, layer, self.config.policy)

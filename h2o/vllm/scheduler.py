@@ -18,7 +18,7 @@ from h2o.vllm.paged_request import arguments_of, prefix_of, reads_by_token
 from h2o.vllm.validation import entry_of
 
 
-class Prefixes(Scheduler):
+class PrefixScheduler(Scheduler):
     """vLLM's scheduler with two changes. A prompt that does not fit in one pass waits until it can
     be kept whole. The prefix that a request names is prefilled up to its end, and then the rest in
     chunks of a size that does not depend on other requests, since each chunk is cut separately."""
@@ -84,9 +84,5 @@ def _first(request: Any) -> int:
     return prefix_of(request) or int(request.num_prompt_tokens)
 
 
-class PrefixScheduler(Prefixes):
-    """Plans a pass after the previous one has ended."""
-
-
-class PrefixAsyncScheduler(Prefixes, AsyncScheduler):
-    """Plans a pass while the previous one runs."""
+class PrefixAsyncScheduler(PrefixScheduler, AsyncScheduler):
+    """`PrefixScheduler` that plans a pass while the previous one runs."""

@@ -16,9 +16,9 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Proces
 
 from h2o.config import H2OConfig
 from h2o.packages import install_command
-from h2o.vllm.config_entry import served_budget_config, whole_prompts_of
+from h2o.vllm.config_entry import config_of_entry, whole_prompts_of
 from h2o.vllm.page_budget import PageBudget
-from h2o.vllm.paged_request import Request, prefix_tokens, with_budget, with_pins
+from h2o.vllm.paged_request import PagedRequest, prefix_tokens, with_budget, with_pins
 from h2o.vllm.unsupported_backends import Unchanged
 
 logger = init_logger("vllm.h2o")
@@ -46,7 +46,7 @@ def page_budget(vllm_config: VllmConfig) -> PageBudget:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     entry, ranks = entry_of(vllm_config), parallel.tensor_parallel_size
     part = parallel.rank % ranks, ranks
-    config = served_budget_config(
+    config = config_of_entry(
         entry, model.hf_text_config, can_divide_budget=lambda: can_divide_budget(vllm_config)
     )
     layers = model.get_num_layers(parallel)
@@ -179,7 +179,7 @@ class Requests(Unchanged, ProcessorOfV1, ProcessorOfV2):
 
 def read_request(
     arguments: dict[str, Any], prompt: int, server: PageBudget, keys: Tensor
-) -> Request:
+) -> PagedRequest:
     """Create a request with a prompt of `prompt` tokens from its `vllm_xargs`.
 
     `h2o_heavy` and `h2o_recent` are its own budget, with the meaning that they have in `H2OConfig`.
@@ -201,4 +201,4 @@ def read_request(
         pinned = asked
     except (TypeError, ValueError) as error:
         logger.warning("h2o: a request is answered without the pins that it asks for: %s", error)
-    return Request(prompt, config, pinned, prefix)
+    return PagedRequest(prompt, config, pinned, prefix)

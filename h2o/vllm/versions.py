@@ -5,7 +5,7 @@ from __future__ import annotations
 TESTED = ("0.32", "0.33")
 """Minor versions on whose internals `plugin`, `connector`, `scheduler` and `validation` depend. One
 difference matters to h2o: at a waiting request for which there is no room, 0.32's scheduler ends
-the pass, and 0.33's continues with the requests behind it (`scheduler.Prefixes`)."""
+the pass, and 0.33's continues with the requests behind it (`scheduler.PrefixScheduler`)."""
 
 
 def is_tested(version: str) -> bool:

@@ -145,10 +145,10 @@ def _stay(b, g, held, score, norm, position, seen, policy, budget, done):
     if policy.score_by == "mean":
         ages = np.maximum(age, 0)
         rank = rank / np.cumsum(policy.decay ** np.arange(ages.max() + 1.0))[ages]
-    spared = here & ((position[b] < policy.sinks) | (age < recent))
-    candidates = np.flatnonzero(here & ~spared)
+    protected = here & ((position[b] < policy.sinks) | (age < recent))
+    candidates = np.flatnonzero(here & ~protected)
     order = candidates[np.lexsort((candidates, -rank[candidates]))]
-    stay = spared.copy()
+    stay = protected.copy()
     stay[order[:heavy]] = True
     if 0 < heavy < len(order):
         lowest, highest = rank[order[heavy - 1]], rank[order[heavy]]

@@ -12,7 +12,7 @@ import torch
 from h2o import backends, ops
 from h2o.backends import cuda, prompt_attention
 from h2o.backends.check_result import CheckResult
-from h2o.backends.prompt_attention import AttendOperands, Measured, attend_by
+from h2o.backends.prompt_attention import AttendOperands, TimedPrompt, attend_by
 from h2o.policy import Policy
 from tests import inputs
 from tests.cuda.carry import flash
@@ -153,8 +153,8 @@ def test_what_torchs_attention_cannot_goes_the_kernels_way():
 def clock(monkeypatch):
     """Seconds that calls have taken. Two small lengths are measured, with 10 calls each."""
     passed = SimpleNamespace(seconds=0.0)
-    short, long = (Measured(least, tokens, 2, 1, 10) for least, tokens in ((7, 20), (40, 40)))
-    monkeypatch.setattr(prompt_attention, "MEASURED", (short, long))
+    short, long = (TimedPrompt(least, tokens, 2, 1, 10) for least, tokens in ((7, 20), (40, 40)))
+    monkeypatch.setattr(prompt_attention, "TIMED_PROMPTS", (short, long))
     monkeypatch.setattr(prompt_attention.time, "perf_counter", lambda: passed.seconds)
     return passed
 

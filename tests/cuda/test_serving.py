@@ -15,10 +15,10 @@ from h2o import H2OConfig, _core, backends, cli, ops
 from h2o.backends import cuda, kernel_check, prompt_attention
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.attention.attention_call import NewTokens
+from h2o.hf.cache_state.layer_snapshot import restore, take_snapshot
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store.layer_snapshot import restore, take_snapshot
 from tests.cuda.device import IMAGE, carried
-from tests.devices import elsewhere, forget_default_device
+from tests.devices import forget_default_device, on_fake_device
 from tests.inputs import drifting
 
 
@@ -334,7 +334,7 @@ def test_fake_tensors_are_the_torch_backends_and_warn_nobody(device):
     """Fake tensors have no memory, so the torch backend serves them, even if the device is open."""
     by_torch = backends._torch_backend()
     for is_open in (False, True):
-        with elsewhere(), warnings.catch_warnings():
+        with on_fake_device(), warnings.catch_warnings():
             warnings.simplefilter("error")
             tensor = torch.empty(2)
             assert tensor.is_cuda

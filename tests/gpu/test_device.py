@@ -18,7 +18,7 @@ from torch import Tensor
 from h2o import H2OCache, backends, ops
 from h2o.backends import cuda, prompt_attention
 from h2o.compat import with_cache
-from h2o.hf.families.layer_kinds import kind_of
+from h2o.hf.model_traits.layer_kinds import kind_of
 from h2o.policy import Policy
 from tests.cuda.carry import flash
 from tests.hf.modes import POLICIES, TOKENS, policy

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.compat import with_cache
-from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
-from h2o.hf.families.shared_keys import SHARES_KEYS
-from h2o.hf.layers.cache_relative_form import CacheRelativeForm
-from h2o.hf.rotary.model_rotary import ROLLED, Rotary
+from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
+from h2o.hf.model_traits.layer_kinds import HYBRIDS, kind_of
+from h2o.hf.model_traits.shared_keys import SHARES_KEYS
+from h2o.hf.rotary.model_rotary import CACHE_RELATIVE_TYPES, ModelRotary
 from tests import inputs
 from tests.hf.drive import feed, new_cache
 from tests.hf.modes import MODES
@@ -28,10 +28,12 @@ from tests.hf.tiny import (
 )
 from tests.reference import operations as reference
 
-SERVED = [name for name, family in FAMILIES.items() if (family.model_type or name) in ROLLED]
-SERVED = [
+SUPPORTED = [
+    name for name, family in FAMILIES.items() if (family.model_type or name) in CACHE_RELATIVE_TYPES
+]
+SUPPORTED = [
     name
-    for name in SERVED
+    for name in SUPPORTED
     if "sliding" not in FAMILIES[name].layers and (name == "llava" or not FAMILIES[name].vision)
 ]
 SCALED = {
@@ -70,7 +72,7 @@ def scaled_model(kind: str):
 
 
 def every_model():
-    yield from ((name, lambda name=name: model(name)) for name in SERVED)
+    yield from ((name, lambda name=name: model(name)) for name in SUPPORTED)
     yield from ((kind, lambda kind=kind: scaled_model(kind)) for kind in SCALED)
 
 
@@ -83,7 +85,7 @@ each = pytest.mark.parametrize("name", [slow_if(name not in FIRST, name) for nam
 
 
 def has_ranks(layer):
-    return isinstance(getattr(layer, "form", None), CacheRelativeForm)
+    return isinstance(getattr(layer, "variant", None), CacheRelativeVariant)
 
 
 def stored(ours, position: int):
@@ -99,8 +101,8 @@ def stored(ours, position: int):
 
 def test_all_model_types_are_shown():
     states = {"qwen3_next", "qwen3_5_text", "olmo_hybrid", "bamba", "lfm2", "lfm2_moe", "falcon_h1"}
-    shown = {FAMILIES[name].model_type or name for name in SERVED}
-    assert shown == (ROLLED if HYBRIDS else ROLLED - states)
+    shown = {FAMILIES[name].model_type or name for name in SUPPORTED}
+    assert shown == (CACHE_RELATIVE_TYPES if HYBRIDS else CACHE_RELATIVE_TYPES - states)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -215,7 +217,7 @@ def test_no_position_exceeds_the_budget():
         beyond = ours.config.max_position_embeddings + 20 if name == "dynamic" else 120
         with patched(ours, SMALL) as patch:
             greedy(ours, batch(prompts(20)), beyond)
-            table = patch.cache.layers[0].form.rotary.table(13)
+            table = patch.cache.layers[0].variant.rotary.table(13)
             assert len(table) < 100
             assert patch.cache.layers[0].slots.keys.shape[2] == 13
 
@@ -225,8 +227,8 @@ def test_beams_move_ranks_with_their_rows():
     cache = H2OCache(ours.config, SMALL)
     greedy(ours, batch(prompts(17, 23)), 12, **with_cache(cache), num_beams=3)
     for layer in cache.layers:
-        if layer.form._ranks is not None:
-            assert torch.equal(layer.form._ranks, reference.ranks(layer.slots))
+        if layer.variant._ranks is not None:
+            assert torch.equal(layer.variant._ranks, reference.ranks(layer.slots))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -307,7 +309,7 @@ def test_dynamic_angles_beyond_the_model_need_positions_of_zero():
 
 
 def test_a_rotary_table_grows_by_halves():
-    rotary = Rotary(model("llama").config)
+    rotary = ModelRotary(model("llama").config)
     assert len(rotary.table(3)) == 64
     assert len(rotary.table(65)) == 96
-    assert torch.equal(rotary.table(65)[:3], Rotary(model("llama").config).table(3)[:3])
+    assert torch.equal(rotary.table(65)[:3], ModelRotary(model("llama").config).table(3)[:3])

@@ -11,8 +11,8 @@ from transformers import CompileConfig
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, ops
 from h2o.compat import with_cache
-from h2o.hf.families.shared_keys import SHARES_KEYS
 from h2o.hf.layers import pass_runners
+from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from tests.hf.modes import policy
 from tests.hf.recordings import recording
 from tests.hf.test_saved import assert_same

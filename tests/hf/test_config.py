@@ -127,7 +127,7 @@ def test_refusals_that_need_the_model_or_the_prompt():
     exact = H2OConfig(heavy=0.1, recent=0.1, sinks=1, min_tokens=0)
     assert LayerPlan.of(exact, 0, 1).truncate_tokens(5) == (0, 0)
     raised = LayerPlan.of(H2OConfig(heavy=0.1, recent=3, min_tokens=0), 0, 1)
-    assert [raised.is_raised(n) for n in (9, 10)] == [True, False]
+    assert [raised.is_rounded_up(n) for n in (9, 10)] == [True, False]
     with pytest.raises(ValueError, match="keeps nothing"):
         LayerPlan.of(H2OConfig(heavy=lambda layer, layers: 0, recent=0), 0, 1)
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache, GenerationConfig
 import h2o
 from h2o import H2OCache, H2OConfig, patched
 from h2o.compat import CROPS_TO_LENGTH, HYBRIDS, with_cache
-from h2o.hf.store import seen_text
+from h2o.hf.cache_state import seen_text
 from tests.hf.test_families import ALIKE
 from tests.hf.tiny import FAMILIES, LATENT, batch, greedy, prompts, shared, slow_if
 

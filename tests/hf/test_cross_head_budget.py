@@ -12,9 +12,9 @@ import torch
 import h2o
 from h2o import H2OCache, UnsupportedError
 from h2o.compat import with_cache
+from h2o.hf.cache_state.layer_snapshot import take_snapshot
 from h2o.hf.prompt.cross_head_budget import ROOM, CrossHeadBudget
 from h2o.hf.prompt.echo_scorer import PromptEcho
-from h2o.hf.store.layer_snapshot import take_snapshot
 from tests.hf.test_compress import positions
 from tests.hf.test_prompt_echo import read
 from tests.hf.tiny import DEVICE, failing, llama, prompts, shared, slow_if
@@ -187,6 +187,6 @@ def test_layers_that_have_more_places_than_were_foreseen(monkeypatch):
 
 
 def test_a_part_of_the_heads_cannot_choose(monkeypatch):
-    monkeypatch.setattr(h2o.hf.families.tensor_parallel, "part", lambda module: (0, 2))
+    monkeypatch.setattr(h2o.hf.model_traits.tensor_parallel, "part", lambda module: (0, 2))
     with pytest.raises(UnsupportedError, match="cut over several processes"):
         read(shared("llama"), prompts(60), **SMALL)

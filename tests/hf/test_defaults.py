@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import h2o
 from h2o import H2OCache, H2OConfig
-from h2o.hf.families.layer_kinds import HYBRIDS
-from h2o.hf.families.shared_keys import SHARES_KEYS
+from h2o.hf.model_traits.layer_kinds import HYBRIDS
+from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from tests.devices import forget_default_device
 from tests.hf.modes import MODES, policy
 from tests.hf.tiny import FAMILIES, LATENT, batch, prompts, shared

@@ -23,7 +23,7 @@ from h2o.compat import with_cache
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.prompt import echo
 from h2o.hf.prompt.echo_scorer import PromptEcho
-from h2o.hf.rotary.model_rotary import Rotary
+from h2o.hf.rotary.model_rotary import ModelRotary
 from tests.hf.test_cache_relative import SCALED, scaled
 from tests.hf.tiny import (
     DEVICE,
@@ -37,8 +37,8 @@ from tests.hf.tiny import (
     slow_if,
 )
 
-SERVED = {name: FAMILIES[name] for name in ROTARY}
-SERVED |= {"glm": Family("glm"), "glm4": Family("glm4")}
+SUPPORTED = {name: FAMILIES[name] for name in ROTARY}
+SUPPORTED |= {"glm": Family("glm"), "glm4": Family("glm4")}
 MORE = {f"llama, {kind}": scaled(kind) for kind in SCALED} | {
     "smollm3, a layer without rotation": Family("smollm3", {"no_rope_layers": [1, 0]}),
     "cohere2, full attention without rotation": Family(
@@ -51,7 +51,7 @@ MORE = {f"llama, {kind}": scaled(kind) for kind in SCALED} | {
         layers=FAMILIES["gemma2"].layers,
     ),
 }
-EVERY = SERVED | MORE
+EVERY = SUPPORTED | MORE
 
 
 def made(name):
@@ -280,7 +280,7 @@ def test_echo_where_angles_depend_on_the_length(n):
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @pytest.mark.parametrize("length", [100, 140, 600])
 def test_angles_of_a_text_of_a_length(kind, length):
-    rotary = Rotary(scaled(kind).build_config())
+    rotary = ModelRotary(scaled(kind).build_config())
     cos, sin = copy.deepcopy(rotary.module)(torch.zeros(1), torch.tensor([[7, length - 1]]))
     angles = rotary.shift(7, length)
     size = rotary.module.attention_scaling

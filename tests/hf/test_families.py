@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from h2o import H2OCache, H2OConfig, supports
 from h2o.compat import with_cache
-from h2o.hf.families.layer_kinds import kind_of
+from h2o.hf.model_traits.layer_kinds import kind_of
 from tests.hf.modes import MODES, POLICIES, TOKENS, policy
 from tests.hf.tiny import (
     FAMILIES,

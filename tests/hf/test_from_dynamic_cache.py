@@ -12,8 +12,8 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, ops
 from h2o.compat import with_cache
-from h2o.hf.families.layer_kinds import has_states
-from h2o.hf.store.recurrent_states import tensors_of
+from h2o.hf.cache_state.recurrent_states import tensors_of
+from h2o.hf.model_traits.layer_kinds import has_states
 from tests.cases import checkered, pairs
 from tests.hf.drive import forward, tensors
 from tests.hf.test_families import peer

@@ -19,9 +19,9 @@ from h2o import (
     supports,
 )
 from h2o.compat import with_cache
-from h2o.hf.families.layer_kinds import HYBRIDS, has_states, kind_of
-from h2o.hf.store import recurrent_states
-from h2o.hf.store.layer_snapshot import take_snapshot
+from h2o.hf.cache_state import recurrent_states
+from h2o.hf.cache_state.layer_snapshot import take_snapshot
+from h2o.hf.model_traits.layer_kinds import HYBRIDS, has_states, kind_of
 from tests.hf.test_saved import assert_same
 from tests.hf.tiny import (
     LAYOUTS,

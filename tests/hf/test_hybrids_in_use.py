@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from h2o import H2OCache, generate_all
 from h2o.compat import with_cache
 from h2o.evaluation.setting import parse
-from h2o.hf.families.layer_kinds import HYBRIDS
+from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from tests.evaluation.conftest import tokenizer  # noqa: F401
 from tests.hf.test_offload import NAMES
 from tests.hf.tiny import FAMILIES, model, prompts, slow_if

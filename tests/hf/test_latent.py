@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, supports
 from h2o.compat import with_cache
-from h2o.hf.families import effective_weight
-from h2o.hf.families.latent_attention import Expansion
+from h2o.hf.model_traits import effective_weight
+from h2o.hf.model_traits.latent_attention import Expansion
 from tests.hf.test_families import generation
 from tests.hf.tiny import LATENT, batch, exact, greedy, model, prompts, shared
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForImageTextToText
 
 from h2o import H2OCache, H2OConfig, supports
 from h2o.compat import CACHE, with_cache
-from h2o.hf.families.latent_attention import expands_after_cache
-from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
-from h2o.hf.families.shared_keys import SHARES_KEYS
+from h2o.hf.model_traits.latent_attention import expands_after_cache
+from h2o.hf.model_traits.layer_kinds import HYBRIDS, kind_of
+from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from tests.hf import families
 from tests.hf.test_simulation import prove, text
 from tests.hf.tiny import (

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from h2o import H2OCache
 from h2o.compat import with_cache
-from h2o.hf.store.layer_snapshot import take_snapshot
+from h2o.hf.cache_state.layer_snapshot import take_snapshot
 from tests.hf.tiny import (
     FAMILIES,
     LATENT_AND_STATES,

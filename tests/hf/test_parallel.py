@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from h2o import H2OCache, Profile
 from h2o.compat import with_cache
 from h2o.config.head_budgets import expand_to_heads
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.layer_kinds import HYBRIDS
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from h2o.model_identity import describe, sample
 from tests.default_model import random_default_model
 from tests.hf import cut, cut_latents, gathered

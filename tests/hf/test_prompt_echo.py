@@ -10,7 +10,7 @@ from transformers import DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
-from h2o.hf.families.layer_kinds import HYBRIDS
+from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from h2o.policy import Policy
 from h2o.slots import new_slots
 from tests import inputs

@@ -15,8 +15,8 @@ from transformers.modeling_utils import AttentionInterface
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, supports
 from h2o.compat import CACHE, CROPS_TO_LENGTH, with_cache
-from h2o.hf.families.layer_kinds import HYBRIDS
-from h2o.hf.families.shared_keys import SHARES_KEYS
+from h2o.hf.model_traits.layer_kinds import HYBRIDS
+from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
 from tests.hf.tiny import FAMILIES, LATENT, SPREAD, batch, greedy, model, prompts, shared
 from tests.inputs import drifting

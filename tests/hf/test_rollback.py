@@ -16,7 +16,7 @@ from h2o.hf.layers.layer import H2OLayer
 from tests.cases import checkered
 from tests.hf.drive import feed, new_cache
 from tests.hf.test_compiled import compiling, nothing_compiled  # noqa: F401
-from tests.hf.test_saved import STORES, assert_same, opened
+from tests.hf.test_saved import SETTINGS, assert_same, opened
 from tests.hf.tiny import (
     CROPS_TO_LENGTH,
     FAMILIES,
@@ -145,9 +145,9 @@ def watched(ours, cache, inputs, **more):
     return tokens, passes
 
 
-@pytest.mark.parametrize(("store", "way"), checkered(STORES, WAYS))
-def test_a_small_budget_gives_what_the_same_chunks_give(store, way):
-    ours, parameters, _ = opened(store)
+@pytest.mark.parametrize(("setting", "way"), checkered(SETTINGS, WAYS))
+def test_a_small_budget_gives_what_the_same_chunks_give(setting, way):
+    ours, parameters, _ = opened(setting)
     parameters = parameters | {"prompt_length": 36}
     cache = recording(H2OCache(ours.config, **parameters))
     got, passes = watched(ours, cache, repeated(), **drafted(way, ours))

@@ -9,14 +9,14 @@ from transformers.modeling_utils import AttentionInterface
 
 from h2o import UnsupportedError
 from h2o.hf.rotary import model_rotary, rotary_parts
-from h2o.hf.rotary.model_rotary import Rotary
+from h2o.hf.rotary.model_rotary import ModelRotary
 from tests.hf.tiny import FAMILIES, LATENT, ROTARY, WITHOUT_ROTARY, Family
 
 
 @pytest.mark.parametrize("name", [*ROTARY, *LATENT])
 def test_every_rotary_family_is_proven(name):
     config = (FAMILIES | LATENT)[name].build_config()
-    rotary = Rotary(config)
+    rotary = ModelRotary(config)
     layers = (FAMILIES | LATENT)[name].layers
     assert rotary.rotated_layers == {i for i, kind in enumerate(layers) if kind == "h2o"}
     assert rotary.at_end == (name in LATENT)
@@ -25,14 +25,14 @@ def test_every_rotary_family_is_proven(name):
 @pytest.mark.parametrize("name", [name for name in WITHOUT_ROTARY if name in FAMILIES])
 def test_what_has_none(name):
     with pytest.raises(UnsupportedError, match=r"no rotary position embedding|is not known"):
-        Rotary(FAMILIES[name].build_config())
+        ModelRotary(FAMILIES[name].build_config())
 
 
 def test_layers_without_positions():
     """Some layers of SmolLM3 and all full-attention layers of Cohere 2 have no rotary positions."""
     smollm3 = Family("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, layers=("h2o",) * 4)
-    assert Rotary(smollm3.build_config()).rotated_layers == {0, 2}
-    assert Rotary(AutoConfig.for_model("cohere2", num_hidden_layers=4)).rotated_layers == set()
+    assert ModelRotary(smollm3.build_config()).rotated_layers == {0, 2}
+    assert ModelRotary(AutoConfig.for_model("cohere2", num_hidden_layers=4)).rotated_layers == set()
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_layers_without_positions():
 )
 def test_a_model_that_does_more_than_turn(name, more):
     with pytest.raises(UnsupportedError, match="its rotation of keys is not known"):
-        Rotary(Family(name, more).build_config())
+        ModelRotary(Family(name, more).build_config())
 
 
 def test_a_proof_is_made_once_and_leaves_nothing_behind(monkeypatch):
@@ -64,11 +64,11 @@ def test_a_proof_is_made_once_and_leaves_nothing_behind(monkeypatch):
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    Rotary(FAMILIES["llama"].build_config())
+    ModelRotary(FAMILIES["llama"].build_config())
     assert torch.equal(torch.rand(1), expected)
     assert set(AttentionInterface._global_mapping) == before
     monkeypatch.setattr(rotary_parts.Probe, "attended", lambda *_: 1 / 0)
-    Rotary(FAMILIES["llama"].build_config())
+    ModelRotary(FAMILIES["llama"].build_config())
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_what_is_not_as_expected_says_so(monkeypatch, other, words):
     with pytest.raises(
         UnsupportedError, match=f"llama: its rotation of keys is not known: {words}"
     ):
-        Rotary(FAMILIES["llama"].build_config())
+        ModelRotary(FAMILIES["llama"].build_config())

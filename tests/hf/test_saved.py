@@ -17,8 +17,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from h2o import H2OCache, H2OConfig, Profile
 from h2o.compat import with_cache
 from h2o.hf.cache import cache_file
+from h2o.hf.cache_state.layer_snapshot import take_snapshot
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store.layer_snapshot import take_snapshot
 from tests.hf.modes import uneven
 from tests.hf.tiny import (
     FAMILIES,
@@ -36,7 +36,7 @@ from tests.hf.tiny import (
 )
 
 SMALL = {"heavy": 6, "recent": 6}
-STORES = {
+SETTINGS = {
     "rectangular": ("llama", {}),
     "fractions": ("llama", {"heavy": 0.2, "recent": 0.1, "min_tokens": 0}),
     "own budgets": ("qwen2", {"head_shares": uneven, "sinks": 1}),
@@ -58,38 +58,40 @@ STORES = {
     "trace": ("llama", {"trace": True, "head_shares": uneven}),
 }
 ECHO = {"score_by": "mean-echo", "head_shares": "echo"}
-DEALT = {
+SHARED_BY_ECHO = {
     "by echo": ("llama", ECHO),
     "by echo, cache_relative": ("llama", ECHO | {"positions": "cache_relative"}),
     "by echo, compileable": ("llama", ECHO | {"compileable": True}),
     "by echo, traced": ("llama", ECHO | {"trace": True}),
-    "by echo, bytes": ("wide", ECHO | STORES["bytes"][1]),
+    "by echo, bytes": ("wide", ECHO | SETTINGS["bytes"][1]),
 }
 if LATENT:
-    DEALT["latents, int8"] = "deepseek_v2", {"kv_dtype": "int8"}
+    SHARED_BY_ECHO["latents, int8"] = "deepseek_v2", {"kv_dtype": "int8"}
 ALL_FAMILIES = FAMILIES | LATENT | LATENT_AND_STATES
 _OF_KINDS = ("gemma3", "mistral-window", "gpt_oss", "mllama", "gemma4_text", "deepseek_v2", "youtu",
              "llama, int8 weights", "qwen3_5, whole", *LAYOUTS)  # fmt: skip
 KINDS = [name for name in _OF_KINDS if name in ALL_FAMILIES]
 """One family for each kind of layer. The layers of the other families are of the same kinds."""
 answered = functools.partial(greedy, tokens=6)
-every_store = pytest.mark.parametrize(
-    "store", [*STORES, *DEALT, *[slow_if(name not in KINDS, name) for name in ALL_FAMILIES]]
+every_setting = pytest.mark.parametrize(
+    "setting",
+    [*SETTINGS, *SHARED_BY_ECHO, *[slow_if(name not in KINDS, name) for name in ALL_FAMILIES]],
 )
-every_second_store = pytest.mark.parametrize(
-    "store",
+every_second_setting = pytest.mark.parametrize(
+    "setting",
     [
-        *[slow_if(i % 2 > 0, name) for i, name in enumerate((*STORES, *DEALT, *KINDS))],
+        *[slow_if(i % 2 > 0, name) for i, name in enumerate((*SETTINGS, *SHARED_BY_ECHO, *KINDS))],
         *[slow_if(True, name) for name in ALL_FAMILIES if name not in KINDS],
     ],
 )
-"""Every second store, for tests of forks. Files and forks hold what hf/store/layer_snapshot.py
-lists, so the tests of files, with every store, notice what the list lacks."""
+"""Every second setting, for tests of forks. Files and forks hold what
+hf/cache_state/layer_snapshot.py lists, so the tests of files, with every setting, notice what the
+list lacks."""
 
 
-def opened(store):
+def opened(setting):
     """A model, the parameters of a cache for it, and a document."""
-    family, more = (STORES | DEALT).get(store, (store, {}))
+    family, more = (SETTINGS | SHARED_BY_ECHO).get(setting, (setting, {}))
     parameters = SMALL | more
     document = {"input_ids": prompts(40)[0]}
     if family == "wide":  # int4 values are in groups of 32
@@ -129,11 +131,11 @@ def assert_same(one, other):
             torch.testing.assert_close(more[name], x, rtol=0, atol=0, equal_nan=True)
 
 
-@every_second_store
-def test_copies_are_independent(store):
+@every_second_setting
+def test_copies_are_independent(setting):
     """A fork, a copy and a pickle must share no memory with their original, and answer like a cache
     that has seen the document itself."""
-    ours, parameters, document = opened(store)
+    ours, parameters, document = opened(setting)
     cache, before = (has_read(ours, document, **parameters) for _ in range(2))
     copies = [cache.fork(), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
     for question, twin in zip(prompts(5, 9, 1, seed=1), copies, strict=True):
@@ -147,11 +149,11 @@ def test_copies_are_independent(store):
         assert not shared & {x.data_ptr() for x in take_snapshot(layer).tensors.values()}
 
 
-@every_second_store
-def test_questions_in_one_batch(store):
+@every_second_setting
+def test_questions_in_one_batch(setting):
     """Padding between a document and questions of different lengths must not change the answers in
     the rows of a fork."""
-    ours, parameters, document = opened(store)
+    ours, parameters, document = opened(setting)
     questions = dict(enumerate(prompts(5, 9, 2, seed=1)))
     cache = has_read(ours, document, **parameters)
     ids = torch.zeros(3, 49, dtype=torch.long)
@@ -171,9 +173,9 @@ def test_questions_in_one_batch(store):
         assert together[row].tolist() == alone[0].tolist()
 
 
-@every_store
-def test_a_file_goes_on_with_the_same_tokens(store, tmp_path):
-    ours, parameters, document = opened(store)
+@every_setting
+def test_a_file_goes_on_with_the_same_tokens(setting, tmp_path):
+    ours, parameters, document = opened(setting)
     cache = has_read(ours, document, **parameters)
     path = tmp_path / "document.safetensors"
     cache.save(path, ours)
@@ -421,7 +423,7 @@ def test_states_are_whole():
 
 def attributes(layer):
     """Attributes of a layer and of its form, scorer and runner."""
-    parts = layer, layer.form, layer.scorer, layer.runner
+    parts = layer, layer.variant, layer.scorer, layer.runner
     return {name: x for part in parts for name, x in vars(part).items()}
 
 

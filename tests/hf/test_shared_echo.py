@@ -9,7 +9,7 @@ from transformers import CompileConfig, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, generate_all
 from h2o.compat import with_cache
-from h2o.hf.families.layer_kinds import HYBRIDS
+from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from tests.hf.modes import MODES
 from tests.hf.test_compress import positions
 from tests.hf.test_echo import echo_of

@@ -18,11 +18,11 @@ from h2o.compat import with_cache
 from h2o.config.layer_plan import LayerPlan
 from h2o.evaluation.published_masks import MASKS
 from h2o.hf.attention.attention_call import AttentionCall
-from h2o.hf.families.shared_keys import SHARES_KEYS, shared_key_layers
-from h2o.hf.layers import shared_form
+from h2o.hf.layers import shared_variant
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.layers.plain_form import PlainForm
-from h2o.hf.layers.shared_form import SharedForm
+from h2o.hf.layers.plain_variant import PlainVariant
+from h2o.hf.layers.shared_variant import SharedVariant
+from h2o.hf.model_traits.shared_keys import SHARES_KEYS, shared_key_layers
 from tests.hf.modes import POLICIES
 from tests.hf.test_simulation import check_rows_alone
 from tests.hf.tiny import failing, greedy, model, prompts
@@ -69,7 +69,7 @@ def a_pass(layer, Q, seed, B=2, mask=None):
 def test_a_later_layer_sees_what_the_layer_itself_saw(chosen):
     """A later layer must see the same keys as the layer itself, in a prompt, in chunks, and in
     steps before and after the budget is full."""
-    layer = H2OLayer(LayerPlan.of(POLICIES[chosen], 0, 2), form=SharedForm([1, 2]))
+    layer = H2OLayer(LayerPlan.of(POLICIES[chosen], 0, 2), variant=SharedVariant([1, 2]))
     for seed, Q in enumerate([7, *[1] * 20, 5, *[1] * 9, 11, 1, 1]):
         first, (all_queries, last) = a_pass(layer, Q, seed)
         assert torch.equal(all_queries, first)
@@ -77,7 +77,7 @@ def test_a_later_layer_sees_what_the_layer_itself_saw(chosen):
 
 
 def test_pads_of_a_prompt_of_a_chunk_and_of_a_step():
-    layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), form=SharedForm([1, 2]))
+    layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), variant=SharedVariant([1, 2]))
     for seed, Q in enumerate([20, 6, 1, 1, 20, 1]):
         mask = torch.ones(2, Q, dtype=torch.bool)
         mask[0, : Q // 2 + (seed == 3)] = False
@@ -89,7 +89,7 @@ def test_pads_of_a_prompt_of_a_chunk_and_of_a_step():
 
 def test_keys_that_came_from_a_dynamic_cache():
     for Q in (1, 4):
-        layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), form=SharedForm([1, 2]))
+        layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), variant=SharedVariant([1, 2]))
         layer.import_keys(torch.randn(2, G, 20, D), torch.randn(2, G, 20, D), None)
         first, (all_queries, _) = a_pass(layer, Q, 0)
         assert torch.equal(all_queries, first)
@@ -99,33 +99,33 @@ def test_keys_that_came_from_a_dynamic_cache():
 
 def test_keys_on_another_device_still_know_their_layer():
     """accelerate moves keys to the device of later layers, which must not lose their layer."""
-    layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), form=SharedForm([1]))
+    layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), variant=SharedVariant([1]))
     key, value = layer.update(torch.randn(1, G, 5, D), torch.randn(1, G, 5, D))
     moved = key.to("meta")
     assert moved.h2o_layer is layer
     layer.attend(AttentionCall(OWN, torch.randn(1, H, 5, D), key, value))
     key, value = layer.update(torch.randn(1, G, 1, D), torch.randn(1, G, 1, D))
     layer.attend(AttentionCall(OWN, torch.randn(1, H, 1, D), key, value))
-    there = layer.form.attended.to(torch.device("meta"))
+    there = layer.variant.attended.to(torch.device("meta"))
     tensors = [x for x in (*there.tokens, *there.slots) if isinstance(x, torch.Tensor)]
     assert {x.device.type for x in tensors} == {"meta"}
     assert layer.slots.keys.device.type == "cpu"
 
 
 def test_nothing_is_kept_of_a_pass_that_is_over():
-    layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), form=SharedForm([1]))
+    layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), variant=SharedVariant([1]))
     key, value = layer.update(torch.randn(1, G, 5, D), torch.randn(1, G, 5, D))
     query = torch.randn(1, H, 5, D)
     layer.attend(AttentionCall(OWN, query, key, value))
     layer.attend(AttentionCall(LATER, query, key, value))
-    assert layer.form.attended is None
+    assert layer.variant.attended is None
     with pytest.raises(RuntimeError, match=r"layer 1 attends to keys of layer 0 .* is over"):
         layer.attend(AttentionCall(LATER, query, key, value))
 
 
 @pytest.mark.usefixtures("gradients")
 def test_training_is_refused_in_later_layers_too():
-    layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), form=SharedForm([1]))
+    layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), variant=SharedVariant([1]))
     key, value = layer.update(torch.randn(1, G, 5, D), torch.randn(1, G, 5, D))
     query = torch.randn(1, H, 5, D, requires_grad=True)
     layer.attend(AttentionCall(OWN, query, key, value))
@@ -150,7 +150,7 @@ def test_what_is_said_of_them(name):
         '3 store nothing; positions="cache_relative" is not'
     )
     cache = H2OCache(ours.config, **SMALL)
-    assert [type(cache.layers[i].form) for i in (PLAIN, SHARED)] == [PlainForm, SharedForm]
+    assert [type(cache.layers[i].variant) for i in (PLAIN, SHARED)] == [PlainVariant, SharedVariant]
 
 
 @pytest.mark.parametrize(
@@ -279,9 +279,9 @@ def test_layers_may_have_heads_of_another_size(name):
 
 
 def test_a_model_that_is_cut_over_processes_is_refused(monkeypatch):
-    monkeypatch.setattr(shared_form.tensor_parallel, "part", lambda module: (1, 2))
+    monkeypatch.setattr(shared_variant.tensor_parallel, "part", lambda module: (1, 2))
     ours = model("gemma4_text")
-    monkeypatch.setattr(PlainForm, "tokens", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(PlainVariant, "tokens", lambda *arguments: 1 / 0)
     layer = H2OCache(ours.config, **SMALL).layers[SHARED]
     key, value = layer.update(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16))
     with pytest.raises(UnsupportedError, match="split over processes"):

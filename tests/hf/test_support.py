@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.compat import with_cache
-from h2o.hf.families.layer_kinds import HYBRIDS, kind_of
+from h2o.hf.model_traits.layer_kinds import HYBRIDS, kind_of
 from h2o.hf.support import Traits, not_supported_reasons, setting_reasons
 from tests.hf import families
 from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts, slow_if

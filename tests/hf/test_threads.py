@@ -19,7 +19,7 @@ from tests.hf.tiny import FAMILIES, greedy, model, prompts
 SMALL = {"heavy": 6, "recent": 6}
 
 
-def elsewhere(function):
+def in_another_thread(function):
     """Run a function in a new thread. Returns its result, or the exception that it raised."""
     results = []
 
@@ -46,9 +46,9 @@ def test_a_cache_that_another_thread_is_using(name):
     def intrude(*_):
         if not intruders:
             states = torch.zeros(1, 2, 3, 8)
-            intruders.append(elsewhere(lambda: cache.update(states, states, 0)))
-            intruders.append(elsewhere(lambda: ours(ids[:, :3], **with_cache(cache))))
-            intruders.append(elsewhere(lambda: cache.reorder_cache(torch.tensor([0]))))
+            intruders.append(in_another_thread(lambda: cache.update(states, states, 0)))
+            intruders.append(in_another_thread(lambda: ours(ids[:, :3], **with_cache(cache))))
+            intruders.append(in_another_thread(lambda: cache.reorder_cache(torch.tensor([0]))))
 
     hook = ours.model.layers[1].register_forward_pre_hook(intrude)
     ours(ids, **with_cache(cache))
@@ -70,7 +70,7 @@ def test_a_cache_goes_from_thread_to_thread():
     ours = model("llama")
     (ids,) = prompts(20)
     cache = H2OCache(ours.config, **SMALL)
-    elsewhere(lambda: ours(ids, **with_cache(cache)))
+    in_another_thread(lambda: ours(ids, **with_cache(cache)))
     ours(ids[:, :1], **with_cache(cache))
     assert cache.get_seq_length() == 21
 
@@ -78,7 +78,7 @@ def test_a_cache_goes_from_thread_to_thread():
         raise MemoryError
 
     hook = ours.model.layers[0].mlp.register_forward_hook(fail)
-    assert isinstance(elsewhere(lambda: ours(ids[:, :1], **with_cache(cache))), MemoryError)
+    assert isinstance(in_another_thread(lambda: ours(ids[:, :1], **with_cache(cache))), MemoryError)
     hook.remove()
     with pytest.raises(RuntimeError, match="was interrupted"):
         ours(ids[:, :1], **with_cache(cache))
@@ -102,7 +102,7 @@ def test_a_call_keeps_its_cache_where_another_thread_makes_one_at_that_moment(
         object.__setattr__(patch, name, value)
         if name == "cache" and not theirs:
             theirs.append(None)
-            theirs[0] = elsewhere(patch.make_cache)
+            theirs[0] = in_another_thread(patch.make_cache)
 
     with patched(ours, **SMALL) as patch:
         monkeypatch.setattr(H2OCache, "get_mask_sizes", note)
@@ -125,7 +125,7 @@ def test_a_block_serves_the_threads_that_it_starts():
         want = greedy(plain, {"input_ids": ids}).tolist()
         for context in (contextvars.copy_context(), contextvars.Context()):
             call = functools.partial(context.run, greedy, plain, {"input_ids": ids})
-            assert elsewhere(lambda call=call: call().tolist()) == want
+            assert in_another_thread(lambda call=call: call().tolist()) == want
     assert want != full
 
 
@@ -140,11 +140,11 @@ def test_an_enabled_model_that_is_collected_is_forgotten():
         with simulated(two, **SMALL):
             return "simulated"
 
-    assert "by another thread" in str(elsewhere(simulate))
+    assert "by another thread" in str(in_another_thread(simulate))
     del one
     gc.collect()
     assert reference() is None
-    assert elsewhere(simulate) == "simulated"
+    assert in_another_thread(simulate) == "simulated"
 
 
 @pytest.mark.parametrize("inner", [patched, simulated])
@@ -159,14 +159,14 @@ def test_one_model_is_one_threads_to_change(outer, inner):
 
     same = outer is inner is patched  # threads may share a patch with equal settings
     with outer(plain, **({"heavy": 4, "recent": 4} if same else SMALL)):
-        error = elsewhere(enter)
+        error = in_another_thread(enter)
         assert isinstance(error, RuntimeError)
         assert "by another thread" in str(error)
         assert ("with other settings" in str(error)) == same
         enter()  # nested in the same thread
     assert set(vars(plain)) == before
     assert plain.config._attn_implementation == "sdpa"
-    assert elsewhere(enter) is None
+    assert in_another_thread(enter) is None
     assert plain.config._attn_implementation == "sdpa"
 
 

@@ -28,9 +28,9 @@ from transformers import (
 
 from h2o import H2OConfig
 from h2o.compat import CROPS_TO_LENGTH  # True with older versions of transformers
-from h2o.hf.families.latent_attention import expands_after_cache
-from h2o.hf.families.layer_kinds import HYBRIDS
-from h2o.hf.families.shared_keys import SHARES_KEYS
+from h2o.hf.model_traits.latent_attention import expands_after_cache
+from h2o.hf.model_traits.layer_kinds import HYBRIDS
+from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from tests.torch.calls import TABLE
 
 needs_compiler = pytest.mark.skipif(

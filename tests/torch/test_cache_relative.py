@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 
 from h2o import backends, ops
-from h2o.hf.layers import cache_relative_form
-from h2o.hf.store import slot_layout
+from h2o.hf.cache_state import slot_layout
+from h2o.hf.layers import cache_relative_variant
 from tests import inputs
 from tests.conversation import Conversation
 from tests.inputs import POLICIES
@@ -54,7 +54,7 @@ def rolling(engine, angles: Angles, most: int = 200):
             return engine.module.attend(query, keys, values, slots, rotary=table, **more)
         with backends.by_torch() if engine.name == "torch" else contextlib.nullcontext():
             sizes = [] if slots is None else slot_layout.sizes(slots)
-            return cache_relative_form.attend(
+            return cache_relative_variant.attend(
                 query, keys, values, slots, sizes, rotary=angles, **more
             )
 
@@ -237,7 +237,7 @@ def test_ranks_of_the_torch_side():
         talk = Conversation(core(), text, POLICIES["h2o"], budget=budget).feed_all([24, *[1] * 9])
         sizes = slot_layout.sizes(talk.slots)
         assert torch.equal(
-            cache_relative_form.ranks(talk.slots, sizes), reference.ranks(talk.slots)
+            cache_relative_variant.ranks(talk.slots, sizes), reference.ranks(talk.slots)
         )
 
 

@@ -15,6 +15,7 @@ from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
 from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts
 from h2o.vllm.prompt_scoring import CrossLayerBudget
+from h2o.vllm.worker_prompts import WorkerPrompts
 from tests.torch.test_paged_rows import (
     LAYERS,
     LONGEST,
@@ -58,10 +59,10 @@ class Model:
         page = self.budget.empty_pages(torch.empty(1, G, 1, D))
         memory = apart(0, PAGES, page_bytes(page), dtype=torch.int8).fill_(7)
         self.store, cross_layer = PageStore(memory, page, LAYERS), CrossLayerBudget(LAYERS)
+        known = self.store, self.budget
+        more = SCALE, 0.0, WorkerPrompts()
         self.layers = [
-            PagedLayer(
-                self.store, self.budget, i, SCALE, 0.0, functools.partial(echo, i), cross_layer
-            )
+            PagedLayer(*known, i, *more, functools.partial(echo, i), cross_layer)
             for i in range(LAYERS)
         ]
 

@@ -18,16 +18,16 @@ import pytest
 import torch
 
 from h2o import H2OConfig, ops
-from h2o.hf.store import slot_layout
+from h2o.hf.cache_state import slot_layout
 from h2o.vllm import metrics
-from h2o.vllm.config_entry import served_budget_config, whole_prompts_of
-from h2o.vllm.forks import Forks
+from h2o.vllm.config_entry import config_of_entry, whole_prompts_of
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
-from h2o.vllm.paged_request import Request, prefix_tokens, with_budget, with_pins
+from h2o.vllm.paged_request import PagedRequest, prefix_tokens, with_budget, with_pins
 from h2o.vllm.paged_rows import PagedLayer, PartialPrompts, plan
+from h2o.vllm.worker_prompts import WorkerPrompts
 from tests import inputs
-from tests.devices import elsewhere
+from tests.devices import on_fake_device
 
 H, G, D = 4, 2, 32
 LAYERS, LAYER, LONGEST, PAGES, SCALE = 3, 1, 90, 40, 0.3
@@ -75,13 +75,14 @@ def paged(config: H2OConfig, prompt_scores=None) -> PagedLayer:
     budget = PageBudget(config, LAYERS, LONGEST)
     page = budget.empty_page(LAYER, torch.empty(1, G, 1, D))
     memory = apart(0, PAGES, page_bytes(page), dtype=torch.int8).fill_(7)
-    return PagedLayer(PageStore(memory, page), budget, LAYER, SCALE, 0.0, prompt_scores)
+    known = PageStore(memory, page), budget, LAYER, SCALE, 0.0, WorkerPrompts()
+    return PagedLayer(*known, prompt_scores)
 
 
-def apart(place: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def apart(labels: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Uninitialized tensor. On a device that does not exist all tensors begin at one address, so
-    `place` shifts a tensor away from those of other places."""
-    count, before = math.prod(shape), (place + 1) << 22
+    `labels` shifts a tensor away from those of other places."""
+    count, before = math.prod(shape), (labels + 1) << 22
     return torch.empty(before + count, dtype=dtype)[before:].view(shape)
 
 
@@ -104,7 +105,7 @@ def feed(layer: PagedLayer, begun: PartialPrompts, rows: list[tuple[Talk, int]])
         starts,
         [each.seen for each, _ in rows],
         [each.page for each, _ in rows],
-        {each.page: Request(each.prompt, None, each.pinned) for each, _ in rows},
+        {each.page: PagedRequest(each.prompt, None, each.pinned) for each, _ in rows},
         begun,
     )
     out = torch.full(query.shape, torch.nan)
@@ -305,12 +306,12 @@ def test_pins_that_requests_ask_for():
 def test_a_request_that_left_in_its_prompt_leaves_nothing():
     """A request that left during its prompt must leave nothing in a page that another request
     takes. Its memory is freed after some more requests."""
-    layer, begun, forks = paged(CONFIGS["tokens"]), PartialPrompts(2), Forks()
-    forks.partial.append(begun.chunks)
+    layer, begun, worker_prompts = paged(CONFIGS["tokens"]), PartialPrompts(2), WorkerPrompts()
+    worker_prompts.partial.append(begun.chunks)
     left = [talk(seed, 40, 40) for seed in range(5)]
     for page, each in enumerate(left, start=1):
         each.page = page
-        forks.leave([page - 2])
+        worker_prompts.leave([page - 2])
         feed(layer, begun, [(each, 20)])
     assert [*begun.chunks] == [4, 5]
     assert layer.whole.keys.shape == (2, G, LONGEST, D)
@@ -394,17 +395,17 @@ def test_evictions_are_counted_where_pages_are_used_again(name):
 
 
 def test_a_meter_leaves_its_numbers_for_the_servers_first_process(tmp_path, monkeypatch):
-    layer, place = paged(CONFIGS["tokens"]), metrics.Place("tiny", "0", "1")
+    layer, labels = paged(CONFIGS["tokens"]), metrics.Labels("tiny", "0", "1")
     monkeypatch.setenv(metrics.FOLDER, str(tmp_path / "numbers"))
     monkeypatch.setattr(metrics, "SECONDS", 0.01)
-    meter = metrics.Meter(place, 4096, 12, lambda: [layer.store], Forks())
+    meter = metrics.Meter(labels, 4096, 12, lambda: [layer.store], WorkerPrompts())
     meter.write()
     (file,) = (tmp_path / "numbers").iterdir()
     numbers = {"h2o:request_bytes": 4096, "h2o:requests_that_fit": 12}
     numbers |= {f"h2o:{name}": 0 for name in ("stored_prompts", "stored_prompt_bytes")}
     numbers |= {f"h2o:forked_{name}": 0 for name in ("requests", "tokens")}
     nothing = {"h2o:evicted_keys": 0, "h2o:share_held": None}
-    assert json.loads(file.read_text()) == [list(place), numbers | nothing]
+    assert json.loads(file.read_text()) == [list(labels), numbers | nothing]
     traffic(layer, talks(), seed=3, room=1000)
     meter.schedule_write()
     while json.loads(file.read_text())[1] == numbers | nothing:
@@ -442,15 +443,15 @@ def test_a_folder_that_takes_no_numbers_is_a_warning(tmp_path, monkeypatch):
     for folder in (tmp_path / "missing" / "numbers", tmp_path / "file"):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv(metrics.FOLDER, str(folder))
-        meter = metrics.Meter(metrics.Place("tiny", "0", "0"), 1, 1, list, Forks())
+        meter = metrics.Meter(metrics.Labels("tiny", "0", "0"), 1, 1, list, WorkerPrompts())
         with pytest.warns(RuntimeWarning, match="/metrics is incomplete: .*(missing|file)"):
             meter.write()
 
 
 def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):
     monkeypatch.delenv(metrics.FOLDER, raising=False)
-    place = metrics.Place("tiny", "0", "0")
-    meter = metrics.Meter(place, 1, 1, lambda: pytest.fail("asked"), Forks())
+    labels = metrics.Labels("tiny", "0", "0")
+    meter = metrics.Meter(labels, 1, 1, lambda: pytest.fail("asked"), WorkerPrompts())
     meter.schedule_write()
     meter.write()
 
@@ -463,9 +464,9 @@ def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):
 def test_on_a_device_the_host_waits_for_nothing(name):
     """On a device no pass may wait: with whole and chunked prompts, steps in any order, and pages
     used again."""
-    with elsewhere():
+    with on_fake_device():
         layer, begun = paged(CONFIGS[name]), PartialPrompts(1)
-        requests = {1: Request(40), 2: Request(12), 3: Request(33)}
+        requests = {1: PagedRequest(40), 2: PagedRequest(12), 3: PagedRequest(33)}
         for starts, lengths, pages in [
             ([0, 20, 32], [20, 12], [1, 2]),
             ([0, 1, 21], [13, 40], [2, 1]),
@@ -549,16 +550,16 @@ def test_a_page_is_as_large_as_its_fields():
 )
 def test_wrong_entries_are_refused(entry, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        served_budget_config(entry)
+        config_of_entry(entry)
 
 
 def test_entries_are_configs():
-    assert served_budget_config({"heavy": 8, "recent": [1, 2]}) == H2OConfig(heavy=8, recent=[1, 2])
-    assert served_budget_config({"preset": "robust", "budget": 64}) == H2OConfig.robust(64)
+    assert config_of_entry({"heavy": 8, "recent": [1, 2]}) == H2OConfig(heavy=8, recent=[1, 2])
+    assert config_of_entry({"preset": "robust", "budget": 64}) == H2OConfig.robust(64)
     chunk = {"preset": "calibrated", "budget": 64, "score_by": "mean", "cut": "chunk"}
     calibrated = H2OConfig.calibrated(64)
-    assert served_budget_config(chunk) == dataclasses.replace(calibrated, score_by="mean")
-    assert served_budget_config({"preset": "calibrated", "budget": 64}).score_by == "mean-echo"
+    assert config_of_entry(chunk) == dataclasses.replace(calibrated, score_by="mean")
+    assert config_of_entry({"preset": "calibrated", "budget": 64}).score_by == "mean-echo"
     assert [whole_prompts_of(x) for x in ({}, {"whole_prompts": 5}, chunk)] == [2, 5, 0]
 
 
@@ -566,18 +567,18 @@ def test_one_number_and_the_floor_of_fractions():
     transformers = pytest.importorskip("transformers")
     llama = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     by_echo = {"score_by": "mean-echo"}  # within a head, because all layers have equal pages
-    assert served_budget_config({"budget": 64}, llama) == dataclasses.replace(
+    assert config_of_entry({"budget": 64}, llama) == dataclasses.replace(
         H2OConfig.robust(64), **by_echo
     )
-    in_bytes = served_budget_config({"budget": 0.2}, llama)
+    in_bytes = config_of_entry({"budget": 0.2}, llama)
     assert in_bytes == dataclasses.replace(
         H2OConfig.robust(0.2, budget_unit="bytes").for_model(llama), **by_echo
     )
-    assert served_budget_config({"budget": 64, "cut": "chunk"}, llama) == H2OConfig.robust(64)
+    assert config_of_entry({"budget": 64, "cut": "chunk"}, llama) == H2OConfig.robust(64)
     keys = torch.empty(1, 2, 1, 16)
     for config in (
         in_bytes,
-        served_budget_config({"heavy": 0.1, "recent": 0.1, "sinks": 4}, llama),
+        config_of_entry({"heavy": 0.1, "recent": 0.1, "sinks": 4}, llama),
     ):
         budget = PageBudget(config, LAYERS, 1000)
         ((heavy, recent),) = budget.by_head(LAYER, keys, 40)

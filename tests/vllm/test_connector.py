@@ -18,9 +18,9 @@ from vllm.v1.request import RequestStatus
 from h2o import H2OConfig
 from h2o.vllm import plugin, scheduler
 from h2o.vllm.connector import StoredPromptsConnector
-from h2o.vllm.forks import Forks
-from h2o.vllm.page_budget import PageBudget, one_key
-from h2o.vllm.paged_request import Request
+from h2o.vllm.page_budget import PageBudget, example_keys
+from h2o.vllm.paged_request import PagedRequest
+from h2o.vllm.worker_prompts import WorkerPrompts
 
 PAGE = plugin.PageSpec(
     block_size=plugin.BLOCK, num_kv_heads=1, head_size=8, dtype=torch.uint8, num_head_slots=1,
@@ -103,7 +103,7 @@ def test_workers_know_what_the_requests_of_pages_ask_for():
     the same one again, in the same pass."""
     made, worker = connector(PAGE, is_shared=False), connector(PAGE)
     budget = PageBudget(H2OConfig(heavy=8, recent=8), 2, 256)
-    worker.forks, worker.keys = Forks(), one_key(2, 8, torch.float32)
+    worker.worker_prompts, worker.keys = WorkerPrompts(), example_keys(2, 8, torch.float32)
     worker.engine = SimpleNamespace(requests={}, budget=budget)
 
     def known(**scheduled):
@@ -111,13 +111,13 @@ def test_workers_know_what_the_requests_of_pages_ask_for():
         return worker.engine.requests
 
     admit(made, request(h2o_heavy=3, h2o_pinned="2:4"), 3)
-    own = Request(100, H2OConfig(heavy=3, recent=8), [(2, 4)])
+    own = PagedRequest(100, H2OConfig(heavy=3, recent=8), [(2, 4)])
     assert known(a=32) == {3: own}
     made.request_finished_all_groups(request(), ([3],))
     admit(made, request("b", 50, h2o_prefix=30), 3)
-    assert known(b=30) == {3: Request(50, prefix=30)}
+    assert known(b=30) == {3: PagedRequest(50, prefix=30)}
     admit(made, request("b", 50), 3)
-    assert known(preempted="b", b=30) == {3: Request(50)}
+    assert known(preempted="b", b=30) == {3: PagedRequest(50)}
     made.request_finished_all_groups(request("b"), ([3],))
     made.request_finished_all_groups(request("c"), ([],))
     assert known() == {}
@@ -125,10 +125,10 @@ def test_workers_know_what_the_requests_of_pages_ask_for():
 
 def test_workers_forget_chunks_of_pages_that_requests_have_left():
     """Chunks in the pages that requests have left must be dropped in every group of layers."""
-    forks = Forks()
-    forks.partial += [{3: "chunk", 4: "chunk"}, {5: "chunk"}]
-    forks.leave({3, 5, 6})
-    assert forks.partial == [{4: "chunk"}, {}]
+    worker_prompts = WorkerPrompts()
+    worker_prompts.partial += [{3: "chunk", 4: "chunk"}, {5: "chunk"}]
+    worker_prompts.leave({3, 5, 6})
+    assert worker_prompts.partial == [{4: "chunk"}, {}]
 
 
 def planning(kind=scheduler.PrefixScheduler, **entry):

@@ -39,13 +39,14 @@ def test_the_folder_goes_with_the_first_process(tmp_path):
 import os, sys, time
 from multiprocessing import util
 from pathlib import Path
-from h2o.vllm import forks, metrics
+from h2o.vllm import metrics
+from h2o.vllm.worker_prompts import WorkerPrompts
 
 def left():
     return sorted(file.name for file in folder.iterdir()) if folder.exists() else None
 
 def meter(rank):
-    one = metrics.Meter(metrics.Place("tiny", "0", rank), 1, 1, list, forks.Forks())
+    one = metrics.Meter(metrics.Labels("tiny", "0", rank), 1, 1, list, WorkerPrompts())
     one.write()
     return one
 

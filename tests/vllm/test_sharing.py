@@ -29,10 +29,12 @@ ENTRIES = {
 }
 
 
-def forks(llm):
+def worker_prompts(llm):
     """The worker's records of stored prompts."""
     (found,) = llm.apply_model(
-        lambda model: next(x.impl.engine.forks for x in model.modules() if hasattr(x, "impl"))
+        lambda model: next(
+            x.impl.engine.worker_prompts for x in model.modules() if hasattr(x, "impl")
+        )
     )
     return found
 
@@ -48,13 +50,13 @@ def test_a_prompt_that_comes_again_is_not_read_again(name, chunk, llama, monkeyp
     with engine(folder, ENTRIES[name], max_num_batched_tokens=chunk) as llm:
         for again in range(3):
             assert served(llm, requests) == wanted
-            assert forks(llm).requests == 2 + again * 12
-        assert forks(llm).tokens == 2 * 49 + 2 * (sum(map(len, requests)) - 1 - 12)
+            assert worker_prompts(llm).requests == 2 + again * 12
+        assert worker_prompts(llm).tokens == 2 * 49 + 2 * (sum(map(len, requests)) - 1 - 12)
         pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert llm.reset_prefix_cache()
         assert served(llm, requests) == wanted
-        assert forks(llm).requests == 28
+        assert worker_prompts(llm).requests == 28
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -71,12 +73,12 @@ def test_a_prefix_is_read_once(name, chunk, llama, monkeypatch):
     assert wanted != alone(model, requests, config)
     with engine(folder, ENTRIES[name], max_num_batched_tokens=chunk) as llm:
         assert served(llm, requests, **arguments) == wanted
-        assert (forks(llm).requests, forks(llm).tokens) == (5, 300)
+        assert (worker_prompts(llm).requests, worker_prompts(llm).tokens) == (5, 300)
         assert served(llm, requests, **arguments) == wanted
         assert served(llm, requests) == alone(model, requests, config)
-        before = forks(llm).requests
+        before = worker_prompts(llm).requests
         assert served(llm, [beginning], **arguments) == alone(model, [beginning], config)
-        assert forks(llm).requests == before + 1
+        assert worker_prompts(llm).requests == before + 1
 
 
 def test_samples_of_one_prompt_and_pins(llama):
@@ -92,13 +94,13 @@ def test_samples_of_one_prompt_and_pins(llama):
     with engine(folder, {"heavy": 20, "recent": 8}) as llm:
         for arguments, answers in ((pins, wanted), ({"h2o_prefix": 60}, unpinned)):
             assert served(llm, requests, extra_args=arguments) == answers
-        assert forks(llm).requests == 2
+        assert worker_prompts(llm).requests == 2
         sampling = SamplingParams(max_tokens=8, n=4, seed=1, ignore_eos=True, detokenize=False)
         many = [
             [list(one.token_ids) for one in out.outputs]
             for out in llm.generate([{"prompt_token_ids": x} for x in requests], sampling)
         ]
-        assert forks(llm).requests == 8
+        assert worker_prompts(llm).requests == 8
         assert all(len({*map(tuple, of_prompt)}) == 4 for of_prompt in many)
 
 
@@ -114,7 +116,7 @@ def test_who_leaves_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
         llm.llm_engine.step()
         llm.llm_engine.abort_request(["0"])
         answers = served(llm, requests[1:], **arguments)
-        assert forks(llm).requests == 1
+        assert worker_prompts(llm).requests == 1
     assert answers == after_prefix(model, requests[1:], 60, config, 24)
 
 
@@ -139,7 +141,7 @@ def test_who_begins_anew_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
         assert answers == wanted[:1]
         assert not core.scheduler.connector.prompts.prefilling
         assert served(llm, [long, other]) == wanted
-        assert forks(llm).requests == 1
+        assert worker_prompts(llm).requests == 1
 
 
 def test_nothing_is_stored_where_prefix_caching_is_off(llama):
@@ -149,13 +151,13 @@ def test_nothing_is_stored_where_prefix_caching_is_off(llama):
     with engine(folder, SMALL, max_num_batched_tokens=32, enable_prefix_caching=False) as llm:
         llm.llm_engine.add_request("0", {"prompt_token_ids": requests[0]}, SamplingParams())
         llm.llm_engine.step()
-        (chunks,) = forks(llm).partial
+        (chunks,) = worker_prompts(llm).partial
         assert len(chunks) == 1
         llm.llm_engine.abort_request(["0"])
         llm.llm_engine.step()
         assert not chunks
         assert served(llm, requests) == alone(model, requests, H2OConfig(**SMALL))
-        assert not forks(llm).stored
+        assert not worker_prompts(llm).stored
 
 
 @pytest.mark.parametrize("entry", [SMALL, {"budget": 24}])
@@ -192,8 +194,8 @@ def test_few_pages_and_requests_that_leave(entry, llama, monkeypatch):
                     answers[out.request_id] = list(out.outputs[0].token_ids)
         pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pages - 1
-        assert forks(llm).requests > 20
-        assert len(forks(llm).stored) < pages
+        assert worker_prompts(llm).requests > 20
+        assert len(worker_prompts(llm).stored) < pages
     assert len(asked) > 40
     assert answers == asked
 

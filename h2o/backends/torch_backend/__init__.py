@@ -22,7 +22,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from h2o.backends.torch_backend.numbered_rows import by_number
+from h2o.backends.torch_backend.selected_rows import with_selected_rows
 
 
 def operation(name: str) -> Callable[..., Any]:
@@ -31,7 +31,8 @@ def operation(name: str) -> Callable[..., Any]:
     Raises: ModuleNotFoundError if torch is missing.
     """
     function: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{name}"), name)
-    return _without_autocast(by_number(function, *(("scores",) if name == "attend" else ())))
+    written = ("scores",) if name == "attend" else ()
+    return _without_autocast(with_selected_rows(function, *written))
 
 
 def _without_autocast(operation: Callable[..., Any]) -> Callable[..., Any]:

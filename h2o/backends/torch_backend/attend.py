@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.backends.torch_backend.slot_view import Store, products
+from h2o.backends.torch_backend.slot_view import SlotView, products
 from h2o.policy import Policy
 from h2o.sink_logits import softmax
 
@@ -66,15 +66,15 @@ def attend(
         tokens = order[:, -1:] + 1  # [B or 1, 1]
         weights = decay ** (tokens - 1 - order).float()
         total = decay ** tokens.float()
-    store = stored = None
+    view = stored = None
     if slots is not None:
-        store = Store(slots)
-        held = store.by_head(slots.positions, -1) >= 0
+        view = SlotView(slots)
+        held = view.by_head(slots.positions, -1) >= 0
         D = query.shape[-1]
-        stored_values = store.values(D)
-        empty = ~(held if store.first is None else held.any(1, keepdim=True))
-        finite, beyond = store.split_nonfinite(stored_values.masked_fill(empty[..., None], 0))
-        stored = Stored(store.rows("keys", D).float(), finite, beyond, held)
+        stored_values = view.values(D)
+        empty = ~(held if view.first is None else held.any(1, keepdim=True))
+        finite, beyond = view.split_nonfinite(stored_values.masked_fill(empty[..., None], 0))
+        stored = Stored(view.rows("keys", D).float(), finite, beyond, held)
     values = keys if values is None else values
     largest = policy.scores_largest
     new, old = dense(
@@ -84,11 +84,11 @@ def attend(
     if log_sums is not None:
         return
     scores.copy_(new)
-    if store is not None:
-        before = store.by_head(slots.scores, 0)
+    if view is not None:
+        before = view.by_head(slots.scores, 0)
         if total is not None:
             before = before * total[..., None]
-        store.write_by_head(slots.scores, torch.maximum(before, old) if largest else before + old)
+        view.write_by_head(slots.scores, torch.maximum(before, old) if largest else before + old)
 
 
 def rows_per_block(query: Tensor, columns: int) -> int:

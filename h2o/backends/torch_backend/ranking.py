@@ -13,8 +13,8 @@ from torch import Tensor
 
 from h2o.policy import Policy
 
-_SPARED = 2**31 - 1
-_NAN = -(2**31)
+_HIGHEST = 2**31 - 1
+_LOWEST = -(2**31)
 
 
 class Budget(NamedTuple):
@@ -57,12 +57,12 @@ def rank_keys(
     if rank is not scores:
         rank = rank + 0.0  # -0 is 0
     bits = rank.view(torch.int32)
-    keys = (bits >> 31).bitwise_and_(_SPARED).bitwise_xor_(bits)
-    keys.masked_fill_(rank != rank, _NAN)
+    keys = (bits >> 31).bitwise_and_(_HIGHEST).bitwise_xor_(bits)
+    keys.masked_fill_(rank != rank, _LOWEST)
     # The same dtype, so that positions are not converted for the comparison.
     recent = positions >= (lengths - budget.recent).to(positions.dtype)
-    spared = recent.logical_or_(positions < policy.sinks).logical_or_(scores == torch.inf)
-    return keys.masked_fill_(spared, _SPARED)
+    protected = recent.logical_or_(positions < policy.sinks).logical_or_(scores == torch.inf)
+    return keys.masked_fill_(protected, _HIGHEST)
 
 
 def lowest(keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def highest(ranks: Tensor, positions: Tensor, k: Tensor) -> Tensor:
 
     `ranks` come from `rank_keys`. Entries with position -1 are not keys.
     """
-    best = (ranks.long() << 32) + (_SPARED - positions)
+    best = (ranks.long() << 32) + (_HIGHEST - positions)
     best = best.masked_fill(positions < 0, torch.iinfo(torch.int64).min)
     last = (k - 1).clamp(max=best.shape[-1] - 1).expand(*best.shape[:2], 1)
     least = best.sort(-1, descending=True).values.gather(-1, last)

@@ -1,5 +1,5 @@
 """`h2o.ops.simulate` in plain torch: the outputs of a whole text, with eviction after every token.
-Prompts are processed at once and pruned. The other padded columns follow one by one.
+Prompts are processed at once and cut to their budgets. The other padded columns follow one by one.
 
 Shape letters as in `h2o.ops`: B rows, Q padded columns of the text.
 """
@@ -55,9 +55,8 @@ def simulate(
     stored_values: Tensor | None,
     sink_logits: Tensor | None,
 ) -> None:
-    """See `h2o.ops.simulate`. Prompts are processed at once and pruned. The columns after them
-    follow one by one, for all rows and heads together, because each depends on what the column
-    before it evicted.
+    """See `h2o.ops.simulate`. Prompts are processed at once. The columns after them follow one by
+    one, for all rows and heads together, because each depends on what the column before it evicted.
 
     Since nothing may wait for the device, the host does not know where a prompt ends. The loop
     therefore goes over all columns, and columns inside a row's prompt change nothing in the row.
@@ -85,9 +84,9 @@ def simulate(
     in_prompt = positions.masked_fill(~early[:, None], -1)
     ranks = rank_keys(policy, scores, in_prompt, norms, first[..., None], limits)
     is_kept = highest(ranks, in_prompt, limits.k)
-    pruned = (in_prompt >= 0) & ~is_kept
+    evicted = (in_prompt >= 0) & ~is_kept
     end = (early * torch.arange(1, Q + 1, device=query.device)).amax(1)[:, None, None]
-    evicted_at.copy_(torch.where(pruned, end, evicted_at))
+    evicted_at.copy_(torch.where(evicted, end, evicted_at))
     later = real & ~early
     text = Text(
         query, keys, values, later, scale, softcap, policy, sink_logits, out, evicted_at, scores

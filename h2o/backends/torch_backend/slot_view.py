@@ -1,7 +1,7 @@
-"""`Store`: a view by head of one call's slots in either layout. It reads, writes and dequantizes
+"""`SlotView`: a view by head of one call's slots in either layout. It reads, writes and dequantizes
 them, and multiplies by their values.
 
-In a store with `starts` the slots of all heads are on one axis T. Fields with one number per slot
+In slots with `starts` those of all heads are on one axis T. Fields with one number per slot
 (scores, positions) are small, so they are expanded to [B, G, T], where slots of other heads are
 empty, and a head's slot is an index on axis T. Keys and values are not expanded: products cover all
 slots of a row, [B, 1, T, D], for every head.
@@ -24,7 +24,7 @@ BLOCK = 1 << 17
 """
 
 
-class Store:
+class SlotView:
     """The slots of one call, by head. In the shapes below, S is T if there are `starts`."""
 
     def __init__(self, slots: Any) -> None:
@@ -51,7 +51,7 @@ class Store:
         return torch.where(self.in_head, numbers[:, None], empty)
 
     def write_by_head(self, numbers: Tensor, new: Tensor) -> None:
-        """Write numbers [B, G, S], as from `by_head`, to a field of the store."""
+        """Write numbers [B, G, S], as from `by_head`, to a field of the slots."""
         if self.first is not None:
             new = torch.where(self.in_any_head, self.take_own_head(new), numbers)
         numbers.copy_(new)
@@ -61,7 +61,7 @@ class Store:
         return by_head.gather(1, self.head[:, None].expand(len(by_head), 1, -1))[:, 0]
 
     def add(self, numbers: Tensor, new: Tensor, *, largest: bool = False) -> Tensor:
-        """Add [B, G, S], 0 in slots of other heads, to a field of the store, and return the sums by
+        """Add [B, G, S], 0 in slots of other heads, to a field of the slots, and return the sums by
         head. With `largest` the maxima replace the sums."""
         if self.first is not None:
             new = self.take_own_head(new)
@@ -69,7 +69,7 @@ class Store:
         return self.by_head(both, 0)
 
     def fade(self, scores: Tensor, decay: float, where: Tensor | None) -> None:
-        """Multiply the store's scores by `decay`, in the rows that `where` [B, 1, 1] selects."""
+        """Multiply the slots' scores by `decay`, in the rows that `where` [B, 1, 1] selects."""
         faded = scores * decay
         if where is not None:
             faded = torch.where(where if self.first is None else where[..., 0], faded, scores)
@@ -116,7 +116,7 @@ class Store:
     def weighted_stored_values(self, p: Tensor, D: int) -> Tensor:
         """`weighted_values` for the values in the slots.
 
-        In a quantized store a NaN scale marks a row that was not finite, so that only the scales
+        In quantized slots a NaN scale marks a row that was not finite, so that only the scales
         have to be searched.
         """
         stored = self.slots.keys if self.slots.values is None else self.slots.values

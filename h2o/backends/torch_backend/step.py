@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o.backends.torch_backend.attend import apply_softcap
 from h2o.backends.torch_backend.ranking import lowest, rank_keys, split_budget
 from h2o.backends.torch_backend.rotary_embedding import rotate_by
-from h2o.backends.torch_backend.slot_view import Store, products, quantize_like_slots, row_norms
+from h2o.backends.torch_backend.slot_view import SlotView, products, quantize_like_slots, row_norms
 from h2o.policy import Policy
 from h2o.sink_logits import softmax
 
@@ -36,42 +36,42 @@ def step(
     """See `h2o.ops.step`. All shapes follow from those of the slots."""
     B, H, _, D = query.shape
     G = key.shape[1]
-    store = Store(slots)
+    view = SlotView(slots)
     real = None if mask is None else mask.bool()[..., None]  # [B, 1, 1]
     lengths = slots.seen_tokens.view(B, 1, 1).int()  # the position of the new token
     seen = lengths + 1
     budget = split_budget(slots.budget, policy.sinks)
-    index = store.index_of(slots.next_slot)
+    index = view.index_of(slots.next_slot)
     for rows, new in quantize_like_slots(key, value, slots):
-        store.write_rows(rows, index, new, real)
-    store.write(slots.positions, index, lengths, real)
-    store.write(slots.scores, index, 0.0, real)
+        view.write_rows(rows, index, new, real)
+    view.write(slots.positions, index, lengths, real)
+    view.write(slots.scores, index, 0.0, real)
     norms = None
     if policy.value_weighted:
-        store.write(slots.norms, index, row_norms(key if value is None else value), real)
-        norms = store.by_head(slots.norms, 0)
+        view.write(slots.norms, index, row_norms(key if value is None else value), real)
+        norms = view.by_head(slots.norms, 0)
 
-    keys = store.rows("keys", D)
+    keys = view.rows("keys", D)
     queries = query.reshape(B, G, H // G, D).float()
     if table is not None and ranks is not None:
         before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] number of keys held
-        store.write(ranks, index, before, real)
-        keys = rotate_by(keys.float(), table[store.add_head_axis(ranks).clamp(0, len(table) - 1)])
+        view.write(ranks, index, before, real)
+        keys = rotate_by(keys.float(), table[view.add_head_axis(ranks).clamp(0, len(table) - 1)])
         queries = rotate_by(queries, table[before])
-    positions = store.by_head(slots.positions, -1)
+    positions = view.by_head(slots.positions, -1)
     # Logits [B, G, R, S] must be float32 because scores are.
     logits = apply_softcap(products(queries, keys.mT, exact=True) * scale, softcap)
     sinks = None if sink_logits is None else sink_logits.view(1, G, H // G, 1)
     p = softmax(logits.masked_fill_((positions < 0)[:, :, None], -torch.inf), sinks)
-    answer = store.weighted_stored_values(p, D).view(B, 1, H, D)
+    answer = view.weighted_stored_values(p, D).view(B, 1, H, D)
     received = p.amax(2) if policy.scores_largest else p.sum(2)
     if real is not None:
         answer = answer.masked_fill(~real[..., None], 0)
         received = received.masked_fill(~real, 0)
     out.copy_(answer)
     if policy.decay != 1.0:
-        store.fade(slots.scores, policy.decay, real)
-    scores = store.add(slots.scores, received, largest=policy.scores_largest)
+        view.fade(slots.scores, policy.decay, real)
+    scores = view.add(slots.scores, received, largest=policy.scores_largest)
 
     ranks_now = rank_keys(policy, scores, positions, norms, seen, budget)
     position, last = lowest(ranks_now, positions)
@@ -80,13 +80,13 @@ def step(
         evicts = evicts & real
     score = scores.gather(-1, last)
     slots.evicted_score.add_(torch.where(evicts, score, 0)[..., 0])
-    store.write(slots.positions, last, position.masked_fill(evicts, -1))
+    view.write(slots.positions, last, position.masked_fill(evicts, -1))
     if ranks is not None:
-        rank = store.read(ranks, last)
-        after = store.by_head(ranks, -1)
-        store.write_by_head(ranks, after - ((after > rank) & evicts).int())
-        store.write(ranks, last, rank.masked_fill(evicts, -1))
-    free = torch.where(evicts, store.slot_within_head(last), seen)[..., 0]
+        rank = view.read(ranks, last)
+        after = view.by_head(ranks, -1)
+        view.write_by_head(ranks, after - ((after > rank) & evicts).int())
+        view.write(ranks, last, rank.masked_fill(evicts, -1))
+    free = torch.where(evicts, view.slot_within_head(last), seen)[..., 0]
     slots.next_slot.copy_(
         free if real is None else torch.where(real[..., 0], free, slots.next_slot)
     )

@@ -7,8 +7,7 @@ cache, transformers' own caches, training) get the same dense attention as under
 The only mask that an H2O layer needs is the padding mask [B, Q] of the new tokens: all stored keys
 are visible, and causality among new tokens follows from their order.
 
-Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
-N keys that attention sees, D head dimension.
+Shape letters as in `h2o.hf`, and N keys that attention sees.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from h2o import compat
 from h2o.compat_wrappers import is_transformed
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall
-from h2o.hf.families.layer_kinds import CROSS_ATTENTION, cross_attention_layers
-from h2o.hf.families.shared_keys import Pads, pads_of
+from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION, cross_attention_layers
+from h2o.hf.model_traits.shared_keys import Pads, pads_of
 from h2o.sink_logits import softmax
 
 _FOREIGN = {
@@ -312,11 +311,6 @@ def _causal(Q: int, N: int, device: torch.device) -> Tensor:
     return torch.ones(Q, N, dtype=torch.bool, device=device).tril(N - Q)[None, None]
 
 
-def register(name: str, function: Any) -> None:
-    """Register an attention function with transformers, together with `h2o_mask`."""
-    compat.register_attention(name, function, h2o_mask)
-
-
 def switch(model: Any, name: str) -> None:
     """Make a model use the attention registered under a name.
 
@@ -339,7 +333,7 @@ def switch(model: Any, name: str) -> None:
     model.set_attn_implementation(name)
 
 
-register("h2o", h2o_attention_forward)
+compat.register_attention("h2o", h2o_attention_forward, h2o_mask)
 
 
 _TYPES = ("gemma3", "gemma3_text", "molmo2", "molmo2_text")

@@ -3,7 +3,7 @@
 `h2o.hf.attention.attention` fills an `AttentionCall` and passes it to the layer, which checks it,
 converts it to the dtype of its store (`NewTokens`) and attends.
 
-Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, D head dimension.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o import ops
-from h2o.hf.families.tagged_tensor import plain
+from h2o.hf.model_traits.tagged_tensor import plain
 from h2o.policy import Policy
 from h2o.quantization import dequantize, stored_like
 from h2o.spans import PINNED
@@ -200,10 +200,7 @@ class NoBackward(torch.autograd.Function):
 def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tuple[Tensor, Tensor]:
     """Output [B, Q, H, D] of new tokens over slots and each other, and scores [B, G, Q] of their
     keys."""
-    q, k, v, mask, scale, softcap, sinks = tokens
-    return ops.attend(
-        q, k, v, slots, mask=mask, scale=scale, softcap=softcap, sink_logits=sinks, policy=policy
-    )
+    return ops.attend(*tokens[:3], slots, policy=policy, **tokens.options)
 
 
 def evict_after(

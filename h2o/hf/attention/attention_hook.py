@@ -3,7 +3,7 @@
 Simulation, analysis and calibration use it to see the queries, keys and values of a forward pass
 over a whole text.
 
-Shape letters: B batch rows, H query heads, G key/value heads, n tokens, D head dimension.
+Shape letters as in `h2o.hf`, and n tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from h2o import compat
 from h2o.hf.attention import attention
 from h2o.hf.attention.attention_call import AttentionCall, as_autocast, as_operand
 from h2o.hf.attention.attention_switch import use_attention
-from h2o.hf.families.shared_keys import pads_of
-from h2o.hf.families.wrappers import unwrap
+from h2o.hf.model_traits.shared_keys import pads_of
+from h2o.hf.model_traits.wrappers import unwrap
 
 
 @contextmanager
@@ -81,14 +81,14 @@ def replace_attention(
     config = model.config.get_text_config(decoder=True)
     shared = _SharedModules(type(config))
     name = f"h2o_simulated:{next(_numbers)}"
-    attention.register(name, function)
+    compat.register_attention(name, function, attention.h2o_mask)
     try:
-        with use_attention("simulated", model, name) as change, shared.watched(model):
-            hook = model.register_forward_pre_hook(lambda *_: change.check(config))
-            try:
-                yield
-            finally:
-                hook.remove()
+        with (
+            use_attention("simulated", model, name) as change,
+            shared.watched(model),
+            model.register_forward_pre_hook(lambda *_: change.check(config)),
+        ):
+            yield
     finally:
         compat.unregister_attention(name)
 
@@ -114,18 +114,12 @@ class _SharedModules:
         def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             vars(self._thread_local)[str(id(module))] = kwargs["layer_idx"]
 
-        hooks = [
-            module.register_forward_pre_hook(note, with_kwargs=True)
-            for module in model.modules()
-            if hasattr(module, "layer_idx")
-            and compat.accepts(module.forward, "layer_idx")
-            and hasattr(module, "is_causal")
-        ]
-        try:
+        with ExitStack() as hooks:
+            for module in model.modules():
+                is_attention = hasattr(module, "layer_idx") and hasattr(module, "is_causal")
+                if is_attention and compat.accepts(module.forward, "layer_idx"):
+                    hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 _numbers = itertools.count()

@@ -19,7 +19,7 @@ from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings
 from h2o.hf.batching.row_batch import RowBatch, row_bytes, row_report
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.wrappers import unwrap
+from h2o.hf.model_traits.wrappers import unwrap
 
 TOKENS_A_STEP = 2048
 """Prompt tokens to prefill between two decode steps, like vLLM's `max_num_batched_tokens`. With
@@ -42,7 +42,7 @@ class Scheduler:
             and settings.prefix is None
             and CompiledPrefill.can_compile(settings.model, settings.config)
         )
-        self.reader: CompiledPrefill | None = None
+        self.compiled_prefill: CompiledPrefill | None = None
         """Made after the first prompt, if later prompts are prefilled by a graph"""
         self.running: list[ActiveRequest | None] = []
         """Request of each row, None if idle. Empty until the first prompt has been prefilled"""
@@ -72,15 +72,15 @@ class Scheduler:
     def _admit(self) -> Iterator[Result]:
         """Prefill waiting prompts while a row is idle. Between two decode steps active rows wait
         for at most one chunk of a prompt or `TOKENS_A_STEP` tokens."""
-        read = 0
+        tokens = 0
         while self._idle_rows():
             if not self.prefilling:
                 yield from self._begin()
             if not self.prefilling:
                 return
             limit = self.prefilling[0].generation_config.prefill_chunk_size or TOKENS_A_STEP
-            read += (chunk := sum(x.chunk for x in self.prefilling))
-            if any(self.running) and read > max(limit, chunk):
+            tokens += (chunk := sum(x.chunk for x in self.prefilling))
+            if any(self.running) and tokens > max(limit, chunk):
                 return
             yield from self._prefill()
 
@@ -116,13 +116,13 @@ class Scheduler:
             pins = self.next.cache.guard.pins
             if self.bytes is not None and pins and self.settings.config.head_shares is not None:
                 raise ValueError("pinned keys change head_shares: give rows= instead of bytes=")
-            if self.reader and request.config is None and not pins:
-                self.next.use_reader(self.reader)
+            if self.compiled_prefill and request.config is None and not pins:
+                self.next.use_compiled_prefill(self.compiled_prefill)
         except UnsupportedError:
             raise
         except Exception as error:  # concerns this prompt only; the others continue
             self.next = None
-            yield _failed(index, 0, error)
+            yield _error_result(index, 0, error)
 
     def _prefill(self) -> Iterator[Result]:
         if len(self.prefilling) > 1:
@@ -135,7 +135,7 @@ class Scheduler:
             raise
         except Exception as error:
             self.prefilling = []
-            yield _failed(running.index, running.prompt_tokens, error)
+            yield _error_result(running.index, running.prompt_tokens, error)
             return
         if is_done:
             self.prefilling = []
@@ -158,7 +158,7 @@ class Scheduler:
             if error is None:
                 started.append((running, row))
             else:
-                yield _failed(running.index, running.prompt_tokens, error)
+                yield _error_result(running.index, running.prompt_tokens, error)
         yield from self._start(started, cache)
 
     def _start(self, started: list[tuple[ActiveRequest, int]], cache: H2OCache) -> Iterator[Result]:
@@ -177,14 +177,20 @@ class Scheduler:
     def _join(self, joining: list[tuple[ActiveRequest, int]], cache: H2OCache) -> None:
         settings = self.settings
         if not self.running:
-            rows = self.rows or _rows_in(self.bytes, row_bytes(cache))
+            each = row_bytes(cache)
+            rows = self.rows or self.bytes // each
+            if rows == 0:
+                raise ValueError(
+                    f"bytes={self.bytes:,} cannot hold a row, which takes {each:,} in this config"
+                )
             self.batch.make_rows(rows)
             self.running = [None] * rows
         idle = [row for row, x in enumerate(self.running) if x is None][: len(joining)]
         tokens = [running.prompt_tokens + settings.virtual for running, _ in joining]
         self.batch.join(idle, cache, [row for _, row in joining], tokens)
-        if self.reader is None and self.uses_graph_prefill and cache.config == settings.config:
-            self.reader = CompiledPrefill(settings.model, cache)
+        needs_graph = self.uses_graph_prefill and self.compiled_prefill is None
+        if needs_graph and cache.config == settings.config:
+            self.compiled_prefill = CompiledPrefill(settings.model, cache)
         for row, (running, _) in zip(idle, joining, strict=True):
             self.running[row] = running
 
@@ -200,14 +206,14 @@ class Scheduler:
             if int(self.batch.cache.get_seq_length()) != before:
                 raise
             row = max(range(len(self.running)), key=self.batch.tokens.__getitem__)
-            yield self._failed(row, error)
+            yield self._end_in_error(row, error)
             return
-        live = self.batch.live
-        errors = _next_tokens([self.running[row] for row in live], logits)
-        for row, error in zip(live, errors, strict=True):
+        active = self.batch.active_rows
+        errors = _next_tokens([self.running[row] for row in active], logits)
+        for row, error in zip(active, errors, strict=True):
             running = self.running[row]
             if error is not None:
-                yield self._failed(row, error)
+                yield self._end_in_error(row, error)
                 continue
             self._call_on_token(running)
             if running.finish_reason:
@@ -216,20 +222,20 @@ class Scheduler:
 
     def _end_at_other_angles(self) -> Iterator[Result]:
         """End the rows whose whole text `generate()` would prefill again at this length."""
-        for row in self.batch.live:
+        for row in self.batch.active_rows:
             try:
                 self.batch.cache.guard.check_angles(self.batch.tokens[row], 1)
             except ValueError as error:
-                yield self._failed(row, error)
+                yield self._end_in_error(row, error)
 
     def _call_on_token(self, running: ActiveRequest) -> None:
         if self.settings.on_token is not None:
             self.settings.on_token(running.index, running.new[-1])
 
-    def _failed(self, row: int, error: Exception) -> Result:
+    def _end_in_error(self, row: int, error: Exception) -> Result:
         running = self.running[row]
         self._leave(row)
-        return _failed(running.index, running.prompt_tokens, error)
+        return _error_result(running.index, running.prompt_tokens, error)
 
     def _leave(self, row: int) -> None:
         self.batch.leave(row)
@@ -252,11 +258,5 @@ def _next_tokens(requests: list[ActiveRequest], logits: Tensor) -> list[Exceptio
     return raised
 
 
-def _rows_in(bytes: int, each: int) -> int:
-    if bytes < each:
-        raise ValueError(f"bytes={bytes:,} cannot hold a row, which takes {each:,} in this config")
-    return bytes // each
-
-
-def _failed(index: int, prompt_tokens: int, error: Exception) -> Result:
+def _error_result(index: int, prompt_tokens: int, error: Exception) -> Result:
     return Result(index, [], None, prompt_tokens, "error", {}, error)

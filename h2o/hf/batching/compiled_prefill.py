@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.compat_wrappers import compile_errors, mark_dynamic
+from h2o.compat_wrappers import compile_errors, mark_dynamic, num_virtual_tokens
 from h2o.config import H2OConfig
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.wrappers import virtual_tokens
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.prompt.scorers import AttentionScorer
 
@@ -39,7 +38,7 @@ class CompiledPrefill:
     @staticmethod
     def can_compile(model: Any, config: H2OConfig) -> bool:
         """Whether a graph can run all layers and the budgets do not depend on the prompt."""
-        if config.needs_prompt_length or virtual_tokens(model):
+        if config.needs_prompt_length or num_virtual_tokens(model):
             return False
         return all(
             type(layer) is H2OLayer and type(layer.scorer) is AttentionScorer

@@ -14,18 +14,10 @@ from typing import Any, Literal
 
 from typing_extensions import Unpack
 
-from h2o.config import PARAMETERS, H2OConfig, one_config
+from h2o.config import PARAMETERS, H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
-from h2o.errors import UnsupportedError
 from h2o.hf.batching.batch_scheduler import Scheduler
-from h2o.hf.batching.request import (
-    ActiveRequest,
-    Prompt,
-    Request,
-    Result,
-    Settings,
-    check_seed,
-)
+from h2o.hf.batching.request import Prompt, Result, Settings, check_seed
 from h2o.hf.batching.row_batch import RowBatch, h2o_layers
 from h2o.hf.cache.cache import H2OCache
 
@@ -95,7 +87,7 @@ def generate_all(
         UnsupportedError: beam search or assisted decoding; layers with sliding windows or images.
         ValueError: `rows` and `bytes` both given or both missing, or an invalid argument.
     """
-    config = one_config(h2o_config, parameters).for_model(model)
+    config = resolve_config(h2o_config, parameters).for_model(model)
     if (rows is None) == (bytes is None):
         raise ValueError("give either rows= (requests at a time) or bytes= (memory of the rows)")
     for name, value in (("rows", rows), ("bytes", bytes), ("max_new_tokens", max_new_tokens)):
@@ -137,22 +129,6 @@ def _check_prefix(prefix: H2OCache, config: H2OConfig) -> H2OCache:
                 "h2o_config=prefix.config"
             )
     return prefix
-
-
-def can_answer(model: Any, h2o_config: H2OConfig, request: Request, tokenizer: Any = None) -> bool:
-    """Whether `generate_all` supports a model's layers and a request's decoding mode.
-
-    Raises:
-        ValueError: the request is invalid in any decoding mode.
-    """
-    config = h2o_config.for_model(model)
-    try:
-        angles = RowBatch(model, config).angles
-        settings = Settings(model, config, None, None, tokenizer, None, 0, None, None, angles)
-        ActiveRequest(0, request, settings)
-    except UnsupportedError:
-        return False
-    return True
 
 
 def _in_order(results: Iterator[Result]) -> Iterator[Result]:

@@ -24,15 +24,16 @@ from transformers.generation import (
 )
 
 from h2o.compat import with_cache
+from h2o.compat_wrappers import num_virtual_tokens
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.system_turn import system_span
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.continuation import check_ids
-from h2o.hf.families.wrappers import check_pins, input_device, model_after_prompt, virtual_tokens
+from h2o.hf.cache_state.pins import Pins
+from h2o.hf.model_traits.wrappers import check_pins, input_device, model_after_prompt
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after
-from h2o.hf.store.pins import Pins
 
 Prompt = Any  # a text, a chat, token ids, or a Request with one of them
 
@@ -92,7 +93,7 @@ class Settings:
     angles: LengthDependentRope
 
     def __post_init__(self) -> None:
-        self.virtual = virtual_tokens(self.model)
+        self.virtual = num_virtual_tokens(self.model)
         """Embeddings of prompt tuning before each text, which are in the cache but have no ids"""
 
     def pins_of(self, request: Request, ids: Tensor) -> Any:
@@ -281,9 +282,9 @@ class ActiveRequest:
         self.is_plain_greedy = not self.processors and self.generator is None and are_numbers
         """Whether the likeliest token is next, and only end tokens or the length end the answer"""
 
-    def use_reader(self, reader: CompiledPrefill) -> None:
-        """Prefill the whole prompt with `reader`, in the reader's cache."""
-        self.cache, self.forward = reader.get_empty_cache(), reader
+    def use_compiled_prefill(self, prefill: CompiledPrefill) -> None:
+        """Prefill the whole prompt with a graph, in the graph's cache."""
+        self.cache, self.forward = prefill.get_empty_cache(), prefill
 
     @property
     def chunk(self) -> int:

@@ -20,11 +20,11 @@ from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.batching.compiled_prefill import CompiledForward
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.families.wrappers import check_passes, input_device, model_after_prompt
+from h2o.hf.cache_state import recurrent_states
 from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.model_traits.layer_kinds import has_states, kind_of
+from h2o.hf.model_traits.wrappers import check_passes, input_device, model_after_prompt
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
-from h2o.hf.store import recurrent_states
 
 
 class RowBatch:
@@ -96,7 +96,7 @@ class RowBatch:
         self.tokens[row] = 0
 
     @property
-    def live(self) -> list[int]:
+    def active_rows(self) -> list[int]:
         """The active rows, in order."""
         return [row for row, n in enumerate(self.tokens) if n]
 
@@ -105,10 +105,10 @@ class RowBatch:
         """Decode one token in each active row. Entries of `ids` for idle rows are ignored.
 
         Returns:
-            Logits [n, vocabulary], in the order of `live`.
+            Logits [n, vocabulary], in the order of `active_rows`.
         """
-        live, parts = self.live, []
-        groups = self.angles.groups(live, [n + 1 for n in self.tokens])
+        active, parts = self.active_rows, []
+        groups = self.angles.groups(active, [n + 1 for n in self.tokens])
         for rows in groups:
             self.angles.forget()
             parts.append(self._step_rows(rows, ids))
@@ -116,7 +116,7 @@ class RowBatch:
         if len(groups) == 1:
             return parts[0]
         place = {row: i for i, row in enumerate(row for rows in groups for row in rows)}
-        return torch.cat(parts)[[place[row] for row in live]]
+        return torch.cat(parts)[[place[row] for row in active]]
 
     def _step_rows(self, rows: list[int], ids: list[int]) -> Tensor:
         """Logits [len(rows), vocabulary] of a decode step in these rows."""
@@ -131,11 +131,11 @@ class RowBatch:
         """Logits [len(rows), vocabulary]."""
         device = input_device(self.model)
         next_positions = [[self.tokens[row] + self.offsets[row]] for row in rows]
-        places = torch.tensor(next_positions, dtype=torch.long, device=device)
+        positions = torch.tensor(next_positions, dtype=torch.long, device=device)
         output = forward(
             input_ids=torch.tensor([[i] for i in ids], dtype=torch.long, device=device),
             attention_mask=mask,
-            position_ids=places if mask is None else places * mask,
+            position_ids=positions if mask is None else positions * mask,
             **with_cache(self.cache),
             use_cache=True,
         )
@@ -167,9 +167,9 @@ def h2o_layers(cache: H2OCache) -> list[H2OLayer]:
 def row_bytes(cache: H2OCache) -> int:
     """Bytes of all tensors that one row of `cache` takes once its budget is full. The cache must
     have read a prompt."""
-    with_states = (layer for layer in cache.layers if has_states(layer))
     keys = sum(x.row_bytes() for x in h2o_layers(cache))
-    return keys + sum(map(recurrent_states.states_row_bytes, with_states))
+    states = (recurrent_states.tensors_of(x).values() for x in cache.layers if has_states(x))
+    return keys + sum(x[0].nbytes for tensors in states for x in tensors)
 
 
 def row_report(cache: H2OCache, row: int) -> dict[str, int]:

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from h2o.compat import accepts, with_cache
 from h2o.hf.batching.request import ActiveRequest
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families.wrappers import input_device, unwrap
+from h2o.hf.model_traits.wrappers import input_device, unwrap
 
 
 class Limits(NamedTuple):

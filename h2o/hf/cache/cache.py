@@ -4,8 +4,7 @@ A cache is a list of layers. A full-attention layer is an `H2OLayer`, which keep
 as its budget allows. All other layers are transformers' own. This file creates, copies, saves and
 crops a cache. cache_inspection.py has its read-only methods.
 
-Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A column is an index in
-the padded batch. A position is a token's index in its own row, not counting padding.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from transformers.cache_utils import Cache, DynamicCache
 from typing_extensions import Unpack
 
 from h2o import packages
-from h2o.config import H2OConfig, one_config
+from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import CacheFields, ConfigFields, Pinned, PromptLength
 from h2o.hf.cache import cache_file
 from h2o.hf.cache.cache_inspection import CacheInspection
 from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.continuation import check_text, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
-from h2o.hf.families.layer_kinds import has_states, kind_of, warn_of_windows
-from h2o.hf.families.wrappers import check_pins, unwrap
+from h2o.hf.cache_state import recurrent_states
+from h2o.hf.cache_state.pass_guard import PassGuard
+from h2o.hf.cache_state.pins import Pins
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store import recurrent_states
-from h2o.hf.store.pass_guard import PassGuard
-from h2o.hf.store.pins import Pins
+from h2o.hf.model_traits.layer_kinds import has_states, kind_of, warn_of_windows
+from h2o.hf.model_traits.wrappers import check_pins, unwrap
 from h2o.hf.support import text_config_of
 
 
@@ -93,7 +92,7 @@ class H2OCache(CacheInspection):
         **parameters: Unpack[ConfigFields],
     ) -> None:
         packages.warn_without_core()
-        h2o_config = one_config(h2o_config, parameters)
+        h2o_config = resolve_config(h2o_config, parameters)
         unwrap(config)  # raises for prefix tuning
         check_pins(config, pinned)
         model, config = config, text_config_of(config)
@@ -130,9 +129,10 @@ class H2OCache(CacheInspection):
         model.generate(**text_and_question, cache=cache)  # now under "h2o"
         ```
 
-        A DynamicCache has no scores, so every key is kept until the next forward pass. The
-        attention of that pass then prunes converted and new tokens together, like one prompt. Use a
-        whole question for this pass, because a single token scores the keys poorly.
+        A DynamicCache has no scores, so every key is kept until the next forward pass. Its
+        attention scores converted and new tokens together, like one prompt, and the cache then
+        evicts down to its budget. Use a whole question for this pass, because a single token scores
+        the keys poorly.
 
         Keys and values are copied. Until the next pass this takes as much memory as the full cache,
         or twice as much if you keep the DynamicCache.

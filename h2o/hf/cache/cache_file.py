@@ -1,9 +1,9 @@
 """The file format of a saved cache, with which another process can continue a text.
 
 The file is in safetensors format. Its tensors are those of the layers' snapshots
-(`h2o.hf.store.layer_snapshot`), named `<layer>.<tensor>`. Its metadata contains a JSON text with
-everything else (settings, a description of the model, numbers of each layer), and a checksum of the
-JSON text and all tensors.
+(`h2o.hf.cache_state.layer_snapshot`), named `<layer>.<tensor>`. Its metadata contains a JSON text
+with everything else (settings, a description of the model, numbers of each layer), and a checksum
+of the JSON text and all tensors.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from h2o.config import PARAMETERS, H2OConfig
 from h2o.config.profile import Profile
-from h2o.hf.families import tensor_parallel
+from h2o.hf.cache_state.layer_snapshot import Snapshot, restore, take_snapshot
+from h2o.hf.cache_state.pass_guard import PassGuard
+from h2o.hf.cache_state.pins import Pins
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.pass_runners import CapturedRunner
-from h2o.hf.store.layer_snapshot import Snapshot, restore, take_snapshot
-from h2o.hf.store.pass_guard import PassGuard
-from h2o.hf.store.pins import Pins
+from h2o.hf.model_traits import tensor_parallel
 from h2o.model_identity import difference, record, record_difference
 from h2o.packages import version
 from h2o.utils.filesystem import atomic_write

@@ -1,7 +1,6 @@
 """`CacheInspection`: the read-only methods of `H2OCache`, about settings, held and evicted keys.
 
-Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A column is an index in
-the padded batch. A position is a token's index in its own row, not counting padding.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from transformers.cache_utils import Cache
 from h2o.compat import window_of
 from h2o.config import H2OConfig
 from h2o.hf.cache import cache_file
-from h2o.hf.families.layer_kinds import CROSS_ATTENTION, has_states, kind_of
+from h2o.hf.cache_state import recurrent_states
+from h2o.hf.cache_state.kept_keys import Kept, KeptToken
+from h2o.hf.cache_state.pass_guard import PassGuard
+from h2o.hf.cache_state.report import LayerReport, Report
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store import recurrent_states
-from h2o.hf.store.kept_keys import Kept, KeptToken
-from h2o.hf.store.pass_guard import PassGuard
-from h2o.hf.store.report import LayerReport, Report
+from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION, has_states, kind_of
 
 _OTHERS = {
     "sliding": "has a sliding window and keeps transformers' own cache",
@@ -85,7 +84,9 @@ class CacheInspection(Cache):
         An H2O layer yields the keys and values that it holds, [B, G, K, D] in the order of `kept`.
         """
         for layer in self.layers:
-            held = layer.kept_rows() if isinstance(layer, H2OLayer) else _keys_of(layer)
+            held = getattr(layer, "keys", None), getattr(layer, "values", None)
+            if isinstance(layer, H2OLayer):
+                held = layer.kept_rows()
             yield *held, window_of(layer)
 
     def kept(self, layer_idx: int) -> Kept:
@@ -95,8 +96,9 @@ class CacheInspection(Cache):
             (positions, scores), int64 and float32 [B, G, K], by ascending position. K is the
             largest number of keys that any row and head holds. Smaller ones are padded with
             position -1 and score 0. A position is a token's index in its row, not counting padding.
-            Before the prompt both tensors are empty. The result (`h2o.hf.store.kept_keys.Kept`)
-            also has methods that show text and plots, and notebooks show it as a heat map.
+            Before the prompt both tensors are empty. The result
+            (`h2o.hf.cache_state.kept_keys.Kept`) also has methods that show text and plots, and
+            notebooks show it as a heat map.
 
         Raises:
             IndexError: the cache has no such layer.
@@ -116,8 +118,8 @@ class CacheInspection(Cache):
         ```
 
         `input_ids` must contain everything that the cache has seen. For the keyword arguments
-        `row`, `head` and `attention_mask` see `h2o.hf.store.kept_keys.Kept.tokens`. Raises the
-        errors of that method and of `kept`.
+        `row`, `head` and `attention_mask` see `h2o.hf.cache_state.kept_keys.Kept.tokens`. Raises
+        the errors of that method and of `kept`.
         """
         return self.kept(layer_idx).tokens(tokenizer, input_ids, **which)
 
@@ -192,8 +194,3 @@ def _report_other(index: int, layer: Any) -> LayerReport:
     columns = layer.keys.shape[2] if held else 1
     full = held // columns * layer.get_seq_length()
     return LayerReport(index, kind, bytes_held=held, bytes_full=full)
-
-
-def _keys_of(layer: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Keys and values of transformers' own layer; None if it has none."""
-    return getattr(layer, "keys", None), getattr(layer, "values", None)

@@ -1,6 +1,6 @@
 """`CachePlan`: the layers of an `H2OCache`, derived from a model's config and an `H2OConfig`.
 
-A full-attention layer becomes an `H2OLayer` with the form, scorer and runner that the model and
+A full-attention layer becomes an `H2OLayer` with the variant, scorer and runner that the model and
 the settings require. All others stay transformers' own. A server creates a cache for every request,
 so the most recent plans are remembered. They are looked up by the content of both configs, so that
 a config that was modified gets a new plan.
@@ -22,18 +22,18 @@ from h2o.config import H2OConfig
 from h2o.config.layer_plan import LayerPlan
 from h2o.config.profile import Profile
 from h2o.errors import UnsupportedError
-from h2o.hf.families.layer_kinds import has_states, layers_of
-from h2o.hf.layers.cache_relative_form import CacheRelativeForm
-from h2o.hf.layers.latent_form import LatentForm
+from h2o.hf.cache_state.pass_guard import PassGuard
+from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
+from h2o.hf.layers.latent_variant import LatentVariant
 from h2o.hf.layers.layer import H2OLayer, H2OLayerWithStates
 from h2o.hf.layers.pass_runners import CapturedRunner, EagerRunner
-from h2o.hf.layers.plain_form import PlainForm
-from h2o.hf.layers.shared_form import SharedForm
+from h2o.hf.layers.plain_variant import PlainVariant
+from h2o.hf.layers.shared_variant import SharedVariant
+from h2o.hf.model_traits.layer_kinds import has_states, layers_of
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
 from h2o.hf.prompt.echo_scorer import EchoScorer, PromptEcho, adapt_config
 from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
-from h2o.hf.rotary.model_rotary import Rotary
-from h2o.hf.store.pass_guard import PassGuard
+from h2o.hf.rotary.model_rotary import ModelRotary
 from h2o.hf.support import Traits, drops_cache_after, setting_reasons, transformers_layers
 from h2o.model_identity import describe
 
@@ -74,7 +74,7 @@ class CachePlan:
         self.last = max((later[-1] for later in self._traits.reused_by.values()), default=0)
         """The last layer that attends to an earlier layer's keys; 0 if none does"""
         is_relative = self.h2o_config.positions == "cache_relative"
-        self._angles = Rotary(config) if is_relative else None
+        self._angles = ModelRotary(config) if is_relative else None
         self._alike = self.h2o_config.shares_by_echo and _alike(config, list(self.plans))
 
     def layers(self, guard: PassGuard, *, trace: bool, compileable: bool) -> list[CacheLayerMixin]:
@@ -105,7 +105,7 @@ class CachePlan:
                 layer_class(
                     self.plans[index],
                     guard,
-                    form=self._form(index, angles),
+                    variant=self._variant(index, angles),
                     scorer=self._scorer(index, echo, cross_head),
                     runner=CapturedRunner() if compileable else EagerRunner(),
                     trace=trace,
@@ -114,16 +114,16 @@ class CachePlan:
             )
         return layers
 
-    def _form(self, layer: int, angles: Rotary | None) -> PlainForm:
-        if angles is not None and angles.rotates_layer(layer):
-            return CacheRelativeForm(angles)
+    def _variant(self, layer: int, angles: ModelRotary | None) -> PlainVariant:
+        if angles is not None and layer in angles.rotated_layers:
+            return CacheRelativeVariant(angles)
         if self._traits.latent:
-            return LatentForm(self._traits.latent)
+            return LatentVariant(self._traits.latent)
         reused_by = self._traits.reused_by.get(layer)
-        return SharedForm(reused_by) if reused_by else PlainForm()
+        return SharedVariant(reused_by) if reused_by else PlainVariant()
 
     def _scorer(
-        self, layer: int, echo: Rotary | None, cross_head: CrossHeadBudget | None
+        self, layer: int, echo: ModelRotary | None, cross_head: CrossHeadBudget | None
     ) -> AttentionScorer:
         if self.h2o_config.score_by == "random":
             return RandomScorer()

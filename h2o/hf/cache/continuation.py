@@ -3,9 +3,9 @@
 `generate()` drops as many input_ids as the cache has seen, without comparing them. If the caller
 passes the prompt again, or another text, its beginning is therefore silently lost and the rest is
 taken for a continuation of the old text. The positions, the attention mask or the dropped ids
-(`h2o.hf.store.seen_text`) of the forward pass reveal such a mistake.
+(`h2o.hf.cache_state.seen_text`) of the forward pass reveal such a mistake.
 
-Shape letters: B batch rows, Q new tokens, n padded columns.
+Shape letters as in `h2o.hf`, and n padded columns.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from h2o.compat import NewText, new_text
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.padding import check_padding
-from h2o.hf.store.pass_guard import WITHOUT_CACHE
-from h2o.hf.store.seen_text import SeenText
+from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE
+from h2o.hf.cache_state.seen_text import SeenText
 
 
 def check_text(cache: Any, seen: int, new: int) -> None:
@@ -62,7 +62,7 @@ def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:
     Raises:
         ValueError: a row has different ids.
     """
-    if rows := text.other_rows(ids, mask):
+    if rows := text.differing_rows(ids, mask):
         raise ValueError(
             f"the first {ids.shape[1]} tokens of row {rows[0]} are not the ones that the cache has "
             "seen. input_ids must be everything seen so far, followed by new tokens. Append the "
@@ -97,8 +97,8 @@ def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
         if len({len(lengths), len(text.positions)} - {1}) > 1:
             return  # wrong batch size, which the first layer reports
         least = lengths + cache.guard.rope_deltas.least
-        is_rolled = cache.config.positions == "cache_relative"
-        _check_positions(text, least, seen, new, zero_is_free=is_rolled)
+        is_relative = cache.config.positions == "cache_relative"
+        _check_positions(text, least, seen, new, zero_is_free=is_relative)
 
 
 def _skips_pads(text: NewText, new: int) -> bool:

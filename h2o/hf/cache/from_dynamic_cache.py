@@ -1,6 +1,6 @@
 """Conversion from DynamicCache: copies keys, values and states to a new `H2OCache`.
 
-Shape letters: B batch rows, G key/value heads, n columns, D head dimension.
+Shape letters as in `h2o.hf`, and n columns of the other cache.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.padding import note_padding
-from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.layers.cache_relative_form import CacheRelativeForm
+from h2o.hf.cache_state import recurrent_states
+from h2o.hf.cache_state.pass_guard import PassGuard
+from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.store import recurrent_states
-from h2o.hf.store.pass_guard import PassGuard
+from h2o.hf.model_traits.layer_kinds import has_states, kind_of
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -42,7 +42,7 @@ def import_dynamic_cache(
     if not isinstance(cache, DynamicCache):
         hint = ". To copy an H2OCache call its fork()" if hasattr(cache, "guard") else ""
         raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
-    if any(isinstance(getattr(x, "form", None), CacheRelativeForm) for x in layers):
+    if any(isinstance(getattr(x, "variant", None), CacheRelativeVariant) for x in layers):
         raise UnsupportedError(
             'positions="cache_relative" cannot continue from a DynamicCache, which does not record '
             "the positions at which its keys were rotated. Process the text with an H2OCache"

@@ -3,14 +3,14 @@
 Both treat padding that follows a token as text. States also do so with padding in a forward pass of
 one column.
 
-Shape letters: B batch rows, N padded columns.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from h2o.hf.store.pass_guard import PassGuard
+from h2o.hf.cache_state.pass_guard import PassGuard
 
 
 def check_padding(guard: PassGuard, mask: Tensor | None, seen: int, new: int) -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from h2o.config import H2OConfig, one_config
+from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.document.second_reading import REPEAT, forward, read_twice
-from h2o.hf.families.layer_kinds import counts_padding
-from h2o.hf.families.wrappers import check_no_tuned_prompt, input_device
+from h2o.hf.document.kvzip import REPEAT, forward, read_twice
+from h2o.hf.model_traits.layer_kinds import counts_padding
+from h2o.hf.model_traits.wrappers import check_no_tuned_prompt, input_device
 from h2o.hf.support import transformers_layers
 
 
@@ -44,16 +44,16 @@ def compress_document(
 
     One reading is one forward pass, after which the config's policy evicts. With `budget=` the
     policy is echo: it keeps the keys that the document's own queries would look up again. With two
-    readings the model also repeats the document while every key is held. The cache is then pruned
-    once, by the attention of the repetition (KVzip). At about a tenth of the bytes two readings
-    find more facts. They take more than twice the time and hold all keys in the model's dtype until
-    the cache is pruned.
+    readings the model also repeats the document while every key is held. The cache is then cut to
+    its budget once, by the attention of the repetition (KVzip). At about a tenth of the bytes two
+    readings find more facts. They take more than twice the time and hold all keys in the model's
+    dtype until then.
 
     With two readings, a fraction `by_attention` of each head's budget goes to the keys that the
     config's policy ranks highest after the first reading. Heads have equal budgets, or those of
     `head_shares`. The rest of all budgets goes to the keys, across all layers and heads, that
-    received the most attention from any single query of the repetition. The pruning protects up to
-    4 of the config's recent keys in each head, later eviction up to 8. From then on the cache ranks
+    received the most attention from any single query of the repetition. This cut protects up to 4
+    of the config's recent keys in each head, later eviction up to 8. From then on the cache ranks
     keys by the largest attention.
 
     Args:
@@ -94,7 +94,7 @@ def compress_document(
         if readings == 1 and value is not None:
             raise ValueError(f"{name} needs a second reading: pass readings=2, or leave out {name}")
     check_no_tuned_prompt(model, "h2o.compress_document")
-    config = one_config(h2o_config, parameters).for_model(model)
+    config = resolve_config(h2o_config, parameters).for_model(model)
     if not isinstance(input_ids, Tensor):
         raise TypeError(
             f"input_ids must be a tensor [B, N], not {type(input_ids).__name__}: pass "

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from h2o.compat import CROPS_TO_LENGTH
 from h2o.hf.attention.attention_call import NewTokens
-from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.store.base_layer import BaseLayer
-from h2o.hf.store.layer_snapshot import (
+from h2o.hf.cache_state.layer_snapshot import (
     Snapshot,
     restore,
     restore_keys,
     take_keys_snapshot,
     take_snapshot,
 )
+from h2o.hf.layers.base_layer import BaseLayer
+from h2o.hf.model_traits.layer_kinds import has_states, kind_of
 
 _NO_RECORD = (
     "an H2OCache cannot remove tokens of a pass that was not recorded: evicted keys cannot be "
@@ -62,7 +62,7 @@ class CroppableLayer(BaseLayer):
             if columns := left - self.seen:
                 self.forward(new.columns(0, columns))
         self.last = None
-        self.form.forget()  # the state of the repeated pass
+        self.variant.forget()  # the state of the repeated pass
 
     def check_crop(self, left: int) -> None:
         """Raise NotImplementedError if the layer cannot be cropped to `left` columns."""

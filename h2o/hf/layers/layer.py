@@ -8,9 +8,7 @@ view, which keeps threads apart and avoids a reference cycle between layer and t
 three paths: a prompt, a later chunk of several tokens, and a decode step. Each attends, evicts down
 to the budget by the config's policy, and stores.
 
-Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
-D head dimension. A column is an index in the padded batch. A position is a
-token's index in its own row, not counting padding.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations
@@ -31,19 +29,19 @@ from h2o.hf.attention.attention_call import (
     evict_after,
     round_like_slots,
 )
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.layer_kinds import has_states
+from h2o.hf.cache_state import recurrent_states, slot_layout
+from h2o.hf.cache_state.layer_snapshot import restore, take_snapshot
+from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, PassGuard
+from h2o.hf.cache_state.slot_layout import Budgets, Capacity
+from h2o.hf.layers.base_layer import BaseLayer
 from h2o.hf.layers.crop import CroppableLayer, LastPass
 from h2o.hf.layers.pass_runners import EagerRunner
-from h2o.hf.layers.plain_form import PlainForm
+from h2o.hf.layers.plain_variant import PlainVariant
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.layer_kinds import has_states
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
 from h2o.hf.prompt.scorers import AttentionScorer
-from h2o.hf.store import recurrent_states, slot_layout
-from h2o.hf.store.base_layer import BaseLayer
-from h2o.hf.store.layer_snapshot import restore, take_snapshot
-from h2o.hf.store.pass_guard import WITHOUT_CACHE, PassGuard
-from h2o.hf.store.slot_layout import Budgets, Capacity
 from h2o.quantization import warn_of_coarse_keys
 
 
@@ -52,8 +50,8 @@ class H2OLayer(CroppableLayer):
 
     Three objects define how layers differ. The layer passes itself to their methods:
 
-    - `form`: what a slot holds for each token, and how attention uses it
-      (`h2o.hf.layers.plain_form`).
+    - `variant` of attention: what a slot holds for each token, and how attention uses it
+      (`h2o.hf.layers.plain_variant`).
     - `scorer`: how keys are scored (`h2o.hf.prompt.scorers`).
     - `runner`: how a pass after the prompt runs (`h2o.hf.layers.pass_runners`).
 
@@ -68,7 +66,7 @@ class H2OLayer(CroppableLayer):
         plan: LayerPlan | None = None,
         guard: PassGuard | None = None,
         *,
-        form: PlainForm | None = None,
+        variant: PlainVariant | None = None,
         scorer: AttentionScorer | None = None,
         runner: EagerRunner | None = None,
         trace: bool = False,
@@ -79,7 +77,7 @@ class H2OLayer(CroppableLayer):
         self.layer_idx = self.plan.layer
         self.guard = guard or PassGuard()
         self.policy = self.plan.policy
-        self.form = form or PlainForm()
+        self.variant = variant or PlainVariant()
         self.scorer = scorer or AttentionScorer()
         self.runner = runner or EagerRunner()
         self.columns = self.runner.initial_columns()
@@ -100,7 +98,7 @@ class H2OLayer(CroppableLayer):
             ValueError: wrong batch size or number of heads.
             UnsupportedError: (a ValueError) key and value shapes that h2o does not support.
         """
-        rows, values = self.form.rows(self, key_states, value_states)
+        rows, values = self.variant.rows(self, key_states, value_states)
         shape = rows.shape
         if self.slots is None:
             if shape[0] == 0:
@@ -118,7 +116,7 @@ class H2OLayer(CroppableLayer):
             )
         elif self.slots.keys.device != rows.device:  # loaded from a file, or the model was moved
             restore(self, take_snapshot(self).each(lambda x: x.to(rows.device)))
-        keys = self.form.attach_layer(self, key_states, rows)
+        keys = self.variant.attach_layer(self, key_states, rows)
         self.guard.waiting = self.layer_idx
         return keys, value_states
 
@@ -134,8 +132,8 @@ class H2OLayer(CroppableLayer):
             UnsupportedError, TypeError, ValueError: h2o does not support the call.
             RuntimeError: the model is in training mode, or attends twice to the same keys.
         """
-        if self.form.reused_by and call.module.layer_idx in self.form.reused_by:
-            return self.form.attend_later(self, call)
+        if self.variant.reused_by and call.module.layer_idx in self.variant.reused_by:
+            return self.variant.attend_later(self, call)
         if torch.is_grad_enabled() and call.requires_grad:
             with torch.no_grad():
                 out = self.attend(call.detached())
@@ -143,7 +141,7 @@ class H2OLayer(CroppableLayer):
         try:
             return self._attend(call)
         finally:
-            self.form.end_call()
+            self.variant.end_call()
 
     def _attend(self, call: AttentionCall) -> Tensor:
         try:
@@ -158,7 +156,7 @@ class H2OLayer(CroppableLayer):
                 raise ValueError(WITHOUT_CACHE)
             query, key, value = as_autocast(call.query, call.key, call.value)
             dtype = query.dtype
-            tokens = self.form.tokens(self, query, key, value, call)
+            tokens = self.variant.tokens(self, query, key, value, call)
             if self.slots is None or self.unscored:
                 self.part = tensor_parallel.part(call.module)
                 if self.plan.shares is not None:
@@ -230,7 +228,7 @@ class H2OLayer(CroppableLayer):
             raise
         return out
 
-    # ---- Called by form, scorer and runner ----------------------------------------------------
+    # ---- Called by variant, scorer and runner -------------------------------------------------
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
         """Store the keys of a prompt that fit the budgets. `by_row`: see `Budgets`."""
@@ -244,7 +242,7 @@ class H2OLayer(CroppableLayer):
 
     def attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
         """Return the output [B, Q, H, D] and the scores [B, G, Q] of the new keys."""
-        out, scores = self.form.attention(self, tokens, slots)
+        out, scores = self.variant.attention(self, tokens, slots)
         if not self.scorer.uses_attention:
             scores = self.scorer.scores(self, tokens, slots, scores)
         return out, scores
@@ -266,7 +264,7 @@ class H2OLayer(CroppableLayer):
 
     # ---- Slots for a prompt -------------------------------------------------------------------
 
-    def set_pruned(
+    def set_prompt(
         self, keys: Tensor, values: Tensor | None, mask: Tensor, scores: Tensor,
         by_row: Budgets, source: BaseLayer,
     ) -> None:  # fmt: skip
@@ -287,7 +285,7 @@ class H2OLayer(CroppableLayer):
         capacity = Capacity(widest, self.runner.capacities(widest, tokens))
         slots = slot_layout.create_slots(
             keys, capacity.sizes, by_row, value_weighted=self.config.value_weighted,
-            kv_dtype=self.config.kv_dtype, shared=not self.form.has_values,
+            kv_dtype=self.config.kv_dtype, shared=not self.variant.has_values,
         )  # fmt: skip
         ops.evict(keys, values, scores, slots, mask=mask, policy=self.policy)
         self.set_slots(slots, capacity)
@@ -296,7 +294,7 @@ class H2OLayer(CroppableLayer):
     def reset(self) -> None:
         """Empty the layer and free its memory."""
         self.empty()
-        self.form.forget()
+        self.variant.forget()
         self.scorer.reset()
 
 

@@ -26,7 +26,7 @@ from h2o.hf.attention.attention_call import (
     evict_after,
     round_like_slots,
 )
-from h2o.hf.store import slot_layout
+from h2o.hf.cache_state import slot_layout
 from h2o.policy import OperationScore, Policy
 from h2o.slots import KINDS, empty_row
 
@@ -54,7 +54,7 @@ class EagerRunner:
         fits = last is not None and last.dtype == tokens.query.dtype  # autocast may change it
         if layer.scorer.uses_attention:
             new = torch.empty_like(last) if fits else None
-            out: Tensor = layer.form.step(layer, tokens, slots, new)
+            out: Tensor = layer.variant.step(layer, tokens, slots, new)
         else:
             out = layer.attend_and_evict(tokens, slots)
         self._out = out

@@ -16,8 +16,8 @@ During prefill the layers thus hold at most N keys of each row plus ties, an eig
 and the keys that each head keeps anyway. If the policy ranks by a decaying mean, or layers differ
 in the number or size of their heads, the layers hold the whole prompt.
 
-Shape letters: B batch rows, G key/value heads of a layer, K tokens of the prompt, D head dimension,
-M keys in memory of all rows and heads of a layer.
+Shape letters as in `h2o.hf`, and K tokens of the prompt, M keys in memory of all rows and heads of
+a layer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from h2o.config.layer_plan import LayerPlan
+from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.prompt.prompt_budget import PromptBudget, prompt_budget
-from h2o.hf.store.slot_layout import Budgets
 from h2o.policy import Policy
 from h2o.spans import PINNED
 
@@ -267,10 +267,7 @@ def _share(waiting: list[_Waiting], pool: list[int]) -> Iterator[tuple[Any, Prom
     more = allocate_slots(pool, [x.protected for x in waiting], [x.echo for x in waiting])
     for counts in more:
         first = waiting.pop(0)
-        budgets = [
-            [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
-            for heads in zip(first.floor, counts, strict=True)
-        ]
+        budgets = add_slots(first.floor, counts)
         prompt = first.whole()
         has_none = any(n == 0 for heads in counts for n in heads)
         if first.plan.floor and has_none:
@@ -350,6 +347,14 @@ def reserve_for_heads(
         first.append(list(zip(heavies, recents, strict=True)))
         left.append(sum(rest) - sum(heavies))
     return first, left
+
+
+def add_slots(budgets: Budgets, counts: list[list[int]]) -> Budgets:
+    """Budgets with more heavy hitters, by row and head."""
+    return [
+        [(heavy + n, recent) for (heavy, recent), n in zip(*heads, strict=True)]
+        for heads in zip(budgets, counts, strict=True)
+    ]
 
 
 def allocate_slots(

@@ -11,8 +11,8 @@ With rotary positions, the second occurrence of a query is the query rotated by 
 Rotating the keys back by n positions gives the same products, and there are fewer key heads than
 query heads.
 
-Shape letters: H query heads, G key/value heads, R = H / G, n tokens of a row, m tokens of a part of
-the row, D head dimension, F rotary angles.
+Shape letters as in `h2o.hf`, and R = H / G, n tokens of a row, m tokens of a part of the row, F
+rotary angles.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def largest(
     """Compute the echo scores of the keys of a row, [G, n] float32, without an [n, n] matrix.
 
     Args:
-        query: [H, n, D], rotated by its positions and in the order of `Rotary.halves`.
+        query: [H, n, D], rotated by its positions and in the order of `ModelRotary.halves`.
         keys: [G, n, D], rotated and ordered likewise.
         angles: [2, F] cosines and sines that rotate a query by n positions; None: no rotation.
         scale, softcap, sink_logits: see `h2o.ops.attend`.

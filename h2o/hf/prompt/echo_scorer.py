@@ -13,8 +13,7 @@ positions, with cache-relative positions, and for keys converted from a DynamicC
 without rotary positions, in a model that has them elsewhere, evaluates its queries again
 unrotated.
 
-Shape letters: B batch rows, H query heads, G key/value heads, Q columns of the prompt, D head
-dimension.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from torch import Tensor
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import NewTokens
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.layer_kinds import full_layers
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.layer_kinds import full_layers
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 from h2o.hf.prompt.echo import largest
 from h2o.hf.prompt.scorers import AttentionScorer
-from h2o.hf.rotary.model_rotary import Rotary
+from h2o.hf.rotary.model_rotary import ModelRotary
 from h2o.model_identity import describe, latent_row
 from h2o.policy import Policy
 
@@ -54,7 +53,7 @@ class AdaptedConfig(NamedTuple):
 
     config: H2OConfig
     """The config, with equal budgets for all heads if the model does not support a shared one"""
-    rotary: Rotary | None
+    rotary: ModelRotary | None
     """Rotary embedding that echo rotates queries with; None: attention alone scores prompts"""
     echo_replacement: str
     """What replaces one budget for all heads, and why; empty if nothing does"""
@@ -62,7 +61,7 @@ class AdaptedConfig(NamedTuple):
 
 def adapt_config(config: Any, h2o_config: H2OConfig) -> AdaptedConfig:
     """Adapt an `H2OConfig` to a model with this config."""
-    rotary: Rotary | str | None = None  # None: attention ranks the keys, as the settings say
+    rotary: ModelRotary | str | None = None  # None: attention ranks the keys, as the settings say
     if h2o_config.positions == "cache_relative":
         rotary = "its positions are cache-relative"
     elif h2o_config.score_by == "mean-echo":
@@ -82,12 +81,7 @@ def echo_replacement(config: Any) -> str:
     return _describe_replacement(config, _rotary(config))
 
 
-def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:
-    """The rotary embedding of a model if echo ranks its prompts, otherwise None."""
-    return adapt_config(config, h2o_config).rotary
-
-
-def _describe_replacement(config: Any, rotary: Rotary | str) -> str:
+def _describe_replacement(config: Any, rotary: ModelRotary | str) -> str:
     """What replaces one budget for all heads, and why; empty if nothing does."""
     if isinstance(rotary, str):
         return f"H2OConfig.robust, because {rotary}"
@@ -101,12 +95,12 @@ def _describe_replacement(config: Any, rotary: Rotary | str) -> str:
     )
 
 
-def _rotary(config: Any) -> Rotary | str:
+def _rotary(config: Any) -> ModelRotary | str:
     """A model's rotary embedding, or the reason why its prompts have no echo."""
     if latent_row(config):
         return "its keys are latents, which all heads share"
     try:
-        return Rotary(config, needed_by='score_by="mean-echo"')
+        return ModelRotary(config, needed_by='score_by="mean-echo"')
     except UnsupportedError as error:
         return str(error).partition(": ")[2] or str(error)
 
@@ -114,10 +108,10 @@ def _rotary(config: Any) -> Rotary | str:
 class PromptEcho:
     """Computes the scores of a prompt in one layer."""
 
-    def __init__(self, rotary: Rotary, layer: int, policy: Policy) -> None:
+    def __init__(self, rotary: ModelRotary, layer: int, policy: Policy) -> None:
         """`policy` is `H2OConfig.policy`; its `score_by` is "mean"."""
         self.policy = policy
-        self.rotary, self.is_rotated = rotary, rotary.rotates_layer(layer)
+        self.rotary, self.is_rotated = rotary, layer in rotary.rotated_layers
 
     def scores(self, tokens: NewTokens, received: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and echo of the tokens in a first pass, each [B, G, Q] float32.

@@ -14,8 +14,8 @@ from torch import Tensor
 from h2o import compat
 from h2o.config.head_budgets import expand_to_heads, make_room
 from h2o.config.layer_plan import LayerPlan
-from h2o.hf.store.pass_guard import PassGuard
-from h2o.hf.store.slot_layout import Budgets
+from h2o.hf.cache_state.pass_guard import PassGuard
+from h2o.hf.cache_state.slot_layout import Budgets
 
 RowSize = tuple[int, int, int]
 """Head dimension, bytes per element in the model's dtype, and vectors per token (a key and a value,
@@ -99,7 +99,7 @@ def begin_pins(
     Args:
         counts, row_size: as for `prompt_budget`. With `row_size=None` the size of a row is the one
             in the model's config.
-        mask, columns: as for `h2o.hf.store.pins.Pins.begin`.
+        mask, columns: as for `h2o.hf.cache_state.pins.Pins.begin`.
 
     Raises:
         ValueError: some layer's budget has no room for the pins.
@@ -129,7 +129,7 @@ def prompt_budget(
         counts: tokens of each row in this forward pass. They count as the whole prompt if the guard
             has no length.
         heads: number of the layer's key/value heads in this process.
-        part: which part of the model's heads these are (`h2o.hf.families.tensor_parallel`).
+        part: which part of the model's heads these are (`h2o.hf.model_traits.tensor_parallel`).
         row_size: as for `LayerPlan.for_keys`.
 
     Raises:
@@ -142,7 +142,7 @@ def prompt_budget(
     if not plan.needs_prompt_length:
         return PromptBudget(by_row, pinned)
     lengths = list(filter(None, lengths))
-    raised, floored = any(map(plan.is_raised, lengths)), any(map(plan.is_floored, lengths))
+    raised, floored = any(map(plan.is_rounded_up, lengths)), any(map(plan.is_floored, lengths))
     return PromptBudget(by_row, pinned, raised, floored)
 
 

@@ -6,7 +6,7 @@ scorer returns. Eviction then ranks keys by these scores, as the policy says (`h
 ranking that can be computed from the attention that each key has received belongs in the policy and
 needs no scorer. CONTRIBUTING.md ("How to add") lists the files to change in both cases.
 
-Shape letters: B batch rows, G key/value heads, Q new tokens.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations

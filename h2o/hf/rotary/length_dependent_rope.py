@@ -15,7 +15,7 @@ from torch import Tensor
 
 from h2o import compat
 from h2o.compat import accepts
-from h2o.hf.families.wrappers import unwrap
+from h2o.hf.model_traits.wrappers import unwrap
 
 BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding whose angles depend on the length of the text."""

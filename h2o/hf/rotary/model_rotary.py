@@ -5,8 +5,8 @@ rotate pairs of a key's elements by angles that grow with the key's position. Mo
 elements form pairs and in the angles. Both are therefore taken from the model's own modules
 (`h2o.hf.rotary.rotary_parts`) and verified by running its attention.
 
-Shape letters: B batch rows, Q tokens, P positions, D head dimension, F angles, which rotate 2 F of
-the D elements of a head.
+Shape letters as in `h2o.hf`, and P positions, F angles, which rotate 2 F of the D elements of a
+head.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from h2o import compat
 from h2o.errors import UnsupportedError
-from h2o.hf.families.layer_kinds import full_layers
-from h2o.hf.families.shared_keys import shared_key_layers
+from h2o.hf.model_traits.layer_kinds import full_layers
+from h2o.hf.model_traits.shared_keys import shared_key_layers
 from h2o.hf.rotary.length_dependent_rope import BY_LENGTH
 from h2o.hf.rotary.rotary_parts import Parts, Probe, parts_of
 
-ROLLED = frozenset(
+CACHE_RELATIVE_TYPES = frozenset(
     "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gpt_neox phi phi3 stablelm olmo2 granite "
     "cohere smollm3 starcoder2 qwen3_next qwen3_5_text olmo_hybrid bamba lfm2 lfm2_moe "
     "falcon_h1".split()
@@ -67,10 +67,13 @@ def rotary_refusal(config: Any, *, windows: bool = False) -> str | None:
         return "some layers attend to the keys of others"
     if windows:
         return "its sliding-window layers keep their keys at original positions"
-    if text.model_type not in ROLLED or config.model_type not in ROLLED | _PLAIN_POSITIONS:
+    if (
+        text.model_type not in CACHE_RELATIVE_TYPES
+        or config.model_type not in CACHE_RELATIVE_TYPES | _PLAIN_POSITIONS
+    ):
         return (
             "undoing its rotation of keys has not been tested; it has been tested for "
-            f"{', '.join(sorted(ROLLED))}"
+            f"{', '.join(sorted(CACHE_RELATIVE_TYPES))}"
         )
     return None
 
@@ -96,7 +99,7 @@ _proofs: dict[str, Proof | str] = {}
 """Proofs by config, or the reason why there is none."""
 
 
-class Rotary:
+class ModelRotary:
     """The rotary embedding of the model that a config describes. Shared by the layers of a cache.
 
     The first use of a config verifies that positions act on the model's full attention only by this
@@ -227,10 +230,6 @@ class Rotary:
         pairs = x[..., : self.width].unflatten(-1, (2, -1))
         return torch.cat([torch.linalg.vector_norm(pairs, dim=-2), x[..., self.width :]], dim=-1)
 
-    def rotates_layer(self, layer: int) -> bool:
-        """Whether a layer's queries and keys are rotated."""
-        return layer in self.rotated_layers
-
     def _find_pairs(self) -> None:
         """Find which elements form pairs: adjacent elements, or i and i + D / 2. In DeepSeek, pairs
         are adjacent before the rotation but not after it."""
@@ -342,7 +341,7 @@ class Rotary:
             "_shifts": {},
         }
 
-    def __deepcopy__(self, memo: Any) -> Rotary:
+    def __deepcopy__(self, memo: Any) -> ModelRotary:
         """A copy for another cache. It shares the rotary module, which is never changed."""
         return copy.copy(self)
 

@@ -6,7 +6,7 @@ therefore found from the class of the model, without a list of model families. `
 attention module at given positions and records its queries and keys, with which
 `h2o.hf.rotary.model_rotary` proves the rotation.
 
-Shape letters: Q tokens, H query heads, G key/value heads, D head dimension.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ With `score_by="mean-echo"` a prompt's scores are not its sums of attention, and
 special score. Here prompts are therefore processed at once and later tokens one by one, with the
 operations that a layer uses. With `score_by="random"` all ranks are known in advance.
 
-Shape letters: B batch rows, H query heads, G key/value heads, N columns of the text, D head
-dimension.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from h2o import ops
 from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import NewTokens, attention, round_like_slots
+from h2o.hf.cache_state import slot_layout
+from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.slot_layout import Budgets
+from h2o.hf.cache_state.trace import by_column, find_evicted
 from h2o.hf.prompt.cross_head_budget import positions_in
 from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.prompt.scorers import draw_ranks, head_numbers
 from h2o.hf.simulation.visible_keys import VisibleKeys
-from h2o.hf.store import slot_layout
-from h2o.hf.store.pins import Pins
-from h2o.hf.store.slot_layout import Budgets
-from h2o.hf.store.trace import by_column, find_evicted
 
 
 def simulate_tokenwise(

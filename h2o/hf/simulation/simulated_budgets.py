@@ -4,7 +4,7 @@ A layer's budgets depend on the echo of all layers, including later ones. Each s
 pass is therefore preceded by a pass that evicts nothing. This first pass collects the echo of the
 prompts' keys and divides the budget as an `H2OCache` does (`h2o.hf.prompt.cross_head_budget`).
 
-Shape letters: B batch rows, G key/value heads, N columns of the text.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import nn
 
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.attention.attention_call import NewTokens, attention
+from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.prompt.prompt_budget import PromptBudget
-from h2o.hf.rotary.model_rotary import Rotary
-from h2o.hf.store.pins import Pins
-from h2o.hf.store.slot_layout import Budgets
+from h2o.hf.rotary.model_rotary import ModelRotary
 
 
 class SimulatedBudgets:
     """Budgets of each layer, row and head, for the text that each thread simulates."""
 
-    def __init__(self, plans: dict[int, LayerPlan], rotary: Rotary) -> None:
+    def __init__(self, plans: dict[int, LayerPlan], rotary: ModelRotary) -> None:
         """`plans`: plans of the simulated layers, by layer number."""
         self._plans, self._rotary = plans, rotary
         self._thread_local = threading.local()
@@ -40,7 +40,7 @@ class SimulatedBudgets:
         cls,
         budgets: Sequence[LayerPlan | None],
         prompt_length: int | Sequence[int],
-        rotary: Rotary | None,
+        rotary: ModelRotary | None,
     ) -> SimulatedBudgets | None:
         """Create from the plans of all layers (`budgets`; None for layers that are not H2O's).
 
@@ -75,11 +75,8 @@ class SimulatedBudgets:
             finally:
                 self._thread_local.cross_head = None
 
-        hook = model.register_forward_pre_hook(collect_echo, with_kwargs=True)
-        try:
+        with model.register_forward_pre_hook(collect_echo, with_kwargs=True):
             yield
-        finally:
-            hook.remove()
 
     def take(
         self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets, pins: Pins

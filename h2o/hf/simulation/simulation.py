@@ -5,7 +5,7 @@ token. `simulated` gives the same outputs in a single forward pass, in which eac
 the keys that the cache would hold at that token (`h2o.ops.simulate`). This is possible because an
 evicted key never returns. A simulation saves no memory; it is for measurements.
 
-Shape letters: B batch rows, H query heads, G key/value heads, N columns of the padded batch.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from typing_extensions import Unpack
 
 from h2o import ops
 from h2o.budgets import check_prompt_length
-from h2o.config import H2OConfig, one_config
+from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.config.head_budgets import expand_to_heads
 from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.attention.attention_hook import replace_attention
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.latent_attention import to_absorbed_form, trace_latents
-from h2o.hf.families.layer_kinds import kind_of, warn_of_windows
-from h2o.hf.families.shared_keys import shared_key_layers
-from h2o.hf.families.wrappers import unwrap
+from h2o.hf.cache_state.pins import Pins
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.latent_attention import to_absorbed_form, trace_latents
+from h2o.hf.model_traits.layer_kinds import kind_of, warn_of_windows
+from h2o.hf.model_traits.shared_keys import shared_key_layers
+from h2o.hf.model_traits.wrappers import unwrap
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.echo_scorer import PromptEcho, adapt_config
-from h2o.hf.rotary.model_rotary import Rotary
+from h2o.hf.rotary.model_rotary import ModelRotary
 from h2o.hf.simulation.masks import Masks
 from h2o.hf.simulation.scored_simulation import simulate_random, simulate_tokenwise
 from h2o.hf.simulation.simulated_budgets import SimulatedBudgets
 from h2o.hf.simulation.visible_keys import VisibleKeys, columns, retained_by_token
-from h2o.hf.store.pins import Pins
 from h2o.hf.support import transformers_layers
 from h2o.policy import Policy
 from h2o.utils.with_block import with_block
@@ -100,7 +100,7 @@ def simulated(
         ValueError, TypeError: invalid arguments, or in `model(...)` a call that is not a whole
             text.
     """
-    config = one_config(h2o_config, parameters).for_model(unwrap(model))
+    config = resolve_config(h2o_config, parameters).for_model(unwrap(model))
     config, rotary, _ = adapt_config(model.config, config)
     pins = Pins.of(pinned, config.decay)
     prompt_length = check(config, masks, prompt_length, ratio_of, pins)
@@ -145,7 +145,7 @@ class Simulation:
         trace: bool,
         mass: bool,
         shared: dict[int, tuple[int, ...]],
-        rotary: Rotary | None,
+        rotary: ModelRotary | None,
         pins: Pins,
     ) -> None:
         self._plans, self._masks = plans, masks

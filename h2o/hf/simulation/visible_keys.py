@@ -1,10 +1,9 @@
 """Attention over a whole text to the keys that a cache would have held at each of its tokens.
 
 `ops.simulate` finds these keys with the queries of the layer that stores them. In some models
-(h2o.hf.families.shared_keys) later layers attend to the same keys with their own queries.
+(h2o.hf.model_traits.shared_keys) later layers attend to the same keys with their own queries.
 
-Shape letters: B batch rows, H query heads, G key/value heads, N columns of the text, P queries (of
-the last P columns), D head dimension.
+Shape letters as in `h2o.hf`, and P queries (of the last P columns).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from h2o.attention_blocks import retained_mass
 from h2o.hf.attention.attention import softmax_attention
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.kv_dtype import stored_bytes
-from h2o.quantization import dequantize, quantize
+from h2o.quantization import round_to_bytes
 
 ROWS = 512
 """Number of queries whose logits are computed at a time."""
@@ -40,7 +39,7 @@ class VisibleKeys(NamedTuple):
         key, value = call.key.detach().float(), call.value.detach().float()
         stored = None
         if sizes := stored_bytes(self.kv_dtype, key.shape[-1]):
-            stored = _round_like_store(key, sizes[0]), _round_like_store(value, sizes[1])
+            stored = round_to_bytes(key, sizes[0]), round_to_bytes(value, sizes[1])
             in_prompt = self._in_prompt(call, N)
         parts = []
         for first in range(0, P, ROWS):
@@ -70,13 +69,6 @@ class VisibleKeys(NamedTuple):
         prompts = torch.tensor(self.prompts, dtype=torch.long, device=device).clamp(min=1)[:, None]
         order = torch.arange(N, device=device)[None]
         return (order if call.mask is None else call.mask.cumsum(1) - 1) < prompts
-
-
-def _round_like_store(x: Tensor, size: int) -> Tensor:
-    """Round x [B, G, N, D] as a store with `size` bytes per key or value would."""
-    D = x.shape[-1]
-    rows = quantize(x.reshape(-1, D), 8 if size == D + 2 else 4)
-    return dequantize(rows, D).view(x.shape)
 
 
 def retained_by_token(

@@ -4,7 +4,7 @@
 at them. A cache does not store ids. Their digest shows whether the dropped ids are the ones that
 the cache has seen. It takes two numbers per row, however long the text is.
 
-Shape letters: B batch rows, Q columns of one forward pass, n columns.
+Shape letters as in `h2o.hf`, and Q columns of a pass, n columns.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SeenText:
             self._add(self._pending[:-1])
             del self._pending[:-1]  # the last pass may yet fail
 
-    def other_rows(self, ids: Tensor, mask: Tensor | None) -> list[int]:
+    def differing_rows(self, ids: Tensor, mask: Tensor | None) -> list[int]:
         """Numbers of the rows in which `ids` [B, n] differ from the text that the cache has seen.
 
         Empty if the digest is unknown. `mask`: [B, n or more], 0 at padding."""

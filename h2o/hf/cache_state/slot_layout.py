@@ -4,8 +4,7 @@ With per-head budgets, heads have different numbers of slots, which follow each 
 The layer keeps these numbers in a plain list, `Capacity.sizes`, because reading them from a device
 would make each decode step wait for it.
 
-Shape letters: B batch rows, G key/value heads, S slots, Q new tokens, D head
-dimension, n columns of another cache, K keys held.
+Shape letters as in `h2o.hf`, and n columns of another cache.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class LayerReport:
     that the head may keep `min_tokens` keys."""
     unscored: bool = False
     """Whether all keys were converted from a DynamicCache and wait for the forward pass that scores
-    them and prunes them to the budget."""
+    them and evicts down to the budget."""
 
     @property
     def kept(self) -> list[int]:
@@ -132,7 +132,7 @@ class Report:
             return "The cache is empty."
         if total.unscored:
             return (
-                "Converted from a DynamicCache: the next forward pass scores and prunes the keys."
+                "Converted from a DynamicCache: the next forward pass scores the keys and evicts."
             )
         short = ""
         if self.echo_replacement:

@@ -1,7 +1,6 @@
-"""Prunes a cache that holds all keys of a document to its budget, in one step for all heads.
+"""Cuts a cache that holds all keys of a document to its budget, in one step for all heads.
 
-Shape letters: B batch rows, G key/value heads of a layer, K tokens of the longest row, D head
-dimension.
+Shape letters as in `h2o.hf`, and K tokens of the longest row.
 """
 
 from __future__ import annotations
@@ -14,24 +13,25 @@ from torch import Tensor
 from h2o import ops
 from h2o.config import H2OConfig
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.families import tensor_parallel
+from h2o.hf.cache_state import slot_layout
+from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import (
+    add_slots,
     allocate_slots,
     each_head,
     positions_in,
     reserve_for_heads,
 )
-from h2o.hf.store import slot_layout
-from h2o.hf.store.pins import Pins
-from h2o.hf.store.slot_layout import Budgets
 from h2o.policy import Policy
 
 RECENT = 4
-"""Number of newest keys of each head that pruning keeps whatever their rank."""
+"""Number of newest keys of each head that the cut keeps whatever their rank."""
 LATER_RECENT = 8
-"""Number of newest keys that each head keeps after the pruning.
+"""Number of newest keys that each head keeps after the cut.
 
 To a question, a document's last words are worth no more than its other words. New text, however,
 depends on the words just before it. Measured at 4% of the bytes, with 45 facts and 127 tokens after
@@ -45,7 +45,7 @@ each of 16 texts:
 """
 
 
-def prune_cache(
+def cut_cache(
     full_cache: H2OCache,
     cache: H2OCache,
     config: H2OConfig,
@@ -97,14 +97,11 @@ def prune_cache(
     for (source, layer), budgets, first_budget, chosen, scores, counts in zip(
         layers, wanted, first, kept, largest, more, strict=True
     ):
-        budget = [
-            [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
-            for heads in zip(first_budget, counts, strict=True)
-        ]
+        budget = add_slots(first_budget, counts)
         # Scores are at most 1, so adding 2 ranks the keys chosen by `attention` above all others.
         held = _Held.of(source)
         ranks = _with_pins(pins, held.mask, scores + 2 * chosen)
-        layer.set_pruned(*held, ranks, budget, source)
+        layer.set_prompt(*held, ranks, budget, source)
         layer.slots.scores.sub_(2 * (layer.slots.scores >= 2))
         slot_layout.put_budgets(layer.slots, _later(budget, budgets))
         source.empty()
@@ -129,7 +126,7 @@ class _Held(NamedTuple):
     def of(cls, layer: H2OLayer) -> _Held:
         fields = {"positions": -1.0, **dict.fromkeys(layer.row_fields, 0.0)}
         positions, *rows = slot_layout.gather_held_keys(layer.slots, layer.capacity.sizes, **fields)
-        return cls(rows[0], rows[1] if layer.form.has_values else None, positions[:, 0] >= 0)
+        return cls(rows[0], rows[1] if layer.variant.has_values else None, positions[:, 0] >= 0)
 
 
 def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:

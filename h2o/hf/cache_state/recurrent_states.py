@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from h2o.hf.store.slot_layout import writable
+from h2o.hf.cache_state.slot_layout import writable
 
 _NAMES = ("conv", "recurrent")
 
@@ -92,11 +92,6 @@ def take_row(layer: Any, row: int, source: Any, rows: int) -> None:
     make_writable(layer)
     for name, state in tensors_of(layer).items():
         state[row].copy_(taken[name][0])
-
-
-def states_row_bytes(layer: Any) -> int:
-    """Bytes of states per batch row."""
-    return sum(x[0].nbytes for x in tensors_of(layer).values())
 
 
 def bytes_of(layer: Any) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from h2o.slots import KINDS, PER_ROW
 
 
-def by_number(operation: Callable[..., Any], *written: str) -> Callable[..., Any]:
+def with_selected_rows(operation: Callable[..., Any], *written: str) -> Callable[..., Any]:
     """Make an operation support slots with `rows`, which select the rows of the call.
 
     `written`: the slot fields that the operation writes, by default all that any operation writes.

@@ -2,9 +2,7 @@
 
 It is the base class of `H2OLayer` (`h2o.hf.layers.layer`), which adds the forward pass.
 
-Shape letters: B batch rows, G key/value heads, S slots, n columns of another cache, D head
-dimension, K keys held. A column is an index in the padded batch. A position is a token's index in
-its own row, not counting padding.
+Shape letters as in `h2o.hf`, and n columns of another cache.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o import ops
 from h2o.config import H2OConfig
-from h2o.hf.store import slot_layout
-from h2o.hf.store.kept_keys import Kept
-from h2o.hf.store.pass_guard import PassGuard
-from h2o.hf.store.report import LayerReport
-from h2o.hf.store.slot_layout import Capacity
-from h2o.hf.store.trace import Trace
+from h2o.hf.cache_state import slot_layout
+from h2o.hf.cache_state.kept_keys import Kept
+from h2o.hf.cache_state.pass_guard import PassGuard
+from h2o.hf.cache_state.report import LayerReport
+from h2o.hf.cache_state.slot_layout import Capacity
+from h2o.hf.cache_state.trace import Trace
 from h2o.quantization import dequantize
 
 
@@ -38,7 +36,7 @@ class BaseLayer(CacheLayerMixin):
     config: H2OConfig
     layer_idx: int
     guard: PassGuard
-    form: Any
+    variant: Any
     scorer: Any
     runner: Any
     columns: Any
@@ -48,8 +46,8 @@ class BaseLayer(CacheLayerMixin):
     def import_keys(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
         """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
 
-        The next forward pass scores and prunes them."""
-        keys, values = self.form.rows(self, keys, values)
+        The next forward pass scores them and evicts down to the budget."""
+        keys, values = self.variant.rows(self, keys, values)
         self.row_size = keys.shape[-1], keys.element_size()
         slots = slot_layout.fill_slots(
             keys, values, mask, value_weighted=self.config.value_weighted
@@ -137,7 +135,7 @@ class BaseLayer(CacheLayerMixin):
         batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
         self.batch_size = 0 if batch is None else len(batch)
         self.num_heads = 0 if slots is None else slots.next_slot.shape[1]
-        self.form.slots_changed()
+        self.variant.slots_changed()
         self.runner.slots_changed(self)
 
     # ---- For transformers --------------------------------------------------------------------
@@ -259,12 +257,12 @@ class BaseLayer(CacheLayerMixin):
     @property
     def row_fields(self) -> tuple[str, ...]:
         """Fields of `Slots` that hold the tokens' rows."""
-        return ("keys", "values") if self.form.has_values else ("keys",)
+        return ("keys", "values") if self.variant.has_values else ("keys",)
 
     def _unpack_rows(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Convert rows of slots to the model's keys and values."""
         D, _ = self.row_size
-        read: tuple[Tensor, Tensor] = self.form.unpack_rows(
+        read: tuple[Tensor, Tensor] = self.variant.unpack_rows(
             *(dequantize(rows[i], D) for i in (0, -1))
         )
         return read
@@ -272,10 +270,10 @@ class BaseLayer(CacheLayerMixin):
     @property
     def token_size(self) -> tuple[int, int, int]:
         """Elements per row, bytes per element in the model's dtype, and rows per token and head."""
-        return *self.row_size, 1 + self.form.has_values
+        return *self.row_size, 1 + self.variant.has_values
 
     def report(self) -> LayerReport:
-        """Report on this layer; see `h2o.hf.store.report`."""
+        """Report on this layer; see `h2o.hf.cache_state.report`."""
         if self.slots is None:
             return LayerReport(self.layer_idx, "h2o")
         figures = slot_layout.report_fields(self.slots, self.capacity.sizes, self.config.sinks)

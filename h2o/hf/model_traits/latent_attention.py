@@ -6,27 +6,27 @@ the linear module `kv_b_proj`). The absorbed form multiplies queries and outputs
 `kv_b_proj` instead. All query heads then attend to a single key head, the rows, whose first L
 elements are also the values.
 
-This file computes the absorbed form. `h2o.hf.layers.latent_form` stores latents in a cache, and
+This file computes the absorbed form. `h2o.hf.layers.latent_variant` stores latents in a cache, and
 `h2o.model_identity` (`latent_row`) recognizes models with latents by their config.
 
-Shape letters: B batch rows, H query heads, Q new tokens, N keys, L elements of a latent, P elements
-of a key that are rotated, C elements that are not, V elements of a value. A row has L + P elements.
+Shape letters as in `h2o.hf`, and N keys, L elements of a latent, P elements of a key that are
+rotated, C elements that are not, V elements of a value. A row has L + P elements.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from h2o.errors import UnsupportedError
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.effective_weight import apply_to_weight
-from h2o.hf.families.tagged_tensor import TaggedTensor, plain
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.effective_weight import apply_to_weight
+from h2o.hf.model_traits.tagged_tensor import TaggedTensor, plain
 
 
 @contextmanager
@@ -36,16 +36,11 @@ def trace_latents(model: nn.Module) -> Iterator[None]:
     def trace(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return TaggedTensor.of(args[0], latent=plain(args[0])), *args[1:]
 
-    hooks = [
-        module.kv_b_proj.register_forward_pre_hook(trace)
-        for module in model.modules()
-        if hasattr(module, "expand_kv")
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if hasattr(module, "expand_kv"):
+                hooks.enter_context(module.kv_b_proj.register_forward_pre_hook(trace))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class Expansion(NamedTuple):

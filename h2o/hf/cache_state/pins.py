@@ -4,7 +4,7 @@ A pinned key has the score infinity, which attention never produces and which ev
 (`csrc/policy.h`). A pin therefore follows its key wherever scores are copied. `Pins` says which
 tokens get this score when they arrive.
 
-Shape letters: B batch rows, G key/value heads, Q new tokens, K columns of a mask.
+Shape letters as in `h2o.hf`, and K columns of a mask.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Pins:
         values = pinned.tolist() if hasattr(pinned, "tolist") else pinned
         if not _is_list(values):
             raise TypeError(f"{_WANTED}, not {pinned!r:.80}")
-        if values and all(_is_list(row) and row and _all_bools(row) for row in values):
+        are_bools = [_is_list(row) and set(map(type, row)) == {bool} for row in values]
+        if values and all(are_bools):
             return cls([runs(i for i, x in enumerate(row) if x) for row in values], True)
         if all(map(_is_span, values)):
             return cls([merge_spans(values)] if values else [])
@@ -171,10 +172,6 @@ class Pins:
 
 def _is_list(x: Any) -> bool:
     return isinstance(x, Sequence) and not isinstance(x, str)
-
-
-def _all_bools(row: Sequence[Any]) -> bool:
-    return all(isinstance(x, bool) for x in row)
 
 
 def _is_span(x: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.hf.store.slot_layout import by_head
+from h2o.hf.cache_state.slot_layout import by_head
 
 
 class Trace:

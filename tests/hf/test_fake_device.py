@@ -22,7 +22,7 @@ from h2o import H2OCache, ops
 from h2o.backends.torch_backend import step
 from h2o.compat import CACHE, with_cache
 from h2o.hf.layers.layer import H2OLayer
-from tests.devices import WAITS, elsewhere, moved
+from tests.devices import WAITS, moved, on_fake_device
 from tests.hf.modes import POLICIES
 from tests.hf.test_families import ALIKE
 from tests.hf.tiny import FAMILIES, WITH_STATES, llama, model, slow_if
@@ -36,7 +36,9 @@ OWN_KERNELS = {"gpt_oss", "mixtral", "qwen3_moe", *WITH_STATES}
 """Families whose experts or convolutions run in kernels that need a real device, or whose keys are
 linked to their layer in a way that fake tensors do not support."""
 
-SERVED = [name for name in FAMILIES if "h2o" in FAMILIES[name].layers and name not in OWN_KERNELS]
+SUPPORTED = [
+    name for name in FAMILIES if "h2o" in FAMILIES[name].layers and name not in OWN_KERNELS
+]
 
 
 @contextlib.contextmanager
@@ -47,7 +49,7 @@ def there(
     hundred times as long. Tensors that are made in the block are on the device too."""
     ours = (model(name) if name else llama(1)).to(dtype)
     ours.set_attn_implementation(attention)
-    with elsewhere():
+    with on_fake_device():
         yield moved(ours)
 
 
@@ -70,7 +72,7 @@ def on_the_device(cache) -> bool:
 
 
 # The slow families differ in transformers' code only, and use a cache like another family.
-@pytest.mark.parametrize("name", [slow_if(x in ALIKE, x) for x in SERVED])
+@pytest.mark.parametrize("name", [slow_if(x in ALIKE, x) for x in SUPPORTED])
 def test_families(name):
     with there(name) as ours:
         cache = H2OCache(ours.config, heavy=6, recent=6)
@@ -224,7 +226,7 @@ SEEDS = {
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_read_is_caught(seed):
     words = "devices" if seed == "another device" else WAITS
-    with elsewhere(), pytest.raises(RuntimeError, match=words):
+    with on_fake_device(), pytest.raises(RuntimeError, match=words):
         SEEDS[seed](torch.ones(4, dtype=torch.int32))
 
 
@@ -246,7 +248,7 @@ def test_a_read_in_the_step_is_caught(monkeypatch):
 @pytest.mark.filterwarnings("ignore:the torch backend is used:RuntimeWarning")  # kernels, no driver
 def test_devices_that_differ_are_told():
     slots = ops.new_slots(torch.ones(1, 2, 1, 8), 5, 2, 2)
-    with elsewhere():
+    with on_fake_device():
         x = torch.ones(1, 2, 1, 8)
     with (
         pytest.raises(ValueError, match=re.escape("slots.keys: is on CPU device 0, but query on")),
@@ -255,7 +257,7 @@ def test_devices_that_differ_are_told():
 
 
 def test_a_device_without_float64():
-    with elsewhere("mps"):
+    with on_fake_device("mps"):
         x = torch.ones(1, 2, 1, 8)
         slots = ops.new_slots(x, 5, 2, 2)
         assert slots.evicted_score.dtype == torch.float32

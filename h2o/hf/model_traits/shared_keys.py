@@ -4,7 +4,7 @@ transformers calls this KV sharing. For each layer type, the last layer with its
 them in a dict that lives for one forward pass (`shared_kv_states`), and later layers of that type
 reuse them. This file says which layers reuse which, and has a mask that such models can slice.
 
-Shape letters: B batch rows, Q new tokens, N keys that attention sees.
+Shape letters as in `h2o.hf`, and N keys that attention sees.
 """
 
 from __future__ import annotations

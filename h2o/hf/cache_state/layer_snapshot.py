@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.hf.families.layer_kinds import has_states, kind_of
-from h2o.hf.store import recurrent_states
-from h2o.hf.store.slot_layout import Capacity, sizes
+from h2o.hf.cache_state import recurrent_states
+from h2o.hf.cache_state.slot_layout import Capacity, sizes
+from h2o.hf.model_traits.layer_kinds import has_states, kind_of
 
 _NUMBERS = (
     "seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "floored", "part",
@@ -96,7 +96,7 @@ def restore_keys(layer: Any, snapshot: Snapshot) -> None:
         return
     layer.empty()
     fields = _strip_prefix(_SLOTS, snapshot.tensors)
-    if fields and not layer.form.has_values:
+    if fields and not layer.variant.has_values:
         fields["values"] = None
     slots = ops.Slots(**fields) if fields else None
     if slots is not None:  # the next operation may be a step, which does not open its device

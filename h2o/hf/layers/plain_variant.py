@@ -1,11 +1,11 @@
-"""`PlainForm`: a layer of an `H2OCache` stores keys and values as the model computes them.
+"""`PlainVariant`: a layer of an `H2OCache` stores keys and values as the model computes them.
 
-A form decides what slots hold for each token, and computes attention over them. Other forms
-override parts of this one: latents (`latent_form`), keys that later layers reuse (`shared_form`),
-keys without rotation (`cache_relative`). `h2o.hf.cache.cache_plan` chooses the form.
+A variant of attention decides what slots hold for each token, and computes attention over them.
+Other variants override parts of this one: latents (`latent_variant`), keys that later layers reuse
+(`shared_variant`), keys without rotation (`cache_relative_variant`). `h2o.hf.cache.cache_plan`
+chooses the variant.
 
-Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, S slots, D head
-dimension.
+Shape letters as in `h2o.hf`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens, as_operand, attention
 
 
-class PlainForm:
+class PlainVariant:
     """Stores a key and a value per token and head. Each layer has its own object."""
 
     has_values = True
@@ -53,15 +53,13 @@ class PlainForm:
     def tokens(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> NewTokens:
-        """Convert the new tokens to the form in which they are stored.
+        """Convert the new tokens to what the layer stores.
 
         Raises:
             UnsupportedError: the layer does not support the call.
         """
-        sinks = call.sink_logits
-        if sinks is not None:
-            sinks = as_operand(sinks)
-        return NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
+        how = call.mask, call.scale, call.softcap, as_operand(call.sink_logits)
+        return NewTokens(query, key, value, *how)
 
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
@@ -73,11 +71,8 @@ class PlainForm:
         self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
     ) -> Tensor:
         """Store one token and return its output [B, 1, H, D], which may be written to `out`."""
-        q, k, v, mask, scale, softcap, sinks = tokens
-        step: Tensor = ops.step(
-            q, k, v, slots, mask=mask, scale=scale, softcap=softcap, sink_logits=sinks,
-            out=out, policy=layer.policy, **rotary,
-        )  # fmt: skip
+        more = {"out": out, "policy": layer.policy, **tokens.options, **rotary}
+        step: Tensor = ops.step(*tokens[:3], slots, **more)
         return step
 
     def attend_later(self, layer: Any, call: AttentionCall) -> Tensor:

@@ -1,4 +1,4 @@
-"""`SharedForm`: a layer whose keys and values later layers of the model reuse (Gemma 3n and 4).
+"""`SharedVariant`: a layer whose keys and values later layers of the model reuse (Gemma 3n and 4).
 
 The layer scores and evicts by its own queries. Later layers must attend to the same keys as this
 layer in the same forward pass: the keys stored before the pass, and the new ones. But this layer
@@ -8,8 +8,7 @@ slot. A chunk overwrites stored keys, so the layer keeps copies until the last l
 The attention of later layers adds nothing to the scores, because models may skip all of their
 queries except the last during prefill.
 
-Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, P queries of a later
-layer (the last P of the Q), D head dimension.
+Shape letters as in `h2o.hf`, and P queries of a later layer (the last P of the Q).
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from h2o.hf.attention.attention_call import (
     as_autocast,
     as_operand,
 )
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.tagged_tensor import TaggedTensor, plain
-from h2o.hf.layers.plain_form import PlainForm
+from h2o.hf.layers.plain_variant import PlainVariant
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.tagged_tensor import TaggedTensor, plain
 from h2o.slots import KINDS
 
 _ROWS = ("keys", "values")
@@ -58,7 +57,7 @@ class _Attended(NamedTuple):
         return self._replace(tokens=NewTokens(*fields), slots=slots)
 
 
-class SharedForm(PlainForm):
+class SharedVariant(PlainVariant):
     """Stores keys and values that the layers in `reused_by` attend to as well."""
 
     def __init__(self, reused_by: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from h2o import compat_wrappers
+from h2o.compat_wrappers import num_virtual_tokens
 from h2o.errors import UnsupportedError
 
 
@@ -45,7 +46,7 @@ def input_device(model: Any) -> torch.device:
 def model_after_prompt(model: Any) -> Any:
     """The model to call after the first forward pass over a prompt. With prompt tuning this is the
     model without PEFT's wrapper, which would put its embeddings before the text again."""
-    return unwrap(model) if virtual_tokens(model) else model
+    return unwrap(model) if num_virtual_tokens(model) else model
 
 
 def check_passes(model: Any, what: str) -> None:
@@ -55,7 +56,7 @@ def check_passes(model: Any, what: str) -> None:
     Raises:
         UnsupportedError: tokens of the prompt activate an adapter (aLoRA).
     """
-    if compat_wrappers.activates_by_tokens(compat_wrappers.compiled_model(model)):
+    if compat_wrappers.activates_by_tokens(model):
         raise UnsupportedError(
             f"{what} does not support aLoRA: PEFT looks for the invocation tokens in each forward "
             "pass, and a decode step has none of them. Call model.generate() with an H2OCache"
@@ -69,7 +70,7 @@ def check_no_tuned_prompt(model: Any, what: str) -> None:
         UnsupportedError: aLoRA or prompt tuning.
     """
     check_passes(model, what)
-    if virtual_tokens(model):
+    if num_virtual_tokens(model):
         raise UnsupportedError(
             f"{what} does not support prompt tuning: PEFT puts its embeddings before the text in "
             "each forward pass. Use h2o.generate_all, or model.generate() with an H2OCache"
@@ -82,13 +83,8 @@ def check_pins(model: Any, pinned: Any) -> None:
     Raises:
         UnsupportedError: prompt tuning shifts the text by its embeddings.
     """
-    if pinned is not None and (n := virtual_tokens(model)):
+    if pinned is not None and (n := num_virtual_tokens(model)):
         raise UnsupportedError(
             f"pinned counts all tokens of a row, and prompt tuning puts {n} before the text: call "
             f"model.generate() with H2OCache(model.config, pinned=[(start + {n}, stop + {n})])"
         )
-
-
-def virtual_tokens(model: Any) -> int:
-    """Number of embeddings that prompt tuning puts before a prompt; 0 for any other model."""
-    return compat_wrappers.num_virtual_tokens(compat_wrappers.compiled_model(model))

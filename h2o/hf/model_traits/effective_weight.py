@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from h2o import compat
 from h2o.compat_wrappers import is_offloaded
-from h2o.hf.families.tagged_tensor import plain
+from h2o.hf.model_traits.tagged_tensor import plain
 
 T = TypeVar("T")
 

@@ -1,5 +1,5 @@
 """Calls on some rows of larger slots, selected by number, on torch tensors: the reference, the core
-and the torch backend. tests/core/test_numbered_rows.py tests what is rejected."""
+and the torch backend. tests/core/test_selected_rows.py tests what is rejected."""
 
 from __future__ import annotations
 

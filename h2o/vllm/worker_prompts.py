@@ -1,5 +1,5 @@
-"""Stored prompts, each in its own page, and the requests that begin with one. This is the side of a
-process that holds pages; the scheduler's side is `stored_prompts`.
+"""The worker's side of stored prompts: the outputs that belong to their pages, and the requests
+that begin with one. The scheduler's side is `stored_prompts`.
 
 If a request repeats a whole prompt, vLLM computes the prompt's last token again, since the first
 token of the answer is sampled from it. By then the stored page already has that token's key, and
@@ -20,7 +20,7 @@ Outputs = dict[int, Tensor]
 """Attention outputs [H, D] of a prompt's last token, by layer"""
 
 
-class Forks:
+class WorkerPrompts:
     """Stored prompts by page, and the requests of the next pass that begin with one."""
 
     def __init__(self) -> None:

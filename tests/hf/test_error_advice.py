@@ -18,7 +18,7 @@ from transformers import (
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.compat import SHARES_KEYS, with_cache
-from h2o.hf.store.slot_layout import by_head
+from h2o.hf.cache_state.slot_layout import by_head
 from tests.hf.tiny import FAMILIES, LATENT, batch, failing, greedy, model, prompts, shared
 from tests.hf.tiny import with_image as illustrated
 

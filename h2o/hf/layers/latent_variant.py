@@ -3,10 +3,10 @@
 Each token is one row of L + P elements for all heads: its latent and its rotated key. Its score is
 the attention that it received from all query heads. During the prompt, attention uses the keys and
 values that transformers expanded. Stored latents are never expanded. Later queries are projected to
-the latent space instead (`h2o.hf.families.latent_attention`).
+the latent space instead (`h2o.hf.model_traits.latent_attention`).
 
-Shape letters: B batch rows, H query heads, Q new tokens, D head dimension of expanded keys, L
-elements of a latent, P of a rotated key, V of a value, K rows held.
+Shape letters as in `h2o.hf`, and D of expanded keys, L elements of a latent, P of a rotated key, V
+of a value.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from h2o import ops
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.latent_attention import Expansion
-from h2o.hf.families.tagged_tensor import TaggedTensor, plain
-from h2o.hf.layers.plain_form import PlainForm
+from h2o.hf.layers.plain_variant import PlainVariant
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.latent_attention import Expansion
+from h2o.hf.model_traits.tagged_tensor import TaggedTensor, plain
 
 MANY = 32
 """Number of query heads from which on `attend` (a matrix product) and `evict` outrun `step`."""
@@ -36,7 +36,7 @@ class _Pass(NamedTuple):
     """Queries [B, H, Q, D], keys [B, H, Q, D] and values [B, H, Q, V] of a prompt"""
 
 
-class LatentForm(PlainForm):
+class LatentVariant(PlainVariant):
     """Stores the latent and the rotated key of each token in one row."""
 
     has_values = False

@@ -3,11 +3,11 @@
 The keys that a later question needs often get no attention during prefill. The model therefore
 reads the document a second time, as text to reproduce, with the full cache. To reproduce a token it
 tends to attend to the keys that an answer would need, and the attention that each key gets is its
-score (Kim et al., "KVzip", NeurIPS 2025, arXiv:2505.23416). The cache is then pruned once
-(`h2o.hf.document.pruning`).
+score (Kim et al., "KVzip", NeurIPS 2025, arXiv:2505.23416). The cache is then cut to its budget
+once (`h2o.hf.document.cut_cache`).
 
-Shape letters: B batch rows, G key/value heads, N columns of the document, Q columns of one forward
-pass, K tokens of the longest row. A column is an index in the padded batch.
+Shape letters as in `h2o.hf`, and N columns of the document, Q columns of a pass, K tokens of the
+longest row.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from h2o.config import H2OConfig
 from h2o.config.fields import Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.document.pruning import prune_cache
-from h2o.hf.families import tensor_parallel
-from h2o.hf.families.layer_kinds import has_states
+from h2o.hf.cache_state import recurrent_states, slot_layout
+from h2o.hf.document.cut_cache import cut_cache
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.pass_runners import ScoringRunner
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.layer_kinds import has_states
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
-from h2o.hf.store import recurrent_states, slot_layout
 from h2o.policy import Policy
 
 Progress = Callable[[int, int], Any]
@@ -76,7 +76,7 @@ def read_twice(
     attention = reader.document(config.policy)
     others = _other_layers(reader.cache)
     largest = reader.repetition(request, at_once, others)
-    cache = prune_cache(reader.cache, empty, config, attention, largest, by_attention)
+    cache = cut_cache(reader.cache, empty, config, attention, largest, by_attention)
     _put_other_layers(cache, others)
     cache.guard.text.record_ids(ids, mask, 0)
     return cache
@@ -130,7 +130,8 @@ class _Reader:
         N = self.ids.shape[1]
         for begin in range(0, N, CHUNK):
             piece = slice(begin, begin + CHUNK)
-            self._pass(self.ids[:, piece], self.mask[:, piece], self.mask[:, :begin])
+            tokens = self.ids[:, piece], self.mask[:, piece]
+            forward(self.model, self.cache, *tokens, self.mask[:, :begin])
             self.progress(min(N, begin + CHUNK), self.columns)
         if any(layer.part != tensor_parallel.WHOLE for layer in self.layers):
             raise UnsupportedError(
@@ -165,7 +166,7 @@ class _Reader:
                 piece = row[max(0, number * n - OVERLAP) : (number + 1) * n]
                 is_over = number * n >= len(row)
                 pieces.append(row[:0] if is_over else torch.cat([request[0], piece]))
-            self._pass(*_pad(pieces), self.mask)
+            forward(self.model, self.cache, *_pad(pieces), self.mask)
             _put_other_layers(self.cache, others)
             self.progress(N + min(N, (number + 1) * max(at_once)), self.columns)
         return self._scores()
@@ -187,9 +188,6 @@ class _Reader:
                 "readings=1"
             )
         return at_once
-
-    def _pass(self, ids: Tensor, mask: Tensor, before: Tensor) -> None:
-        forward(self.model, self.cache, ids, mask, before)
 
     def _scores(self) -> list[Tensor]:
         return [

@@ -5,8 +5,7 @@ al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024, sect
 passes rotated keys and queries. Their rotation is undone before keys are stored, and every forward
 pass rotates them again by rank.
 
-Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, Q new tokens, S slots, D
-head dimension, F rotary angles.
+Shape letters as in `h2o.hf`, and R = H / G, F rotary angles.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from h2o import ops
 from h2o.compat import cache_in
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
-from h2o.hf.layers.plain_form import PlainForm
-from h2o.hf.rotary.model_rotary import Rotary, rotate
-from h2o.hf.store import slot_layout
+from h2o.hf.cache_state import slot_layout
+from h2o.hf.layers.plain_variant import PlainVariant
+from h2o.hf.rotary.model_rotary import ModelRotary, rotate
 from h2o.quantization import dequantize
 
 
-class CacheRelativeForm(PlainForm):
+class CacheRelativeVariant(PlainVariant):
     """Stores keys without rotation. Attention rotates them by rank."""
 
-    def __init__(self, rotary: Rotary) -> None:
+    def __init__(self, rotary: ModelRotary) -> None:
         self.rotary = rotary
         self._ranks: Tensor | None = None  # [B, G, S] int32; None: not computed yet
 
@@ -82,8 +81,8 @@ def zero_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, A
     """
     cache = cache_in(kwargs)
     layers = getattr(cache, "layers", ())
-    forms = (getattr(layer, "form", None) for layer in layers)
-    if len(args) > 1 or not any(isinstance(form, CacheRelativeForm) for form in forms):
+    variants = (getattr(layer, "variant", None) for layer in layers)
+    if len(args) > 1 or not any(isinstance(x, CacheRelativeVariant) for x in variants):
         return kwargs
     ids = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
     zeros = torch.zeros(ids.shape[:2], dtype=torch.long, device=ids.device)
@@ -97,7 +96,7 @@ def attend(
     slots: ops.Slots | None,
     sizes: list[int],
     *,
-    rotary: Rotary,
+    rotary: ModelRotary,
     mask: Tensor | None = None,
     most: int | None = None,
     **more: Any,

@@ -19,9 +19,9 @@ from h2o.budgets import check_prompt_length
 from h2o.compat import calls_a_module
 from h2o.compat_wrappers import has_transforms
 from h2o.config.layer_plan import LayerPlan
+from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.seen_text import SeenText
 from h2o.hf.rotary.rope_deltas import RopeDeltas
-from h2o.hf.store.pins import Pins
-from h2o.hf.store.seen_text import SeenText
 
 WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token. "
@@ -51,7 +51,7 @@ class PassGuard:
     ) -> None:
         """
         Args:
-            kinds: the kind of each layer (`h2o.hf.families.layer_kinds`).
+            kinds: the kind of each layer (`h2o.hf.model_traits.layer_kinds`).
             last: the last layer that attends to an earlier layer's keys, or 0.
             has_states: whether any layer has states.
         """

@@ -1,1 +1,0 @@
-"""Differences between model families that matter to a cache."""

@@ -1,0 +1,1 @@
+"""Traits of models that matter to a cache: kinds of layers, latents, shared keys, wrappers."""

@@ -1,1 +1,0 @@
-"""The contents of a layer: slots, states, reports, and the guard that all layers share."""
