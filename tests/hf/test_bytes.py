@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 import h2o
 from h2o import H2OCache, H2OConfig, Profile
-from h2o.compat import with_cache
+from h2o.compat import CROPS_TO_LENGTH, with_cache
 from h2o.kv_dtype import bytes_per_token
 from h2o.model_identity import key_size
 from tests.hf.tiny import batch, exact, greedy, model, prompts
@@ -84,6 +84,27 @@ def test_bytes_are_those_of_the_keys_that_come(way, kv_dtype):
     assert 0.18 * total.bytes_full < taken <= 0.2 * total.bytes_full
     kept = len(cache.kept(0).positions[0, 0])  # without the key that the last token evicts
     assert int((simulation.evicted_at(0)[0, 0] == 600).sum()) == kept + 1
+
+
+@pytest.mark.parametrize("way", ["prompt", "fork", "chunk", "crop"])
+def test_a_sliding_window_frees_the_keys_before_it(way):
+    """transformers stores a window as a view of all keys of the pass, which stayed in memory."""
+    ours = model("gemma3")
+    cache = H2OCache(ours, heavy=8, recent=8)
+    if way == "crop":
+        cache.activate_past_recording()
+    ours(prompts(300)[0], **with_cache(cache))
+    if way == "fork":
+        cache = cache.fork()
+    if way == "chunk":
+        ours(prompts(90)[0], **with_cache(cache))
+    if way == "crop":
+        cache.crop(299 if CROPS_TO_LENGTH else -1)
+    windows = [layer for layer in cache.layers if layer.is_sliding]
+    stored = [x for layer in windows for x in (layer.keys, layer.values)]
+    allocated = sum(x.untyped_storage().nbytes() for x in stored)
+    assert allocated == sum(x.bytes_held for x in cache.report().layers if x.kind == "sliding")
+    assert all(x.shape[2] == 9 for x in stored)
 
 
 def test_a_short_prompt_keeps_what_fits():

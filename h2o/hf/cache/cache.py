@@ -29,7 +29,12 @@ from h2o.hf.cache.cache_inspection import CacheInspection
 from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.continuation import check_text, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
-from h2o.hf.families.layer_kinds import has_states, kind_of, warn_of_windows
+from h2o.hf.families.layer_kinds import (
+    free_keys_before_window,
+    has_states,
+    kind_of,
+    warn_of_windows,
+)
 from h2o.hf.families.wrappers import check_pins, unwrap
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
@@ -340,6 +345,7 @@ class H2OCache(CacheInspection):
                 guard.end_pass()  # no layer has stored anything
             raise
         if not isinstance(layer, H2OLayer):  # transformers' own layer has stored its keys by now
+            free_keys_before_window(layer)
             guard.layer_done(layer_idx)
         return keys_and_values
 

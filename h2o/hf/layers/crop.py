@@ -14,7 +14,7 @@ from torch import Tensor
 
 from h2o.compat import CROPS_TO_LENGTH
 from h2o.hf.attention.attention_call import NewTokens
-from h2o.hf.families.layer_kinds import has_states, kind_of
+from h2o.hf.families.layer_kinds import free_keys_before_window, has_states, kind_of
 from h2o.hf.store.base_layer import BaseLayer
 from h2o.hf.store.layer_snapshot import (
     Snapshot,
@@ -120,6 +120,9 @@ def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
         for layer, state in before:
             restore(layer, state)
         raise
+    for layer in other_layers:
+        if kind_of(layer) == "sliding":
+            free_keys_before_window(layer)
 
 
 def columns_left(tokens: int, seen: int) -> int:
