@@ -92,12 +92,6 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.rows is not None and options.bytes is not None:
         parser.error("argument --bytes: cannot be combined with --rows")
     texts.check_output(parser, "--output", options.output, [options.prompts])
-    output = Path(options.output)
-    if options.output == "-" or (output.exists() and not output.is_file()):
-        parser.error(
-            f"argument --output: {output} is not a file: name one such as answers.jsonl, from "
-            "which an interrupted run can continue"
-        )
     try:
         options.lines = list(_lines(Path(options.prompts)))
     except (OSError, UnicodeDecodeError) as error:
