@@ -21,7 +21,7 @@ ROWS = 64  # rows of logits in memory at one time
 
 
 def logit_blocks(
-    query: Tensor, keys: Tensor, scale: float | None, softcap: float = 0.0
+    query: Tensor, keys: Tensor, scale: float | None, softcap: float = 0.0, rows: int = ROWS
 ) -> Iterator[tuple[int, Tensor]]:
     """Compute attention logits, a few rows at a time.
 
@@ -29,6 +29,7 @@ def logit_blocks(
         query: [H, n, D]; keys: [G, n, D], H = G * R.
         scale: factor of q.k, 1 / sqrt(D) by default.
         softcap: c > 0 turns logits x into c * tanh(x / c).
+        rows: number of rows of a block.
 
     Yields:
         (first row, logits [H, rows, first + rows] float32, -inf above the diagonal), in order.
@@ -36,8 +37,8 @@ def logit_blocks(
     H, n, D = query.shape
     scale = D**-0.5 if scale is None else scale
     grouped = keys.float().repeat_interleave(H // len(keys), dim=0)
-    for first in range(0, n, ROWS):
-        last = min(first + ROWS, n)
+    for first in range(0, n, rows):
+        last = min(first + rows, n)
         logits = scale * (query[:, first:last].float() @ grouped[:, :last].transpose(-1, -2))
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
@@ -54,6 +55,7 @@ def attend_blocks(
     scale: float | None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    rows: int = ROWS,
 ) -> Tensor:
     """Attention [n, H, D] without some of the keys.
 
@@ -61,13 +63,13 @@ def attend_blocks(
         query: [H, n, D]; keys, values: [G, n, D].
         hide: function of a block's first row and its logits that returns which keys the rows do
             not see, [H, rows, keys] bool.
-        scale, softcap: as in `logit_blocks`.
+        scale, softcap, rows: as in `logit_blocks`.
         sinks: [H, 1, 1], see `h2o.sink_logits`.
     """
     H, n, D = query.shape
     out = torch.empty(n, H, D, dtype=query.dtype, device=query.device)
     values = values.float().repeat_interleave(H // len(values), dim=0)
-    for first, logits in logit_blocks(query, keys, scale, softcap):
+    for first, logits in logit_blocks(query, keys, scale, softcap, rows):
         last = logits.shape[2]
         p = softmax(logits.masked_fill(hide(first, logits), -torch.inf), sinks)
         out[first:last] = (p @ values[:, :last]).transpose(0, 1).to(out.dtype)

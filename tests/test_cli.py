@@ -666,6 +666,8 @@ COMMANDS = (
         ("eval --tasks copa --model ' '", "is empty: name a model, or leave --model out"),
         (f"calibrate --text {__file__} --output FOLDER.json", "FOLDER.json is a folder"),
         ("analyze --output FOLDER.json", "FOLDER.json is a folder, not a file"),
+        ("analyze --output /dev/null", "/dev/null is not a file: name one to write"),
+        ("analyze --output -", "- is not a file"),
         ("analyze --output deep.json --text deep.json", "deep.json is an input file"),
         ("calibrate --output deep.json --text ./deep.json", "deep.json is an input file"),
         ("generate --profile deep.json", "deep.json: is not a profile made"),

@@ -112,3 +112,13 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path):
     assert link.is_symlink()
     assert file.read_text() == "new"
     assert os.listdir(file.parent) == ["file"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders")
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path):
+    """The draft would take the place of /dev/null, for all processes."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match=r"cannot be replaced.*pipe"), atomic_write(pipe):
+        pytest.fail("a draft was made")
+    assert pipe.is_fifo()

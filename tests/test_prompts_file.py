@@ -214,6 +214,26 @@ def test_prompts_beyond_the_positions_of_the_model(files, capsys):
     assert cli.main([*command, "--max-new-tokens", "5"]) == 0
 
 
+def test_a_full_disk(files, capsys):
+    command, _, output = files
+    limits = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limits += "resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300)); from h2o import cli; "
+    full = [sys.executable, "-c", limits + "sys.exit(cli.main(sys.argv[1:]))", *command]
+    ended = subprocess.run(full, capture_output=True, text=True, timeout=DEADLINE)
+    assert ended.returncode == 1
+    assert f"cannot write {output}: File too large" in ended.stderr
+    assert cli.main(command) == 0
+    assert len(answers(output)) == 4
+
+
+def test_fewer_prompts_than_answers(files, capsys):
+    command, prompts, _ = files
+    assert cli.main(command) == 0
+    prompts.write_text('"a text"\n', "utf-8")
+    assert cli.main(command) == 0
+    assert "1 of 1 prompts have an answer already" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -298,6 +318,8 @@ def test_an_output_that_is_no_file_of_answers(files, tmp_path, capsys):
         (tmp_path / "link.jsonl", "is an input file: name another output"),
         (tmp_path / "folder", "folder is a folder, not a file"),
         ("", "an empty name is a folder"),
+        ("-", "- is not a file"),
+        ("/dev/null", "/dev/null is not a file"),  # reading a pipe would wait forever
     ):
         command[6] = str(name)
         with pytest.raises(SystemExit) as end:

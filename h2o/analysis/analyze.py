@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from h2o.analysis.collect import Attention, analyzable_layers, attend, measure_layers, sparsity
@@ -52,6 +53,7 @@ def analyze(
     Raises:
         UnsupportedError: h2o does not support the model.
         TypeError, ValueError: an argument is wrong.
+        ValueError: attention is not finite, as with weights that overflow float16.
     """
     parameters.pop("token_type_ids", None)  # some tokenizers return them, decoders ignore them
     config = resolve_config(h2o_config, parameters).for_model(model)
@@ -73,6 +75,12 @@ def analyze(
         return out, Measured(len(seen.keys), scores.cpu().numpy(), small.cpu().numpy())
 
     measured = measure_layers(model, ids, measure)
+    for layer, found in measured.items():
+        if not np.isfinite(found.scores).all():
+            raise ValueError(
+                f"the attention of layer {layer} is not finite, so nothing can be measured: load "
+                "the model in bfloat16 or float32 if it is in float16, and check its weights"
+            )
     analysis = Analysis(model, ids, config, prompt_length, measured)
     analysis.simulate_cache()
     return analysis

@@ -2,7 +2,8 @@
 
 A row loses the same number of keys for each kind: a share of the keys before its block of rows. The
 heaviest keys are those by the attention of the rows before the block, as in a cache, never of later
-rows. A token never loses its own key.
+rows. A token never loses its own key. The rows of the first block lose nothing, so a block has at
+most a sixteenth of the rows.
 """
 
 from __future__ import annotations
@@ -14,10 +15,17 @@ import torch
 from torch import Tensor
 
 from h2o.analysis.collect import Attention, watch
-from h2o.attention_blocks import attend_blocks
+from h2o.attention_blocks import ROWS, attend_blocks
 from h2o.sink_logits import softmax
 
 KINDS = ("heavy", "random", "recent")
+
+
+def first_tokens(ids: Tensor, limit: int | None) -> Tensor:
+    """The first `limit` tokens of a text [n], or all. Raises: ValueError for fewer than 2."""
+    if limit is not None and limit < 2:
+        raise ValueError(f"limit must be at least 2 tokens, not {limit}")
+    return ids[:limit]
 
 
 def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: int = 0) -> float:
@@ -64,7 +72,7 @@ def attend_without(seen: Attention, kind: str, share: float, chance: Tensor) -> 
 
     return attend_blocks(
         seen.query, seen.keys, seen.values, hide,
-        scale=seen.scale, softcap=seen.softcap, sinks=sinks,
+        scale=seen.scale, softcap=seen.softcap, sinks=sinks, rows=min(ROWS, max(1, n // 16)),
     )  # fmt: skip
 
 

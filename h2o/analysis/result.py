@@ -252,7 +252,7 @@ class Analysis:
         Returns:
             `{"full": {0.0: perplexity}, "heavy": {share: perplexity}}`, and "random" and "recent".
         """
-        ids = self._tensor[:limit]
+        ids = removal.first_tokens(self._tensor, limit)
 
         def cell(kind: str, share: float) -> float:
             key = kind, share, len(ids), seed if kind == "random" else 0

@@ -226,7 +226,7 @@ def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
     for name, ids in named:
         if not isinstance(ids, Tensor) or ids.is_floating_point():
             raise TypeError(
-                f"input_ids: {name} is a {type(ids).__name__}, wanted a torch tensor of token ids: "
+                f"input_ids: {name} is {_kind(ids)}, wanted a torch tensor of token ids: "
                 'h2o.calibrate(model, tokenizer(text, return_tensors="pt")["input_ids"])'
             )
         if ids.ndim == 2 and len(ids) == 1:
@@ -237,6 +237,10 @@ def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
                 "several texts as a list"
             )
         yield name, ids.cpu().long()
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int) -> np.ndarray:
@@ -322,7 +326,7 @@ def _expand_to_layers(
     """Shares for every layer of the model, 1 for layers with a sliding window."""
     table = np.ones((len(transformers_layers(model.config)), shares.shape[1]))
     table[list(full)] = shares
-    return tuple(tuple(round(float(x), 4) for x in row) for row in table)
+    return tuple(tuple(float(f"{x:.5g}") for x in row) for row in table)
 
 
 def _describe_texts(input_ids: Any, chosen: Sequence[Window]) -> Iterator[dict[str, Any]]:

@@ -115,7 +115,7 @@ def print_support(name: str, as_json: bool) -> int:
 def print_requests(options: argparse.Namespace) -> int:
     """Print how many requests of a model fit in memory with each setting. The exit code is 0."""
     from h2o import models
-    from h2o.evaluation.cache_bytes import request_bytes
+    from h2o.evaluation.cache_bytes import request_bytes, state_bytes
     from h2o.evaluation.model_fit import check_fit
     from h2o.evaluation.text_table import table
 
@@ -126,15 +126,26 @@ def print_requests(options: argparse.Namespace) -> int:
         config.get_text_config(decoder=True).dtype = getattr(torch, options.dtype)
     check_fit(options.settings)(config)
     end = options.prompt + options.new
-    sizes = {x.name: request_bytes(config, x, options.prompt, end) for x in options.settings}
+    states = state_bytes(config)
+    sizes = {
+        x.name: request_bytes(config, x, options.prompt, end) + (states or 0)
+        for x in options.settings
+    }
     fitting = {name: options.memory // size for name, size in sizes.items()}
     if options.json:
-        rows = [{"setting": x, "bytes": sizes[x], "requests": fitting[x]} for x in sizes]
+        rows = [
+            {"setting": x, "bytes": sizes[x], "state_bytes": states, "requests": fitting[x]}
+            for x in sizes
+        ]
         print(json.dumps(rows, indent=2))
         return 0
     print(f"{options.model}: prompts of {options.prompt} tokens and {options.new} new ones")
     if weights := models.weight_bytes(config):
         print(f"The weights take another {weights / 1e9:.2f} GB, which --memory must not include.")
+    if states:
+        print(f"{states / 1e6:.2f} MB of a request are states, which no budget changes.")
+    if states is None:
+        print("A request also takes memory for states, whose size is unknown. It is not counted.")
     print()
     rows = [(x, f"{sizes[x] / 1e6:.2f} MB", fitting[x]) for x in sizes]
     print(table(("setting", "a request", "requests"), rows))

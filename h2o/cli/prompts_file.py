@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from h2o.cli import texts
 from h2o.cli.cache_options import load_model, parse_count
@@ -124,7 +124,8 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
     if not options.lines:
         progress.print_line(f"{options.prompts} has no prompts, so {output} gets no answers")
     if done:
-        progress.print_line(f"{len(done)} of {len(options.lines)} prompts have an answer already")
+        answered = len(options.lines) - len(lines)
+        progress.print_line(f"{answered} of {len(options.lines)} prompts have an answer already")
     if not lines:
         return 0
     model, tokenizer = load_model(options, [from_config(options.config)], progress.print_line)
@@ -148,7 +149,7 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
     )
     by_number = ((numbers[result.index], result) for result in results)
     failed = 0
-    with output.open("a", encoding="utf-8") as file:
+    with _writing(output) as file:
         for count, (number, result) in enumerate(chain(too_long.items(), by_number), start=1):
             file.write(_as_line(_answer(lines[number], result, settings)))
             file.flush()
@@ -158,6 +159,19 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
     if failed:
         progress.print_line(f"{failed} prompts failed: see the errors in {output}")
     return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def _writing(output: Path) -> Iterator[TextIO]:
+    """Open a file to append answers. Raises: UserError if that fails, as on a full disk."""
+    try:
+        with output.open("a", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise UserError(
+            f"cannot write {output}: {error.strerror}. When this is solved, run the command again: "
+            "it keeps the answers in the file and continues"
+        ) from error
 
 
 def _request(line: Line, number: int, options: argparse.Namespace) -> Request:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
-from h2o.utils.filesystem import explain_unreadable
+from h2o.utils.filesystem import explain_unreadable, is_special
 
 ARTICLE = "lighthouse.txt"
 """A file in h2o/data: 2100 tokens about an invented lighthouse, which no model has seen."""
@@ -41,9 +41,11 @@ def check_output(
     name: str | Path,
     inputs: Iterable[str | None] = (),
 ) -> None:
-    """End with an error, before any work is done, if the output is a folder or one of the input
-    files."""
+    """End with an error, before any work is done, if the output is no file (standard output, a
+    folder, a device or a pipe) or is one of the input files."""
     path = Path(name)
+    if str(name) == "-" or is_special(path):
+        parser.error(f"argument {argument}: {name} is not a file: name one to write")
     if path.is_dir():
         parser.error(f"argument {argument}: {name or 'an empty name'} is a folder, not a file")
     if any(x and path.resolve() == Path(x).resolve() for x in inputs):

@@ -160,6 +160,19 @@ class H2OConfig(Presets):
             raise ValueError(SHARED_TWICE)
         check_total(self.heavy, self.recent, self.sinks)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether all fields are equal. One token is not 1.0 of the prompt, although 1 == 1.0."""
+        if not isinstance(other, H2OConfig):
+            return NotImplemented
+        mine, theirs = (
+            [getattr(x, field.name) for field in dataclasses.fields(self)] for x in (self, other)
+        )
+        kinds, others = (
+            [type(amount) for amount in flatten((x.budget, x.heavy, x.recent))]
+            for x in (self, other)
+        )
+        return mine == theirs and kinds == others
+
     def __deepcopy__(self, memo: Any) -> H2OConfig:
         """Return the config itself: it is immutable."""
         return self

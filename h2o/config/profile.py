@@ -157,7 +157,7 @@ class Profile:
             "versions": dict(self.versions),
             "window": self.window,
             "fractions": list(self.fractions),
-            "shares": [[[round(x, 3) for x in row] for row in table] for table in self.shares],
+            "shares": [[list(row) for row in table] for table in self.shares],
             "weights": {name: list(values) for name, values in self.weights.items()},
         }
 
@@ -187,7 +187,7 @@ class Profile:
         """Read a file written by `save`. Raises: ValueError for any other file, OSError if the file
         cannot be read."""
         try:
-            return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
+            return cls.from_dict(json.loads(Path(path).read_text("utf-8-sig")))
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path}: {NO_PROFILE}") from error
         except ValueError as error:

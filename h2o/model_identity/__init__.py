@@ -57,12 +57,13 @@ def config_of(model: Any) -> Any:
     return config
 
 
-def describe(config: Any) -> dict[str, Any]:
-    """Shape of a model from its config. Entries that the config does not have are left out."""
+def describe(config: Any, layer_type: str = "full_attention") -> dict[str, Any]:
+    """Shape of a model from its config. If layers differ, the shape of those of `layer_type`.
+    Entries that the config does not have are left out."""
     text = _text_config(config)
     shape: dict[str, Any] = {}
     for name in SHAPE:
-        value = _full_attention_value(text, name)
+        value = _layer_value(text, name, layer_type)
         if isinstance(value, int | str):
             shape[name] = value
     heads = shape.get("num_attention_heads")
@@ -103,12 +104,13 @@ def latent_row(config: Any) -> int | None:
     return latent + text.qk_rope_head_dim if isinstance(latent, int) else None
 
 
-def _full_attention_value(text: Any, name: str) -> Any:
-    """An attribute of a config. If layers differ in it, its value for full attention layers."""
+def _layer_value(text: Any, name: str, layer_type: str) -> Any:
+    """An attribute of a config. If layers differ in it, its value for layers of `layer_type`."""
     try:
         return getattr(text, name, None)
     except RuntimeError:  # raised by transformers if layers differ in the attribute
-        layer = list(text.layer_types).index("full_attention")
+        types = list(getattr(text, "layer_types", None) or [layer_type])
+        layer = types.index(layer_type)
         return getattr(text.per_layer_config[layer], name, None)
 
 

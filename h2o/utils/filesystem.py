@@ -5,6 +5,7 @@ folder is writable.
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import shutil
@@ -102,9 +103,12 @@ def atomic_write(path: Path) -> Iterator[Path]:
     replaced.
 
     Raises:
-        OSError: names `path` instead of the draft.
+        OSError: names `path` instead of the draft. Or `path` is a device or a pipe, such as
+            /dev/null, which the draft would replace for all processes.
     """
     target = path.resolve()
+    if is_special(target):
+        raise OSError(errno.EINVAL, "Not a file: a device or a pipe cannot be replaced", str(path))
     draft = target.with_name(f"{_draft_prefix(path)}{os.getpid()}-{threading.get_ident()}.draft")
     try:
         with _name_in_errors(path, draft):
@@ -112,6 +116,11 @@ def atomic_write(path: Path) -> Iterator[Path]:
             os.replace(draft, target)
     finally:
         _remove(draft)
+
+
+def is_special(path: Path) -> bool:
+    """Whether a path exists and is neither a file nor a folder: a device, a pipe or a socket."""
+    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def make_once(path: Path, make: Callable[[Path], Any]) -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from h2o import H2OCache, cli, models
+from h2o import H2OCache, H2OConfig, cli, models
 from h2o.compat import with_cache
 from h2o.errors import UserError
-from h2o.evaluation.cache_bytes import bytes_share, request_bytes
+from h2o.evaluation.cache_bytes import bytes_share, request_bytes, state_bytes
 from h2o.evaluation.setting import parse
+from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from tests.evaluation.conftest import exit_code
-from tests.hf.tiny import model, prompts
+from tests.hf.tiny import LATENT_AND_STATES, WITH_STATES, model, prompts
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,52 @@ def test_bytes_are_those_of_a_cache(name, setting):
         found -= windows * text.num_key_value_heads * min(61, text.sliding_window) * head
     heads = sum(layer.slots.next_slot.shape[1] for layer in layers)
     assert abs(found - real) <= (head + 20) * heads
+
+
+@pytest.mark.parametrize("name", [*WITH_STATES, *LATENT_AND_STATES, *SHARES_KEYS * ["gemma4_text"]])
+def test_bytes_of_states_and_windows(name):
+    """They come on top of the keys, and layers with windows may have keys of another size."""
+    ours, (ids,) = model(name), prompts(60)
+    ours.to(torch.bfloat16)
+    ours.config.get_text_config(decoder=True).dtype = torch.bfloat16
+    cache = H2OCache(ours.config, H2OConfig.full())
+    with torch.no_grad():
+        ours(ids, **with_cache(cache))
+    layers = cache.report().layers
+    assert state_bytes(ours.config) == sum(x.bytes_states for x in layers)
+    keys = {
+        kind: sum(x.bytes_held for x in layers if x.kind == kind) for kind in ("h2o", "sliding")
+    }
+    full = request_bytes(ours.config, parse("full"), 60, 60)
+    more = {"lfm3": 10 / 9, "gemma4_text": 10 / 9}.get(name, 1)  # a window's last key goes first
+    assert full == keys["h2o"] * 60 // 61 + round(keys["sliding"] * more)
+
+
+@pytest.mark.skipif(not SHARES_KEYS, reason="newer versions of transformers")
+def test_windows_with_more_heads_than_full_attention():
+    """As in Gemma 4, whose windows have more and smaller heads."""
+    numbers = {"num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+    config = AutoConfig.for_model(
+        "gemma4_text", **numbers, head_dim=256, global_head_dim=512, num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2,
+        sliding_window=512, dtype="bfloat16",
+    )  # fmt: skip
+    assert request_bytes(config, parse("full"), 900, 1000) == 2 * 2 * (
+        2 * 512 * 1000 + 8 * 256 * 512
+    )
+
+
+@pytest.mark.skipif(not WITH_STATES, reason="newer versions of transformers")
+def test_a_model_whose_states_are_unknown_says_so(monkeypatch, capsys):
+    ours = model("qwen3_5")
+    monkeypatch.setattr(models, "load_config", lambda name: ours.config)
+    say = ["info", "--model", "tiny", "--memory", "1MB"]
+    assert cli.main(say) == 0
+    assert "MB of a request are states" in capsys.readouterr().out
+    monkeypatch.setattr(type(ours), "forward", None)
+    assert state_bytes(ours.config) is None
+    assert cli.main(say) == 0
+    assert "states, whose size is unknown" in capsys.readouterr().out
 
 
 def test_a_model_that_is_not_supported():

@@ -183,6 +183,27 @@ def test_removal_of_nothing_and_of_everything():
     assert len(a.removals) == 12
 
 
+def test_a_short_text_loses_keys_too():
+    """With one block of rows, none of which loses a key, removal would seem to cost nothing."""
+    model, ids = tiny.model("llama", "sdpa"), text(tokens=40)
+    a = h2o.analyze(model, ids, heavy=4, recent=4)
+    table = a.removal((0.5,))
+    for kind in ("heavy", "random", "recent"):
+        assert table[kind][0.5] != pytest.approx(table["full"][0.0], rel=1e-3)
+    for limit in (-1, 0, 1):
+        with pytest.raises(ValueError, match="at least 2 tokens"):
+            a.removal(limit=limit)
+
+
+def test_attention_that_is_not_finite():
+    """Otherwise the tables show NaN, and heavy hitters that are none."""
+    model = tiny.model("llama", "sdpa")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="attention of layer 1 is not finite"):
+        h2o.analyze(model, text(tokens=40), heavy=4, recent=4)
+
+
 @pytest.mark.parametrize("kind", ["heavy", "random", "recent"])
 def test_removed_keys_are_those_that_were_named(kind):
     """Exactly the keys that the definition names must be removed. The expected output is computed
@@ -191,7 +212,7 @@ def test_removed_keys_are_those_that_were_named(kind):
     from h2o.analysis.removal import attend_without
 
     generator = torch.Generator().manual_seed(3)
-    H, G, n, D, share = 4, 2, 150, 8, 0.3
+    H, G, n, D, share, rows = 4, 2, 150, 8, 0.3, 9
     q, k, v = (2 * torch.randn(x, n, D, generator=generator) for x in (H, G, G))
     chance = torch.rand(G, n, generator=generator)
     out = attend_without(Attention(q, k, v, 0.3, 0.0), kind, share, chance)
@@ -200,7 +221,7 @@ def test_removed_keys_are_those_that_were_named(kind):
     logits = (0.3 * q @ keys.mT).masked_fill(future, -torch.inf)
     p = logits.softmax(-1)
     for i in range(n):
-        first = i // 64 * 64
+        first = i // rows * rows
         lost = int(share * first)
         for h in range(H):
             g = h // 2

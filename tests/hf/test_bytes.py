@@ -7,14 +7,14 @@ import warnings
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import DynamicCache, LlamaConfig
 
 import h2o
 from h2o import H2OCache, H2OConfig, Profile
-from h2o.compat import with_cache
+from h2o.compat import CROPS_TO_LENGTH, with_cache
 from h2o.kv_dtype import bytes_per_token
 from h2o.model_identity import key_size
-from tests.hf.tiny import batch, exact, greedy, model, prompts
+from tests.hf.tiny import LATENT, batch, exact, greedy, model, prompts
 
 
 def filled(config: H2OConfig, tokens: int = 600, family: str = "llama"):
@@ -84,6 +84,40 @@ def test_bytes_are_those_of_the_keys_that_come(way, kv_dtype):
     assert 0.18 * total.bytes_full < taken <= 0.2 * total.bytes_full
     kept = len(cache.kept(0).positions[0, 0])  # without the key that the last token evicts
     assert int((simulation.evicted_at(0)[0, 0] == 600).sum()) == kept + 1
+
+
+@pytest.mark.parametrize("way", ["prompt", "fork", "chunk", "crop"])
+def test_a_sliding_window_frees_the_keys_before_it(way):
+    """transformers stores a window as a view of all keys of the pass, which stayed in memory."""
+    ours = model("gemma3")
+    cache = H2OCache(ours, heavy=8, recent=8)
+    if way == "crop":
+        cache.activate_past_recording()
+    ours(prompts(300)[0], **with_cache(cache))
+    if way == "fork":
+        cache = cache.fork()
+    if way == "chunk":
+        ours(prompts(90)[0], **with_cache(cache))
+    if way == "crop":
+        cache.crop(299 if CROPS_TO_LENGTH else -1)
+    windows = [layer for layer in cache.layers if layer.is_sliding]
+    stored = [x for layer in windows for x in (layer.keys, layer.values)]
+    allocated = sum(x.untyped_storage().nbytes() for x in stored)
+    assert allocated == sum(x.bytes_held for x in cache.report().layers if x.kind == "sliding")
+    assert all(x.shape[2] == 9 for x in stored)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", *[x for x in LATENT if x == "deepseek_v3"]])
+def test_a_full_cache_is_a_dynamic_cache(name):
+    """A DynamicCache keeps only the window of a sliding layer, which is no merit of h2o."""
+    ours, (ids,) = model(name), prompts(300)
+    full = DynamicCache(config=ours.config)
+    model(name, "eager")(ids, **with_cache(full))
+    for config in (H2OConfig.full(), H2OConfig(heavy=8, recent=8)):
+        cache = H2OCache(ours, config)
+        ours(ids, **with_cache(cache))
+        taken = sum(x.nbytes for layer in full.layers for x in (layer.keys, layer.values))
+        assert cache.report().total.bytes_full == taken
 
 
 def test_a_short_prompt_keeps_what_fits():

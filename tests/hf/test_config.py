@@ -66,6 +66,17 @@ def test_budgets_per_layer():
     assert not LayerPlan.of(config, 0, 3).needs_prompt_length
 
 
+def test_one_token_is_not_the_whole_prompt():
+    """Results and plans that are kept by config would be those of the other."""
+    for one, whole in (
+        ({"heavy": 1, "recent": 1}, {"heavy": 1.0, "recent": 1.0}),
+        ({"heavy": [1, [1, 2]], "recent": 3}, {"heavy": [1, [1.0, 2]], "recent": 3}),
+    ):
+        assert H2OConfig(**one) != H2OConfig(**whole)
+        assert H2OConfig(**one) == H2OConfig(**one)
+    assert H2OConfig() != "another type"
+
+
 def test_is_frozen_and_pickles():
     config = H2OConfig(heavy=[1, 2], recent=3)
     assert pickle.loads(pickle.dumps(config)) == config

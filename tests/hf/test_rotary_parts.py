@@ -22,6 +22,18 @@ def test_every_rotary_family_is_proven(name):
     assert rotary.at_end == (name in LATENT)
 
 
+@pytest.mark.skipif("gemma4_text" not in FAMILIES, reason="newer versions of transformers")
+def test_layers_that_differ_in_their_heads():
+    """The large models of Gemma 4 have other numbers of heads in sliding windows, and transformers
+    raises an error where the config is asked for one number."""
+    more = FAMILIES["gemma4_text"].config | {
+        "attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2,
+        "num_kv_shared_layers": 0,
+    }  # fmt: skip
+    rotary = Rotary(Family("gemma4_text", more, layers=("h2o",) * 6).build_config())
+    assert rotary.rotated_layers == {0, 2, 4, 5}
+
+
 @pytest.mark.parametrize("name", [name for name in WITHOUT_ROTARY if name in FAMILIES])
 def test_what_has_none(name):
     with pytest.raises(UnsupportedError, match=r"no rotary position embedding|is not known"):

@@ -33,7 +33,12 @@ from h2o.hf.cache_state.pass_guard import PassGuard
 from h2o.hf.cache_state.pins import Pins
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.model_traits.layer_kinds import has_states, kind_of, warn_of_windows
+from h2o.hf.model_traits.layer_kinds import (
+    free_keys_before_window,
+    has_states,
+    kind_of,
+    warn_of_windows,
+)
 from h2o.hf.model_traits.wrappers import check_pins, unwrap
 from h2o.hf.support import text_config_of
 
@@ -341,6 +346,7 @@ class H2OCache(CacheInspection):
                 guard.end_pass()  # no layer has stored anything
             raise
         if not isinstance(layer, H2OLayer):  # transformers' own layer has stored its keys by now
+            free_keys_before_window(layer)
             guard.layer_done(layer_idx)
         return keys_and_values
 

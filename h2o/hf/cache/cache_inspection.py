@@ -191,6 +191,4 @@ def _report_other(index: int, layer: Any) -> LayerReport:
     if kind not in ("sliding", "cross"):
         return LayerReport(index, kind)
     held = sum(x.numel() * x.element_size() for x in (layer.keys, layer.values) if x is not None)
-    columns = layer.keys.shape[2] if held else 1
-    full = held // columns * layer.get_seq_length()
-    return LayerReport(index, kind, bytes_held=held, bytes_full=full)
+    return LayerReport(index, kind, bytes_held=held, bytes_full=held)

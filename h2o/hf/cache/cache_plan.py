@@ -184,17 +184,16 @@ def get_plan(model: Any, config: Any, h2o_config: H2OConfig) -> CachePlan:
     if isinstance(shares, Profile) or (isinstance(shares, str) and shares == "shipped"):
         h2o_config = h2o_config.for_model(model)  # compares weights, if it is a model
     amounts = h2o_config.budget, h2o_config.heavy, h2o_config.recent
-    wanted = h2o_config, repr(amounts)  # 1 token is not 1.0 of a prompt, though 1 == 1.0
     # A user's function may return another amount the next time.
     is_plain = not any(map(callable, amounts)) and isinstance(shares, _PLAIN_SHARES)
-    for known, known_wanted, plan in _recent if is_plain else ():
-        if known_wanted == wanted and _are_alike(known, config):
+    for known, made_for, plan in _recent if is_plain else ():
+        if made_for == h2o_config and _are_alike(known, config):
             return plan
     config = copy.deepcopy(config)  # the owner may modify the original
     with torch.inference_mode(False), torch.device("cpu"):  # independent of the caller's context
         plan = CachePlan(config, h2o_config.for_model(config))
     if is_plain:
-        _recent = [(config, wanted, plan), *_recent[: REMEMBERED - 1]]
+        _recent = [(config, h2o_config, plan), *_recent[: REMEMBERED - 1]]
     return plan
 
 

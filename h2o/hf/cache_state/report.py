@@ -30,7 +30,8 @@ class LayerReport:
     bytes_held: int = 0
     """Bytes allocated for keys and values."""
     bytes_full: int = 0
-    """Bytes of keys and values that a full cache would hold, including padding."""
+    """Bytes of keys and values that a full cache (a DynamicCache) would hold, including padding.
+    A sliding window takes the same in both."""
     bytes_bookkeeping: int = 0
     """Bytes of scores, positions and counters."""
     bytes_states: int = 0

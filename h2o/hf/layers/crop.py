@@ -22,7 +22,7 @@ from h2o.hf.cache_state.layer_snapshot import (
     take_snapshot,
 )
 from h2o.hf.layers.base_layer import BaseLayer
-from h2o.hf.model_traits.layer_kinds import has_states, kind_of
+from h2o.hf.model_traits.layer_kinds import free_keys_before_window, has_states, kind_of
 
 _NO_RECORD = (
     "an H2OCache cannot remove tokens of a pass that was not recorded: evicted keys cannot be "
@@ -120,6 +120,9 @@ def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
         for layer, state in before:
             restore(layer, state)
         raise
+    for layer in other_layers:
+        if kind_of(layer) == "sliding":
+            free_keys_before_window(layer)
 
 
 def columns_left(tokens: int, seen: int) -> int:

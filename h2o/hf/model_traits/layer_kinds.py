@@ -107,6 +107,17 @@ def has_states(layer: Any) -> bool:
     return isinstance(layer, StatesLayer)
 
 
+def free_keys_before_window(layer: Any) -> None:
+    """Free the keys that a layer with a sliding window no longer needs.
+
+    transformers stores the keys of the window as a view of all keys that the pass attended to. The
+    view would keep those of a whole prompt in memory until the next pass, and in every fork."""
+    for name in ("keys", "values"):
+        stored = getattr(layer, name)
+        if stored.untyped_storage().nbytes() > 2 * stored.nbytes:
+            setattr(layer, name, stored.clone())
+
+
 def counts_padding(layers: Iterable[Any]) -> bool:
     """Whether some layers count padding after a token as text, as sliding windows and states do."""
     return any(kind_of(layer) == "sliding" or has_states(layer) for layer in layers)

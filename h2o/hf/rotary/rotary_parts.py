@@ -154,19 +154,29 @@ class Probe:
     """Small attention modules with the model's head dimension and made-up weights."""
 
     def __init__(self, parts: Parts, text: Any) -> None:
-        self.parts, self.text = parts, copy.deepcopy(text)
-        D = describe(text)["head_dim"]
-        smaller = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 2 * D}
+        self.parts, self.text = parts, text
+        self.width = 2 * describe(text)["head_dim"]
+        self.name = f"h2o_probe:{next(_numbers)}"
+
+    def _configs(self, layers: Sequence[int]) -> list[Any]:
+        """A config for the small module of each layer, also if layers differ in their heads."""
+        if getattr(self.text, "is_heterogeneous", False):
+            return [self._smaller(self.text.per_layer_config[layer]) for layer in layers]
+        return [self._smaller(self.text)] * len(layers)
+
+    def _smaller(self, config: Any) -> Any:
+        config = copy.deepcopy(config)
+        smaller = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": self.width}
         smaller |= {
             name: 32
             for name in ("q_lora_rank", "kv_lora_rank")
-            if getattr(text, name, None) is not None
+            if getattr(config, name, None) is not None
         }
         for name, value in smaller.items():
-            if hasattr(self.text, name):
-                setattr(self.text, name, value)
-        self.name = f"h2o_probe:{next(_numbers)}"
-        compat.put_attention_name(self.text, self.name)
+            if hasattr(config, name):
+                setattr(config, name, value)
+        compat.put_attention_name(config, self.name)
+        return config
 
     def attended(
         self, layers: Sequence[int], *positions: tuple[Tensor, Any]
@@ -186,9 +196,9 @@ class Probe:
         attention = self.parts.attention
         alike: dict[str, tuple[list[int], nn.Module]] = {}
         try:
-            for layer in layers:
+            for layer, config in zip(layers, self._configs(layers), strict=True):
                 with torch.device("meta"):
-                    module = attention(self.text, layer_idx=layer)
+                    module = attention(config, layer_idx=layer)
                 alike.setdefault(_fingerprint(module), ([], module))[0].append(layer)
             return [
                 (group, self._record_queries_and_keys(_fill_weights(module.eval()), positions))
@@ -221,7 +231,7 @@ class Probe:
         return recorded
 
     def _arguments(self, ids: Tensor, tables: Any) -> dict[str, Any]:
-        Q, width = ids.shape[1], self.text.hidden_size
+        Q, width = ids.shape[1], self.width
         states = torch.arange(Q * width, dtype=torch.float32, device="cpu").sin().view(1, Q, width)
         known: dict[str, Any] = {
             "hidden_states": states, "position_embeddings": tables, "position_ids": ids,
