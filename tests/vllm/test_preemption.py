@@ -10,17 +10,15 @@ from tests.vllm.engines import NEW, SamplingParams, alone, engine, prompts, tiny
 SMALL = {"heavy": 8, "recent": 8}
 
 
-@pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("chunk", [256, 32])
 @pytest.mark.parametrize("arguments", [None, {"h2o_prefix": 5}])
-def test_all_requests_begin_anew(is_async, chunk, arguments, llama):
+def test_all_requests_begin_anew(chunk, arguments, llama):
     """Tokens of the answer must be decoded again one by one, not prefilled with the prompt."""
     folder, model = llama
     requests = prompts((100, 40, 5, 33))
     params = {
         "temperature": 0, "ignore_eos": True, "detokenize": False, "extra_args": arguments,
     }  # fmt: skip
-    options = {"async_scheduling": is_async, "enable_prefix_caching": False}
 
     def answers(llm, resets=()):
         for i, ids in enumerate(requests):
@@ -37,7 +35,7 @@ def test_all_requests_begin_anew(is_async, chunk, arguments, llama):
                 break
         return [found[i] for i in range(len(requests))]
 
-    with engine(folder, SMALL, max_num_batched_tokens=chunk, **options) as llm:
+    with engine(folder, SMALL, max_num_batched_tokens=chunk, enable_prefix_caching=False) as llm:
         wanted = answers(llm)
         if arguments is None:
             assert wanted == alone(model, requests, H2OConfig(**SMALL))

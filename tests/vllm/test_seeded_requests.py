@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.vllm.engines import engine, prompts, served
 
 SMALL = {"heavy": 8, "recent": 8}
@@ -28,11 +26,10 @@ def test_prefixes(llama):
     assert first == again
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-def test_requests_that_begin_anew(is_async, llama):
+def test_requests_that_begin_anew(llama):
     """A preempted request continues with the draws that come after those of its first tokens."""
     folder, _ = llama
-    with engine(folder, SMALL, async_scheduling=is_async) as llm:
+    with engine(folder, SMALL) as llm:
         wanted, steps = served(llm, prompts(), **SEEDED), iter(range(1000))
         step = llm.llm_engine.step
 
