@@ -248,6 +248,7 @@ def _may_share(request: Any) -> bool:
     """Whether a request's keys are determined by its prompt's tokens, with no answer begun."""
     return not (
         request.prompt_token_ids is None
+        or request.prompt_embeds is not None  # some tokens are placeholders
         or request.mm_features
         or request.lora_request
         or request.sampling_params is None

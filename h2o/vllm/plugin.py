@@ -41,6 +41,7 @@ from h2o.vllm.page_budget import PageBudget, example_keys
 from h2o.vllm.page_store import ALIGNMENT, PageStore
 from h2o.vllm.paged_request import PagedRequest
 from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, plan
+from h2o.vllm.seeded_requests import spare_generators
 from h2o.vllm.validation import Requests, entry_of, has_windows, logger, page_budget
 from h2o.vllm.worker_prompts import WorkerPrompts
 
@@ -153,7 +154,9 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
     supported.
     """
     budget, echoes, cross_layer = page_budget(vllm_config), None, None
-    if not current_platform.is_cpu():
+    if current_platform.is_cpu():
+        spare_generators()
+    else:
         logger.warning_once(
             "h2o: attention on GPUs in vLLM was tested in an emulation and has not run on a GPU: "
             "compare answers first, as examples/serve_on_gpus.py does"

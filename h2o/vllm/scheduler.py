@@ -19,9 +19,10 @@ from h2o.vllm.validation import entry_of
 
 
 class PrefixScheduler(Scheduler):
-    """vLLM's scheduler with two changes. A prompt that does not fit in one pass waits until it can
-    be kept whole. The prefix that a request names is prefilled up to its end, and then the rest in
-    chunks of a size that does not depend on other requests, since each chunk is cut separately."""
+    """vLLM's scheduler with three changes. A prompt that does not fit in one pass waits until it
+    can be kept whole. The prefix that a request names is prefilled up to its end, and then the rest
+    in chunks of a size that does not depend on other requests, since each chunk is cut separately.
+    A preempted request prefills its prompt only, and decodes the tokens of its answer again."""
 
     room_is_awaited = False
     """Whether a waiting request could not begin in this pass for lack of room"""
@@ -53,7 +54,7 @@ class PrefixScheduler(Scheduler):
         """Number of tokens of a request in this pass, at most `room`. 0 if the request waits."""
         prefix, prompt, first = prefix_of(request), request.num_prompt_tokens, _first(request)
         if computed < first:
-            new = min(room, prefix - computed) if prefix else room
+            new = min(room, first - computed)
             if computed + new < first:
                 return new if self._gets_buffer(request) else 0
             self.buffered.discard(request.request_id)  # makes room for another in this pass
@@ -62,7 +63,7 @@ class PrefixScheduler(Scheduler):
             most = 1 if reads_by_token(arguments_of(request)) else self._largest_chunk()
             chunk = min(most, prompt - computed)
             return chunk if chunk <= room else 0
-        return room
+        return min(room, 1)  # more than one token of the answer is left only after a preemption
 
     def _gets_buffer(self, request: Any) -> bool:
         """Whether a prompt that is prefilled in part can be kept whole. Reserves room for it."""
@@ -72,9 +73,8 @@ class PrefixScheduler(Scheduler):
 
     def _largest_chunk(self) -> int:
         """Largest chunk that fits in a pass together with a decode step of all other requests."""
-        scheduling = self.scheduler_config
-        most = scheduling.max_num_batched_tokens - scheduling.max_num_seqs
-        threshold: int = scheduling.long_prefill_token_threshold
+        most: int = self.max_num_scheduled_tokens - self.scheduler_config.max_num_seqs
+        threshold: int = self.scheduler_config.long_prefill_token_threshold
         return max(1, min(most, threshold) if threshold > 0 else most)
 
 

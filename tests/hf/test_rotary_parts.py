@@ -30,7 +30,7 @@ def test_layers_that_differ_in_their_heads():
         "attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2,
         "num_kv_shared_layers": 0,
     }  # fmt: skip
-    rotary = Rotary(Family("gemma4_text", more, layers=("h2o",) * 6).build_config())
+    rotary = ModelRotary(Family("gemma4_text", more, layers=("h2o",) * 6).build_config())
     assert rotary.rotated_layers == {0, 2, 4, 5}
 
 

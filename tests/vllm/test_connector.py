@@ -46,7 +46,8 @@ def request(name="a", prompt=100, computed=0, status=RequestStatus.WAITING, **ar
     return SimpleNamespace(
         request_id=name, prompt_token_ids=[*range(prompt)], num_prompt_tokens=prompt,
         num_tokens=prompt, num_computed_tokens=computed, mm_features=[], lora_request=None,
-        cache_salt=None, sampling_params=SimpleNamespace(extra_args=arguments), status=status,
+        prompt_embeds=None, cache_salt=None, status=status,
+        sampling_params=SimpleNamespace(extra_args=arguments),
     )  # fmt: skip
 
 
@@ -135,9 +136,8 @@ def planning(kind=scheduler.PrefixScheduler, **entry):
     """A scheduler in the middle of a pass."""
     one = kind.__new__(kind)
     one.num_prefill_lookahead, one.buffered = 1, set()
-    one.scheduler_config = SimpleNamespace(
-        max_num_batched_tokens=40, max_num_seqs=8, long_prefill_token_threshold=0
-    )
+    one.max_num_scheduled_tokens = 40
+    one.scheduler_config = SimpleNamespace(max_num_seqs=8, long_prefill_token_threshold=0)
     one.vllm_config = SimpleNamespace(additional_config={"h2o": entry})
     return one
 

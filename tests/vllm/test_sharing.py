@@ -144,6 +144,35 @@ def test_who_begins_anew_in_the_middle_of_a_prompt_leaves_nothing_behind(llama):
         assert worker_prompts(llm).requests == 1
 
 
+def test_prompts_with_embeddings_among_their_tokens_share_nothing(llama):
+    """vLLM gives such prompts placeholder tokens where they have embeddings."""
+    folder, model = llama
+    (beginning,) = prompts((30,), 5)
+    requests = [beginning + rest for rest in prompts((30, 30), 6)]
+    wanted = alone(model, requests, H2OConfig(**SMALL))
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    with engine(folder, SMALL, enable_prompt_embeds=True) as llm:
+        for ids, answer in zip(requests, wanted, strict=True):
+            with torch.no_grad():
+                embeds = model.get_input_embeddings()(torch.tensor(ids))
+            prompt = {
+                "prompt_embeds": embeds,
+                "prompt_token_ids": beginning + [0] * 30,
+                "prompt_is_token_ids": [True] * 30 + [False] * 30,
+            }
+            (out,) = llm.generate([prompt], sampling, use_tqdm=False)
+            assert list(out.outputs[0].token_ids) == answer
+
+
+def test_a_prefix_where_a_pass_has_fewer_tokens_than_a_batch(llama):
+    """The rest of the prompt must come in chunks that fit in a pass."""
+    folder, model = llama
+    requests, arguments = prompts((100, 200)), {"extra_args": {"h2o_prefix": 30}}
+    wanted = after_prefix(model, requests, 30, H2OConfig(**SMALL), 24)
+    with engine(folder, SMALL, max_num_scheduled_tokens=32) as llm:
+        assert served(llm, requests, **arguments) == wanted
+
+
 def test_nothing_is_stored_where_prefix_caching_is_off(llama):
     """A request that leaves in the middle of a prompt must still leave nothing behind."""
     folder, model = llama
