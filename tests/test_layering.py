@@ -409,6 +409,7 @@ def test_vllm_is_known_to_its_plugin():
             "validation",
             "connector",
             "scheduler",
+            "seeded_requests",
             "unsupported_backends",
         )
     }
