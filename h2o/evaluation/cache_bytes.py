@@ -71,7 +71,7 @@ def state_bytes(model_config: Any) -> int | None:
     try:
         with torch.device("meta"), torch.no_grad():
             model = AutoModelForCausalLM.from_config(text, dtype=dtype_of(model_config))
-            model(torch.ones(1, 1, dtype=torch.long), **with_cache(cache))
+            model(torch.ones(1, 1, dtype=torch.long, device="meta"), **with_cache(cache))
     except Exception:  # whatever the code of a model family raises
         return None
     return sum(map(recurrent_states.bytes_of, with_states))
