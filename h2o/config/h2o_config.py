@@ -74,8 +74,8 @@ class H2OConfig(Presets):
     that have seen the key, so that older keys have no advantage. "max": the largest attention from
     any one query and head. "mean-echo": the mean, with most of a prompt's attention redistributed
     to the keys that the prompt's own queries find at later positions (the plain mean where
-    positions are not rotary). "random": a hash of layer, head and position, a baseline for
-    evaluation."""
+    positions are not rotary or are cache-relative; the report then says so). "random": a hash of
+    layer, head and position, a baseline for evaluation."""
     decay: float = 1.0
     """Factor in [0, 1] by which a score shrinks with each further token. 1 is H2O; 0 ranks by the
     last query alone."""
@@ -312,6 +312,11 @@ class H2OConfig(Presets):
         put(self, "budget", check_whole_budget(self.budget))
         if not self.budget:
             raise ValueError(f"budget={self.budget} keeps nothing: give more than 0")
+        if isinstance(self.budget, int) and self.budget_unit == "bytes":
+            raise ValueError(
+                f'budget={self.budget} is a number of tokens, but budget_unit="bytes" needs a '
+                "share: write a float, such as budget=0.2, or leave out budget_unit"
+            )
         preset = self.recommended(self.budget)
         for field in dataclasses.fields(self):
             if field.name not in given:

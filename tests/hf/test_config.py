@@ -115,6 +115,7 @@ def test_is_frozen_and_pickles():
         ({"heavy": []}, ValueError, "heavy is an empty list"),
         ({"budget": 1}, ValueError, "write budget=1.0 for the bytes of a full cache"),
         ({"heavy": [1, True]}, TypeError, r"heavy\[1\] must be"),
+        ({"budget": 9, "budget_unit": "bytes"}, ValueError, "a share: write a float, such as"),
     ],
 )
 def test_refusals(parameters, error, words):

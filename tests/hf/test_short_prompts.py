@@ -255,7 +255,19 @@ def test_what_one_number_stands_for(monkeypatch):
     assert words in cache.echo_replacement
     assert words in h2o.supports(shared("opt")).not_echo
     shared("opt")(prompts(200)[0], **with_cache(cache))
-    assert "Instead of H2OConfig.echo: H2OConfig.robust, because " in cache.report().note
+    assert "Instead of echo: H2OConfig.robust, because " in cache.report().note
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), [("opt", {}), ("llama", {"positions": "cache_relative"})]
+)
+def test_a_prompt_that_is_not_ranked_by_echo_says_so(name, fields):
+    """`score_by="mean-echo"` without one budget for all heads must not turn into the mean in
+    silence."""
+    cache = H2OCache(shared(name), heavy=8, recent=8, score_by="mean-echo", **fields)
+    assert cache.config.score_by == "mean"
+    shared(name)(prompts(60)[0], **with_cache(cache))
+    assert 'Instead of echo: score_by="mean", because ' in cache.report().note
 
 
 # ---- A model where a config is wanted ------------------------------------------------------------

@@ -92,7 +92,8 @@ class Report:
     broken: bool = False
     """Whether the last pass has not ended, so that layers may have seen different tokens."""
     echo_replacement: str = ""
-    """What replaces `H2OConfig.echo`, and why, if the model does not support it."""
+    """What replaces `H2OConfig.echo`, or `score_by="mean-echo"`, and why, if the model or the
+    positions do not support it."""
 
     @property
     def total(self) -> LayerReport:
@@ -137,7 +138,7 @@ class Report:
             )
         short = ""
         if self.echo_replacement:
-            short = f"Instead of H2OConfig.echo: {self.echo_replacement}. "
+            short = f"Instead of echo: {self.echo_replacement}. "
         if total.floored:
             short += "Some heads keep min_tokens keys, more than their fraction. "
         elif total.raised:

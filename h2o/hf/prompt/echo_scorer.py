@@ -52,11 +52,12 @@ class AdaptedConfig(NamedTuple):
     """An `H2OConfig`, adapted to a model."""
 
     config: H2OConfig
-    """The config, with equal budgets for all heads if the model does not support a shared one"""
+    """The config. Where the model or the positions support no echo, it has the mean, and where they
+    support no shared budget, equal budgets for all heads."""
     rotary: ModelRotary | None
     """Rotary embedding that echo rotates queries with; None: attention alone scores prompts"""
     echo_replacement: str
-    """What replaces one budget for all heads, and why; empty if nothing does"""
+    """What replaces echo or one budget for all heads, and why; empty if nothing does"""
 
 
 def adapt_config(config: Any, h2o_config: H2OConfig) -> AdaptedConfig:
@@ -69,9 +70,12 @@ def adapt_config(config: Any, h2o_config: H2OConfig) -> AdaptedConfig:
     instead = ""
     if h2o_config.shares_by_echo and rotary is not None:
         instead = _describe_replacement(config, rotary)
+    elif h2o_config.score_by == "mean-echo" and isinstance(rotary, str):
+        instead = f'score_by="mean", because {rotary}'
     if instead:
         score_by = "mean" if isinstance(rotary, str) else h2o_config.score_by
-        h2o_config = dataclasses.replace(h2o_config, score_by=score_by, head_shares=None)
+        shares = None if h2o_config.shares_by_echo else h2o_config.head_shares
+        h2o_config = dataclasses.replace(h2o_config, score_by=score_by, head_shares=shares)
     return AdaptedConfig(h2o_config, None if isinstance(rotary, str) else rotary, instead)
 
 
