@@ -113,6 +113,8 @@ def calibrate(
     fractions = tuple(sorted(set(map(float, fractions))))
     if not fractions or not 0 < fractions[0] <= fractions[-1] <= 1:
         raise ValueError(f"fractions must be in (0, 1], at least one, not {list(fractions)}")
+    if not 0 <= refine <= 1:
+        raise ValueError(f"refine must be a fraction in [0, 1], not {refine}")
     chosen = list(iterate_windows(input_ids, window, windows))
     grid = budget_grid(window)
     settings = {
@@ -190,8 +192,8 @@ def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[
     """
     if window <= 2 * LEAST:
         raise ValueError(f"window must be more than {2 * LEAST} tokens, not {window}")
-    if limit is not None and limit < 1:
-        raise ValueError(f"windows must be at least 1, not {limit}")
+    if limit is not None and (limit < 1 or limit % 1):
+        raise ValueError(f"windows must be a whole number of at least 1, not {limit}")
     pieces = []
     for name, ids in _texts(input_ids):
         if len(ids) < window:

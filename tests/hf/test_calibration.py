@@ -294,6 +294,8 @@ def test_an_interrupted_run_goes_on(tmp_path):
         (ValueError, "fractions", {"fractions": [0.0]}),
         (ValueError, "draws", {"draws": 0}),
         (ValueError, "windows", {"windows": 0}),
+        (ValueError, "windows", {"windows": 1.5}),
+        (ValueError, "refine", {"refine": float("nan")}),
         (ValueError, "more than 16", {"window": 16}),
     ],
 )
