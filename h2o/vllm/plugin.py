@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
-from h2o.vllm.connector import impls_of, set_up, stores_of
+from h2o.vllm.connector import check_own, impls_of, set_up, stores_of
 from h2o.vllm.forks import Forks
 from h2o.vllm.metrics import Meter, Place
 from h2o.vllm.page_budget import PageBudget, one_key
@@ -257,6 +257,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         impls = impls_of(vllm_config, layer_names)
         engine = impls[0].engine
         Requests.check_created(vllm_config)
+        check_own(vllm_config)
         self.begun = PartialPrompts(engine.budget.buffers)
         self.requests, self.forks = engine.requests, engine.forks
         self.forks.partial.append(self.begun.chunks)
