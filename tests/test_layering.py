@@ -410,6 +410,7 @@ def test_vllm_is_known_to_its_plugin():
             "connector",
             "scheduler",
             "unsupported_backends",
+            "seeded_requests",
         )
     }
     assert importers("vllm") == files
