@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -47,6 +48,19 @@ def set_up(vllm_config: VllmConfig) -> None:
             kv_connector_extra_config={"is_shared": is_shared},
         )
     cache.enable_prefix_caching = False
+
+
+def check_own(vllm_config: VllmConfig) -> None:
+    """Raise RuntimeError if this process's connector belongs to another engine. vLLM has only one
+    connector per process, which would tell the layers of this engine about the other's requests."""
+    if not has_kv_transfer_group():
+        return
+    if get_kv_transfer_group()._vllm_config.instance_id != vllm_config.instance_id:
+        raise RuntimeError(
+            "h2o: this process has an engine already, and vLLM cannot tell the requests of two "
+            "engines with h2o apart: shut down the first one, or give each engine a process of its "
+            "own (VLLM_ENABLE_V1_MULTIPROCESSING=1, vLLM's default)"
+        )
 
 
 def impls_of(vllm_config: VllmConfig, layers: list[str]) -> list[Any]:

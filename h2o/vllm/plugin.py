@@ -35,13 +35,13 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
-from h2o.vllm.connector import impls_of, set_up, stores_of
+from h2o.vllm.connector import check_own, impls_of, set_up, stores_of
 from h2o.vllm.metrics import Labels, Meter
 from h2o.vllm.page_budget import PageBudget, example_keys
 from h2o.vllm.page_store import ALIGNMENT, PageStore
 from h2o.vllm.paged_request import PagedRequest
 from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, plan
-from h2o.vllm.seeded_requests import spare_generators
+from h2o.vllm.seeded_requests import discard_without_seeds
 from h2o.vllm.validation import Requests, entry_of, has_windows, logger, page_budget
 from h2o.vllm.worker_prompts import WorkerPrompts
 
@@ -155,7 +155,7 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
     """
     budget, echoes, cross_layer = page_budget(vllm_config), None, None
     if current_platform.is_cpu():
-        spare_generators()
+        discard_without_seeds()
     else:
         logger.warning_once(
             "h2o: attention on GPUs in vLLM was tested in an emulation and has not run on a GPU: "
@@ -257,6 +257,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         impls = impls_of(vllm_config, layer_names)
         engine = impls[0].engine
         Requests.check_created(vllm_config)
+        check_own(vllm_config)
         self.begun = PartialPrompts(engine.budget.buffers)
         self.requests, self.worker_prompts = engine.requests, engine.worker_prompts
         self.worker_prompts.partial.append(self.begun.chunks)

@@ -2,8 +2,8 @@
 
 In each pass vLLM samples a token for every request, and discards those of unfinished prompts. It
 then sets the generator of such a request back by an offset, but torch's generators for CPUs have
-none, and the engine ends. h2o divides prompts (`h2o_prefix`), so it keeps these generators out of
-the way.
+none, and the engine ends. h2o divides prompts (`h2o_prefix`), so it hides these generators from that
+pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 @functools.cache
-def spare_generators() -> None:
+def discard_without_seeds() -> None:
     """Make vLLM's model runner for CPUs draw the tokens that it discards without the generators of
     their requests."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -24,10 +24,10 @@ def spare_generators() -> None:
     def sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
         rows = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
         generators = runner.input_batch.generators
-        spared = {row: generators.pop(row) for row in rows if row in generators}
+        hidden = {row: generators.pop(row) for row in rows if row in generators}
         try:
             return sample(runner, *args, **kwargs)
         finally:
-            generators.update(spared)
+            generators.update(hidden)
 
     CPUModelRunner.sample_tokens = sample_tokens

@@ -246,3 +246,13 @@ with engine(Path({str(llama)!r}), {SMALL}, speculative_config=drafts):
 """
     _, error = launch(["-c", program], launcher=[], code=1)
     assert "ValueError: h2o does not support speculative decoding: rejected drafts" in error
+
+
+def test_a_second_engine_in_the_same_process(llama):
+    """vLLM would tell the layers of the second engine about the requests of the first."""
+    with engine(llama, SMALL):
+        with pytest.raises(RuntimeError, match="this process has an engine already"):
+            with engine(llama, SMALL):
+                pass
+    with engine(llama, SMALL) as llm:
+        assert len(served_by(llm, prompts((5,)))) == 1
