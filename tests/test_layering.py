@@ -411,7 +411,6 @@ def test_vllm_is_known_to_its_plugin():
             "scheduler",
             "seeded_requests",
             "unsupported_backends",
-            "seeded_requests",
         )
     }
     assert importers("vllm") == files

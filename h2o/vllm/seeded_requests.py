@@ -2,8 +2,8 @@
 
 In each pass vLLM samples a token for every request, and discards those of unfinished prompts. It
 then sets the generator of such a request back by an offset, but torch's generators for CPUs have
-none, and the engine ends. h2o divides prompts (`h2o_prefix`), so it hides these generators from that
-pass.
+none, and the engine ends. h2o divides prompts (`h2o_prefix`), so it hides these generators from
+that pass.
 """
 
 from __future__ import annotations
