@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 ENGINES = "tests/vllm/test_engine.py"
 SHARING = "tests/vllm/test_sharing.py"
+PREEMPTION = "tests/vllm/test_preemption.py"
 HERE = "tests/vllm/test_runners.py"
 ON_V2 = (
     "test_budgets_that_are_divided_across_layers[32]",
@@ -59,6 +60,7 @@ def test_engines_on_the_v2_model_runner():
     options = ["-q", "-p", "tests.vllm.on_v2_runner", "-p", "no:cacheprovider", "-W", "default"]
     tests = [f"{ENGINES}::{name}" for name in ON_V2]
     tests += [f"{SHARING}::{name}" for name in SHARING_ON_V2]
+    tests.append(f"{PREEMPTION}::test_all_requests_begin_anew[None-32]")
     tests.append(f"{HERE}::test_the_warm_up_of_a_gpu_changes_no_answer")
     out, _ = launch([*options, *tests], launcher=["pytest"])
     assert re.search(rf"^{len(tests) + 1} passed", out, re.M), out[-4000:]
