@@ -391,7 +391,7 @@ def test_prompts_that_cannot_be_read():
         "an id": (7, "expected token ids"),
         "nothing": (None, "a NoneType; expected a text"),
         "all that a tokenizer gives": (BatchEncoding({"input_ids": [4, 5]}), "such as tokenizer"),
-        "no new tokens": (h2o.Request(good[0], max_new_tokens=0), "greater than 0"),
+        "no new tokens": (h2o.Request(good[0], max_new_tokens=0), "max_new_tokens is 0"),
     }
     asked = [good[0], *(prompt for prompt, _ in wrong.values()), h2o.Request(good[1])]
     first, *failed, last = h2o.generate_all(ours, asked, CONFIGS["h2o"], rows=2, max_new_tokens=5)
@@ -585,13 +585,20 @@ def test_refused(how, error, words):
         list(h2o.generate_all(model("llama"), h2o_config=CONFIGS["h2o"], **how))
 
 
-def test_a_seed_of_a_request_is_an_integer():
-    """Even where nothing is sampled."""
-    requests = [h2o.Request(texts(5)[0], seed="x"), texts(5)[0]]
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"seed": "x"}, "seed is 'x'; expected an integer"),  # though nothing is sampled
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5; expected an integer"),
+        ({"generation_config": {"do_sample": True}}, "generation_config is a dict; expected"),
+    ],
+)
+def test_a_wrong_setting_of_a_request(setting, words):
+    requests = [h2o.Request(texts(5)[0], **setting), texts(5)[0]]
     wrong, right = h2o.generate_all(
         model("llama"), requests, CONFIGS["h2o"], rows=2, max_new_tokens=3
     )
-    assert "seed is 'x'; expected an integer" in str(wrong.error)
+    assert words in str(wrong.error)
     assert right.error is None
 
 

@@ -9,7 +9,6 @@ size, so no memory is moved or freed in between. This is continuous batching (Yu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from numbers import Integral
 from typing import Any, Literal
 
 from typing_extensions import Unpack
@@ -17,7 +16,7 @@ from typing_extensions import Unpack
 from h2o.config import PARAMETERS, H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.hf.batching.batch_scheduler import Scheduler
-from h2o.hf.batching.request import Prompt, Result, Settings, check_seed
+from h2o.hf.batching.request import Prompt, Result, Settings, check_count, check_seed
 from h2o.hf.batching.row_batch import RowBatch, h2o_layers
 from h2o.hf.cache.cache import H2OCache
 
@@ -91,8 +90,7 @@ def generate_all(
     if (rows is None) == (bytes is None):
         raise ValueError("give either rows= (requests at a time) or bytes= (memory of the rows)")
     for name, value in (("rows", rows), ("bytes", bytes), ("max_new_tokens", max_new_tokens)):
-        if value is not None and (not isinstance(value, Integral) or value < 1):
-            raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
+        check_count(name, value)
     check_seed(seed)
     if isinstance(prompts, str | Mapping):
         raise ValueError(f"prompts is a single {type(prompts).__name__}; pass a list of prompts")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.generation import (
     EosTokenCriteria,
+    GenerationConfig,
     GenerationMode,
     MaxLengthCriteria,
     StoppingCriteria,
@@ -142,8 +143,11 @@ class Settings:
         self, request: Request, ids: Tensor, cache: H2OCache
     ) -> dict[str, Any]:
         """Arguments that `generate()` passes to its decoding loop for a request."""
-        settings = request.generation_config or self.generation_config
+        settings = self.generation_config
+        if request.generation_config is not None:
+            settings = request.generation_config
         _check_generation(settings)
+        check_count("max_new_tokens", request.max_new_tokens)
         limit = self.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         more: dict[str, Any] = {} if limit is None else {"max_new_tokens": limit}
         criteria = StoppingCriteriaList(request.stopping_criteria)
@@ -210,6 +214,12 @@ def _is_chat(prompt: Prompt) -> bool:
     return is_list and isinstance(prompt[0], Mapping)
 
 
+def check_count(name: str, value: Any) -> None:
+    """Raise ValueError unless an argument is None or an integer of at least 1."""
+    if value is not None and (not isinstance(value, Integral) or value < 1):
+        raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
+
+
 def check_seed(seed: Any) -> None:
     """Raise ValueError unless a seed is an integer."""
     if not isinstance(seed, Integral):
@@ -217,7 +227,13 @@ def check_seed(seed: Any) -> None:
 
 
 def _check_generation(settings: Any) -> None:
-    """Raise UnsupportedError for fields of a user's generation config that would have no effect."""
+    """Raise ValueError unless a user's generation config is one, and UnsupportedError for fields
+    that would have no effect."""
+    if not isinstance(settings, GenerationConfig | None):
+        raise ValueError(
+            f"generation_config is a {type(settings).__name__}; expected a "
+            "transformers.GenerationConfig, such as GenerationConfig(do_sample=True)"
+        )
     if getattr(settings, "use_cache", None) is False:
         raise UnsupportedError(
             "generation_config has use_cache=False, but generate_all always uses an H2OCache: "
