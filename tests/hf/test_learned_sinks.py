@@ -227,7 +227,8 @@ def test_analysis_sees_the_models_own_attention():
         out, scores = collect.attend(seen)
         assert (scores.sum(-1) < 30).all()
         everything = removal.attend_without(seen, "recent", 0.0, torch.zeros(2, 30))
-        torch.testing.assert_close(everything, out, rtol=0, atol=1e-5)
+        # The two use blocks of different sizes, whose products round differently.
+        torch.testing.assert_close(everything, out, rtol=5e-6, atol=1e-5)
         return out
 
     got = collect.watch(ours, ids[0], visit, logits=True)
