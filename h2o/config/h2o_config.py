@@ -164,14 +164,13 @@ class H2OConfig(Presets):
         """Whether all fields are equal. One token is not 1.0 of the prompt, although 1 == 1.0."""
         if not isinstance(other, H2OConfig):
             return NotImplemented
-        mine, theirs = (
-            [getattr(x, field.name) for field in dataclasses.fields(self)] for x in (self, other)
-        )
-        kinds, others = (
-            [type(amount) for amount in flatten((x.budget, x.heavy, x.recent))]
-            for x in (self, other)
-        )
-        return mine == theirs and kinds == others
+
+        def compared(config: H2OConfig) -> tuple[list[Any], list[type]]:
+            amounts = flatten((config.budget, config.heavy, config.recent))
+            values = [getattr(config, field.name) for field in dataclasses.fields(config)]
+            return values, list(map(type, amounts))
+
+        return compared(self) == compared(other)
 
     def __deepcopy__(self, memo: Any) -> H2OConfig:
         """Return the config itself: it is immutable."""

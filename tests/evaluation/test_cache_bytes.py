@@ -94,7 +94,7 @@ def test_bytes_of_states_and_windows(name):
 
 @pytest.mark.skipif(not SHARES_KEYS, reason="newer versions of transformers")
 def test_windows_with_more_heads_than_full_attention():
-    """As in Gemma 4, whose windows have more and smaller heads."""
+    """Gemma 4 has such layers: its windows have more and smaller heads."""
     numbers = {"num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
     config = AutoConfig.for_model(
         "gemma4_text", **numbers, head_dim=256, global_head_dim=512, num_kv_shared_layers=0,
