@@ -41,17 +41,7 @@ def answers(result: Comparison, question: str = "", fact: str = "") -> list[str]
             how = {"initial_indent": indent, "subsequent_indent": indent}
             lines += textwrap.wrap(paragraph, width, **how) or [""]
         lines.append("")
-    return [*lines, *textwrap.wrap(conclusion(result.runs, fact), width)] if fact else lines
-
-
-def conclusion(runs: list[Run], fact: str) -> str:
-    """Say which runs found the fact and which lost it."""
-    found = [run.mode for run in runs if fact in run.text]
-    lost = [run.mode for run in runs if fact not in run.text]
-    return (
-        f'"{fact}" was found by {", ".join(found) or "none"}, and lost by '
-        f"{', '.join(lost) or 'none'}."
-    )
+    return lines
 
 
 def milliseconds(run: Run) -> str:
