@@ -6,8 +6,7 @@ import argparse
 import json
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from h2o.cli import prompts_file, texts
 from h2o.cli.cache_options import (
@@ -22,9 +21,6 @@ from h2o.cli.comparison import Comparison
 from h2o.config import H2OConfig
 from h2o.errors import UserError
 from h2o.evaluation.setting import from_config, parse_all
-
-if TYPE_CHECKING:
-    from h2o.evaluation.generation import Run
 
 QUESTION = "What was the name of the coal ship that was wrecked in 1911?"
 """Appended to the shipped article if the user gives no prompt."""
@@ -113,18 +109,17 @@ def generate(options: argparse.Namespace) -> Comparison:
     progress.print_line(f"reading a prompt of {tokens} tokens")
     pinned = find_pins(options, tokenizer, parts, ids)
     generation.warm_up(model, ids)
-
-    def generate_with(mode: str, cache: H2OConfig | None) -> tuple[Run, list[int]]:
-        return generation.generate(
+    runs = [
+        generation.generate(
             mode, cache, model, tokenizer, ids,
             max_new_tokens=options.max_new_tokens,
             progress=progress,
             pinned=pinned,
             compile=options.compile,
             stream=None if options.json or options.compare else partial(print, end="", flush=True),
-        )  # fmt: skip
-
-    runs = list(starmap(generate_with, choose_caches(options, model, tokens).items()))
+        )
+        for mode, cache in choose_caches(options, model, tokens).items()
+    ]  # fmt: skip
     full = runs[0][1] if options.compare else None
     agree = [full and generation.leading_agreement(new, full) for _, new in runs]
     return Comparison(
