@@ -15,7 +15,7 @@ import argparse
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -25,7 +25,7 @@ from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
 from h2o.model_identity import files_fingerprint
 from h2o.result_file import fingerprint
-from h2o.utils.filesystem import atomic_write, explain_unreadable, lock, make_writable
+from h2o.utils.filesystem import atomic_write, lock, make_writable
 
 if TYPE_CHECKING:
     from h2o.hf.batching.request import Request, Result
@@ -92,12 +92,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.rows is not None and options.bytes is not None:
         parser.error("argument --bytes: cannot be combined with --rows")
     texts.check_output(parser, "--output", options.output, [options.prompts])
-    try:
-        options.lines = list(_lines(Path(options.prompts)))
-    except (OSError, UnicodeDecodeError) as error:
-        parser.error(f"argument --prompts: {explain_unreadable(options.prompts, error)}")
-    except ValueError as error:
-        parser.error(f"argument --prompts: {error}")
+    options.lines = list(_lines(options.prompts, texts.read(parser, "--prompts", options.prompts)))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -129,15 +124,11 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
     if not lines:
         return 0
     model, tokenizer = load_model(options, [from_config(options.config)], progress.print_line)
-    requests = {
-        number: _tokenized(_request(line, number, options), tokenizer, options.pin)
-        for number, line in lines.items()
-    }
-    too_long = dict(_too_long(requests, model, tokenizer, options.max_new_tokens))
-    numbers = [number for number in requests if number not in too_long]
+    requests, too_long = _tokenize_all(lines, options, model, tokenizer)
+    numbers = list(requests)
     results = generate_all(
         model,
-        [requests[number] for number in numbers],
+        list(requests.values()),
         options.config,
         rows=ROWS if options.rows is None and options.bytes is None else options.rows,
         bytes=options.bytes,
@@ -174,68 +165,58 @@ def _writing(output: Path) -> Iterator[TextIO]:
         ) from error
 
 
-def _request(line: Line, number: int, options: argparse.Namespace) -> Request:
+def _tokenize_all(
+    lines: dict[int, Line], options: argparse.Namespace, model: Any, tokenizer: Any
+) -> tuple[dict[int, Request], dict[int, Result]]:
+    """Make the requests, by number, and the results of prompts that exceed the model's positions.
+
+    Prompts are tokenized here, except those whose pins refer to the chat's system turn.
+    """
     from h2o import models
-    from h2o.hf.batching.request import Request
+    from h2o.hf.batching.request import Request, Result, tokenize
 
-    is_turn = options.chat and isinstance(line.prompt, str)
-    return Request(
-        models.messages(line.prompt, options.system) if is_turn else line.prompt,
-        max_new_tokens=line.max_new_tokens,
-        seed=number if line.seed is None else line.seed,
-        pinned=line.pinned,
-    )
-
-
-def _tokenized(request: Request, tokenizer: Any, pin: Any) -> Request:
-    """The request with its prompt tokenized, unless its pins refer to the chat's system turn."""
-    from h2o.hf.batching.request import tokenize
-
-    if "system" not in (request.pinned, pin):
+    requests, too_long = {}, {}
+    for number, line in lines.items():
+        is_turn = options.chat and isinstance(line.prompt, str)
+        prompt = models.messages(line.prompt, options.system) if is_turn else line.prompt
+        ids = []
         with contextlib.suppress(Exception):  # generate_all reports errors of prompts
-            return replace(request, prompt=list(tokenize(request.prompt, tokenizer)))
-    return request
-
-
-def _too_long(
-    requests: dict[int, Request], model: Any, tokenizer: Any, max_new_tokens: int
-) -> Iterator[tuple[int, Result]]:
-    """Yield the results of requests that are longer than the model's positions."""
-    from h2o import models
-    from h2o.hf.batching.request import Result, tokenize
-
-    for number, request in requests.items():
-        tokens, limit = 0, request.max_new_tokens or max_new_tokens
-        with contextlib.suppress(Exception):  # generate_all reports errors of prompts
-            tokens = len(tokenize(request.prompt, tokenizer))
+            ids = list(tokenize(prompt, tokenizer))
+        limit = line.max_new_tokens
         try:
-            models.check_length(model, tokens, limit)
+            models.check_length(model, len(ids), limit or options.max_new_tokens)
         except UserError as error:
-            yield number, Result(number, [], None, tokens, "error", {}, error)
+            too_long[number] = Result(number, [], None, len(ids), "error", {}, error)
+            continue
+        if ids and "system" not in (line.pinned, options.pin):
+            prompt = ids
+        seed = number if line.seed is None else line.seed
+        requests[number] = Request(prompt, limit, seed, pinned=line.pinned)
+    return requests, too_long
 
 
-def _lines(path: Path) -> Iterator[Line]:
+def _lines(name: str, content: str) -> Iterator[Line]:
     """Yield the prompts of a file.
 
     Raises: ValueError for a line that is not a prompt, and for an id that occurs twice.
     """
     seen: set[str | int] = set()
-    for number, text in enumerate(path.read_text("utf-8-sig").split("\n")):
+    for number, text in enumerate(content.split("\n")):
         if not text.strip():
             continue
         try:
             line = _line(number, json.loads(text))
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"{path}, line {number + 1}: not JSON ({error.msg}): write a text in quotes, a "
+                f"{name}, line {number + 1}: not JSON ({error.msg}): write a text in quotes, a "
                 "list of messages, or an object with prompt or messages"
             ) from None
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number + 1}: {error}") from None
+            raise ValueError(f"{name}, line {number + 1}: {error}") from None
         except RecursionError:
-            raise ValueError(f"{path}, line {number + 1}: lists are nested too deeply") from None
+            raise ValueError(f"{name}, line {number + 1}: lists are nested too deeply") from None
         if line.id in seen:
-            raise ValueError(f"{path}, line {number + 1}: the id {line.id!r} is already taken")
+            raise ValueError(f"{name}, line {number + 1}: the id {line.id!r} is already taken")
         seen.add(line.id)
         yield line
 
