@@ -210,28 +210,24 @@ def make_settings(
 ) -> list[Setting]:
     """The settings to compare.
 
-    With --compare these are its settings, with `budgets` for those that have none, followed by the
-    setting of --preset or --budget. Without --compare it is the one setting that the other options
+    With --compare these are its settings, with `budgets` for those that have none. A profile
+    applies to the calibrated ones. Without --compare it is the one setting that the other options
     describe, or the settings of `default` if there are no such options.
 
     Raises: the errors of `make_setting`, and ValueError for options of a single cache together with
     --compare.
     """
-    given = get_given(options, options.cache_fields)
+    given = get_given(options, ("preset", "budget", *options.cache_fields))
     if options.compare is None:
-        is_one = given or has_budget(options)
-        return [make_setting(options)] if is_one else parse_all(default, budgets)
+        return [make_setting(options)] if given else parse_all(default, budgets)
     settings = parse_all(options.compare, budgets)
-    profile = None if options.head_shares is None else load_shares(options.head_shares)
-    if isinstance(profile, Profile):  # applies to all calibrated settings
-        options = argparse.Namespace(**vars(options) | {"head_shares": None})
+    if isinstance(profile := load_shares(given.get("head_shares", "shipped")), Profile):
+        settings = with_profile(settings, profile)
         del given["head_shares"]
-    if has_budget(options):
-        settings.append(make_setting(options))
-    elif given:
+    if given:
         first = option_name(next(iter(given)))
         raise ValueError(f"{first} is for one setting; write it into --compare")
-    return with_profile(settings, profile) if isinstance(profile, Profile) else settings
+    return settings
 
 
 def load_model(
