@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from h2o.hf.batching.request import Request, Result
 
 FIELDS = {"id", "prompt", "messages", "max_new_tokens", "seed", "pinned"}
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 ROWS = 16
-"""Default of --rows, without --bytes"""
+"""Default of --rows"""
 SETTINGS = ("model", "dtype", "max_new_tokens", "chat", "system", "pin")
 """Options that answers depend on, in addition to those of the cache"""
 
@@ -60,26 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="FILE", help="answers as JSON Lines, in the order in which they "
         "are completed; prompts with an answer in FILE are skipped")  # fmt: skip
     add("--rows", type=parse_count, metavar="N", help=f"prompts to run at a time ({ROWS})")
-    add("--bytes", type=parse_bytes, metavar="B", help="instead of --rows: memory for the keys "
-        "and values of all rows, such as 64MB")  # fmt: skip
-
-
-def parse_bytes(text: str) -> int:
-    """Parse a number of bytes: 64MB is 64,000,000."""
-    number = text.strip().upper().rstrip("KMGTB")
-    suffix = text.strip().upper()[len(number) :]
-    try:
-        size = int(float(number) * UNITS[suffix])
-    except (KeyError, ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 64MB or 2GB")
-    return size
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Add `lines`, the prompts of the file, to the options."""
-    others = ("output", "rows", "bytes")
+    others = ("output", "rows")
     if options.prompts is None:
         if asked := [name for name in others if getattr(options, name) is not None]:
             parser.error(f"argument --{asked[0]}: requires --prompts")
@@ -89,8 +73,6 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     for name in ("prompt", "prompt_file", "compare", "json"):
         if getattr(options, name):
             parser.error(f"argument --{name.replace('_', '-')}: cannot be combined with --prompts")
-    if options.rows is not None and options.bytes is not None:
-        parser.error("argument --bytes: cannot be combined with --rows")
     texts.check_output(parser, "--output", options.output, [options.prompts])
     options.lines = list(_lines(options.prompts, texts.read(parser, "--prompts", options.prompts)))
 
@@ -130,8 +112,7 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
         model,
         list(requests.values()),
         options.config,
-        rows=ROWS if options.rows is None and options.bytes is None else options.rows,
-        bytes=options.bytes,
+        rows=options.rows or ROWS,
         max_new_tokens=options.max_new_tokens,
         tokenizer=tokenizer,
         pinned=options.pin,
