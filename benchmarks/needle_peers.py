@@ -26,7 +26,7 @@ from h2o import models
 from h2o.evaluation import needles
 from h2o.evaluation.text_table import table
 from h2o.result_file import ResultFile, fingerprint, provenance
-from h2o.utils.progress import Progress
+from h2o.utils.progress import print_line
 
 from .equal_bytes import BUDGETS
 from .peers.environments import Peer
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--output-path", type=Path, default=Path("h2o-eval"))
     options = parser.parse_args()
     model, tokenizer = models.load_model(
-        None, attn_implementation=None, dtype=options.dtype, log=Progress().print_line
+        None, attn_implementation=None, dtype=options.dtype, log=print_line
     )
     origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
     lengths = [int(x) for x in options.lengths.split(",")]

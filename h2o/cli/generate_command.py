@@ -21,6 +21,7 @@ from h2o.cli.comparison import Comparison
 from h2o.config import H2OConfig
 from h2o.errors import UserError
 from h2o.evaluation.setting import from_config, parse_all
+from h2o.utils.progress import print_line
 
 QUESTION = "What was the name of the coal ship that was wrecked in 1911?"
 """Appended to the shipped article if the user gives no prompt."""
@@ -96,27 +97,27 @@ def generate(options: argparse.Namespace) -> Comparison:
     """Generate greedily with an H2OCache, or with each of the caches to compare."""
     from h2o import models, packages
     from h2o.evaluation import generation
-    from h2o.utils.progress import Progress
 
-    progress = Progress(quiet=options.json)
+    log = partial(print_line, quiet=options.json)
     parts = prompt_parts(options)
     settings = [from_config(options.config), *options.settings]
-    model, tokenizer = load_model(options, settings, progress.print_line)
+    model, tokenizer = load_model(options, settings, log)
     chat = options.chat or (is_shipped(options) and tokenizer.chat_template is not None)
     ids = models.encode(tokenizer, "\n\n".join(parts), chat, options.system).to(model.device)
     tokens = ids.shape[1]
     models.check_length(model, tokens, options.max_new_tokens)
-    progress.print_line(f"reading a prompt of {tokens} tokens")
+    log(f"reading a prompt of {tokens} tokens")
     pinned = find_pins(options, tokenizer, parts, ids)
     generation.warm_up(model, ids)
     runs = [
         generation.generate(
             mode, cache, model, tokenizer, ids,
             max_new_tokens=options.max_new_tokens,
-            progress=progress,
+            log=log,
             pinned=pinned,
             compile=options.compile,
             stream=None if options.json or options.compare else partial(print, end="", flush=True),
+            quiet=options.json,
         )
         for mode, cache in choose_caches(options, model, tokens).items()
     ]  # fmt: skip

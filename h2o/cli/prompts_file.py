@@ -26,6 +26,7 @@ from h2o.errors import UserError
 from h2o.model_identity import files_fingerprint
 from h2o.result_file import fingerprint
 from h2o.utils.filesystem import atomic_write, lock, make_writable
+from h2o.utils.progress import print_line
 
 if TYPE_CHECKING:
     from h2o.hf.batching.request import Request, Result
@@ -89,23 +90,23 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _answer_all(options: argparse.Namespace, output: Path) -> int:
+    from tqdm import tqdm
+
     from h2o.evaluation.setting import from_config
     from h2o.hf.batching.generate_all import generate_all
-    from h2o.utils.progress import Progress
 
-    progress = Progress()
     settings = _digest(options)
     done = _answered_ids(output, settings, {line.id: line.digest for line in options.lines})
     numbered = enumerate(options.lines)
     lines = {number: line for number, line in numbered if line.id not in done}
     if not options.lines:
-        progress.print_line(f"{options.prompts} has no prompts, so {output} gets no answers")
+        print_line(f"{options.prompts} has no prompts, so {output} gets no answers")
     if done:
         answered = len(options.lines) - len(lines)
-        progress.print_line(f"{answered} of {len(options.lines)} prompts have an answer already")
+        print_line(f"{answered} of {len(options.lines)} prompts have an answer already")
     if not lines:
         return 0
-    model, tokenizer = load_model(options, [from_config(options.config)], progress.print_line)
+    model, tokenizer = load_model(options, [from_config(options.config)], print_line)
     requests, too_long = _tokenize_all(lines, options, model, tokenizer)
     numbers = list(requests)
     results = generate_all(
@@ -120,16 +121,16 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
         compileable=options.compile,
     )
     by_number = ((numbers[result.index], result) for result in results)
+    everything = chain(too_long.items(), by_number)
     failed = 0
     with _writing(output) as file:
-        for count, (number, result) in enumerate(chain(too_long.items(), by_number), start=1):
+        # disable=None: a bar is shown on a terminal only.
+        for number, result in tqdm(everything, "prompts", len(lines), leave=False, disable=None):
             file.write(_as_line(_answer(lines[number], result, settings)))
             file.flush()
             failed += result.error is not None
-            progress.update(f"{count} of {len(lines)} prompts")
-    progress.update("")
     if failed:
-        progress.print_line(f"{failed} prompts failed: see the errors in {output}")
+        print_line(f"{failed} prompts failed: see the errors in {output}")
     return 1 if failed else 0
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
 from transformers import CompileConfig, TextStreamer
 
 from h2o.compat import compile_everywhere, with_cache
@@ -22,7 +23,6 @@ from h2o.config import H2OConfig
 from h2o.config.fields import Pinned
 from h2o.errors import UnsupportedError, UserError
 from h2o.hf.cache.new_cache import bytes_of_keys, new_cache
-from h2o.utils.progress import Progress
 
 Show = Callable[[str, int], None]
 
@@ -127,10 +127,11 @@ def generate(
     ids: Any,
     *,
     max_new_tokens: int,
-    progress: Progress,
+    log: Callable[[str], None],
     pinned: Pinned = None,
     compile: bool = False,
     stream: Callable[[str], None] | None = None,
+    quiet: bool = False,
 ) -> tuple[Run, list[int]]:
     """Generate greedily with a new cache, and take the times.
 
@@ -140,7 +141,9 @@ def generate(
         ids: int64 [1, n], the prompt.
         pinned: as for `H2OCache`.
         compile: compile the decode step of an H2OCache before the clock starts.
-        stream: called with new text. Without it the progress line counts tokens.
+        log: called with a line before compilation.
+        stream: called with new text. Without it a progress bar counts tokens on a terminal.
+        quiet: show no progress bar.
 
     Returns:
         (the run, the new tokens)
@@ -149,7 +152,7 @@ def generate(
     """
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     if compile := compile and config is not None:
-        progress.print_line(f"{mode}: compiling the decode step, which takes a minute or two")
+        log(f"{mode}: compiling the decode step, which takes a minute or two")
         how |= compiling()
         with _name_option("--compile", UnsupportedError):
             warm = new_cache(model, config, ids.shape[1], compile)
@@ -157,18 +160,15 @@ def generate(
 
     def show(text: str, count: int) -> None:
         if stream is None:
-            progress.update(f"{mode}: {count} of {max_new_tokens} tokens")
+            bar.update(count - bar.n)
         else:
-            progress.update("")
             stream(text)
 
     with contextlib.nullcontext() if pinned is None else _name_option("--pin", ValueError):
         cache = new_cache(model, config, ids.shape[1], compile, pinned)
-        progress.update(f"{mode}: prefill")
-        try:
+        hide = quiet or stream is not None or None  # None hides it unless this is a terminal
+        with tqdm(desc=mode, total=max_new_tokens, unit="token", leave=False, disable=hide) as bar:
             times = time_tokens(model, tokenizer, ids, cache, show, **how)
-        finally:
-            progress.update("")
     prefill, count = times.prefill, len(times.tokens)
     run = Run(
         mode=mode,
