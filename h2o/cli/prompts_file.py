@@ -187,23 +187,25 @@ def _lines(name: str, content: str) -> Iterator[Line]:
         if not text.strip():
             continue
         try:
-            line = _line(number, json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{name}, line {number + 1}: not JSON ({error.msg}): write a text in quotes, a "
-                "list of messages, or an object with prompt or messages"
-            ) from None
+            line = _line(number, text)
+            if line.id in seen:
+                raise ValueError(f"the id {line.id!r} is already taken")
         except (ValueError, TypeError) as error:
             raise ValueError(f"{name}, line {number + 1}: {error}") from None
-        except RecursionError:
-            raise ValueError(f"{name}, line {number + 1}: lists are nested too deeply") from None
-        if line.id in seen:
-            raise ValueError(f"{name}, line {number + 1}: the id {line.id!r} is already taken")
         seen.add(line.id)
         yield line
 
 
-def _line(number: int, content: Any) -> Line:
+def _line(number: int, text: str) -> Line:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"not JSON ({error.msg}): write a text in quotes, a list of messages, or an object "
+            "with prompt or messages"
+        ) from None
+    except RecursionError:
+        raise ValueError("lists are nested too deeply") from None
     if not isinstance(content, dict):
         content = {"prompt" if isinstance(content, str) else "messages": content}
     if unknown := set(content) - FIELDS:
