@@ -58,16 +58,13 @@ def analyze(
     parameters.pop("token_type_ids", None)  # some tokenizers return them, decoders ignore them
     config = resolve_config(h2o_config, parameters).for_model(model)
     ids = _one_text(input_ids, attention_mask)
-    if not analyzable_layers(model):
-        raise ValueError("every layer has a sliding window: there is nothing for h2o to analyze")
+    analyzable_layers(model)
     if (part := tensor_parallel.part_of_heads(model)) != tensor_parallel.WHOLE:
         raise ValueError(
             "analyze() shows all heads of a model, but this is "
             f"{tensor_parallel.describe_part(part)}: load the "
             "model whole, in one process without tp_plan or distributed_config"
         )
-    if model.training:
-        raise RuntimeError("analyze() is for inference: call model.eval()")
 
     def measure(seen: Attention) -> tuple[Tensor, tuple[np.ndarray, np.ndarray]]:
         out, scores = attend(seen)

@@ -51,17 +51,26 @@ Visit = Callable[[int, Attention], Tensor]
 
 
 def analyzable_layers(model: Any) -> list[int]:
-    """The layers with full attention.
+    """The layers with full attention, at least one.
 
     Raises:
         UnsupportedError: h2o does not support the model, or its heads have no keys of their own.
+        ValueError: there is no such layer.
+        RuntimeError: the model is in training mode.
     """
     if latent_row(config_of(model)) is not None:
         raise UnsupportedError(
             f"analysis and calibration do not support {model.config.model_type}: all heads of a "
             "layer share its latents (multi-head latent attention)"
         )
-    return [i for i, x in enumerate(transformers_layers(model.config)) if kind_of(x) == "h2o"]
+    if model.training:
+        raise RuntimeError("analysis and calibration are for inference: call model.eval()")
+    full = [i for i, x in enumerate(transformers_layers(model.config)) if kind_of(x) == "h2o"]
+    if not full:
+        raise ValueError(
+            "every layer has a sliding window: there is nothing for h2o to analyze or calibrate"
+        )
+    return full
 
 
 def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Tensor | None:

@@ -104,10 +104,6 @@ def calibrate(
     invalid arguments, UserError (`h2o.errors`) for a `resume` file of another kind.
     """
     full = analyzable_layers(model)
-    if not full:
-        raise ValueError("every layer has a sliding window: there is no cache budget to divide")
-    if model.training:
-        raise RuntimeError("calibrate() needs a model in eval mode: call model.eval()")
     if draws < 1:
         raise ValueError(f"draws must be at least 1, not {draws}")
     fractions = tuple(sorted(set(map(float, fractions))))
