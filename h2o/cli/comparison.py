@@ -60,8 +60,6 @@ def figures(result: Comparison) -> list[str]:
         "tokens evicted": lambda run: f"{run.tokens_evicted}",
         "attention mass evicted": lambda run: f"{run.mass_evicted:.1%}",
     }
-    if result.runs[0].tokens_agree is not None:
-        values["leading tokens as with full"] = lambda run: f"{run.tokens_agree}"
     rows = [[name, *map(of_run, result.runs)] for name, of_run in values.items()]
     return [
         f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens",

@@ -121,15 +121,13 @@ def generate(options: argparse.Namespace) -> Comparison:
         )
         for mode, cache in choose_caches(options, model, tokens).items()
     ]  # fmt: skip
-    full = runs[0][1] if options.compare else None
-    agree = [full and generation.leading_agreement(new, full) for _, new in runs]
     return Comparison(
         model=options.model or models.DEFAULT_MODEL,
         dtype=str(model.dtype).removeprefix("torch."),
         prompt_tokens=tokens,
         budget=asdict(options.config),
         versions=packages.versions("h2o-kv", "torch", "transformers"),
-        runs=[replace(run, tokens_agree=n) for (run, _), n in zip(runs, agree, strict=True)],
+        runs=runs,
     )
 
 

@@ -50,8 +50,6 @@ class Run:
     tokens_evicted: int
     mass_evicted: float
     """Share of all attention that evicted keys had received, 0 to 1."""
-    tokens_agree: int | None
-    """Leading tokens equal to those of the full cache; None without a full run."""
 
 
 class Times(NamedTuple):
@@ -132,7 +130,7 @@ def generate(
     compile: bool = False,
     stream: Callable[[str], None] | None = None,
     quiet: bool = False,
-) -> tuple[Run, list[int]]:
+) -> Run:
     """Generate greedily with a new cache, and take the times.
 
     Args:
@@ -144,9 +142,6 @@ def generate(
         log: called with a line before compilation.
         stream: called with new text. Without it a progress bar counts tokens on a terminal.
         quiet: show no progress bar.
-
-    Returns:
-        (the run, the new tokens)
 
     Raises: UserError for a cache that cannot be compiled, and for pins that do not fit.
     """
@@ -170,7 +165,7 @@ def generate(
         with tqdm(desc=mode, total=max_new_tokens, unit="token", leave=False, disable=hide) as bar:
             times = time_tokens(model, tokenizer, ids, cache, show, **how)
     prefill, count = times.prefill, len(times.tokens)
-    run = Run(
+    return Run(
         mode=mode,
         text=tokenizer.decode(times.tokens, skip_special_tokens=True),
         new_tokens=count,
@@ -178,10 +173,8 @@ def generate(
         prefill_tokens_per_second=ids.shape[1] / prefill,
         decode_seconds=times.decode,
         decode_tokens_per_second=(count - 1) / times.decode if count > 1 else 0.0,
-        tokens_agree=None,
         **_cache_facts(cache),
     )
-    return run, times.tokens
 
 
 @contextlib.contextmanager
@@ -226,9 +219,3 @@ def _cache_facts(cache: Any) -> dict[str, Any]:
         "tokens_evicted": seen - held,
         "mass_evicted": mass,
     }
-
-
-def leading_agreement(tokens: list[int], others: list[int]) -> int:
-    """Number of leading tokens that are equal in both lists."""
-    pairs = list(zip(tokens, others, strict=False))
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
