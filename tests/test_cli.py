@@ -451,7 +451,7 @@ def test_settings_beside_which_a_run_is_shown(tiny, capsys):
 
 def test_answers_about_the_article_for_readers(monkeypatch):
     pytest.importorskip("torch")
-    from h2o.cli.comparison import answers
+    from h2o.cli.comparison import format_answers
     from h2o.cli.generate_command import Comparison
     from h2o.evaluation.generation import Run
 
@@ -462,7 +462,7 @@ def test_answers_about_the_article_for_readers(monkeypatch):
             160, 0.1)
         for mode, text in texts.items()
     ]  # fmt: skip
-    lines = answers(Comparison("m", "float32", 190, {}, {}, runs), "Who?", "fact")
+    lines = format_answers(Comparison("m", "float32", 190, {}, {}, runs), "Who?", "fact")
     assert lines[0] == "m, float32, prompt of 190 tokens. Who?"
     assert [line.split()[0] for line in lines if " held, " in line] == list(texts)
     at = lines.index("budget=0.1    0.0 MB held, prefill 2.0 s, then 50 ms per token: lost")

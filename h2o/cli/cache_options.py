@@ -71,7 +71,7 @@ OPTIONS: dict[str, Field] = {
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(H2OConfig)}
 
-FIFTH = 0.2
+PRESET_BUDGET = 0.2
 """Default budget of a preset."""
 
 
@@ -157,7 +157,7 @@ def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defau
         "--budget", type=AMOUNT, metavar="B",
         help="alone: budget of the recommended policy, a number of tokens or a fraction of a full "
         "cache's bytes; with --preset: a number of tokens or a fraction of the keys (of the bytes "
-        f"with --budget-unit bytes; default {FIFTH})",
+        f"with --budget-unit bytes; default {PRESET_BUDGET})",
     )  # fmt: skip
     for name in names:
         field = OPTIONS[name]
@@ -198,7 +198,7 @@ def make_setting(options: argparse.Namespace) -> Setting:
     elif options.preset == "calibrated":
         raise ValueError("--preset calibrated needs a profile: --profile FILE or shipped, not echo")
     unit = fields.pop("budget_unit", "keys")
-    budget = FIFTH if options.budget is None else options.budget
+    budget = PRESET_BUDGET if options.budget is None else options.budget
     config = H2OConfig.preset(options.preset, budget, unit, profile)
     kind = options.preset + "-bytes" * (unit == "bytes")
     parts = [f"{kind}:{budget}", *(f"{x}={given[x]}" for x in given if x in fields)]

@@ -30,7 +30,7 @@ FACT = "Sabrina"
 
 USUAL = "usual"
 """Value of --compare without settings"""
-TENTH = 0.1
+SMALLER_BUDGET = 0.1
 """The smaller budget of `usual_caches`"""
 
 
@@ -86,9 +86,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(result), indent=2))
         return 0
-    lines = [""] if options.compare is None else comparison.answers(result, *asked)
+    lines = [""] if options.compare is None else comparison.format_answers(result, *asked)
     if options.compare is None or not is_shipped(options):
-        lines += ["", *comparison.figures(result)]
+        lines += ["", *comparison.format_figures(result)]
     print("\n".join(lines))
     return 0
 
@@ -183,8 +183,8 @@ def usual_caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str,
     fitted = config.for_model(model)
     newest = sum(fitted.tokens(prompt_tokens)) if config.budget is None else config.budget
     how = {"positions": config.positions, "min_tokens": config.min_tokens}
-    tenth = H2OConfig(budget=TENTH, **how)
+    tenth = H2OConfig(budget=SMALLER_BUDGET, **how)
     local = replace(H2OConfig.streaming(newest, fitted.sinks), **how)
-    is_named = config.budget not in (None, TENTH) or config == tenth
+    is_named = config.budget not in (None, SMALLER_BUDGET) or config == tenth
     name = f"budget={config.budget}" if is_named else "h2o"
-    return {"full": None, name: config, f"budget={TENTH}": tenth, "local": local}
+    return {"full": None, name: config, f"budget={SMALLER_BUDGET}": tenth, "local": local}

@@ -148,7 +148,7 @@ def generate(
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     if compile := compile and config is not None:
         log(f"{mode}: compiling the decode step, which takes a minute or two")
-        how |= compiling()
+        how |= compile_arguments()
         with _name_option("--compile", UnsupportedError):
             warm = new_cache(model, config, ids.shape[1], compile)
         time_tokens(model, tokenizer, ids[:, :8], warm, **how | {"max_new_tokens": 3})
@@ -186,7 +186,7 @@ def _name_option(option: str, refusal: type[ValueError]) -> Iterator[None]:
         raise UserError(f"{option}: {error}") from error
 
 
-def compiling() -> dict[str, Any]:
+def compile_arguments() -> dict[str, Any]:
     """Arguments for the model's generate() that make it compile, also on a CPU."""
     config = CompileConfig(fullgraph=True, mode="default")
     compile_everywhere(config)

@@ -177,7 +177,7 @@ def answer(lm: Any, document: str, facts: Sequence[tuple[str, str]]) -> list[boo
             f"a text of {ids.shape[1]} tokens and its question exceed the model's "
             f"{lm.max_length} positions: lower --lengths"
         )
-    lm.add(ids.shape[1])
+    lm.count_text(ids.shape[1])
     if lm.is_counting:
         return []
     return find_facts(lm._forward, lm.model, lm.setting, ids, asked, lm.tokenizer)
