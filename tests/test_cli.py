@@ -249,10 +249,10 @@ def test_compiled_steps_give_the_same_text(tiny, capsys, monkeypatch):
 
     from h2o.evaluation import generation
 
-    how = generation.compiling()
+    how = generation.compile_arguments()
     assert how["compile_config"].backend == "inductor"
     how["compile_config"].backend = "eager"
-    monkeypatch.setattr(generation, "compiling", lambda: how)
+    monkeypatch.setattr(generation, "compile_arguments", lambda: how)
     arguments = ["--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "20", "--heavy", "0.2"]
     eager = generated(capsys, *arguments)["runs"][0]
     counters.clear()
@@ -334,7 +334,7 @@ def test_commands_have_the_same_options(command, capsys):
 def test_a_config_is_what_the_options_say():
     parser = argparse.ArgumentParser()
     cache_options.add_cache_options(parser)
-    assert cache_options.make_config(parser.parse_args([])) == H2OConfig()
+    assert cache_options.make_setting(parser.parse_args([])).config == H2OConfig()
     for name, text, value in (
         ("heavy", "7", 7), ("recent", "0.3", 0.3), ("sinks", "4", 4), ("score_by", "mean", "mean"),
         ("decay", "0.5", 0.5), ("positions", "cache_relative", "cache_relative"),
@@ -342,9 +342,9 @@ def test_a_config_is_what_the_options_say():
         ("score_by", "mean-echo", "mean-echo"),
     ):  # fmt: skip
         options = parser.parse_args([cache_options.option_name(name), text])
-        assert cache_options.make_config(options) == H2OConfig(**{name: value})
+        assert cache_options.make_setting(options).config == H2OConfig(**{name: value})
     options = parser.parse_args(["--value-weighted"])
-    assert cache_options.make_config(options) == H2OConfig(value_weighted=True)
+    assert cache_options.make_setting(options).config == H2OConfig(value_weighted=True)
     assert cache_options.get_given(parser.parse_args(["--sinks", "0"])) == {"sinks": 0}
 
 
@@ -354,7 +354,7 @@ def test_a_preset_is_what_the_options_say(tmp_path):
     cache_options.add_cache_options(settings, min_tokens=0)
 
     def said(text):
-        return cache_options.make_config(parser.parse_args(text.split()))
+        return cache_options.make_setting(parser.parse_args(text.split())).config
 
     for name in PRESETS:
         assert said(f"--preset {name}") == H2OConfig.preset(name, 0.2)

@@ -146,7 +146,7 @@ def add_compare(add: Callable[..., Any], default: str | None = None, more: str =
 def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defaults: Any) -> None:
     """Add --preset, --budget and the options of the fields `names` to a parser or group.
 
-    An option that is left out is None. `make_config` then uses the value in `defaults` if there is
+    An option that is left out is None. `make_setting` then uses the value in `defaults` if there is
     one, and H2OConfig's default otherwise.
     """
     group.set_defaults(cache_fields=tuple(names), cache_defaults=defaults)
@@ -166,11 +166,6 @@ def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defau
             kind = {"type": field.parse, "choices": field.choices, "metavar": field.metavar}
         text = field.help.replace("%(default)s", f"{(DEFAULTS | defaults)[name]}")
         group.add_argument(option_name(name), dest=name, default=None, help=text, **kind)
-
-
-def make_config(options: argparse.Namespace) -> H2OConfig:
-    """The config that a command's options describe. Raises the errors of `make_setting`."""
-    return make_setting(options).config
 
 
 def make_setting(options: argparse.Namespace) -> Setting:

@@ -14,13 +14,13 @@ from h2o.cli.cache_options import (
     add_model,
     add_pin,
     load_model,
-    make_config,
+    make_setting,
     parse_count,
 )
 from h2o.cli.comparison import Comparison
 from h2o.config import H2OConfig
 from h2o.errors import UserError
-from h2o.evaluation.setting import from_config, parse_all
+from h2o.evaluation.setting import parse_all
 from h2o.utils.progress import print_line
 
 QUESTION = "What was the name of the coal ship that was wrecked in 1911?"
@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Add the `config`, the `settings` to compare and the `document` to the options."""
-    options.config = make_config(options)
+    """Add the `setting`, the `settings` to compare and the `document` to the options."""
+    options.setting = make_setting(options)
     named = options.compare not in (None, USUAL)
     options.settings = parse_all(options.compare) if named else []
     for setting in options.settings:
@@ -100,8 +100,7 @@ def generate(options: argparse.Namespace) -> Comparison:
 
     log = partial(print_line, quiet=options.json)
     parts = prompt_parts(options)
-    settings = [from_config(options.config), *options.settings]
-    model, tokenizer = load_model(options, settings, log)
+    model, tokenizer = load_model(options, [options.setting, *options.settings], log)
     chat = options.chat or (is_shipped(options) and tokenizer.chat_template is not None)
     ids = models.encode(tokenizer, "\n\n".join(parts), chat, options.system).to(model.device)
     tokens = ids.shape[1]
@@ -125,7 +124,7 @@ def generate(options: argparse.Namespace) -> Comparison:
         model=options.model or models.DEFAULT_MODEL,
         dtype=str(model.dtype).removeprefix("torch."),
         prompt_tokens=tokens,
-        budget=asdict(options.config),
+        budget=asdict(options.setting.config),
         versions=packages.versions("h2o-kv", "torch", "transformers"),
         runs=runs,
     )
@@ -160,11 +159,11 @@ def choose_caches(
 ) -> dict[str, H2OConfig | None]:
     """The caches to generate with, by their displayed names. None is the cache of transformers."""
     if options.compare is None:
-        return {"h2o": options.config}
+        return {"h2o": options.setting.config}
     if options.compare == USUAL:
-        return usual_caches(options.config, model, prompt_tokens)
+        return usual_caches(options.setting.config, model, prompt_tokens)
     more = {x.name: x.config for x in options.settings if x.variant != "full"}
-    return {"full": None, "h2o": options.config, **more}
+    return {"full": None, "h2o": options.setting.config, **more}
 
 
 def is_shipped(options: argparse.Namespace) -> bool:

@@ -92,7 +92,6 @@ def run(options: argparse.Namespace) -> int:
 def _answer_all(options: argparse.Namespace, output: Path) -> int:
     from tqdm import tqdm
 
-    from h2o.evaluation.setting import from_config
     from h2o.hf.batching.generate_all import generate_all
 
     settings = _digest(options)
@@ -106,13 +105,13 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
         print_line(f"{answered} of {len(options.lines)} prompts have an answer already")
     if not lines:
         return 0
-    model, tokenizer = load_model(options, [from_config(options.config)], print_line)
+    model, tokenizer = load_model(options, [options.setting], print_line)
     requests, too_long = _tokenize_all(lines, options, model, tokenizer)
     numbers = list(requests)
     results = generate_all(
         model,
         list(requests.values()),
-        options.config,
+        options.setting.config,
         rows=options.rows or ROWS,
         max_new_tokens=options.max_new_tokens,
         tokenizer=tokenizer,
@@ -235,7 +234,7 @@ def _digest(options: argparse.Namespace) -> str:
     model may be stored at the same path later."""
     files = files_fingerprint([options.model]) if options.model else ""
     facts = {x: getattr(options, x) for x in SETTINGS}
-    return fingerprint({**facts, "config": asdict(options.config), "files": files})
+    return fingerprint({**facts, "config": asdict(options.setting.config), "files": files})
 
 
 def _answer(line: Line, result: Result, settings: str) -> dict[str, Any]:
